@@ -9,9 +9,9 @@ from transformers import DynamicCache
 import kvfold
 from kvfold import models
 from kvfold.errors import KVFoldError
-from kvfold.evaluation import Row, Text, compare, load_text, reference, score
+from kvfold.evaluation import Row, Text, compare, domains, load_text, reference, score
 from kvfold.evaluation.compare import encode
-from kvfold.evaluation.schema import Sidecar, check_writable, write_json
+from kvfold.evaluation.schema import Sidecar, check_writable, read_row, write_json
 from tiny_model import byte_tokenizer, tiny_llama
 
 PREFIX, TOKENS = 320, 96
@@ -275,7 +275,7 @@ def test_a_killed_comparison_goes_on_where_it_stopped(tiny, tmp_path):
     with pytest.raises(Killed):
         run(tiny, out, on_row=kill)
     assert not out.exists()
-    sidecar = Sidecar.of(out).path
+    sidecar = Sidecar.of(out, Row).path
     with sidecar.open("a") as file:
         file.write('{"method": "kivi:bi')
 
@@ -320,7 +320,7 @@ def test_repeated_methods_run_once_and_no_method_is_an_error(tiny):
 
 def test_rows_of_another_schema_are_refused():
     with pytest.raises(KVFoldError, match="row: fields"):
-        Row.from_dict({"method": "none"})
+        read_row(Row, {"method": "none"})
 
 
 def test_writing_replaces_a_result_in_one_step(tmp_path):
@@ -343,3 +343,80 @@ def test_paths_that_cannot_be_written_are_found_before_the_work(tmp_path):
 
 def test_a_text_carries_its_hash():
     assert Text("a", "b").sha256 == hashlib.sha256(b"a").hexdigest()
+
+
+# ---- domains ---------------------------------------------------------------------------------------------------------
+
+
+def test_windows_are_spread_over_the_text_and_a_short_one_is_refused():
+    tokenizer, text = byte_tokenizer(), Text("abcdefghij" * 100, "t")
+    found = domains.windows_of(tokenizer, "x", text, 64, 32, 4)
+    assert [w.ids.shape for w in found] == [(1, 97)] * 4 and [w.index for w in found] == [0, 1, 2, 3]
+    whole = tokenizer(text.text, return_tensors="pt").input_ids[0]
+    middles = [125, 375, 625, 875]
+    for window, middle in zip(found, middles, strict=True):
+        assert torch.equal(window.ids[0], whole[middle - 48 : middle + 49])
+    with pytest.raises(KVFoldError, match=r"^text: t has 1000 tokens, and 11 windows need 1067"):
+        domains.windows_of(tokenizer, "x", text, 64, 32, 11)
+
+
+def test_retrieval_asks_for_values_that_the_prefix_lists():
+    tokenizer = byte_tokenizer()
+    for window in domains.retrieval(tokenizer, 600, 200, 2):
+        listed = tokenizer.decode(window.ids[0, : window.prefix])
+        scored = window.ids[0, window.prefix + 1 :]
+        assert window.ids.shape[1] <= 600 + 201 and window.answers
+        for first, stop in window.answers:
+            answer = tokenizer.decode(scored[first:stop])
+            question = tokenizer.decode(window.ids[0, window.prefix : window.prefix + 1 + first]).splitlines()[-1]
+            assert question + answer.rstrip("\n") in listed and answer.endswith(".\n")
+
+
+def test_json_lines_are_read_as_text_and_others_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "one", "n": 1, "answer": "two"}\n{"question": "three"}\n')
+    assert domains.load_domain("a", str(tmp_path / "a.jsonl")).text == "one\ntwo\n\nthree\n"
+    (tmp_path / "b.jsonl").write_text('{"question": "one"}\n[1]\n')
+    with pytest.raises(KVFoldError, match=r"^text: line 2 of .*b.jsonl is not a JSON object"):
+        domains.load_domain("b", str(tmp_path / "b.jsonl"))
+
+
+def test_domains_score_every_method_on_every_window_and_go_on_after_a_kill(tiny, tmp_path):
+    info = models.ModelInfo("tiny", "float32", "cpu", None, 1)
+    windows = domains.make_windows(byte_tokenizer(), domains.BUILT_IN, {}, 320, 64, 2)
+    assert [(w.domain, w.index) for w in windows] == [(d, i) for d in domains.BUILT_IN for i in range(2)]
+    out = tmp_path / "rows.json"
+
+    def stop(row, done, total):
+        assert total == 12
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        domains.run(tiny, info, ["none", "kivi:bits=2"], windows, json_path=out, on_row=stop)
+    seen = []
+    header, rows = domains.run(
+        tiny, info, ["none", "kivi:bits=2"], windows, json_path=out, on_row=lambda row, *_: seen.append(row)
+    )
+    assert json.loads(out.read_text()) == domains.to_dict(header, rows) and not list(tmp_path.glob("*.partial"))
+    kept = [dataclasses.replace(row, seconds=0.0) for row in rows]
+    _, again = domains.run(tiny, info, ["none", "kivi:bits=2"], windows)
+    assert kept == [dataclasses.replace(row, seconds=0.0) for row in again]
+    by_method = domains.means(rows)
+    assert by_method["none"]["prose"].kld == pytest.approx(0, abs=1e-6) and by_method["none"]["code"].top1 == 1.0
+    folded = by_method[rows[1].method]
+    assert folded["prose"].kld > 0 and folded["prose"].lowest <= folded["prose"].kld <= folded["prose"].highest
+    assert all((r.exact is not None) == (r.domain == "retrieval") for r in rows)
+
+
+def test_an_unknown_domain_is_named():
+    with pytest.raises(KVFoldError, match=r"^domain: 'poetry' is not built in; allowed: prose, code, retrieval"):
+        domains.make_windows(byte_tokenizer(), ["poetry"], {})
+
+
+def test_exact_answers_are_those_of_the_text(tiny):
+    """A scored token is correct where the argmax of the logits before it is the token itself."""
+    window = domains.retrieval(byte_tokenizer(), 320, 96, 1)[0]
+    result = score(tiny, window.ids, window.prefix, DynamicCache(config=tiny.config))
+    with torch.inference_mode():
+        logits = tiny(window.ids).logits[0, window.prefix : -1]
+    assert torch.equal(result.correct, logits.argmax(-1) == window.ids[0, window.prefix + 1 :])

@@ -788,10 +788,11 @@ class FoldedCache(Cache):
                 total += sum(t.nbytes for t in kept if isinstance(t, torch.Tensor))
         return total
 
-    def effective_bits(self) -> float:
+    def effective_bits(self, tables: bool = True) -> float:
         """Bits per element of the packed tokens: storage, per-sequence state and tables, without the windows.
 
-        NaN while nothing is packed.
+        NaN while nothing is packed. With ``tables=False`` without what all sequences of a model share (codebooks), whose
+        part falls with the number of tokens.
         """
         elements = bits = 0.0
         for layer in self.folded:
@@ -800,7 +801,8 @@ class FoldedCache(Cache):
             per_block = layer.key_format.block_bytes + layer.value_format.block_bytes
             bits += 8 * layer.spec.num_kv_heads * per_block * tokens / layer.block
         sizes = self.nbytes()
-        return (bits + 8 * (sizes["state"] + sizes["tables"])) / elements if elements else float("nan")
+        bits += 8 * (sizes["state"] + (sizes["tables"] if tables else 0))
+        return bits / elements if elements else float("nan")
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:

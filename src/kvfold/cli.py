@@ -118,6 +118,11 @@ def _model_options(command: Any) -> Any:
     help="Methods to compare, one or more after the flag.  [default: one row of every method]",
 )
 @click.option(
+    "--artefacts",
+    metavar="DIR",
+    help="Also compare the methods of all artefacts in DIR that were made for the model.",
+)
+@click.option(
     "--text", "text_path", metavar="FILE", help="UTF-8 text to read.  [default: the prose that ships with Python]"
 )
 @click.option(
@@ -142,6 +147,7 @@ def compare(
     dtype: str | None,
     device: str | None,
     specs: tuple[str, ...],
+    artefacts: str | None,
     text_path: str | None,
     tokens: int,
     prefix: int,
@@ -166,6 +172,7 @@ def compare(
     if chunk < 1:
         raise KVFoldError(f"chunk: {chunk}; give at least 1")
     loaded, tokenizer, info = _load(model, dtype, device)
+    chosen += _artefact_methods(artefacts, loaded)
     encode(tokenizer, text, prefix, tokens, new_tokens, info.max_context)
     progress = _CompareProgress(prefix + tokens, new_tokens, target)
     with progress:
@@ -194,6 +201,126 @@ def compare(
         click.echo(line)
     if target:
         click.echo(f"written: {target}")
+
+
+@cli.command()
+@_model_options
+@click.option(
+    "--methods",
+    "specs",
+    metavar="A B ...",
+    multiple=True,
+    help="Methods to score.  [default: none, kivi at 1 and 2 bits]",
+)
+@click.option("--artefacts", metavar="DIR", help="Also score the methods of all artefacts in DIR made for the model.")
+@click.option(
+    "--text",
+    "texts",
+    metavar="NAME=FILE",
+    multiple=True,
+    help="A further domain, or a text instead of a built-in one; UTF-8 or JSON lines. May be given again.",
+)
+@click.option(
+    "--domains", "names", metavar="A,B", default="prose,code,retrieval", show_default=True, help="Built-in ones."
+)
+@click.option("--windows", metavar="N", type=int, default=3, show_default=True, help="Windows of each domain.")
+@click.option("--prefix", metavar="N", type=int, default=1024, show_default=True, help="Tokens prefilled in a window.")
+@click.option("--tokens", metavar="N", type=int, default=256, show_default=True, help="Tokens scored after them.")
+@click.option(
+    "--json", "json_path", metavar="FILE", help=JSON_HELP + " A killed run with a FILE goes on where it stopped."
+)
+def domains(
+    model: str | None,
+    dtype: str | None,
+    device: str | None,
+    specs: tuple[str, ...],
+    artefacts: str | None,
+    texts: tuple[str, ...],
+    names: str,
+    windows: int,
+    prefix: int,
+    tokens: int,
+    json_path: str | None,
+) -> None:
+    """Score methods on texts of several kinds: does what was learned on one hold on another?
+
+    prose is CPython's documentation, code its library's source, retrieval random pairs that are listed once and then asked
+    for (exact: answers that are right in full). KL divergence and top-1 agreement are means over the windows, against the
+    same model with a full-precision cache.
+    """
+    from kvfold import methods
+    from kvfold.evaluation import domains as run
+
+    files: dict[str, str] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise KVFoldError(f"text: {text!r} is not NAME=FILE, for example gsm8k=test.jsonl")
+        files[name] = path
+    for value, what, least in ((windows, "windows", 1), (prefix, "prefix", 64), (tokens, "tokens", 32)):
+        if value < least:
+            raise KVFoldError(f"{what}: {value}; give at least {least}")
+    target = _json_target(json_path)
+    chosen = [methods.get(spec) for spec in specs or ("none", "kivi:bits=1", "kivi:bits=2")]
+    loaded, tokenizer, info = _load(model, dtype, device)
+    chosen += _artefact_methods(artefacts, loaded)
+    if info.max_context is not None and prefix + tokens > info.max_context:
+        raise KVFoldError(f"tokens: prefix {prefix} + {tokens} is beyond the model's context of {info.max_context}")
+    pieces = run.make_windows(tokenizer, [n for n in names.split(",") if n], files, prefix, tokens, windows)
+
+    def tell(row: Any, done: int, total: int) -> None:
+        print(f"kvfold: [{done}/{total}] {row.domain} {row.window}: {row.method}", file=sys.stderr, flush=True)
+
+    header, rows = run.run(loaded, info, chosen, pieces, json_path=target, on_row=tell)
+    if json_path == "-":
+        _print_json(run.to_dict(header, rows))
+        return
+    table = _table(f"{info.name}: KL divergence / top-1 agreement (exact answers)")
+    found = run.means(rows)
+    table.add_column("method", style="bold", overflow="fold")
+    table.add_column("bits", justify="right")
+    for name in next(iter(found.values())):
+        table.add_column(name, justify="right", no_wrap=True)
+    bits = {row.method: row.bits_without_tables for row in rows}
+    for method, by_domain in found.items():
+        cells = [
+            ("not finite" if m.kld is None else f"{m.kld:.3f}")
+            + f" / {100 * m.top1:.0f}%"
+            + ("" if m.exact is None else f" ({100 * m.exact:.0f}%)")
+            for m in by_domain.values()
+        ]
+        table.add_row(method, "-" if bits[method] is None else f"{bits[method]:.2f}", *cells)
+    _console().print(table)
+    click.echo(
+        f"{windows} windows of {prefix} tokens prefilled and {tokens} scored; {header.dtype}, {header.device}; "
+        "bits: without the tables that all sequences share"
+    )
+    if target:
+        click.echo(f"written: {target}")
+
+
+def _artefact_methods(folder: str | None, model: Any) -> list[Any]:
+    """Methods of the artefacts in a folder that fit the model, in the order of their files' names."""
+    from kvfold import methods
+    from kvfold.calibration.artefact import load
+
+    if folder is None:
+        return []
+    path = Path(folder).expanduser()
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise KVFoldError(f"artefacts: {folder} is not a folder with artefacts; make some with kvfold calibrate")
+    chosen = []
+    for file in files:
+        found = load(str(file))
+        try:
+            found.check_model(model.config)
+        except KVFoldError:
+            click.echo(f"kvfold: {file.name} was made for {found.model}; left out", err=True)
+            continue
+        spec = found.method
+        chosen.append(methods.get(f"{spec}{',' if ':' in spec else ':'}artefact={file}"))
+    return chosen
 
 
 @cli.command()

@@ -139,18 +139,9 @@ def compare(
     ids = encode(tokenizer, text, prefix, tokens, new_tokens, info.max_context).to(model.device)
     for method in specs.values():
         kvfold.explain(model, method)
-    header = Header(
-        versions={
-            "kvfold": kvfold.__version__,
-            "torch": torch.__version__,
-            "transformers": importlib.metadata.version("transformers"),
-            "python": platform.python_version(),
-        },
-        model=info.name,
-        parameters=info.parameters,
-        dtype=info.dtype,
-        device=device_name(model.device),
-        threads=torch.get_num_threads(),
+    header = make_header(
+        model,
+        info,
         text=text.source,
         text_sha256=text.sha256,
         prefix=prefix,
@@ -158,9 +149,8 @@ def compare(
         chunk=chunk,
         new_tokens=new_tokens,
         seed=seed,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-    sidecar = Sidecar.of(json_path) if json_path else None
+    sidecar = Sidecar.of(json_path, Row) if json_path else None
     done = sidecar.start(header) if sidecar else {}
     done = {name: row for name, row in done.items() if name in specs}
     if on_start is not None:
@@ -188,6 +178,27 @@ def compare(
         write_json(json_path, result.to_dict())
         sidecar.remove()
     return result
+
+
+def make_header(model: PreTrainedModel, info: ModelInfo, **what: Any) -> Header:
+    """A header of now, of this process and this model; ``what`` are the fields that say what is run."""
+    import kvfold
+
+    return Header(
+        versions={
+            "kvfold": kvfold.__version__,
+            "torch": torch.__version__,
+            "transformers": importlib.metadata.version("transformers"),
+            "python": platform.python_version(),
+        },
+        model=info.name,
+        parameters=info.parameters,
+        dtype=info.dtype,
+        device=device_name(model.device),
+        threads=torch.get_num_threads(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **what,
+    )
 
 
 def _reference(
@@ -218,13 +229,14 @@ def _row(
     started = time.perf_counter()
     result = score(model, ids, prefix, cache, truth.chunk, truth, on_tokens)
     sizes, full, held = cache.nbytes(), cache.full_nbytes(), cache.get_seq_length()
-    bits = float(cache.effective_bits()) if sizes["packed"] else None
+    bits = [float(cache.effective_bits(tables)) if sizes["packed"] else None for tables in (False, True)]
     generated, decode_seconds = _decode(model, cache, result.last_logits, new_tokens)
     if on_tokens is not None:
         on_tokens(new_tokens)
     return Row(
         method=name,
-        effective_bits=None if bits is None else finite(bits),
+        bits_without_tables=bits[0],
+        effective_bits=bits[1],
         cache_bytes=int(sizes["total"]),
         full_cache_bytes=int(full),
         ppl=finite(result.ppl),

@@ -52,6 +52,8 @@ class Score:
         this one. Empty without a reference.
     agree
         ``[tokens]`` bool, whether both put the same token first. Empty without a reference.
+    correct
+        ``[tokens]`` bool, whether this cache's first choice is the text's token.
     last_logits
         ``[vocab]`` float32, the prediction after the last token, from which generation can go on.
     prefill_seconds, score_seconds
@@ -61,6 +63,7 @@ class Score:
     nll: torch.Tensor
     kl: torch.Tensor
     agree: torch.Tensor
+    correct: torch.Tensor
     last_logits: torch.Tensor
     prefill_seconds: float
     score_seconds: float
@@ -152,13 +155,14 @@ def score(
     _prefill(model, input_ids, prefix, cache)
     prefilled = now(model)
     _say(on_tokens, prefix)
-    nll, kl, agree = [], [], []
+    nll, kl, agree, correct = [], [], [], []
     reading = 0.0
     logits = torch.empty(0)
     for begin, targets, logits in _continue(model, input_ids, prefix, chunk, cache):
         before = now(model)
         folded = torch.log_softmax(logits.float(), dim=-1)
         nll.append(-folded.gather(-1, targets[:, None]).squeeze(-1).cpu())
+        correct.append((folded.argmax(-1) == targets).cpu())
         if reference is not None:
             at = begin - prefix
             full = reference.logits[at : at + len(targets)].to(folded.device)
@@ -171,6 +175,7 @@ def score(
         nll=torch.cat(nll),
         kl=torch.cat(kl) if kl else torch.empty(0),
         agree=torch.cat(agree) if agree else torch.empty(0, dtype=torch.bool),
+        correct=torch.cat(correct),
         last_logits=logits[-1].float(),
         prefill_seconds=prefilled - started,
         score_seconds=now(model) - prefilled - reading,

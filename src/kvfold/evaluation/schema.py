@@ -9,9 +9,21 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from kvfold.errors import KVFoldError
+
+
+class Keyed(Protocol):
+    """A dataclass of measurements that knows what identifies it within a run."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> str: ...
+
+
+RowType = TypeVar("RowType", bound=Keyed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +80,9 @@ class Row:
     ----------
     method
         Canonical string of the method.
-    effective_bits
-        Bits per cached element of the packed part, everything included; None when nothing was packed.
+    bits_without_tables, effective_bits
+        Bits per cached element of the packed part, without and with the tables that all sequences share; None when nothing
+        was packed.
     cache_bytes, full_cache_bytes
         Bytes of the cache's tensors, and of a full-precision cache of the same tokens in the model's dtype, both after
         ``prefix + tokens`` tokens.
@@ -92,6 +105,7 @@ class Row:
     """
 
     method: str
+    bits_without_tables: float | None
     effective_bits: float | None
     cache_bytes: int
     full_cache_bytes: int
@@ -108,19 +122,24 @@ class Row:
     cache_tokens: int
     continuation: str
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Row:
-        """Read a row that `dataclasses.asdict` wrote.
+    @property
+    def key(self) -> str:
+        """Identifies the row within a run."""
+        return self.method
 
-        Raises
-        ------
-        KVFoldError
-            A field is missing or unknown.
-        """
-        names = {field.name for field in dataclasses.fields(cls)}
-        if set(fields) != names:
-            raise KVFoldError(f"row: fields {sorted(set(fields) ^ names)} are missing or unknown")
-        return cls(**fields)
+
+def read_row(kind: type[RowType], fields: dict[str, Any]) -> RowType:
+    """Read a row that `dataclasses.asdict` wrote.
+
+    Raises
+    ------
+    KVFoldError
+        A field is missing or unknown.
+    """
+    names = {field.name for field in dataclasses.fields(kind)}
+    if set(fields) != names:
+        raise KVFoldError(f"row: fields {sorted(set(fields) ^ names)} are missing or unknown")
+    return kind(**fields)
 
 
 def finite(value: float) -> float | None:
@@ -166,37 +185,37 @@ def write_json(path: Path, value: Any) -> None:
         raise
 
 
-class Sidecar:
+class Sidecar(Generic[RowType]):
     """Finished rows next to the result that is being made, so that a killed run goes on where it stopped.
 
     Line 1 is the header's identity, every further line a row.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, kind: type[RowType]) -> None:
+        self.path, self.kind = path, kind
 
     @classmethod
-    def of(cls, json_path: Path) -> Sidecar:
-        return cls(json_path.with_name(json_path.name + ".partial"))
+    def of(cls, json_path: Path, kind: type[RowType]) -> Sidecar[RowType]:
+        return cls(json_path.with_name(json_path.name + ".partial"), kind)
 
-    def start(self, header: Header) -> dict[str, Row]:
-        """Rows kept from a run with the same header, by method; starts afresh when there are none.
+    def start(self, header: Header) -> dict[str, RowType]:
+        """Rows kept from a run with the same header, by key; starts afresh when there are none.
 
         A line that was cut short by the kill is dropped.
         """
-        rows: dict[str, Row] = {}
+        rows: dict[str, RowType] = {}
         with contextlib.suppress(OSError, ValueError):
             lines = self.path.read_text(encoding="utf-8").splitlines()
             if lines and json.loads(lines[0]) == header.identity():
                 for line in lines[1:]:
-                    row = Row.from_dict(json.loads(line))
-                    rows[row.method] = row
+                    row = read_row(self.kind, json.loads(line))
+                    rows[row.key] = row
         kept = [header.identity(), *(dataclasses.asdict(row) for row in rows.values())]
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept)
         self.path.write_text(text, encoding="utf-8")
         return rows
 
-    def add(self, row: Row) -> None:
+    def add(self, row: RowType) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dataclasses.asdict(row), allow_nan=False) + "\n")
             file.flush()
