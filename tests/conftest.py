@@ -1,4 +1,9 @@
-"""Set-up that every test shares."""
+"""Set-up that every test shares.
+
+Tests of modules marked ``targets`` run on the CPU in float32 and, where there is a CUDA device, there as well, in float16
+and bfloat16 with the GPU's kernels; those variants are marked ``gpu``. Their storage is poisoned: what reads memory that
+nothing wrote reads NaN.
+"""
 
 import os
 
@@ -6,6 +11,98 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
 
+import targets
+
 torch.set_num_threads(1)  # as many workers as cores
+
+_left_to_the_cpu: dict[str, str] = {}
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--targets", help="where targeted tests run, e.g. cpu-float32,cuda-bfloat16; default: all there is"
+    )
+
+
+def pytest_configure(config):
+    for marker in (
+        "targets: the module's tests run on every target",
+        "cpu_only(reason): left out on a GPU, and why",
+        "float32(reason): runs in float32 on every device, and why",
+        "compile_all: compiles one of the kernels' whole set of specializations; deselected unless asked for by -m",
+    ):
+        config.addinivalue_line("markers", marker)
+
+
+def _targets(config) -> list[targets.Target]:
+    names = config.getoption("--targets")
+    return [targets.Target(name) for name in names.split(",")] if names else targets.available()
+
+
+def pytest_report_header(config):
+    missing = "" if torch.cuda.is_available() else "; no CUDA device, so none of the GPU suite"
+    return f"targets: {', '.join(t.name for t in _targets(config))}{missing}"
+
+
+def pytest_generate_tests(metafunc):
+    definition = metafunc.definition
+    if definition.get_closest_marker("targets") is None:
+        return
+    single = definition.get_closest_marker("float32") is not None
+    names = [f"{t.device.type}-float32" if single else t.name for t in _targets(metafunc.config)]
+    params = [targets.Target(name) for name in dict.fromkeys(names)]
+    marked = [pytest.param(t, id=t.name, marks=[pytest.mark.gpu] if t.is_gpu else []) for t in params]
+    metafunc.parametrize("target", marked, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave CPU-only tests out on GPUs, and the whole set of compilations unless ``-m`` asks for it; both visibly."""
+    left = []
+    for item in items:
+        target = getattr(item, "callspec", None) and item.callspec.params.get("target")
+        only = item.get_closest_marker("cpu_only")
+        if only and isinstance(target, targets.Target) and target.is_gpu:
+            _left_to_the_cpu[f"{item.path.name}::{item.originalname}"] = only.args[0]
+            left.append(item)
+        elif item.get_closest_marker("compile_all") and "compile_all" not in config.getoption("-m"):
+            left.append(item)
+    config.hook.pytest_deselected(items=left)
+    gone = set(map(id, left))
+    items[:] = [item for item in items if id(item) not in gone]
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _left_to_the_cpu:
+        terminalreporter.section("left to the CPU")
+        for name, reason in sorted(_left_to_the_cpu.items()):
+            terminalreporter.line(f"{name}: {reason}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def target(request) -> targets.Target:
+    """The device and dtype the test's helpers use; the CPU in float32 outside of targeted modules."""
+    chosen = getattr(request, "param", targets.CPU)
+    targets.use(chosen)
+    return chosen
+
+
+@pytest.fixture(autouse=True)
+def poisoned_storage(request, monkeypatch):
+    """Uninitialized memory holds NaN, and -1 as an integer: whatever reads it shows."""
+    if not any(request.node.get_closest_marker(name) for name in ("targets", "gpu")):
+        return
+
+    def poisoning(allocate):
+        def allocated(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if tensor.dtype.is_floating_point:
+                return tensor.fill_(float("nan"))
+            return tensor.fill_(255 if tensor.dtype == torch.uint8 else -1)
+
+        return allocated
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))

@@ -9,6 +9,7 @@ from kvfold.cache import FoldedLayer
 from kvfold.formats import Fields
 from kvfold.methods import LayerSpec, Method, get
 from kvfold.rope import Rope
+from targets import current
 
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Keys, values and queries of a sequence of tokens."""
@@ -19,7 +20,7 @@ def rope(head_dim: int = 64) -> Rope:
 
 
 def spec(head_dim: int = 64, heads: int = 4, kv_heads: int = 2, **options: object) -> LayerSpec:
-    options = {"layer_idx": 0, "num_layers": 2, "rope": rope(head_dim), **options}
+    options = {"layer_idx": 0, "num_layers": 2, "dtype": current().dtype, "rope": rope(head_dim), **options}
     return LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **options)  # type: ignore[arg-type]
 
 
@@ -27,8 +28,8 @@ def layer(method: str | Method, shape: LayerSpec | None = None, **options: objec
     return FoldedLayer(get(method), shape or spec(), **options)  # type: ignore[arg-type]
 
 
-def tokens(batch: int, count: int, seed: int = 0, shape: LayerSpec | None = None, dtype=torch.float32) -> Tokens:
-    """Random keys with channels of their own mean and size (as real keys have), values and queries."""
+def tokens(batch: int, count: int, seed: int = 0, shape: LayerSpec | None = None, dtype=None) -> Tokens:
+    """Random keys with channels of their own mean and size (as real keys have), values and queries; the same everywhere."""
     shape = shape or spec()
     generator = torch.Generator().manual_seed(seed)
 
@@ -36,7 +37,14 @@ def tokens(batch: int, count: int, seed: int = 0, shape: LayerSpec | None = None
         return torch.randn(batch, heads, n, shape.head_dim, generator=generator)
 
     keys = randn(shape.num_kv_heads) * (1 + randn(shape.num_kv_heads, 1).abs()) + 2 * randn(shape.num_kv_heads, 1)
-    return tuple(t.to(dtype) for t in (keys, randn(shape.num_kv_heads), randn(shape.num_heads)))  # type: ignore[return-value]
+    new = (keys, randn(shape.num_kv_heads), randn(shape.num_heads))
+    return tuple(t.to(current().device, dtype or current().dtype) for t in new)  # type: ignore[return-value]
+
+
+def left_padding(lengths: Sequence[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns before each sequence's first token, int64 [batch], and which columns are real, bool [batch, width]."""
+    offset = width - torch.tensor(lengths, device=current().device)
+    return offset, torch.arange(width, device=current().device) >= offset.unsqueeze(-1)
 
 
 def feed(
@@ -50,7 +58,7 @@ def feed(
     """Append tokens in calls of ``cuts`` tokens each; ``start`` is the position of the first column."""
     keys, values, queries = new
     count = keys.shape[-2]
-    positions = torch.arange(start, start + count).expand(keys.shape[0], -1)
+    positions = torch.arange(start, start + count, device=keys.device).expand(keys.shape[0], -1)
     if offset is not None:
         positions = positions - offset.unsqueeze(-1)
     at = 0
@@ -111,12 +119,15 @@ BASE = {
 
 
 def build(model_class: type, config_class: type, implementation: str | None = None, **options: object):
-    """A tiny model of random weights."""
+    """A tiny model of random weights, the same on every target."""
     torch.manual_seed(0)
     config = config_class(**{**BASE, **options})
     if implementation:
         config._attn_implementation = implementation
-    return model_class(config).eval()
+    model = model_class(config).eval().to(current().device)
+    for parameter in model.parameters():  # not the rotary frequencies, which models keep in float32
+        parameter.data = parameter.data.to(current().dtype)
+    return model
 
 
 def llama(**options: object) -> LlamaForCausalLM:
@@ -124,7 +135,8 @@ def llama(**options: object) -> LlamaForCausalLM:
 
 
 def prompt(batch: int, count: int, seed: int = 0, vocab: int = 96) -> torch.Tensor:
-    return torch.randint(3, vocab, (batch, count), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(3, vocab, (batch, count), generator=torch.Generator().manual_seed(seed))
+    return ids.to(current().device)
 
 
 @torch.no_grad()
@@ -147,4 +159,5 @@ def dynamic(model) -> DynamicCache:
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """RMS of the difference relative to that of ``b``."""
-    return float((a - b).double().norm() / b.double().norm())
+    a, b = a.cpu().double(), b.cpu().double()
+    return float((a - b).norm() / b.norm())

@@ -6,13 +6,17 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvfold
-from helpers import dynamic, llama, logits, prompt, relative
+from helpers import dynamic, left_padding, llama, logits, prompt, relative
+from kvfold.cache import FoldedCache
+from targets import current
+
+pytestmark = pytest.mark.targets
 
 NEW = 48
 
 
 @pytest.fixture(scope="module")
-def model():
+def model(target):
     return llama(eos_token_id=None)
 
 
@@ -23,11 +27,32 @@ def unfolded(model):
     kvfold.unfold(model)
 
 
+def fold(model, method: str) -> FoldedCache:
+    return kvfold.fold(model, method, max_length=current().max_length)
+
+
 def generate(model, cache, ids, seed: int = 0, **options):
     torch.manual_seed(seed)
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
     options.setdefault("attention_mask", torch.ones_like(ids))
     return model.generate(ids, past_key_values=cache, **options)
+
+
+def assert_same_tokens(model, method: str | None, got: torch.Tensor, expected: torch.Tensor, start: int) -> None:
+    """One sequence, int64 [n], twice; ``method`` None: by the model's own cache.
+
+    Where rounding depends on the shape of a batch, two runs may part, but only where the two tokens score the same.
+    """
+    if torch.equal(got, expected):
+        return
+    assert got.shape == expected.shape and not current().is_exact
+    at = int((got != expected).nonzero()[0])
+    assert at >= start
+    kvfold.unfold(model)
+    cache = dynamic(model) if method is None else fold(model, method)
+    scores = logits(model, cache, expected[None, :at], [start, *[1] * (at - start)])[0, -1].float()
+    parted = f"token {at}: {int(got[at])} instead of {int(expected[at])}"
+    assert abs(scores[got[at]] - scores[expected[at]]) < current().scores * scores.std(), parted
 
 
 MODES = {
@@ -40,6 +65,7 @@ MODES = {
 }
 
 
+@pytest.mark.float32("full precision is compared to the last token, whatever the mode draws from the scores")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_full_precision_generates_the_same(model, mode, batch):
@@ -50,34 +76,28 @@ def test_full_precision_generates_the_same(model, mode, batch):
     assert max(cache.layers[0].packed) >= 96
 
 
-def padded(batch_lengths: list[int]):
-    width = max(batch_lengths)
-    ids = prompt(len(batch_lengths), width)
-    mask = torch.arange(width) >= width - torch.tensor(batch_lengths).unsqueeze(-1)
-    return ids.masked_fill(~mask, 0), mask.long()
-
-
 @pytest.mark.parametrize(
     "method", ["none", "kivi:recent=0", "squat_pre:recent=0,warmup=40", "innerq:recent=0,warmup=40"]
 )
 def test_a_left_padded_batch_generates_what_its_sequences_do(model, method):
     lengths = [90, 33, 61]
-    ids, mask = padded(lengths)
-    batch = generate(model, kvfold.fold(model, method), ids, attention_mask=mask)
+    (_, mask), ids = left_padding(lengths, 90), prompt(3, 90)
+    batch = generate(model, fold(model, method), ids.masked_fill(~mask, 0), attention_mask=mask.long())
     for row, length in enumerate(lengths):
-        alone = generate(model, kvfold.fold(model, method), ids[row : row + 1, -length:])
-        assert torch.equal(batch[row, max(lengths) :], alone[0, length:])
+        alone = generate(model, fold(model, method), ids[row : row + 1, -length:])
+        assert_same_tokens(model, method, batch[row, -length - NEW :], alone[0], length)
 
 
 @pytest.mark.parametrize("method", ["none", "kivi:recent=0", "innerq:warmup=40,recent=0", "squat:warmup=40,recent=0"])
 def test_prompt_lookup_generates_what_greedy_does(model, method):
     ids = prompt(1, 20).repeat(1, 4)
-    expected = generate(model, kvfold.fold(model, method), ids)
-    cache = kvfold.fold(model, method)
+    expected = generate(model, fold(model, method), ids)
+    cache = fold(model, method)
     got = generate(model, cache, ids, prompt_lookup_num_tokens=6)
-    agree = int((got != expected).long().argmax()) if not torch.equal(got, expected) else got.shape[1]
-    # packing lags by a call while tokens may be taken back, so a quantized cache may part from its greedy twin
-    assert agree == got.shape[1] if method == "none" else agree > ids.shape[1]
+    if method == "none":
+        assert_same_tokens(model, method, got[0], expected[0], 80)
+    else:  # packing lags by a call while tokens may be taken back, so a quantized cache may part from its greedy twin
+        assert torch.equal(got[:, :81], expected[:, :81])
     assert cache.folded[0].packed[0] >= 64
 
 
@@ -86,66 +106,70 @@ def test_an_assistant_model_leaves_greedy_unchanged(model, assistant):
     ids = prompt(1, 70)
     expected = generate(model, dynamic(model), ids)
     helper = llama(eos_token_id=None, **({} if assistant == "itself" else {"num_hidden_layers": 1}))
-    cache = kvfold.fold(model, "none")
-    assert torch.equal(generate(model, cache, ids, assistant_model=helper), expected)
+    cache = fold(model, "none")
+    assert_same_tokens(model, None, generate(model, cache, ids, assistant_model=helper)[0], expected[0], 70)
     assert cache.folded[0].lens[0] >= 70 + NEW - 1
 
 
 @pytest.mark.parametrize("method", ["none", "kivi:recent=0", "innerq:recent=0,warmup=40"])
 def test_chat_turns_on_one_cache(model, method):
     """A second turn continues on the cache of the first, and equals feeding the same tokens by hand."""
-    cache, ids = kvfold.fold(model, method), prompt(1, 50)
+    cache, ids = fold(model, method), prompt(1, 50)
     first = generate(model, cache, ids)
     turn = torch.cat([first, prompt(1, 23, seed=5)], 1)
     second = generate(model, cache, turn)
     assert torch.equal(second[:, : turn.shape[1]], turn)
-    by_hand = kvfold.fold(model, method)
+    by_hand = fold(model, method)
     cuts = [50, *[1] * (NEW - 1), 24, *[1] * (NEW - 1)]
-    scores = logits(model, by_hand, second[:, :-1], cuts)
-    assert torch.equal(scores[:, turn.shape[1] - 1 :].argmax(-1), second[:, turn.shape[1] :])
+    scores = logits(model, by_hand, second[:, :-1], cuts)[0, turn.shape[1] - 1 :].float()
+    chosen = scores.gather(-1, second[0, turn.shape[1] :, None]).squeeze(-1)
+    assert (chosen >= scores.amax(-1) - current().scores * scores.std()).all()
     assert by_hand.folded[0].lens == cache.folded[0].lens and by_hand.folded[0].packed == cache.folded[0].packed
     if method == "none":
         kvfold.unfold(model)
-        assert torch.equal(generate(model, dynamic(model), turn), second)
+        expected = generate(model, dynamic(model), turn)
+        assert_same_tokens(model, None, second[0], expected[0], turn.shape[1])
 
 
-def test_chunked_prefill(model):
+def test_chunked_prefill(model, target):
     ids = prompt(1, 90)
     expected = generate(model, dynamic(model), ids)
-    got = generate(model, kvfold.fold(model, "none"), ids, prefill_chunk_size=32)
-    assert torch.equal(got, expected)
-    whole, pieces = kvfold.fold(model, "kivi:recent=0"), kvfold.fold(model, "kivi:recent=0")
+    got = generate(model, fold(model, "none"), ids, prefill_chunk_size=32)
+    assert_same_tokens(model, None, got[0], expected[0], 90)
+    whole, pieces = fold(model, "kivi:recent=0"), fold(model, "kivi:recent=0")
     generate(model, whole, ids, max_new_tokens=1)
     generate(model, pieces, ids, max_new_tokens=1, prefill_chunk_size=32)
     assert pieces.folded[0].packed == whole.folded[0].packed == [64]
     first, again = (c.folded[0].decoded(0) for c in (whole, pieces))
     for a, b in zip(first, again, strict=True):
-        assert relative(a, b) < 1e-5  # the first layer's keys do not depend on attention
+        # the first layer's keys do not depend on attention; rounded otherwise, a few of them take the next code
+        assert relative(a, b) < (1e-5 if target.is_exact else 0.1)
 
 
 def test_stopping_criteria_end_generation(model):
     class AfterTen(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
-            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 60)
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 60, device=input_ids.device)
 
-    cache = kvfold.fold(model, "kivi")
+    cache = fold(model, "kivi")
     out = generate(model, cache, prompt(1, 50), stopping_criteria=StoppingCriteriaList([AfterTen()]))
     assert out.shape[1] == 60 and cache.get_seq_length() == 59
 
 
+@pytest.mark.float32("where a sequence ends is compared to the token")
 def test_an_end_token_ends_a_sequence_of_a_batch(model):
     ids = prompt(2, 50)
     free = generate(model, dynamic(model), ids)
     end = int(free[0, 60])
     expected = generate(model, dynamic(model), ids, eos_token_id=end)
-    assert torch.equal(generate(model, kvfold.fold(model, "none"), ids, eos_token_id=end), expected)
+    assert torch.equal(generate(model, fold(model, "none"), ids, eos_token_id=end), expected)
 
 
 @pytest.mark.parametrize("method", kvfold.DEFAULT)
 def test_every_method_generates_deterministically_and_again_after_reset(model, method):
     joint = "," if ":" in method else ":"
     small = joint + "recent=0,warmup=40" + ("" if "+sink" in method else ",sink=4")
-    cache, ids = kvfold.fold(model, method + small), prompt(2, 70)
+    cache, ids = fold(model, method + small), prompt(2, 70)
     once = generate(model, cache, ids)
     size = cache.nbytes()
     assert once.shape == (2, 70 + NEW)
@@ -156,15 +180,16 @@ def test_every_method_generates_deterministically_and_again_after_reset(model, m
     assert cache.get_seq_length() == 0
     assert torch.equal(generate(model, cache, ids), once)
     assert cache.nbytes() == size
-    assert torch.equal(generate(model, kvfold.fold(model, method + small), ids), once)
+    assert torch.equal(generate(model, fold(model, method + small), ids), once)
 
 
-def test_beams_on_a_folded_cache_score_what_their_sequences_do(model):
+def test_beams_on_a_folded_cache_score_what_their_sequences_do(model, target):
     """Reordered content is each beam's own: the best beam's scores are those of its sequence fed alone."""
     ids = prompt(1, 70)
-    cache = kvfold.fold(model, "kivi:recent=0")
+    cache = fold(model, "kivi:recent=0")
     out = generate(model, cache, ids, num_beams=3, return_dict_in_generate=True, output_scores=True, length_penalty=0.0)
-    alone = kvfold.fold(model, "kivi:recent=0")
-    scores = logits(model, alone, out.sequences[:, :-1], [70, *[1] * (NEW - 1)])[0, 69:].log_softmax(-1)
-    total = scores.gather(-1, out.sequences[0, 70:, None]).sum()
-    assert total == pytest.approx(float(out.sequences_scores[0]), abs=1e-3)
+    alone = fold(model, "kivi:recent=0")
+    scores = logits(model, alone, out.sequences[:, :-1], [70, *[1] * (NEW - 1)])[0, 69:].float().log_softmax(-1)
+    total = float(scores.gather(-1, out.sequences[0, 70:, None]).sum())
+    off = max(1e-3, target.scores * NEW**0.5 * float(scores.std()))
+    assert total == pytest.approx(float(out.sequences_scores[0]), abs=off)

@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvfold
+from helpers import assert_same_content, feed, layer, tokens
 from kvfold import kernels
 from kvfold.kernels.reference import ReferenceKernel
 
@@ -83,25 +84,17 @@ def test_writing_before_attending_gives_the_same_cache_and_logits(model, method,
     kvfold.unfold(model)
 
 
-def test_content_written_first_is_bit_identical_to_content_appended_after():
-    from kvfold.cache import FoldedLayer
-    from kvfold.methods import LayerSpec, get
-
-    method, spec = get("innerq:sink=8,recent=24,warmup=64"), LayerSpec(0, 1, 4, 2, 64)
-    g = torch.Generator().manual_seed(3)
-    k, v = torch.randn(2, 1, 2, 400, 64, generator=g)
-    q = torch.randn(1, 4, 400, 64, generator=g)
-    layers = [FoldedLayer(method, spec), FoldedLayer(method, spec)]
-    for layer in layers:
-        layer.lazy_initialization(k, v)
-        layer.append(k[:, :, :200], v[:, :, :200], q[:, :, :200], None)
+@pytest.mark.targets
+@pytest.mark.parametrize("method", ["innerq:sink=8,recent=24,warmup=64", "kivi:recent=16", "squat:warmup=64"])
+def test_content_written_first_is_bit_identical_to_content_appended_after(method):
+    k, v, q = new = tokens(2, 400, seed=3)
+    after, first = (feed(layer(method), tuple(t[:, :, :200] for t in new)) for _ in range(2))
     at = 200
     for count in (1, 1, 16, 7, 1, 30, 16, 1, 16, 16, 90):
         part = slice(at, at + count)
-        layers[0].append(k[:, :, part], v[:, :, part], q[:, :, part], None)
-        layers[1].append(k[:, :, part], v[:, :, part], q[:, :, part], None, pack=False)
-        layers[1].pack_due()
+        after.append(k[:, :, part], v[:, :, part], q[:, :, part], None)
+        first.append(k[:, :, part], v[:, :, part], q[:, :, part], None, pack=False)
+        first.pack_due()
         at += count
-        assert layers[0].packed == layers[1].packed
-        for x, y in zip(layers[0].decoded(0), layers[1].decoded(0), strict=True):
-            assert torch.equal(x, y)
+        for row in range(2):
+            assert_same_content(after, first, row, row)

@@ -10,7 +10,10 @@ from kvfold.formats.base import Fields, Format
 
 @dataclass(frozen=True)
 class Dense(Format):
-    """Vectors as they are. Field ``x``: ``dtype`` [block, head_dim]."""
+    """Vectors as they are. Field ``x``: ``dtype`` [block, head_dim].
+
+    What lies beyond the dtype's range (centred keys may) takes its largest value, as in the other formats.
+    """
 
     dtype: torch.dtype = torch.float32
 
@@ -20,7 +23,8 @@ class Dense(Format):
         return {"x": ((self.block, self.head_dim), self.dtype)}
 
     def encode(self, x: torch.Tensor) -> Fields:
-        return {"x": x.to(self.dtype).unflatten(-2, (-1, self.block))}
+        most = torch.finfo(self.dtype).max
+        return {"x": x.clamp(-most, most).to(self.dtype).unflatten(-2, (-1, self.block))}
 
     def decode(self, fields: Fields) -> torch.Tensor:
         return fields["x"].flatten(-3, -2).float()
