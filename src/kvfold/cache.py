@@ -113,6 +113,7 @@ class FoldedLayer(CacheLayerMixin):
         self.ring: tuple[torch.Tensor, torch.Tensor] | None = None
         self.queries: torch.Tensor | None = None  # of the first tokens, until the state is fixed
         self.calls: list[tuple[int, torch.Tensor | None]] = []  # columns and their validity, for crop
+        self.longest = 1  # call that was written to the windows before attending, in tokens
         self.pending = False
         self.static: StaticLengths | None = None  # while a decode graph owns the layer
         self.is_initialized = False
@@ -349,6 +350,8 @@ class FoldedLayer(CacheLayerMixin):
         self.pending = False
         tokens = key.shape[-2]
         first_call = self.is_empty
+        if not pack:
+            self.longest = max(self.longest, tokens)
         if self.method.pre_rope:
             self._note_positions(position_ids, valid, tokens)
         for ids, rows, columns in self._groups(valid, tokens):
@@ -532,7 +535,7 @@ class FoldedLayer(CacheLayerMixin):
             return
         wanted = max(blocks - have, have // 8)
         if self.max_length is not None and not have:
-            wanted = max(wanted, -(-self.max_length // self.block))
+            wanted = max(wanted, self.packed_length(self.max_length) // self.block)
         formats = (self.key_format, self.value_format)
         fields = [f.allocate(len(self.lens), self.spec.num_kv_heads, wanted, self.device) for f in formats]
         self.slabs.append(Slab(have, wanted, *fields))
@@ -610,8 +613,8 @@ class FoldedLayer(CacheLayerMixin):
 
     @property
     def _base_capacity(self) -> int:
-        waiting = self.block + self.kernel.in_place_tokens - 1  # tokens beyond the window until they are packed
-        return -(-(self.method.recent + waiting) // self.block) * self.block
+        """Slots that hold the window, what waits for a whole block, and the longest call so far that was written first."""
+        return self.method.recent + self.block - 1 + min(self.longest, self.kernel.in_place_tokens)
 
     def _fit_ring(self, needed: int) -> None:
         assert self.ring is not None

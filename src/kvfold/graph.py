@@ -53,8 +53,8 @@ def why_not(layer: "FoldedLayer", room: int) -> str | None:
             return why
     if not layer.is_contiguous or (method.stateful and not all(layer.ready)):
         return "nothing is packed yet; prefill a longer prompt first"
-    if max(layer.lens) + room > layer.slabs[0].blocks * layer.block:
-        return f"its storage ends at {layer.slabs[0].blocks * layer.block} tokens; fold with a larger max_length"
+    if layer.packed_length(max(layer.lens) + room) > layer.slabs[0].blocks * layer.block:
+        return f"its packed storage ends at {layer.slabs[0].blocks * layer.block} tokens; fold with a larger max_length"
     return None
 
 
