@@ -1,11 +1,8 @@
 """Decoding end to end: a whole model's step in a CUDA graph, folded against bf16, random weights in real shapes."""
 
-import argparse
-import csv
-import json
 import statistics
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreT
 from transformers.cache_utils import Cache, DynamicLayer
 
 import kvfold
-from kvfold.bench.rows import environment
-from kvfold.errors import KVFoldError
+from kvfold.bench.rows import append, environment, need_gpu, options, script, show
 from kvfold.graph import DecodeGraph
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -40,6 +36,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072 + 1024,
     },
 }
+ROWS = Path("benchmarks/rows/decode.csv")
+METHODS = ("kivi", "innerq:mode=asym", "innerq")
 STEPS = 64
 
 
@@ -90,12 +88,24 @@ def full_attention(module, query, key, value, attention_mask, scaling=None, **kw
 AttentionInterface.register("kvfold_bench_full", full_attention)
 
 
-def build(shape: str, device: torch.device) -> PreTrainedModel:
+def build(
+    shape: str, device: torch.device, compiled: bool = True, dynamic: bool | None = None, layers: int | None = None
+) -> PreTrainedModel:
     """The model with random weights, bf16, without a weight on the host.
 
-    Norms and MLPs are compiled, for every cache alike: their small kernels would otherwise be a third of a step.
+    Parameters
+    ----------
+    shape : str
+        A key of :data:`SHAPES`.
+    compiled : bool
+        Compile norms and MLPs, for every cache alike: their small kernels would otherwise be a third of a step.
+    dynamic : bool or None
+        Compile for all batch sizes at once; None: as Torch chooses.
+    layers : int or None
+        Fewer layers than the model has.
     """
     config = LlamaConfig(**SHAPES[shape])
+    config.num_hidden_layers = layers or config.num_hidden_layers
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -103,8 +113,8 @@ def build(shape: str, device: torch.device) -> PreTrainedModel:
         finally:
             torch.set_default_dtype(torch.float32)
     for module in model.modules():
-        if type(module).__name__ in ("LlamaRMSNorm", "LlamaMLP"):
-            module.compile()
+        if compiled and type(module).__name__ in ("LlamaRMSNorm", "LlamaMLP"):
+            module.compile(dynamic=dynamic)
     return model.eval()
 
 
@@ -203,41 +213,31 @@ def measure(shape: str, batch: int, context: int, methods: list[str]) -> list[De
                 **{k: v for k, v in env.items() if k in known},
             )
         )
-        row = rows[-1]
-        ratio = "" if row.ratio is None else f"  {row.ratio:.2f}x"
-        print(f"{shape} B={batch} N={context} {method:24} {ms:.3f} ms  {row.cache_gb:.2f} GB{ratio}", flush=True)
     return rows
 
 
+def line(row: DecodeRow) -> str:
+    """One row for people."""
+    ratio = "" if row.ratio is None else f"  {row.ratio:.2f}x"
+    shape = f"{row.model} B={row.batch} N={row.context}"
+    return f"{shape} {row.method:24} {row.ms:.3f} ms  {row.tokens_per_s:.0f} tokens/s  {row.cache_gb:.2f} GB{ratio}"
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvfold.bench.decode", description=__doc__)
+    parser = options("decode", __doc__, ROWS)
     parser.add_argument("--model", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=131072)
-    parser.add_argument("--methods", nargs="+", default=["kivi", "innerq:mode=asym", "innerq"])
-    parser.add_argument("--json", action="store_true", help="one JSON object per row")
-    parser.add_argument("--rows", type=Path, help="CSV file to append rows to")
+    parser.add_argument("--methods", nargs="+", action="extend", metavar="METHOD", help=f"default: {' '.join(METHODS)}")
     args = parser.parse_args(argv)
-    try:
-        if not torch.cuda.is_available():
-            raise KVFoldError("bench decode: device=cpu is not measured; a CUDA GPU is needed")
-        rows = measure(args.model, args.batch, args.context, args.methods)
-    except KVFoldError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if args.json:
-        for row in rows:
-            print(json.dumps(asdict(row)))
+    need_gpu("decode")
+    rows = measure(args.model, args.batch, args.context, args.methods or list(METHODS))
     if args.rows is not None:
-        new = not args.rows.exists()
-        args.rows.parent.mkdir(parents=True, exist_ok=True)
-        with args.rows.open("a", newline="", encoding="utf-8") as sink:
-            writer = csv.DictWriter(sink, [f.name for f in fields(DecodeRow)])
-            if new:
-                writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
+        append(args.rows, rows)
+    for row in rows:
+        show(row, line(row), args.json)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script(main))

@@ -1,11 +1,18 @@
 """What every measured row records, and how rows are appended to a file."""
 
+import argparse
 import csv
+import json
 import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from kvfold.errors import KVFoldError
 
 
 @dataclass(frozen=True)
@@ -83,13 +90,82 @@ def environment() -> dict[str, str]:
     }
 
 
-def append(path: Path, rows: list[Row]) -> None:
-    """Append rows to a CSV file; its header is written when the file is new."""
+def options(name: str, text: str | None, rows: Path) -> argparse.ArgumentParser:
+    """The parser of a benchmark's command line, with what all have: ``--json`` and ``--rows``."""
+    parser = argparse.ArgumentParser(prog=f"kvfold bench {name}", description=(text or "").split("\n\n")[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object per row instead of the table")
+    parser.add_argument("--rows", type=Path, help=f"CSV file to append rows to, such as {rows}")
+    return parser
+
+
+def script(main: Callable[[], int]) -> int:
+    """Run a benchmark as a program: wrong input gives one line and status 2."""
+    try:
+        return main()
+    except KVFoldError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def progress(text: str) -> None:
+    """Say on standard error what is being done."""
+    print(f"kvfold: {text}", file=sys.stderr, flush=True)
+
+
+def need_gpu(benchmark: str) -> torch.device:
+    """The CUDA device that a benchmark runs on.
+
+    Raises
+    ------
+    KVFoldError
+        Without one.
+    """
+    if not torch.cuda.is_available():
+        raise KVFoldError(f"bench {benchmark}: device=cpu is not measured; a CUDA GPU is needed")
+    return torch.device("cuda")
+
+
+def append(path: Path, rows: Sequence[Any]) -> None:
+    """Append rows, dataclasses of one kind, to a CSV file; its header is written when the file is new.
+
+    Raises
+    ------
+    KVFoldError
+        If the file's header names other columns: its rows and these would be mixed up.
+    """
+    if not rows:
+        return
+    names = [f.name for f in fields(rows[0])]
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+    new = not path.exists() or not path.stat().st_size
+    if not new:
+        with path.open(newline="", encoding="utf-8") as file:
+            found = next(csv.reader(file))
+        if found != names:
+            raise KVFoldError(f"rows: {path} has other columns than this benchmark; allowed: {', '.join(names)}")
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         if new:
             writer.writeheader()
         for row in rows:
             writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Rows of a CSV file, as they stand there.
+
+    Raises
+    ------
+    KVFoldError
+        If there is no such file.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+    except OSError as error:
+        raise KVFoldError(f"rows: cannot read {path}: {error.strerror}") from None
+
+
+def show(row: Any, text: str, as_json: bool) -> None:
+    """Print a row: one JSON object, or its line for people."""
+    print(json.dumps(asdict(row)) if as_json else text, flush=True)
