@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import kvfold
+from helpers import llama, prompt
 from kvfold import models
 from kvfold.errors import KVFoldError
 from kvfold.evaluation import Row, Text, compare, domains, load_text, reference, score
@@ -169,16 +170,28 @@ def test_every_default_method_scores_finitely(tiny, ids, truth, method):
 
 
 def break_encoding(monkeypatch):
-    """Every affine format now stores noise of the same size as what it was given, whatever kernel reads it."""
-    from kvfold.formats import AffineGroups
+    """Folded layers now store noise of the same size as what they were given, whatever encodes and reads it."""
+    from kvfold.cache import FoldedLayer
 
-    encode = AffineGroups.encode
+    encode = FoldedLayer._encode
 
-    def noisy(self, x, *args, **kwargs):
-        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
-        return encode(self, noise * x.float().std().to(x), *args, **kwargs)
+    def noisy(self, ids, rows, keys, values, *args):
+        generator = torch.Generator().manual_seed(0)
+        keys, values = (torch.randn(x.shape, generator=generator).to(x) * x.float().std().to(x) for x in (keys, values))
+        return encode(self, ids, rows, keys, values, *args)
 
-    monkeypatch.setattr(AffineGroups, "encode", noisy)
+    monkeypatch.setattr(FoldedLayer, "_encode", noisy)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("method", ["kivi:bits=8", "innerq:bits=8,warmup=64", "squat:bits=8,warmup=64"])
+def test_a_broken_quantizer_shows_on_every_device(method, target, monkeypatch):
+    model, ids = llama(initializer_range=0.1), prompt(1, 320)
+    truth = reference(model, ids, 256)
+    good = folded_score(model, ids, f"{method},sink=0,recent=0", truth, 256)
+    break_encoding(monkeypatch)
+    bad = folded_score(model, ids, f"{method},sink=0,recent=0", truth, 256)
+    assert good.kld < 1e-3 and bad.kld > 50 * good.kld
 
 
 @pytest.mark.slow

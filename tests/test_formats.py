@@ -13,6 +13,13 @@ from kvfold.formats import AffineGroups, Dense, SignSketch
 from kvfold.formats.affine import floor_fp16, quantize_asym, quantize_sym, to_fp16
 from kvfold.formats.packing import PLANES, group_order, pack, pack_signs, unpack, unpack_signs
 from kvfold.methods import Observation, get
+from targets import current
+
+
+def on_device(test):
+    """Of tests that run on a GPU as well: formats encode there what no kernel does."""
+    return pytest.mark.targets(pytest.mark.float32("formats take float32, whatever the model's dtype")(test))
+
 
 BITS = sorted(PLANES)
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -34,11 +41,13 @@ def stream_index(head_dim: int, operand: str) -> torch.Tensor:
     return ((channel // 16) * 2 + token // 16) * 256 + inside
 
 
+@on_device
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("bits", BITS)
 def test_packing_round_trip_and_size(bits, head_dim, operand):
     codes = torch.randint(0, 1 << bits, (2, 3, 96, head_dim), generator=torch.Generator().manual_seed(bits))
+    codes = codes.to(current().device)
     words = pack(codes.to(torch.uint8), bits, operand)
     assert words.dtype == torch.int16 and words.nbytes * 8 == bits * codes.numel()
     assert torch.equal(unpack(words, bits, operand, head_dim), codes.to(torch.uint8))
@@ -70,9 +79,10 @@ def test_two_bits_of_128_channels_have_one_channel_tile_per_field():
         assert (words[:256] == 3 << (2 * tile)).all() and (words[256:] == 0).all()
 
 
+@on_device
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
 def test_signs_round_trip(group):
-    negative = torch.rand(5, 3, group, generator=torch.Generator().manual_seed(group)) < 0.5
+    negative = torch.rand(5, 3, group, generator=torch.Generator().manual_seed(group)).to(current().device) < 0.5
     words = pack_signs(negative)
     assert words.shape == (5, 3, group // 16) and words.dtype == torch.int16
     assert torch.equal(unpack_signs(words), negative)
@@ -119,7 +129,7 @@ def bounds(groups: torch.Tensor, mode: str, bits: int) -> torch.Tensor:
     x = groups.double()
     low, high, size = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), x.abs().amax(-1, keepdim=True)
     arithmetic = 4 * torch.finfo(torch.float32).eps * size
-    below = torch.maximum(low.abs() * 2 * HALF_ULP, torch.tensor(2 * HALF_TINY).double())  # one fp16 step under low
+    below = (low.abs() * 2 * HALF_ULP).clamp_min(2 * HALF_TINY)  # one fp16 step under low
     asym = torch.where(low == high, below * HALF_ULP + HALF_TINY, step_bound(high - low + below, bits)) + arithmetic
     flat = x.abs().amin(-1, keepdim=True) == size
     sym = torch.where(flat, size * HALF_ULP + HALF_TINY, step_bound(size, bits)) + arithmetic
@@ -151,12 +161,13 @@ def sample(kind: str, shape: tuple[int, ...], dtype: torch.dtype, generator: tor
         "one": lambda: noise.sign(),
         "spike": lambda: torch.where(noise > 2, 6e4, 1e-3 * noise),
     }[kind]()
-    return x.to(dtype).float()
+    return x.to(current().device, dtype).float()
 
 
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.sampled_from([16, 48, *HEAD_DIMS]))
 
 
+@on_device
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     shape=SHAPES,
@@ -184,6 +195,7 @@ def test_affine_groups_read_back_within_the_bound(shape, kind, dtype, bits, axis
     assert worst <= 1, f"{worst:.3f} times the bound"
 
 
+@on_device
 @pytest.mark.parametrize("mode", ["asym", "sym", "hybrid"])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,12 +219,13 @@ def test_the_bound_is_nearly_reached(bits, axis, mode):
     assert (error / bounds(groups, "sym" if mode == "sym" else "asym", bits)).max() > 0.9
 
 
+@on_device
 @pytest.mark.parametrize("mode", ["asym", "sym", "hybrid"])
 @pytest.mark.parametrize("axis", ["token", "channel"])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.140625, 6e4, -6e4, 65504.0, 6e-8, -6e-8, 1 / 3])
 def test_constant_fp16_groups_are_exact(value, bits, axis, mode):
-    x = torch.full((1, 2, 64, 64), value).half().float()
+    x = torch.full((1, 2, 64, 64), value, device=current().device).half().float()
     form = AffineGroups(64, 32, "value", bits, axis, mode)
     assert torch.equal(form.decode(form.encode(x)), x)
 
@@ -232,10 +245,11 @@ def test_codes_are_nearest_to_what_is_read_back(bits):
     )
 
 
+@on_device
 @pytest.mark.parametrize("value", [1e5, 3e38, -1e5, -3e38])
 @pytest.mark.parametrize("mode", ["asym", "sym", "hybrid"])
 def test_values_beyond_fp16_saturate(mode, value):
-    x = torch.randn(1, 1, 32, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 1, 32, 64, generator=torch.Generator().manual_seed(0)).to(current().device)
     x[0, 0, 3, 5] = value
     form = AffineGroups(64, 32, "key", 2, "token", mode)
     assert form.decode(form.encode(x)).isfinite().all()
@@ -247,22 +261,24 @@ def squared_errors(x: torch.Tensor, mode: str, bits: int, axis: str, group: int)
     return form._split(form.decode(form.encode(x)) - x).double().square().sum(-1)
 
 
+@on_device
 @pytest.mark.parametrize("group", [16, 32, 64])
 @pytest.mark.parametrize("axis", ["token", "channel"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("base", "spread"), [(0.0, 1.0), (3.0, 1.0), (300.13, 0.1), (1000.26, 0.4), (-2000.9, 1.0)])
 def test_hybrid_is_never_worse_than_the_better_of_sym_and_asym(base, spread, bits, axis, group):
-    x = base + spread * torch.rand(2, 2, 64, 64, generator=torch.Generator().manual_seed(0))
+    x = base + spread * torch.rand(2, 2, 64, 64, generator=torch.Generator().manual_seed(0)).to(current().device)
     asym, sym, hybrid = (squared_errors(x, mode, bits, axis, group) for mode in ("asym", "sym", "hybrid"))
     best = torch.minimum(asym, sym)
     rounding = group * (torch.finfo(torch.float32).eps * x.abs().max().double()).square()
     assert (hybrid <= best * (1 + 1e-6) + rounding).all()
 
 
+@on_device
 @pytest.mark.parametrize("group", [16, 32, 64])
 @pytest.mark.parametrize("value", [1 / 3, -1000 / 3, 1e-3])
 def test_hybrid_is_never_worse_on_constant_groups(value, group):
-    x = torch.full((1, 1, 64, 64), value)
+    x = torch.full((1, 1, 64, 64), value, device=current().device)
     asym, sym, hybrid = (squared_errors(x, mode, 2, "channel", group) for mode in ("asym", "sym", "hybrid"))
     assert (hybrid <= torch.minimum(asym, sym) + group * (2**-24 * value) ** 2).all()
 
@@ -304,18 +320,20 @@ def test_dense_is_the_vectors_themselves(dtype):
     assert torch.equal(form.decode(form.encode(x)), x) and form.bits == 8 * dtype.itemsize
 
 
+@on_device
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 6e4])
 @pytest.mark.parametrize("sketches", [(128,), (64, 32)])
 def test_a_sketch_reads_back_signs_times_norms(sketches, scale):
     gains = tuple(0.5 + i for i in range(len(sketches)))
     form = SignSketch(64, 32, "key", sketches, gains)
     generator = torch.Generator().manual_seed(0)
-    projections = torch.randn(2, 2, 64, sum(sketches), generator=generator) * scale
-    norms = torch.rand(2, 2, 64, len(sketches), generator=generator) * 8 * scale
+    projections = (torch.randn(2, 2, 64, sum(sketches), generator=generator) * scale).to(current().device)
+    norms = (torch.rand(2, 2, 64, len(sketches), generator=generator) * 8 * scale).to(current().device)
     decoded = form.decode(form.encode(torch.cat([projections, norms], -1)))
     assert decoded.isfinite().all()
     expected = torch.where(projections >= 0, 1.0, -1.0)
-    spread = torch.repeat_interleave(norms * torch.tensor(gains), torch.tensor(sketches), -1)
+    factors, counts = torch.tensor(gains).to(norms), torch.tensor(sketches, device=norms.device)
+    spread = torch.repeat_interleave(norms * factors, counts, -1)
     off = (decoded - expected * spread).abs()
     assert (off <= spread * HALF_ULP * 1.01 + 8 * max(gains) * HALF_TINY).all()
 
