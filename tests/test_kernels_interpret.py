@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 MERGE = """
 import torch
-from kvfold.kernels.decode import _merge_kernel
+from kvfold.kernels.partials import merge_kernel
 
 torch.manual_seed(0)
 heads, splits, rows, dim = 2, {splits}, 3, 64
@@ -20,7 +20,7 @@ total = torch.rand(heads, splits, rows) + 0.5
 top[:, 1], total[:, 1], out[:, 1] = -1e30, 0.0, 0.0  # a split without tokens
 top[1, :, 2], total[1, :, 2], out[1, :, 2] = -1e30, 0.0, 0.0  # a row that sees nothing
 got = torch.full((heads, rows, dim), float("nan"))
-_merge_kernel[(heads * rows, dim // 32)](out, top, total, got, rows, splits, D=dim, PART=32, N=64, EARLY=False)
+merge_kernel[(heads * rows, dim // 32)](out, top, total, got, rows, splits, D=dim, PART=32, N=64, EARLY=False)
 weight = torch.exp2(top - top.amax(1, keepdim=True))
 want = (weight.unsqueeze(-1) * out).sum(1) / (weight * total).sum(1).clamp_min(1e-30).unsqueeze(-1)
 want[1, 2] = 0

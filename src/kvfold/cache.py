@@ -21,7 +21,7 @@ from kvfold import kernels
 from kvfold.errors import CacheStateError
 from kvfold.formats import Fields
 from kvfold.graph import StaticLengths
-from kvfold.kernels import AttentionCall, DensePart, Span
+from kvfold.kernels import AttentionCall, Span, Windows
 from kvfold.methods import LayerSpec, Method, Observation, State
 
 ENCODE_TOKENS = 4096
@@ -241,14 +241,14 @@ class FoldedLayer(CacheLayerMixin):
             scale=scale,
             key_format=self.key_format,
             value_format=self.value_format,
-            spans=list(self._spans(longest // self.block)),
+            spans=self.spans(longest // self.block),
             packed_len=self.lengths.packed,
             uniform=len(set(self.packed)) == 1,
-            dense=list(self._windows()),
+            dense=self.windows(),
             new_keys=key,
             new_values=value,
             new_valid=valid,
-            first_position=torch.tensor(self.first_position, device=self.device) + self.method.sink,
+            first_position=self._positions(list(range(len(self.lens))), 0, 1).flatten(),
             rope=self.spec.rope if self.method.pre_rope else None,
             unproject=self._unproject if self.method.maps_values else None,
         )
@@ -256,26 +256,23 @@ class FoldedLayer(CacheLayerMixin):
     def _unproject(self, values: torch.Tensor) -> torch.Tensor:
         return self.method.unproject_values(values, self.state, self.spec)
 
-    def _spans(self, blocks: int) -> Iterator[Span]:
+    def spans(self, blocks: int | None = None) -> list[Span]:
+        """Packed storage: all of it, or what holds the first ``blocks`` blocks."""
+        found = []
         for slab in self.slabs:
-            used = min(slab.blocks, blocks - slab.first)
+            used = slab.blocks if blocks is None else min(slab.blocks, blocks - slab.first)
             if used > 0:
                 keys, values = slab.keys, slab.values
                 if used < slab.blocks:
                     keys, values = ({n: t[:, :, :used] for n, t in f.items()} for f in (keys, values))
-                yield Span(slab.first * self.block, keys, values)
+                found.append(Span(slab.first * self.block, keys, values))
+        return found
 
-    def _windows(self) -> Iterator[DensePart]:
+    def windows(self, lengths: Any = None) -> Windows:
+        """What is in full precision, as kernels read it; ``lengths``: others than the layer's own."""
         assert self.sink is not None and self.ring is not None
-        sink, ring = self.method.sink, self.ring[0].shape[-2]
-        lengths = self.lengths
-        if sink:
-            index = torch.arange(sink, device=self.device)
-            yield DensePart(*self.sink, index < lengths.sink.unsqueeze(-1))
-        if ring:
-            index = torch.arange(ring, device=self.device)
-            age = (index - lengths.packed.unsqueeze(-1)) % ring
-            yield DensePart(*self.ring, age < lengths.recent.unsqueeze(-1))
+        lengths = lengths or self.lengths
+        return Windows(self.sink, self.ring, lengths.sink, lengths.packed, lengths.recent)
 
     @property
     def lengths(self) -> Lengths:
@@ -284,16 +281,16 @@ class FoldedLayer(CacheLayerMixin):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether all packed storage is one slab, as kernels that take it in one launch need."""
+        """Whether all packed storage is one slab, as a decode graph needs."""
         return len(self.slabs) == 1
 
     def writes_first(self, tokens: int, valid: torch.Tensor | None) -> bool:
         """Whether a call of ``tokens`` new ones can be written to the windows before attending, so that one kernel reads
-        everything: few tokens, no padding, packed storage in one piece, and a state that does not wait for them."""
+        everything: few tokens, no padding, something packed, and a state that does not wait for them."""
         return (
             tokens <= self.kernel.in_place_tokens
             and valid is None
-            and self.is_contiguous
+            and bool(self.slabs)
             and (not self.method.stateful or all(self.ready))
         )
 
@@ -313,7 +310,7 @@ class FoldedLayer(CacheLayerMixin):
     def _decode(self, row: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed tokens ``start`` to ``stop`` of one sequence, float32 [num_kv_heads, n, head_dim]."""
         keys, values = [], []
-        for span in self._spans(-(-stop // self.block)):
+        for span in self.spans(-(-stop // self.block)):
             keys.append(self.key_format.decode({n: t[row : row + 1] for n, t in span.keys.items()}))
             values.append(self.value_format.decode({n: t[row : row + 1] for n, t in span.values.items()}))
         state = {n: t[row : row + 1] for n, t in self.state.items()}

@@ -1,23 +1,24 @@
-"""Decode attention over packed caches against full-precision kernels.
+"""Attention over packed caches against full-precision kernels: decode steps and calls of many tokens.
 
 ``python -m kvfold.bench.attention --json`` measures the default shapes. Every shape is first compared with float32
 attention over the decoded cache, with unused storage poisoned; where the error is over its limit no time is taken.
 """
 
-import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvfold.bench.rows import Row, append, environment
+from kvfold.bench.rows import Row, append, environment, need_gpu, options, script
 from kvfold.errors import KVFoldError
-from kvfold.formats import AffineGroups, Fields
+from kvfold.formats import AffineGroups
+from kvfold.kernels import Span, Windows
 
 HBM_BYTES_PER_MS = 4.35e9
 """What the best full-precision decode kernels read on an H200."""
@@ -25,6 +26,7 @@ COLD_BYTES = 256 << 20
 """Calls rotate among copies of their inputs that together are several times the L2 cache."""
 LIMIT = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SINK, RECENT = 32, 96
+ROWS = Path("benchmarks/rows/attention.csv")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Work:
     ----------
     method : {"kivi", "innerq-asym", "innerq-sym", "innerq-hybrid"}
         Whose storage; SQuat's is KIVI's.
+    context : int
+        Tokens of each sequence in the cache: with the call's own where they are few enough to be written to the windows
+        first (up to 16, without padding), else without.
+    padded : bool
+        Left padding: sequence b of a batch has b / (2 batch) of the call's columns empty.
     """
 
     method: str
@@ -46,6 +53,12 @@ class Work:
     head_dim: int = 128
     group: int = 32
     query_tokens: int = 1
+    padded: bool = False
+
+    @property
+    def long(self) -> bool:
+        """Whether the call's own tokens come apart from the cache."""
+        return self.query_tokens > 16 or self.padded
 
     @property
     def formats(self) -> tuple[AffineGroups, AffineGroups]:
@@ -62,7 +75,7 @@ class Work:
         )
 
     def __str__(self) -> str:
-        return f"{self.method} {self.bits}-bit g{self.group}"
+        return f"{self.method} {self.bits}-bit g{self.group}" + (", left-padded" if self.padded else "")
 
 
 DEFAULT = (
@@ -74,24 +87,25 @@ DEFAULT = (
     *(Work(m, 2, 16, 32768, head_dim=d) for d in (64, 256) for m in ("kivi", "innerq-asym")),
     Work("kivi", 2, 64, 8192),
 )
-"""The shapes of docs/performance.md."""
+"""The decode steps of docs/performance.md."""
+
+STORED = (("kivi", 2), ("innerq-asym", 2), ("innerq-sym", 2), ("innerq-hybrid", 2), ("kivi", 4))
+LONG = (
+    *(Work(m, bits, 1, 32768, query_tokens=n) for n in (64, 512, 2048) for m, bits in STORED),
+    *(Work(m, 2, 4, 32768, query_tokens=512, padded=True) for m in ("kivi", "innerq-asym")),
+)
+"""Its calls of many tokens on an existing cache."""
 
 
 @dataclass
 class Inputs:
-    """Tensors of one call; see :func:`kvfold.kernels.decode.decode_attention`."""
+    """Tensors of one call; see :mod:`kvfold.kernels.decode`. ``new`` and ``valid``: of long calls."""
 
     q: torch.Tensor
-    key_fields: Fields
-    value_fields: Fields
-    packed_len: torch.Tensor
-    sink: tuple[torch.Tensor, torch.Tensor]
-    sink_len: torch.Tensor
-    recent: tuple[torch.Tensor, torch.Tensor]
-    recent_len: torch.Tensor
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield from (*self.key_fields.values(), *self.value_fields.values(), *self.sink, *self.recent)
+    span: Span
+    windows: Windows
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
+    valid: torch.Tensor | None = None
 
     def copy(self) -> "Inputs":
         """The same numbers at other addresses, sequences in another order."""
@@ -99,16 +113,12 @@ class Inputs:
         def moved(x: torch.Tensor) -> torch.Tensor:
             return x.roll(1, 0)
 
-        return Inputs(
-            self.q,
-            {n: moved(x) for n, x in self.key_fields.items()},
-            {n: moved(x) for n, x in self.value_fields.items()},
-            self.packed_len,
-            (moved(self.sink[0]), moved(self.sink[1])),
-            self.sink_len,
-            (moved(self.recent[0]), moved(self.recent[1])),
-            self.recent_len,
-        )
+        def pair(x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return moved(x[0]), moved(x[1])
+
+        keys, values = ({n: moved(x) for n, x in f.items()} for f in (self.span.keys, self.span.values))
+        windows = replace(self.windows, sink=pair(self.windows.sink), ring=pair(self.windows.ring))
+        return replace(self, span=Span(0, keys, values), windows=windows)
 
 
 def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Inputs:
@@ -121,7 +131,7 @@ def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int 
     def lengths(n: int) -> torch.Tensor:
         return torch.full((work.batch,), n, dtype=torch.int32, device=device)
 
-    batch, heads, dim = work.batch, work.num_kv_heads, work.head_dim
+    batch, heads, dim, tokens = work.batch, work.num_kv_heads, work.head_dim, work.query_tokens
     packed = (work.context - SINK - RECENT) // 32 * 32
     slots = RECENT + 32
     gain, offset = torch.exp(0.7 * random(1, heads, 1, dim)), random(1, heads, 1, dim)
@@ -143,69 +153,73 @@ def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int 
         kept = x[:, :, used].clone()
         x.fill_(float("nan"))
         x[:, :, used] = kept
-    return Inputs(
-        random(batch, work.num_heads, work.query_tokens, dim).to(dtype),
-        stored[0],
-        stored[1],
-        lengths(packed),
-        (windows[0], windows[1]),
-        lengths(SINK),
-        (windows[2], windows[3]),
-        lengths(RECENT),
-    )
+    inputs = Inputs(
+        random(batch, work.num_heads, tokens, dim).to(dtype),
+        Span(0, *stored),
+        Windows(
+            (windows[0], windows[1]), (windows[2], windows[3]), lengths(SINK), lengths(packed), lengths(RECENT)
+        ),
+    )  # fmt: skip
+    if work.long:
+        keys, values = (random(batch, tokens, heads, dim).to(dtype).transpose(1, 2) for _ in range(2))
+        inputs.new = keys, values
+    if work.padded:
+        empty = torch.arange(batch, device=device) * tokens // (2 * batch)
+        inputs.valid = torch.arange(tokens, device=device) >= empty[:, None]
+    return inputs
 
 
 def reference(work: Work, inputs: Inputs, sequence: int) -> torch.Tensor:
-    """Float32 attention of one sequence over the decoded cache, [num_heads, query_tokens, head_dim]."""
-    b = slice(sequence, sequence + 1)
-    packed = int(inputs.packed_len[sequence])
-    slots = inputs.recent[0].shape[2]
-    ring = (packed + torch.arange(RECENT, device=inputs.q.device)) % slots
+    """Float32 attention of one sequence over the decoded cache, [num_heads, query_tokens, head_dim]; 0 at padding."""
+    windows, tokens, device = inputs.windows, work.query_tokens, inputs.q.device
+    packed = int(windows.packed_len[sequence])
+    ring = (packed + torch.arange(RECENT, device=device)) % windows.ring[0].shape[2]
+    fields = (inputs.span.keys, inputs.span.values)
     sides = []
-    for form, fields, sink, recent in zip(
-        work.formats, (inputs.key_fields, inputs.value_fields), inputs.sink, inputs.recent, strict=True
-    ):
-        middle = form.decode({n: x[b] for n, x in fields.items()})[0, :, :packed]
-        sides.append(torch.cat([sink[sequence].float(), middle, recent[sequence][:, ring].float()], 1))
+    for i, form in enumerate(work.formats):
+        middle = form.decode({n: x[sequence : sequence + 1] for n, x in fields[i].items()})[0, :, :packed]
+        parts = [windows.sink[i][sequence].float(), middle, windows.ring[i][sequence][:, ring].float()]
+        parts += [inputs.new[i][sequence].float()] if inputs.new else []
+        sides.append(torch.cat(parts, 1))
     keys, values = sides
     q = inputs.q[sequence].float().unflatten(0, (work.num_kv_heads, -1))
-    scores = torch.einsum("hrtd,hnd->hrtn", q, keys) / math.sqrt(work.head_dim)
-    position = torch.arange(keys.shape[1], device=q.device)
-    newest = position[-work.query_tokens :].unsqueeze(-1)
-    weights = scores.masked_fill(position > newest, float("-inf")).softmax(-1)
-    return torch.einsum("hrtn,hnd->hrtd", weights, values).flatten(0, 1)
+    position = torch.arange(keys.shape[1], device=device)
+    sees = position <= position[-tokens:].unsqueeze(-1)
+    if inputs.valid is not None:
+        sees[:, -tokens:] &= inputs.valid[sequence]
+    out = torch.empty_like(q)
+    for head in range(work.num_kv_heads):  # one by one: scores of a long call are large
+        scores = (q[head] @ keys[head].T / math.sqrt(work.head_dim)).masked_fill_(~sees, float("-inf"))
+        out[head] = scores.softmax(-1) @ values[head]
+    if inputs.valid is not None:
+        out.masked_fill_(~inputs.valid[sequence][:, None], 0.0)
+    return out.flatten(0, 1)
 
 
 def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.Tensor:
-    from kvfold.kernels.decode import decode_attention
+    from kvfold.kernels.decode import decode_attention, long_attention
 
-    key_format, value_format = work.formats
-    return decode_attention(
-        inputs.q,
-        key_format,
-        inputs.key_fields,
-        value_format,
-        inputs.value_fields,
-        inputs.packed_len,
-        *inputs.sink,
-        inputs.sink_len,
-        *inputs.recent,
-        inputs.recent_len,
-        1 / math.sqrt(work.head_dim),
-        out=out,
-    )
+    scale = 1 / math.sqrt(work.head_dim)
+    if inputs.new is None:
+        return decode_attention(inputs.q, *work.formats, [inputs.span], inputs.windows, scale, out=out)
+    return long_attention(
+        inputs.q, *work.formats, [inputs.span], inputs.windows, *inputs.new, inputs.valid, scale
+    )  # fmt: skip
 
 
 def gate(work: Work, inputs: Inputs) -> float:
     """Relative RMS error of the first, the middle and the last sequence."""
     got = call(work, inputs).float()
+    if not bool(torch.isfinite(got).all()):
+        return math.inf
+    if inputs.valid is not None:  # what a padding query gets has no meaning
+        got = got.masked_fill(~inputs.valid[:, None, :, None], 0.0)
     chosen = sorted({0, work.batch // 2, work.batch - 1})
     want = torch.stack([reference(work, inputs, b) for b in chosen])
-    error = (got[chosen] - want).norm() / want.norm()
-    return float(error) if bool(torch.isfinite(got).all()) else math.inf
+    return float((got[chosen] - want).norm() / want.norm())
 
 
-def times(calls: list[Callable[[], Any]], replays: int = 40) -> tuple[float, float, float]:
+def times(calls: Sequence[Callable[[], Any]], replays: int = 40) -> tuple[float, float, float]:
     """p20, p50 and p80 in milliseconds of one call, over replays of a CUDA graph that makes each call in turn."""
     for f in calls:
         f()
@@ -229,37 +243,56 @@ def times(calls: list[Callable[[], Any]], replays: int = 40) -> tuple[float, flo
     return p20, p50, p80
 
 
-def baselines(work: Work, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Median milliseconds of every full-precision decode kernel that runs here at this shape."""
+@lru_cache
+def baselines(shape: Work, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Median milliseconds of every full-precision kernel that runs here at this shape (of whatever method)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.functional import scaled_dot_product_attention
 
-    shape = (work.batch, work.num_kv_heads, work.context, work.head_dim)
-    size = 2 * math.prod(shape) * dtype.itemsize
+    tokens = shape.query_tokens
+    keys = shape.context + (tokens if shape.long else 0)
+    size = (shape.batch, shape.num_kv_heads, keys, shape.head_dim)
     sets = [
-        tuple(torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-        for _ in range(max(1, math.ceil(COLD_BYTES / size)))
+        tuple(torch.randn(size, device=device, dtype=dtype) for _ in range(2))
+        for _ in range(max(1, math.ceil(COLD_BYTES / (2 * math.prod(size) * dtype.itemsize))))
     ]
-    q = torch.randn(work.batch, work.num_heads, work.query_tokens, work.head_dim, device=device, dtype=dtype)
-    grouped = work.num_heads != work.num_kv_heads
+    q = torch.randn(shape.batch, shape.num_heads, tokens, shape.head_dim, device=device, dtype=dtype)
+    grouped = shape.num_heads != shape.num_kv_heads
     found: dict[str, float] = {}
 
     def measure(name: str, make: Callable[[torch.Tensor, torch.Tensor], Callable[[], Any]]) -> None:
         try:
-            found[name] = times([make(k, v) for k, v in sets])[1]
+            found[name] = times([make(k, v) for k, v in sets], 10 if shape.long else 40)[1]
         except (RuntimeError, ImportError, TypeError, ValueError):
             torch.cuda.synchronize()  # a kernel that does not serve this shape is no baseline
 
-    def sdpa(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
-        return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+    def sdpa(mask: torch.Tensor | None) -> Callable[[torch.Tensor, torch.Tensor], Callable[[], Any]]:
+        return lambda k, v: lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
-    for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
+    flash, cudnn = (SDPBackend.FLASH_ATTENTION, "SDPA flash"), (SDPBackend.CUDNN_ATTENTION, "SDPA cuDNN")
+    if shape.long:
+        # cuDNN has no causal mask that ends at the last key; without a mask it computes a little more, but nothing else
+        attempts: list[tuple[SDPBackend, str, torch.Tensor | None, str]] = [(*cudnn, None, ", no mask")]
+        if not shape.padded:
+            attempts.append((*flash, causal_lower_right(tokens, keys), ", causal"))
+        else:  # a mask says what is padding: flash attention takes none
+            column = torch.arange(keys, device=device)
+            mask = (column <= column[-tokens:, None]).expand(shape.batch, 1, -1, -1)
+            attempts.append((*cudnn, mask, ", mask"))
+            attempts.append((SDPBackend.EFFICIENT_ATTENTION, "SDPA efficient", mask, ", mask"))
+    else:
+        attempts = [(*flash, None, ""), (*cudnn, None, "")]
+    for backend, name, given, how in attempts:
         with sdpa_kernel(backend):
-            measure(name, sdpa)
+            measure(name + how, sdpa(given))
+    if shape.long:
+        return found
 
     def flash3(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
         from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
-        lengths = torch.full((work.batch,), work.context, dtype=torch.int32, device=device)
+        lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device)
         k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
         return lambda: flash_attn_with_kvcache(q.transpose(1, 2), k, v, cache_seqlens=lengths)
 
@@ -268,7 +301,7 @@ def baselines(work: Work, dtype: torch.dtype, device: torch.device) -> dict[str,
     def flashinfer(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
         import flashinfer  # type: ignore[import-not-found]
 
-        if work.batch != 1 or work.query_tokens != 1:
+        if shape.batch != 1 or shape.query_tokens != 1:
             raise ValueError("single sequences only")
         return lambda: flashinfer.single_decode_with_kv_cache(q[0, :, 0], k[0], v[0], kv_layout="HND")
 
@@ -281,7 +314,7 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
     inputs = make_inputs(work, dtype, device)
     error = gate(work, inputs)
     key_format, value_format = work.formats
-    packed = int(inputs.packed_len[0])
+    packed = int(inputs.windows.packed_len[0])
     size = work.batch * work.num_kv_heads * packed // 32 * (key_format.block_bytes + value_format.block_bytes)
     p20 = p50 = p80 = best = None
     name = ""
@@ -290,10 +323,11 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
         while len(sets) * size < COLD_BYTES:
             sets.append(sets[-1].copy())
         out = torch.empty_like(inputs.q)
-        p20, p50, p80 = times([lambda s=s: call(work, s, out) for s in sets])  # type: ignore[misc]
-        del sets, inputs
+        calls = [partial(call, work, s, out) for s in sets]
+        p20, p50, p80 = times(calls, 10 if work.long else 40)
+        del calls, sets, inputs
         torch.cuda.empty_cache()
-        others = baselines(work, dtype, device)
+        others = baselines(replace(work, method="kivi", bits=2, group=32), dtype, device)
         torch.cuda.empty_cache()
         if others:
             name = min(others, key=others.__getitem__)
@@ -313,8 +347,8 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
         p20_ms=p20,
         p50_ms=p50,
         p80_ms=p80,
-        gb_per_s=None if p50 is None else size / p50 / 1e6,
-        floor_percent=None if p50 is None else 100 * size / HBM_BYTES_PER_MS / p50,
+        gb_per_s=None if p50 is None or work.long else size / p50 / 1e6,
+        floor_percent=None if p50 is None or work.long else 100 * size / HBM_BYTES_PER_MS / p50,
         effective_bits=(key_format.bits + value_format.bits) / 2,
         baseline=name,
         baseline_ms=best,
@@ -324,7 +358,7 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
 
 
 def run(
-    works: tuple[Work, ...] = DEFAULT, dtype: torch.dtype = torch.float16, rows: Path | None = None
+    works: tuple[Work, ...] = DEFAULT + LONG, dtype: torch.dtype = torch.float16, rows: Path | None = None
 ) -> Iterator[Row]:
     """Measure shapes one after the other.
 
@@ -341,13 +375,12 @@ def run(
     KVFoldError
         Without a CUDA GPU.
     """
-    if not torch.cuda.is_available():
-        raise KVFoldError("bench attention: device=cpu is not measured; a CUDA GPU is needed")
+    device = need_gpu("attention")
     if dtype not in LIMIT:
         raise KVFoldError(f"bench attention: dtype={dtype} is not allowed; allowed: float16, bfloat16")
     env = environment()
     for work in works:
-        row = measure(work, dtype, torch.device("cuda"), env)
+        row = measure(work, dtype, device, env)
         if rows is not None:
             append(rows, [row])
         yield row
@@ -355,32 +388,34 @@ def run(
 
 def line(row: Row) -> str:
     """One row for people."""
-    shape = f"B={row.batch} N={row.context} heads {row.num_heads}/{row.num_kv_heads} d={row.head_dim}"
+    shape = (
+        f"B={row.batch} N={row.context} heads {row.num_heads}/{row.num_kv_heads} d={row.head_dim} T={row.query_tokens}"
+    )
     if row.p50_ms is None:
-        return f"{row.work:24} {shape:38} error {row.error:.1e} > {row.limit:.0e}: not timed"
+        return f"{row.work:24} {shape:44} error {row.error:.1e} > {row.limit:.0e}: not timed"
     ratio = "no baseline" if row.ratio is None else f"{row.ratio:.2f}x {row.baseline} ({row.baseline_ms:.4f} ms)"
+    read = "" if row.gb_per_s is None else f"{row.gb_per_s:.0f} GB/s  {row.floor_percent:.0f}% of floor  "
     return (
-        f"{row.work:24} {shape:38} {row.p50_ms:.4f} ms ({row.p20_ms:.4f} - {row.p80_ms:.4f})  {row.gb_per_s:.0f} GB/s  "
-        f"{row.floor_percent:.0f}% of floor  {row.effective_bits:.2f} bits  {ratio}  error {row.error:.1e}"
+        f"{row.work:24} {shape:44} {row.p50_ms:.4f} ms ({row.p20_ms:.4f} - {row.p80_ms:.4f})  {read}"
+        f"{row.effective_bits:.2f} bits  {ratio}  error {row.error:.1e}"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvfold.bench.attention", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object per row")
+    parser = options("attention", __doc__, ROWS)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
-    parser.add_argument("--rows", type=Path, help="CSV file to append rows to")
+    parser.add_argument(
+        "--calls", choices=("decode", "long", "all"), default="all", help="one new token, many of them, or both"
+    )
     args = parser.parse_args(argv)
+    works = {"decode": DEFAULT, "long": LONG, "all": DEFAULT + LONG}[args.calls]
+
     failed = False
-    try:
-        for row in run(dtype=getattr(torch, args.dtype), rows=args.rows):
-            failed |= row.p50_ms is None
-            print(json.dumps(asdict(row)) if args.json else line(row), flush=True)
-    except KVFoldError as error:
-        print(error, file=sys.stderr)
-        return 2
+    for row in run(works, getattr(torch, args.dtype), args.rows):
+        failed |= row.p50_ms is None
+        print(json.dumps(asdict(row)) if args.json else line(row), flush=True)
     return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script(main))

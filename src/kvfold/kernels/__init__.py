@@ -4,7 +4,7 @@ import torch
 
 from kvfold.errors import KVFoldError
 from kvfold.formats import Format
-from kvfold.kernels.base import AttentionCall, AttentionKernel, Choice, DensePart, Partial, Span
+from kvfold.kernels.base import AttentionCall, AttentionKernel, Choice, DensePart, Partial, Span, Windows
 from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.gluon import GluonKernel
 from kvfold.kernels.reference import ReferenceKernel
@@ -61,4 +61,14 @@ def choose(
     raise KVFoldError(f"kernel: none supports this layer; {passed_over}")
 
 
-__all__ = ["REGISTRY", "AttentionCall", "AttentionKernel", "Choice", "DensePart", "Partial", "Span", "choose"]
+__all__ = [
+    "REGISTRY",
+    "AttentionCall",
+    "AttentionKernel",
+    "Choice",
+    "DensePart",
+    "Partial",
+    "Span",
+    "Windows",
+    "choose",
+]

@@ -765,39 +765,58 @@ def _values_accumulator(
 
 
 @gluon.jit
-def _fetch(to, source, lane, valid, TO: gl.constexpr, BLOCK: gl.constexpr, NB: gl.constexpr):
-    """NB adjacent blocks of BLOCK bytes; those from number ``valid`` on become zeros."""
+def _fetch(to, source, copier, valid, TO: gl.constexpr, BLOCK: gl.constexpr, NB: gl.constexpr, COPIERS: gl.constexpr):
+    """NB adjacent blocks of BLOCK bytes, by COPIERS threads; those from number ``valid`` on become zeros."""
     TOTAL: gl.constexpr = BLOCK * NB
-    for i in gl.static_range((TOTAL + 511) // 512):
-        if BLOCK >= 512:
-            block = lane * 0 + (i * 512) // BLOCK
+    STEP: gl.constexpr = 16 * COPIERS
+    for i in gl.static_range((TOTAL + STEP - 1) // STEP):
+        if BLOCK % STEP == 0:
+            block = copier * 0 + i * STEP // BLOCK
         else:
-            block = lane // (BLOCK // 16) + (i * 512) // BLOCK
+            block = (copier * 16 + i * STEP) // BLOCK
         size = gl.where(block < valid, 16, 0)
-        active = (lane * 16 < TOTAL - i * 512).to(gl.int32)
-        copy_async(to, source, size, active, TO + 512 * i, 512 * i, TOTAL - i * 512 < 512)
+        active = (copier * 16 < TOTAL - i * STEP).to(gl.int32)
+        copy_async(to, source, size, active, TO + STEP * i, STEP * i, TOTAL - i * STEP < STEP)
 
 
 @gluon.jit
 def _fetch_stage(
-    base, lane, codes, meta, aux, unit, first, valid, D: gl.constexpr, BITS: gl.constexpr, AXIS: gl.constexpr,
-    MODE: gl.constexpr, GROUP: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr,
+    base, copier, codes, meta, aux, unit, first, valid, D: gl.constexpr, BITS: gl.constexpr, AXIS: gl.constexpr,
+    MODE: gl.constexpr, GROUP: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr, COPIERS: gl.constexpr,
 ):  # fmt: skip
     """One operand of a stage: blocks ``first`` to ``first + NB`` of the region that starts at block ``unit``."""
     CODE: gl.constexpr = code_bytes(D, BITS)
     ROW: gl.constexpr = _item(meta_bytes(D, AXIS, MODE, GROUP), 0)
     WORDS: gl.constexpr = _item(meta_bytes(D, AXIS, MODE, GROUP), 1)
-    to = base + lane * 16
+    to = base + copier * 16
     at = (unit + first).to(gl.int64)
-    _fetch(to, codes + at * CODE + lane * 16, lane, valid, TO, CODE, NB)
+    _fetch(to, codes + at * CODE + copier * 16, copier, valid, TO, CODE, NB, COPIERS)
     if AXIS == 0 and GROUP > 32:
         for j in gl.static_range(NB):
             row = (unit + (first + j)) // (GROUP // 32)
-            _fetch(to, meta + row.to(gl.int64) * ROW + lane * 16, lane, valid - j, TO + NB * CODE + j * ROW, ROW, 1)
+            source = meta + row.to(gl.int64) * ROW + copier * 16
+            _fetch(to, source, copier, valid - j, TO + NB * CODE + j * ROW, ROW, 1, COPIERS)
     else:
-        _fetch(to, meta + at * ROW + lane * 16, lane, valid, TO + NB * CODE, ROW, NB)
+        _fetch(to, meta + at * ROW + copier * 16, copier, valid, TO + NB * CODE, ROW, NB, COPIERS)
     if MODE > 0:
-        _fetch(to, aux + at * WORDS + lane * 16, lane, valid, TO + NB * (CODE + ROW), WORDS, NB)
+        _fetch(to, aux + at * WORDS + copier * 16, copier, valid, TO + NB * (CODE + ROW), WORDS, NB, COPIERS)
+
+
+@gluon.jit
+def _arrived(lane, SHARED: gl.constexpr):
+    """Wait for all but the newest group of copies, those of the other warps too where the stage is shared."""
+    copy_wait_1(lane)
+    if SHARED:
+        program_sync(lane)
+
+
+@gluon.jit
+def _read(lane, SHARED: gl.constexpr):
+    """All that share the stage have read it: it may be written over."""
+    if SHARED:
+        program_sync(lane)
+    else:
+        warp_sync(lane)
 
 
 # ---- full-precision tokens ------------------------------------------------------------------------------------------
@@ -929,6 +948,38 @@ def _dense(
 
 
 @gluon.jit
+def _store_sums(part_top, part_sum, at, column, rows, writes, top0, top1, sum0, sum1):
+    """Maxima and sums of two query rows. Probabilities carry a factor of 16, which goes into the maxima."""
+    gl.store(part_top + at, top0 - 4.0, mask=writes & (column < rows))
+    gl.store(part_top + at + 1, top1 - 4.0, mask=writes & (column + 1 < rows))
+    gl.store(part_sum + at, sum0, mask=writes & (column < rows))
+    gl.store(part_sum + at + 1, sum1, mask=writes & (column + 1 < rows))
+
+
+@gluon.jit
+def _store_own(
+    lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr, NT: gl.constexpr
+):  # fmt: skip
+    """Store the partial results of a warp that has query rows to itself."""
+    CT: gl.constexpr = D // 16
+    g = lane // 4
+    t = lane % 4
+    for n in gl.static_range(NT):
+        column = column0 + n * 8 + 2 * t
+        at = slot0 * rows + column
+        _store_sums(
+            part_top, part_sum, at, column, rows, g == 0, top[2 * n], top[2 * n + 1], side[n][2], side[n][3]
+        )  # fmt: skip
+        to = part_out + at.to(gl.int64) * D + g
+        for ct in gl.static_range(CT):
+            x = out[n * CT + ct]
+            gl.store(to + ct * 16, x[0], mask=column < rows)
+            gl.store(to + (D + ct * 16), x[1], mask=column + 1 < rows)
+            gl.store(to + (ct * 16 + 8), x[2], mask=column < rows)
+            gl.store(to + (D + ct * 16 + 8), x[3], mask=column + 1 < rows)
+
+
+@gluon.jit
 def _finish(
     base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, DENSE: gl.constexpr,
     D: gl.constexpr, NT: gl.constexpr,
@@ -961,12 +1012,9 @@ def _finish(
         best = best + (m0, m1)
         factor = factor + (exp2_fast(top[2 * n] - m0), exp2_fast(top[2 * n + 1] - m1))
         column = column0 + n * 8 + 2 * t
-        writes = (warp == 0) & (g == 0)
-        at = slot0 * rows + column
-        gl.store(part_top + at, m0, mask=writes & (column < rows))
-        gl.store(part_top + at + 1, m1, mask=writes & (column + 1 < rows))
-        gl.store(part_sum + at, l0, mask=writes & (column < rows))
-        gl.store(part_sum + at + 1, l1, mask=writes & (column + 1 < rows))
+        _store_sums(
+            part_top, part_sum, slot0 * rows + column, column, rows, (warp == 0) & (g == 0), m0, m1, l0, l1
+        )  # fmt: skip
     program_sync(lane)
     # outputs: [tile, warp, lane] of four registers; each warp then sums its share of the tiles
     for n in gl.static_range(NT):
@@ -1003,27 +1051,32 @@ def _finish(
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "heads", "rows", "tokens", "capacity", "sinks", "slots", "splits", "dense_splits",
-    ]
+        "scale", "heads", "rows", "tokens", "first_token", "capacity", "sinks", "slots", "splits", "dense_splits", "parts",
+        "part0",
+    ],
+    do_not_specialize_on_alignment=["columns"],
 )  # fmt: skip
 def decode_kernel(
     q_ptr, packed_q_ptr, bias_ptr,
     k_codes, k_meta, k_aux, v_codes, v_meta, v_aux,
     packed_len_ptr, sink_k, sink_v, sink_len_ptr, ring_k, ring_v, recent_len_ptr,
     part_out, part_top, part_sum,
-    scale, heads, rows, tokens, capacity, sinks, slots, splits, dense_splits,
+    scale, heads, rows, tokens, columns, first_token, capacity, sinks, slots, splits, dense_splits, parts, part0,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_AXIS: gl.constexpr, K_MODE: gl.constexpr, K_GROUP: gl.constexpr,
     V_BITS: gl.constexpr, V_AXIS: gl.constexpr, V_MODE: gl.constexpr, V_GROUP: gl.constexpr,
-    NT: gl.constexpr, NB: gl.constexpr, BF16: gl.constexpr, HAS_BIAS: gl.constexpr, COLUMNS: gl.constexpr,
-    CENTER: gl.constexpr, EARLY: gl.constexpr,
+    NT: gl.constexpr, NB: gl.constexpr, BF16: gl.constexpr, HAS_BIAS: gl.constexpr, CENTER: gl.constexpr,
+    EARLY: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 NT`` query rows.
 
-    Grid: (batch * heads * COLUMNS, splits + dense_splits): what shares bytes runs together, and the short programs of the
-    windows fill the gaps at the end. AXIS 0: groups of tokens, 1: groups of channels. MODE 0: asym,
-    1: sym, 2: hybrid. A stage is NB blocks of 32 tokens. ``capacity`` counts such blocks. EARLY: let the merge be launched
-    while this runs (it waits for the end itself); sm_90 and later.
+    Grid: (batch * heads * columns, splits + dense_splits): what shares bytes runs together, and the short programs of the
+    windows fill the gaps at the end. Results go to parts ``part0`` and following of ``parts``.
+
+    AXIS 0: groups of tokens, 1: groups of channels. MODE 0: asym, 1: sym, 2: hybrid. A stage is NB blocks of 32 tokens;
+    ``capacity`` counts such blocks, the first of which holds the sequence's packed tokens from ``first_token`` on. EARLY: let
+    the merge be launched while this runs (it waits for the end itself); sm_90 and later. SHARED: the warps of a program share
+    each stage, and each has ``8 NT`` query rows of its own; there are no windows.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -1042,19 +1095,21 @@ def decode_kernel(
     V_AT: gl.constexpr = NB * (K_CODE + K_ROW + K_WORDS)
     STAGE: gl.constexpr = V_AT + NB * (V_CODE + V_ROW + V_WORDS)
     MEET: gl.constexpr = NT * CT * 32 * 16  # bytes a warp leaves for the others at the end
-    base0 = shared_base(lane, W * (STAGE if STAGE > MEET else MEET))
+    base0 = shared_base(lane, STAGE if SHARED else W * (STAGE if STAGE > MEET else MEET))
 
     if EARLY:
         launch_dependents(lane)
     split = gl.program_id(1)
-    column0 = (gl.program_id(0) % COLUMNS) * (8 * NT)
-    head = gl.program_id(0) // COLUMNS
+    column0 = (gl.program_id(0) % columns) * (8 * NT)
+    if SHARED:
+        column0 = column0 * W + warp * (8 * NT)
+    head = gl.program_id(0) // columns
     batch = head // heads
     packed_len = gl.load(packed_len_ptr + batch)
     row0 = head.to(gl.int64) * rows
-    slot0 = head.to(gl.int64) * (splits + dense_splits) + split
+    slot0 = head.to(gl.int64) * parts + (part0 + split)
 
-    if split >= splits:
+    if (not SHARED) and split >= splits:
         sink_len = gl.load(sink_len_ptr + batch)
         recent_len = gl.load(recent_len_ptr + batch)
         top, out, side = _nothing(lane, CT, NT)
@@ -1066,14 +1121,22 @@ def decode_kernel(
             )  # fmt: skip
         _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT)
     else:
-        base = base0 + warp * STAGE
         # blocks of this split, then of this warp: contiguous, so that every warp streams
-        blocks = packed_len // 32
+        blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
         lo = (blocks.to(gl.int64) * split // splits).to(gl.int32)
         hi = (blocks.to(gl.int64) * (split + 1) // splits).to(gl.int32)
-        each = (hi - lo + W - 1) // W
-        first = lo + warp * each
-        count = gl.minimum(hi - first, each)
+        if SHARED:
+            base = base0
+            each = hi - lo
+            first = lo
+            count = each
+        else:
+            base = base0 + warp * STAGE
+            each = (hi - lo + W - 1) // W
+            first = lo + warp * each
+            count = gl.minimum(hi - first, each)
+        COPIERS: gl.constexpr = 32 * W if SHARED else 32
+        copier = thread if SHARED else lane
         unit = head * capacity
         kc = k_codes.to(gl.int64)
         km = k_meta.to(gl.int64)
@@ -1081,9 +1144,13 @@ def decode_kernel(
         vc = v_codes.to(gl.int64)
         vm = v_meta.to(gl.int64)
         va = v_aux.to(gl.int64)
-        _fetch_stage(base, lane, kc, km, ka, unit, first, count, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0)
+        _fetch_stage(
+            base, copier, kc, km, ka, unit, first, count, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
+        )  # fmt: skip
         copy_commit(lane)
-        _fetch_stage(base, lane, vc, vm, va, unit, first, count, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT)
+        _fetch_stage(
+            base, copier, vc, vm, va, unit, first, count, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT, COPIERS
+        )  # fmt: skip
         copy_commit(lane)
 
         KIND: gl.constexpr = _kind(packed_q_ptr.dtype.element_ty)
@@ -1165,7 +1232,7 @@ def decode_kernel(
 
         for i in range((each + NB - 1) // NB):
             left = count - i * NB
-            copy_wait_1(lane)  # keys of this stage
+            _arrived(lane, SHARED)  # keys of this stage
             extra = ()
             for j in gl.static_range(NB):
                 hidden = gl.where(left > j, 0.0, float("-inf"))
@@ -1180,14 +1247,16 @@ def decode_kernel(
                     base, lane, q, qsum, code_factor, extra, D, K_BITS, K_MODE, K_GROUP, NT, NB,
                     0, NB * K_CODE, NB * (K_CODE + K_ROW),
                 )  # fmt: skip
-            warp_sync(lane)
+            _read(lane, SHARED)
             following = first + (i + 1) * NB
-            _fetch_stage(base, lane, kc, km, ka, unit, following, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0)
+            _fetch_stage(
+            base, copier, kc, km, ka, unit, following, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
+        )  # fmt: skip
             copy_commit(lane)
             top, factor, p = _softmax(scores, top, 2 * NB, NT, False)
             out = _rescale(out, factor, CT, NT)
             side = _rescale(side, factor, 1, NT)
-            copy_wait_1(lane)  # values of this stage
+            _arrived(lane, SHARED)  # values of this stage
             if V_AXIS == 1:
                 out, side = _values_operand(
                     base, lane, p, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
@@ -1197,10 +1266,10 @@ def decode_kernel(
                     base, lane, p, out, side, D, V_BITS, V_MODE, NT, NB, V_AT, V_AT + NB * V_CODE,
                     V_AT + NB * (V_CODE + V_ROW),
                 )  # fmt: skip
-            warp_sync(lane)
+            _read(lane, SHARED)
             _fetch_stage(
-                base, lane, vc, vm, va, unit, following, left - NB, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT
-            )
+                base, copier, vc, vm, va, unit, following, left - NB, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT, COPIERS
+            )  # fmt: skip
             copy_commit(lane)
 
         copy_wait_all(lane)
@@ -1226,4 +1295,7 @@ def decode_kernel(
                         (gl.fma(x[0], f, z0), gl.fma(x[1], f, z1), gl.fma(x[2], f, z0), gl.fma(x[3], f, z1)),
                     )
             out = full
-        _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT)
+        if SHARED:
+            _store_own(lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D, NT)
+        else:
+            _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT)

@@ -15,7 +15,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import AffineGroups
 from kvfold.kernels._decode_gluon import decode_kernel
-from kvfold.kernels.decode import _merge_kernel, constants, make_plan
+from kvfold.kernels.decode import Plan, constants, make_plan
+from kvfold.kernels.partials import merge_kernel
+from kvfold.kernels.windows import tile_sizes, windows_kernel
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def compile_decode(
     bf16: bool = False,
     has_bias: bool = False,
     capability: int = 90,
+    plan: Plan | None = None,
 ) -> Report:
     """Compile the decode kernel as a layer with ``rows`` query rows per KV head would use it.
 
@@ -77,9 +80,13 @@ def compile_decode(
     ----------
     capability : {80, 90, 100}
         Compute capability, times ten.
+    plan : Plan or None
+        Another launch shape than the one that is chosen.
     """
-    plan = make_plan(key_format, value_format, 128, rows, 1024, 160, 132)
-    fixed = constants(key_format, value_format, plan, bf16, has_bias, capability >= 90)
+    plan = plan or make_plan(key_format, value_format, 128, rows, 1024, 160, 132)
+    fixed: dict[str, Any] = constants(key_format, value_format, plan, bf16, has_bias, capability >= 90)
+    if plan.columns == 1:
+        fixed["columns"] = 1
     width = "*bf16" if bf16 else "*fp16"
     types = {"packed_q_ptr": width, "q_ptr": width, "bias_ptr": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("packed_len_ptr", "sink_len_ptr", "recent_len_ptr"), "*i32")
@@ -98,10 +105,36 @@ def compile_merge(head_dim: int = 128, capability: int = 90) -> Report:
     """Compile the kernel that merges splits."""
     fixed = {"D": head_dim, "PART": 32, "N": 64, "EARLY": capability >= 90}
     types = {"part_out": "*fp32", "part_top": "*fp32", "part_sum": "*fp32", "out": "*fp16"}
-    names = _merge_kernel.arg_names
+    names = merge_kernel.arg_names
     signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
     values = {(names.index(n),): v for n, v in fixed.items()}
-    return _compile(ASTSource(_merge_kernel, signature, values, {}), capability, num_warps=4)
+    return _compile(ASTSource(merge_kernel, signature, values, {}), capability, num_warps=4)
+
+
+def compile_windows(
+    rows: int = 2048,
+    head_dim: int = 128,
+    bf16: bool = False,
+    has_new: bool = True,
+    has_valid: bool = False,
+    capability: int = 90,
+) -> Report:
+    """Compile the kernel over full-precision tokens for ``rows`` query rows per KV head."""
+    m, n, warps = tile_sizes(rows, head_dim)
+    padded = triton.next_power_of_2(head_dim)
+    fixed = {"D": head_dim, "DP": padded, "M": m, "N": n, "HAS_NEW": has_new, "HAS_VALID": has_valid}
+    width = "*bf16" if bf16 else "*fp16"
+    types = dict.fromkeys(("q_ptr", "sink_k", "sink_v", "ring_k", "ring_v", "new_k", "new_v"), width)
+    types |= dict.fromkeys(("sink_len_ptr", "packed_len_ptr", "recent_len_ptr"), "*i32")
+    types |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")
+    types |= {"valid_ptr": "*u8", "factor": "fp32"}
+    names = windows_kernel.arg_names
+    signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
+    values = {(names.index(n),): v for n, v in fixed.items()}
+    aligned = [n for n in names if n in types and types[n].startswith("*")]
+    aligned += ["k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token"]  # strides are multiples of head_dim
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n != "valid_ptr"}
+    return _compile(ASTSource(windows_kernel, signature, values, attributes), capability, num_warps=warps)
 
 
 def _compile(source: Any, capability: int, **options: Any) -> Report:

@@ -1,7 +1,7 @@
 """What a kernel is given and what it returns. Kernels know formats, never methods."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,6 +33,35 @@ class DensePart:
     valid: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Windows:
+    """The sink and recent windows of a batch. Iterating gives them as :class:`DensePart`, with masks.
+
+    Attributes
+    ----------
+    sink : pair of Tensor [batch, num_kv_heads, slots, head_dim], contiguous
+        Keys and values; position p of a sequence lies in slot p. ``slots`` may be 0.
+    ring : pair of Tensor [batch, num_kv_heads, slots, head_dim], contiguous
+        Token n after the sink lies in slot n % slots; those from ``packed_len`` to ``packed_len + recent_len`` are valid.
+    sink_len, packed_len, recent_len : Tensor, int32 [batch]
+        On the device. Slots without a token may hold anything.
+    """
+
+    sink: tuple[torch.Tensor, torch.Tensor]
+    ring: tuple[torch.Tensor, torch.Tensor]
+    sink_len: torch.Tensor
+    packed_len: torch.Tensor
+    recent_len: torch.Tensor
+
+    def __iter__(self) -> Iterator[DensePart]:
+        sink, ring = (torch.arange(side[0].shape[2], device=side[0].device) for side in (self.sink, self.ring))
+        if len(sink):
+            yield DensePart(*self.sink, sink < self.sink_len.unsqueeze(-1))
+        if len(ring):
+            age = (ring - self.packed_len.unsqueeze(-1)) % len(ring)
+            yield DensePart(*self.ring, age < self.recent_len.unsqueeze(-1))
+
+
 @dataclass
 class AttentionCall:
     """One layer's attention of a few new tokens over everything cached and over themselves (causal).
@@ -48,11 +77,11 @@ class AttentionCall:
     scale : float
     key_format, value_format : Format
     spans : list of Span
-    packed_len : Tensor, int64 [batch]
+    packed_len : Tensor, int32 [batch]
         Packed tokens of each sequence; what lies beyond is uninitialized.
     uniform : bool
         Whether all sequences have the same number, so that nothing in ``spans`` lies beyond.
-    dense : list of DensePart
+    dense : Windows, or list of DensePart
         Sink and recent windows.
     new_keys, new_values : Tensor [batch, num_kv_heads, tokens, head_dim]
     new_valid : Tensor or None, bool [batch, tokens]
@@ -74,7 +103,7 @@ class AttentionCall:
     spans: list[Span]
     packed_len: torch.Tensor
     uniform: bool
-    dense: list[DensePart]
+    dense: Iterable[DensePart]
     new_keys: torch.Tensor
     new_values: torch.Tensor
     new_valid: torch.Tensor | None

@@ -1,19 +1,24 @@
 """Decode attention over packed affine groups on the GPU: one pass over sink, packed and recent tokens, and a merge."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.kernels._decode_gluon import code_bytes, decode_kernel, meta_bytes
+from kvfold.kernels.base import Span, Windows
+from kvfold.kernels.partials import Partials, overlaps_launches
+from kvfold.kernels.windows import attend_windows
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 MAX_TOKENS = 16
-"""Query tokens that one call may bring."""
+"""Query tokens that may lie in the windows already."""
+LONG_ROWS = 64
+"""Query rows per KV head beyond which the warps of a program share what they read."""
+WORKSPACE = 64 << 20
+"""Bytes of partial results up to which the queries of a long call are taken at once."""
 STATIC_SHARED = 48 * 1024
 
 
@@ -57,7 +62,7 @@ class Plan:
     blocks : int
         Blocks of 32 tokens in a warp's stage.
     tiles : int
-        Tiles of 8 query rows per program.
+        Tiles of 8 query rows per program, or per warp where ``shared``.
     columns : int
         Programs that share the bytes of a KV head.
     splits, dense_splits : int
@@ -67,6 +72,8 @@ class Plan:
         longer ones average the error out and need the registers.
     registers : int or None
         Most registers of a thread; None leaves it to the compiler.
+    shared : bool
+        The warps of a program read the same tokens for query rows of their own: for calls of many rows.
     """
 
     warps: int
@@ -77,6 +84,7 @@ class Plan:
     dense_splits: int
     center: bool = False
     registers: int | None = None
+    shared: bool = False
 
     def cap(self, has_bias: bool) -> int | None:
         """``registers``, unless a bias needs the few that the cap leaves."""
@@ -99,11 +107,6 @@ def _resident(key_format: AffineGroups, value_format: AffineGroups, warps: int, 
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache
-def _overlaps_launches(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @lru_cache
@@ -166,58 +169,36 @@ def make_plan(
     return Plan(warps, blocks, tiles, columns, splits, dense_splits, center, registers)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _merge_kernel(  # type: ignore[no-untyped-def]
-    part_out,
-    part_top,
-    part_sum,
-    out,
-    rows,
-    splits,
-    D: tl.constexpr,
-    PART: tl.constexpr,
-    N: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Merge the splits of one query row (program_id(0) = head * rows + row), PART channels at a time."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0)
-    channel = tl.program_id(1) * PART + tl.arange(0, PART)
-    first = (row // rows).to(tl.int64) * splits * rows + row % rows
-    best = -1.0e30  # as in the decode kernel: finite, and the maximum of a split without tokens
-    total = tl.zeros([N], tl.float32)
-    acc = tl.zeros([N, PART], tl.float32)
-    for i in range(0, splits, N):
-        s = i + tl.arange(0, N)
-        at = first + s.to(tl.int64) * rows
-        top = tl.load(part_top + at, mask=s < splits, other=-1.0e30)
-        amount = tl.load(part_sum + at, mask=s < splits, other=0.0)
-        x = tl.load(part_out + at[:, None] * D + channel[None, :], mask=(s < splits)[:, None], other=0.0)
-        new = tl.maximum(best, tl.max(top, 0))
-        weight = tl.exp2(top - new)
-        before = tl.exp2(best - new)
-        total = total * before + weight * amount
-        acc = acc * before + weight[:, None] * x
-        best = new
-    total_sum = tl.sum(total, 0)
-    result = tl.sum(acc, 0) / tl.where(total_sum > 0, total_sum, 1.0)
-    tl.store(out + row.to(tl.int64) * D + channel, result.to(out.dtype.element_ty))
+@lru_cache
+def make_long_plan(
+    key_format: AffineGroups,
+    value_format: AffineGroups,
+    batch_heads: int,
+    rows: int,
+    capacity: int,
+    multiprocessors: int,
+) -> Plan:
+    """Choose a launch shape for calls of many tokens: parameters as for :func:`make_plan`.
+
+    Four warps share each stage and take 64 query rows (32 at ``head_dim`` 256). There are as many splits as fill the GPU
+    once, each of at least a dozen stages.
+    """
+    if rows <= LONG_ROWS:
+        return make_plan(key_format, value_format, batch_heads, rows, capacity, 0, multiprocessors)
+    dim = key_format.head_dim
+    tiles = 2 if dim <= 128 else 1
+    columns = math.ceil(rows / (32 * tiles))
+    resident = 2 if dim > 64 else 3
+    splits = max(1, min(multiprocessors * resident // (batch_heads * columns), capacity // 24))
+    return Plan(4, 2, tiles, columns, splits, 0, key_format.axis == "token" and dim == 64, None, True)
 
 
 def decode_attention(
     q: torch.Tensor,
     key_format: AffineGroups,
-    key_fields: Fields,
     value_format: AffineGroups,
-    value_fields: Fields,
-    packed_len: torch.Tensor,
-    sink_k: torch.Tensor | None,
-    sink_v: torch.Tensor | None,
-    sink_len: torch.Tensor | None,
-    recent_k: torch.Tensor | None,
-    recent_v: torch.Tensor | None,
-    recent_len: torch.Tensor | None,
+    spans: list[Span],
+    windows: Windows,
     scale: float,
     packed_q: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -234,15 +215,10 @@ def decode_attention(
     q : Tensor [batch, num_heads, tokens, head_dim]
         Queries of the newest ``tokens`` (1 to 16) tokens, which already lie in the windows; fp16, bf16 or fp32. Query heads
         of a KV head are adjacent.
-    key_fields, value_fields : Fields
-        Contiguous ``[batch, num_kv_heads, blocks, ...]``.
-    packed_len, sink_len, recent_len : Tensor, int32 [batch], on the device
-        ``packed_len`` is a multiple of 32. Every query token sees every packed token.
-    sink_k, sink_v : Tensor or None [batch, num_kv_heads, sink, head_dim], contiguous fp16 or bf16
-        Position p of the sequence lies in slot p.
-    recent_k, recent_v : Tensor or None [batch, num_kv_heads, slots, head_dim], contiguous
-        A ring: token n after the sink lies in slot n % slots; those from ``packed_len`` to ``packed_len + recent_len`` are
-        valid.
+    spans : list of Span, at least one
+        Packed storage; see :func:`attend_packed`. Every query token sees every packed token.
+    windows : Windows
+        In fp16 or bf16. ``packed_len`` is a multiple of 32.
     scale : float
         Of the scores, natural units.
     packed_q : Tensor or None, like q
@@ -252,89 +228,165 @@ def decode_attention(
     out : Tensor or None
         Result, like ``q``; allocated if None.
     plan : Plan or None
-        Launch shape; chosen from the shapes if None.
+        Launch shape of the first span; chosen from the shapes if None.
 
     Returns
     -------
     Tensor, like q
     """
     batch, num_heads, tokens, dim = q.shape
-    codes = key_fields["codes"]
-    heads = codes.shape[1]
-    rows = num_heads // heads * tokens
-    capacity = codes.shape[2] * codes.shape[3]
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"tokens={tokens}: 1 to {MAX_TOKENS} query tokens are allowed")
-    sinks = 0 if sink_k is None else sink_k.shape[2]
-    slots = 0 if recent_k is None else recent_k.shape[2]
-    if plan is None:
-        plan = make_plan(
-            key_format, value_format, batch * heads, rows, capacity, sinks + slots, _multiprocessors(q.device)
-        )
+    heads = windows.sink[0].shape[1]
+    rows = num_heads // heads * tokens
+    slots = windows.sink[0].shape[2] + windows.ring[0].shape[2]
+    plans = [
+        make_plan(key_format, value_format, batch * heads, rows, _capacity(s), slots, _multiprocessors(q.device))
+        for s in spans
+    ]
+    plans[0] = plan or plans[0]
+    plans[1:] = [replace(p, dense_splits=0) for p in plans[1:]]  # the first launch takes the windows
     q = q.contiguous()
     packed_q = q if packed_q is None else packed_q.contiguous()
-    out = torch.empty_like(q) if out is None else out
-    splits = plan.splits + plan.dense_splits
-    part_out = torch.empty(batch * heads, splits, rows, dim, dtype=torch.float32, device=q.device)
-    part_top, part_sum = torch.empty(2, batch * heads, splits, rows, dtype=torch.float32, device=q.device)
-    window = recent_k if recent_k is not None else sink_k
-    dtype = q.dtype if window is None else window.dtype
+    bias = None if bias is None else bias.contiguous()
+    early = overlaps_launches(q.device)
+    partials = Partials.empty(batch * heads, sum(p.splits + p.dense_splits for p in plans), rows, dim, q.device)
+    at = 0
+    for each, span in zip(plans, spans, strict=True):
+        _launch(q, packed_q, bias, key_format, value_format, span, windows, scale, partials, at, each, early)
+        at += each.splits + each.dense_splits
+    return partials.merge(torch.empty_like(q) if out is None else out, early)
 
-    early = _overlaps_launches(q.device)
 
-    def fields(form: AffineGroups, stored: Fields) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if form.mode == "asym":
-            return stored["codes"], stored["meta"], stored["codes"]
-        return stored["codes"], stored["scale"], stored["aux"]
+def long_attention(
+    q: torch.Tensor,
+    key_format: AffineGroups,
+    value_format: AffineGroups,
+    spans: list[Span],
+    windows: Windows,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    new_valid: torch.Tensor | None,
+    scale: float,
+    packed_q: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """Attention of any number of new tokens, with padding or without, over everything cached and over themselves.
 
-    def or_any(x: torch.Tensor | None) -> torch.Tensor:  # stands for a tensor that is never read
-        return packed_len if x is None else x
+    Packed bytes are unpacked in registers; the workspace grows with the call's tokens up to :data:`WORKSPACE`, beyond which
+    queries are taken in pieces, and never with the context. Nothing depends on a value on the host.
 
-    decode_kernel[(batch * heads * plan.columns, splits)](
+    Parameters
+    ----------
+    q, packed_q, bias, spans, windows, scale
+        As for :func:`decode_attention`, but for any number of tokens, which are not in the windows; ``q`` in the windows'
+        dtype; ``spans`` may be empty.
+    new_keys, new_values, new_valid
+        As for :func:`kvfold.kernels.windows.attend_windows`.
+    plan : Plan or None
+        Launch shape for every span and piece of the call; chosen from the shapes if None.
+
+    Returns
+    -------
+    Tensor, like q
+    """
+    batch, num_heads, tokens, dim = q.shape
+    heads = windows.sink[0].shape[1]
+    outs, processors = [], _multiprocessors(q.device)
+    step = _piece(batch * num_heads * dim, len(spans), tokens)
+    for first in range(0, tokens, step):
+        part = slice(first, min(first + step, tokens))
+        piece = q[:, :, part].contiguous()
+        rows = num_heads // heads * piece.shape[2]
+        plans = [
+            plan or make_long_plan(key_format, value_format, batch * heads, rows, _capacity(s), processors)
+            for s in spans
+        ]
+        partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), rows, dim, q.device)
+        packed_piece = piece if packed_q is None else packed_q[:, :, part].contiguous()
+        bias_piece = None if bias is None else bias[:, :, part].contiguous()
+        at = 1
+        for each, span in zip(plans, spans, strict=True):
+            _launch(
+                piece, packed_piece, bias_piece, key_format, value_format, span, windows, scale, partials, at, each, False
+            )  # fmt: skip
+            at += each.splits
+        attend_windows(piece, windows, scale, partials, 0, new_keys, new_values, new_valid, first)
+        outs.append(partials.merge(torch.empty_like(piece)))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+
+def _piece(elements: int, spans: int, tokens: int) -> int:
+    """Query tokens to take at once, ``elements`` of one of them: as equal pieces as the workspace allows."""
+    most = max(MAX_TOKENS, WORKSPACE // (4 * elements * (spans + 1)))
+    pieces = math.ceil(tokens / most)
+    return min(tokens, -(-math.ceil(tokens / pieces) // 64) * 64)
+
+
+def _capacity(span: Span) -> int:
+    """Blocks of 32 tokens from one KV head's storage to the next one's."""
+    codes = span.keys["codes"]
+    return codes.stride(1) // codes.stride(2) * codes.shape[3]
+
+
+def _arrays(form: AffineGroups, stored: Fields) -> list[torch.Tensor]:
+    """Codes, scales and sign words as the kernel takes them; what a span leaves out at the end may follow each KV head."""
+    arrays = [stored[n] for n in (("codes", "meta", "codes") if form.mode == "asym" else ("codes", "scale", "aux"))]
+    for x in arrays:
+        if x.stride(0) != x.shape[1] * x.stride(1):
+            raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
+    return arrays
+
+
+def _launch(
+    q: torch.Tensor,
+    packed_q: torch.Tensor,
+    bias: torch.Tensor | None,
+    key_format: AffineGroups,
+    value_format: AffineGroups,
+    span: Span,
+    windows: Windows,
+    scale: float,
+    partials: Partials,
+    part: int,
+    plan: Plan,
+    early: bool,
+) -> None:
+    """Write partial results of one span (and, if planned, of the windows) to parts ``part`` and following."""
+    heads, rows = windows.sink[0].shape[1], partials.out.shape[2]
+    sink, ring = windows.sink, windows.ring
+    decode_kernel[(partials.out.shape[0] * plan.columns, plan.splits + plan.dense_splits)](
         q,
         packed_q,
-        q if bias is None else bias.contiguous(),
-        *fields(key_format, key_fields),
-        *fields(value_format, value_fields),
-        packed_len,
-        or_any(sink_k),
-        or_any(sink_v),
-        or_any(sink_len),
-        or_any(recent_k),
-        or_any(recent_v),
-        or_any(recent_len),
-        part_out,
-        part_top,
-        part_sum,
+        q if bias is None else bias,
+        *_arrays(key_format, span.keys),
+        *_arrays(value_format, span.values),
+        windows.packed_len,
+        *sink,
+        windows.sink_len,
+        *ring,
+        windows.recent_len,
+        partials.out,
+        partials.top,
+        partials.total,
         float(scale),
         heads,
         rows,
-        tokens,
-        capacity,
-        sinks,
-        slots,
+        q.shape[2],
+        plan.columns,
+        span.start,
+        _capacity(span),
+        sink[0].shape[2],
+        ring[0].shape[2],
         plan.splits,
         plan.dense_splits,
-        **constants(key_format, value_format, plan, dtype == torch.bfloat16, bias is not None, early),
+        partials.splits,
+        part,
+        **constants(key_format, value_format, plan, ring[0].dtype == torch.bfloat16, bias is not None, early),
         num_warps=plan.warps,
         maxnreg=plan.cap(bias is not None),
     )
-    parts = 32
-    _merge_kernel[(batch * heads * rows, dim // parts)](
-        part_out,
-        part_top,
-        part_sum,
-        out,
-        rows,
-        splits,
-        D=dim,
-        PART=parts,
-        N=64,
-        EARLY=early,
-        num_warps=4,
-        **({"launch_pdl": True} if early else {}),
-    )
-    return out
 
 
 def constants(
@@ -354,7 +406,7 @@ def constants(
         "NB": plan.blocks,
         "BF16": bf16,
         "HAS_BIAS": has_bias,
-        "COLUMNS": plan.columns,
         "CENTER": plan.center,
         "EARLY": early,
+        "SHARED": plan.shared,
     }

@@ -1,12 +1,11 @@
-"""The fused decode kernels as a choice of the registry: one launch over sink, packed and recent tokens, and a merge."""
+"""The fused kernels over affine groups as a choice of the registry."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvfold.formats import AffineGroups, Format
-from kvfold.kernels.base import AttentionCall, AttentionKernel
-from kvfold.kernels.reference import ReferenceKernel
+from kvfold.kernels.base import AttentionCall, AttentionKernel, Windows
 
 if TYPE_CHECKING:
     from kvfold.cache import FoldedLayer
@@ -15,17 +14,13 @@ BLOCK = 32
 
 
 class GluonKernel(AttentionKernel):
-    """Affine groups on NVIDIA GPUs (sm_80 and later), 1 to 16 query tokens in place.
+    """Affine groups on NVIDIA GPUs (sm_80 and later); calls of any length, with padding or without.
 
-    Longer calls on an existing cache, calls with padding, and packed storage in several slabs go to the reference kernel:
-    give ``kvfold.fold`` a ``max_length`` and storage is one slab.
+    Up to 16 query tokens without padding are written to the windows first and attended to in one launch per slab; others
+    read packed storage with the same kernel and the windows and new tokens with another.
     """
 
     name = "gluon"
-    limits = (
-        "calls of more than 16 tokens on an existing cache, calls with padding, and storage in several slabs (no max_length) "
-        "go to the reference kernel"
-    )
     in_place_tokens = 16
     dtypes = frozenset({torch.float16, torch.bfloat16})
 
@@ -45,7 +40,26 @@ class GluonKernel(AttentionKernel):
         return unsupported(key_format, value_format)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return ReferenceKernel().attend(call)
+        from kvfold.kernels.decode import long_attention
+
+        assert isinstance(call.key_format, AffineGroups) and isinstance(call.value_format, AffineGroups)
+        assert isinstance(call.dense, Windows) and call.rope is None and call.unproject is None
+        dtype, tokens = call.new_keys.dtype, call.new_keys.shape[2]
+        packed, bias = call.packed_queries, call.packed_bias
+        out = long_attention(
+            _heads(call.rows, tokens).to(dtype),
+            call.key_format,
+            call.value_format,
+            call.spans,
+            call.dense,
+            call.new_keys,
+            call.new_values,
+            call.new_valid,
+            call.scale,
+            packed_q=None if packed is None or packed is call.rows else _heads(packed, tokens).to(dtype),
+            bias=None if bias is None else _heads(bias, tokens),
+        )
+        return out.unflatten(1, (call.rows.shape[1], -1)).flatten(2, 3)
 
     def attend_in_place(
         self, layer: "FoldedLayer", query: torch.Tensor, scale: float, lengths: Any = None
@@ -53,28 +67,20 @@ class GluonKernel(AttentionKernel):
         from kvfold.kernels.decode import decode_attention
 
         assert isinstance(layer.key_format, AffineGroups) and isinstance(layer.value_format, AffineGroups)
-        assert layer.sink is not None and layer.ring is not None
-        (slab,) = layer.slabs
         rows = query.float().unflatten(1, (layer.spec.num_kv_heads, -1)).flatten(2, 3)
         projected, bias = layer.method.project_queries(rows, layer.state, layer.spec)
-        lengths, sink = lengths or layer.lengths, layer.method.sink
-
-        def heads(x: torch.Tensor) -> torch.Tensor:  # [batch, num_kv_heads, rows, ...] as query lies
-            return x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
-
         return decode_attention(
             query,
             layer.key_format,
-            slab.keys,
             layer.value_format,
-            slab.values,
-            lengths.packed,
-            layer.sink[0] if sink else None,
-            layer.sink[1] if sink else None,
-            lengths.sink if sink else None,
-            *layer.ring,
-            lengths.recent,
+            layer.spans(),
+            layer.windows(lengths),
             scale,
-            packed_q=None if projected is rows else heads(projected).to(query.dtype),
-            bias=None if bias is None else heads(bias),
+            packed_q=None if projected is rows else _heads(projected, query.shape[2]).to(query.dtype),
+            bias=None if bias is None else _heads(bias, query.shape[2]),
         )
+
+
+def _heads(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[batch, num_kv_heads, rows, ...] as queries lie: [batch, num_heads, tokens, ...]."""
+    return x.unflatten(2, (-1, tokens)).flatten(1, 2)

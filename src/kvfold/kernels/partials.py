@@ -1,0 +1,121 @@
+"""Partial results of attention over parts of the tokens, and the kernel that merges them (log-sum-exp).
+
+Kernels that read packed storage write one partial result per query row and split; :mod:`kvfold.kernels.windows` writes one
+for the tokens in full precision. All have one format, so one merge serves any mixture of them.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+MANY_ROWS = 4096
+"""Query rows from which on the merge has programs enough without cutting rows to pieces of 32 channels."""
+
+
+@lru_cache
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one before it still runs (sm_90 and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(  # type: ignore[no-untyped-def]
+    part_out,
+    part_top,
+    part_sum,
+    out,
+    rows,
+    splits,
+    D: tl.constexpr,
+    PART: tl.constexpr,
+    N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Merge the splits of one query row (program_id(0) = head * rows + row), PART channels at a time."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * PART + tl.arange(0, PART)
+    first = (row // rows).to(tl.int64) * splits * rows + row % rows
+    best = -1.0e30  # as in the attention kernels: finite, and the maximum of a split without tokens
+    total = tl.zeros([N], tl.float32)
+    acc = tl.zeros([N, PART], tl.float32)
+    for i in range(0, splits, N):
+        s = i + tl.arange(0, N)
+        at = first + s.to(tl.int64) * rows
+        top = tl.load(part_top + at, mask=s < splits, other=-1.0e30)
+        amount = tl.load(part_sum + at, mask=s < splits, other=0.0)
+        x = tl.load(part_out + at[:, None] * D + channel[None, :], mask=(s < splits)[:, None], other=0.0)
+        new = tl.maximum(best, tl.max(top, 0))
+        weight = tl.exp2(top - new)
+        before = tl.exp2(best - new)
+        total = total * before + weight * amount
+        acc = acc * before + weight[:, None] * x
+        best = new
+    total_sum = tl.sum(total, 0)
+    result = tl.sum(acc, 0) / tl.where(total_sum > 0, total_sum, 1.0)
+    tl.store(out + row.to(tl.int64) * D + channel, result.to(out.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Workspace for ``splits`` partial results of every query row.
+
+    Attributes
+    ----------
+    out : Tensor, float32 [batch * num_kv_heads, splits, rows, head_dim]
+        Sums of ``2^(score - top) * value`` over the split's tokens. Rows are the query heads of a KV head times the call's
+        tokens, tokens innermost: a contiguous query ``[batch, num_heads, tokens, head_dim]`` has them in this order.
+    top : Tensor, float32 [batch * num_kv_heads, splits, rows]
+        Any number near the split's largest score, scores in units of ``log2``; ``-1e30`` where a row sees no token.
+    total : Tensor, like ``top``
+        Sums of ``2^(score - top)``; 0 where a row sees no token.
+    """
+
+    out: torch.Tensor
+    top: torch.Tensor
+    total: torch.Tensor
+
+    @classmethod
+    def empty(cls, heads: int, splits: int, rows: int, head_dim: int, device: torch.device) -> "Partials":
+        """Uninitialized; every split must be written before :meth:`merge`."""
+        out = torch.empty(heads, splits, rows, head_dim, dtype=torch.float32, device=device)
+        return cls(out, *torch.empty(2, heads, splits, rows, dtype=torch.float32, device=device))
+
+    @property
+    def splits(self) -> int:
+        return self.out.shape[1]
+
+    def merge(self, out: torch.Tensor, early: bool = False) -> torch.Tensor:
+        """Normalized attention over all splits together.
+
+        Parameters
+        ----------
+        out : Tensor, contiguous, of ``batch * num_kv_heads * rows * head_dim`` elements
+            Written, and returned. A row that sees no token at all gets zeros.
+        early : bool
+            The kernel launched last allows the next one to start; see :func:`overlaps_launches`.
+        """
+        heads, splits, rows, dim = self.out.shape
+        whole = dim & -dim  # the largest power of two that divides it
+        many = heads * rows >= MANY_ROWS
+        part = min(whole, 256 if many else 32)
+        merge_kernel[(heads * rows, dim // part)](
+            self.out,
+            self.top,
+            self.total,
+            out,
+            rows,
+            splits,
+            D=dim,
+            PART=part,
+            N=min(64, triton.next_power_of_2(splits)) if many else 64,
+            EARLY=early,
+            num_warps=1 if many and splits <= 8 else 4,
+            **({"launch_pdl": True} if early else {}),
+        )
+        return out
