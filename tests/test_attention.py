@@ -229,6 +229,19 @@ def test_eight_bits_without_windows_hardly_diverge(method):
     assert divergence(model, f"{method}:bits=1,sink=0,recent=0", ids) > 1e-2
 
 
+# ---- from nothing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["none", "kivi:recent=0", "innerq:mode=asym,warmup=32,sink=0,recent=0"])
+def test_a_prompt_of_one_token(method, target):
+    """The first calls meet a cache without packed storage, and exact until the first block is packed."""
+    model, ids = llama(), prompt(3, 120)
+    expected = logits(model, dynamic(model), ids, [1] * 120)
+    got = logits(model, kvfold.fold(model, method, max_length=512), ids, [1] * 120)
+    first = 120 if method == "none" else 32
+    assert got.isfinite().all() and relative(got[:, :first], expected[:, :first]) < target.logits
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -1,134 +1,19 @@
 """The GPU kernels on a GPU, against plain definitions: ``pytest -m gpu``."""
 
-import math
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytest.importorskip("triton")
+
 import kvfold
-from kvfold.formats import AffineGroups
+from decode_case import BF16, FP16, LIMIT, Case, relative
+from specializations import formats
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LIMIT = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-FP16, BF16 = torch.float16, torch.bfloat16
-
-
-def formats(method, d=128, bits=2, group=32, value_bits=None):
-    inner, mode = method != "kivi", "asym" if method == "kivi" else method
-    block = max(32, group)
-    key = AffineGroups(d, block, "key", bits, "channel" if inner else "token", mode, group)
-    axis, value_group = ("token", 32) if inner else ("channel", group)
-    return key, AffineGroups(d, block, "value", value_bits or bits, axis, mode, value_group)
-
-
-class Case:
-    """Inputs of one call, unused storage full of NaN and ones, and the answer by definition.
-
-    Parameters
-    ----------
-    packed : tuple of int
-        Packed tokens, sequence by sequence.
-    sink, ring : int
-        Slots of the windows; 0: no window at all.
-    recent : tuple of int or None
-        Valid tokens of the ring.
-    gain, key_gain, scale_gain : float
-        Factors of queries, keys and ``scale``; the product with ``scale`` keeps scores of ordinary size.
-    """
-
-    def __init__(
-        self, form, packed=(320, 1056), heads=2, group_heads=4, tokens=1, dtype=FP16, sink=32, ring=128, recent=None,
-        sink_len=None, bias=False, separate=False, gain=1.0, key_gain=1.0, scale_gain=1.0, seed=0,
-    ):  # fmt: skip
-        g = torch.Generator("cuda").manual_seed(seed)
-
-        def rand(*shape):
-            return torch.randn(*shape, device="cuda", generator=g)
-
-        self.form, (key, value) = form, form
-        d, batch = key.head_dim, len(packed)
-        blocks = -(-max(packed) // key.block) + 2
-        stored = []
-        for f in (key, value):
-            fields = f.allocate(batch, heads, blocks, torch.device("cuda"))
-            for x in fields.values():
-                x.fill_(float("nan") if x.is_floating_point() else -1)
-            factor = torch.exp(0.7 * rand(1, heads, 1, d)) * key_gain if f is key else 1.0
-            for b, n in enumerate(packed):
-                encoded = f.encode((rand(1, heads, n, d) + 0.3) * factor) if n else {}
-                for name, x in encoded.items():
-                    fields[name][b : b + 1, :, : n // f.block] = x
-            stored.append(fields)
-        self.keys, self.values = stored
-        recent = recent or tuple((ring - 7, tokens, ring // 2)[b % 3] for b in range(batch))
-        self.lens = [
-            (sink if sink_len is None else sink_len[b], n, max(recent[b % len(recent)], tokens) if ring else 0)
-            for b, n in enumerate(packed)
-        ]
-        self.sink = tuple(rand(batch, heads, sink, d).to(dtype) for _ in range(2)) if sink else (None, None)
-        self.ring = tuple(rand(batch, heads, ring, d).to(dtype) for _ in range(2)) if ring else (None, None)
-        for b, (s, n, r) in enumerate(self.lens):
-            for x in self.sink if sink else ():
-                x[b, :, s:] = float("nan")
-            unused = torch.ones(ring, dtype=torch.bool, device="cuda")
-            unused[(n + torch.arange(r, device="cuda")) % max(ring, 1)] = False
-            for x in self.ring if ring else ():
-                x[b, :, unused] = float("nan")
-        self.q = (rand(batch, heads * group_heads, tokens, d) * gain).to(dtype)
-        self.packed_q = self.q.float() * torch.exp(0.3 * rand(1, 1, 1, d)) if separate else None
-        self.bias = 3 * rand(batch, heads * group_heads, tokens) if bias else None
-        self.scale = scale_gain / math.sqrt(d) / gain
-
-    def lengths(self, i):
-        return torch.tensor([n[i] for n in self.lens], dtype=torch.int32, device="cuda")
-
-    def call(self, **options):
-        from kvfold.kernels.decode import decode_attention
-
-        sink_len, packed_len, recent_len = (self.lengths(i) for i in range(3))
-        return decode_attention(
-            self.q, self.form[0], self.keys, self.form[1], self.values, packed_len,
-            *self.sink, None if self.sink[0] is None else sink_len,
-            *self.ring, None if self.ring[0] is None else recent_len,
-            self.scale, packed_q=self.packed_q, bias=self.bias, **options,
-        )  # fmt: skip
-
-    def expected(self):
-        keys, values = (f.decode(x) for f, x in zip(self.form, (self.keys, self.values), strict=True))
-        heads, tokens = keys.shape[1], self.q.shape[2]
-        out = torch.empty_like(self.q, dtype=torch.float32)
-        for b, (s, n, r) in enumerate(self.lens):
-            rows = self.q[b].float().unflatten(0, (heads, -1))
-            packed_rows = rows if self.packed_q is None else self.packed_q[b].unflatten(0, (heads, -1))
-            score = torch.einsum("hrtd,hnd->hrtn", packed_rows, keys[b, :, :n])
-            if self.bias is not None:
-                score = score + self.bias[b].unflatten(0, (heads, -1)).unsqueeze(-1)
-            scores, seen = [score], [values[b, :, :n]]
-            if s:
-                scores.insert(0, torch.einsum("hrtd,hnd->hrtn", rows, self.sink[0][b, :, :s].float()))
-                seen.insert(0, self.sink[1][b, :, :s].float())
-            if r:
-                slots = (n + torch.arange(r, device="cuda")) % self.ring[0].shape[2]
-                scores.append(torch.einsum("hrtd,hnd->hrtn", rows, self.ring[0][b, :, slots].float()))
-                seen.append(self.ring[1][b, :, slots].float())
-            score = torch.cat(scores, -1) * self.scale
-            position = torch.arange(score.shape[-1], device="cuda")
-            if r:
-                newest = position[-tokens:].unsqueeze(-1)
-                score = score.masked_fill(position > newest, float("-inf"))
-            out[b] = torch.einsum("hrtn,hnd->hrtd", score.softmax(-1), torch.cat(seen, 1)).flatten(0, 1)
-        return out
-
-    def check(self):
-        got, want = self.call().float(), self.expected()
-        assert torch.isfinite(got).all()
-        error = float((got - want).norm() / want.norm())
-        assert error < LIMIT[self.q.dtype], f"relative RMS error {error:.2e}"
-
 
 # ---- decode_attention -----------------------------------------------------------------------------------------------
 
@@ -137,7 +22,7 @@ class Case:
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("method", ["kivi", "asym", "sym", "hybrid"])
 def test_formats(method, bits, d):
-    Case(formats(method, d, bits), group_heads=4 if method == "kivi" else 2).check()
+    Case(formats(method, bits, d), group_heads=4 if method == "kivi" else 2).check()
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -146,7 +31,7 @@ def test_formats(method, bits, d):
 def test_longer_groups(method, group, d):
     if group > d:
         pytest.skip("a group is part of a head")
-    Case(formats(method, d, group=group), packed=(384, 1152)).check()
+    Case(formats(method, head_dim=d, group=group), packed=(384, 1152)).check()
 
 
 def test_keys_and_values_of_different_bits():
@@ -164,7 +49,7 @@ def test_query_tokens_and_heads(method, dtype, tokens, group_heads):
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("method", ["kivi", "asym", "hybrid"])
 def test_query_tokens_at_other_head_sizes(method, d):
-    Case(formats(method, d), tokens=4, group_heads=3, separate=True).check()
+    Case(formats(method, head_dim=d), tokens=4, group_heads=3, separate=True).check()
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
@@ -211,35 +96,22 @@ def test_windows_and_lengths(method, options):
 
 @pytest.mark.parametrize("method", ["kivi", "hybrid"])
 def test_graph_replays_with_new_lengths_and_queries(method):
-    from kvfold.kernels.decode import decode_attention
-
     case = Case(formats(method), packed=(1024, 512), bias=True)
-    lengths = [case.lengths(i) for i in range(3)]
     out = torch.empty_like(case.q)
-
-    def call():
-        return decode_attention(
-            case.q, *(x for pair in zip(case.form, (case.keys, case.values), strict=True) for x in pair), lengths[1],
-            *case.sink, lengths[0], *case.ring, lengths[2], case.scale, bias=case.bias, out=out,
-        )  # fmt: skip
-
-    call()
+    case.call(out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    for lens in (case.lens, [(32, 320, 121), (7, 32, 1)]):
-        case.lens = lens
+        case.call(out=out)
+    for lens in (case.lens, [(32, 320, 121), (7, 32, 1)], [(0, 0, 1), (32, 1024, 128)]):
+        case.relength(lens)
         case.q.copy_(torch.randn_like(case.q))
-        for i in range(3):
-            lengths[i].copy_(case.lengths(i))
         for x in case.ring:  # other slots are in use now
             x.copy_(torch.randn_like(x))
         graph.replay()
         replayed = out.clone()
         assert torch.equal(replayed, case.call())
-        want = case.expected()
-        assert (replayed.float() - want).norm() < 2e-3 * want.norm()
+        assert relative(replayed, case.expected()) < LIMIT[FP16]
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------

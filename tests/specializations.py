@@ -1,0 +1,112 @@
+"""Every specialization of the GPU kernels that a layer can ask for, and a smaller set that covers every pair of choices."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from itertools import combinations, product
+from typing import TypeVar
+
+from kvfold.formats import AffineGroups
+from kvfold.kernels.decode import Plan, make_long_plan, make_plan
+
+CAPABILITIES = (80, 90, 100)
+MODES = ("kivi", "asym", "sym", "hybrid")
+BITS = (1, 2, 3, 4, 8)
+HEAD_DIMS = (64, 128, 256)
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that a program may have, by compute capability; 86 stands for 89 and 120 as well."""
+
+Any = TypeVar("Any")
+
+
+def formats(
+    mode: str, bits: int = 2, head_dim: int = 128, group: int = 32, value_bits: int | None = None
+) -> tuple[AffineGroups, AffineGroups]:
+    """Keys' and values' formats of KIVI and SQuat ("kivi") or of InnerQ in one of its modes."""
+    inner = mode != "kivi"
+    how, block = "asym" if mode == "kivi" else mode, max(32, group)
+    key = AffineGroups(head_dim, block, "key", bits, "channel" if inner else "token", how, group)
+    axis, value_group = ("token", 32) if inner else ("channel", group)
+    value = AffineGroups(head_dim, block, "value", value_bits or bits, axis, how, value_group)
+    return key, value
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One specialization of the decode kernel: format, launch shape, and what a call brings."""
+
+    mode: str
+    bits: int
+    head_dim: int
+    group: int
+    warps: int
+    blocks: int
+    tiles: int
+    shared: bool
+    center: bool
+    registers: int | None
+    single: bool
+    """One program for all query rows: their number of columns, one, is known when the kernel is compiled."""
+    bf16: bool = False
+    bias: bool = False
+
+    @property
+    def formats(self) -> tuple[AffineGroups, AffineGroups]:
+        return formats(self.mode, self.bits, self.head_dim, self.group)
+
+    @property
+    def plan(self) -> Plan:
+        columns = 1 if self.single else 3
+        return Plan(self.warps, self.blocks, self.tiles, columns, 8, 1, self.center, self.registers, self.shared)
+
+    def __str__(self) -> str:
+        words = [self.mode, f"{self.bits}bit", f"d{self.head_dim}", f"g{self.group}"]
+        words += [f"{self.warps}w{self.blocks}b{self.tiles}t"]
+        words += [f"r{self.registers}"] if self.registers else []
+        return "-".join([*words, *(n for n in ("shared", "center", "single", "bf16", "bias") if getattr(self, n))])
+
+
+def _plans(key: AffineGroups, value: AffineGroups) -> Iterable[Plan]:
+    """Launch shapes that differ in more than the number of splits; small work to large, A100 and H100."""
+    for heads, rows, capacity, processors in product((1, 8, 128), (1, 8, 9, 16, 64), (4, 64, 512, 4096), (108, 132)):
+        yield make_plan(key, value, heads, rows, capacity, 160, processors)
+    for rows in (65, 2048):
+        yield make_long_plan(key, value, 8, rows, 1024, 132)
+
+
+@cache
+def decode_specializations() -> list[Decode]:
+    """Format by format, every launch shape; the windows' dtype and a bias come on top of each."""
+    found: dict[Decode, None] = {}
+    for mode, bits, head_dim, group in product(MODES, BITS, HEAD_DIMS, (32, 64, 128)):
+        if group > head_dim or (group > 32 and (mode != "kivi" or bits != 2)):
+            continue
+        for plan in _plans(*formats(mode, bits, head_dim, group)):
+            shape = (plan.warps, plan.blocks, plan.tiles, plan.shared, plan.center, plan.registers, plan.columns == 1)
+            found[Decode(mode, bits, head_dim, group, *shape)] = None
+    return list(found)
+
+
+def with_inputs(specializations: Sequence[Decode]) -> list[Decode]:
+    """Each of them with every kind of input."""
+    return [replace(s, bf16=b, bias=a) for s in specializations for b, a in product((False, True), repeat=2)]
+
+
+def one_input_each(specializations: Sequence[Decode]) -> list[Decode]:
+    """Each format and launch shape once, with kinds of input in turn."""
+    shapes: dict[Decode, list[Decode]] = {}
+    for each in specializations:
+        shapes.setdefault(replace(each, single=True), []).append(each)
+    turns = enumerate(shapes.values())
+    return [replace(each[i // 4 % len(each)], bf16=i % 2 > 0, bias=i % 4 > 1) for i, each in turns]
+
+
+def pairwise(items: Sequence[Any]) -> list[Any]:
+    """As few of ``items`` (dataclasses) as a greedy choice needs so that every pair of field values they have occurs."""
+    pairs = [set(combinations(enumerate(astuple(item)), 2)) for item in items]  # type: ignore[call-overload]
+    missing, chosen = set().union(*pairs), []
+    while missing:
+        best = max(range(len(items)), key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        chosen.append(items[best])
+    return chosen
