@@ -116,7 +116,7 @@ REFUSED = {
         "GptOssForCausalLM has learned attention sinks",
     ),
     "gpt2": (
-        lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_head=2, n_layer=2, vocab_size=96, n_positions=256)).eval(),
+        lambda: build(GPT2LMHeadModel, GPT2Config, n_positions=256),
         "GPT2LMHeadModel has no rotary position embeddings; kvfold folds decoder models with RoPE",
     ),
 }

@@ -98,7 +98,7 @@ def test_prompt_lookup_generates_what_greedy_does(model, method):
         assert_same_tokens(model, method, got[0], expected[0], 80)
     else:  # packing lags by a call while tokens may be taken back, so a quantized cache may part from its greedy twin
         assert torch.equal(got[:, :81], expected[:, :81])
-    assert cache.folded[0].packed[0] >= 64
+    assert cache.folded[0].packed[0] >= 32
 
 
 @pytest.mark.parametrize("assistant", ["itself", "another"])
