@@ -533,6 +533,91 @@ def _scores_accumulator(
     return scores
 
 
+@gluon.jit
+def _queries(
+    q_ptr, lane, g, t, row0, column0, rows, factor, D: gl.constexpr, BITS: gl.constexpr, NT: gl.constexpr
+):  # fmt: skip
+    """Queries as B operands: scaled to [8, 16) per row, times 2^-k of the channel tile.
+
+    Also what turns products into ``factor`` times the score: for codes, and for zero-points.
+    """
+    CT: gl.constexpr = D // 16
+    KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
+    SIZE: gl.constexpr = 4 if KIND == 2 else 2
+    q = ()
+    code_factor = ()
+    zero_factor = ()
+    for n in gl.static_range(NT):
+        row = column0 + n * 8 + g
+        live = (row < rows).to(gl.int32)
+        address = q_ptr.to(gl.int64) + ((row0 + row) * D + 2 * t) * SIZE
+        raw = ()
+        big = _zero4(lane)[0]
+        for i in gl.static_range(2 * CT):
+            low, high = load_pair(address + 8 * i * SIZE, live, KIND)
+            raw = raw + (low, high)
+            big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
+        big = gl.maximum(big, shuffle_xor(big, 1))
+        big = gl.maximum(big, shuffle_xor(big, 2))
+        exponent = gl.maximum(as_int(big) >> 23, 32)
+        down = as_float((257 - exponent) << 23)  # 2^3 / 2^floor(log2(big))
+        up = as_float((exponent - 3) << 23) * factor
+        for ct in gl.static_range(CT):
+            f = down * (1.0 / (1 << weight(D, BITS, ct)))
+            q = q + (
+                pack_half2(raw[4 * ct] * f, raw[4 * ct + 1] * f, False),
+                pack_half2(raw[4 * ct + 2] * f, raw[4 * ct + 3] * f, False),
+            )
+        for e in gl.static_range(2):
+            z = shuffle(up, 8 * t + 4 * e)
+            zero_factor = zero_factor + (z,)
+            code_factor = code_factor + (z * 16777216.0,)
+    return q, code_factor, zero_factor
+
+
+@gluon.jit
+def _query_sums(
+    q, lane, g, t, D: gl.constexpr, BITS: gl.constexpr, AXIS: gl.constexpr, MODE: gl.constexpr, GROUP: gl.constexpr,
+    NT: gl.constexpr,
+):  # fmt: skip
+    """Sums of the query over groups, in two parts, as B operands; nothing where no zero-point needs them."""
+    qsum = ()
+    if AXIS == 1 and MODE == 2:
+        NG2: gl.constexpr = D // GROUP
+        for n in gl.static_range(NT):
+            for c in gl.static_range((NG2 + 3) // 4):
+                x = _zero4(lane)[0]
+                for i in gl.static_range(4 if NG2 > 4 else NG2):
+                    s = _key_sums(q, lane, n, (4 * c + i) * (GROUP // 16), GROUP // 16, D, BITS)
+                    even = shuffle(s[0], g // 2)
+                    odd = shuffle(s[1], g // 2)
+                    x = gl.where(t == i, gl.where(g % 2 == 0, even, odd), x)
+                x = x * (1.0 / (1 << 24))  # the unit of code sums
+                high = as_int(x) & -8192
+                qsum = qsum + (high, as_int(x - as_float(high)))
+    if AXIS == 1 and MODE == 0:
+        NG: gl.constexpr = D // GROUP
+        for n in gl.static_range(NT):
+            high = lane * 0
+            low = lane * 0
+            for group in gl.static_range(NG):
+                s = _key_sums(q, lane, n, group * (GROUP // 16), GROUP // 16, D, BITS)
+                h = pack_half2(s[0], s[1], False)
+                back = unpack_half2(h)
+                r = transpose8(pack_half2(s[0] - back[0], s[1] - back[1], False))
+                h = transpose8(h)  # the sum of query row g, twice
+                if group % 2 == 0:
+                    h = h & 0xFFFF
+                    r = r & 0xFFFF
+                else:
+                    h = h & -65536
+                    r = r & -65536
+                high = gl.where(t == group // 2, high | h, high)
+                low = gl.where(t == group // 2, low | r, low)
+            qsum = qsum + (high, low)
+    return qsum
+
+
 # ---- softmax --------------------------------------------------------------------------------------------------------
 
 
@@ -759,6 +844,36 @@ def _values_accumulator(
                 acc = mma(a[0], a[1], a[2], a[3], b[0], b[1], out[n * CT + ct], False)
                 out = _replace(out, n * CT + ct, acc)
     return out, side
+
+
+@gluon.jit
+def _whole_values(
+    out, side, lane, D: gl.constexpr, BITS: gl.constexpr, AXIS: gl.constexpr, MODE: gl.constexpr, GROUP: gl.constexpr,
+    NT: gl.constexpr,
+):  # fmt: skip
+    """Sums of values from what the loop over stages leaves: weights of codes taken out, zero-points added."""
+    CT: gl.constexpr = D // 16
+    t = lane % 4
+    if AXIS == 0 and MODE > 0:  # values still carry 2^(k - 24)
+        full = ()
+        for n in gl.static_range(NT):
+            for ct in gl.static_range(CT):
+                f = float(1 << (24 - weight(D, BITS, ct)))
+                x = out[n * CT + ct]
+                full = full + ((x[0] * f, x[1] * f, x[2] * f, x[3] * f),)
+        out = full
+    if AXIS == 1:  # codes still carry 2^(k - 24); zero-point sums lie in the rows of their group
+        full = ()
+        for n in gl.static_range(NT):
+            for ct in gl.static_range(CT):
+                f = float(1 << (24 - weight(D, BITS, ct)))
+                source = 4 * (ct * 16 // GROUP) + t
+                z0 = shuffle(side[n][0], source)
+                z1 = shuffle(side[n][1], source)
+                x = out[n * CT + ct]
+                full = full + ((gl.fma(x[0], f, z0), gl.fma(x[1], f, z1), gl.fma(x[2], f, z0), gl.fma(x[3], f, z1)),)
+        out = full
+    return out
 
 
 # ---- from global memory to a warp's stage ---------------------------------------------------------------------------
@@ -1153,71 +1268,10 @@ def decode_kernel(
         )  # fmt: skip
         copy_commit(lane)
 
-        KIND: gl.constexpr = _kind(packed_q_ptr.dtype.element_ty)
-        SIZE: gl.constexpr = 4 if KIND == 2 else 2
-        # queries: scaled to [8, 16) per row, times 2^-k of the channel tile
-        q = ()
-        code_factor = ()
-        zero_factor = ()
-        for n in gl.static_range(NT):
-            row = column0 + n * 8 + g
-            live = (row < rows).to(gl.int32)
-            address = packed_q_ptr.to(gl.int64) + ((row0 + row) * D + 2 * t) * SIZE
-            raw = ()
-            big = _zero4(lane)[0]
-            for i in gl.static_range(2 * CT):
-                low, high = load_pair(address + 8 * i * SIZE, live, KIND)
-                raw = raw + (low, high)
-                big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
-            big = gl.maximum(big, shuffle_xor(big, 1))
-            big = gl.maximum(big, shuffle_xor(big, 2))
-            exponent = gl.maximum(as_int(big) >> 23, 32)
-            down = as_float((257 - exponent) << 23)  # 2^3 / 2^floor(log2(big))
-            up = as_float((exponent - 3) << 23) * (scale * LOG2E)
-            for ct in gl.static_range(CT):
-                f = down * (1.0 / (1 << weight(D, K_BITS, ct)))
-                q = q + (
-                    pack_half2(raw[4 * ct] * f, raw[4 * ct + 1] * f, False),
-                    pack_half2(raw[4 * ct + 2] * f, raw[4 * ct + 3] * f, False),
-                )
-            for e in gl.static_range(2):
-                z = shuffle(up, 8 * t + 4 * e)
-                zero_factor = zero_factor + (z,)
-                code_factor = code_factor + (z * 16777216.0,)
-        qsum = ()  # sums of the query over groups, in two parts, as B operands
-        if K_AXIS == 1 and K_MODE == 2:
-            NG2: gl.constexpr = D // K_GROUP
-            for n in gl.static_range(NT):
-                for c in gl.static_range((NG2 + 3) // 4):
-                    x = _zero4(lane)[0]
-                    for i in gl.static_range(4 if NG2 > 4 else NG2):
-                        s = _key_sums(q, lane, n, (4 * c + i) * (K_GROUP // 16), K_GROUP // 16, D, K_BITS)
-                        even = shuffle(s[0], g // 2)
-                        odd = shuffle(s[1], g // 2)
-                        x = gl.where(t == i, gl.where(g % 2 == 0, even, odd), x)
-                    x = x * (1.0 / (1 << 24))  # the unit of code sums
-                    high = as_int(x) & -8192
-                    qsum = qsum + (high, as_int(x - as_float(high)))
-        if K_AXIS == 1 and K_MODE == 0:
-            NG: gl.constexpr = D // K_GROUP
-            for n in gl.static_range(NT):
-                high = lane * 0
-                low = lane * 0
-                for group in gl.static_range(NG):
-                    s = _key_sums(q, lane, n, group * (K_GROUP // 16), K_GROUP // 16, D, K_BITS)
-                    h = pack_half2(s[0], s[1], False)
-                    back = unpack_half2(h)
-                    r = transpose8(pack_half2(s[0] - back[0], s[1] - back[1], False))
-                    h = transpose8(h)  # the sum of query row g, twice
-                    if group % 2 == 0:
-                        h = h & 0xFFFF
-                        r = r & 0xFFFF
-                    else:
-                        h = h & -65536
-                        r = r & -65536
-                    high = gl.where(t == group // 2, high | h, high)
-                    low = gl.where(t == group // 2, low | r, low)
-                qsum = qsum + (high, low)
+        q, code_factor, zero_factor = _queries(
+            packed_q_ptr, lane, g, t, row0, column0, rows, scale * LOG2E, D, K_BITS, NT
+        )  # fmt: skip
+        qsum = _query_sums(q, lane, g, t, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NT)
 
         bias = ()
         for n in gl.static_range(NT):
@@ -1274,27 +1328,7 @@ def decode_kernel(
 
         copy_wait_all(lane)
         program_sync(lane)
-        if V_AXIS == 0 and V_MODE > 0:  # values still carry 2^(k - 24)
-            full = ()
-            for n in gl.static_range(NT):
-                for ct in gl.static_range(CT):
-                    f = float(1 << (24 - weight(D, V_BITS, ct)))
-                    x = out[n * CT + ct]
-                    full = full + ((x[0] * f, x[1] * f, x[2] * f, x[3] * f),)
-            out = full
-        if V_AXIS == 1:  # codes still carry 2^(k - 24); zero-point sums lie in the rows of their group
-            full = ()
-            for n in gl.static_range(NT):
-                for ct in gl.static_range(CT):
-                    f = float(1 << (24 - weight(D, V_BITS, ct)))
-                    source = 4 * (ct * 16 // V_GROUP) + t
-                    z0 = shuffle(side[n][0], source)
-                    z1 = shuffle(side[n][1], source)
-                    x = out[n * CT + ct]
-                    full = full + (
-                        (gl.fma(x[0], f, z0), gl.fma(x[1], f, z1), gl.fma(x[2], f, z0), gl.fma(x[3], f, z1)),
-                    )
-            out = full
+        out = _whole_values(out, side, lane, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NT)
         if SHARED:
             _store_own(lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D, NT)
         else:
