@@ -11,7 +11,8 @@ import kvfold
 from kvfold import methods
 from kvfold.calibration import kvquant, vqllm
 from kvfold.calibration.artefact import ArtefactError, read
-from kvfold.calibration.baselines import calibrate
+from kvfold.calibration.collect import layer_specs
+from kvfold.calibration.run import calibrate
 from kvfold.errors import MethodError
 from kvfold.evaluation.text import Text, python_prose
 from kvfold.formats import AffineGroups, Lookup, MixedTokens, Outliers, ResidualCodes
@@ -356,7 +357,7 @@ def model():
 
 def test_gradients_are_those_of_the_loss_before_rope(model):
     ids = torch.randint(256, (1, 24), generator=torch.Generator().manual_seed(0))
-    found = kvquant.gradients(model, ids)[1]
+    found = kvquant.gradients(model, layer_specs(model), ids)[1]
     attention = model.model.layers[1].self_attn
     kept = {}
 

@@ -173,6 +173,25 @@ def test_other_arguments_do_not_take_over_layers(tmp_path):
     assert all(done.seconds > 0 for done in seen)
 
 
+@pytest.mark.parametrize("spec", ["kvquant:bits=2,warmup=0", "vqllm:bits=1,vector=16,codes=16"])
+def test_the_baselines_go_on_as_well(spec, tmp_path):
+    whole, cut = tmp_path / "whole.safetensors", tmp_path / "cut.safetensors"
+    learn(whole, spec)
+
+    def stop(*_: object) -> None:
+        raise _Stop
+
+    with pytest.raises(_Stop):  # while the first layer, or KVQuant's first window, is finished
+        learn(cut, spec, on_layer=stop, on_window=stop)
+    with pytest.raises(_Stop):
+        learn(cut, spec, on_layer=stop)
+    seen: list[LayerDone] = []
+    learn(cut, spec, on_layer=seen.append)
+    assert [done.seconds > 0 for done in seen] == [False, True]
+    assert all(torch.equal(read(cut).tensors[name], t) for name, t in read(whole).tensors.items())
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_a_killed_process_goes_on(tmp_path):
     folder = save(tmp_path / "model", tiny_llama(num_hidden_layers=6))
     text = tmp_path / "text.txt"

@@ -55,7 +55,7 @@ class _Calibrate(click.Command):
     metavar="NAME",
     default="fast",
     show_default=True,
-    help="Of commvq. fast: minutes on a CPU. best: the same objective, long, for a GPU. paper: as published, for a GPU.",
+    help="Of commvq. fast: minutes on a CPU. long: the same with more steps, for a GPU. paper: as published, for a GPU.",
 )
 @click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Same seed, same artefact.")
 def calibrate(
@@ -75,19 +75,17 @@ def calibrate(
     """
     from kvfold import methods
     from kvfold.evaluation.text import load_text
-    from kvfold.methods.commvq import CommVQ
-    from kvfold.methods.kvquant import KVQuant
-    from kvfold.methods.vqllm import VQLLM
+    from kvfold.methods.learned import LearnedMethod
 
     method = methods.get(spec)
-    if not isinstance(method, CommVQ | KVQuant | VQLLM):
-        raise KVFoldError(f"method: {method.name} learns nothing beforehand; allowed: commvq, kvquant, vqllm")
+    if not isinstance(method, LearnedMethod):
+        learn_something = [name for name, kind in methods.REGISTRY.items() if issubclass(kind, LearnedMethod)]
+        raise KVFoldError(f"method: {method.name} learns nothing beforehand; allowed: {', '.join(learn_something)}")
     target = Path(out).expanduser()
     if target.is_dir() or not target.parent.is_dir():
         raise KVFoldError(f"out: {out} is a folder, or its folder does not exist; give a file name")
     texts = [load_text(path) for path in paths]
 
-    from kvfold.calibration import baselines
     from kvfold.calibration.commvq import PRESETS
     from kvfold.calibration.run import calibrate as learn
     from kvfold.models import load
@@ -96,20 +94,19 @@ def calibrate(
         raise KVFoldError(f"preset: {preset!r} is not known; allowed: {', '.join(PRESETS)}")
     loaded, tokenizer, info = load(model, None, device)
     progress = _Progress()
-    given = (texts, tokens, target)
-    if isinstance(method, CommVQ):
-        result = learn(loaded, tokenizer, info.name, method, *given, preset=preset, seed=seed, on_layer=progress.layer)
-    else:
-        result = baselines.calibrate(
-            loaded,
-            tokenizer,
-            info.name,
-            method,
-            *given,
-            seed=seed,
-            on_layer=progress.layer,
-            on_window=progress.window,
-        )
+    result = learn(
+        loaded,
+        tokenizer,
+        info.name,
+        method,
+        texts,
+        tokens,
+        target,
+        preset=preset,
+        seed=seed,
+        on_layer=progress.layer,
+        on_window=progress.window,
+    )
     click.echo(f"held-out errors, mean over layers: {_errors(result.mean_errors())}")
     click.echo(f"written: {target} ({result.nbytes / 1e6:.1f} MB); use it as {method.name}:...,artefact={target}")
 

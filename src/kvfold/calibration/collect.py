@@ -7,6 +7,7 @@ output replaces its input. Memory is that of one layer, whatever the depth of th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from kvfold.errors import KVFoldError, UnsupportedModelError
 from kvfold.methods.base import LayerSpec
+from kvfold.methods.learned import rotary_dim
 from kvfold.methods.none import NoFolding
 from kvfold.rope import Rope, rope_of
 
@@ -52,11 +54,6 @@ class LayerSample:
     value_weight: torch.Tensor
     key_metric: torch.Tensor
     value_metric: torch.Tensor
-
-
-def rotary_dim(spec: LayerSpec) -> int:
-    """Channels that RoPE rotates; where there is no RoPE any pairing serves, and all channels are paired."""
-    return spec.head_dim if spec.rope is None else 2 * spec.rope.inv_freq.numel()
 
 
 def to_complex(x: torch.Tensor, rotary: int) -> torch.Tensor:
@@ -192,6 +189,23 @@ class _FirstLayerReached(Exception):
         self.hidden, self.kwargs = hidden, kwargs
 
 
+def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Attention modules by layer."""
+    return {_layer_index(m): m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")}
+
+
+def layer_specs(model: PreTrainedModel) -> list[LayerSpec | None]:
+    """Every layer's shape, with its rotation; None where kvfold keeps the layer in full precision."""
+    from kvfold.attention import plan_layers
+
+    rope, attentions = rope_of(model), attention_modules(model)
+    specs: list[LayerSpec | None] = []
+    for index, item in enumerate(plan_layers(model, NoFolding())):
+        own = rope if getattr(attentions.get(index), "use_rope", True) else None
+        specs.append(None if item.spec is None else dataclasses.replace(item.spec, rope=own))
+    return specs
+
+
 class Collector:
     """Runs calibration text through a model layer by layer.
 
@@ -211,28 +225,15 @@ class Collector:
     """
 
     def __init__(self, model: PreTrainedModel, windows: torch.Tensor, batch: int = 1) -> None:
-        from kvfold.attention import plan_layers
-
         self.model, self.windows, self.batch = model, windows, batch
-        plan = plan_layers(model, NoFolding())
-        rope = rope_of(model)
-        self.specs: list[LayerSpec | None] = []
-        attentions: dict[int, nn.Module] = {
-            _layer_index(m): m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")
-        }
-        for index, item in enumerate(plan):
-            spec = item.spec
-            if spec is not None:
-                own = rope if getattr(attentions.get(index), "use_rope", True) else None
-                spec = LayerSpec(index, len(plan), spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, own)
-            self.specs.append(spec)
+        self.specs = layer_specs(model)
+        self.attentions = attention_modules(model)
         layers = getattr(model.base_model, "layers", None)
-        if layers is None or len(layers) != len(plan):
+        if layers is None or len(layers) != len(self.specs):
             raise UnsupportedModelError(
                 f"model: {type(model).__name__} does not list its decoder layers as 'layers'; calibration runs them one by one"
             )
         self.layers: nn.ModuleList = layers
-        self.attentions = attentions
         self.hidden: torch.Tensor | None = None
         self.done = 0
 

@@ -15,9 +15,14 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-from kvfold.calibration.collect import LayerSample, rotary_dim, to_complex, to_real
+from kvfold.calibration.collect import LayerSample, to_complex, to_real
+from kvfold.calibration.learner import LayerwiseLearner
+from kvfold.calibration.state import Fit
 from kvfold.formats.codebook import KeyCodebook, nearest, times_i
+from kvfold.methods.commvq import CommVQ, ValueCodebook
+from kvfold.methods.learned import rotary_dim
 
 MAX_EXPONENT = 75.0
 """Largest spread of ``2 <z_a, i z_b> / T`` for soft assignment: u_a v_b K_ab then stays above float32's smallest number."""
@@ -85,11 +90,35 @@ PRESETS = {
         value_rounds=0,
         network_steps=20000,
     ),
-    "best": Schedule(
+    "long": Schedule(
         window=2048, em_tokens=0, em_steps=60, cold=0.0005, joint_rounds=4, value_rounds=12, value_tokens=0
     ),
 }
-"""``fast``: minutes on a CPU. ``paper``: the published objective and networks, for a GPU. ``best``: our objective, long."""
+"""``fast``: minutes on a CPU; ``paper``: the published objective and networks, for a GPU;
+``long``: our objective and a longer schedule."""
+
+
+class CommVQLearner(LayerwiseLearner):
+    """EM for keys, binary codes for values."""
+
+    def __init__(
+        self,
+        method: CommVQ,
+        schedule: Schedule,
+        model: PreTrainedModel,
+        windows: torch.Tensor,
+        held: torch.Tensor,
+        seed: int,
+    ) -> None:
+        super().__init__(model, windows, held, seed)
+        self.method, self.schedule = method, schedule
+
+    def fit(self, sample: LayerSample, generator: torch.Generator) -> Fit:
+        method, head_dim, given = self.method, sample.spec.head_dim, (self.schedule, generator, self.model.device)
+        keys, key_errors = learn_keys(sample, self.held, method.stages(head_dim), method.levels, *given)
+        values, value_errors = learn_values(sample, self.held, method.value_codes(head_dim), method.joint, *given)
+        tensors = {f"key.{n}": t for n, t in keys.items()} | {f"value.{n}": t for n, t in values.items()}
+        return Fit(tensors, key_errors | value_errors)
 
 
 # ---- keys --------------------------------------------------------------------------------------------------------------
@@ -535,8 +564,6 @@ def learn_values(
         ``value_mse``: squared error over squared length; ``output_mse``: the same under the output projection and the
         tokens' weights.
     """
-    from kvfold.methods.commvq import ValueCodebook
-
     metric, judge = value_metric(sample, schedule.metric), value_metric(sample, 1.0)
     values, raw = sample.values, sample.value_weight
     if joint:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import safetensors
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from kvfold.calibration.learner import Learner
+from kvfold.calibration.state import Fit, State
 from kvfold.formats import Outliers
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.lookup import ChannelScales
 from kvfold.methods.base import LayerSpec
 from kvfold.methods.kvquant import KVQuant, Learned, beyond
-from kvfold.methods.none import NoFolding
-from kvfold.rope import rope_of
 
 IMPLEMENTATION = "kvfold_gradients"
 BINS = 1024
@@ -43,14 +45,6 @@ class Gradients:
     def float(self) -> Gradients:
         """The same in float32."""
         return Gradients(*(x.float() for x in (self.keys, self.values, self.key_fisher, self.value_fisher)))
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A layer's tensors (``key.levels``, ``key.center``, ``key.spread``, ``value.levels``) and held-out errors."""
-
-    tensors: dict[str, torch.Tensor]
-    errors: dict[str, float]
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -113,68 +107,75 @@ def _probing(model: PreTrainedModel) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def specs_of(model: PreTrainedModel) -> list[LayerSpec | None]:
-    """Every layer's shape, with its rotation; None where kvfold keeps the layer in full precision."""
-    from kvfold.attention import plan_layers
-
-    rope = rope_of(model)
-    attentions: dict[int, nn.Module] = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and hasattr(module, "o_proj"):
-            attentions[index] = module
-    specs: list[LayerSpec | None] = []
-    for layer, item in enumerate(plan_layers(model, NoFolding())):
-        if item.spec is None:
-            specs.append(None)
-            continue
-        own = rope if getattr(attentions.get(layer), "use_rope", True) else None
-        s = item.spec
-        specs.append(LayerSpec(layer, s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim, s.dtype, own))
-    return specs
-
-
-def gradients(
-    model: PreTrainedModel, windows: torch.Tensor, on_window: Callable[[int], None] | None = None
-) -> dict[int, Gradients]:
-    """Keys, values and squared gradients of the next-token loss, of all layers at once.
+def gradients(model: PreTrainedModel, specs: Sequence[LayerSpec | None], ids: torch.Tensor) -> dict[int, Gradients]:
+    """Keys, values and squared gradients of the next-token loss, of all layers, on one window.
 
     Parameters
     ----------
     model : PreTrainedModel
-    windows : Tensor, int64 [num_windows, length]
-        Token ids; each window is one sequence, one backward pass.
-    on_window : callable or None
-        Called with the number of windows done.
+    specs : sequence
+        Layers' shapes and rotations; None: the layer is left out.
+    ids : Tensor, int64 [1, length]
+        Token ids of one sequence.
 
     Returns
     -------
     dict
-        By layer, for layers that kvfold folds. 4 bytes per element of the cache: for SmolLM2-135M 46 KB per token.
+        By layer. 8 bytes per element of the cache: for SmolLM2-135M 92 KB per token.
     """
-    parts: dict[int, list[tuple[torch.Tensor, ...]]] = {}
-    specs = specs_of(model)
+    found: dict[int, Gradients] = {}
+    ids = ids.to(model.device)
     with _probing(model), torch.enable_grad():
-        for count, ids in enumerate(windows.split(1)):
-            ids = ids.to(model.device)
-            logits = model(ids, use_cache=False).logits[0, :-1].float()
-            nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").backward()
-            positions = torch.arange(ids.shape[1], device=ids.device).view(1, 1, -1)
-            for layer, (key, value, key_probe, value_probe) in _probe.seen.items():
-                spec = specs[layer]
-                if spec is None:
-                    continue
-                assert key_probe.grad is not None and value_probe.grad is not None
-                both = [key.float(), key_probe.grad.float()]
-                if spec.rope is not None:  # a rotation: gradients turn back as the keys do, up to a factor
-                    both = [spec.rope.unrotate(x, positions) for x in both]
-                kept = [to_fp16(x) for x in (both[0], value.float())]
-                kept += [x.square().to(torch.bfloat16) for x in (both[1], value_probe.grad.float())]
-                parts.setdefault(layer, []).append(tuple(x[0].cpu() for x in kept))
-            _probe.seen.clear()
+        logits = model(ids, use_cache=False).logits[0, :-1].float()
+        nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").backward()
+        positions = torch.arange(ids.shape[1], device=ids.device).view(1, 1, -1)
+        for layer, (key, value, key_probe, value_probe) in _probe.seen.items():
+            spec = specs[layer]
+            if spec is None:
+                continue
+            assert key_probe.grad is not None and value_probe.grad is not None
+            both = [key.float(), key_probe.grad.float()]
+            if spec.rope is not None:  # a rotation: gradients turn back as the keys do, up to a factor
+                both = [spec.rope.unrotate(x, positions) for x in both]
+            kept = [to_fp16(x) for x in (both[0], value.float())]
+            kept += [x.square().to(torch.bfloat16) for x in (both[1], value_probe.grad.float())]
+            found[layer] = Gradients(*(x[0].cpu() for x in kept))
+    return found
+
+
+class KVQuantLearner(Learner):
+    """Backward passes for all layers first, window by window onto the disk; then a layer at a time."""
+
+    def __init__(
+        self, method: KVQuant, model: PreTrainedModel, windows: torch.Tensor, held: torch.Tensor, seed: int
+    ) -> None:
+        super().__init__(model, windows, held, seed)
+        self.method = method
+
+    def start(self, state: State, on_window: Callable[[int, int], None] | None) -> int:
+        for index, ids in enumerate(self.windows.split(1)):
+            if state.about(self._name(index)) is None:
+                found = gradients(self.model, self.specs, ids)
+                parts = {f"{layer}.{name}": t for layer, one in found.items() for name, t in vars(one).items()}
+                state.save(self._name(index), parts, {})
             if on_window is not None:
-                on_window(count + 1)
-    return {layer: Gradients(*(torch.cat(x, 1) for x in zip(*rows, strict=True))) for layer, rows in parts.items()}
+                on_window(index + 1, len(self.windows))
+        return state.done()
+
+    @staticmethod
+    def _name(index: int) -> str:
+        return f"window-{index:05d}"
+
+    def learn(self, layer: int, state: State) -> Fit:
+        spec = self.specs[layer]
+        if spec is None:
+            return Fit({}, {})
+        parts: dict[str, list[torch.Tensor]] = {}
+        for index in range(len(self.windows)):
+            with safetensors.safe_open(state.path(self._name(index)), framework="pt") as file:
+                for field in dataclasses.fields(Gradients):
+                    parts.setdefault(field.name, []).append(file.get_tensor(f"{layer}.{field.name}"))
+        return learn(Gradients(**{n: torch.cat(t, 1) for n, t in parts.items()}), self.held, self.method, spec)
 
 
 # ---- datatypes -------------------------------------------------------------------------------------------------------
@@ -192,6 +193,7 @@ def learn(found: Gradients, held: torch.Tensor, method: KVQuant, spec: LayerSpec
     Returns
     -------
     Fit
+        ``key.levels``, ``key.center``, ``key.spread``, ``value.levels``.
         Errors are squared error over squared length, and the same weighted by sensitivity, on held-out tokens.
     """
     found = found.float()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from transformers import PreTrainedModel
 
 from kvfold.calibration.collect import LayerSample
+from kvfold.calibration.learner import LayerwiseLearner
+from kvfold.calibration.state import Fit
 from kvfold.formats.residual import CHUNK, Codebook, ResidualCodes, nearest
 from kvfold.methods.vqllm import VQLLM
 
@@ -15,12 +16,17 @@ VECTORS = 49_152
 """Vectors that a codebook is learned from, about 200 per code."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A layer's tensors (``key.codes``, ``value.codes``, float16 [stages, codes, vector]) and held-out errors."""
+class VQLLMLearner(LayerwiseLearner):
+    """K-means, stage by stage."""
 
-    tensors: dict[str, torch.Tensor]
-    errors: dict[str, float]
+    def __init__(
+        self, method: VQLLM, model: PreTrainedModel, windows: torch.Tensor, held: torch.Tensor, seed: int
+    ) -> None:
+        super().__init__(model, windows, held, seed)
+        self.method = method
+
+    def fit(self, sample: LayerSample, generator: torch.Generator) -> Fit:
+        return learn(sample, self.held, self.method, generator)
 
 
 def learn(sample: LayerSample, held: torch.Tensor, method: VQLLM, generator: torch.Generator) -> Fit:
@@ -38,6 +44,7 @@ def learn(sample: LayerSample, held: torch.Tensor, method: VQLLM, generator: tor
     Returns
     -------
     Fit
+        ``key.codes``, ``value.codes``, float16 [stages, codes, vector].
         Errors are squared error over squared length, on held-out tokens.
     """
     tensors, errors = {}, {}

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch.nn import functional as F
 
-from kvfold.calibration.artefact import Artefact, load_cached
 from kvfold.errors import MethodError
 from kvfold.formats import Fields
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook, stages_for
-from kvfold.methods.base import LayerSpec, Method, State
+from kvfold.methods.base import LayerSpec, State
+from kvfold.methods.learned import LearnedMethod
 
 
 @dataclass(frozen=True)
-class CommVQ(Method):
+class CommVQ(LearnedMethod):
     """Keys before RoPE as sums of codebook vectors ``z_a + i z_b`` (eq. 24) times a norm, values as ``bits @ C`` (eq. 9).
 
     Parameters
     ----------
-    artefact : str
-        The learned codebooks: a file, a folder or a hub id; made by ``kvfold calibrate``.
     levels : int
         N_c' of the paper: vectors per key codebook. R follows from the bits: the nearest to ``bits * head_dim / (2 log2 N)``.
     passes : int
@@ -33,7 +30,6 @@ class CommVQ(Method):
         One value code for all KV heads of a token, as published; false: one per head, which can be split over devices.
     """
 
-    artefact: str = ""
     levels: int = 64
     passes: int = 1
     flips: int = 32
@@ -98,29 +94,16 @@ class CommVQ(Method):
         return held | {f"value.{name}": t for name, t in values.on(place).tensors.items()}
 
     def _layer(self, spec: LayerSpec) -> tuple[KeyCodebook, ValueCodebook]:
-        """The layer's codebooks.
+        keys, values = self.learned(spec)
+        return keys, values
 
-        Raises
-        ------
-        MethodError
-            If there is no artefact, or it is for other options or another shape of model.
-        """
-        if not self.artefact:
-            raise MethodError(
-                f"{self.name}: artefact is missing: its codebooks are learned per model; make them with 'kvfold calibrate "
-                f'--method "{self}" --text FILE --out FILE.safetensors\' and give artefact=FILE.safetensors'
-            )
-        loaded = load_cached(self.artefact)
-        rotary = spec.head_dim if spec.rope is None else 2 * spec.rope.inv_freq.numel()
-        try:
-            return _codebooks(loaded, self, spec.layer_idx, spec.num_layers, spec.num_kv_heads, spec.head_dim, rotary)
-        except MethodError as error:
-            raise MethodError(f"{self.name}: artefact={self.artefact}: {error}") from None
+    def learned_shape(self) -> dict[str, object]:
+        return {**super().learned_shape(), "levels": self.levels, "joint": self.joint}
 
-    def check_model(self, config: object) -> None:
-        """Refuse a model that the artefact was not made for."""
-        if self.artefact:
-            load_cached(self.artefact).check_model(config)
+    def build(self, parts: dict[str, torch.Tensor], rotary: int) -> tuple[KeyCodebook, ValueCodebook]:
+        keys = {name.removeprefix("key."): t for name, t in parts.items() if name.startswith("key.")}
+        values = {name.removeprefix("value."): t for name, t in parts.items() if name.startswith("value.")}
+        return KeyCodebook(keys["centres"], keys["metric"], rotary), ValueCodebook(values)
 
     # ---- maps --------------------------------------------------------------------------------------------------------
 
@@ -227,31 +210,3 @@ class ValueCodebook:
     def decode(self, bits: torch.Tensor) -> torch.Tensor:
         """Bits [heads, tokens, codes] to values, float32 [heads, tokens, dim]."""
         return bits @ self._get("codebook") + self._get("offset").unsqueeze(1)
-
-
-@lru_cache(maxsize=1024)
-def _codebooks(
-    artefact: Artefact, method: CommVQ, layer: int, num_layers: int, num_kv_heads: int, head_dim: int, rotary: int
-) -> tuple[KeyCodebook, ValueCodebook]:
-    expected = {
-        "num_layers": num_layers,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rotary_dim": rotary,
-        "k_bits": method.key_bits,
-        "v_bits": method.value_bits,
-        "levels": method.levels,
-        "joint": method.joint,
-    }
-    for name, value in expected.items():
-        has = artefact.shape.get(name)
-        if name == "rotary_dim" and layer in artefact.shape.get("no_rope_layers", []):
-            continue
-        if has != value:
-            raise MethodError(f"it is for {name}={has}, and {name}={value} is asked for (it is for {artefact.model})")
-    parts = artefact.layer(layer)
-    if not parts:
-        raise MethodError(f"it holds nothing for layer {layer}")
-    keys = {name.removeprefix("key."): t for name, t in parts.items() if name.startswith("key.")}
-    values = {name.removeprefix("value."): t for name, t in parts.items() if name.startswith("value.")}
-    return KeyCodebook(keys["centres"], keys["metric"], rotary), ValueCodebook(values)

@@ -1,21 +1,19 @@
 """KVQuant: keys before RoPE per channel in a learned datatype, sparse outliers (Hooper et al., 2024)."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
-from kvfold.calibration.artefact import Artefact, load_cached
 from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format, Lookup, Outliers
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.outliers import outlier_count
-from kvfold.methods.base import LayerSpec, Method, State
-from kvfold.methods.vqllm import check_shape, missing_artefact
+from kvfold.methods.base import LayerSpec, State
+from kvfold.methods.learned import LearnedMethod
 
 
 @dataclass(frozen=True)
-class KVQuant(Method):
+class KVQuant(LearnedMethod):
     """2^b levels per layer, learned by sensitivity-weighted k-means (sec. 3.3); keys scaled per channel, values per token.
 
     Keys are stored before RoPE (sec. 3.2), their channels' ranges are learned beforehand (sec. 3.1, 3.6); a token's range
@@ -24,8 +22,6 @@ class KVQuant(Method):
 
     Parameters
     ----------
-    artefact : str
-        What was learned: a file, a folder or a hub id; made by ``kvfold calibrate``.
     outliers : float
         Fraction of elements kept in fp16 (32 bits each, index included).
     sink : int
@@ -33,7 +29,6 @@ class KVQuant(Method):
     """
 
     sink: int = 1
-    artefact: str = ""
     outliers: float = 0.01
 
     name = "kvquant"
@@ -75,10 +70,10 @@ class KVQuant(Method):
             raise MethodError(f"{self.name}: {error}") from None
 
     def key_format(self, spec: LayerSpec) -> Format:
-        return self.format(spec, "key", self._learned(spec))
+        return self.format(spec, "key", self.learned(spec))
 
     def value_format(self, spec: LayerSpec) -> Format:
-        return self.format(spec, "value", self._learned(spec))
+        return self.format(spec, "value", self.learned(spec))
 
     def effective_bits(self, head_dim: int = 128, num_layers: int = 32) -> float:
         spec = LayerSpec(0, num_layers, 1, 1, head_dim)
@@ -86,23 +81,13 @@ class KVQuant(Method):
 
     def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
         place = torch.empty(0, device=device).device
-        learned = self._learned(spec)
+        learned = self.learned(spec)
         channels = learned.channels.on(place)
         return {"center": channels.center, "spread": channels.spread, "levels": learned.levels}
 
-    def _learned(self, spec: LayerSpec) -> "Learned":
-        if not self.artefact:
-            raise MethodError(missing_artefact(self))
-        try:
-            loaded = load_cached(self.artefact)
-            return _learned(loaded, self, spec.layer_idx, spec.num_layers, spec.num_kv_heads, spec.head_dim)
-        except MethodError as error:
-            raise MethodError(f"{self.name}: artefact={self.artefact}: {error}") from None
-
-    def check_model(self, config: object) -> None:
-        """Refuse a model that the artefact was not made for."""
-        if self.artefact:
-            load_cached(self.artefact).check_model(config)
+    def build(self, parts: dict[str, torch.Tensor], rotary: int) -> "Learned":
+        key_levels, value_levels = (tuple(parts[f"{operand}.levels"].tolist()) for operand in ("key", "value"))
+        return Learned(key_levels, value_levels, ChannelScales(parts["key.center"], parts["key.spread"]))
 
     # ---- maps --------------------------------------------------------------------------------------------------------
 
@@ -123,7 +108,7 @@ class KVQuant(Method):
         keys = self.transform_keys(keys, state, spec, positions)
         if not isinstance(form, Outliers):
             return form.encode(keys)
-        channels = self._learned(spec).channels.on(keys.device)
+        channels = self.learned(spec).channels.on(keys.device)
         return form.encode(keys, beyond(keys, channels))
 
 
@@ -146,25 +131,3 @@ class Learned:
 def beyond(keys: torch.Tensor, channels: ChannelScales) -> torch.Tensor:
     """How far elements lie outside their channel's range, negative inside; of the shape of ``keys``."""
     return (keys - channels.center.unsqueeze(-2)).abs() - channels.spread.unsqueeze(-2)
-
-
-@lru_cache(maxsize=1024)
-def _learned(
-    artefact: Artefact, method: KVQuant, layer: int, num_layers: int, num_kv_heads: int, head_dim: int
-) -> Learned:
-    check_shape(
-        artefact,
-        {
-            "method": method.name,
-            "num_layers": num_layers,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "k_bits": method.key_bits,
-            "v_bits": method.value_bits,
-        },
-    )
-    parts = artefact.layer(layer)
-    if not parts:
-        raise MethodError(f"it holds nothing for layer {layer}")
-    key_levels, value_levels = (tuple(parts[f"{operand}.levels"].tolist()) for operand in ("key", "value"))
-    return Learned(key_levels, value_levels, ChannelScales(parts["key.center"], parts["key.spread"]))

@@ -2,18 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
-from kvfold.calibration.artefact import Artefact, load_cached
 from kvfold.errors import MethodError
 from kvfold.formats.residual import Codebook, ResidualCodes
-from kvfold.methods.base import LayerSpec, Method, State
+from kvfold.methods.base import LayerSpec, State
+from kvfold.methods.learned import LearnedMethod
 
 
 @dataclass(frozen=True)
-class VQLLM(Method):
+class VQLLM(LearnedMethod):
     """32 channels at a time as a sum of one code per stage; one codebook per layer for keys, one for values.
 
     A token's vector is divided by its root mean square, cut into groups, and each group is coded stage by stage. Keys are
@@ -22,15 +21,12 @@ class VQLLM(Method):
 
     Parameters
     ----------
-    artefact : str
-        The learned codebooks: a file, a folder or a hub id; made by ``kvfold calibrate``.
     vector : int
         Channels coded together.
     codes : int
         C of the paper, codes per stage; a power of two up to 256. An index is stored in a byte.
     """
 
-    artefact: str = ""
     vector: int = 32
     codes: int = 256
 
@@ -83,17 +79,14 @@ class VQLLM(Method):
         return {f"{operand}.codes": book.on(place).codes for operand, book in self._books(spec).items()}
 
     def _books(self, spec: LayerSpec) -> dict[str, Codebook]:
-        if not self.artefact:
-            raise MethodError(missing_artefact(self))
-        try:
-            return _codebooks(load_cached(self.artefact), self, spec.layer_idx, spec.num_layers, spec.head_dim)
-        except MethodError as error:
-            raise MethodError(f"{self.name}: artefact={self.artefact}: {error}") from None
+        books: dict[str, Codebook] = self.learned(spec)
+        return books
 
-    def check_model(self, config: object) -> None:
-        """Refuse a model that the artefact was not made for."""
-        if self.artefact:
-            load_cached(self.artefact).check_model(config)
+    def learned_shape(self) -> dict[str, object]:
+        return {**super().learned_shape(), "vector": self.vector, "codes": self.codes}
+
+    def build(self, parts: dict[str, torch.Tensor], rotary: int) -> dict[str, Codebook]:
+        return {operand: Codebook(parts[f"{operand}.codes"]) for operand in ("key", "value")}
 
     def transform_keys(
         self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
@@ -104,44 +97,3 @@ class VQLLM(Method):
         self, stored: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
     ) -> torch.Tensor:
         return stored if spec.rope is None else spec.rope.rotate(stored, positions)
-
-
-def missing_artefact(method: Method) -> str:
-    """What to tell someone who gave no artefact."""
-    return (
-        f"{method.name}: artefact is missing: what it needs is learned per model; make it with 'kvfold calibrate "
-        f'--method "{method}" --text FILE --out FILE.safetensors\' and give artefact=FILE.safetensors'
-    )
-
-
-def check_shape(artefact: Artefact, expected: dict[str, object]) -> None:
-    """Refuse an artefact made for other options or another shape of model.
-
-    Raises
-    ------
-    MethodError
-    """
-    for name, value in expected.items():
-        has = artefact.shape.get(name)
-        if has != value:
-            raise MethodError(f"it is for {name}={has}, and {name}={value} is asked for (it is for {artefact.model})")
-
-
-@lru_cache(maxsize=1024)
-def _codebooks(artefact: Artefact, method: VQLLM, layer: int, num_layers: int, head_dim: int) -> dict[str, Codebook]:
-    check_shape(
-        artefact,
-        {
-            "method": method.name,
-            "num_layers": num_layers,
-            "head_dim": head_dim,
-            "k_bits": method.key_bits,
-            "v_bits": method.value_bits,
-            "vector": method.vector,
-            "codes": method.codes,
-        },
-    )
-    parts = artefact.layer(layer)
-    if not parts:
-        raise MethodError(f"it holds nothing for layer {layer}")
-    return {operand: Codebook(parts[f"{operand}.codes"]) for operand in ("key", "value")}

@@ -1,0 +1,96 @@
+"""What methods share that read an artefact: codebooks or datatypes learned once per model by ``kvfold calibrate``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kvfold.calibration.artefact import Artefact, load_cached
+from kvfold.errors import MethodError
+from kvfold.methods.base import LayerSpec, Method
+
+
+@dataclass(frozen=True)
+class LearnedMethod(Method):
+    """A method with learned tables.
+
+    Parameters
+    ----------
+    artefact : str
+        Where the tables are: a file, a folder or a hub id; made by ``kvfold calibrate``.
+    """
+
+    artefact: str = ""
+
+    def learned_shape(self) -> dict[str, object]:
+        """Options that an artefact must have been made with; written into it and compared when it is read."""
+        return {"k_bits": self.key_bits, "v_bits": self.value_bits}
+
+    @abstractmethod
+    def build(self, parts: dict[str, torch.Tensor], rotary: int) -> Any:
+        """A layer's tables from its tensors in the artefact; ``rotary`` channels are turned by RoPE."""
+
+    def learned(self, spec: LayerSpec) -> Any:
+        """What :meth:`build` made of a layer's tensors; made once.
+
+        Raises
+        ------
+        MethodError
+            If there is no artefact, or it is for other options or another shape of model.
+        """
+        if not self.artefact:
+            raise MethodError(
+                f"{self.name}: artefact is missing: what it needs is learned per model; make it with 'kvfold calibrate "
+                f'--method "{self}" --text FILE --out FILE.safetensors\' and give artefact=FILE.safetensors'
+            )
+        loaded = load_cached(self.artefact)
+        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, rotary_dim(spec))
+        try:
+            return _built(loaded, self, spec.layer_idx, *shape)
+        except MethodError as error:
+            raise MethodError(f"{self.name}: artefact={self.artefact}: {error}") from None
+
+    def check_model(self, config: object) -> None:
+        """Refuse a model that the artefact was not made for."""
+        if self.artefact:
+            load_cached(self.artefact).check_model(config)
+
+
+def rotary_dim(spec: LayerSpec) -> int:
+    """Channels that RoPE rotates; where there is no RoPE any pairing serves, and all channels are paired."""
+    return spec.head_dim if spec.rope is None else 2 * spec.rope.inv_freq.numel()
+
+
+@lru_cache(maxsize=1024)
+def _built(
+    artefact: Artefact,
+    method: LearnedMethod,
+    layer: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary: int,
+) -> Any:
+    expected = {
+        "num_layers": num_layers,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": rotary,
+        **method.learned_shape(),
+    }
+    if layer in artefact.shape.get("no_rope_layers", []):
+        del expected["rotary_dim"]
+    has = {**artefact.shape, "method": artefact.method.partition(":")[0]}
+    for name, value in {"method": method.name, **expected}.items():
+        if has.get(name) != value:
+            raise MethodError(
+                f"it is for {name}={has.get(name)}, and {name}={value} is asked for (it is for {artefact.model})"
+            )
+    parts = artefact.layer(layer)
+    if not parts:
+        raise MethodError(f"it holds nothing for layer {layer}")
+    return method.build(parts, rotary)
