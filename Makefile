@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvfold-installed
 WORKERS ?= 2
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format artefacts table domains baselines ablation clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(ARGS)
@@ -31,6 +31,35 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -c "import triton" 2>/dev/null || \
 		$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps "triton==3.6.0"
 	touch $(STAMP)
+
+# What methods learn for the demo model: make artefacts TEXT="prose.txt ..." (minutes each; a killed one goes on)
+LEARNED := commvq-1 commvq-2 kvquant-2 vqllm-1 vqllm-2
+artefacts: $(LEARNED:%=artefacts/%.safetensors)
+
+artefacts/%.safetensors: | $(STAMP)
+	mkdir -p artefacts
+	$(BIN)/kvfold calibrate --method $(subst -,:bits=,$*) --text $(TEXT) --out $@ \
+		--tokens $(if $(findstring kvquant,$*),8192,32768)
+
+# The rows behind README.md and docs/. WIKI and GSM8K are WikiText-2's raw test file and GSM8K's test.jsonl.
+ARTEFACTS := --artefacts artefacts
+table: $(STAMP) artefacts
+	$(BIN)/kvfold compare $(ARTEFACTS) --json benchmarks/compare-smollm2-135m.json
+	$(BIN)/python scripts/tables.py
+
+domains: $(STAMP) artefacts
+	$(BIN)/kvfold domains --methods none kivi:bits=1 kivi:bits=2 kivi:bits=4 squat innerq $(ARTEFACTS) \
+		--text gsm8k=$(GSM8K) --text wiki=$(WIKI) --json benchmarks/domains-smollm2-135m.json
+
+baselines: $(STAMP) artefacts
+	$(BIN)/kvfold compare --text $(WIKI) --prefix 1024 --tokens 256 --new-tokens 8 $(ARTEFACTS) \
+		--json benchmarks/compare-baselines-wikitext.json --methods none kivi kivi:sink=1 kivi:bits=1 \
+		turboquant turboquant:center=false turboquant:bits=3 turboquant:bits=3,residual=true turboquant:bits=4 \
+		gear gear:rank=4 gear:outliers=0.02 zipcache zipcache:ratio=0.4 zipcache:group=32 \
+		kvquant:artefact=artefacts/kvquant-2.safetensors,outliers=0.0
+
+ablation: $(STAMP)
+	$(BIN)/python -m kvfold.calibration.ablation --text $(TEXT) --json benchmarks/commvq-ablation.json
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,10 +1,10 @@
-"""CommVQ's ablations (its Tables 9 to 11 and Figure 4) on a model's own keys and values.
+"""CommVQ's ablations on a model's own keys and values: its Tables 9 to 11 and Figure 4, and what our schedule rests on.
 
 usage: python -m kvfold.calibration.ablation --text FILE [FILE ...] [--model M] [--json FILE]
 
-Plain mean squared error on held-out tokens, as in the paper: no metric, no token weights. Codebooks of g pairs of channels,
-N vectors and R stages take ``R log2(N) / g`` bits per element (eq. 38); g below head_dim / 2 cuts a key into pieces that are
-coded apart.
+Tables of the paper are of the first layer: plain mean squared error on held-out tokens, no metric, no token weights. Codebooks
+of g pairs of channels, N vectors and R stages take ``R log2(N) / g`` bits per element (eq. 38); g below head_dim / 2 cuts a key
+into pieces that are coded apart.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvfold.calibration.collect import Collector, LayerSample
-from kvfold.calibration.commvq import Schedule, learn_stage, learn_values
+from kvfold.calibration.commvq import Schedule, learn_keys, learn_stage, learn_values
 from kvfold.calibration.run import HELD_OUT, windows_of
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups
@@ -118,12 +120,55 @@ def ablate(sample: LayerSample, held: torch.Tensor, seed: int = 0) -> list[dict[
     return rows
 
 
+KEY_SCHEDULES = ((12, 0.3, 0.01), (25, 0.3, 0.01), (12, 0.1, 0.003), (12, 0.05, 0.002), (24, 0.05, 0.001))
+"""EM steps, first and last temperature."""
+NETWORK_STEPS = (600, 1800)
+
+
+def ablate_training(sample: LayerSample, held: torch.Tensor, seed: int = 0) -> list[dict[str, Any]]:
+    """Held-out errors of one layer under other schedules, and under the paper's value encoder; with the seconds it took.
+
+    Keys at 1 bit, ``mse`` of scores (``score_mse`` of calibration); values at 1 and 2 bits, ``mse`` of attention outputs.
+    """
+    rows: list[dict[str, Any]] = []
+    dim = sample.spec.head_dim
+
+    def timed(what: str, bits: int, learn: Any, error: str) -> None:
+        started = time.perf_counter()
+        with torch.no_grad():
+            _, errors = learn(torch.Generator().manual_seed(seed))
+        seconds = time.perf_counter() - started
+        rows.append({"table": "training", "what": what, "bits": float(bits), "mse": errors[error], "seconds": seconds})
+
+    for steps, hot, cold in KEY_SCHEDULES:
+        schedule = Schedule(em_steps=steps, hot=hot, cold=cold)
+        timed(
+            f"keys: {steps} steps, T {hot} to {cold}", 1,
+            partial(learn_keys, sample, held, round(dim / 12), 64, schedule), "score_mse",
+        )  # fmt: skip
+    for bits in (1, 2):
+        timed(
+            "values: closed form",
+            bits,
+            partial(learn_values, sample, held, bits * dim, False, Schedule()),
+            "output_mse",
+        )
+        for steps in NETWORK_STEPS:
+            schedule = Schedule(encoder="mlp", network_steps=steps)
+            timed(
+                f"values: network, {steps} steps", bits,
+                partial(learn_values, sample, held, bits * dim, False, schedule), "output_mse",
+            )  # fmt: skip
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; exit status 0, or 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="python -m kvfold.calibration.ablation", description=__doc__)
     parser.add_argument("--text", nargs="+", required=True, help="UTF-8 text")
     parser.add_argument("--model", help="hub id, local folder or .gguf file; default: the embedded model")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the text, an eighth held out")
+    parser.add_argument("--training-layer", type=int, default=21, help="layer of the schedules' comparison; from 1")
     parser.add_argument("--json", help="also write the rows to this file")
     arguments = parser.parse_args(argv)
     from kvfold import models
@@ -147,6 +192,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sample is None:
             raise KVFoldError(f"model: the first layer of {info.name} is not folded")
         rows = ablate(sample, held.flatten())
+        deep = sample
+        while collector.done < min(arguments.training_layer, len(collector.specs)):
+            deep = collector.step() or deep
+        rows += ablate_training(deep, held.flatten())
         variance = float(sample.keys[:, held.flatten()].var(1).mean())
     except KVFoldError as error:
         print(f"kvfold: error: {error}", file=sys.stderr)
@@ -156,13 +205,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for row in rows:
         shape = "".join(f" {name}={row[name]}" for name in ("g", "N", "R") if name in row)
-        print(f"table {row['table']:>8}: {row['what']}{shape}: {row['bits']:.3f} bits, MSE {row['mse']:.6f}")
+        print(f"{row['table']:>8}: {row['what']}{shape}: {row['bits']:.3f} bits, error {row['mse']:.6f}")
     if target:
         about = {
-            "model": info.name, "layer": 0, "tokens": windows.numel(), "held_out_tokens": int(held.sum()),
+            "model": info.name,
+            "layer": 1,
+            "training_layer": deep.spec.layer_idx + 1,
+            "tokens": windows.numel(),
+            "held_out_tokens": int(held.sum()),
             "texts": [{"name": Path(t.source).name, "sha256": t.sha256} for t in texts],
-            "schedule": dataclasses.asdict(PLAIN), "key_variance": variance, "torch": torch.__version__,
-        }  # fmt: skip
+            "schedule": dataclasses.asdict(PLAIN),
+            "key_variance": variance,
+            "torch": torch.__version__,
+        }
         write_json(target, json.loads(json.dumps({"header": about, "rows": rows})))
         print(f"written: {target}")
     return 0
