@@ -1,0 +1,349 @@
+"""Attention over packed affine groups in plain order, in plain Triton: tiles are decoded on chip and multiplied at once.
+
+A tile is UNITS units of 32 tokens by W channels, decoded to fp16 in three instructions for two elements: a byte under the
+exponent of 1024 is a number already once all but its field is masked off, one multiply-add makes it the code itself, and one
+more applies scale and zero-point. A byte holds several tokens of one channel; each of them loads it, which costs the L1 cache a
+little and spares a rearrangement. Products accumulate in float32.
+
+A head whose size is no power of two is read in two pieces of channels, a power of two each (the second may be padded).
+"""
+
+import triton
+import triton.language as tl
+
+PTX = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Unpack two elements with one instruction; Triton's interpreter cannot."""
+
+
+@triton.jit
+def _load(at, mask):  # type: ignore[no-untyped-def]
+    if mask is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def _and(mask, other):  # type: ignore[no-untyped-def]
+    if other is None:
+        return mask
+    else:
+        return mask & other
+
+
+@triton.jit
+def _plane(data, unit, token, channel, seen, D: tl.constexpr, UNIT_BYTES: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of a plane of ``WIDTH`` bits as fp16 [tokens, channels]: field ``token // (4 * WIDTH)`` of its bytes."""
+    rows: tl.constexpr = 4 * WIDTH  # rows of bytes in a unit
+    x = _load(data + (unit * UNIT_BYTES + token % rows * D)[:, None] + channel[None, :], seen)
+    at = (token // rows * WIDTH).to(tl.uint16)
+    mask = ((((1 << WIDTH) - 1) << at) | 0x6400)[:, None].to(tl.uint16)  # of a byte under the exponent of 1024: 1024 + code * 2^at
+    scale = ((15 - at) << 10)[:, None].to(tl.uint16)  # 2^-at as fp16: its exponent plus 15, at bit 10
+    shift = ((25 - at) << 10 | 0x8000)[:, None].to(tl.uint16)  # -1024 * 2^-at
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            prmt.b32 a, $2, 0x64646464, 0x5140;
+            prmt.b32 b, $2, 0x64646464, 0x7362;
+            and.b32 a, a, $3;
+            and.b32 b, b, $4;
+            fma.rn.f16x2 $0, a, $5, $7;
+            fma.rn.f16x2 $1, b, $6, $8;
+            }""",
+            "=r,=r,r,r,r,r,r,r,r", [x, mask, scale, shift], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        number = ((x.to(tl.uint16) | 0x6400) & mask).to(tl.float16, bitcast=True)
+        return number * scale.to(tl.float16, bitcast=True) + shift.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _codes(data, last, channel, seen, D: tl.constexpr, BITS: tl.constexpr, UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of a tile, fp16 [32 * UNITS, W]. What comes after unit ``last`` repeats it."""
+    index = tl.arange(0, UNITS * 32)
+    unit = tl.minimum(index // 32, last)
+    x = _plane(data, unit, index % 32, channel, seen, D, 4 * D * BITS, 2 if BITS == 3 else BITS)
+    if BITS == 3:
+        x += 4.0 * _plane(data + 8 * D, unit, index % 32, channel, seen, D, 4 * D * BITS, 1)
+    return x
+
+
+@triton.jit
+def _signed(codes, words, bit):  # type: ignore[no-untyped-def]
+    """Codes, negative where bit ``bit`` of their sign word is set."""
+    sign = ((words.to(tl.uint16, bitcast=True) >> bit.to(tl.uint16)) & 1) << 15
+    return (codes.to(tl.uint16, bitcast=True) ^ sign).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _zero_of(aux, at, words, mask, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Zero-points of asymmetric groups of a hybrid format, fp16; their words begin at ``at``."""
+    if GROUP == 16:
+        return words.to(tl.float16, bitcast=True)
+    else:
+        low, high = _load(aux + at, mask).to(tl.int32), _load(aux + at + 1, mask).to(tl.int32)
+        wide = ((low & 0xFFFF) | (high << 16)).to(tl.float32, bitcast=True)
+        return tl.minimum(tl.maximum(wide, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def _spread(x, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What groups of a tile have in common, to be broadcast over their members."""
+    if AXIS == 0:
+        return x[:, None, :]
+    else:
+        return x[:, :, None]
+
+
+@triton.jit
+def _tile(
+    codes, meta, aux, first, last, channel, seen, START: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr, AXIS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Decode channels ``channel`` [W] of a tile, fp16 [32 * UNITS, W].
+
+    ``first`` is the tile's first unit, ``last`` the last one of it that exists; later ones repeat it. Channels that are not
+    ``seen`` become 0; None: all are. Where groups run along channels (AXIS 1), ``channel`` is START, START + 1, ...
+    """
+    T: tl.constexpr = UNITS * 32
+    x = _codes(codes + first.to(tl.int64) * (4 * D * BITS), last, channel, seen, D, BITS, UNITS)
+    # x as groups, or parts of groups; ``row`` and ``column`` of their metadata in rows of N groups, and which word holds
+    # their signs (of 16 members)
+    if AXIS == 0:
+        PARTS: tl.constexpr = 2 if GROUP == 16 or MODE != 0 else 1  # of a unit
+        N: tl.constexpr = D
+        x = tl.reshape(x, (UNITS * PARTS, 32 // PARTS, W))
+        base = first.to(tl.int64) * 32 // GROUP
+        index = tl.arange(0, UNITS * PARTS)
+        token = tl.minimum(index // PARTS, last) * 32 + index % PARTS * 16
+        token += first * 32 - base.to(tl.int32) * GROUP  # from the beginning of the tile's first group
+        row = (token // GROUP)[:, None]
+        column = channel[None, :]
+        word = (token % GROUP // 16)[:, None]
+        bit = tl.arange(0, 16)[None, :, None]
+        mask = seen
+    else:
+        S: tl.constexpr = 32 if MODE == 0 and GROUP % 32 == 0 and W % 32 == 0 and START % 32 == 0 else 16
+        N: tl.constexpr = 32 * D // GROUP
+        x = tl.reshape(x, (T, W // S, S))
+        base = first.to(tl.int64)
+        index = tl.arange(0, T)
+        part = START + tl.arange(0, W // S) * S
+        row = tl.minimum(index // 32, last)[:, None]
+        column = (index % 32)[:, None] * (D // GROUP) + (part // GROUP)[None, :]
+        word = (part % GROUP // 16)[None, :]
+        bit = tl.arange(0, 16)[None, None, :]
+        mask = None if seen is None else (part < D)[None, :]
+    EACH: tl.constexpr = 2 if MODE == 0 else 1  # numbers per group in ``meta``
+    meta += base * (EACH * N)
+    at = row * (EACH * N) + column
+    scale = _load(meta + at, mask)
+    zero = tl.zeros_like(scale)
+    if MODE == 0:
+        zero = _load(meta + N + at, mask)
+    else:
+        aux += base * (N * GROUP // 16)
+        at = at * (GROUP // 16)
+        words = _load(aux + at + word, mask)
+        if MODE == 2:
+            asym = scale.to(tl.int16, bitcast=True) < 0  # a negative scale, -0 included, marks an asymmetric group
+            zero = tl.where(asym, _zero_of(aux, at, words, mask, GROUP), 0.0).to(tl.float16)
+            words = tl.where(asym, 0, words).to(tl.int16)
+            scale = tl.abs(scale)
+        x = _signed(x, _spread(words, AXIS), bit)
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    scale = tl.minimum(scale, LIMIT / LEVELS - zero * (1.0 / LEVELS))  # nothing decodes to an infinity
+    x = x * _spread(scale, AXIS)
+    if MODE != 1:
+        x += _spread(zero, AXIS)
+    return tl.reshape(x, (T, W))
+
+
+@triton.jit
+def _rotated(a, b, cos, sin):  # type: ignore[no-untyped-def]
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _scores(q, k, score, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Products [rows, tokens], or [tokens, rows], of queries [rows, channels] and keys [tokens, channels], plus ``score``."""
+    if FLIP:
+        return tl.dot(k, tl.trans(q), score)
+    else:
+        return tl.dot(q, tl.trans(k), score)
+
+
+@triton.jit
+def _sums(p, v, acc, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Weighted sums [rows, channels], or [channels, rows], of values [tokens, channels], plus ``acc``."""
+    if FLIP:
+        return tl.dot(tl.trans(v), p, acc)
+    else:
+        return tl.dot(p, v, acc)
+
+
+@triton.jit
+def _of_rows(x, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number per query row as it meets scores and sums."""
+    if FLIP:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def _of_tokens(x, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number per token as it meets scores."""
+    return _of_rows(x, not FLIP)
+
+
+@triton.jit(do_not_specialize=["start", "units", "room", "splits", "part", "parts", "rows", "row_blocks", "heads"])
+def tiles_kernel(
+    q_ptr, bias_ptr, k_codes, k_meta, k_aux, v_codes, v_meta, v_aux, packed_len_ptr,
+    position_ptr, freq_ptr, step_ptr, table_ptr,
+    part_out, part_top, part_sum,
+    factor, heads, rows, row_blocks, start, units, room, splits, part, parts,
+    D: tl.constexpr, M: tl.constexpr, UNITS: tl.constexpr, FLIP: tl.constexpr,
+    KA: tl.constexpr, KB: tl.constexpr, K_SPLIT: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr,
+    ROTARY: tl.constexpr, HINT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
+    V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Attention of M query rows of one KV head of one sequence over one split of a span's packed tokens.
+
+    Grid: (batch * heads * row_blocks, splits). The span holds tokens ``start`` to ``start + 32 * units`` of every sequence's packed
+    part; from one KV head's storage to the next are ``room`` units. ``factor`` is the scale times log2(e).
+
+    Keys are read in pieces of KA and KB channels (KB may be 0), the second from channel K_SPLIT; values in pieces of VA and VB.
+    With ROTARY, keys are stored before RoPE and the pieces are the two halves of its pairs: queries are rotated back by the
+    position of the tile's first token (by an accurate angle at first, then tile by tile, in float32), and keys by the rest.
+
+    With FLIP, for few query rows, products are computed transposed, so that tokens and channels are the rows of an MMA and
+    queries its 8 columns.
+    """
+    T: tl.constexpr = UNITS * 32
+    TOKENS: tl.constexpr = 0 if FLIP else 1  # axis of scores
+    K_LIMIT: tl.constexpr = 46000.0 if ROTARY else 65400.0  # rotated, it may grow by the root of two
+    head = tl.program_id(0) // row_blocks
+    row = tl.program_id(0) % row_blocks * M + tl.arange(0, M)
+    batch = head // heads
+    split = tl.program_id(1)
+    used = tl.minimum((tl.load(packed_len_ptr + batch) - start).to(tl.int32) // 32, units)
+    tiles = (tl.maximum(used, 0) + UNITS - 1) // UNITS
+    each = (tiles + splits - 1) // splits
+    begin = split * each
+    end = tl.minimum(begin + each, tiles)
+
+    units_before = head.to(tl.int64) * room
+    k_codes += units_before * (4 * D * K_BITS)
+    v_codes += units_before * (4 * D * V_BITS)
+    k_meta += units_before * (32 * D // K_GROUP * (2 if K_MODE == 0 else 1))
+    v_meta += units_before * (32 * D // V_GROUP * (2 if V_MODE == 0 else 1))
+    k_aux += units_before * (2 * D)
+    v_aux += units_before * (2 * D)
+
+    # channels of the pieces
+    a_index, b_index = tl.arange(0, KA), tl.arange(0, KB if KB else 16)
+    a_channel, b_channel = a_index, b_index + K_SPLIT
+    k_seen_a, k_seen_b = None, None
+    if ROTARY:
+        rest = D - ROTARY  # channels that are not rotated are pairs of angle 0
+        a_channel = tl.where(a_index < ROTARY // 2, a_index, a_index + ROTARY // 2)
+        b_channel = a_channel + tl.where(a_index < ROTARY // 2, ROTARY // 2, rest // 2)
+        a_channel = tl.max_contiguous(tl.multiple_of(a_channel, HINT), HINT)
+        b_channel = tl.max_contiguous(tl.multiple_of(b_channel, HINT), HINT)
+        if 2 * KA != D:
+            k_seen_a = (a_index < D // 2)[None, :]
+            k_seen_b = k_seen_a
+    else:
+        if KA > D:
+            k_seen_a = (a_channel < D)[None, :]
+        if KB and K_SPLIT + KB > D:
+            k_seen_b = (b_channel < D)[None, :]
+
+    # queries, as fp16 times a power of two, so that large ones do not overflow and rounded ones stay what they are
+    inside = row < rows
+    q_row = q_ptr + (head.to(tl.int64) * rows + row)[:, None] * D
+    q_a = _load(q_row + a_channel[None, :], _and(inside[:, None], k_seen_a)).to(tl.float32)
+    largest = tl.max(tl.abs(q_a), 1)
+    if KB:
+        q_b = _load(q_row + b_channel[None, :], _and(inside[:, None], k_seen_b)).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(q_b), 1))
+    exponent = tl.minimum(tl.maximum(largest, 1e-30), 1e37).to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None]
+    q_a *= inverse
+    if KB:
+        q_b *= inverse
+    if ROTARY:
+        freq = tl.load(freq_ptr + a_index)
+        angle = (tl.load(position_ptr + batch) + start + begin * T).to(tl.float32) * freq
+        gain = tl.load(freq_ptr + KA + a_index)
+        q_a, q_b = _rotated(q_a, q_b, (tl.cos(angle) * gain)[None, :], (tl.sin(angle) * -gain)[None, :])
+        step_cos, step_sin = tl.load(step_ptr + a_index), tl.load(step_ptr + KA + a_index)
+        at = tl.arange(0, T)[:, None] * KA + a_index[None, :]
+    row_factor = factor * exponent.to(tl.float32, bitcast=True)
+    q16_a = q_a.to(tl.float16)
+    if KB:
+        q16_b = q_b.to(tl.float16)
+
+    va_channel, vb_channel = tl.arange(0, VA), tl.arange(0, VB if VB else 16) + VA
+    v_seen_a = (va_channel < D)[None, :] if VA > D else None
+    v_seen_b = (vb_channel < D)[None, :] if VB and VA + VB > D else None
+
+    top = tl.full([M], -1.0e30, tl.float32)  # finite, so that differences are never NaN
+    total = tl.zeros([M], tl.float32)
+    acc_a = tl.zeros([VA, M] if FLIP else [M, VA], tl.float32)
+    acc_b = tl.zeros([VB if VB else 16, M] if FLIP else [M, VB if VB else 16], tl.float32)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        first = tile * UNITS
+        last = used - 1 - first
+        k_a = _tile(
+            k_codes, k_meta, k_aux, first, last, a_channel, k_seen_a, 0, KA, D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, K_LIMIT
+        )  # fmt: skip
+        if KB:
+            k_b = _tile(
+                k_codes, k_meta, k_aux, first, last, b_channel, k_seen_b, K_SPLIT, KB,
+                D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, K_LIMIT,
+            )  # fmt: skip
+        if ROTARY:
+            q16_a, q16_b = q_a.to(tl.float16), q_b.to(tl.float16)
+            q_a, q_b = _rotated(q_a, q_b, step_cos[None, :], -step_sin[None, :])
+            k_a, k_b = _rotated(k_a, k_b, tl.load(table_ptr + at), tl.load(table_ptr + T * KA + at))
+        score = _scores(q16_a, k_a, None, FLIP)
+        if KB:
+            score = _scores(q16_b, k_b, score, FLIP)
+        score = score * _of_rows(row_factor, FLIP)
+        score = tl.where(_of_tokens(tl.arange(0, T) // 32 <= last, FLIP), score, float("-inf"))
+        new = tl.maximum(top, tl.max(score, TOKENS))
+        p = tl.exp2(score - _of_rows(new, FLIP))
+        before = tl.exp2(top - new)
+        total = total * before + tl.sum(p, TOKENS)
+        top = new
+        p = p.to(tl.float16)
+        before = _of_rows(before, FLIP)
+        v_a = _tile(
+            v_codes, v_meta, v_aux, first, last, va_channel, v_seen_a, 0, VA, D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, 65400.0
+        )  # fmt: skip
+        acc_a = _sums(p, v_a, acc_a * before, FLIP)
+        if VB:
+            v_b = _tile(
+                v_codes, v_meta, v_aux, first, last, vb_channel, v_seen_b, VA, VB,
+                D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, 65400.0,
+            )  # fmt: skip
+            acc_b = _sums(p, v_b, acc_b * before, FLIP)
+
+    if HAS_BIAS:  # the same for all packed tokens
+        if begin < end:
+            top += tl.load(bias_ptr + head.to(tl.int64) * rows + row, mask=inside, other=0.0) * factor
+    slot = (head.to(tl.int64) * parts + part + split) * rows + row
+    tl.store(part_top + slot, top, mask=inside)
+    tl.store(part_sum + slot, total, mask=inside)
+    if FLIP:
+        acc_a, acc_b = tl.trans(acc_a), tl.trans(acc_b)
+    out = part_out + slot[:, None] * D
+    tl.store(out + va_channel[None, :], acc_a, mask=inside[:, None] & (va_channel < D)[None, :])
+    if VB:
+        tl.store(out + vb_channel[None, :], acc_b, mask=inside[:, None] & (vb_channel < D)[None, :])

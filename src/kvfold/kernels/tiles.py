@@ -1,0 +1,354 @@
+"""A choice of the registry for what the fused kernels refuse: plain Triton over affine groups in plain order.
+
+Head sizes that are no power of two, any group size, blocks of any length, and keys that are stored before RoPE.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvfold.formats import AffineGroups, Fields, Format
+from kvfold.kernels.base import AttentionCall, AttentionKernel, Span, Windows
+from kvfold.rope import Rope
+
+if TYPE_CHECKING:
+    from kvfold.cache import FoldedLayer
+    from kvfold.kernels.partials import Partials
+
+MODES = {"asym": 0, "sym": 1, "hybrid": 2}
+MAX_DIM = 256
+WORKSPACE = 64 << 20
+"""Bytes of partial results up to which the queries of a long call are taken at once."""
+MANY_ROWS = 64
+"""Query rows from which on a program's warps share tiles of :data:`MANY_ROWS` rows."""
+
+
+class TilesKernel(AttentionKernel):
+    """Affine groups in plain order on NVIDIA GPUs (sm_80 and later); calls of any length, with padding or without."""
+
+    name = "triton"
+    in_place_tokens = 16
+    dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})
+
+    def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
+        if device.type != "cuda":
+            return "needs an NVIDIA GPU"
+        if torch.cuda.get_device_capability(device)[0] < 8:
+            return "needs compute capability 8.0"
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        return unsupported(key_format, value_format, pre_rope)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return attend(call, call.new_keys.shape[2])
+
+    def attend_in_place(
+        self, layer: "FoldedLayer", query: torch.Tensor, scale: float, lengths: Any = None
+    ) -> torch.Tensor:
+        nothing = query[:, : layer.spec.num_kv_heads, :0]  # the call's tokens lie in the windows
+        call = layer.call(query, nothing, nothing, None, scale)
+        if lengths is not None:
+            windows = layer.windows(lengths)
+            call = replace(call, dense=windows, packed_len=windows.packed_len, spans=layer.spans())
+        out = attend(call, query.shape[2], in_place=True)
+        return out.unflatten(2, (-1, query.shape[2])).flatten(1, 2).to(query.dtype)
+
+
+def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
+    """Why the kernel cannot read these formats; None if it can."""
+    for side, form in (("keys", key_format), ("values", value_format)):
+        if not isinstance(form, AffineGroups):
+            return f"{side}: {form.kind} storage; allowed: affine"
+        if form.operand != "plain":
+            return f"{side}: packed for tensor cores"
+        if form.head_dim > MAX_DIM:
+            return f"{side}: head_dim={form.head_dim}; allowed: up to {MAX_DIM}"
+        if form.group & (form.group - 1):
+            return f"{side}: group={form.group}; allowed: powers of two"
+    if pre_rope and isinstance(key_format, AffineGroups) and key_format.axis != "token":
+        return "keys: stored before RoPE in groups along channels; allowed: along tokens"
+    return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launch shape; depends on shapes only, never on lengths.
+
+    Attributes
+    ----------
+    rows : int
+        Query rows of a program.
+    units : int
+        Units of 32 tokens in a tile.
+    warps, stages : int
+        Warps of a program, and stages of its loop (1: the loads of a tile wait for the tile before).
+    splits : int
+        Parts of a span's tokens.
+    """
+
+    rows: int
+    units: int
+    warps: int
+    stages: int
+    splits: int
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache
+def make_plan(head_dim: int, heads: int, rows: int, units: int, rotary: bool, multiprocessors: int) -> Plan:
+    """Choose a launch shape.
+
+    Parameters
+    ----------
+    heads : int
+        KV heads of all sequences.
+    rows : int
+        Query rows per KV head.
+    units : int
+        Units of 32 tokens that the storage holds.
+    """
+    import triton
+
+    if rows < MANY_ROWS:
+        m = max(8, triton.next_power_of_2(rows))
+        n, warps, resident = (2, 2, 6) if m == 8 and head_dim <= 128 else (2, 4, 3)
+    else:
+        m = MANY_ROWS
+        n, warps, resident = 2, 4, 2
+    jobs = heads * math.ceil(rows / m)
+    splits = max(1, min(multiprocessors * resident // jobs, units // (2 * n), 256))
+    return Plan(m, n, warps, 1, splits)
+
+
+def pieces(head_dim: int) -> tuple[int, int]:
+    """Powers of two, the second at least 16 or 0, that hold all channels."""
+    whole = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - whole
+    return whole, rest and max(16, 1 << (rest - 1).bit_length())
+
+
+def constants(
+    key_format: AffineGroups, value_format: AffineGroups, plan: Plan, rotary: int, has_bias: bool
+) -> dict[str, int | bool]:
+    """What the kernel is specialized on; ``rotary`` channels are rotated as keys are read (0: none)."""
+    dim = key_format.head_dim
+    low, high = pieces(dim)
+    named: dict[str, int | bool] = {"D": dim, "VA": low, "VB": high, "KA": low, "KB": high, "K_SPLIT": low, "HINT": 16}
+    if rotary:
+        half = max(16, 1 << (dim // 2 - 1).bit_length())
+        named |= {"KA": half, "KB": half, "HINT": math.gcd(16, rotary // 2, (dim - rotary) // 2)}
+    for letter, form in (("K", key_format), ("V", value_format)):
+        named |= {
+            f"{letter}_BITS": form.bits_per_code,
+            f"{letter}_AXIS": int(form.axis == "channel"),
+            f"{letter}_MODE": MODES[form.mode],
+            f"{letter}_GROUP": form.group,
+        }
+    sizes = {"M": plan.rows, "UNITS": plan.units, "FLIP": plan.rows < MANY_ROWS, "STAGES": plan.stages}
+    return named | sizes | {"ROTARY": rotary, "HAS_BIAS": has_bias}
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Constants of a model's RoPE, pair by pair; pairs that are not rotated, and padding, have frequency 0.
+
+    Attributes
+    ----------
+    freq : Tensor, float32 [2, pairs]
+        Angles per position, and factors of rotated pairs.
+    step : Tensor, float32 [2, pairs]
+        Cosine and sine of a tile's angle.
+    table : Tensor, float16 [2, tokens of a tile, pairs]
+        Cosines and sines of the angles within a tile.
+    """
+
+    freq: torch.Tensor
+    step: torch.Tensor
+    table: torch.Tensor
+
+
+@lru_cache(maxsize=64)
+def _rotation(rope: Rope, pairs: int, tokens: int, device: torch.device) -> Rotation:
+    freq = torch.zeros(pairs, dtype=torch.float64)
+    gain = torch.ones(pairs, dtype=torch.float64)
+    count = rope.inv_freq.numel()
+    freq[:count], gain[:count] = rope.inv_freq.cpu().double(), rope.scaling
+    angles = torch.arange(tokens + 1, dtype=torch.float64).unsqueeze(-1) * freq
+    table = torch.stack((angles.cos(), angles.sin()))
+    return Rotation(
+        torch.stack((freq, gain)).float().to(device),
+        table[:, tokens].float().contiguous().to(device),
+        table[:, :tokens].half().contiguous().to(device),
+    )
+
+
+def attend(call: AttentionCall, tokens: int, in_place: bool = False, plan: Plan | None = None) -> torch.Tensor:
+    """Attention over packed spans, windows and new tokens; see :class:`AttentionCall`.
+
+    Nothing depends on a value on the host. Beyond the output a call needs partial results of its query rows, at most
+    :data:`WORKSPACE` bytes of them at a time.
+
+    Parameters
+    ----------
+    tokens : int
+        Query tokens; rows are query heads times these.
+    in_place : bool
+        The call's own tokens are the newest of the windows; there are no new keys and values.
+    plan : Plan or None
+        Launch shape for every span; chosen from the shapes if None.
+
+    Returns
+    -------
+    Tensor, float32 [batch, num_kv_heads, rows, head_dim]
+    """
+    batch, heads, rows, dim = call.rows.shape
+    most = max(1, WORKSPACE // (4 * batch * heads * (rows // tokens) * dim * (len(call.spans) + 1)))
+    if tokens <= most:
+        return _attend(call, call.rows, call.packed_queries, call.packed_bias, tokens, 0, in_place, plan)
+    out = torch.empty(batch, heads, rows // tokens, tokens, dim, dtype=torch.float32, device=call.rows.device)
+
+    def cut(x: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+        return None if x is None else x.unflatten(2, (-1, tokens))[:, :, :, part].flatten(2, 3)
+
+    for first in range(0, tokens, most):
+        part = slice(first, min(first + most, tokens))
+        rows_of, packed, bias = (cut(x, part) for x in (call.rows, call.packed_queries, call.packed_bias))
+        assert rows_of is not None
+        piece = _attend(call, rows_of, packed, bias, part.stop - first, first, in_place, plan)
+        out[:, :, :, part] = piece.unflatten(2, (rows // tokens, -1))
+    return out.flatten(2, 3)
+
+
+def _attend(
+    call: AttentionCall,
+    rows: torch.Tensor,
+    packed: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    tokens: int,
+    first: int,
+    in_place: bool,
+    plan: Plan | None,
+) -> torch.Tensor:
+    """Attention of the query tokens ``first`` to ``first + tokens`` of a call."""
+    from kvfold.kernels.partials import Partials
+    from kvfold.kernels.windows import attend_windows
+
+    windows = call.dense
+    assert isinstance(windows, Windows)
+    batch, heads, count, dim = rows.shape
+    plans = [plan or _plan(call, span, count) for span in call.spans]
+    partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), count, dim, rows.device)
+    at = 1
+    for each, span in zip(plans, call.spans, strict=True):
+        assert packed is not None
+        attend_packed(call, span, packed, bias, partials, at, each)
+        at += each.splits
+    if call.unproject is not None and call.spans:
+        sums = partials.out[:, 1:].unflatten(0, (batch, heads)).flatten(2, 3)
+        partials.out[:, 1:] = call.unproject(sums).view(batch * heads, at - 1, count, dim)
+    attend_windows(
+        rows.unflatten(2, (-1, tokens)).flatten(1, 2).to(windows.ring[0].dtype).contiguous(),
+        windows,
+        call.scale,
+        partials,
+        0,
+        None if in_place else call.new_keys,
+        None if in_place else call.new_values,
+        call.new_valid,
+        first,
+    )
+    return partials.merge(torch.empty_like(rows, memory_format=torch.contiguous_format))
+
+
+def _plan(call: AttentionCall, span: Span, rows: int) -> Plan:
+    batch, heads, _, dim = call.rows.shape
+    units = _units(span)
+    return make_plan(dim, batch * heads, rows, units, call.rope is not None, _multiprocessors(call.rows.device))
+
+
+def _units(span: Span) -> int:
+    """Units of 32 tokens of a span."""
+    codes = span.keys["codes"]
+    return codes.shape[2] * codes.shape[3]
+
+
+def attend_packed(
+    call: AttentionCall,
+    span: Span,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    partials: "Partials",
+    part: int,
+    plan: Plan,
+) -> None:
+    """Write partial results over one span to the parts ``part`` to ``part + plan.splits`` of ``partials``.
+
+    Parameters
+    ----------
+    packed : Tensor, float [batch, num_kv_heads, rows, head_dim]
+        Queries as decoded keys meet them: after RoPE also where keys are stored before it.
+    bias : Tensor or None, float32 [batch, num_kv_heads, rows]
+        Added to scores before ``call.scale``.
+    """
+    from kvfold.kernels._tiles import tiles_kernel
+    from kvfold.kernels.partials import LOG2E
+
+    key_format, value_format = call.key_format, call.value_format
+    assert isinstance(key_format, AffineGroups) and isinstance(value_format, AffineGroups)
+    batch, heads, rows, _ = packed.shape
+    keys, room = _arrays(key_format, span.keys)
+    values, room_v = _arrays(value_format, span.values)
+    assert room == room_v
+    rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
+    fixed = constants(key_format, value_format, plan, rotary, bias is not None)
+    nothing = partials.total  # stands for tensors that are never read
+    turns = (nothing, nothing, nothing)
+    if call.rope is not None:
+        rotation = _rotation(call.rope, fixed["KA"], 32 * plan.units, packed.device)
+        turns = (rotation.freq, rotation.step, rotation.table)
+    blocks = math.ceil(rows / plan.rows)
+    tiles_kernel[(batch * heads * blocks, plan.splits)](
+        packed.contiguous(),
+        nothing if bias is None else bias.float().contiguous(),
+        *keys,
+        *values,
+        call.packed_len,
+        call.first_position,
+        *turns,
+        partials.out,
+        partials.top,
+        partials.total,
+        float(call.scale) * LOG2E,
+        heads,
+        rows,
+        blocks,
+        span.start,
+        _units(span),
+        room,
+        plan.splits,
+        part,
+        partials.splits,
+        **fixed,
+        num_warps=plan.warps,
+    )
+
+
+def _arrays(form: AffineGroups, fields: Fields) -> tuple[list[torch.Tensor], int]:
+    """Codes as bytes, scales (and zero-points), sign words; and the units from one KV head's storage to the next's."""
+    names = ("codes", "meta", "meta") if form.mode == "asym" else ("codes", "scale", "aux")
+    codes = fields["codes"]
+    room = codes.stride(1) // codes.stride(2) * codes.shape[3]
+    for name in names:
+        x = fields[name]
+        inner = x[0, 0, 0].numel()
+        if x.stride(1) * codes.shape[3] != room * inner or x.stride(2) != inner or x.stride(0) != x.shape[1] * x.stride(1):
+            raise ValueError(f"packed storage: {name} has strides {x.stride()} of {tuple(x.shape)}, not those of a slab")
+    return [codes.view(torch.uint8), *(fields[name] for name in names[1:])], room
