@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_version_and_help_of_every_command(run):
     assert run("--version") == (0, f"kvfold {kvfold.__version__}\n", "")
     status, out, _ = run("--help")
     assert status == 0
-    for command in ("compare", "generate", "explain", "methods"):
+    for command in ("compare", "domains", "generate", "explain", "methods"):
         assert command in out
         status, text, _ = run(command, "--help")
         assert status == 0 and "--json" in text
@@ -95,6 +96,38 @@ def test_compare_reads_a_file_and_prints_json_alone(run, tiny, tmp_path):
     )
     assert status == 0
     assert json.loads(out)["header"]["text"] == str(tmp_path / "a.txt")
+
+
+def test_domains_prints_means_and_takes_texts_and_artefacts(run, tiny, tmp_path):
+    (tmp_path / "a.txt").write_text("The cache was folded twice. " * 100)
+    learned = ["calibrate", "--model", tiny, "--method", "kvquant:bits=2", "--text", str(tmp_path / "a.txt")]
+    (tmp_path / "artefacts").mkdir()
+    status, *_ = run(*learned, "--tokens", "1024", "--out", str(tmp_path / "artefacts" / "kvquant.safetensors"))
+    assert status == 0
+    arguments = ["domains", "--model", tiny, "--methods", "none", "kivi", "--domains", "retrieval", "--windows", "1"]
+    arguments += ["--prefix", "320", "--tokens", "64", "--text", f"folded={tmp_path / 'a.txt'}"]
+    arguments += ["--artefacts", str(tmp_path / "artefacts"), "--json"]
+    status, out, err = run(*arguments, str(tmp_path / "x.json"))
+    assert status == 0 and errors(err) == [] and "retrieval" in out and "folded" in out
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [(row["domain"], row["method"].partition(":")[0]) for row in rows] == [
+        (domain, method) for domain in ("retrieval", "folded") for method in ("none", "kivi", "kvquant")
+    ]
+    assert f"{rows[1]['kld']:.3f} / {100 * rows[1]['top1']:.0f}% ({100 * rows[1]['exact']:.0f}%)" in out
+    status, out, _ = run(*arguments, "-")
+    assert status == 0 and [row["kld"] for row in json.loads(out)["rows"]] == [row["kld"] for row in rows]
+
+
+def test_artefacts_of_another_model_are_left_out_and_said(run, tiny, tmp_path):
+    other = str(save(tmp_path / "other", tiny_llama(head_dim=32)))
+    (tmp_path / "a.txt").write_text("The cache was folded twice. " * 100)
+    out_file = tmp_path / "kvquant.safetensors"
+    learned = ["--method", "kvquant", "--text", str(tmp_path / "a.txt"), "--tokens", "1024", "--out", str(out_file)]
+    assert run("calibrate", "--model", other, *learned)[0] == 0
+    arguments = ["compare", "--model", tiny, "--methods", "none", *SMALL, "--artefacts", str(tmp_path), "--json", "-"]
+    status, out, err = run(*arguments)
+    assert status == 0 and [row["method"] for row in json.loads(out)["rows"]] == ["none"]
+    assert errors(err) == [f"kvfold: kvquant.safetensors was made for {other}; left out"]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +202,12 @@ def test_raw_prompts_and_sampling(run, tiny):
         (["compare", "--dtype", "int4"], "dtype: 'int4' .*float32"),
         (["compare", "--device", "abacus"], "device: 'abacus' .*cpu"),
         (["compare", *SMALL, "--methods", "kivi:group=96"], "group"),
+        (["compare", "--artefacts", "/not/there"], "artefacts: /not/there is not a folder"),
+        (["domains", "--text", "prose.txt"], "text: 'prose.txt' is not NAME=FILE"),
+        (["domains", "--text", "a=/not/there"], "text: cannot read"),
+        (["domains", "--domains", "poetry"], "domain: 'poetry' .*prose"),
+        (["domains", "--windows", "0"], "windows: 0"),
+        (["domains", "--prefix", "320", "--tokens", "5000"], f"tokens: .*context of {CONTEXT}"),
         (["generate", ""], "prompt: it is empty"),
         (["generate", " \n"], "prompt: it is empty"),
         (["generate"], "'PROMPT'"),
@@ -183,7 +222,7 @@ def test_raw_prompts_and_sampling(run, tiny):
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(run, tiny, arguments, says):
-    if arguments[0] in ("compare", "generate", "explain"):
+    if arguments[0] in ("compare", "domains", "generate", "explain"):
         arguments = [*arguments[:1], "--model", tiny, *arguments[1:]]
     status, out, err = run(*arguments)
     assert status == 2 and out == ""
@@ -294,3 +333,12 @@ def test_the_whole_way_on_the_embedded_model(run, tmp_path):
         "generate", "What is the capital of France? Answer with one word.", "--method", "kivi:bits=4,recent=0"
     )
     assert status == 0 and "Paris" in out
+
+
+# ---- what is committed -----------------------------------------------------------------------------------------------
+
+
+def test_tables_of_readme_and_docs_are_those_of_the_rows():
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "scripts/tables.py", "--check"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

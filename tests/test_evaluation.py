@@ -395,7 +395,7 @@ def test_json_lines_are_read_as_text_and_others_refused(tmp_path):
 
 def test_domains_score_every_method_on_every_window_and_go_on_after_a_kill(tiny, tmp_path):
     info = models.ModelInfo("tiny", "float32", "cpu", None, 1)
-    windows = domains.make_windows(byte_tokenizer(), domains.BUILT_IN, {}, 320, 64, 2)
+    windows = domains.make_windows(byte_tokenizer(), domains.load_texts(domains.BUILT_IN, {}), 320, 64, 2)
     assert [(w.domain, w.index) for w in windows] == [(d, i) for d in domains.BUILT_IN for i in range(2)]
     out = tmp_path / "rows.json"
 
@@ -423,7 +423,7 @@ def test_domains_score_every_method_on_every_window_and_go_on_after_a_kill(tiny,
 
 def test_an_unknown_domain_is_named():
     with pytest.raises(KVFoldError, match=r"^domain: 'poetry' is not built in; allowed: prose, code, retrieval"):
-        domains.make_windows(byte_tokenizer(), ["poetry"], {})
+        domains.load_texts(["poetry"], {})
 
 
 def test_exact_answers_are_those_of_the_text(tiny):

@@ -262,11 +262,12 @@ def domains(
             raise KVFoldError(f"{what}: {value}; give at least {least}")
     target = _json_target(json_path)
     chosen = [methods.get(spec) for spec in specs or ("none", "kivi:bits=1", "kivi:bits=2")]
+    loaded_texts = run.load_texts([name for name in names.split(",") if name], files)
     loaded, tokenizer, info = _load(model, dtype, device)
     chosen += _artefact_methods(artefacts, loaded)
     if info.max_context is not None and prefix + tokens > info.max_context:
         raise KVFoldError(f"tokens: prefix {prefix} + {tokens} is beyond the model's context of {info.max_context}")
-    pieces = run.make_windows(tokenizer, [n for n in names.split(",") if n], files, prefix, tokens, windows)
+    pieces = run.make_windows(tokenizer, loaded_texts, prefix, tokens, windows)
 
     def tell(row: Any, done: int, total: int) -> None:
         print(f"kvfold: [{done}/{total}] {row.domain} {row.window}: {row.method}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from kvfold.errors import KVFoldError
 from kvfold.evaluation.compare import make_header
 from kvfold.evaluation.perplexity import CHUNK, Score, reference, score
 from kvfold.evaluation.schema import Header, Sidecar, finite, write_json
-from kvfold.evaluation.text import Text, load_text, python_prose
+from kvfold.evaluation.text import Text, load_text
 from kvfold.models import ModelInfo
 
 if TYPE_CHECKING:
@@ -180,15 +180,8 @@ def load_domain(name: str, path: str) -> Text:
     return Text("\n\n".join(parts) + "\n", text.source)
 
 
-def make_windows(
-    tokenizer: PreTrainedTokenizerBase,
-    domains: Sequence[str],
-    files: dict[str, str],
-    prefix: int = PREFIX,
-    tokens: int = TOKENS,
-    count: int = WINDOWS,
-) -> list[Window]:
-    """All windows to score.
+def load_texts(domains: Sequence[str], files: dict[str, str]) -> dict[str, Text | None]:
+    """The text of every domain; None for retrieval, which is made for the tokenizer.
 
     Parameters
     ----------
@@ -200,22 +193,41 @@ def make_windows(
     Raises
     ------
     KVFoldError
-        An unknown domain, a text that cannot be read or is too short.
+        An unknown domain, or a text that cannot be read.
     """
-    windows: list[Window] = []
-    for name in dict.fromkeys([*domains, *files]):
+    texts: dict[str, Text | None] = {}
+    for name in (*domains, *files):
         if name in files:
-            windows += windows_of(tokenizer, name, load_domain(name, files[name]), prefix, tokens, count)
+            texts[name] = load_domain(name, files[name])
         elif name == "prose":
-            windows += windows_of(tokenizer, name, Text(python_prose(), "pydoc_data.topics"), prefix, tokens, count)
+            texts[name] = load_text()
         elif name == "code":
-            windows += windows_of(tokenizer, name, library_source(), prefix, tokens, count)
+            texts[name] = library_source()
         elif name == "retrieval":
-            windows += retrieval(tokenizer, prefix, tokens, count)
+            texts[name] = None
         else:
             raise KVFoldError(
                 f"domain: {name!r} is not built in; allowed: {', '.join(BUILT_IN)}, or a text of your own as NAME=FILE"
             )
+    if not texts:
+        raise KVFoldError(f"domains: none given; built in: {', '.join(BUILT_IN)}")
+    return texts
+
+
+def make_windows(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: dict[str, Text | None],
+    prefix: int = PREFIX,
+    tokens: int = TOKENS,
+    count: int = WINDOWS,
+) -> list[Window]:
+    """All windows to score; see :func:`windows_of` and :func:`retrieval`."""
+    windows: list[Window] = []
+    for name, text in texts.items():
+        if text is None:
+            windows += retrieval(tokenizer, prefix, tokens, count)
+        else:
+            windows += windows_of(tokenizer, name, text, prefix, tokens, count)
     return windows
 
 
