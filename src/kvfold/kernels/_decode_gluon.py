@@ -44,6 +44,7 @@ from kvfold.kernels._warp import (
     shared_base,
     shuffle,
     shuffle_xor,
+    store_shared2,
     store_shared4,
     times,
     transpose8,
@@ -278,6 +279,15 @@ def _two(x, INDEX: gl.constexpr):
 
 
 @gluon.jit
+def _query(q, INDEX: gl.constexpr, FAR: gl.constexpr):
+    """A query's operand pair: from registers, or (FAR) from shared memory, where ``q`` is the lane's address."""
+    if FAR:
+        return load_shared(q, 256 * INDEX, 2)
+    else:
+        return q[2 * INDEX], q[2 * INDEX + 1]
+
+
+@gluon.jit
 def _unit_half2(lane, EXPONENT: gl.constexpr):
     """Two fp16 2^EXPONENT."""
     return lane * 0 + ((15 + EXPONENT) << 10) * 0x10001
@@ -338,7 +348,7 @@ def _key_sums(q, lane, n: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr
 @gluon.jit
 def _scores_operand(
     base, lane, q, code_factor, zero_factor, extra, D: gl.constexpr, BITS: gl.constexpr, NT: gl.constexpr,
-    NB: gl.constexpr, CODES: gl.constexpr, META: gl.constexpr, CENTER: gl.constexpr,
+    NB: gl.constexpr, CODES: gl.constexpr, META: gl.constexpr, CENTER: gl.constexpr, FAR: gl.constexpr = False,
 ):  # fmt: skip
     """Groups of tokens: the scale multiplies the query; zero-points of all blocks of the stage are rows of one MMA.
 
@@ -369,7 +379,7 @@ def _scores_operand(
                 both = _zero4(lane)
                 for ct in gl.static_range(CT):
                     if weight(D, BITS, ct) == k:
-                        b0, b1 = _two(q, n * CT + ct)
+                        b0, b1 = _query(q, n * CT + ct, FAR)
                         acc = mma(z[2 * ct], nothing, z[2 * ct + 1], nothing, b0, b1, acc, False)
                         if CENTER:
                             both = mma(u[2 * ct], nothing, u[2 * ct + 1], nothing, b0, b1, both, False)
@@ -392,7 +402,7 @@ def _scores_operand(
             a = _operand(words, 2 * ct, D, BITS)
             b = _operand(words, 2 * ct + 1, D, BITS)
             for n in gl.static_range(NT):
-                b0, b1 = _two(q, n * CT + ct)
+                b0, b1 = _query(q, n * CT + ct, FAR)
                 b0 = mul_half2(b0, s[2 * ct])
                 b1 = mul_half2(b1, s[2 * ct + 1])
                 if CENTER:
@@ -426,6 +436,7 @@ def _scores_operand(
 def _scores_accumulator(
     base, lane, q, qsum, code_factor, extra, D: gl.constexpr, BITS: gl.constexpr, MODE: gl.constexpr,
     GROUP: gl.constexpr, NT: gl.constexpr, NB: gl.constexpr, CODES: gl.constexpr, META: gl.constexpr, AUX: gl.constexpr,
+    FAR: gl.constexpr = False,
 ):  # fmt: skip
     """Groups of channels: each group has its own accumulator, which the scale multiplies."""
     CT: gl.constexpr = D // 16
@@ -491,7 +502,7 @@ def _scores_accumulator(
                     else:
                         a = _operand(words, 2 * (group * PER + ks) + tt, D, BITS)
                     for n in gl.static_range(NT):
-                        b0, b1 = _two(q, n * CT + group * PER + ks)
+                        b0, b1 = _query(q, n * CT + group * PER + ks, FAR)
                         accs = _replace(accs, n, mma(a[0], a[1], a[2], a[3], b0, b1, accs[n], False))
                 for n in gl.static_range(NT):
                     low = s[2 * tt * NG + group]
@@ -722,6 +733,80 @@ def _values_operand(
 
 
 @gluon.jit
+def _join(before, factor, n: gl.constexpr, x, FIRST: gl.constexpr):
+    """Sums so far, times the factor of their query rows if this is the FIRST that joins them in a stage, and ``x``."""
+    if FIRST:
+        f0 = factor[2 * n]
+        f1 = factor[2 * n + 1]
+        return (
+            gl.fma(before[0], f0, x[0]),
+            gl.fma(before[1], f1, x[1]),
+            gl.fma(before[2], f0, x[2]),
+            gl.fma(before[3], f1, x[3]),
+        )
+    else:
+        return (before[0] + x[0], before[1] + x[1], before[2] + x[2], before[3] + x[3])
+
+
+@gluon.jit
+def _values_operand_apart(
+    base, lane, p, factor, out, side, D: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, NT: gl.constexpr,
+    NB: gl.constexpr, CODES: gl.constexpr, META: gl.constexpr,
+):  # fmt: skip
+    """As :func:`_values_operand`, but sums of two blocks begin at zero and join those before, times ``factor``, in fp32.
+
+    Tensor cores cut off what they add to an accumulator instead of rounding it. Over thousands of tokens that shows, for sums
+    of codes are much larger than what zero-points leave of them.
+    """
+    CT: gl.constexpr = D // 16
+    NG: gl.constexpr = D // GROUP
+    PER: gl.constexpr = GROUP // 16
+    ROW: gl.constexpr = 128 * NG
+    g = lane // 4
+    t = lane % 4
+    mine = base + t * (4 * NG)
+    zero = mine + (g % NG) * 4
+    one = lane * 0 + ONES
+    for j0 in gl.static_range(0, NB, 2):
+        words = ()
+        for j in gl.static_range(j0, min(j0 + 2, NB)):
+            words = words + (_load_codes(base, lane, CODES + j * code_bytes(D, BITS), D, BITS),)
+        for n in gl.static_range(NT):
+            sums = _zero4(lane)
+            for j in gl.static_range(j0, min(j0 + 2, NB)):
+                for tt in gl.static_range(2):
+                    z0 = load_shared(zero, META + j * ROW + 32 * NG * tt + 64 * NG, 1)[0]
+                    z1 = load_shared(zero, META + j * ROW + 32 * NG * tt + 80 * NG, 1)[0]
+                    p0, p1 = _two(p, (2 * j + tt) * NT + n)
+                    sums = mma(z0, one, z1, one, p0, p1, sums, False)
+            side = _replace(side, n, _join(side[n], factor, n, sums, j0 == 0))
+        for group in gl.static_range(NG):
+            b = ()
+            for j in gl.static_range(j0, min(j0 + 2, NB)):
+                for tt in gl.static_range(2):
+                    s0 = load_shared(mine, META + j * ROW + 32 * NG * tt + 4 * group, 1)[0]
+                    s1 = load_shared(mine, META + j * ROW + 32 * NG * tt + 16 * NG + 4 * group, 1)[0]
+                    for n in gl.static_range(NT):
+                        p0 = _lighten(p[((2 * j + tt) * NT + n) * 2], lane, tt * step(D, BITS))
+                        p1 = _lighten(p[((2 * j + tt) * NT + n) * 2 + 1], lane, tt * step(D, BITS))
+                        b = b + (mul_half2(p0, s0), mul_half2(p1, s1))
+            for i in gl.static_range(PER):
+                accs = ()
+                for _n in gl.static_range(NT):
+                    accs = accs + (_zero4(lane),)
+                for j in gl.static_range(j0, min(j0 + 2, NB)):
+                    for tt in gl.static_range(2):
+                        a = _operand(words[j - j0], 2 * (group * PER + i) + tt, D, BITS)
+                        for n in gl.static_range(NT):
+                            b0, b1 = _two(b, (2 * (j - j0) + tt) * NT + n)
+                            accs = _replace(accs, n, mma(a[0], a[1], a[2], a[3], b0, b1, accs[n], False))
+                for n in gl.static_range(NT):
+                    x = _join(out[n * CT + group * PER + i], factor, n, accs[n], j0 == 0)
+                    out = _replace(out, n * CT + group * PER + i, x)
+    return out, side
+
+
+@gluon.jit
 def _values_accumulator(
     base, lane, p, out, side, D: gl.constexpr, BITS: gl.constexpr, MODE: gl.constexpr, NT: gl.constexpr,
     NB: gl.constexpr, CODES: gl.constexpr, META: gl.constexpr, AUX: gl.constexpr,
@@ -915,23 +1000,6 @@ def _fetch_stage(
         _fetch(to, meta + at * ROW + copier * 16, copier, valid, TO + NB * CODE, ROW, NB, COPIERS)
     if MODE > 0:
         _fetch(to, aux + at * WORDS + copier * 16, copier, valid, TO + NB * (CODE + ROW), WORDS, NB, COPIERS)
-
-
-@gluon.jit
-def _arrived(lane, SHARED: gl.constexpr):
-    """Wait for all but the newest group of copies, those of the other warps too where the stage is shared."""
-    copy_wait_1(lane)
-    if SHARED:
-        program_sync(lane)
-
-
-@gluon.jit
-def _read(lane, SHARED: gl.constexpr):
-    """All that share the stage have read it: it may be written over."""
-    if SHARED:
-        program_sync(lane)
-    else:
-        warp_sync(lane)
 
 
 # ---- full-precision tokens ------------------------------------------------------------------------------------------
@@ -1210,7 +1278,8 @@ def decode_kernel(
     V_AT: gl.constexpr = NB * (K_CODE + K_ROW + K_WORDS)
     STAGE: gl.constexpr = V_AT + NB * (V_CODE + V_ROW + V_WORDS)
     MEET: gl.constexpr = NT * CT * 32 * 16  # bytes a warp leaves for the others at the end
-    base0 = shared_base(lane, STAGE if SHARED else W * (STAGE if STAGE > MEET else MEET))
+    QUERY: gl.constexpr = NT * CT * 256  # bytes of a warp's queries
+    base0 = shared_base(lane, 2 * STAGE + W * QUERY if SHARED else W * (STAGE if STAGE > MEET else MEET))
 
     if EARLY:
         launch_dependents(lane)
@@ -1272,6 +1341,12 @@ def decode_kernel(
             packed_q_ptr, lane, g, t, row0, column0, rows, scale * LOG2E, D, K_BITS, NT
         )  # fmt: skip
         qsum = _query_sums(q, lane, g, t, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NT)
+        if SHARED:  # registers are for sums
+            far = base0 + 2 * STAGE + warp * QUERY + lane * 8
+            for i in gl.static_range(NT * CT):
+                store_shared2(far + 256 * i, q[2 * i], q[2 * i + 1])
+            warp_sync(lane)
+            q = far
 
         bias = ()
         for n in gl.static_range(NT):
@@ -1286,7 +1361,23 @@ def decode_kernel(
 
         for i in range((each + NB - 1) // NB):
             left = count - i * NB
-            _arrived(lane, SHARED)  # keys of this stage
+            following = first + (i + 1) * NB
+            if SHARED:
+                # two buffers: all warps are done with the other one
+                copy_wait_all(lane)
+                program_sync(lane)
+                base = base0 + (i % 2) * STAGE
+                other = base0 + ((i + 1) % 2) * STAGE
+                _fetch_stage(
+                    other, copier, kc, km, ka, unit, following, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
+                )  # fmt: skip
+                _fetch_stage(
+                    other, copier, vc, vm, va, unit, following, left - NB, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT,
+                    COPIERS,
+                )  # fmt: skip
+                copy_commit(lane)
+            else:
+                copy_wait_1(lane)  # keys of this stage
             extra = ()
             for j in gl.static_range(NB):
                 hidden = gl.where(left > j, 0.0, float("-inf"))
@@ -1294,37 +1385,45 @@ def decode_kernel(
                     extra = extra + (hidden + bias[e],)
             if K_AXIS == 0:
                 scores = _scores_operand(
-                    base, lane, q, code_factor, zero_factor, extra, D, K_BITS, NT, NB, 0, NB * K_CODE, CENTER
+                    base, lane, q, code_factor, zero_factor, extra, D, K_BITS, NT, NB, 0, NB * K_CODE, CENTER, SHARED
                 )
             else:
                 scores = _scores_accumulator(
                     base, lane, q, qsum, code_factor, extra, D, K_BITS, K_MODE, K_GROUP, NT, NB,
-                    0, NB * K_CODE, NB * (K_CODE + K_ROW),
+                    0, NB * K_CODE, NB * (K_CODE + K_ROW), SHARED,
                 )  # fmt: skip
-            _read(lane, SHARED)
-            following = first + (i + 1) * NB
-            _fetch_stage(
-            base, copier, kc, km, ka, unit, following, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
-        )  # fmt: skip
-            copy_commit(lane)
+            if not SHARED:
+                warp_sync(lane)
+                _fetch_stage(
+                    base, copier, kc, km, ka, unit, following, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
+                )  # fmt: skip
+                copy_commit(lane)
             top, factor, p = _softmax(scores, top, 2 * NB, NT, False)
-            out = _rescale(out, factor, CT, NT)
-            side = _rescale(side, factor, 1, NT)
-            _arrived(lane, SHARED)  # values of this stage
-            if V_AXIS == 1:
-                out, side = _values_operand(
-                    base, lane, p, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
+            if SHARED and V_AXIS == 1:
+                out, side = _values_operand_apart(
+                    base, lane, p, factor, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
                 )
             else:
-                out, side = _values_accumulator(
-                    base, lane, p, out, side, D, V_BITS, V_MODE, NT, NB, V_AT, V_AT + NB * V_CODE,
-                    V_AT + NB * (V_CODE + V_ROW),
+                out = _rescale(out, factor, CT, NT)
+                side = _rescale(side, factor, 1, NT)
+                if not SHARED:
+                    copy_wait_1(lane)  # values of this stage
+                if V_AXIS == 1:
+                    out, side = _values_operand(
+                        base, lane, p, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
+                    )
+                else:
+                    out, side = _values_accumulator(
+                        base, lane, p, out, side, D, V_BITS, V_MODE, NT, NB, V_AT, V_AT + NB * V_CODE,
+                        V_AT + NB * (V_CODE + V_ROW),
+                    )  # fmt: skip
+            if not SHARED:
+                warp_sync(lane)
+                _fetch_stage(
+                    base, copier, vc, vm, va, unit, following, left - NB, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT,
+                    COPIERS,
                 )  # fmt: skip
-            _read(lane, SHARED)
-            _fetch_stage(
-                base, copier, vc, vm, va, unit, following, left - NB, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT, COPIERS
-            )  # fmt: skip
-            copy_commit(lane)
+                copy_commit(lane)
 
         copy_wait_all(lane)
         program_sync(lane)

@@ -73,6 +73,19 @@ def load_shared(address, OFFSET: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def store_shared2(address, a, b):
+    """Two 32-bit words at ``address``."""
+    gl.inline_asm_elementwise(
+        "st.shared.v2.b32 [$1], {$2,$3}; mov.u32 $0, 0;",
+        "=r,r,r,r",
+        [address, a, b],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def store_shared4(address, a, b, c, d):
     """Four fp32 words at ``address``."""
     gl.inline_asm_elementwise(

@@ -180,17 +180,23 @@ def make_long_plan(
 ) -> Plan:
     """Choose a launch shape for calls of many tokens: parameters as for :func:`make_plan`.
 
-    Four warps share each stage and take 64 query rows (32 at ``head_dim`` 256). There are as many splits as fill the GPU
-    once, each of at least a dozen stages.
+    The warps of a program share each stage and take 16 query rows each (8 at ``head_dim`` 256). There are as many splits as
+    fill the GPU once, each of at least a dozen stages.
     """
     if rows <= LONG_ROWS:
         return make_plan(key_format, value_format, batch_heads, rows, capacity, 0, multiprocessors)
     dim = key_format.head_dim
     tiles = 2 if dim <= 128 else 1
-    columns = math.ceil(rows / (32 * tiles))
-    resident = 2 if dim > 64 else 3
-    splits = max(1, min(multiprocessors * resident // (batch_heads * columns), capacity // 24))
-    return Plan(4, 2, tiles, columns, splits, 0, key_format.axis == "token" and dim == 64, None, True)
+    size = _stage_bytes(key_format) + _stage_bytes(value_format)
+
+    def fits(warps: int, blocks: int) -> bool:  # two stages and the queries
+        return 2 * blocks * size + 16 * warps * tiles * dim <= STATIC_SHARED
+
+    shapes = [(4, 4)] if _on_operand(key_format, value_format) and dim <= 128 else []
+    warps, blocks = next(shape for shape in [*shapes, (4, 2), (4, 1), (2, 1)] if fits(*shape))
+    columns = math.ceil(rows / (8 * tiles * warps))
+    splits = max(1, min(multiprocessors * 8 // warps // (batch_heads * columns), capacity // (12 * blocks)))
+    return Plan(warps, blocks, tiles, columns, splits, 0, key_format.axis == "token" and dim == 64, None, True)
 
 
 def decode_attention(
