@@ -6,15 +6,24 @@ import click
 
 BENCHMARKS = {
     "attention": "Decode attention over packed caches against the fastest fp16 attention (GPU).",
+    "matvec": "q K' and p V apart, as in InnerQ's Tables 3 and 4 (GPU).",
     "encode": "Encoding a prompt and closing blocks while decoding (GPU).",
+    "modes": "Encoding in symmetric, asymmetric and hybrid mode, InnerQ's Figure 4 (GPU).",
     "decode": "A whole model decoding in a CUDA graph, folded against bf16 (GPU).",
+    "memory": "Peak memory, largest batch and throughput under a memory cap (GPU).",
+    "profile": "Kernels, allocations, copies and waits of one decode step (GPU).",
     "cpu": "Decoding on a CPU against Transformers' own cache.",
+    "plot": "Draw the committed rows.",
 }
 
 
 @click.group("bench", short_help="Measure kernels, each behind a correctness gate.")
 def bench() -> None:
-    """Measure kernels. A time is only reported after the same call agreed with the float32 reference."""
+    """Measure kernels. A time is only reported after the same call agreed with its reference.
+
+    Every benchmark prints a table, or with --json one object per row, and appends its rows to a CSV file; "kvfold bench
+    NAME --help" lists its options. Those marked GPU need a CUDA device.
+    """
 
 
 def _add(name: str, summary: str) -> None:
@@ -23,7 +32,10 @@ def _add(name: str, summary: str) -> None:
     )
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def command(arguments: tuple[str, ...]) -> int:
-        return int(importlib.import_module(f"kvfold.bench.{name}").main(list(arguments)) or 0)
+        try:
+            return int(importlib.import_module(f"kvfold.bench.{name}").main(list(arguments)) or 0)
+        except SystemExit as stop:  # how argparse ends, after --help as well
+            return stop.code if isinstance(stop.code, int) else 2
 
 
 for _name, _summary in BENCHMARKS.items():

@@ -1,0 +1,395 @@
+"""Benchmarks: what of them runs without a GPU, and what they say where one is missing."""
+
+import builtins
+import csv
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kvfold
+from kvfold.bench import matvec, memory, modes, plot, profile, rows
+from kvfold.bench.cli import BENCHMARKS
+from kvfold.cli import main
+from kvfold.errors import KVFoldError
+from tiny_model import tiny_llama
+
+COMMITTED = Path(__file__).parent.parent / "benchmarks" / "rows"
+GPU = [name for name in BENCHMARKS if name not in ("cpu", "plot")]
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        capsys.readouterr()
+        status = main(list(arguments))
+        return status, *capsys.readouterr()
+
+    return run
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def test_bench_lists_every_benchmark(run):
+    status, out, _ = run("bench", "--help")
+    assert status == 0
+    for name in BENCHMARKS:
+        assert f"  {name}" in out
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_a_help_page(run, name):
+    status, out, err = run("bench", name, "--help")
+    assert status == 0 and err == ""
+    assert "usage:" in out and ("--json" in out or name in ("cpu", "plot"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize("name", GPU)
+def test_without_a_gpu_a_benchmark_says_so(run, name):
+    status, out, err = run("bench", name)
+    assert status == 2 and out == ""
+    assert "a CUDA GPU is needed" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["memory", "--model", "gpt-5"], "--model"),
+        (["memory", "--output", "1"], "output=1"),
+        (["memory", "--batches", "8"], "batches=[8]"),
+        (["memory", "--caches", "kivy"], "kivy"),
+        (["memory", "--caches", "kivi:bits=5"], "bits=5"),
+        (["profile", "--contexts", "7"], "context=7"),
+        (["matvec", "--models", "gpt-5"], "--models"),
+        (["matvec", "--lengths", "100"], "length=100"),
+        (["modes", "--lengths", "100"], "length=100"),
+        (["plot", "--nonsense"], "--nonsense"),
+        (["plot", "pie"], "pie is not a plot"),
+    ],
+)
+def test_wrong_input_is_named(run, arguments, named):
+    status, out, err = run("bench", *arguments)
+    assert status == 2 and out == "" and named in err
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    name: str
+    value: float
+    count: int | None
+
+
+def test_rows_are_appended_and_read_back(tmp_path):
+    path = tmp_path / "new" / "rows.csv"
+    rows.append(path, [Sample("a", 1.23456789, 3)])
+    rows.append(path, [Sample("b, c", float("inf"), None)])
+    rows.append(path, [])
+    assert rows.read(path) == [
+        {"name": "a", "value": "1.2346", "count": "3"},
+        {"name": "b, c", "value": "inf", "count": ""},
+    ]
+
+
+def test_rows_of_another_kind_are_refused(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("name,other\n")
+    with pytest.raises(KVFoldError, match="has other columns"):
+        rows.append(path, [Sample("a", 1.0, 1)])
+    assert path.read_text() == "name,other\n"
+
+
+def test_missing_rows_are_named(tmp_path):
+    with pytest.raises(KVFoldError, match=r"nowhere\.csv"):
+        rows.read(tmp_path / "nowhere.csv")
+
+
+@pytest.mark.parametrize("path", sorted(COMMITTED.glob("*.csv")), ids=lambda path: path.stem)
+def test_committed_rows_have_one_header_and_whole_lines(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.reader(file))
+    assert len(lines) > 1 and {len(line) for line in lines} == {len(lines[0])}
+    assert lines[0] not in lines[1:]
+    assert all(row["commit"] not in ("", "unknown") for row in rows.read(path))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["kivi:recent=32", "innerq:warmup=0", "squat:warmup=0"])
+def test_a_batch_prefilled_in_parts_is_the_batch(method):
+    model = tiny_llama()
+    ids = memory.prompts(model, 5, 203)
+    ids, tokens = ids[:, :200], ids[:, 200:]
+    made = type("Eager", (memory.EagerFoldedGeneration,), {"method": method, "kernel": "reference"})
+    with torch.no_grad():
+        parts, whole = made(model, ids, 4, 2), made(model, ids, 4, 5)
+        got, want = (memory.logits_of(x, tokens) for x in (parts, whole))
+    assert (got - want).norm() < 1e-4 * want.norm()
+    for a, b in zip(parts.cache.folded, whole.cache.folded, strict=True):
+        assert (a.lens, a.packed, a.columns, a.ready) == (b.lens, b.packed, b.columns, b.ready)
+    assert parts.nbytes() == whole.nbytes()
+    kvfold.unfold(model)
+
+
+def test_transformers_own_cache_is_the_baseline_that_it_is_without_us():
+    model = tiny_llama()
+    ids = memory.prompts(model, 3, 60)
+    ids, tokens = ids[:, :56], ids[:, 56:]
+    with torch.no_grad():
+        generation = memory.PlainGeneration(model, ids, 5, 3)
+        got = memory.logits_of(generation, tokens)
+        want = model(torch.cat([ids, tokens], 1)).logits[:, 56:].float()
+    assert (got - want).norm() < 1e-4 * want.norm()
+    assert generation.nbytes() == 2 * 2 * 3 * 2 * 60 * 64 * 4  # layers, K and V, batch, heads, tokens, dims, float32
+
+
+@pytest.mark.parametrize("fixed, each, step", [(10.0, 1.0, 8), (3.0, 0.37, 4), (79.0, 0.001, 100), (0.0, 70.0, 1)])
+@pytest.mark.parametrize("bend", [0.0, 1e-5, -1e-7])
+def test_search_finds_the_largest_batch(fixed, each, step, bend):
+    cap = 80.0
+
+    def need(batch):
+        return fixed + each * batch + bend * batch * batch
+
+    def run(batch):
+        tried.append(batch)
+        return need(batch) if need(batch) <= cap else None
+
+    tried, expected = [], None
+    for batch in itertools.count(step, step):
+        if need(batch) > cap:
+            break
+        expected = batch
+    assert memory.Search(run, step, cap)([step, 2 * step]) == expected
+    assert expected + step in tried and len(tried) == len(set(tried)) < 16  # the next one was seen to fail
+
+
+def test_search_ends_where_nothing_fits():
+    assert memory.Search(lambda batch: None, 8, 80.0)([8, 16]) is None
+
+
+def result(cache, batch, peak, rate, decode_rate, fits=True):
+    return SimpleNamespace(
+        cache=cache, batch=batch, fits=fits, peak_gb=peak, tokens_per_s=rate, decode_tokens_per_s=decode_rate
+    )
+
+
+def test_gains_compare_equal_batches_and_largest_ones():
+    found = memory.gains(
+        [
+            result("bf16", 10, 20.0, 100.0, 120.0),
+            result("bf16", 20, 40.0, 150.0, 200.0),
+            result("bf16", 30, None, None, None, fits=False),
+            result("kivi", 10, 16.0, 90.0, 100.0),
+            result("kivi", 20, 10.0, 180.0, 220.0),
+            result("kivi", 50, 40.0, 450.0, 500.0),
+        ]
+    )
+    (gain,) = found
+    assert (gain.cache, gain.baseline, gain.batch) == ("kivi", "bf16", 2.5)
+    assert gain.memory == (1.25, 4.0) and gain.throughput == 3.0 and gain.decode_throughput == 2.5
+
+
+# ---- profile ---------------------------------------------------------------------------------------------------------
+
+
+class Event:
+    """As the profiler records one."""
+
+    def __init__(self, name, start, end, device=False):
+        self.values = name, start, end
+        kinds = torch.autograd.DeviceType
+        self.device = kinds.CUDA if device else kinds.CPU
+
+    def name(self):
+        return self.values[0]
+
+    def start_ns(self):
+        return self.values[1]
+
+    def end_ns(self):
+        return self.values[2]
+
+    def duration_ns(self):
+        return self.values[2] - self.values[1]
+
+    def device_type(self):
+        return self.device
+
+
+def test_profile_counts_what_happens_in_the_step():
+    events = [
+        Event(profile.MARK, 100, 200),
+        Event(profile.MARK, 105, 300, device=True),
+        Event("cudaLaunchKernel", 110, 111),
+        Event("cuLaunchKernelEx", 112, 113),
+        Event("cudaGraphLaunch", 114, 115),
+        Event("cudaStreamSynchronize", 120, 121),
+        Event("cudaDeviceSynchronize", 250, 260),  # after the step
+        Event("aten::add", 110, 112),
+        Event("kernel", 130, 1_000_130, device=True),
+        Event("kernel", 130, 1_000_130, device=True),
+        Event("Memcpy HtoD (Pinned -> Device)", 130, 140, device=True),
+        Event("Memcpy DtoH (Device -> Pageable)", 130, 140, device=True),
+        Event("Memcpy DtoD (Device -> Device)", 130, 140, device=True),
+        Event("Memset (Device)", 130, 140, device=True),
+    ]
+    assert profile.count(events) == {
+        "kernels": 2, "launches": 3, "to_device": 1, "to_host": 1, "on_device": 2, "waits": 1,
+        "gpu_ms": 2.0,
+    }  # fmt: skip
+
+
+def test_profile_refuses_a_recording_without_kernels_or_step():
+    with pytest.raises(KVFoldError, match="recorded 0 steps"):
+        profile.count([])
+    with pytest.raises(KVFoldError, match="no kernel"):
+        profile.count([Event(profile.MARK, 0, 10)])
+
+
+def test_profile_says_what_grows():
+    same = dict.fromkeys(profile.COLUMNS, 3)
+
+    def row(context, **changed):
+        return SimpleNamespace(method="kivi", mode="eager", closes=False, context=context, **{**same, **changed})
+
+    assert profile.grows([row(4096), row(65536)]) == []
+    (found,) = profile.grows([row(4096), row(65536, allocations=5)])
+    assert "allocations 3 / 5" in found
+
+
+def test_a_cache_says_when_it_closes_a_block():
+    model = tiny_llama()
+    cache = kvfold.fold(model, "kivi:recent=32")
+    with torch.no_grad():
+        model(torch.zeros(1, 100, dtype=torch.long), past_key_values=cache)
+        for _ in range(40):
+            before, left = cache.folded[0].packed[0], profile.closing_in(cache)
+            model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+            assert (cache.folded[0].packed[0] > before) == (left == 1)
+    kvfold.unfold(model)
+
+
+# ---- modes -----------------------------------------------------------------------------------------------------------
+
+
+def test_modes_measures_symmetric_first():
+    works = modes.works()
+    assert len(works) == 3 * 9 * 3
+    for group in zip(*[iter(works)] * 3, strict=True):
+        assert [work.method for _, work in group] == ["innerq-sym", "innerq-asym", "innerq-hybrid"]
+        assert len({(name, work.context, work.head_dim) for name, work in group}) == 1
+
+
+def test_a_row_as_json_is_one_object(capsys):
+    rows.show(Sample("a", 1.5, None), "text", True)
+    rows.show(Sample("a", 1.5, None), "text", False)
+    first, second = capsys.readouterr().out.splitlines()
+    assert json.loads(first) == {"name": "a", "value": 1.5, "count": None} and second == "text"
+
+
+# ---- matvec ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", matvec.LAYOUTS)
+@pytest.mark.parametrize("side", matvec.SIDES)
+def test_a_product_reads_the_storage_of_its_layout(side, layout):
+    product = matvec.Product("llama-3.1-8b", side, layout, 1024)
+    inner = {"key": "channel", "value": "token"}  # along what the product sums
+    assert (product.format.axis == inner[side]) == (layout != "outer")
+    assert product.format.bits == (3.5 if layout == "inner-hybrid" else 3.0)
+    assert product.nbytes == 8 * 1024 * 128 * product.format.bits / 8
+    operands = matvec.Operands(product, 2, torch.device("cpu"))
+    assert operands.reference().shape == (8, 4, 1024 if side == "key" else 128)
+    assert all(torch.equal(x[0], x[1]) for x in operands.fields.values())
+
+
+def test_the_two_tables_compare_with_matmul_and_with_outer_groups():
+    def row(layout, ms, context=512):
+        return SimpleNamespace(work=f"llama-2-13b q K' {layout}", context=context, p50_ms=ms, ratio=ms and 1 / ms)
+
+    lines = matvec.tables([row("outer", 0.5), row("inner", 0.25), row("outer", None, 1024), row("inner", 0.5, 1024)])
+    assert [line.split()[-2:] for line in lines] == [["512", "1024"], ["2.00", "-"], ["4.00", "2.00"], ["2.00", "-"]]
+
+
+def test_product_kernels_compile_without_spills():
+    pytest.importorskip("triton")
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from kvfold.bench._matvec_gluon import scores_kernel, values_kernel
+    from kvfold.kernels import aot
+    from kvfold.kernels.decode import MODES, STATIC_SHARED
+
+    pointers = {"q_ptr": "*fp16", "meta": "*fp16", "codes": "*i16", "aux": "*i16", "scale": "fp32"}
+    pointers |= dict.fromkeys(("packed_len_ptr", "out_ptr", "p_ptr"), "*i32")
+    pointers |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")
+    for kernel, side, layout in ((scores_kernel, "key", "inner"), (values_kernel, "value", "outer")):
+        form = matvec.Product("llama-3.1-8b", side, layout, 512).format
+        fixed = {"D": 128, "BITS": 2, "AXIS": 1, "MODE": MODES[form.mode], "GROUP": 32, "NT": 1, "NB": 4}
+        fixed |= {"CENTER": False} if side == "key" else {}
+        assert form.axis == "channel"
+        names = kernel.arg_names
+        signature = {n: "constexpr" if n in fixed else pointers.get(n, "i32") for n in names}
+        source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()}, {})
+        report = aot._compile(source, 90, num_warps=4)
+        assert report.spilled == 0 and report.registers <= 168 and report.shared <= STATIC_SHARED + 1024
+        assert report.instructions["HMMA"] > 64
+
+
+# ---- plots -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["svg", "png"])
+def test_the_committed_rows_can_be_drawn(tmp_path, form):
+    pytest.importorskip("matplotlib")
+    written = plot.draw(list(plot.PLOTS), COMMITTED, tmp_path, form)
+    assert [path.stem for path in written] == list(plot.PLOTS)
+    for path in written:
+        assert 10_000 < path.stat().st_size < 150_000
+
+
+def test_a_plot_shows_labels_units_and_baseline(tmp_path):
+    pytest.importorskip("matplotlib")
+    text = {path.stem: path.read_text() for path in plot.draw(list(plot.PLOTS), COMMITTED, tmp_path)}
+    for name, words in {
+        "speed": ("tokens of context", "times as fast", "torch.matmul, fp16", "p V"),
+        "floor": ("% of the byte floor", "fastest fp16 kernel"),
+        "memory": ("peak memory, GB", "batch", "cap", "bf16"),
+        "throughput": ("tokens/s, prefill included", "decoding alone", "bf16"),
+    }.items():
+        for word in words:
+            assert word in text[name], (name, word)
+
+
+def test_committed_plots_are_small_and_all_there():
+    folder = COMMITTED.parent.parent / "docs" / "plots"
+    assert {path.stem for path in folder.iterdir()} == set(plot.PLOTS)
+    assert all(path.stat().st_size < 150_000 for path in folder.iterdir())
+
+
+def test_plots_name_the_file_that_is_missing(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, _, err = run("bench", "plot", "memory", "--rows", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert status == 2 and "memory.csv" in err and not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_the_extra_is_named(run, monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    status, _, err = run("bench", "plot")
+    assert status == 2 and "pip install 'kvfold[plot]'" in err
