@@ -1,6 +1,7 @@
 """The attention function that Transformers calls, and switching a model to it and back."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvfold import kernels
 from kvfold.cache import AnyLayer, FoldedCache, FoldedLayer, warn_once
-from kvfold.errors import MethodError, UnsupportedModelError
+from kvfold.errors import KVFoldError, MethodError, UnsupportedModelError
 from kvfold.methods import LayerSpec, Method, get
 from kvfold.rope import Rope, find_rotary_module, rope_of
 
@@ -177,7 +178,7 @@ def fold(
     full precision; a warning says so once, and :func:`kvfold.explain` says which.
     """
     method = get(method)
-    plan = plan_layers(model, method)
+    plan = plan_layers(model, method, kernel)
     layers: list[AnyLayer] = []
     for item in plan:
         if item.spec is None:
@@ -217,8 +218,9 @@ class LayerPlan:
         self.spec, self.own, self.reason = spec, own, reason
 
 
-def plan_layers(model: PreTrainedModel, method: Method) -> list[LayerPlan]:
-    """What becomes of each layer of ``model`` under ``method``.
+def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = None) -> list[LayerPlan]:
+    """What becomes of each layer of ``model`` under ``method``; codes are packed as ``kernel``, or the first kernel that can
+    serve the layer in any order, reads them.
 
     Raises
     ------
@@ -257,11 +259,26 @@ def plan_layers(model: PreTrainedModel, method: Method) -> list[LayerPlan]:
             plan.append(LayerPlan(None, layer, reason))
             continue
         layer_rope = rope if getattr(modules.get(index), "use_rope", True) else None
-        fragments = model.device.type != "cpu"
-        spec = LayerSpec(index, count, heads, kv_heads, head_dim, model.dtype, layer_rope, fragments)
+        spec = LayerSpec(index, count, heads, kv_heads, head_dim, model.dtype, layer_rope)
         _check_shapes(method, spec)
-        plan.append(LayerPlan(spec, layer, ""))
+        plan.append(LayerPlan(_packed_for(method, spec, model.device, kernel), layer, ""))
     return plan
+
+
+def _packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> LayerSpec:
+    """The spec with codes packed for tensor cores or in plain order, whichever the better kernel reads; where it makes no
+    difference, plain on a CPU."""
+
+    def rank(spec: LayerSpec) -> int:
+        try:
+            formats = method.key_format(spec), method.value_format(spec)
+            choice = kernels.choose(*formats, device, method.pre_rope, kernel, spec.dtype)
+        except KVFoldError:  # the named kernel does not read this order
+            return len(kernels.REGISTRY)
+        return list(kernels.REGISTRY).index(choice.kernel.name)
+
+    on_cpu = device.type == "cpu"
+    return min((replace(spec, fragments=fragments) for fragments in (not on_cpu, on_cpu)), key=rank)
 
 
 def _kind(layer: AnyLayer) -> str:

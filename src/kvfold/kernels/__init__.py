@@ -8,9 +8,10 @@ from kvfold.kernels.base import AttentionCall, AttentionKernel, Choice, DensePar
 from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.gluon import GluonKernel
 from kvfold.kernels.reference import ReferenceKernel
+from kvfold.kernels.tiles import TilesKernel
 
 REGISTRY: dict[str, AttentionKernel] = {
-    kernel.name: kernel for kernel in (GluonKernel(), CPUKernel(), ReferenceKernel())
+    kernel.name: kernel for kernel in (GluonKernel(), TilesKernel(), CPUKernel(), ReferenceKernel())
 }
 """By name, in the order of preference; the reference, which supports everything, comes last."""
 

@@ -16,7 +16,7 @@ PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _load(at, mask):  # type: ignore[no-untyped-def]
+def _load(at, mask):
     if mask is None:
         return tl.load(at)
     else:
@@ -24,7 +24,7 @@ def _load(at, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _and(mask, other):  # type: ignore[no-untyped-def]
+def _and(mask, other):
     if other is None:
         return mask
     else:
@@ -32,12 +32,12 @@ def _and(mask, other):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _plane(data, unit, token, channel, seen, D: tl.constexpr, UNIT_BYTES: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _plane(data, unit, token, channel, seen, D: tl.constexpr, UNIT_BYTES: tl.constexpr, WIDTH: tl.constexpr):
     """Codes of a plane of ``WIDTH`` bits as fp16 [tokens, channels]: field ``token // (4 * WIDTH)`` of its bytes."""
     rows: tl.constexpr = 4 * WIDTH  # rows of bytes in a unit
     x = _load(data + (unit * UNIT_BYTES + token % rows * D)[:, None] + channel[None, :], seen)
     at = (token // rows * WIDTH).to(tl.uint16)
-    mask = ((((1 << WIDTH) - 1) << at) | 0x6400)[:, None].to(tl.uint16)  # of a byte under the exponent of 1024: 1024 + code * 2^at
+    mask = ((((1 << WIDTH) - 1) << at) | 0x6400)[:, None].to(tl.uint16)  # leaves 1024 + code * 2^at
     scale = ((15 - at) << 10)[:, None].to(tl.uint16)  # 2^-at as fp16: its exponent plus 15, at bit 10
     shift = ((25 - at) << 10 | 0x8000)[:, None].to(tl.uint16)  # -1024 * 2^-at
     if PTX:
@@ -59,7 +59,7 @@ def _plane(data, unit, token, channel, seen, D: tl.constexpr, UNIT_BYTES: tl.con
 
 
 @triton.jit
-def _codes(data, last, channel, seen, D: tl.constexpr, BITS: tl.constexpr, UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _codes(data, last, channel, seen, D: tl.constexpr, BITS: tl.constexpr, UNITS: tl.constexpr):
     """Codes of a tile, fp16 [32 * UNITS, W]. What comes after unit ``last`` repeats it."""
     index = tl.arange(0, UNITS * 32)
     unit = tl.minimum(index // 32, last)
@@ -70,14 +70,14 @@ def _codes(data, last, channel, seen, D: tl.constexpr, BITS: tl.constexpr, UNITS
 
 
 @triton.jit
-def _signed(codes, words, bit):  # type: ignore[no-untyped-def]
+def _signed(codes, words, bit):
     """Codes, negative where bit ``bit`` of their sign word is set."""
     sign = ((words.to(tl.uint16, bitcast=True) >> bit.to(tl.uint16)) & 1) << 15
     return (codes.to(tl.uint16, bitcast=True) ^ sign).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _zero_of(aux, at, words, mask, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _zero_of(aux, at, words, mask, GROUP: tl.constexpr):
     """Zero-points of asymmetric groups of a hybrid format, fp16; their words begin at ``at``."""
     if GROUP == 16:
         return words.to(tl.float16, bitcast=True)
@@ -88,7 +88,7 @@ def _zero_of(aux, at, words, mask, GROUP: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def _spread(x, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _spread(x, AXIS: tl.constexpr):
     """What groups of a tile have in common, to be broadcast over their members."""
     if AXIS == 0:
         return x[:, None, :]
@@ -101,7 +101,7 @@ def _tile(
     codes, meta, aux, first, last, channel, seen, START: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
     BITS: tl.constexpr, AXIS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr,
     LIMIT: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Decode channels ``channel`` [W] of a tile, fp16 [32 * UNITS, W].
 
     ``first`` is the tile's first unit, ``last`` the last one of it that exists; later ones repeat it. Channels that are not
@@ -162,12 +162,12 @@ def _tile(
 
 
 @triton.jit
-def _rotated(a, b, cos, sin):  # type: ignore[no-untyped-def]
+def _rotated(a, b, cos, sin):
     return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
-def _scores(q, k, score, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scores(q, k, score, FLIP: tl.constexpr):
     """Products [rows, tokens], or [tokens, rows], of queries [rows, channels] and keys [tokens, channels], plus ``score``."""
     if FLIP:
         return tl.dot(k, tl.trans(q), score)
@@ -176,7 +176,7 @@ def _scores(q, k, score, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sums(p, v, acc, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sums(p, v, acc, FLIP: tl.constexpr):
     """Weighted sums [rows, channels], or [channels, rows], of values [tokens, channels], plus ``acc``."""
     if FLIP:
         return tl.dot(tl.trans(v), p, acc)
@@ -185,7 +185,7 @@ def _sums(p, v, acc, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _of_rows(x, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _of_rows(x, FLIP: tl.constexpr):
     """A number per query row as it meets scores and sums."""
     if FLIP:
         return x[None, :]
@@ -194,7 +194,7 @@ def _of_rows(x, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _of_tokens(x, FLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _of_tokens(x, FLIP: tl.constexpr):
     """A number per token as it meets scores."""
     return _of_rows(x, not FLIP)
 
@@ -211,11 +211,11 @@ def tiles_kernel(
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr,
     STAGES: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Attention of M query rows of one KV head of one sequence over one split of a span's packed tokens.
 
-    Grid: (batch * heads * row_blocks, splits). The span holds tokens ``start`` to ``start + 32 * units`` of every sequence's packed
-    part; from one KV head's storage to the next are ``room`` units. ``factor`` is the scale times log2(e).
+    Grid: (batch * heads * row_blocks, splits). The span holds tokens ``start`` to ``start + 32 * units`` of every sequence's
+    packed part; from one KV head's storage to the next are ``room`` units. ``factor`` is the scale times log2(e).
 
     Keys are read in pieces of KA and KB channels (KB may be 0), the second from channel K_SPLIT; values in pieces of VA and VB.
     With ROTARY, keys are stored before RoPE and the pieces are the two halves of its pairs: queries are rotated back by the

@@ -27,19 +27,19 @@ def unsupported(key_format: Format, value_format: Format) -> str | None:
     for name, form in (("keys", key_format), ("values", value_format)):
         if not isinstance(form, AffineGroups):
             return f"{name}: {form.kind} storage"
-        if form.operand != name[:-1]:
-            return f"{name}: operand={form.operand}; allowed: {name[:-1]}"
         if form.head_dim not in (64, 128, 256):
             return f"{name}: head_dim={form.head_dim}; allowed: 64, 128, 256"
         if form.group % 32 or form.group > 128:
             return f"{name}: group={form.group}; allowed: 32, 64, 128"
-        on_operand = (form.axis == "token") == (form.operand == "key")
+        on_operand = (form.axis == "token") == (name == "keys")
         if on_operand and form.mode != "asym":
             return f"{name}: mode={form.mode} with groups along {form.axis}s; allowed: asym"
         if form.mode != "asym" and form.group != 32:
             return f"{name}: group={form.group} in mode {form.mode}; allowed: 32"
-        if form.operand == "value" and form.axis == "token" and form.group != 32:
+        if name == "values" and form.axis == "token" and form.group != 32:
             return f"values: group={form.group} along tokens; allowed: 32"
+        if form.operand != name[:-1]:  # after what makes a layer be stored in another order, so that reports name that
+            return f"{name}: operand={form.operand}; allowed: {name[:-1]}"
     return None
 
 
@@ -192,7 +192,8 @@ def make_long_plan(
     def fits(warps: int, blocks: int) -> bool:  # two stages and the queries
         return 2 * blocks * size + 16 * warps * tiles * dim <= STATIC_SHARED
 
-    shapes = [(4, 4)] if _on_operand(key_format, value_format) and dim <= 128 else []
+    roomy = dim == 64 or (dim == 128 and key_format.bits_per_code == 2)  # elsewhere more blocks would spill
+    shapes = [(4, 4)] if _on_operand(key_format, value_format) and roomy else []
     warps, blocks = next(shape for shape in [*shapes, (4, 2), (4, 1), (2, 1)] if fits(*shape))
     columns = math.ceil(rows / (8 * tiles * warps))
     splits = max(1, min(multiprocessors * 8 // warps // (batch_heads * columns), capacity // (12 * blocks)))
