@@ -280,7 +280,6 @@ def baselines(shape: Work, dtype: torch.dtype, device: torch.device) -> dict[str
             column = torch.arange(keys, device=device)
             mask = (column <= column[-tokens:, None]).expand(shape.batch, 1, -1, -1)
             attempts.append((*cudnn, mask, ", mask"))
-            attempts.append((SDPBackend.EFFICIENT_ATTENTION, "SDPA efficient", mask, ", mask"))
     else:
         attempts = [(*flash, None, ""), (*cudnn, None, "")]
     for backend, name, given, how in attempts:

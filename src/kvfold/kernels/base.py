@@ -129,7 +129,7 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attention output, float32 [batch, num_kv_heads, heads_per_kv * tokens, head_dim]."""
+        """Attention output [batch, num_kv_heads, heads_per_kv * tokens, head_dim], float32 or of the new keys' dtype."""
 
     def attend_in_place(
         self, layer: "FoldedLayer", query: torch.Tensor, scale: float, lengths: Any = None
