@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from bench_tables import BENCH
+
 from kvfold.evaluation.domains import DomainRow, means
 from kvfold.evaluation.schema import read_row
 
@@ -149,6 +151,13 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "training": ablation("training"),
     },
 }
+
+
+def bench(table: Callable[[], tuple[list[str], list[list[str]]]]) -> Callable[[], str]:
+    return lambda: markdown(*table())
+
+
+TABLES |= {file: {name: bench(table) for name, table in tables.items()} for file, tables in BENCH.items()}
 
 
 def main() -> int:

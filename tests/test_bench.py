@@ -290,6 +290,24 @@ def test_modes_measures_symmetric_first():
         assert len({(name, work.context, work.head_dim) for name, work in group}) == 1
 
 
+def test_modes_prints_the_figure_from_saved_rows(run):
+    status, out, _ = run("bench", "modes", "--saved", str(COMMITTED / "encode.csv"))
+    head, *lines = out.splitlines()
+    assert status == 0 and head.split()[-3:] == ["hybrid", "/", "sym"] and len(lines) >= 5
+    assert all(float(line.split()[-1]) > 0 for line in lines)
+    status, _, err = run("bench", "modes", "--saved", str(COMMITTED / "attention.csv"))
+    assert status == 2 and "attention.csv has no row" in err
+
+
+def test_the_figure_takes_the_last_row_of_a_mode():
+    def row(work, ms):
+        return {"work": work, "p50_ms": ms, "num_kv_heads": 8, "head_dim": 128, "context": 512}
+
+    rows = [row("encode one layer innerq-sym 2-bit g32", "1"), row("llama-2-13b encode sym", 2.0)]
+    rows += [row("llama-2-13b encode hybrid", 3.0), row("llama-2-13b encode asym", None), row("encode innerq-sym", 9.0)]
+    assert modes.table(rows)[1].split() == ["8", "128", "512", "2.0000", "-", "3.0000", "1.50"]
+
+
 def test_a_row_as_json_is_one_object(capsys):
     rows.show(Sample("a", 1.5, None), "text", True)
     rows.show(Sample("a", 1.5, None), "text", False)
@@ -348,18 +366,22 @@ def test_product_kernels_compile_without_spills():
 # ---- plots -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["svg", "png"])
-def test_the_committed_rows_can_be_drawn(tmp_path, form):
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
     pytest.importorskip("matplotlib")
-    written = plot.draw(list(plot.PLOTS), COMMITTED, tmp_path, form)
-    assert [path.stem for path in written] == list(plot.PLOTS)
-    for path in written:
+    return plot.draw(list(plot.PLOTS), COMMITTED, tmp_path_factory.mktemp("plots"))
+
+
+def test_the_committed_rows_can_be_drawn(drawn, tmp_path):
+    assert [path.stem for path in drawn] == list(plot.PLOTS)
+    (picture,) = plot.draw(["memory"], COMMITTED, tmp_path, "png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for path in (*drawn, picture):
         assert 10_000 < path.stat().st_size < 150_000
 
 
-def test_a_plot_shows_labels_units_and_baseline(tmp_path):
-    pytest.importorskip("matplotlib")
-    text = {path.stem: path.read_text() for path in plot.draw(list(plot.PLOTS), COMMITTED, tmp_path)}
+def test_a_plot_shows_labels_units_and_baseline(drawn):
+    text = {path.stem: path.read_text() for path in drawn}
     for name, words in {
         "speed": ("tokens of context", "times as fast", "torch.matmul, fp16", "p V"),
         "floor": ("% of the byte floor", "fastest fp16 kernel"),

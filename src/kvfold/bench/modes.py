@@ -5,15 +5,17 @@ and lengths. The paper's claim: hybrid mode, which tries both and keeps the bett
 measured, and against what it is checked first, is that of ``kvfold bench encode``.
 """
 
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kvfold.bench import encode
 from kvfold.bench.matvec import LENGTHS, MODELS, check_lengths
-from kvfold.bench.rows import Row, append, environment, need_gpu, options, script, show
+from kvfold.bench.rows import Row, append, environment, need_gpu, options, read, script, show
+from kvfold.errors import KVFoldError
 
 ROWS = Path("benchmarks/rows/modes.csv")
 MODES = ("sym", "asym", "hybrid")
@@ -61,16 +63,45 @@ def line(row: Any) -> str:
     )
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Figure 4's comparison: milliseconds of one layer's encoding by mode, and hybrid over symmetric.
+
+    ``rows`` have the columns of :class:`Row`; of several rows of a shape and mode the last counts. Those of ``bench encode``
+    for one layer will do.
+    """
+    found: dict[tuple[int, int, int], dict[str, float]] = {}
+    for row in rows:
+        mode = re.search(r"encode (?:one layer innerq-)?(sym|asym|hybrid)\b", str(row["work"]))
+        if mode and row["p50_ms"] not in (None, ""):
+            shape = (int(row["num_kv_heads"]), int(row["head_dim"]), int(row["context"]))
+            found.setdefault(shape, {})[mode[1]] = float(row["p50_ms"])
+    lines = [f"{'KV heads':>8} {'d':>4} {'tokens':>8}" + "".join(f"{m + ', ms':>12}" for m in MODES) + "  hybrid / sym"]
+    for (heads, dim, tokens), ms in sorted(found.items()):
+        cells = "".join(f"{format(ms[m], '.4f') if m in ms else '-':>12}" for m in MODES)
+        ratio = format(ms["hybrid"] / ms["sym"], ".2f") if {"hybrid", "sym"} <= set(ms) else "-"
+        lines.append(f"{heads:>8} {dim:>4} {tokens:>8}{cells}{ratio:>14}")
+    return lines
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = options("modes", __doc__, ROWS)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="TOKENS")
+    parser.add_argument("--saved", type=Path, metavar="FILE", help="measure nothing; print the figure from these rows")
     args = parser.parse_args(argv)
-    failed = False
+    if args.saved is not None:
+        lines = table(read(args.saved))
+        if len(lines) == 1:
+            raise KVFoldError(f"bench modes: {args.saved} has no row of one layer encoded in InnerQ's modes")
+        print("\n".join(lines))
+        return 0
+    found = []
     for row in run(args.models, args.lengths, args.rows):
-        failed |= row.p50_ms is None
         show(row, line(row), args.json)
-    return int(failed)
+        found.append(row)
+    if not args.json:
+        print("\n".join(table([asdict(row) for row in found])))
+    return int(any(row.p50_ms is None for row in found))
 
 
 if __name__ == "__main__":
