@@ -133,6 +133,14 @@ class _Progress:
         print(f"layer {done.layer_idx + 1}/{done.num_layers}: {errors}  ({time})", file=sys.stderr, flush=True)
 
 
+def _parameters(tensors: dict[str, Any]) -> str:
+    """What the tables add to a model, by side: names begin with layers.N.key or layers.N.value."""
+    counts = {
+        side: sum(t.numel() for name, t in tensors.items() if name.split(".")[2] == side) for side in ("key", "value")
+    }
+    return f"{sum(counts.values()):,} parameters ({counts['key']:,} for keys, {counts['value']:,} for values)"
+
+
 def _errors(errors: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in errors.items())
 
@@ -162,7 +170,7 @@ def info(location: str, as_json: bool) -> None:
         ("model", f"{found.model} (configuration {found.config_hash[:12]})"),
         ("method", found.method),
         ("shape", ", ".join(f"{k}={v}" for k, v in found.shape.items() if k != "no_rope_layers")),
-        ("size", f"{found.nbytes / 1e6:.2f} MB in {len(found.tensors)} tensors"),
+        ("size", f"{found.nbytes / 1e6:.2f} MB, {_parameters(found.tensors)}"),
         ("calibrated on", f"{about['tokens']} tokens ({about['held_out_tokens']} held out) of {texts}"),
         ("preset", f"{about['preset']}, seed {about['seed']}"),
         ("held-out errors", _errors(found.mean_errors())),
