@@ -9,7 +9,7 @@ A warp computes ``S^T = K q^T`` (tokens x query rows) and ``O^T = V^T P^T`` (cha
   along it. Zero-points are a rank-one term, one small MMA for a whole stage.
 * Memory: each warp has its own stage of shared memory, filled by asynchronous copies. Keys of the next stage fly while
   values are multiplied, and values while keys are.
-* Queries are scaled by a power of two per row to [8, 16): neither large norms nor large scales leave fp16.
+* Queries are scaled by a power of two per row, so that neither large norms nor large scales leave fp16.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -544,17 +544,32 @@ def _scores_accumulator(
     return scores
 
 
+@gluon.constexpr_function
+def query_exponent(bits, on_operand):
+    """The largest element of a query is scaled to [2^e, 2^(e + 1)): as large as the product with any scale allows.
+
+    Scales that multiply queries are at most 2 * 65504 / (2^bits - 1), and fp16 themselves.
+    """
+    largest = min(65504, 2 * 65504 / ((1 << bits) - 1))
+    e = 3
+    while on_operand and 2.0 ** (e + 1) * largest > 65504:
+        e -= 1
+    return e
+
+
 @gluon.jit
 def _queries(
-    q_ptr, lane, g, t, row0, column0, rows, factor, D: gl.constexpr, BITS: gl.constexpr, NT: gl.constexpr
+    q_ptr, lane, g, t, row0, column0, rows, factor, D: gl.constexpr, BITS: gl.constexpr, AXIS: gl.constexpr,
+    NT: gl.constexpr,
 ):  # fmt: skip
-    """Queries as B operands: scaled to [8, 16) per row, times 2^-k of the channel tile.
+    """Queries as B operands: scaled per row (see :func:`query_exponent`), times 2^-k of the channel tile.
 
     Also what turns products into ``factor`` times the score: for codes, and for zero-points.
     """
     CT: gl.constexpr = D // 16
     KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
     SIZE: gl.constexpr = 4 if KIND == 2 else 2
+    E: gl.constexpr = query_exponent(BITS, AXIS == 0)
     q = ()
     code_factor = ()
     zero_factor = ()
@@ -570,9 +585,9 @@ def _queries(
             big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
         big = gl.maximum(big, shuffle_xor(big, 1))
         big = gl.maximum(big, shuffle_xor(big, 2))
-        exponent = gl.maximum(as_int(big) >> 23, 32)
-        down = as_float((257 - exponent) << 23)  # 2^3 / 2^floor(log2(big))
-        up = as_float((exponent - 3) << 23) * factor
+        exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 252)
+        down = as_float((254 + E - exponent) << 23)  # 2^E / 2^floor(log2(big))
+        up = as_float((exponent - E) << 23) * factor
         for ct in gl.static_range(CT):
             f = down * (1.0 / (1 << weight(D, BITS, ct)))
             q = q + (
@@ -1338,7 +1353,7 @@ def decode_kernel(
         copy_commit(lane)
 
         q, code_factor, zero_factor = _queries(
-            packed_q_ptr, lane, g, t, row0, column0, rows, scale * LOG2E, D, K_BITS, NT
+            packed_q_ptr, lane, g, t, row0, column0, rows, scale * LOG2E, D, K_BITS, K_AXIS, NT
         )  # fmt: skip
         qsum = _query_sums(q, lane, g, t, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NT)
         if SHARED:  # registers are for sums

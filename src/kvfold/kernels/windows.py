@@ -4,6 +4,8 @@ A plain Triton kernel (flash attention with running maxima) that writes one part
 :class:`kvfold.kernels.partials.Partials`. Kernels that read packed storage write theirs beside it.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -123,6 +125,18 @@ def tile_sizes(rows: int, head_dim: int) -> tuple[int, int, int]:
     return m, 64 if head_dim <= 128 else 32, 8 if m == 128 else 4
 
 
+def stages(head_dim: int, shared_memory: int) -> int:
+    """Tiles that are in shared memory at once, where a program may have ``shared_memory`` bytes of it."""
+    if shared_memory >= 160 * 1024:
+        return 3
+    return 2 if head_dim <= 128 else 1
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+
+
 def attend_windows(
     q: torch.Tensor,
     windows: Windows,
@@ -204,4 +218,5 @@ def attend_windows(
         HAS_NEW=new_keys is not None,
         HAS_VALID=new_valid is not None,
         num_warps=warps,
+        num_stages=stages(dim, _shared_memory(q.device)),
     )
