@@ -16,7 +16,7 @@ from kvfold.bench import matvec, memory, modes, plot, profile, rows
 from kvfold.bench.cli import BENCHMARKS
 from kvfold.cli import main
 from kvfold.errors import KVFoldError
-from tiny_model import tiny_llama
+from tiny_model import save, tiny_llama
 
 COMMITTED = Path(__file__).parent.parent / "benchmarks" / "rows"
 GPU = [name for name in BENCHMARKS if name not in ("cpu", "plot")]
@@ -46,7 +46,7 @@ def test_bench_lists_every_benchmark(run):
 def test_every_benchmark_has_a_help_page(run, name):
     status, out, err = run("bench", name, "--help")
     assert status == 0 and err == ""
-    assert "usage:" in out and ("--json" in out or name in ("cpu", "plot"))
+    assert "usage:" in out and ("--json" in out or name == "plot")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -66,6 +66,10 @@ def test_without_a_gpu_a_benchmark_says_so(run, name):
         (["memory", "--caches", "kivy"], "kivy"),
         (["memory", "--caches", "kivi:bits=5"], "bits=5"),
         (["profile", "--contexts", "7"], "context=7"),
+        (["profile", "--methods", "kivi", "kivy"], "kivy"),
+        (["decode", "--methods", "kivi", "kivy"], "kivy"),
+        (["cpu", "--methods", "kivi", "kivy"], "kivy"),
+        (["cpu", "--turns", "1"], "turns=1"),
         (["matvec", "--models", "gpt-5"], "--models"),
         (["matvec", "--lengths", "100"], "length=100"),
         (["modes", "--lengths", "100"], "length=100"),
@@ -119,6 +123,34 @@ def test_committed_rows_have_one_header_and_whole_lines(path):
     assert len(lines) > 1 and {len(line) for line in lines} == {len(lines[0])}
     assert lines[0] not in lines[1:]
     assert all(row["commit"] not in ("", "unknown") for row in rows.read(path))
+
+
+# ---- cpu -------------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_prints_a_row_per_cache_and_appends_them(run, tmp_path):
+    model, path = str(save(tmp_path / "tiny")), tmp_path / "cpu.csv"
+    arguments = [
+        "cpu",
+        "--model",
+        model,
+        "--context",
+        "700",
+        "--turns",
+        "4",
+        "--rows",
+        str(path),
+        "--methods",
+        "kivi",
+        "none",
+    ]
+    status, out, _ = run("bench", *arguments)
+    assert status == 0 and [line.split()[0] for line in out.splitlines()] == ["DynamicCache", "kivi", "none"]
+    status, out, _ = run("bench", *arguments, "--json")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [row["cache"] for row in found] == ["DynamicCache", "kivi", "none"]
+    assert all(row["p50_ms"] > 0 and row["context"] == 700 for row in found)
+    assert len(rows.read(path)) == 6
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

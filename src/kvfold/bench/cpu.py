@@ -1,20 +1,18 @@
 """Decoding on a CPU: time per token with folded caches against Transformers' own cache, in one run.
 
-    python -m kvfold.bench.cpu --methods none,kivi,innerq,squat --context 4096 --out benchmarks/rows/cpu.csv
+    kvfold bench cpu --methods none kivi innerq squat --context 4096 --rows benchmarks/rows/cpu.csv
 
 Every cache is filled with the same keys and values: a prompt's, over and over. Then the caches take turns, one token each,
 so that whatever else the machine does meets all of them alike; the median over the turns counts.
 """
 
-import argparse
-import csv
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,14 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvfold import fold, unfold
+from kvfold.bench.rows import append, options, script, show
 from kvfold.cache import FoldedLayer
+from kvfold.errors import KVFoldError
+from kvfold.methods import get
 from kvfold.models import load
 
+ROWS = Path("benchmarks/rows/cpu.csv")
+METHODS = ("none", "kivi", "innerq", "squat")
 BASELINE = "DynamicCache"
 PROMPT = 512
 """Tokens that go through the model before measuring; a step's time depends on the number of cached tokens only."""
@@ -211,43 +214,41 @@ def measure(
     return rows
 
 
-def append(path: Path, rows: list[CPURow]) -> None:
-    """Append rows to a CSV file; its header is written when the file is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(CPURow)], lineterminator="\n")
-        if new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
+def line(row: CPURow) -> str:
+    """One row for people."""
+    return (
+        f"{row.cache:<14} {row.kernel:<8} p50 {row.p50_ms:6.1f} ms (p20 {row.p20_ms:.1f}, p80 {row.p80_ms:.1f})  "
+        f"ratio {row.ratio:.2f}, by turns {row.turn_ratio:.2f}  cpu {row.cpu_ms:6.1f} ms  {row.cache_mb:6.1f} MB  "
+        f"page faults {row.page_faults:.0f}  load {row.load:.1f}"
+    )
 
 
-def main(argv: list[str] | None = None, say: Callable[[str], None] = print) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m kvfold.bench.cpu", description=(__doc__ or "").split("\n")[0])
+def main(argv: list[str] | None = None) -> int:
+    parser = options("cpu", __doc__, ROWS)
     parser.add_argument("--model", default=None, help="as everywhere in kvfold; default: the embedded model")
     parser.add_argument("--dtype", default=None, help="default: float32")
-    parser.add_argument("--methods", default="none,kivi,innerq,squat", help="methods, separated by commas")
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--methods", nargs="+", action="extend", metavar="METHOD", help=f"default: {' '.join(METHODS)}")
+    parser.add_argument("--context", type=int, default=4096, help="default: 4096")
+    parser.add_argument("--turns", type=int, default=40, help="default: 40")
     parser.add_argument("--threads", type=int, default=None, help="default: Torch's own choice")
     parser.add_argument("--kernel", default=None, help="insist on an attention kernel")
-    parser.add_argument("--out", type=Path, default=None, help="CSV file to append rows to")
-    options = parser.parse_args(argv)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    model, _, info = load(options.model, dtype=options.dtype, device="cpu")
-    rows = measure(model, info.name, options.methods.split(","), options.context, options.turns, options.kernel)
+    args = parser.parse_args(argv)
+    for name, least in (("context", 2 * WARMUP), ("turns", 2)):
+        if getattr(args, name) < least:
+            raise KVFoldError(f"bench cpu: {name}={getattr(args, name)} is not allowed; allowed: {least} or more")
+    chosen = args.methods or list(METHODS)
+    for method in chosen:
+        get(method)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model, _, info = load(args.model, dtype=args.dtype, device="cpu")
+    rows = measure(model, info.name, chosen, args.context, args.turns, args.kernel)
+    if args.rows is not None:
+        append(args.rows, rows)
     for row in rows:
-        say(
-            f"{row.cache:<14} {row.kernel:<8} p50 {row.p50_ms:6.1f} ms (p20 {row.p20_ms:.1f}, p80 {row.p80_ms:.1f})  "
-            f"ratio {row.ratio:.2f}, by turns {row.turn_ratio:.2f}  cpu {row.cpu_ms:6.1f} ms  {row.cache_mb:6.1f} MB  "
-            f"page faults {row.page_faults:.0f}  load {row.load:.1f}"
-        )
-    if options.out:
-        append(options.out, rows)
+        show(row, line(row), args.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(script(main))

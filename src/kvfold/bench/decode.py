@@ -11,7 +11,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreT
 from transformers.cache_utils import Cache, DynamicLayer
 
 import kvfold
-from kvfold.bench.rows import append, environment, need_gpu, options, script, show
+from kvfold.bench.rows import append, environment, need_gpu, options, progress, script, show
 from kvfold.graph import DecodeGraph
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -184,6 +184,7 @@ def measure(shape: str, batch: int, context: int, methods: list[str]) -> list[De
     known = {f.name for f in fields(DecodeRow)}
     base = None
     for method in ("bf16", *methods):
+        progress(f"{shape} B={batch} N={context}: {method}")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         if method == "bf16":
@@ -230,8 +231,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=131072)
     parser.add_argument("--methods", nargs="+", action="extend", metavar="METHOD", help=f"default: {' '.join(METHODS)}")
     args = parser.parse_args(argv)
+    chosen = args.methods or list(METHODS)
+    for method in chosen:
+        kvfold.methods.get(method)
     need_gpu("decode")
-    rows = measure(args.model, args.batch, args.context, args.methods or list(METHODS))
+    rows = measure(args.model, args.batch, args.context, chosen)
     if args.rows is not None:
         append(args.rows, rows)
     for row in rows:

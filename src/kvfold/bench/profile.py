@@ -23,6 +23,7 @@ from kvfold.bench.rows import append, environment, need_gpu, options, progress, 
 from kvfold.cache import FoldedCache
 from kvfold.errors import KVFoldError
 from kvfold.graph import DecodeGraph
+from kvfold.methods import get
 
 ROWS = Path("benchmarks/rows/profile.csv")
 CONTEXTS = (4096, 65536)
@@ -203,6 +204,8 @@ def run(
     """
     if min(contexts) < 512:
         raise KVFoldError(f"bench profile: context={min(contexts)} is not allowed; allowed: 512 or more")
+    for method in methods:
+        get(method)
     device = need_gpu("profile")
     env = environment()
     progress(f"building {shape}")
