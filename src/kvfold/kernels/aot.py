@@ -15,8 +15,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import AffineGroups
 from kvfold.kernels._decode_gluon import decode_kernel
+from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels.decode import Plan, constants, make_plan
 from kvfold.kernels.partials import merge_kernel
+from kvfold.kernels.tiles import constants as tiles_constants
+from kvfold.kernels.tiles import make_plan as make_tiles_plan
 from kvfold.kernels.windows import tile_sizes, windows_kernel
 
 
@@ -99,6 +102,34 @@ def compile_decode(
     values = {(names.index(n),): v for n, v in fixed.items()}
     source = GluonASTSource(decode_kernel, signature, values, {})
     return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.cap(has_bias))
+
+
+def compile_tiles(
+    key_format: AffineGroups,
+    value_format: AffineGroups,
+    rows: int = 4,
+    rotary: int = 0,
+    has_bias: bool = False,
+    capability: int = 90,
+) -> Report:
+    """Compile the kernel over plain packed storage as a layer with ``rows`` query rows per KV head would use it.
+
+    Parameters
+    ----------
+    rotary : int
+        Channels that are rotated as keys are read.
+    """
+    plan = make_tiles_plan(key_format.head_dim, 128, rows, 1024, rotary > 0, 132)
+    fixed: dict[str, Any] = tiles_constants(key_format, value_format, plan, rotary, has_bias)
+    types = dict.fromkeys(("k_codes", "v_codes"), "*u8") | dict.fromkeys(("k_aux", "v_aux"), "*i16")
+    types |= dict.fromkeys(("k_meta", "v_meta", "table_ptr"), "*fp16")
+    types |= {"packed_len_ptr": "*i32", "position_ptr": "*i64", "factor": "fp32"}
+    types |= dict.fromkeys(("q_ptr", "bias_ptr", "freq_ptr", "step_ptr", "part_out", "part_top", "part_sum"), "*fp32")
+    names = tiles_kernel.arg_names
+    signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
+    values = {(names.index(n),): v for n, v in fixed.items()}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t[0] == "*"}
+    return _compile(ASTSource(tiles_kernel, signature, values, aligned), capability, num_warps=plan.warps)
 
 
 def compile_merge(head_dim: int = 128, capability: int = 90) -> Report:
