@@ -4,6 +4,7 @@ import builtins
 import csv
 import itertools
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +183,58 @@ def test_transformers_own_cache_is_the_baseline_that_it_is_without_us():
         want = model(torch.cat([ids, tokens], 1)).logits[:, 56:].float()
     assert (got - want).norm() < 1e-4 * want.norm()
     assert generation.nbytes() == 2 * 2 * 3 * 2 * 60 * 64 * 4  # layers, K and V, batch, heads, tokens, dims, float32
+
+
+def test_a_static_buffer_decodes_as_a_growing_cache(monkeypatch):
+    monkeypatch.setattr(memory, "sdpa_kernel", lambda *args, **kwargs: nullcontext())  # it names kernels of GPUs
+    model = tiny_llama().to(torch.bfloat16)
+    ids = memory.prompts(model, 5, 44)
+    ids, tokens = ids[:, :40], ids[:, 40:]
+    with torch.no_grad():
+        static, plain = memory.StaticGeneration(model, ids, 5, 2), memory.PlainGeneration(model, ids, 5, 5)
+        got, want = (memory.logits_of(x, tokens) for x in (static, plain))
+    assert (got - want).norm() < 1e-2 * want.norm()
+    assert static.nbytes() == 2 * 2 * 5 * 2 * 45 * 64 * 2  # one slot more than the growing cache has
+
+
+@pytest.mark.parametrize("prompt, output", [(161, 338), (10, 3), (10, 2)])
+def test_steps_between_captured_lengths_are_interpolated(monkeypatch, prompt, output):
+    generation = memory.StaticGeneration(None, torch.zeros(1, prompt, dtype=torch.long), output, 1)
+    generation.input = torch.zeros(1, 1, dtype=torch.long)
+    captured = []
+
+    def step(used):
+        captured.append(used)
+        return 2.0 + 0.5 * used, 0.1
+
+    monkeypatch.setattr(generation, "_step_seconds", step)
+    once, total = generation.decode(torch.zeros(1, 1, dtype=torch.long))
+    assert total == pytest.approx(sum(2.0 + 0.5 * n for n in range(prompt + 1, prompt + output)))
+    assert once == pytest.approx(0.1 * len(captured)) and len(captured) <= memory.POINTS
+    assert (captured[0], captured[-1]) == (prompt + 1, prompt + output - 1)
+
+
+@pytest.mark.parametrize("kind", ["fits", "memory", "capture", "other"])
+def test_an_attempt_says_when_memory_ended_and_nothing_else(monkeypatch, kind):
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+
+    class Attempt:
+        def run(self):
+            if kind == "fits":
+                return "timing"
+            if kind == "other":
+                raise RuntimeError("a bug")
+            try:
+                raise torch.OutOfMemoryError("no memory")
+            finally:
+                if kind == "capture":
+                    raise RuntimeError("operation failed due to a previous error during capture")
+
+    if kind == "other":
+        with pytest.raises(RuntimeError, match="a bug"):
+            memory.attempt(Attempt)
+    else:
+        assert memory.attempt(Attempt) == ("timing" if kind == "fits" else None)
 
 
 @pytest.mark.parametrize("fixed, each, step", [(10.0, 1.0, 8), (3.0, 0.37, 4), (79.0, 0.001, 100), (0.0, 70.0, 1)])
