@@ -341,7 +341,7 @@ def _arrays(form: AffineGroups, stored: Fields) -> list[torch.Tensor]:
     """Codes, scales and sign words as the kernel takes them; what a span leaves out at the end may follow each KV head."""
     arrays = [stored[n] for n in (("codes", "meta", "codes") if form.mode == "asym" else ("codes", "scale", "aux"))]
     for x in arrays:
-        if x.stride(0) != x.shape[1] * x.stride(1):
+        if not (x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1)):
             raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
     return arrays
 
