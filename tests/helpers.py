@@ -25,7 +25,13 @@ def spec(head_dim: int = 64, heads: int = 4, kv_heads: int = 2, **options: objec
 
 
 def layer(method: str | Method, shape: LayerSpec | None = None, **options: object) -> FoldedLayer:
-    return FoldedLayer(get(method), shape or spec(), **options)  # type: ignore[arg-type]
+    """A layer of its own; on a GPU packed as the kernel reads that would serve it in a model."""
+    method, shape = get(method), shape or spec()
+    if current().is_gpu:
+        from kvfold.attention import _packed_for
+
+        shape = _packed_for(method, shape, current().device, None)
+    return FoldedLayer(method, shape, **options)  # type: ignore[arg-type]
 
 
 def tokens(batch: int, count: int, seed: int = 0, shape: LayerSpec | None = None, dtype=None) -> Tokens:

@@ -7,6 +7,7 @@ from itertools import combinations, product
 from typing import TypeVar
 
 from kvfold.formats import AffineGroups
+from kvfold.kernels import encode
 from kvfold.kernels.decode import Plan, make_long_plan, make_plan
 
 CAPABILITIES = (80, 90, 100)
@@ -16,7 +17,10 @@ HEAD_DIMS = (64, 128, 256)
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that a program may have, by compute capability; 86 stands for 89 and 120 as well."""
 
-Any = TypeVar("Any")
+ENCODED = ("kivi", "squat", "asym", "sym", "hybrid")
+"""Families of methods that the kernels encode: "kivi" and "squat" share formats, the others are InnerQ's."""
+
+Item = TypeVar("Item")
 
 
 def formats(
@@ -87,6 +91,103 @@ def decode_specializations() -> list[Decode]:
     return list(found)
 
 
+@dataclass(frozen=True)
+class Encode:
+    """One specialization of the kernel that encodes blocks: format, side, and where the tokens come from."""
+
+    family: str
+    bits: int
+    head_dim: int
+    group: int
+    value: bool
+    rows: bool = False
+    ring: bool = False
+    bf16: bool = False
+    other: bool = False
+    """Keys that are centred (KIVI), un-rotated (SQuat), not normalized (InnerQ)."""
+
+    @property
+    def form(self) -> AffineGroups:
+        return _family(self.family, self.bits, self.head_dim, self.group)[self.value]
+
+    @property
+    def transform(self) -> dict[str, object]:
+        return {} if self.value else transform(self.family, self.head_dim, self.other)
+
+    def __str__(self) -> str:
+        words = [
+            self.family,
+            f"{self.bits}bit",
+            f"d{self.head_dim}",
+            f"g{self.group}",
+            "value" if self.value else "key",
+        ]
+        return "-".join([*words, *(n for n in ("rows", "ring", "bf16", "other") if getattr(self, n))])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One specialization of a decode step's kernel: formats, tokens it appends, and what it keeps count of."""
+
+    family: str
+    bits: int
+    head_dim: int
+    tokens: int
+    boundary: bool
+    advance: bool
+    counts: bool
+    bf16: bool
+    other: bool
+
+    @property
+    def formats(self) -> tuple[AffineGroups, AffineGroups]:
+        return _family(self.family, self.bits, self.head_dim, 32)
+
+    @property
+    def transform(self) -> dict[str, object]:
+        return transform(self.family, self.head_dim, self.other)
+
+    def __str__(self) -> str:
+        words = [self.family, f"{self.bits}bit", f"d{self.head_dim}", f"{self.tokens}tokens"]
+        flags = ("boundary", "advance", "counts", "bf16", "other")
+        return "-".join([*words, *(n for n in flags if getattr(self, n))])
+
+
+def _family(family: str, bits: int, head_dim: int, group: int) -> tuple[AffineGroups, AffineGroups]:
+    return formats("kivi" if family == "squat" else family, bits, head_dim, group)
+
+
+def transform(family: str, head_dim: int, other: bool) -> dict[str, object]:
+    """What happens to keys first, as :func:`kvfold.kernels.aot.compile_encode` takes it."""
+    if family == "kivi":
+        return {"center": other}
+    if family == "squat":
+        return {"width": head_dim // 2, "rope": other}
+    return {"center": True, "norm": not other}
+
+
+def encode_specializations() -> list[Encode]:
+    """Every format and side, with every source of tokens and kind of input."""
+    found = []
+    for family, bits, head_dim, group in product(ENCODED, BITS, HEAD_DIMS, (32, 64, 128)):
+        if group > head_dim or (group > 32 and (family not in ("kivi", "squat") or bits != 2)):
+            continue
+        if family == "squat" and encode.unsupported(_family(family, bits, head_dim, group)[0], head_dim // 2):
+            continue
+        for flags in product((False, True), repeat=5):
+            found.append(Encode(family, bits, head_dim, group, *flags))
+    return found
+
+
+def step_specializations() -> list[Step]:
+    """Every method, width and head size with 0, 1 and 16 tokens and every kind of count; a boundary for hybrid groups."""
+    found = []
+    for family, bits, head_dim, tokens, *flags in product(ENCODED, BITS, HEAD_DIMS, (0, 1, 16), *[(False, True)] * 5):
+        if family == "hybrid" or not flags[0]:
+            found.append(Step(family, bits, head_dim, tokens, *flags))
+    return found
+
+
 def with_inputs(specializations: Sequence[Decode]) -> list[Decode]:
     """Each of them with every kind of input."""
     return [replace(s, bf16=b, bias=a) for s in specializations for b, a in product((False, True), repeat=2)]
@@ -101,7 +202,7 @@ def one_input_each(specializations: Sequence[Decode]) -> list[Decode]:
     return [replace(each[i // 4 % len(each)], bf16=i % 2 > 0, bias=i % 4 > 1) for i, each in turns]
 
 
-def pairwise(items: Sequence[Any]) -> list[Any]:
+def pairwise(items: Sequence[Item]) -> list[Item]:
     """As few of ``items`` (dataclasses) as a greedy choice needs so that every pair of field values they have occurs."""
     pairs = [set(combinations(enumerate(astuple(item)), 2)) for item in items]  # type: ignore[call-overload]
     missing, chosen = set().union(*pairs), []

@@ -14,13 +14,14 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import AffineGroups
+from kvfold.kernels import encode
 from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels.decode import Plan, constants, make_plan
 from kvfold.kernels.partials import merge_kernel
 from kvfold.kernels.tiles import constants as tiles_constants
 from kvfold.kernels.tiles import make_plan as make_tiles_plan
-from kvfold.kernels.windows import tile_sizes, windows_kernel
+from kvfold.kernels.windows import stages, tile_sizes, windows_kernel
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,23 @@ class Report:
         Per thread.
     spilled : int
         Bytes of stack per thread.
-    spills_in_loop : int
-        Instructions of the longest loop that read or write it.
+    loop, spills_in_loop : int
+        Instructions of the longest loop; those of them that read or write the stack.
     shared : int
-        Bytes of shared memory per program.
+        Bytes of shared memory per program: what the machine code declares, and what the launch asks for.
     instructions : Counter
         Static count by mnemonic.
     """
 
     registers: int
     spilled: int
+    loop: int
     spills_in_loop: int
     shared: int
     instructions: Counter[str]
 
 
-def _report(cubin: bytes) -> Report:
+def _report(cubin: bytes, dynamic: int) -> Report:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
     def dump(option: str) -> str:
@@ -64,8 +66,10 @@ def _report(cubin: bytes) -> Report:
     targets = [(at, re.search(r"0x([0-9a-f]+)\s*$", rest)) for at, name, rest in code if name == "BRA"]
     loops = [(int(to[1], 16), at) for at, to in targets if to and int(to[1], 16) < at]
     first, last = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, -1))
-    spills = sum(name in ("LDL", "STL") and first <= at <= last for at, name, _ in code)
-    return Report(found["REG"], found["STACK"], spills, found["SHARED"], Counter(name for _, name, _ in code))
+    loop = [name for at, name, _ in code if first <= at <= last]
+    spills = sum(name in ("LDL", "STL") for name in loop)
+    shared = found["SHARED"] + dynamic
+    return Report(found["REG"], found["STACK"], len(loop), spills, shared, Counter(name for _, name, _ in code))
 
 
 def compile_decode(
@@ -90,17 +94,14 @@ def compile_decode(
     fixed: dict[str, Any] = constants(key_format, value_format, plan, bf16, has_bias, capability >= 90)
     if plan.columns == 1:
         fixed["columns"] = 1
-    width = "*bf16" if bf16 else "*fp16"
+    width = _width(bf16)
     types = {"packed_q_ptr": width, "q_ptr": width, "bias_ptr": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("packed_len_ptr", "sink_len_ptr", "recent_len_ptr"), "*i32")
     types |= dict.fromkeys(("k_codes", "k_aux", "v_codes", "v_aux"), "*i16")
     types |= dict.fromkeys(("k_meta", "v_meta"), "*fp16")
     types |= dict.fromkeys(("sink_k", "sink_v", "ring_k", "ring_v"), width)
     types |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")
-    names = decode_kernel.arg_names
-    signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
-    values = {(names.index(n),): v for n, v in fixed.items()}
-    source = GluonASTSource(decode_kernel, signature, values, {})
+    source = GluonASTSource(decode_kernel, *_signature(decode_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.cap(has_bias))
 
 
@@ -136,10 +137,8 @@ def compile_merge(head_dim: int = 128, capability: int = 90) -> Report:
     """Compile the kernel that merges splits."""
     fixed = {"D": head_dim, "PART": 32, "N": 64, "EARLY": capability >= 90}
     types = {"part_out": "*fp32", "part_top": "*fp32", "part_sum": "*fp32", "out": "*fp16"}
-    names = merge_kernel.arg_names
-    signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
-    values = {(names.index(n),): v for n, v in fixed.items()}
-    return _compile(ASTSource(merge_kernel, signature, values, {}), capability, num_warps=4)
+    source = ASTSource(merge_kernel, *_signature(merge_kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=4)
 
 
 def compile_windows(
@@ -149,24 +148,124 @@ def compile_windows(
     has_new: bool = True,
     has_valid: bool = False,
     capability: int = 90,
+    shared_memory: int = 99 * 1024,
 ) -> Report:
-    """Compile the kernel over full-precision tokens for ``rows`` query rows per KV head."""
+    """Compile the kernel over full-precision tokens for ``rows`` query rows per KV head, and programs that may have
+    ``shared_memory`` bytes."""
     m, n, warps = tile_sizes(rows, head_dim)
     padded = triton.next_power_of_2(head_dim)
     fixed = {"D": head_dim, "DP": padded, "M": m, "N": n, "HAS_NEW": has_new, "HAS_VALID": has_valid}
-    width = "*bf16" if bf16 else "*fp16"
-    types = dict.fromkeys(("q_ptr", "sink_k", "sink_v", "ring_k", "ring_v", "new_k", "new_v"), width)
+    types = dict.fromkeys(("q_ptr", "sink_k", "sink_v", "ring_k", "ring_v", "new_k", "new_v"), _width(bf16))
     types |= dict.fromkeys(("sink_len_ptr", "packed_len_ptr", "recent_len_ptr"), "*i32")
     types |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")
     types |= {"valid_ptr": "*u8", "factor": "fp32"}
-    names = windows_kernel.arg_names
+    strides = ["k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token"]  # multiples of head_dim
+    aligned = [*(n for n, t in types.items() if t[0] == "*" and n != "valid_ptr"), *strides]
+    source = ASTSource(windows_kernel, *_signature(windows_kernel, fixed, types), _aligned(windows_kernel, aligned))
+    return _compile(source, capability, num_warps=warps, num_stages=stages(head_dim, shared_memory))
+
+
+_ENCODE_TYPES = {
+    "*i32": (
+        *("codes_out", "aux_out", "k_codes", "k_aux", "v_codes", "v_aux"),
+        *("total_len", "packed_len", "sink_len", "recent_len", "ticket", "counts"),
+    ),
+    "*i64": ("rows", "first_position", "boundary"),
+    "*fp32": ("mean", "norm", "inverse", "update", "inv_freq"),
+    "*fp16": ("meta_out", "k_meta", "v_meta"),
+    "fp32": ("rope_factor",),
+}
+
+
+def compile_encode(
+    form: AffineGroups,
+    center: bool = False,
+    norm: bool = False,
+    width: int = 0,
+    rope: bool = False,
+    rows: bool = True,
+    ring: bool = False,
+    bf16: bool = True,
+    capability: int = 90,
+) -> Report:
+    """Compile the kernel that encodes whole blocks.
+
+    Parameters
+    ----------
+    center, norm, rope : bool
+        Keys lose a mean; are divided by norms; are un-rotated.
+    width : int
+        Channels of a slice of SQuat's update; 0: none.
+    rows, ring : bool
+        Sequences are picked by an index; tokens come from the ring.
+    """
+    tile, group, axis, mode, bits = encode._constants(form)
+    fixed = {"T": tile, "D": form.head_dim, "G": group, "AXIS": axis, "MODE": mode, "BITS": bits}
+    fixed |= {"VALUE": form.operand == "value", "ROWS": rows, "RING": ring}
+    fixed |= {"MEAN": center, "NORM": norm, "ROPE": rope, "WIDTH": width}
+    return _compile_encode(encode._encode_kernel, fixed, ("x",), bf16, encode._warps(form, cut=rope or width > 0), capability)
+
+
+def compile_step(
+    key_format: AffineGroups,
+    value_format: AffineGroups,
+    center: bool = False,
+    norm: bool = False,
+    width: int = 0,
+    rope: bool = False,
+    tokens: int = 1,
+    boundary: bool = False,
+    advance: bool = False,
+    counts: bool = False,
+    bf16: bool = True,
+    capability: int = 90,
+) -> Report:
+    """Compile the kernel of a decode step: close what is due, append ``tokens``; 0: close only.
+
+    The other parameters are those of :func:`compile_encode` and of :func:`kvfold.kernels.encode.append_and_close`.
+    """
+    fixed = {"BLOCK": key_format.block, "NEW": triton.next_power_of_2(tokens) if tokens else 0, "CLOSE": True}
+    fixed |= {"ADVANCE": advance, "COUNTS": counts, "BOUNDARY": boundary, "D": key_format.head_dim}
+    for letter, form in (("K", key_format), ("V", value_format)):
+        tile, group, axis, mode, bits = encode._constants(form)
+        fixed |= {f"{letter}T": tile, f"{letter}G": group, f"{letter}_AXIS": axis}
+        fixed |= {f"{letter}_MODE": mode, f"{letter}_BITS": bits}
+    fixed |= {"MEAN": center, "NORM": norm, "ROPE": rope, "WIDTH": width}
+    inputs = ("key", "value", "sink_k", "sink_v", "ring_k", "ring_v")
+    warps = encode._warps(key_format, value_format, cut=rope or width > 0)
+    return _compile_encode(encode._step_kernel, fixed, inputs, bf16, warps, capability)
+
+
+def _compile_encode(
+    function: Any, fixed: dict[str, Any], inputs: tuple[str, ...], bf16: bool, warps: int, capability: int
+) -> Report:
+    names = function.arg_names
+    fixed |= {"WARPS": warps, **{n: 1 for n in names if n.endswith("stride_c")}}
+    types = {n: "i64" for n in names if "stride" in n} | dict.fromkeys(inputs, _width(bf16))
+    types |= {name: kind for kind, of in _ENCODE_TYPES.items() for name in of}
+    aligned = _aligned(function, [n for n in names if types.get(n, "")[:1] == "*"])
+    source = ASTSource(function, *_signature(function, fixed, types), aligned)
+    return _compile(source, capability, num_warps=warps, num_stages=1, enable_fp_fusion=False)
+
+
+def _width(bf16: bool) -> str:
+    return "*bf16" if bf16 else "*fp16"
+
+
+def _signature(
+    function: Any, fixed: dict[str, Any], types: dict[str, str]
+) -> tuple[dict[str, str], dict[tuple[int], Any]]:
+    """Types of all arguments, "i32" where ``types`` says nothing, and values of those known when compiling."""
+    names = function.arg_names
     signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
-    values = {(names.index(n),): v for n, v in fixed.items()}
-    aligned = [n for n in names if n in types and types[n].startswith("*")]
-    aligned += ["k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token"]  # strides are multiples of head_dim
-    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned if n != "valid_ptr"}
-    return _compile(ASTSource(windows_kernel, signature, values, attributes), capability, num_warps=warps)
+    return signature, {(names.index(n),): v for n, v in fixed.items()}
+
+
+def _aligned(function: Any, names: list[str]) -> dict[tuple[int], list[list[Any]]]:
+    """Pointers and strides that are multiples of 16 bytes or elements."""
+    return {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in names}
 
 
 def _compile(source: Any, capability: int, **options: Any) -> Report:
-    return _report(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"])
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return _report(compiled.asm["cubin"], compiled.metadata.shared)
