@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from kvfold.attention import _packed_for
 from kvfold.cache import FoldedLayer
 from kvfold.formats import Fields
 from kvfold.methods import LayerSpec, Method, get
@@ -28,8 +29,6 @@ def layer(method: str | Method, shape: LayerSpec | None = None, **options: objec
     """A layer of its own; on a GPU packed as the kernel reads that would serve it in a model."""
     method, shape = get(method), shape or spec()
     if current().is_gpu:
-        from kvfold.attention import _packed_for
-
         shape = _packed_for(method, shape, current().device, None)
     return FoldedLayer(method, shape, **options)  # type: ignore[arg-type]
 
