@@ -8,7 +8,7 @@ Packed storage is a list of slabs that are filled in place and never copied; a n
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -55,6 +55,36 @@ class Lengths:
     packed: torch.Tensor
     sink: torch.Tensor
     recent: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What encodes a layer, and why: the kernels of :mod:`kvfold.kernels.encode` ("triton") or the method's and formats'
+    own operations ("torch")."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Encoder:
+    """What encodes a layer on this device."""
+    if device.type == "cpu":
+        return Encoder("torch", "encoding kernels run on cuda")
+    if not method.kernel_encodes:
+        return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
+    from kvfold.kernels import encode
+
+    sides = (
+        ("keys", method.key_format(spec), method.slice_width(spec.head_dim)),
+        ("values", method.value_format(spec), None),
+    )
+    for side, form, width in sides:
+        if why := encode.why_not(form, device, width):
+            return Encoder("torch", f"{side}: {why}")
+    return Encoder("triton", "first choice")
 
 
 @lru_cache(maxsize=8)
@@ -116,6 +146,7 @@ class FoldedLayer(CacheLayerMixin):
         self.longest = 1  # call that was written to the windows before attending, in tokens
         self.pending = False
         self.static: StaticLengths | None = None  # while a decode graph owns the layer
+        self.static_boundary: torch.Tensor | None = None  # where the prompt ends, if groups' modes depend on it
         self.is_initialized = False
 
     # ---- Transformers' interface -------------------------------------------------------------------------------------
@@ -126,6 +157,7 @@ class FoldedLayer(CacheLayerMixin):
         self.kernel = kernels.choose(
             self.key_format, self.value_format, self.device, self.method.pre_rope, self.kernel_name, self.dtype
         ).kernel
+        self.encoder = choose_encoder(self.method, self.spec, self.device)
         self.lens, self.packed, self.prompt = [0] * batch, [0] * batch, [0] * batch
         self.first_position, self.ready = [0] * batch, [False] * batch
         self.sink = self._dense(batch, self.method.sink)
@@ -352,9 +384,7 @@ class FoldedLayer(CacheLayerMixin):
         if self.method.pre_rope:
             self._note_positions(position_ids, valid, tokens)
         for ids, rows, columns in self._groups(valid, tokens):
-            k, v, q = (t if isinstance(rows, slice) else t[rows] for t in (key, value, query))
-            if columns is not None:
-                k, v, q = k[:, :, columns], v[:, :, columns], q[:, :, columns]
+            k, v, q = (t[rows][:, :, columns] for t in (key, value, query))
             self._append(ids, rows, k, v, q, first_call, pack)
         self._log_columns(tokens, valid)
 
@@ -367,10 +397,10 @@ class FoldedLayer(CacheLayerMixin):
         return self.kernel.attend_in_place(self, query, scale, lengths.after)
 
     def _close(self, key: torch.Tensor | None, value: torch.Tensor | None, lengths: Any) -> None:
-        from kvfold.kernels.encode import KeyTransform, append_and_close
+        from kvfold.kernels.encode import append_and_close
 
         assert self.sink is not None and self.ring is not None
-        (slab,), state = self.slabs, self.state
+        (slab,) = self.slabs
         append_and_close(
             key,
             value,
@@ -382,47 +412,54 @@ class FoldedLayer(CacheLayerMixin):
             self.key_format,
             slab.values,
             self.value_format,
-            KeyTransform(mean=state.get("mean"), norm=state.get("norm"), update=state.get("update")),
+            self._transform(slice(None)),
+            self.static_boundary,
         )
+
+    def enter_static(self, lengths: StaticLengths) -> None:
+        """From now on a decode graph owns the layer."""
+        self.static, self.static_boundary = lengths, None
+        if self.method.group_mode(True) != self.method.group_mode(False):
+            ends = [self._boundary(row) for row in range(len(self.lens))]
+            self.static_boundary = torch.tensor(ends, dtype=torch.int32, device=self.device)
 
     def leave_static(self, steps: int) -> None:
         """After ``steps`` decoded tokens: close what is due and count again on the host."""
         assert self.static is not None
         self._close(None, None, self.static.before)
-        self.static = None
+        self.static = self.static_boundary = None
         self.lens = [n + steps for n in self.lens]
         self.packed = [max(p, self.packed_length(n)) for n, p in zip(self.lens, self.packed, strict=True)]
         self._log_columns(steps, None)
 
     def pack_due(self) -> None:
         """Pack the blocks that became full, from the ring."""
+        assert self.ring is not None
         sink = self.method.sink
         for ids, rows, _ in self._groups(None, 0):
             for group in self._alike(ids):
                 packed, due = self.packed[group[0]], self.packed_length(self.lens[group[0]])
                 if due > packed and not self.recording:
-                    some = self._rows(group, rows, ids)
-                    keys, values = self._read_ring(some, packed, min(due, self.lens[group[0]] - sink))
-                    self._encode(group, some, keys, values, packed, due)
+                    some, old = self._rows(group, rows, ids), self.lens[group[0]] - sink
+                    none, nothing = (t[some, :, :0] for t in self.ring)
+                    self._encode(group, some, none, nothing, packed, old, due)
                     for row in group:
                         self.packed[row] = due
 
-    def _groups(self, valid: torch.Tensor | None, tokens: int) -> Iterator[tuple[list[int], Rows, torch.Tensor | None]]:
+    def _groups(self, valid: torch.Tensor | None, tokens: int) -> Iterator[tuple[list[int], Rows, Rows]]:
         """Sequences that can be handled together: same length so far, same real columns among the new ones."""
         everyone = list(range(len(self.lens)))
         if valid is None and len(set(self.lens)) == 1:
-            yield everyone, slice(None), None
+            yield everyone, slice(None), slice(None)
             return
         patterns = [None] * len(everyone) if valid is None else [tuple(row) for row in valid.tolist()]
         groups: dict[tuple[int, object], list[int]] = {}
         for row in everyone:
             groups.setdefault((self.lens[row], patterns[row]), []).append(row)
         for (_, pattern), ids in groups.items():
-            rows = slice(None) if len(ids) == len(everyone) else torch.tensor(ids, device=self.device)
-            if pattern is None or all(pattern):  # type: ignore[arg-type]
-                yield ids, rows, None
-            elif any(pattern):  # type: ignore[arg-type]
-                yield ids, rows, torch.tensor(pattern, device=self.device).nonzero().squeeze(-1)
+            columns = range(tokens) if pattern is None else [i for i, real in enumerate(pattern) if real]  # type: ignore[arg-type, var-annotated]
+            if columns or pattern is None:
+                yield ids, self._index(ids), self._index(columns) if tokens else slice(None)
 
     def packed_length(self, tokens: int) -> int:
         """How many tokens of a sequence of ``tokens`` are packed."""
@@ -469,7 +506,13 @@ class FoldedLayer(CacheLayerMixin):
         return list(groups.values())
 
     def _rows(self, group: list[int], rows: Rows, ids: list[int]) -> Rows:
-        return rows if len(group) == len(ids) else torch.tensor(group, device=self.device)
+        return rows if len(group) == len(ids) else self._index(group)
+
+    def _index(self, numbers: Sequence[int]) -> Rows:
+        """A slice where the numbers follow one another, so that what is picked is a view."""
+        if list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
+            return slice(numbers[0], numbers[0] + len(numbers))
+        return torch.tensor(numbers, device=self.device)
 
     def _take(
         self,
@@ -485,17 +528,15 @@ class FoldedLayer(CacheLayerMixin):
     ) -> None:
         """Take tokens ``old`` to ``stop``, from the end of the sink, of ``ids``: pack what is due, keep the rest."""
         if len(ids) != len(parents):
-            pick = torch.tensor([parents.index(row) for row in ids], device=self.device)
+            pick = self._index([parents.index(row) for row in ids])
             key, value, query = key[pick], value[pick], query[pick]
         packed = self.packed[ids[0]]
         due = self.packed_length((old if self.recording else stop) + self.method.sink)
         due = max(packed, due) if pack else packed
         if due > packed:
-            waiting = self._read_ring(rows, packed, old)
-            keys, values = (torch.cat((w, n), -2) for w, n in zip(waiting, (key, value), strict=True))
             if self.method.stateful:
-                self._fix_state(ids, keys, values, query)
-            self._encode(ids, rows, keys, values, packed, due)
+                self._fix_state(ids, rows, key, value, query, packed, old)
+            self._encode(ids, rows, key, value, packed, old, due)
             for row in ids:
                 self.packed[row] = due
         keep = max(due, old)
@@ -503,27 +544,127 @@ class FoldedLayer(CacheLayerMixin):
         self._write_ring(rows, keep, stop, key[:, :, keep - old :], value[:, :, keep - old :])
 
     def _encode(
-        self, ids: list[int], rows: Rows, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int
+        self, ids: list[int], rows: Rows, key: torch.Tensor, value: torch.Tensor, start: int, old: int, stop: int
     ) -> None:
-        """Encode tokens ``start`` to ``stop``, the first of ``keys`` and ``values``, into their slabs."""
+        """Encode tokens ``start`` to ``stop`` into their slabs: up to ``old`` from the ring, then ``key`` and ``value``."""
         self._reserve(stop // self.block)
+        boundary = self._boundary(ids[0])
+        cuts = {start, stop, *(slab.first * self.block for slab in self.slabs), boundary}
+        for low, high in pairwise(sorted(cut for cut in cuts if start <= cut <= stop)):
+            slab = max((slab for slab in self.slabs if slab.first * self.block <= low), key=lambda slab: slab.first)
+            if self.encoder.name == "triton":
+                self._encode_by_kernel(slab, rows, key, value, low, old, high, high <= boundary)
+            else:
+                self._encode_by_torch(slab, ids, rows, key, value, low, old, high, high <= boundary)
+
+    def _boundary(self, row: int) -> int:
+        """Packed tokens whose blocks belong wholly to the sequence's first call."""
+        return max(self.prompt[row] - self.method.sink, 0) // self.block * self.block
+
+    def _encode_by_torch(
+        self,
+        slab: Slab,
+        ids: list[int],
+        rows: Rows,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        start: int,
+        old: int,
+        stop: int,
+        prompt: bool,
+    ) -> None:
+        """With the method's own operations, on float32 copies of :data:`ENCODE_TOKENS` at a time."""
         state = {name: t[rows] for name, t in self.state.items()}
-        boundary = max(self.prompt[ids[0]] - self.method.sink, 0) // self.block * self.block
-        cuts = sorted({*range(start, stop, ENCODE_TOKENS // self.block * self.block), stop})
-        if start < boundary < stop:
-            cuts = sorted({*cuts, boundary})
-        for low, high in pairwise(cuts):
-            positions = self._positions(ids, low, high)
-            k, v = _finite(keys[:, :, low - start : high - start]), _finite(values[:, :, low - start : high - start])
-            prompt = high <= boundary
-            encoded_keys = self.method.encode_keys(k, state, self.spec, positions, prompt)
-            encoded_values = self.method.encode_values(v, state, self.spec, prompt)
-            for slab in self.slabs:
-                a, b = max(low // self.block, slab.first), min(high // self.block, slab.first + slab.blocks)
-                for target, source in ((slab.keys, encoded_keys), (slab.values, encoded_values)):
-                    for name, tensor in target.items() if a < b else ():
-                        part = source[name][:, :, a - low // self.block : b - low // self.block]
-                        tensor[rows, :, a - slab.first : b - slab.first] = part
+        for low in range(start, stop, ENCODE_TOKENS // self.block * self.block):
+            high = min(low + ENCODE_TOKENS // self.block * self.block, stop)
+            k, v = (_finite(t) for t in self._read(rows, key, value, low, old, high))
+            keys = self.method.encode_keys(k, state, self.spec, self._positions(ids, low, high), prompt)
+            values = self.method.encode_values(v, state, self.spec, prompt)
+            part = slice(low // self.block - slab.first, high // self.block - slab.first)
+            for target, source in ((slab.keys, keys), (slab.values, values)):
+                for name, tensor in target.items():
+                    tensor[rows, :, part] = source[name]
+
+    def _encode_by_kernel(
+        self,
+        slab: Slab,
+        rows: Rows,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        start: int,
+        old: int,
+        stop: int,
+        prompt: bool,
+    ) -> None:
+        """Straight from the ring and the call. A block that begins in the one and ends in the other is completed in the
+        ring, where those before it have made room."""
+        whole = min(old // self.block * self.block, stop)
+        if start < whole:
+            self._launch(slab, rows, self.ring, start, whole, prompt, ring=True)
+            start = whole
+        if start < min(old, stop):
+            end = start + self.block
+            self._write_ring(rows, old, end, key[:, :, : end - old], value[:, :, : end - old])
+            self._launch(slab, rows, self.ring, start, end, prompt, ring=True)
+            start = end
+        if start < stop:
+            part = slice(start - old, stop - old)
+            self._launch(slab, rows, (key[:, :, part], value[:, :, part]), start, stop, prompt, ring=False)
+
+    def _launch(
+        self,
+        slab: Slab,
+        rows: Rows,
+        source: tuple[torch.Tensor, torch.Tensor] | None,
+        start: int,
+        stop: int,
+        prompt: bool,
+        ring: bool,
+    ) -> None:
+        """Encode whole blocks of the ring, or of a call's tokens from its first on."""
+        from kvfold.kernels import encode
+
+        assert source is not None
+        index = None
+        if isinstance(rows, torch.Tensor):
+            index, rows = rows, slice(None)
+        for form, x, fields, how in zip(
+            (self.key_format, self.value_format),
+            source,
+            (slab.keys, slab.values),
+            (self._transform(rows), None),
+            strict=True,
+        ):
+            encode.encode_blocks(
+                x[rows] if ring else x,
+                {name: t[rows] for name, t in fields.items()},
+                form,
+                start // self.block - slab.first,
+                how,
+                self.method.group_mode(prompt),
+                index,
+                slab.first,
+                (stop - start) // self.block if ring else None,
+            )
+
+    def _transform(self, rows: slice) -> Any:
+        """What the kernels do to keys before they encode them."""
+        from kvfold.kernels.encode import KeyTransform
+
+        mean, norm, update = (
+            self.state[name][rows] if name in self.state else None for name in ("mean", "norm", "update")
+        )
+        return KeyTransform(mean=mean, norm=norm, update=update)
+
+    def _read(
+        self, rows: Rows, key: torch.Tensor, value: torch.Tensor, start: int, old: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``start`` to ``stop``: up to ``old`` from the ring, then those of a call."""
+        new = tuple(t[:, :, max(start - old, 0) : max(stop - old, 0)] for t in (key, value))
+        if start >= old:
+            return new  # type: ignore[return-value]
+        waiting = self._read_ring(rows, start, min(old, stop))
+        return tuple(torch.cat(pair, -2) for pair in zip(waiting, new, strict=True))  # type: ignore[return-value]
 
     def _reserve(self, blocks: int) -> None:
         """Have storage for ``blocks`` blocks; what exists is never copied."""
@@ -537,10 +678,22 @@ class FoldedLayer(CacheLayerMixin):
         fields = [f.allocate(len(self.lens), self.spec.num_kv_heads, wanted, self.device) for f in formats]
         self.slabs.append(Slab(have, wanted, *fields))
 
-    def _fix_state(self, ids: list[int], keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor) -> None:
+    def _fix_state(
+        self,
+        ids: list[int],
+        rows: Rows,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query: torch.Tensor,
+        start: int,
+        old: int,
+    ) -> None:
         """Compute the state of sequences that pack for the first time; one by one, so that none depends on another."""
+        if all(self.ready[row] for row in ids):
+            return
         warmup, sink = self.method.warmup, self.method.sink
-        seen = max(warmup - sink, self.block) if warmup else keys.shape[-2]
+        seen = max(warmup - sink, self.block) if warmup else old - start + key.shape[-2]
+        keys, values = self._read(rows, key, value, start, old, start + seen)
         for i, row in enumerate(ids):
             if self.ready[row]:
                 continue
@@ -554,8 +707,8 @@ class FoldedLayer(CacheLayerMixin):
                 first + asked, first + asked + queries.shape[-2], device=self.device
             ).unsqueeze(0)
             observation = Observation(
-                _finite(keys[i : i + 1, :, :seen]),
-                _finite(values[i : i + 1, :, :seen]),
+                _finite(keys[i : i + 1]),
+                _finite(values[i : i + 1]),
                 queries if self.method.needs_queries else None,
                 key_positions,
                 query_positions,

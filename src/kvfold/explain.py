@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from kvfold import kernels
 from kvfold.attention import plan_layers
+from kvfold.cache import choose_encoder
 from kvfold.methods import Method, get
 
 
@@ -17,7 +18,7 @@ class LayerReport:
 
     ``kind`` is the attention's, ``effective_bits`` the packed part's (16 or 32 where the layer is not folded),
     ``windows`` what stays in full precision, ``kernel`` what attends and ``reason`` why it and not another, or why not
-    folded.
+    folded; ``encoder`` what encodes ("triton", "torch") and why.
     """
 
     layer_idx: int
@@ -29,6 +30,7 @@ class LayerReport:
     windows: str
     kernel: str
     reason: str
+    encoder: str = "-"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def explain(model: PreTrainedModel, method: str | Method) -> Explanation:
                 windows,
                 choice.kernel.name,
                 choice.reason,
+                str(choose_encoder(method, spec, model.device)),
             )
         )
         if choice.kernel.limits:
@@ -91,6 +94,7 @@ def explain(model: PreTrainedModel, method: str | Method) -> Explanation:
         packed += spec.num_kv_heads * (keys.block_bytes + values.block_bytes) / method.block
         full += 2 * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize
     notes += [f"kernel {name}: {text}" for name, text in limits.items()]
+    notes += [f"encoded by {text}" for text in sorted({row.encoder for row in rows if row.folded})]
     kept = [r for r in rows if not r.folded]
     if kept:
         notes.append(f"{len(kept)} of {len(rows)} layers stay in full precision: {sorted({r.reason for r in kept})}")

@@ -41,18 +41,15 @@ class StaticLengths:
 
 def why_not(layer: "FoldedLayer", room: int) -> str | None:
     """Why a layer cannot decode in a graph for ``room`` more tokens; None if it can."""
-    from kvfold.kernels import encode
-
     method = layer.method
     if layer.kernel.name != "gluon":
         return f"its kernel is {layer.kernel.name}; needs gluon"
-    if not method.kernel_encodes:
-        return f"{method.name} is not encoded by a kernel"
-    for form, update in ((layer.key_format, layer.state.get("update")), (layer.value_format, None)):
-        if why := encode.why_not(form, layer.device, update):
-            return why
-    if not layer.is_contiguous or (method.stateful and not all(layer.ready)):
+    if layer.encoder.name != "triton":
+        return f"it is encoded by {layer.encoder.name}: {layer.encoder.reason}"
+    if not layer.slabs or (method.stateful and not all(layer.ready)):
         return "nothing is packed yet; prefill a longer prompt first"
+    if not layer.is_contiguous:
+        return f"its packed storage grew to {len(layer.slabs)} slabs; fold with a max_length"
     if layer.packed_length(max(layer.lens) + room) > layer.slabs[0].blocks * layer.block:
         return f"its packed storage ends at {layer.slabs[0].blocks * layer.block} tokens; fold with a larger max_length"
     return None
@@ -99,7 +96,7 @@ class DecodeGraph:
         self.ids = torch.zeros(len(first.lens), 1, dtype=torch.long, device=first.device)
         self.positions = torch.tensor([[n] for n in first.lens], device=first.device)
         for layer in folded:
-            layer.static = self.lengths
+            layer.enter_static(self.lengths)
         self._capture()
 
     def _step(self) -> torch.Tensor:

@@ -171,20 +171,22 @@ def group_order(operand: str, axis: str, groups: int) -> torch.Tensor:
 
 
 @lru_cache
-def _sign_order(group: int, operand: str) -> torch.Tensor:
-    """Bit that holds the sign of member i of a group; for 32 members a lane of the A fragment finds its eight signs at
-    ``t + 4 (col_half + 2 k_step) + 16 pair``, so one shift and one mask put two of them on the operand's sign bits."""
+def _sign_order(group: int, operand: str, device: torch.device, inverse: bool = False) -> torch.Tensor:
+    """Bit that holds the sign of member i of a group, or the member of bit i, copied to a device once.
+
+    For 32 members a lane of the A fragment finds its eight signs at ``t + 4 (col_half + 2 k_step) + 16 pair``, so one shift
+    and one mask put two of them on the operand's sign bits.
+    """
     i = torch.arange(group)
-    if group != 32 or operand == "plain":
-        return i
     k_step, col_half, t, pair = i // 16, i % 16 // 8, i % 8 // 2, i % 2
-    return pair * 16 + k_step * 8 + col_half * 4 + t
+    order = i if group != 32 or operand == "plain" else pair * 16 + k_step * 8 + col_half * 4 + t
+    return (torch.argsort(order) if inverse else order).to(device)
 
 
 def pack_signs(negative: torch.Tensor, operand: str = "key") -> torch.Tensor:
     """Pack sign bits of groups: bool [..., group] -> int16 [..., group / 16] (group a multiple of 16)."""
     group = negative.shape[-1]
-    order = torch.argsort(_sign_order(group, operand)).to(negative.device)
+    order = _sign_order(group, operand, negative.device, inverse=True)
     bits = negative[..., order].unflatten(-1, (-1, 16)).to(torch.int32)
     weight = 1 << torch.arange(16, device=negative.device, dtype=torch.int32)
     return (bits * weight).sum(-1, dtype=torch.int32).to(torch.int16)
@@ -196,7 +198,7 @@ def unpack_signs(words: torch.Tensor, operand: str = "key") -> torch.Tensor:
         return signs(words, operand) < 0
     shifts = torch.arange(16, device=words.device, dtype=torch.int32)
     bits = ((words.to(torch.int32).unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)
-    return bits[..., _sign_order(bits.shape[-1], operand).to(words.device)]
+    return bits[..., _sign_order(bits.shape[-1], operand, words.device)]
 
 
 @lru_cache

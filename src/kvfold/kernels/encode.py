@@ -21,6 +21,9 @@ closes what is due without new tokens, after which both hold the same content. I
 after every step: ``append_and_close(..., close=False)``, attention, ``append_and_close(None, None, ...)``.
 """
 
+# mypy: disable-error-code="assignment"
+# (tuples of tensors grow in kernels)
+
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +41,7 @@ MAX_TOKENS = 16
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to nearest even, and leaves the integer in the low bits
 HUGE = tl.constexpr(1.0e18)  # as the cache bounds what it encodes: beyond every format, small enough for squares
 HALF_MAX = tl.constexpr(65504.0)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
@@ -106,23 +110,20 @@ class Lengths:
         return cls(*(torch.tensor(row, dtype=torch.int32, device=device) for row in rows))
 
 
-def why_not(fmt: Format, device: torch.device, update: torch.Tensor | None = None) -> str | None:
+def why_not(fmt: Format, device: torch.device, width: int | None = None) -> str | None:
     """Why the GPU cannot encode this format; None if it can.
 
     Parameters
     ----------
     fmt : Format
     device : torch.device
-    update : Tensor or None
-        SQuat's update matrix, if there is one.
+    width : int or None
+        Channels of a slice of SQuat's update, if there is one.
     """
     if device.type != "cuda":
         return f"device {device.type}: encoding kernels run on cuda"
-    why = unsupported(fmt, update)
-    if why is None and isinstance(fmt, AffineGroups) and fmt.head_dim == 64:
-        if fmt.bits_per_code in (1, 3) or fmt.group != UNIT:  # interpreted they are right, compiled they are not
-            why = f"head_dim=64 with bits={fmt.bits_per_code}, group={fmt.group}: wrong bytes when compiled for a GPU"
-    if why is None and isinstance(fmt, AffineGroups):
+    why = unsupported(fmt, width)
+    if why is None and width is not None and isinstance(fmt, AffineGroups):
         index = torch.cuda.current_device() if device.index is None else device.index
         room = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
         if _tile(fmt) * fmt.head_dim * 4 > room:
@@ -130,7 +131,7 @@ def why_not(fmt: Format, device: torch.device, update: torch.Tensor | None = Non
     return why
 
 
-def unsupported(fmt: Format, update: torch.Tensor | None = None) -> str | None:
+def unsupported(fmt: Format, width: int | None = None) -> str | None:
     """Like :func:`why_not`, whatever the device."""
     if not isinstance(fmt, AffineGroups):
         return f"{fmt.kind} storage"
@@ -141,16 +142,115 @@ def unsupported(fmt: Format, update: torch.Tensor | None = None) -> str | None:
     groups = (32, 64, 128) if fmt.mode == "asym" else (32,)
     if fmt.group not in groups:
         return f"group={fmt.group} in mode {fmt.mode}; allowed: {', '.join(map(str, groups))}"
-    if update is not None:
-        width = fmt.head_dim - update.shape[-1]
+    if width is not None:
         if fmt.axis != "token" or fmt.mode != "asym":
             return f"axis={fmt.axis}, mode={fmt.mode} with an update; allowed: axis=token, mode=asym"
         if width < 16 or width & (width - 1):
             return f"channels={width}: allowed are powers of two from 16"
+        if fmt.group * fmt.head_dim > 128 * 128:
+            return f"group={fmt.group} with an update of {fmt.head_dim} channels: a tile does not fit into registers"
     return None
 
 
 # ---- one tile --------------------------------------------------------------------------------------------------------
+#
+# A tile is a tuple of *pieces*, small tensors [tokens, 16 channels] of a fragment's channel tile each. What lies in one
+# 16-bit word (codes of the same place in several channel tiles) lies in one thread, at the same place of several pieces, so
+# that packing is arithmetic on whole pieces: no code moves between threads. Groups along channels are two pieces (one
+# shuffle finishes their reductions), groups along tokens are the pieces of one channel tile.
+
+
+@triton.constexpr_function
+def _merged(d, width):
+    """How many places of a channel tile one word of a plane of ``width`` bits joins: 1, both token tiles (2), and both
+    halves of a fragment's eight rows (4)."""
+    return max(1, 256 // (d * width))
+
+
+@triton.constexpr_function
+def _chunks(d, width):
+    """How many channel tiles follow each other before a word of a plane takes its next code."""
+    return max(1, d * width // 256)
+
+
+@triton.constexpr_function
+def _halves(d, bits, value):
+    """Pieces a channel tile is cut into: two where a word joins both halves of a fragment's rows, and rows are channels."""
+    return 2 if value and d * (1 if bits == 3 else bits) == 64 else 1
+
+
+@triton.constexpr_function
+def _splits(d, bits, value, axis, warps):
+    """Subsets that the tokens of a unit are cut into."""
+    merged = _merged(d, 1 if bits == 3 else bits)
+    needed = min(2 * merged, 4) if value else merged
+    return min(8, max(needed, (8 if axis == 0 else 2) // warps))
+
+
+@triton.constexpr_function
+def _index(c, h, u, halves, subsets, per_group, axis):
+    """Where the codes of channel tile ``c``, half ``h``, token subset ``u`` are: groups lie together."""
+    if axis == 0:
+        return (c * halves + h) * subsets + u
+    return ((c // per_group * subsets + u) * per_group + c % per_group) * halves + h
+
+
+@triton.constexpr_function
+def _subset(m, r, merged, splits, value):
+    """Subset of tokens that is part ``m`` of those joined in a word, and number ``r`` of the others."""
+    return (m // 2 * (splits // 2) if value and merged == 4 else m * (splits // merged)) + r
+
+
+@triton.constexpr_function
+def _log2(n):
+    return n.bit_length() - 1
+
+
+@triton.constexpr_function
+def _half(m, h, merged, value):
+    return m % 2 if value and merged == 4 else h
+
+
+@triton.jit
+def _tokens(u: tl.constexpr, SPLITS: tl.constexpr, VALUE: tl.constexpr):
+    """Tokens of subset ``u`` of a tile; the subsets of a unit follow each other."""
+    j = tl.arange(0, 32 // SPLITS)
+    first = u // SPLITS * 32
+    s = u % SPLITS
+    if SPLITS == 1:
+        return first + j
+    if VALUE:
+        if SPLITS == 2:  # pair
+            return first + 2 * j + s
+        if SPLITS == 4:  # token tile, pair
+            return first + s // 2 * 16 + 2 * j + s % 2
+        return first + s // 4 * 16 + s // 2 % 2 * 8 + 2 * j + s % 2  # token tile, half of its columns, pair
+    if SPLITS == 2:  # token tile
+        return first + s * 16 + j
+    if SPLITS == 4:  # token tile, half of eight rows
+        return first + s // 2 * 16 + j // 4 * 8 + s % 2 * 4 + j % 4
+    return first + s // 4 * 16 + s % 2 * 8 + s // 2 % 2 * 4 + j  # token tile, half of eight rows, half of the tile
+
+
+@triton.jit
+def _channels(h: tl.constexpr, HALVES: tl.constexpr):
+    """Channels of a piece within their channel tile."""
+    i = tl.arange(0, 16 // HALVES)
+    return i // (8 // HALVES) * 8 + h * (8 // HALVES) + i % (8 // HALVES)
+
+
+@triton.jit
+def _fma(a, b, c):
+    """a * b + c, rounded once."""
+    if INTERPRETED:  # the interpreter's own rounds twice
+        return (a.to(tl.float64) * b + c).to(tl.float32)
+    return tl.math.fma(a, b, c)
+
+
+@triton.jit
+def _negative(x):
+    """-x, per group; elements are never negated, which costs an instruction."""
+    return x * -1.0
 
 
 @triton.jit
@@ -194,131 +294,407 @@ def _floor_fp16(x):
 
 
 @triton.jit
-def _rounded_codes(x, scale, constant, AXIS: tl.constexpr, LEVELS: tl.constexpr):
-    """Nearest code plus ROUND; a constant group's codes are 1."""
-    nothing = scale == 0.0
-    quotient = tl.math.div_rn(x, _spread(tl.where(nothing, 1.0, scale), AXIS))
-    quotient = tl.minimum(tl.maximum(quotient, 0.0), LEVELS)
-    quotient = tl.where(_spread(nothing, AXIS), 0.0, quotient)
-    return tl.where(_spread(constant, AXIS), 1.0, quotient) + ROUND
+def _over(x, LEVELS: tl.constexpr):
+    """x / LEVELS as division rounds it, for x that fp16 does not round to 0 (see :func:`_codes`)."""
+    near = x * (1.0 / LEVELS)
+    return _fma(_fma(near, LEVELS * -1.0, x), 1.0 / LEVELS, near)
 
 
 @triton.jit
-def _asym(x, AXIS: tl.constexpr, BITS: tl.constexpr):
-    """Codes plus ROUND, fp16 scale and zero-point per group, whether the group is constant, its minimum."""
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    low = _min(x, AXIS)
-    high = _max(x, AXIS)
+def _reciprocal(x):
+    """1 / x as division rounds it, for positive x of 11 bits."""
+    root = tl.math.rsqrt(x)
+    near = root * root
+    return _fma(_fma(_negative(x), near, 1.0), near, near)
+
+
+@triton.jit
+def _asym_scale(low, high, LEVELS: tl.constexpr):
+    """fp16 scale and zero-point of groups with these extremes, and whether they are constant."""
     zero = _floor_fp16(low)
     wide = zero.to(tl.float32)
     constant = low == high
-    scale = _to_fp16(tl.where(constant, low - wide, tl.math.div_rn(high - wide, LEVELS * 1.0)))
-    codes = _rounded_codes(x - _spread(wide, AXIS), scale.to(tl.float32), constant, AXIS, LEVELS * 1.0)
-    return codes, scale, zero, constant, low
+    return _to_fp16(tl.where(constant, low - wide, _over(high - wide, LEVELS))), zero, constant
 
 
 @triton.jit
-def _sym(x, AXIS: tl.constexpr, BITS: tl.constexpr):
+def _sym_scale(least, most, LEVELS: tl.constexpr):
+    """fp16 scale of groups with these extreme sizes, and whether all sizes are equal."""
+    constant = least == most
+    return _to_fp16(tl.where(constant, most, _over(most, LEVELS))), constant
+
+
+@triton.jit
+def _divisor(scale, constant, AXIS: tl.constexpr):
+    """What :func:`_codes` needs of a group's scale (float32 of an fp16), per element: the scale's negative, its rounded
+    reciprocal, and the code of all elements where the reciprocal is 0."""
+    nothing = (scale == 0.0) | constant
+    inverse = tl.where(nothing, 0.0, _reciprocal(tl.where(nothing, 1.0, tl.abs(scale))))
+    inverse = tl.where(scale < 0.0, _negative(inverse), inverse)  # of a group below fp16's range
+    return _spread(_negative(scale), AXIS), _spread(inverse, AXIS), _spread(constant.to(tl.float32), AXIS)
+
+
+@triton.jit
+def _codes(x, divisor, SIGNED: tl.constexpr, LEVELS: tl.constexpr):
+    """Nearest codes of x over a scale, as float32; ``SIGNED``: x may be negative.
+
+    One step of Newton gives what division gives: a scale has 11 bits, which keeps quotients further from the middle of two
+    floats than the step misses them by.
+    """
+    negative, inverse, start = divisor
+    near = _fma(x, inverse, start)
+    codes = _fma(_fma(near, negative, x), inverse, near) + ROUND - ROUND
+    if SIGNED:
+        codes = tl.maximum(codes, 0.0)
+    return tl.minimum(codes, LEVELS * 1.0)
+
+
+@triton.jit
+def _extremes(members, AXIS: tl.constexpr):
+    low, high = members[0], members[0]
+    for i in tl.static_range(1, len(members)):
+        low = tl.minimum(low, members[i])
+        high = tl.maximum(high, members[i])
+    return _min(low, AXIS), _max(high, AXIS)
+
+
+@triton.jit
+def _asym(members, AXIS: tl.constexpr, BITS: tl.constexpr):
+    """Codes of the members of groups; fp16 scale and zero-point of the groups."""
     LEVELS: tl.constexpr = (1 << BITS) - 1
-    size = tl.abs(x)
-    high = _max(size, AXIS)
-    constant = _min(size, AXIS) == high
-    scale = _to_fp16(tl.where(constant, high, tl.math.div_rn(high, LEVELS * 1.0)))
-    codes = _rounded_codes(size, scale.to(tl.float32), constant, AXIS, LEVELS * 1.0)
-    return codes, scale
+    low, high = _extremes(members, AXIS)
+    scale, zero, constant = _asym_scale(low, high, LEVELS)
+    divisor = _divisor(scale.to(tl.float32), constant, AXIS)
+    codes = ()
+    for i in tl.static_range(len(members)):
+        above = members[i] - _spread(zero.to(tl.float32), AXIS)
+        codes += (_codes(above, divisor, True, LEVELS),)
+    return codes, scale, zero
 
 
 @triton.jit
-def _integer(codes):
-    """Codes plus ROUND -> integers."""
-    return codes.to(tl.int32, bitcast=True) & 0xFF
+def _signed(members, bits, may_be_asym, AXIS: tl.constexpr, HYBRID: tl.constexpr, BITS: tl.constexpr):
+    """Codes of the members of symmetric or hybrid groups, the groups' stored scale and 32 bits.
+
+    ``bits``: where the signs of each member go.
+    """
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    least = tl.abs(members[0])
+    for i in tl.static_range(1, len(members)):
+        least = tl.minimum(least, tl.abs(members[i]))
+    least = _min(least, AXIS)
+    if HYBRID:
+        low, high = _extremes(members, AXIS)
+        most = tl.maximum(tl.abs(low), tl.abs(high))
+    else:
+        most = tl.abs(members[0])
+        for i in tl.static_range(1, len(members)):
+            most = tl.maximum(most, tl.abs(members[i]))
+        most = _max(most, AXIS)
+    scale, same = _sym_scale(least, most, LEVELS)
+    divisor = _divisor(scale.to(tl.float32), same, AXIS)
+    if HYBRID:
+        a_scale, a_zero, constant = _asym_scale(low, high, LEVELS)
+        zero = _spread(a_zero.to(tl.float32), AXIS)
+        a_divisor = _divisor(a_scale.to(tl.float32), constant, AXIS)
+        # of a group that lies below fp16's range the scale would be negative; negative marks the mode
+        a_read = tl.maximum(a_scale.to(tl.float32), 0.0)
+        a_step = _spread(_negative(a_read), AXIS)
+    signs = tl.full(members[0].shape, 0, tl.int32)
+    a_error = tl.full(members[0].shape, 0.0, tl.float32)
+    s_error = tl.full(members[0].shape, 0.0, tl.float32)
+    codes, a_codes = (), ()
+    for i in tl.static_range(len(members)):
+        x = members[i]
+        signs = tl.where(x < 0.0, signs | bits[i], signs)
+        code = _codes(tl.abs(x), divisor, False, LEVELS)
+        codes += (code,)
+        if HYBRID:
+            above = x - zero
+            a_code = _codes(above, a_divisor, True, LEVELS)
+            a_codes += (a_code,)
+            off = _fma(a_code, a_step, above)
+            a_error = _fma(off, off, a_error)
+            off = _fma(code, divisor[0], tl.abs(x))
+            s_error = _fma(off, off, s_error)
+    stored = scale.to(tl.int16, bitcast=True).to(tl.int32)
+    aux = _sum(signs, AXIS)
+    if HYBRID:
+        # constant groups: 32 bits of zero-point hold the value itself, where fp16's scale may not
+        off = scale.to(tl.float32) - tl.abs(low)
+        wins = tl.where(constant, off * off > 0.0, _sum(a_error - s_error, AXIS) < 0.0) & may_be_asym
+        a_bits = tl.where(constant, 0.0, a_read).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        stored = tl.where(wins, a_bits | -0x8000, stored)  # the sign bit marks the mode, of zero too
+        aux = tl.where(wins, tl.where(constant, low, a_zero.to(tl.float32)).to(tl.int32, bitcast=True), aux)
+        chosen = ()
+        for i in tl.static_range(len(members)):
+            chosen += (tl.where(_spread(wins, AXIS), a_codes[i], codes[i]),)
+        codes = chosen
+    return codes, stored.to(tl.int16).to(tl.float16, bitcast=True), aux
 
 
 @triton.jit
-def _steer(x, update, T: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """SQuat: the error of each slice of WIDTH channels moves the channels after it (kvfold.methods.squat.steer)."""
-    SLICES: tl.constexpr = D // WIDTH
-    SIDE: tl.constexpr = D - WIDTH
-    OUT: tl.constexpr = WIDTH if SLICES == 2 else D  # of two slices only the second one moves
-    DEPTH: tl.constexpr = min(WIDTH, 32)  # of one product: more would not fit into registers
-    which = tl.arange(0, SLICES)[None, :, None]
-    piece = tl.arange(0, WIDTH // DEPTH)[None, :, None]
-    k = tl.arange(0, DEPTH)[:, None]
-    c = tl.arange(0, OUT)[None, :] + (D - OUT)
-    for s in tl.static_range(SLICES - 1):
-        part = _sum(tl.where(which == s, tl.reshape(x, (T, SLICES, WIDTH)), 0.0), 1)
-        codes, scale, zero, _, _ = _asym(part, 0, BITS)
-        error = (zero.to(tl.float32)[None, :] + scale.to(tl.float32)[None, :] * (codes - ROUND)) - part
-        delta = tl.full((T, OUT), 0.0, tl.float32)
-        for p in tl.static_range(WIDTH // DEPTH):
-            shallow = _sum(tl.where(piece == p, tl.reshape(error, (T, WIDTH // DEPTH, DEPTH)), 0.0), 1)
-            at = (c - WIDTH) * SIDE + (s * WIDTH + p * DEPTH + k)
-            matrix = tl.load(update + at, mask=(c >= (s + 1) * WIDTH) & (k < DEPTH), other=0.0)
-            # three products of tf32 parts: float32's precision, on tensor cores
-            delta = tl.dot(shallow, matrix, delta, input_precision="tf32x3")
-        if SLICES == 2:
-            delta = tl.reshape(tl.permute(tl.join(tl.full((T, OUT), 0.0, tl.float32), delta), (0, 2, 1)), (T, D))
-        x += delta
+def _slot(group, token, D: tl.constexpr, G: tl.constexpr, AXIS: tl.constexpr, VALUE: tl.constexpr):
+    """Where a group's metadata is stored (inverse of kvfold.formats.packing.group_order): group = channel for AXIS 0, group
+    of a token for AXIS 1."""
+    if AXIS == 0:
+        if VALUE:  # channel = [tile, row_half, g]
+            return (group % 8) * (D // 8) + group // 16 * 2 + group // 8 % 2
+        return group // 32 * 32 + group // 2 % 4 * 8 + group // 16 % 2 * 4 + group // 8 % 2 * 2 + group % 2
+    PER: tl.constexpr = D // G
+    if VALUE:  # token = [tile, col_half, t, pair]
+        return (token // 2 * PER + group) * 2 + token % 2
+    return ((token % 8 * 2 + token // 16) * 2 + token // 8 % 2) * PER + group
+
+
+@triton.jit
+def _pack(
+    words,
+    codes,
+    weight,
+    WIDTH: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    PER: tl.constexpr,
+    AXIS: tl.constexpr,
+    VALUE: tl.constexpr,
+    STEP: tl.constexpr,
+    HALVES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Add the codes of STEP channel tiles to the words of a plane, which starts in word ``FIRST``; ``weight``: 2^(bit of the
+    first)."""
+    CHUNKS: tl.constexpr = _chunks(D, WIDTH)
+    MERGED: tl.constexpr = _merged(D, WIDTH)
+    OUTER: tl.constexpr = 1 if VALUE and MERGED == 4 else HALVES
+    REST: tl.constexpr = SPLITS // (2 if VALUE and MERGED == 4 else MERGED)
+    FIELDS: tl.constexpr = STEP // CHUNKS
+    after = ()
+    for unit in tl.static_range(T // 32):
+        for chunk in tl.static_range(CHUNKS):
+            for h in tl.static_range(OUTER):
+                for r in tl.static_range(REST):
+                    part = codes[_index(chunk, h, unit * SPLITS + r, HALVES, SPLITS * T // 32, PER, AXIS)]
+                    for i in tl.static_range(1, FIELDS * MERGED):
+                        code = codes[
+                            _index(
+                                i // MERGED * CHUNKS + chunk,
+                                _half(i % MERGED, h, MERGED, VALUE),
+                                unit * SPLITS + _subset(i % MERGED, r, MERGED, SPLITS, VALUE),
+                                HALVES,
+                                SPLITS * T // 32,
+                                PER,
+                                AXIS,
+                            )
+                        ]
+                        part = _fma(code, 1.0 * (1 << (WIDTH * i)), part)
+                    after += (_fma(part, weight, words[len(after)]),)
+    return after
+
+
+@triton.jit
+def _no_words(
+    WIDTH: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    VALUE: tl.constexpr,
+    HALVES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Words of a plane before any code: 2^23, so that sums of codes, which are exact, fill the low 16 bits."""
+    MERGED: tl.constexpr = _merged(D, WIDTH)
+    words = ()
+    for _ in tl.static_range(T // 32 * _chunks(D, WIDTH) * HALVES * SPLITS // MERGED):
+        words += (tl.full((32 // SPLITS, 16 // HALVES), 8388608.0, tl.float32),)
+    return words
+
+
+@triton.jit
+def _store_words(
+    words,
+    out,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    VALUE: tl.constexpr,
+    HALVES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Store a plane as kvfold.formats.packing.pack does; ``out`` points to 32-bit words, STRIDE of them in a unit."""
+    CHUNKS: tl.constexpr = _chunks(D, WIDTH)
+    MERGED: tl.constexpr = _merged(D, WIDTH)
+    OUTER: tl.constexpr = 1 if VALUE and MERGED == 4 else HALVES
+    REST: tl.constexpr = SPLITS // (2 if VALUE and MERGED == 4 else MERGED)
+    ROWS: tl.constexpr = 8 if MERGED < 4 else 4
+    for unit in tl.static_range(T // 32):
+        for chunk in tl.static_range(CHUNKS):
+            for h in tl.static_range(OUTER):
+                channel = _channels(h, HALVES)[None, :]
+                for r in tl.static_range(REST // 2 if VALUE else REST):
+                    # place in the fragment, [token tile, g, t, col_half, row_half], two words of a pair together
+                    token = _tokens(r * 2 if VALUE else r, SPLITS, VALUE)[:, None]
+                    tile = token // 16 if MERGED == 1 else 0
+                    if VALUE:
+                        low = words[((unit * CHUNKS + chunk) * OUTER + h) * REST + 2 * r]
+                        high = words[((unit * CHUNKS + chunk) * OUTER + h) * REST + 2 * r + 1]
+                        place = ((tile * ROWS + channel % ROWS) * 4 + token // 2 % 4) * 4
+                        place += token // 8 % 2 * 2 + channel // 8
+                    else:
+                        both = words[((unit * CHUNKS + chunk) * OUTER + h) * REST + r]
+                        low, high = tl.split(tl.reshape(both, (32 // SPLITS, 8, 2)))
+                        pair = tl.arange(0, 8)[None, :]
+                        place = ((tile * ROWS + token % ROWS) * 4 + pair % 4) * 4
+                        place += pair // 4 * 2 + token // 8 % 2
+                    bits = (low.to(tl.int32, bitcast=True) & 0xFFFF) | (high.to(tl.int32, bitcast=True) << 16)
+                    tl.store(out + (unit * STRIDE + chunk * 256) + place, bits)
+
+
+@triton.jit
+def _divided(x, divisor, inverse):
+    """x / divisor as division rounds it, given the divisor's rounded reciprocal: two steps of Newton (Markstein)."""
+    negative = _negative(divisor)
+    near = x * inverse
+    near = _fma(_fma(near, negative, x), inverse, near)
+    return _fma(_fma(near, negative, x), inverse, near)
+
+
+@triton.jit
+def _transformed(x, mean, norm, inverse, MEAN: tl.constexpr, NORM: tl.constexpr):
+    x = _finite(x)
+    if MEAN:
+        x = x - mean
+    if NORM:
+        x = _divided(x, norm, inverse)
     return x
 
 
 @triton.jit
-def _group_slot(VALUE: tl.constexpr, AXIS: tl.constexpr, GROUPS: tl.constexpr):
-    """Where the metadata of group i of a row is stored (inverse of kvfold.formats.packing.group_order)."""
-    i = tl.arange(0, GROUPS)
-    if AXIS == 0:
-        if VALUE:  # channel = [tile, row_half, g]
-            return (i % 8) * (GROUPS // 8) + i // 16 * 2 + i // 8 % 2
-        return i // 32 * 32 + i // 2 % 4 * 8 + i // 16 % 2 * 4 + i // 8 % 2 * 2 + i % 2
-    PER: tl.constexpr = GROUPS // 32
-    token = i // PER
-    if VALUE:  # token = [tile, col_half, t, pair]
-        return (token // 2 * PER + i % PER) * 2 + token % 2
-    return ((token % 8 * 2 + token // 16) * 2 + token // 8 % 2) * PER + i % PER
+def _load_state(state, channel, MEAN: tl.constexpr, NORM: tl.constexpr, INVERSE: tl.constexpr):
+    """Mean, norm and its reciprocal of these channels; what is not there is 0."""
+    mean, norm, inverse = 0.0, 0.0, 0.0
+    if MEAN:
+        mean = tl.load(state[0] + channel)
+    if NORM:
+        norm = tl.load(state[1] + channel)
+        inverse = tl.load(state[2] + channel) if INVERSE else tl.math.div_rn(1.0, norm)
+    return mean, norm, inverse
 
 
 @triton.jit
-def _store_codes(codes, out, T: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, VALUE: tl.constexpr):
-    """Pack integer codes [T, D] as kvfold.formats.packing.pack does."""
-    UNITS: tl.constexpr = T // 32
-    if VALUE:
-        tiles = tl.permute(tl.reshape(codes, (UNITS, 2, 2, 4, 2, D // 16, 2, 8)), (0, 5, 1, 7, 3, 2, 6, 4))
-    else:
-        tiles = tl.permute(tl.reshape(codes, (UNITS, 2, 2, 8, D // 16, 2, 4, 2)), (0, 4, 1, 3, 6, 5, 2, 7))
-    if BITS == 3:
-        _store_plane(tiles & 3, out, UNITS, D, 2, 6 * D)
-        _store_plane(tiles >> 2, out + 4 * D, UNITS, D, 1, 6 * D)
-    else:
-        _store_plane(tiles, out, UNITS, D, BITS, 2 * D * BITS)
+def _tokens_at(source, token, RING: tl.constexpr):
+    """Pointers to tokens [n] as [n, 1]; ``source``: pointer, strides of tokens and channels, first token, slots of a ring."""
+    slot = source[3] + token
+    if RING:
+        slot = slot % source[4]
+    return source[0] + slot.to(tl.int64)[:, None] * source[1]
 
 
 @triton.jit
-def _store_plane(tiles, out, UNITS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
-    FIELDS: tl.constexpr = 16 // WIDTH
-    WORDS: tl.constexpr = 2 * D * WIDTH
-    fields = tl.reshape(tiles, (UNITS, FIELDS, WORDS)) << (WIDTH * tl.arange(0, FIELDS))[None, :, None]
-    words = _sum(fields, 1)
-    unit = tl.arange(0, UNITS)[:, None]
-    tl.store(out + unit * STRIDE + tl.arange(0, WORDS)[None, :], words.to(tl.int16))
+def _steered(
+    source,
+    state,
+    rope,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    MEAN: tl.constexpr,
+    NORM: tl.constexpr,
+    INVERSE: tl.constexpr,
+    ROPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RING: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Pieces of a tile of keys that are un-rotated, or of which SQuat moves the channels that follow a slice of WIDTH by what
+    the slice's error says (kvfold.methods.squat.steer)."""
+    PART: tl.constexpr = WIDTH if WIDTH > 0 else 32
+    inverse_frequencies, position, half, factor = rope
+    at = _tokens_at(source, tl.arange(0, T), RING)
+    parts = ()
+    for p in tl.static_range(D // PART):
+        channel = (p * PART + tl.arange(0, PART))[None, :]
+        x = _finite(tl.load(at + channel * source[2]))
+        if ROPE:
+            rotary = channel < 2 * half
+            low = channel < half
+            partner = tl.where(low, channel + half, channel - half)
+            other = _finite(tl.load(at + partner * source[2], mask=rotary, other=0.0))
+            frequency = tl.load(inverse_frequencies + tl.where(low, channel, channel - half), mask=rotary, other=0.0)
+            angle = (position + tl.arange(0, T)[:, None]).to(tl.float32) * frequency
+            turned = (x * tl.cos(angle) + tl.where(low, other, -other) * tl.sin(angle)) * factor
+            x = tl.where(rotary, turned, x)
+        mean, norm, inverse = _load_state(state, channel, MEAN, NORM, INVERSE)
+        parts += (_transformed(x, mean, norm, inverse, MEAN, NORM),)
+    if WIDTH > 0:
+        SIDE: tl.constexpr = D - WIDTH
+        for s in tl.static_range(D // WIDTH - 1):
+            codes, scale, zero = _asym((parts[s],), 0, BITS)
+            read = zero.to(tl.float32)[None, :] + scale.to(tl.float32)[None, :] * codes[0]
+            moved = ()
+            for q in tl.static_range(D // WIDTH):
+                if q > s:
+                    update = state[3] + ((q - 1) * SIDE + s) * WIDTH
+                    moved += (parts[q] + _delta(read - parts[s], update, T, SIDE, WIDTH),)
+                else:
+                    moved += (parts[q],)
+            parts = moved
+    pieces = ()
+    for p in tl.static_range(D // PART):
+        pieces += _cut(parts[p], T, PART, SPLITS)
+    return pieces
+
+
+@triton.jit
+def _delta(error, update, T: tl.constexpr, SIDE: tl.constexpr, WIDTH: tl.constexpr):
+    """What the error of a slice adds to another: 32 channels' share at a time, for more would not fit into registers."""
+    DEPTH: tl.constexpr = min(WIDTH, 32)
+    out = tl.arange(0, WIDTH)[None, :] * SIDE
+    row = tl.arange(0, DEPTH)[:, None]
+    which = tl.arange(0, WIDTH // DEPTH)[None, :, None]
+    delta = tl.full((T, WIDTH), 0.0, tl.float32)
+    for p in range(WIDTH // DEPTH):
+        share = _sum(tl.where(which == p, tl.reshape(error, (T, WIDTH // DEPTH, DEPTH)), 0.0), 1)
+        # three products of tf32 parts: float32's precision, on tensor cores
+        delta = tl.dot(share, tl.load(update + out + p * DEPTH + row), delta, input_precision="tf32x3")
+    return delta
+
+
+@triton.jit
+def _cut(x, T: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr):
+    """Keys [T, CHANNELS] -> pieces, those of a channel tile together, in the order of :func:`_tokens`."""
+    # unit, token tile, half of the tile, half of eight rows, row; channel tile, channel
+    x = tl.reshape(x, (T // 32, 2, 2, 2, 4, CHANNELS // 16, 16))
+    if SPLITS == 1:
+        x = tl.permute(x, (1, 2, 3, 4, 6, 5, 0))
+    elif SPLITS == 2:
+        x = tl.permute(x, (2, 3, 4, 6, 5, 0, 1))
+    elif SPLITS == 4:
+        x = tl.permute(x, (2, 4, 6, 5, 0, 1, 3))
+    else:
+        x = tl.permute(x, (4, 6, 5, 0, 1, 3, 2))
+    ROWS: tl.constexpr = 32 // SPLITS
+    COUNT: tl.constexpr = CHANNELS // 16 * (T // 32) * SPLITS
+    pieces = (tl.reshape(x, (ROWS, 16, COUNT)),)
+    for level in tl.static_range(_log2(COUNT)):
+        first, second = (), ()
+        for i in tl.static_range(len(pieces)):
+            a, b = tl.split(tl.reshape(pieces[i], (ROWS, 16, COUNT >> (level + 1), 2)))
+            first += (a,)
+            second += (b,)
+        pieces = first + second
+    flat = ()
+    for i in tl.static_range(len(pieces)):
+        flat += (tl.reshape(pieces[i], (ROWS, 16)),)
+    return flat
 
 
 @triton.jit
 def _encode_tile(
-    src,
-    stride_t,
-    stride_c,
-    first,
-    capacity,
-    mean,
-    norm,
-    update,
-    inv_freq,
-    position,
-    half,
-    rope_factor,
-    codes_out,
-    meta_out,
-    aux_out,
+    source,
+    state,
+    rope,
+    out,
     may_be_asym,
     T: tl.constexpr,
     D: tl.constexpr,
@@ -329,74 +705,184 @@ def _encode_tile(
     VALUE: tl.constexpr,
     MEAN: tl.constexpr,
     NORM: tl.constexpr,
+    INVERSE: tl.constexpr,
     ROPE: tl.constexpr,
     WIDTH: tl.constexpr,
     RING: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
-    """Encode tokens ``first`` to ``first + T`` of ``src`` (a ring of ``capacity`` slots if RING); all pointers point to
-    this tile's, head's or sequence's first element. AXIS 0: a tile is [T tokens, D channels], groups are its columns.
-    AXIS 1: it is [T x D / G groups, G channels]."""
+    """Encode T tokens.
+
+    ``source`` as :func:`_tokens_at` takes it; ``state``: mean, norm, its reciprocal, SQuat's update; ``rope``: frequencies,
+    position of the first token, half of the rotated channels, factor; ``out``: codes in 32-bit words, metadata, 32 bits of
+    each group. All pointers point to this tile's, head's or sequence's first element.
+    """
+    HALVES: tl.constexpr = _halves(D, BITS, VALUE)
+    SPLITS: tl.constexpr = _splits(D, BITS, VALUE, AXIS, WARPS)
+    SUBSETS: tl.constexpr = SPLITS * (T // 32)
+    CUT: tl.constexpr = ROPE or WIDTH > 0
+    PER: tl.constexpr = G // 16
+    LOW: tl.constexpr = 2 if BITS == 3 else BITS
+    STEP: tl.constexpr = max(_chunks(D, LOW), PER if AXIS == 1 else 1)
+    LOW_STEP: tl.constexpr = 1.0 * (1 << (LOW * STEP * _merged(D, LOW) // _chunks(D, LOW)))
+    TOP_STEP: tl.constexpr = 1.0 * (1 << (STEP * _merged(D, 1) // _chunks(D, 1)))
+    low = _no_words(LOW, T, D, VALUE, HALVES, SPLITS)
+    top = _no_words(1, T, D, VALUE, HALVES, SPLITS) if BITS == 3 else ()
+    low_weight, top_weight = 1.0, 1.0
+    if CUT:
+        pieces = _steered(source, state, rope, T, D, BITS, MEAN, NORM, INVERSE, ROPE, WIDTH, RING, SPLITS)
+        for k in tl.static_range(D // 16 // STEP):
+            members = ()
+            for i in tl.static_range(STEP * HALVES * SUBSETS):
+                members += (pieces[k * STEP * HALVES * SUBSETS + i],)
+            codes = _encode_step(
+                members, k * STEP * 16, state, out, may_be_asym,
+                D, G, AXIS, MODE, BITS, VALUE, False, False, False, STEP, HALVES, SPLITS, SUBSETS
+            )  # fmt: skip
+            low, top = _add(low, top, codes, low_weight, top_weight, T, D, PER, AXIS, BITS, VALUE, STEP, HALVES, SPLITS)
+            low_weight *= LOW_STEP
+            top_weight *= TOP_STEP
+    else:
+        for k in range(D // 16 // STEP):
+            raw = ()
+            for c in tl.static_range(STEP):
+                for h in tl.static_range(HALVES):
+                    channel = ((k * STEP + c) * 16 + _channels(h, HALVES))[None, :]
+                    for u in tl.static_range(SUBSETS):
+                        at = _tokens_at(source, _tokens(u, SPLITS, VALUE), RING)
+                        raw += (tl.load(at + channel * source[2]),)
+            codes = _encode_step(
+                raw, k * STEP * 16, state, out, may_be_asym,
+                D, G, AXIS, MODE, BITS, VALUE, MEAN, NORM, INVERSE, STEP, HALVES, SPLITS, SUBSETS
+            )  # fmt: skip
+            low, top = _add(low, top, codes, low_weight, top_weight, T, D, PER, AXIS, BITS, VALUE, STEP, HALVES, SPLITS)
+            low_weight *= LOW_STEP
+            top_weight *= TOP_STEP
+    _store_words(low, out[0], D * BITS, LOW, T, D, VALUE, HALVES, SPLITS)
+    if BITS == 3:
+        _store_words(top, out[0] + 2 * D, D * BITS, 1, T, D, VALUE, HALVES, SPLITS)
+
+
+@triton.jit
+def _add(
+    low,
+    top,
+    codes,
+    low_weight,
+    top_weight,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    PER: tl.constexpr,
+    AXIS: tl.constexpr,
+    BITS: tl.constexpr,
+    VALUE: tl.constexpr,
+    STEP: tl.constexpr,
+    HALVES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Add a step's codes to both planes of three bits, or to the only one."""
+    if BITS == 3:
+        rest, tops = (), ()
+        for i in tl.static_range(len(codes)):
+            is_high = codes[i] >= 4.0
+            rest += (tl.where(is_high, codes[i] - 4.0, codes[i]),)
+            tops += (tl.where(is_high, 1.0, 0.0),)
+        low = _pack(low, rest, low_weight, 2, T, D, PER, AXIS, VALUE, STEP, HALVES, SPLITS)
+        top = _pack(top, tops, top_weight, 1, T, D, PER, AXIS, VALUE, STEP, HALVES, SPLITS)
+    else:
+        low = _pack(low, codes, low_weight, BITS, T, D, PER, AXIS, VALUE, STEP, HALVES, SPLITS)
+    return low, top
+
+
+@triton.jit
+def _encode_step(
+    raw,
+    first,
+    state,
+    out,
+    may_be_asym,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    AXIS: tl.constexpr,
+    MODE: tl.constexpr,
+    BITS: tl.constexpr,
+    VALUE: tl.constexpr,
+    MEAN: tl.constexpr,
+    NORM: tl.constexpr,
+    INVERSE: tl.constexpr,
+    STEP: tl.constexpr,
+    HALVES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SUBSETS: tl.constexpr,
+):
+    """Codes of STEP channel tiles from channel ``first`` on, in the order of :func:`_index`; metadata is stored."""
+    PER: tl.constexpr = G // 16
+    codes = ()
     if AXIS == 0:
-        t = tl.arange(0, T)[:, None]
-        c = tl.arange(0, D)[None, :]
+        bits = ()
+        for u in tl.static_range(SUBSETS):
+            bits += (1 << _sign_bit(_tokens(u, SPLITS, VALUE))[:, None],)
+        for c in tl.static_range(STEP):
+            for h in tl.static_range(HALVES):
+                channel = first + c * 16 + _channels(h, HALVES)
+                mean, norm, inverse = _load_state(state, channel[None, :], MEAN, NORM, INVERSE)
+                members = ()
+                for u in tl.static_range(SUBSETS):
+                    x = raw[(c * HALVES + h) * SUBSETS + u]
+                    members += (_transformed(x, mean, norm, inverse, MEAN, NORM),)
+                slot = _slot(channel, 0, D, G, AXIS, VALUE)
+                codes += _encode_group(members, bits, slot, D, out, may_be_asym, AXIS, MODE, BITS)
     else:
-        row = tl.arange(0, T * D // G)[:, None]
-        t = row // (D // G)
-        c = row % (D // G) * G + tl.arange(0, G)[None, :]
-    slot = first + t
-    if RING:
-        slot = slot % capacity
-    at = src + slot.to(tl.int64) * stride_t
-    x = _finite(tl.load(at + c * stride_c))
-    if ROPE:
-        rotary = c < 2 * half
-        low = c < half
-        other = _finite(tl.load(at + tl.where(low, c + half, c - half) * stride_c, mask=rotary, other=0.0))
-        frequency = tl.load(inv_freq + tl.where(low, c, c - half), mask=rotary, other=0.0)
-        angle = (position + t).to(tl.float32) * frequency
-        turned = (x * tl.cos(angle) + tl.where(low, other, -other) * tl.sin(angle)) * rope_factor
-        x = tl.where(rotary, turned, x)
-    if MEAN:
-        x = x - tl.load(mean + c)
-    if NORM:
-        x = tl.math.div_rn(x, tl.load(norm + c))
-    if WIDTH > 0:
-        x = _steer(x, update, T, D, WIDTH, BITS)
+        for i in tl.static_range(STEP // PER):
+            given, bits = (), ()
+            for j in tl.static_range(PER):
+                for h in tl.static_range(HALVES):
+                    channel = j * 16 + _channels(h, HALVES)[None, :]
+                    given += (_load_state(state, first + i * G + channel, MEAN, NORM, INVERSE),)
+                    bits += (1 << _sign_bit(channel),)
+            for u in tl.static_range(SUBSETS):
+                members = ()
+                for j in tl.static_range(PER):
+                    for h in tl.static_range(HALVES):
+                        mean, norm, inverse = given[j * HALVES + h]
+                        x = raw[((i * PER + j) * HALVES + h) * SUBSETS + u]
+                        members += (_transformed(x, mean, norm, inverse, MEAN, NORM),)
+                slot = _slot(first // G + i, _tokens(u, SPLITS, VALUE), D, G, AXIS, VALUE)
+                codes += _encode_group(members, bits, slot, 32 * D // G, out, may_be_asym, AXIS, MODE, BITS)
+    return codes
 
-    GROUPS: tl.constexpr = D if AXIS == 0 else T * D // G
-    group = _group_slot(VALUE, AXIS, GROUPS)
+
+@triton.jit
+def _sign_bit(member):
+    """Bit of a group's 32 that holds a member's sign (kvfold.formats.packing.pack_signs)."""
+    return member % 2 * 16 + member // 16 % 2 * 8 + member // 8 % 2 * 4 + member // 2 % 4
+
+
+@triton.jit
+def _encode_group(
+    members,
+    bits,
+    slot,
+    GROUPS: tl.constexpr,
+    out,
+    may_be_asym,
+    AXIS: tl.constexpr,
+    MODE: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Codes of the members of groups that lie side by side; their metadata is stored."""
     if MODE == 0:
-        codes, scale, zero, _, _ = _asym(x, AXIS, BITS)
-        tl.store(meta_out + group, scale)
-        tl.store(meta_out + GROUPS + group, zero)
-        integers = _integer(codes)
+        codes, scale, zero = _asym(members, AXIS, BITS)
+        tl.store(out[1] + slot, scale)
+        tl.store(out[1] + GROUPS + slot, zero)
     else:
-        codes, scale = _sym(x, AXIS, BITS)
-        member = tl.arange(0, G)
-        sign_bit = (member % 2) * 16 + member // 16 * 8 + member // 8 % 2 * 4 + member // 2 % 4
-        aux = _sum((x < 0.0).to(tl.int32) << _spread(sign_bit, 1 - AXIS), AXIS)
-        scale_bits = scale.to(tl.int16, bitcast=True).to(tl.int32)
-        if MODE == 2:
-            a_codes, a_scale, a_zero16, constant, lowest = _asym(x, AXIS, BITS)
-            # in its own 32 bits the zero-point of a constant group needs no help from the scale
-            a_zero = tl.where(constant, lowest, a_zero16.to(tl.float32))
-            # of a group that lies below fp16's range the scale would be negative; negative marks the mode
-            a_scale = tl.where(constant, 0.0, tl.maximum(a_scale.to(tl.float32), 0.0))
-            a_error = (_spread(a_zero, AXIS) + _spread(a_scale, AXIS) * (a_codes - ROUND)) - x
-            signed = tl.where(x < 0.0, -1.0, 1.0) * _spread(scale.to(tl.float32), AXIS)
-            s_error = signed * (codes - ROUND) - x
-            wins = (_sum(a_error * a_error, AXIS) < _sum(s_error * s_error, AXIS)) & may_be_asym
-            codes = tl.where(_spread(wins, AXIS), a_codes, codes)
-            a_bits = a_scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-            scale_bits = tl.where(wins, a_bits | -0x8000, scale_bits)  # the sign bit marks the mode, of zero too
-            aux = tl.where(wins, a_zero.to(tl.int32, bitcast=True), aux)
-        tl.store(meta_out + group, scale_bits.to(tl.int16).to(tl.float16, bitcast=True))
-        tl.store(aux_out + group, aux)
-        integers = _integer(codes)
-    _store_codes(tl.reshape(integers, (T, D)), codes_out, T, D, BITS, VALUE)
+        codes, scale, aux = _signed(members, bits, may_be_asym, AXIS, MODE == 2, BITS)
+        tl.store(out[1] + slot, scale)
+        tl.store(out[2] + slot, aux)
+    return codes
 
 
-@triton.jit(do_not_specialize=["first_tile", "first_token"])
+@triton.jit(do_not_specialize=["first_tile", "first_token", "capacity"])
 def _encode_kernel(
     x,
     stride_b,
@@ -412,12 +898,14 @@ def _encode_kernel(
     heads,
     mean,
     norm,
+    inverse,
     update,
     inv_freq,
     first_position,
     first_token,
     half,
     rope_factor,
+    capacity,
     T: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,
@@ -426,10 +914,12 @@ def _encode_kernel(
     BITS: tl.constexpr,
     VALUE: tl.constexpr,
     ROWS: tl.constexpr,
+    RING: tl.constexpr,
     MEAN: tl.constexpr,
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
     WIDTH: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Grid: (tiles, heads, batch)."""
     tile = tl.program_id(0)
@@ -437,26 +927,15 @@ def _encode_kernel(
     index = tl.program_id(2).to(tl.int64)
     sequence = tl.load(rows + index).to(tl.int64) if ROWS else index
     lane = sequence * heads + head
-    out = lane * tiles_per_row + first_tile + tile
-    GROUPS: tl.constexpr = D if AXIS == 0 else T * D // G
-    META: tl.constexpr = 2 * GROUPS if MODE == 0 else GROUPS
+    at = (sequence if RING else index) * stride_b + head.to(tl.int64) * stride_h
+    first = first_token + tile * T if RING else tile * T
     position = tl.load(first_position + sequence) + first_token + tile * T if ROPE else 0
+    state = (mean + lane * D, norm + lane * D, inverse + lane * D, update + lane * ((D - WIDTH) * (D - WIDTH)))
     _encode_tile(
-        x + index * stride_b + head.to(tl.int64) * stride_h,
-        stride_t,
-        stride_c,
-        tile * T,
-        0,
-        mean + lane * D,
-        norm + lane * D,
-        update + lane * ((D - WIDTH) * (D - WIDTH)),
-        inv_freq,
-        position,
-        half,
-        rope_factor,
-        codes_out + out * (T * D * BITS // 16),
-        meta_out + out * META,
-        aux_out + out * GROUPS,
+        (x + at, stride_t, stride_c, first, capacity),
+        state,
+        (inv_freq, position, half, rope_factor),
+        _tile_out(codes_out, meta_out, aux_out, lane * tiles_per_row + first_tile + tile, T, D, G, AXIS, MODE, BITS),
         True,
         T,
         D,
@@ -467,10 +946,31 @@ def _encode_kernel(
         VALUE,
         MEAN,
         NORM,
+        True,
         ROPE,
         WIDTH,
-        False,
+        RING,
+        WARPS,
     )
+
+
+@triton.jit
+def _tile_out(
+    codes,
+    meta,
+    aux,
+    tile,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    AXIS: tl.constexpr,
+    MODE: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Where a tile's codes, metadata and groups' 32 bits are stored."""
+    GROUPS: tl.constexpr = D if AXIS == 0 else T * D // G
+    META: tl.constexpr = 2 * GROUPS if MODE == 0 else GROUPS
+    return codes + tile * (T * D * BITS // 32), meta + tile * META, aux + tile * GROUPS
 
 
 # ---- a decode step ---------------------------------------------------------------------------------------------------
@@ -479,34 +979,13 @@ def _encode_kernel(
 @triton.jit
 def _close_and_append(
     new,
-    stride_b,
-    stride_h,
-    stride_t,
-    stride_c,
-    sink_window,
-    ring,
-    codes_out,
-    meta_out,
-    aux_out,
-    mean,
-    norm,
-    update,
-    inv_freq,
-    first_position,
-    half,
-    rope_factor,
+    windows,
+    stored,
+    state,
+    rope,
     boundary,
-    batch,
-    head,
-    heads,
-    length,
-    packed,
-    due,
-    count,
-    sinks,
-    slots,
-    first_block,
-    blocks,
+    place,
+    lengths,
     BLOCK: tl.constexpr,
     NEW: tl.constexpr,
     T: tl.constexpr,
@@ -521,10 +1000,20 @@ def _close_and_append(
     ROPE: tl.constexpr,
     WIDTH: tl.constexpr,
     BOUNDARY: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
-    """One side (keys or values) of one head of one sequence."""
-    GROUPS: tl.constexpr = D if AXIS == 0 else T * D // G
-    META: tl.constexpr = 2 * GROUPS if MODE == 0 else GROUPS
+    """One side (keys or values) of one head of one sequence.
+
+    ``new``: pointer and strides; ``windows``: sink and its slots, ring and its slots; ``stored``: codes, metadata, 32 bits
+    of each group, first block, blocks; ``rope``: frequencies, first positions, half, factor; ``place``: sequence, head,
+    heads; ``lengths``: in all, packed, blocks due, new tokens.
+    """
+    new_tokens, stride_b, stride_h, stride_t, stride_c = new
+    sink_window, sinks, ring, slots = windows
+    codes, meta, aux, first_block, blocks = stored
+    frequencies, first_position, half, factor = rope
+    batch, head, heads = place
+    length, packed, due, count = lengths
     lane = batch.to(tl.int64) * heads + head
     for i in range(0, due * (BLOCK // T)):
         first = packed + i * T
@@ -532,21 +1021,10 @@ def _close_and_append(
         may_be_asym = (first // BLOCK + 1) * BLOCK <= tl.load(boundary + batch) if BOUNDARY else True
         position = tl.load(first_position + batch) + first if ROPE else 0
         _encode_tile(
-            ring + lane * slots * D,
-            D,
-            1,
-            first,
-            slots,
-            mean + lane * D,
-            norm + lane * D,
-            update + lane * ((D - WIDTH) * (D - WIDTH)),
-            inv_freq,
-            position,
-            half,
-            rope_factor,
-            codes_out + out * (T * D * BITS // 16),
-            meta_out + out * META,
-            aux_out + out * GROUPS,
+            (ring + lane * slots * D, D, 1, first, slots),
+            (state[0] + lane * D, state[1] + lane * D, state[1], state[2] + lane * ((D - WIDTH) * (D - WIDTH))),
+            (frequencies, position, half, factor),
+            _tile_out(codes, meta, aux, out, T, D, G, AXIS, MODE, BITS),
             may_be_asym,
             T,
             D,
@@ -557,21 +1035,23 @@ def _close_and_append(
             VALUE,
             MEAN,
             NORM,
+            False,
             ROPE,
             WIDTH,
             True,
+            WARPS,
         )
     tl.debug_barrier()  # the slots that new tokens take may be those just read
     if NEW > 0:
         j = tl.arange(0, NEW)[:, None]
         c = tl.arange(0, D)[None, :]
         real = (j < count) & (c < D)
-        at = new + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + j * stride_t + c * stride_c
+        at = new_tokens + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + j * stride_t + c * stride_c
         token = tl.load(at, mask=real, other=0.0).to(ring.dtype.element_ty)
-        place = length + j
-        tl.store(sink_window + (lane * sinks + place) * D + c, token, mask=real & (place < sinks))
-        slot = tl.maximum(place - sinks, 0) % slots
-        tl.store(ring + (lane * slots + slot) * D + c, token, mask=real & (place >= sinks))
+        to = length + j
+        tl.store(sink_window + (lane * sinks + to) * D + c, token, mask=real & (to < sinks))
+        slot = tl.maximum(to - sinks, 0) % slots
+        tl.store(ring + (lane * slots + slot) * D + c, token, mask=real & (to >= sinks))
 
 
 @triton.jit(do_not_specialize=["tokens", "first_block"])
@@ -638,6 +1118,7 @@ def _step_kernel(
     ROPE: tl.constexpr,
     WIDTH: tl.constexpr,
     BOUNDARY: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Grid: (2 heads, batch); even programs take keys, odd ones values."""
     head = tl.program_id(0) // 2
@@ -650,37 +1131,20 @@ def _step_kernel(
         # whole blocks older than the recent window; never past the end of the storage
         due = tl.maximum(length - sinks - recent - packed, 0) // BLOCK
         due = tl.maximum(tl.minimum(due, first_block + blocks - packed // BLOCK), 0)
+    state = (mean, norm, update)
+    rope = (inv_freq, first_position, half, rope_factor)
+    place = (batch, head, heads)
+    lengths = (length, packed, due, count)
     if tl.program_id(0) % 2 == 0:
         _close_and_append(
-            key,
-            k_stride_b,
-            k_stride_h,
-            k_stride_t,
-            k_stride_c,
-            sink_k,
-            ring_k,
-            k_codes,
-            k_meta,
-            k_aux,
-            mean,
-            norm,
-            update,
-            inv_freq,
-            first_position,
-            half,
-            rope_factor,
+            (key, k_stride_b, k_stride_h, k_stride_t, k_stride_c),
+            (sink_k, sinks, ring_k, slots),
+            (k_codes, k_meta, k_aux, first_block, blocks),
+            state,
+            rope,
             boundary,
-            batch,
-            head,
-            heads,
-            length,
-            packed,
-            due,
-            count,
-            sinks,
-            slots,
-            first_block,
-            blocks,
+            place,
+            lengths,
             BLOCK,
             NEW,
             KT,
@@ -695,38 +1159,18 @@ def _step_kernel(
             ROPE,
             WIDTH,
             BOUNDARY,
+            WARPS,
         )
     else:
         _close_and_append(
-            value,
-            v_stride_b,
-            v_stride_h,
-            v_stride_t,
-            v_stride_c,
-            sink_v,
-            ring_v,
-            v_codes,
-            v_meta,
-            v_aux,
-            mean,
-            norm,
-            update,
-            inv_freq,
-            first_position,
-            half,
-            rope_factor,
+            (value, v_stride_b, v_stride_h, v_stride_t, v_stride_c),
+            (sink_v, sinks, ring_v, slots),
+            (v_codes, v_meta, v_aux, first_block, blocks),
+            state,
+            rope,
             boundary,
-            batch,
-            head,
-            heads,
-            length,
-            packed,
-            due,
-            count,
-            sinks,
-            slots,
-            first_block,
-            blocks,
+            place,
+            lengths,
             BLOCK,
             NEW,
             VT,
@@ -741,6 +1185,7 @@ def _step_kernel(
             False,
             0,
             BOUNDARY,
+            WARPS,
         )
     if ADVANCE:
         # All programs of a sequence read its lengths above; the last one to get here advances them for the next launch.
@@ -763,24 +1208,23 @@ def _tile(fmt: AffineGroups) -> int:
     return fmt.group if fmt.axis == "token" else UNIT
 
 
-def _warps(*formats: AffineGroups, most: int = 16) -> int:
-    """Warps of a program: a thread holds 16 elements of a tile, more where tiles are large."""
-    elements = max(_tile(f) * f.head_dim for f in formats)
-    return min(16, max(4, min(most, elements // 512), elements // 1024))
+def _warps(*formats: AffineGroups, cut: bool = False) -> int:
+    """Warps of a program: a thread has 128 elements of a tile; ``cut``: 32, because it holds all of them at once."""
+    return max(1, max(_tile(f) * f.head_dim for f in formats) // (1024 if cut else 4096))
 
 
 def _stored(fmt: AffineGroups, fields: Fields) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, metadata and sign words as the kernels address them; sign words as int32."""
+    """Codes, metadata and sign words as the kernels address them: codes and sign words as int32."""
     names = ("meta",) if fmt.mode == "asym" else ("scale", "aux")
     for name in ("codes", *names):
         if not fields[name].is_contiguous():
             raise ValueError(f"{name}: packed storage must be contiguous, its strides are {fields[name].stride()}")
-    aux = fields["codes"] if fmt.mode == "asym" else fields["aux"].view(torch.int32)
-    return fields["codes"], fields[names[0]], aux
+    codes = fields["codes"].view(torch.int32)
+    return codes, fields[names[0]], codes if fmt.mode == "asym" else fields["aux"].view(torch.int32)
 
 
 def _check(fmt: Format, update: torch.Tensor | None) -> AffineGroups:
-    why = unsupported(fmt, update)
+    why = unsupported(fmt, None if update is None else fmt.head_dim - update.shape[-1])
     if why:
         raise ValueError(f"encode: {why}")
     assert isinstance(fmt, AffineGroups)
@@ -807,13 +1251,15 @@ def encode_blocks(
     mode: str | None = None,
     rows: torch.Tensor | None = None,
     first_block: int = 0,
+    ring_blocks: int | None = None,
 ) -> None:
     """Encode whole blocks into packed storage, in one pass and without a float32 copy.
 
     Parameters
     ----------
     x : Tensor [batch, num_kv_heads, tokens, head_dim]
-        fp16, bf16 or fp32 of any strides; ``tokens`` is a multiple of the format's block.
+        fp16, bf16 or fp32 of any strides; ``tokens`` is a multiple of the format's block. With ``ring_blocks``: a ring
+        ``[sequences, num_kv_heads, slots, head_dim]``, token t of a sequence in slot ``t % slots``.
     fields : Fields
         Contiguous storage ``[sequences, num_kv_heads, blocks, ...]``, filled in place.
     fmt : Format
@@ -827,12 +1273,19 @@ def encode_blocks(
     rows : Tensor or None, integer [batch]
         Which sequence of ``fields`` each sequence of ``x`` is; None: the same one.
     first_block : int
-        Index of the first block of ``fields`` within the sequence; matters for un-rotating keys only.
+        Index of the first block of ``fields`` within the sequence; matters for rings and for un-rotating keys.
+    ring_blocks : int or None
+        ``x`` is a ring, of which this many blocks are encoded, from token ``(first_block + block_offset) * block`` on.
     """
     how = transform or KeyTransform()
     form = _check(fmt, how.update)
-    batch, heads, tokens, dim = x.shape
+    batch, heads, slots, dim = x.shape
+    tokens = slots if ring_blocks is None else ring_blocks * form.block
+    if ring_blocks is not None and rows is not None:
+        batch = rows.numel()
     blocks = fields["codes"].shape[2]
+    if tokens > slots:
+        raise ValueError(f"ring_blocks={ring_blocks}: {tokens} tokens do not fit in {slots} slots")
     if tokens % form.block or dim != form.head_dim:
         raise ValueError(f"x: shape {tuple(x.shape)} is not whole blocks of {form.block} tokens by {form.head_dim}")
     if fields["codes"].shape[1] != heads or (rows is None and fields["codes"].shape[0] != batch):
@@ -844,6 +1297,7 @@ def encode_blocks(
     per_block = form.block // _tile(form)
     codes, meta, aux = _stored(form, fields)
     tile, group, axis, chosen, bits = _constants(form, mode)
+    warps = _warps(form, cut=how.update is not None or how.inv_freq is not None)
     _encode_kernel[(tokens // tile, heads, batch)](
         x,
         *x.stride(),
@@ -856,12 +1310,14 @@ def encode_blocks(
         heads,
         _or_any(how.mean, meta),
         _or_any(how.norm, meta),
+        _or_any(None if how.norm is None else how.norm.reciprocal(), meta),
         _or_any(how.update, meta),
         _or_any(how.inv_freq, meta),
         _or_any(how.first_position, codes),
         (first_block + block_offset) * form.block,
         0 if how.inv_freq is None else how.inv_freq.numel(),
         how.rope_factor,
+        slots,
         T=tile,
         D=dim,
         G=group,
@@ -870,11 +1326,13 @@ def encode_blocks(
         BITS=bits,
         VALUE=form.operand == "value",
         ROWS=rows is not None,
+        RING=ring_blocks is not None,
         MEAN=how.mean is not None,
         NORM=how.norm is not None,
         ROPE=how.inv_freq is not None,
         WIDTH=0 if how.update is None else dim - how.update.shape[-1],
-        num_warps=_warps(form),
+        WARPS=warps,
+        num_warps=warps,
         num_stages=1,  # nothing to prefetch: a loop over due blocks runs once, if at all
         enable_fp_fusion=False,
     )
@@ -953,6 +1411,7 @@ def append_and_close(
         raise ValueError(f"fields: {tuple(k_codes.shape[:3])}, {tuple(v_stored[0].shape[:3])} for {batch} x {heads}")
     kt, kg, k_axis, k_mode, k_bits = _constants(k_form)
     vt, vg, v_axis, v_mode, v_bits = _constants(v_form)
+    warps = _warps(k_form, v_form, cut=how.update is not None or how.inv_freq is not None)
     new_k, new_v = (ring[0], ring[1]) if key is None or value is None else (key, value)
     _step_kernel[(2 * heads, batch)](
         new_k,
@@ -1005,7 +1464,8 @@ def append_and_close(
         ROPE=how.inv_freq is not None,
         WIDTH=0 if how.update is None else dim - how.update.shape[-1],
         BOUNDARY=boundary is not None,
-        num_warps=_warps(k_form, v_form, most=8),
+        WARPS=warps,
+        num_warps=warps,
         num_stages=1,  # nothing to prefetch: a loop over due blocks runs once, if at all
         enable_fp_fusion=False,
     )

@@ -151,8 +151,16 @@ class Method(ABC):
     @property
     def kernel_encodes(self) -> bool:
         """Whether ``transform_keys`` is no more than what the state's ``mean``, ``norm`` and ``update`` say, in this order,
-        and encoding does not depend on what the prompt is, so that the encoding kernels can do it."""
+        and values are encoded as they are, so that the encoding kernels can do it."""
         return False
+
+    def slice_width(self, head_dim: int) -> int | None:
+        """Channels of a slice of the state's ``update``; None where there is none."""
+        return None
+
+    def group_mode(self, prompt: bool) -> str | None:
+        """Mode of the groups of blocks that do, or do not, belong to the sequence's first call; None: the format's."""
+        return None
 
     def __str__(self) -> str:
         """Canonical spec: the name and the options that differ from their defaults."""

@@ -50,7 +50,10 @@ class InnerQ(Method):
 
     @property
     def kernel_encodes(self) -> bool:
-        return self.mode != "hybrid_prefill"
+        return True
+
+    def group_mode(self, prompt: bool) -> str | None:
+        return "sym" if self.mode == "hybrid_prefill" and not prompt else None
 
     @property
     def _stored_mode(self) -> str:
@@ -94,7 +97,7 @@ class InnerQ(Method):
 
     def _encode(self, form: Format, x: torch.Tensor, prompt: bool) -> Fields:
         assert isinstance(form, AffineGroups)
-        return form.encode(x, mode="sym" if self.mode == "hybrid_prefill" and not prompt else None)
+        return form.encode(x, mode=self.group_mode(prompt))
 
     def encode_keys(
         self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor, prompt: bool

@@ -1,0 +1,163 @@
+"""Folding a long prompt into one layer: time and memory of encoding by kernel and by torch operations.
+
+``kvfold bench prefill`` appends a prompt to a :class:`kvfold.cache.FoldedLayer` of Llama-3.1-8B's shape, as its first call
+does after attending. The two encoders' packed bytes are compared before a time is taken. A row's ``error`` is the fraction
+of bytes that differ from torch's; ``extra_mb`` is the most memory that was allocated while appending, beyond what the layer
+keeps; ``ratio`` is how many times as long torch takes.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvfold.bench.rows import append, environment, need_gpu, options, script, show
+from kvfold.cache import Encoder, FoldedLayer
+from kvfold.methods import LayerSpec, get
+
+ROWS = Path("benchmarks/rows/prefill.csv")
+METHODS = ("kivi", "squat", "innerq:mode=asym", "innerq:mode=sym", "innerq")
+LIMITS = {"squat": 1e-3, "innerq": 1e-4}
+"""Bytes that may differ: products that round differently flip a code; hybrid groups of equal error, a group."""
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """One method's prompt, encoded in one way."""
+
+    method: str
+    encoder: str
+    batch: int
+    context: int
+    dtype: str
+    error: float
+    limit: float
+    p20_ms: float | None
+    p50_ms: float | None
+    p80_ms: float | None
+    extra_mb: float | None
+    kept_mb: float | None
+    ratio: float | None
+    gpu: str
+    driver: str
+    torch: str
+    triton: str
+    commit: str
+
+
+class Prompt:
+    """A prompt's keys, values and queries, appended to a new layer at every call."""
+
+    def __init__(self, method: str, context: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(heads: int, tokens: int = context) -> torch.Tensor:
+            shape = (1, heads, tokens, HEAD_DIM)
+            return torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16)
+
+        self.keys = random(KV_HEADS) * torch.exp(0.7 * random(KV_HEADS, 1)) + random(KV_HEADS, 1)
+        self.values, self.queries = random(KV_HEADS), random(HEADS)
+        spec = LayerSpec(0, 1, HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16)
+        self.layer = FoldedLayer(get(method), spec, max_length=context)
+
+    def __call__(self, encoder: str) -> tuple[float, int, int]:
+        """Milliseconds, bytes allocated at most beyond those kept, and bytes kept."""
+        layer = self.layer
+        layer.reset()
+        layer.lazy_initialization(self.keys, self.values)
+        if encoder == "torch":
+            layer.encoder = Encoder("torch", "asked for")
+        elif layer.encoder.name != encoder:
+            raise AssertionError(layer.encoder.reason)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        layer.append(self.keys, self.values, self.queries, None)
+        stop.record()
+        torch.cuda.synchronize()
+        after = torch.cuda.memory_allocated()
+        return start.elapsed_time(stop), torch.cuda.max_memory_allocated() - after, after - before
+
+    def packed(self) -> list[torch.Tensor]:
+        """The packed bytes, without storage that holds nothing yet."""
+        layer = self.layer
+        (slab,), blocks = layer.slabs, layer.packed[0] // layer.block
+        return [t[:, :, :blocks].contiguous().view(torch.uint8).clone() for t in slab.tensors()]
+
+
+def differing(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
+    """Fraction of bytes that differ."""
+    return sum(int((a != b).sum()) for a, b in zip(got, want, strict=True)) / sum(b.numel() for b in want)
+
+
+def run(methods: Sequence[str] = METHODS, context: int = 32768, rows: Path | None = None) -> Iterator[Prefill]:
+    """Measure method by method, torch first; ``rows``: CSV file that rows are appended to.
+
+    Raises
+    ------
+    KVFoldError
+        Without a CUDA GPU.
+    """
+    device, env = need_gpu("prefill"), environment()
+    for method in methods:
+        prompt = Prompt(method, context, device)
+        prompt("torch")
+        want, slow = prompt.packed(), None
+        for encoder in ("torch", "triton"):
+            prompt(encoder)
+            error, limit = differing(prompt.packed(), want), LIMITS.get(method, 0.0)
+            runs = sorted(prompt(encoder) for _ in range(REPEATS)) if error <= limit else []
+            p20, p50, p80 = (runs[int(f * (REPEATS - 1))][0] for f in (0.2, 0.5, 0.8)) if runs else (None,) * 3
+            slow = slow or p50
+            row = Prefill(
+                method=method,
+                encoder=encoder,
+                batch=1,
+                context=context,
+                dtype="bfloat16",
+                error=error,
+                limit=limit,
+                p20_ms=p20,
+                p50_ms=p50,
+                p80_ms=p80,
+                extra_mb=max(r[1] for r in runs) / 1e6 if runs else None,
+                kept_mb=runs[0][2] / 1e6 if runs else None,
+                ratio=slow / p50 if slow and p50 else None,
+                **env,
+            )
+            if rows is not None:
+                append(rows, [row])
+            yield row
+
+
+def line(row: Any) -> str:
+    """One row for people."""
+    head = f"{row.method:18} {row.encoder:6} {row.context:>7} tokens"
+    if row.p50_ms is None:
+        return f"{head}  {row.error:.1e} of the bytes differ > {row.limit:.0e}: not timed"
+    text = f"{head}  {row.p50_ms:.3f} ms ({row.p20_ms:.3f} - {row.p80_ms:.3f})  {row.extra_mb:.1f} MB beyond"
+    return f"{text} {row.kept_mb:.1f} MB kept  {row.ratio:.1f} times as fast as torch  differ {row.error:.1e}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = options("prefill", __doc__, ROWS).parse_args(argv)
+
+    def body() -> int:
+        failed = False
+        for row in run(rows=args.rows):
+            failed |= row.p50_ms is None
+            show(row, line(row), args.json)
+        return int(failed)
+
+    return script(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

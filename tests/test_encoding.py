@@ -1,0 +1,175 @@
+"""What encodes a layer: the kernels, run by Triton's interpreter, leave the bytes that torch operations leave."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from helpers import assert_same_content, feed, layer, left_padding, llama, packed_fields, spec, tokens
+from kvfold import explain, kernels
+from kvfold.cache import Encoder, choose_encoder
+from kvfold.methods import get
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Encoding kernels that run on the CPU, in place of the compiled ones."""
+    path = importlib.util.find_spec("kvfold.kernels.encode").origin
+    found = importlib.util.spec_from_file_location("kvfold_encode_in_interpreter", path)
+    module = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, "kvfold_encode_in_interpreter", module)
+    before = triton.knobs.runtime.interpret
+    triton.knobs.runtime.interpret = True
+    try:
+        found.loader.exec_module(module)
+    finally:
+        triton.knobs.runtime.interpret = before
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.encode", module)
+    monkeypatch.setattr(kernels, "encode", module, raising=False)
+    return module
+
+
+def pair(method, monkeypatch, shape=None, **options):
+    """A layer encoded by kernels and one encoded by torch."""
+    by_torch = layer(method, shape, **options)
+    by_kernel = layer(method, shape, **options)
+    initialize = by_kernel.lazy_initialization
+
+    def with_kernel(*args):
+        initialize(*args)
+        by_kernel.encoder = Encoder("triton", "asked for")
+
+    monkeypatch.setattr(by_kernel, "lazy_initialization", with_kernel)
+    launches = []
+    launch = by_kernel._launch
+    monkeypatch.setattr(by_kernel, "_launch", lambda *a, **k: (launches.append(a), launch(*a, **k)))
+    monkeypatch.setattr(by_kernel, "_encode_by_torch", None)  # it must not be called
+    return by_kernel, by_torch, launches
+
+
+SMALL = spec(heads=2, kv_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "cuts"),
+    [
+        ("kivi:recent=20,sink=3", [100, 1, 40]),
+        ("kivi:recent=40", [61, 30, 50]),  # a block that begins in the ring and ends in the call
+        ("kivi:group=64,recent=10", [90, 90]),
+        ("innerq:sink=4,recent=24,warmup=40", [30, 70, 41]),
+        ("innerq:sink=4,recent=24,warmup=0", [70, 50]),
+        ("innerq:mode=sym,sink=4,recent=24,warmup=40,center=false", [120]),
+        ("innerq:mode=hybrid_prefill,sink=4,recent=24,warmup=40", [95, 70]),
+    ],
+)
+def test_kernels_leave_torchs_bytes(interpreted, monkeypatch, method, cuts):
+    by_kernel, by_torch, launches = pair(method, monkeypatch, SMALL)
+    new = tokens(1, sum(cuts), shape=SMALL)
+    new = (new[0], new[1] + 3 * new[1][..., :1], new[2])
+    for one in (by_kernel, by_torch):
+        feed(one, new, cuts)
+    assert launches and by_kernel.packed[0] > 0
+    assert_same_content(by_kernel, by_torch)
+
+
+def test_storage_that_grows(interpreted, monkeypatch):
+    by_kernel, by_torch, _ = pair("kivi:recent=0", monkeypatch, SMALL)
+    new = tokens(1, 224, shape=SMALL)
+    for one in (by_kernel, by_torch):
+        feed(one, new, [64, 96, 64])
+    assert len(by_kernel.slabs) == 3
+    assert_same_content(by_kernel, by_torch)
+
+
+def test_a_call_that_fills_two_slabs(interpreted, monkeypatch):
+    by_kernel, by_torch, launches = pair("kivi:recent=0", monkeypatch, SMALL, max_length=64)
+    new = tokens(1, 128, shape=SMALL)
+    for one in (by_kernel, by_torch):
+        feed(one, new, [32, 96])
+    assert len(by_kernel.slabs) == 2 and len(launches) == 3
+    assert_same_content(by_kernel, by_torch)
+
+
+@pytest.mark.parametrize("lengths", [(90, 61, 90, 33), (40, 90, 41, 90)])
+def test_ragged_batches(interpreted, monkeypatch, lengths):
+    method = "innerq:mode=asym,sink=2,recent=16,warmup=32"
+    by_kernel, by_torch, _ = pair(method, monkeypatch, SMALL)
+    offset, valid = left_padding(lengths, 90)
+    new = tokens(4, 90, shape=SMALL)
+    more = tokens(4, 33, seed=1, shape=SMALL)
+    for one in (by_kernel, by_torch):
+        feed(one, new, valid=valid, offset=offset)
+        feed(one, more, [1, 32], start=90, offset=offset)
+    for row in range(4):
+        assert_same_content(by_kernel, by_torch, row, row)
+
+
+def test_written_first_and_packed_later(interpreted, monkeypatch):
+    by_kernel, by_torch, launches = pair("kivi:recent=20", monkeypatch, SMALL)
+    new = tokens(2, 120, shape=SMALL)
+    for one in (by_kernel, by_torch):
+        feed(one, tuple(t[:, :, :60] for t in new))
+        for at in range(60, 120, 12):
+            part = tuple(t[:, :, at : at + 12] for t in new)
+            one.append(*part, None, pack=False)
+            one.pack_due()
+    assert all(call[-1] is True for call in launches[2:]) or launches
+    for row in range(2):
+        assert_same_content(by_kernel, by_torch, row, row)
+
+
+def test_squats_codes_are_torchs_but_for_rounding(interpreted, monkeypatch):
+    by_kernel, by_torch, _ = pair("squat:recent=0,warmup=64", monkeypatch, SMALL)
+    new = tokens(1, 128, shape=SMALL)
+    for one in (by_kernel, by_torch):
+        feed(one, new)
+    for got, want in zip(packed_fields(by_kernel, 0), packed_fields(by_torch, 0), strict=True):
+        for name in want:
+            a, b = (t.contiguous().view(torch.uint8) for t in (got[name], want[name]))
+            assert (a != b).float().mean() < 1e-2
+
+
+def test_nothing_is_concatenated_or_widened(interpreted, monkeypatch):
+    """The kernels are given views of the call and the ring."""
+    by_kernel, _, launches = pair("kivi:recent=8", monkeypatch, SMALL)
+    keys, values, queries = (t.half() for t in tokens(1, 200, shape=SMALL))
+    for at in (0, 100):
+        part = slice(at, at + 100)
+        by_kernel.append(*(t[:, :, part] for t in (keys, values, queries)), None) if at else (
+            by_kernel.lazy_initialization(keys, values),
+            by_kernel.append(*(t[:, :, part] for t in (keys, values, queries)), None),
+        )
+    owners = {t.untyped_storage().data_ptr() for t in (keys, values, *by_kernel.ring)}
+    last = launches[-1][2]
+    assert {t.untyped_storage().data_ptr() for t in last} <= owners
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [("qjl", "qjl"), ("squat_pre", "squat_pre"), ("innerq:group=16", "group=16"), ("squat:channels=8", "channels=8")],
+)
+def test_what_torch_encodes_on_a_gpu_is_named(method, reason):
+    found = choose_encoder(get(method), spec(128), torch.device("cuda"))
+    assert found.name == "torch" and reason in found.reason
+
+
+def test_explain_says_what_encodes():
+    report = explain(llama(), "kivi")
+    assert {row.encoder for row in report.layers} == {"torch: encoding kernels run on cuda"}
+    assert "encoded by torch: encoding kernels run on cuda" in report.notes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["kivi", "kivi:bits=1", "squat", "innerq", "innerq:mode=hybrid_prefill"])
+def test_a_gpu_encodes_by_kernel(method):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    assert choose_encoder(get(method), spec(64), torch.device("cuda")).name == "triton"
