@@ -8,6 +8,7 @@ BENCHMARKS = {
     "attention": "Decode attention over packed caches against the fastest fp16 attention (GPU).",
     "matvec": "q K' and p V apart, as in InnerQ's Tables 3 and 4 (GPU).",
     "encode": "Encoding a prompt and closing blocks while decoding (GPU).",
+    "prefill": "Folding a prompt into a layer: time and memory by kernel and by torch (GPU).",
     "modes": "Encoding in symmetric, asymmetric and hybrid mode, InnerQ's Figure 4 (GPU).",
     "decode": "A whole model decoding in a CUDA graph, folded against bf16 (GPU).",
     "memory": "Peak memory, largest batch and throughput under a memory cap (GPU).",

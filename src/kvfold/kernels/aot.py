@@ -203,7 +203,9 @@ def compile_encode(
     fixed = {"T": tile, "D": form.head_dim, "G": group, "AXIS": axis, "MODE": mode, "BITS": bits}
     fixed |= {"VALUE": form.operand == "value", "ROWS": rows, "RING": ring}
     fixed |= {"MEAN": center, "NORM": norm, "ROPE": rope, "WIDTH": width}
-    return _compile_encode(encode._encode_kernel, fixed, ("x",), bf16, encode._warps(form, cut=rope or width > 0), capability)
+    return _compile_encode(
+        encode._encode_kernel, fixed, ("x",), bf16, encode._warps(form, cut=rope or width > 0), capability
+    )
 
 
 def compile_step(
@@ -243,7 +245,9 @@ def _compile_encode(
     fixed |= {"WARPS": warps, **{n: 1 for n in names if n.endswith("stride_c")}}
     types = {n: "i64" for n in names if "stride" in n} | dict.fromkeys(inputs, _width(bf16))
     types |= {name: kind for kind, of in _ENCODE_TYPES.items() for name in of}
-    aligned = _aligned(function, [n for n in names if types.get(n, "")[:1] == "*"])
+    aligned = _aligned(
+        function, [n for n in names if n not in fixed and ("stride" in n or types.get(n, "")[:1] == "*")]
+    )
     source = ASTSource(function, *_signature(function, fixed, types), aligned)
     return _compile(source, capability, num_warps=warps, num_stages=1, enable_fp_fusion=False)
 
