@@ -5,6 +5,10 @@ exponent of 1024 is a number already once all but its field is masked off, one m
 more applies scale and zero-point. A byte holds several tokens of one channel; each of them loads it, which costs the L1 cache a
 little and spares a rearrangement. Products accumulate in float32.
 
+For few query rows (FLIP) a tile is loaded in five dimensions, the first two of them the lanes of a warp, so that each lane
+loads and decodes what it needs as the A operand of its MMAs: a product does not mind the order of what it sums over, nor of
+its rows. Channels of keys are reordered together with those of the query, tokens of values together with the weights.
+
 A head whose size is no power of two is read in two pieces of channels, a power of two each (the second may be padded).
 """
 
@@ -24,22 +28,14 @@ def _load(at, mask):
 
 
 @triton.jit
-def _and(mask, other):
-    if other is None:
-        return mask
-    else:
-        return mask & other
-
-
-@triton.jit
 def _plane(data, unit, token, channel, seen, D: tl.constexpr, UNIT_BYTES: tl.constexpr, WIDTH: tl.constexpr):
-    """Codes of a plane of ``WIDTH`` bits as fp16 [tokens, channels]: field ``token // (4 * WIDTH)`` of its bytes."""
+    """Codes of a plane of ``WIDTH`` bits as fp16: field ``token // (4 * WIDTH)`` of its bytes."""
     rows: tl.constexpr = 4 * WIDTH  # rows of bytes in a unit
-    x = _load(data + (unit * UNIT_BYTES + token % rows * D)[:, None] + channel[None, :], seen)
+    x = _load(data + (unit * UNIT_BYTES + token % rows * D) + channel, seen)
     at = (token // rows * WIDTH).to(tl.uint16)
-    mask = ((((1 << WIDTH) - 1) << at) | 0x6400)[:, None].to(tl.uint16)  # leaves 1024 + code * 2^at
-    scale = ((15 - at) << 10)[:, None].to(tl.uint16)  # 2^-at as fp16: its exponent plus 15, at bit 10
-    shift = ((25 - at) << 10 | 0x8000)[:, None].to(tl.uint16)  # -1024 * 2^-at
+    mask = ((((1 << WIDTH) - 1) << at) | 0x6400).to(tl.uint16)  # leaves 1024 + code * 2^at
+    scale = ((15 - at) << 10).to(tl.uint16)  # 2^-at as fp16: its exponent plus 15, at bit 10
+    shift = ((25 - at) << 10 | 0x8000).to(tl.uint16)  # -1024 * 2^-at
     if PTX:
         return tl.inline_asm_elementwise(
             """{
@@ -56,17 +52,6 @@ def _plane(data, unit, token, channel, seen, D: tl.constexpr, UNIT_BYTES: tl.con
     else:
         number = ((x.to(tl.uint16) | 0x6400) & mask).to(tl.float16, bitcast=True)
         return number * scale.to(tl.float16, bitcast=True) + shift.to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _codes(data, last, channel, seen, D: tl.constexpr, BITS: tl.constexpr, UNITS: tl.constexpr):
-    """Codes of a tile, fp16 [32 * UNITS, W]. What comes after unit ``last`` repeats it."""
-    index = tl.arange(0, UNITS * 32)
-    unit = tl.minimum(index // 32, last)
-    x = _plane(data, unit, index % 32, channel, seen, D, 4 * D * BITS, 2 if BITS == 3 else BITS)
-    if BITS == 3:
-        x += 4.0 * _plane(data + 8 * D, unit, index % 32, channel, seen, D, 4 * D * BITS, 1)
-    return x
 
 
 @triton.jit
@@ -88,54 +73,69 @@ def _zero_of(aux, at, words, mask, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _spread(x, AXIS: tl.constexpr):
-    """What groups of a tile have in common, to be broadcast over their members."""
-    if AXIS == 0:
-        return x[:, None, :]
+def _tokens(UNITS: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr):
+    """Tokens of a tile as its codes are loaded; see :func:`_tile`."""
+    high, low = tl.arange(0, UNITS * 32 // LANES)[None, None, :, None, None], tl.arange(0, LANES)
+    if KEYS:
+        return high * LANES + low[None, :, None, None, None]
     else:
-        return x[:, :, None]
+        return high * LANES + low[:, None, None, None, None]
+
+
+@triton.jit
+def _channels(W: tl.constexpr, B: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr):
+    """First channels of the chunks of B that lanes load, CHUNKS of them side by side; see :func:`_tile`."""
+    some, chunk = tl.arange(0, W // (CHUNKS * B))[None, None, None, :, None], tl.arange(0, CHUNKS)
+    if KEYS:
+        return (some * CHUNKS + chunk[:, None, None, None, None]) * B
+    else:
+        return (some * CHUNKS + chunk[None, :, None, None, None]) * B
 
 
 @triton.jit
 def _tile(
-    codes, meta, aux, first, last, channel, seen, START: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    codes, meta, aux, first, last, channel, seen, START: tl.constexpr, W: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
     BITS: tl.constexpr, AXIS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr,
-    LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
 ):  # fmt: skip
-    """Decode channels ``channel`` [W] of a tile, fp16 [32 * UNITS, W].
+    """Decode a tile to fp16, in the five dimensions it is loaded in.
 
-    ``first`` is the tile's first unit, ``last`` the last one of it that exists; later ones repeat it. Channels that are not
-    ``seen`` become 0; None: all are. Where groups run along channels (AXIS 1), ``channel`` is START, START + 1, ...
+    ``first`` is its first unit, ``last`` the last one of it that exists; later ones repeat it. Channels that are not ``seen``
+    become 0; None: all are. Where groups run along channels (AXIS 1), ``channel`` is START, START + 1, ...
+
+    With KEYS these are [channel / B % 4, token % 8, token / 8, channel / 4B, channel % B], else [token % 4, channel / B % 8,
+    token / 4, channel / 8B, channel % B]. Without FLIP they are plainly [channel / B, 1, token, 1, channel % B].
     """
-    T: tl.constexpr = UNITS * 32
-    x = _codes(codes + first.to(tl.int64) * (4 * D * BITS), last, channel, seen, D, BITS, UNITS)
-    # x as groups, or parts of groups; ``row`` and ``column`` of their metadata in rows of N groups, and which word holds
-    # their signs (of 16 members)
+    LANES: tl.constexpr = (8 if KEYS else 4) if FLIP else 1
+    A: tl.constexpr = UNITS * 32 // LANES
+    index = _tokens(UNITS, LANES, KEYS)
+    unit = tl.minimum(index // 32, last)
+    token = index % 32
+    data = codes + first.to(tl.int64) * (4 * D * BITS)
+    x = _plane(data, unit, token, channel, seen, D, 4 * D * BITS, 2 if BITS == 3 else BITS)
+    if BITS == 3:
+        x += 4.0 * _plane(data + 8 * D, unit, token, channel, seen, D, 4 * D * BITS, 1)
     if AXIS == 0:
         PARTS: tl.constexpr = 2 if GROUP == 16 or MODE != 0 else 1  # of a unit
         N: tl.constexpr = D
-        x = tl.reshape(x, (UNITS * PARTS, 32 // PARTS, W))
         base = first.to(tl.int64) * 32 // GROUP
-        index = tl.arange(0, UNITS * PARTS)
-        token = tl.minimum(index // PARTS, last) * 32 + index % PARTS * 16
-        token += first * 32 - base.to(tl.int32) * GROUP  # from the beginning of the tile's first group
-        row = (token // GROUP)[:, None]
-        column = channel[None, :]
-        word = (token % GROUP // 16)[:, None]
-        bit = tl.arange(0, 16)[None, :, None]
+        part = tl.arange(0, UNITS * PARTS)[None, None, :, None, None]
+        start = tl.minimum(part // PARTS, last) * 32 + part % PARTS * 16
+        start += first * 32 - base.to(tl.int32) * GROUP  # from the beginning of the tile's first group
+        row = start // GROUP
+        column = channel
+        word = start % GROUP // 16
+        bit = token % 16
         mask = seen
     else:
-        S: tl.constexpr = 32 if MODE == 0 and GROUP % 32 == 0 and W % 32 == 0 and START % 32 == 0 else 16
         N: tl.constexpr = 32 * D // GROUP
-        x = tl.reshape(x, (T, W // S, S))
         base = first.to(tl.int64)
-        index = tl.arange(0, T)
-        part = START + tl.arange(0, W // S) * S
-        row = tl.minimum(index // 32, last)[:, None]
-        column = (index % 32)[:, None] * (D // GROUP) + (part // GROUP)[None, :]
-        word = (part % GROUP // 16)[None, :]
-        bit = tl.arange(0, 16)[None, None, :]
-        mask = None if seen is None else (part < D)[None, :]
+        begin = START + _channels(W, B, (4 if KEYS else 8) if FLIP else W // B, KEYS)
+        row = unit
+        column = token * (D // GROUP) + begin // GROUP
+        word = begin % GROUP // 16
+        bit = channel % 16
+        mask = None if seen is None else begin < D
     EACH: tl.constexpr = 2 if MODE == 0 else 1  # numbers per group in ``meta``
     meta += base * (EACH * N)
     at = row * (EACH * N) + column
@@ -152,13 +152,79 @@ def _tile(
             zero = tl.where(asym, _zero_of(aux, at, words, mask, GROUP), 0.0).to(tl.float16)
             words = tl.where(asym, 0, words).to(tl.int16)
             scale = tl.abs(scale)
-        x = _signed(x, _spread(words, AXIS), bit)
+        x = _signed(x, _over(words, AXIS, A, UNITS), bit)
     LEVELS: tl.constexpr = (1 << BITS) - 1
     scale = tl.minimum(scale, LIMIT / LEVELS - zero * (1.0 / LEVELS))  # nothing decodes to an infinity
-    x = x * _spread(scale, AXIS)
+    x = x * _over(scale, AXIS, A, UNITS)
     if MODE != 1:
-        x += _spread(zero, AXIS)
-    return tl.reshape(x, (T, W))
+        x += _over(zero, AXIS, A, UNITS)
+    return x
+
+
+@triton.jit
+def _over(x, AXIS: tl.constexpr, A: tl.constexpr, UNITS: tl.constexpr):
+    """Numbers of parts of units [parts, ...], to be broadcast over their tokens [A, ...]; those of tokens as they are."""
+    if AXIS == 0:
+        E: tl.constexpr = x.shape[0]
+        F: tl.constexpr = x.shape[1]
+        P: tl.constexpr = x.shape[2]
+        C: tl.constexpr = x.shape[3]
+        B: tl.constexpr = x.shape[4]
+        return tl.reshape(tl.broadcast_to(x[:, :, :, None, :, :], (E, F, P, A // P, C, B)), (E, F, A, C, B))
+    else:
+        return x
+
+
+@triton.jit
+def _keys(x, FLIP: tl.constexpr):
+    """Keys as an operand [tokens, channels]. With FLIP, channels are in the order in which lanes have them."""
+    L: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    A: tl.constexpr = x.shape[2]
+    C: tl.constexpr = x.shape[3]
+    B: tl.constexpr = x.shape[4]
+    if FLIP:
+        x = tl.permute(tl.reshape(x, (L, K, A, C, B // 4, 4)), (2, 1, 3, 4, 0, 5))
+    else:
+        x = tl.permute(x, (2, 1, 3, 0, 4))
+    return tl.reshape(x, (A * K, C * L * B))
+
+
+@triton.jit
+def _values(x, FLIP: tl.constexpr):
+    """Values as an operand: [tokens, channels], or with FLIP [channels, tokens] in the order in which lanes have them."""
+    L: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    A: tl.constexpr = x.shape[2]
+    C: tl.constexpr = x.shape[3]
+    B: tl.constexpr = x.shape[4]
+    if FLIP:
+        x = tl.permute(tl.reshape(x, (L, K, A // 4, 4, C, B)), (4, 5, 1, 2, 0, 3))
+        return tl.reshape(x, (C * B * K, A * L))
+    else:
+        return _keys(x, False)
+
+
+@triton.jit
+def _value_channels(x, FLIP: tl.constexpr):
+    """Channels of the sums of :func:`_values`."""
+    if FLIP:
+        K: tl.constexpr = x.shape[1]
+        C: tl.constexpr = x.shape[3]
+        B: tl.constexpr = x.shape[4]
+        return tl.reshape(tl.permute(tl.reshape(x, (K, C, B)), (1, 2, 0)), (C * B * K,))
+    else:
+        return tl.reshape(_keys(x, False), (x.shape[0] * x.shape[3] * x.shape[4],))
+
+
+@triton.jit
+def _weights(p, FLIP: tl.constexpr):
+    """Weights of tokens in the order of :func:`_values`."""
+    if FLIP:
+        T: tl.constexpr = p.shape[0]
+        M: tl.constexpr = p.shape[1]
+        p = tl.reshape(tl.permute(tl.reshape(p, (T // 16, 4, 4, M)), (0, 2, 1, 3)), (T, M))
+    return p
 
 
 @triton.jit
@@ -179,7 +245,7 @@ def _scores(q, k, score, FLIP: tl.constexpr):
 def _sums(p, v, acc, FLIP: tl.constexpr):
     """Weighted sums [rows, channels], or [channels, rows], of values [tokens, channels], plus ``acc``."""
     if FLIP:
-        return tl.dot(tl.trans(v), p, acc)
+        return tl.dot(v, p, acc)
     else:
         return tl.dot(p, v, acc)
 
@@ -224,7 +290,15 @@ def tiles_kernel(
     With FLIP, for few query rows, products are computed transposed, so that tokens and channels are the rows of an MMA and
     queries its 8 columns.
     """
+    A_COUNT: tl.constexpr = D // 2 if ROTARY else D
     T: tl.constexpr = UNITS * 32
+    KB0: tl.constexpr = KB if KB else 16
+    VB0: tl.constexpr = VB if VB else 16
+    # adjacent channels that a lane loads
+    BA: tl.constexpr = min(8 if ROTARY else 16, KA // 4 if FLIP else KA)
+    BB: tl.constexpr = BA if ROTARY else min(16, KB0 // 4 if FLIP else KB0)
+    CA: tl.constexpr = min(16, VA // 8 if FLIP else VA)
+    CB: tl.constexpr = min(16, VB0 // 8 if FLIP else VB0)
     TOKENS: tl.constexpr = 0 if FLIP else 1  # axis of scores
     K_LIMIT: tl.constexpr = 46000.0 if ROTARY else 65400.0  # rotated, it may grow by the root of two
     head = tl.program_id(0) // row_blocks
@@ -246,31 +320,37 @@ def tiles_kernel(
     v_aux += units_before * (2 * D)
 
     # channels of the pieces
-    a_index, b_index = tl.arange(0, KA), tl.arange(0, KB if KB else 16)
+    a_index = _channels(KA, BA, 4 if FLIP else KA // BA, True) + tl.arange(0, BA)[None, None, None, None, :]
+    b_index = _channels(KB0, BB, 4 if FLIP else KB0 // BB, True) + tl.arange(0, BB)[None, None, None, None, :]
     a_channel, b_channel = a_index, b_index + K_SPLIT
     k_seen_a, k_seen_b = None, None
     if ROTARY:
         rest = D - ROTARY  # channels that are not rotated are pairs of angle 0
         a_channel = tl.where(a_index < ROTARY // 2, a_index, a_index + ROTARY // 2)
         b_channel = a_channel + tl.where(a_index < ROTARY // 2, ROTARY // 2, rest // 2)
-        a_channel = tl.max_contiguous(tl.multiple_of(a_channel, HINT), HINT)
-        b_channel = tl.max_contiguous(tl.multiple_of(b_channel, HINT), HINT)
+        a_channel = tl.max_contiguous(tl.multiple_of(a_channel, [1, 1, 1, 1, HINT]), [1, 1, 1, 1, HINT])
+        b_channel = tl.max_contiguous(tl.multiple_of(b_channel, [1, 1, 1, 1, HINT]), [1, 1, 1, 1, HINT])
         if 2 * KA != D:
-            k_seen_a = (a_index < D // 2)[None, :]
+            k_seen_a = a_index < D // 2
             k_seen_b = k_seen_a
     else:
         if KA > D:
-            k_seen_a = (a_channel < D)[None, :]
+            k_seen_a = a_channel < D
         if KB and K_SPLIT + KB > D:
-            k_seen_b = (b_channel < D)[None, :]
+            k_seen_b = b_channel < D
+    a_pair = tl.reshape(_keys(a_index, FLIP), (KA,))
+    a_of = tl.reshape(_keys(a_channel, FLIP), (KA,))
+    b_of = tl.reshape(_keys(b_channel, FLIP), (KB0,))
 
     # queries, as fp16 times a power of two, so that large ones do not overflow and rounded ones stay what they are
     inside = row < rows
     q_row = q_ptr + (head.to(tl.int64) * rows + row)[:, None] * D
-    q_a = _load(q_row + a_channel[None, :], _and(inside[:, None], k_seen_a)).to(tl.float32)
+    a_mask = inside[:, None] & (a_pair < A_COUNT)[None, :]
+    q_a = tl.load(q_row + a_of[None, :], mask=a_mask, other=0).to(tl.float32)
     largest = tl.max(tl.abs(q_a), 1)
     if KB:
-        q_b = _load(q_row + b_channel[None, :], _and(inside[:, None], k_seen_b)).to(tl.float32)
+        b_mask = a_mask if ROTARY else inside[:, None] & (b_of < D)[None, :]
+        q_b = tl.load(q_row + b_of[None, :], mask=b_mask, other=0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(q_b), 1))
     exponent = tl.minimum(tl.maximum(largest, 1e-30), 1e37).to(tl.int32, bitcast=True) & 0x7F800000
     inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None]
@@ -278,20 +358,21 @@ def tiles_kernel(
     if KB:
         q_b *= inverse
     if ROTARY:
-        freq = tl.load(freq_ptr + a_index)
+        freq = tl.load(freq_ptr + a_pair)
         angle = (tl.load(position_ptr + batch) + start + begin * T).to(tl.float32) * freq
-        gain = tl.load(freq_ptr + KA + a_index)
+        gain = tl.load(freq_ptr + KA + a_pair)
         q_a, q_b = _rotated(q_a, q_b, (tl.cos(angle) * gain)[None, :], (tl.sin(angle) * -gain)[None, :])
-        step_cos, step_sin = tl.load(step_ptr + a_index), tl.load(step_ptr + KA + a_index)
-        at = tl.arange(0, T)[:, None] * KA + a_index[None, :]
+        step_cos, step_sin = tl.load(step_ptr + a_pair), tl.load(step_ptr + KA + a_pair)
+        at = _tokens(UNITS, 8 if FLIP else 1, True) * KA + a_index
     row_factor = factor * exponent.to(tl.float32, bitcast=True)
     q16_a = q_a.to(tl.float16)
     if KB:
         q16_b = q_b.to(tl.float16)
 
-    va_channel, vb_channel = tl.arange(0, VA), tl.arange(0, VB if VB else 16) + VA
-    v_seen_a = (va_channel < D)[None, :] if VA > D else None
-    v_seen_b = (vb_channel < D)[None, :] if VB and VA + VB > D else None
+    va_load = _channels(VA, CA, 8 if FLIP else VA // CA, not FLIP) + tl.arange(0, CA)[None, None, None, None, :]
+    vb_load = _channels(VB0, CB, 8 if FLIP else VB0 // CB, not FLIP) + tl.arange(0, CB)[None, None, None, None, :] + VA
+    v_seen_a = va_load < D if VA > D else None
+    v_seen_b = vb_load < D if VB and VA + VB > D else None
 
     top = tl.full([M], -1.0e30, tl.float32)  # finite, so that differences are never NaN
     total = tl.zeros([M], tl.float32)
@@ -301,20 +382,21 @@ def tiles_kernel(
         first = tile * UNITS
         last = used - 1 - first
         k_a = _tile(
-            k_codes, k_meta, k_aux, first, last, a_channel, k_seen_a, 0, KA, D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, K_LIMIT
+            k_codes, k_meta, k_aux, first, last, a_channel, k_seen_a, 0, KA, BA,
+            D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, K_LIMIT, True, FLIP,
         )  # fmt: skip
         if KB:
             k_b = _tile(
-                k_codes, k_meta, k_aux, first, last, b_channel, k_seen_b, K_SPLIT, KB,
-                D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, K_LIMIT,
+                k_codes, k_meta, k_aux, first, last, b_channel, k_seen_b, K_SPLIT, KB, BB,
+                D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, K_LIMIT, True, FLIP,
             )  # fmt: skip
         if ROTARY:
             q16_a, q16_b = q_a.to(tl.float16), q_b.to(tl.float16)
             q_a, q_b = _rotated(q_a, q_b, step_cos[None, :], -step_sin[None, :])
             k_a, k_b = _rotated(k_a, k_b, tl.load(table_ptr + at), tl.load(table_ptr + T * KA + at))
-        score = _scores(q16_a, k_a, None, FLIP)
+        score = _scores(q16_a, _keys(k_a, FLIP), None, FLIP)
         if KB:
-            score = _scores(q16_b, k_b, score, FLIP)
+            score = _scores(q16_b, _keys(k_b, FLIP), score, FLIP)
         score = score * _of_rows(row_factor, FLIP)
         score = tl.where(_of_tokens(tl.arange(0, T) // 32 <= last, FLIP), score, float("-inf"))
         new = tl.maximum(top, tl.max(score, TOKENS))
@@ -322,18 +404,19 @@ def tiles_kernel(
         before = tl.exp2(top - new)
         total = total * before + tl.sum(p, TOKENS)
         top = new
-        p = p.to(tl.float16)
+        p = _weights(p.to(tl.float16), FLIP)
         before = _of_rows(before, FLIP)
         v_a = _tile(
-            v_codes, v_meta, v_aux, first, last, va_channel, v_seen_a, 0, VA, D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, 65400.0
+            v_codes, v_meta, v_aux, first, last, va_load, v_seen_a, 0, VA, CA,
+            D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, 65400.0, not FLIP, FLIP,
         )  # fmt: skip
-        acc_a = _sums(p, v_a, acc_a * before, FLIP)
+        acc_a = _sums(p, _values(v_a, FLIP), acc_a * before, FLIP)
         if VB:
             v_b = _tile(
-                v_codes, v_meta, v_aux, first, last, vb_channel, v_seen_b, VA, VB,
-                D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, 65400.0,
+                v_codes, v_meta, v_aux, first, last, vb_load, v_seen_b, VA, VB, CB,
+                D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, 65400.0, not FLIP, FLIP,
             )  # fmt: skip
-            acc_b = _sums(p, v_b, acc_b * before, FLIP)
+            acc_b = _sums(p, _values(v_b, FLIP), acc_b * before, FLIP)
 
     if HAS_BIAS:  # the same for all packed tokens
         if begin < end:
@@ -343,6 +426,7 @@ def tiles_kernel(
     tl.store(part_sum + slot, total, mask=inside)
     if FLIP:
         acc_a, acc_b = tl.trans(acc_a), tl.trans(acc_b)
+    va_channel, vb_channel = _value_channels(va_load, FLIP), _value_channels(vb_load, FLIP)
     out = part_out + slot[:, None] * D
     tl.store(out + va_channel[None, :], acc_a, mask=inside[:, None] & (va_channel < D)[None, :])
     if VB:

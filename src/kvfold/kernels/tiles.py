@@ -23,8 +23,8 @@ MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 MAX_DIM = 256
 WORKSPACE = 64 << 20
 """Bytes of partial results up to which the queries of a long call are taken at once."""
-MANY_ROWS = 64
-"""Query rows from which on a program's warps share tiles of :data:`MANY_ROWS` rows."""
+FEW_ROWS = 32
+"""Query rows up to which programs are single warps, with 8 or 16 rows each; from there on they have 64 rows."""
 
 
 class TilesKernel(AttentionKernel):
@@ -118,16 +118,11 @@ def make_plan(head_dim: int, heads: int, rows: int, units: int, rotary: bool, mu
     units : int
         Units of 32 tokens that the storage holds.
     """
-    import triton
-
-    # as measured for 8 rows; more warps meet more often, and wait more than they gain
-    if rows < MANY_ROWS:
-        m = max(8, triton.next_power_of_2(rows))
-        n, warps = (1, 1) if m <= 16 and head_dim <= 128 else (2, 2)
-        resident = 8 if rotary or m > 8 else 12
-        resident //= warps
+    if rows <= FEW_ROWS:  # a warp per program: more would exchange their tiles through shared memory
+        m = 8 if rows <= 8 or rotary or head_dim > 128 else 16  # more would not fit in registers
+        n, warps, resident = 1, 1, 8 if rotary else 12
     else:
-        m = MANY_ROWS
+        m = 64
         n, warps, resident = (2, 8, 1) if rotary or head_dim > 128 else (2, 4, 3)
     jobs = heads * math.ceil(rows / m)
     splits = max(1, min(multiprocessors * resident // jobs, units // (2 * n), 256))
@@ -158,7 +153,7 @@ def constants(
             f"{letter}_MODE": MODES[form.mode],
             f"{letter}_GROUP": form.group,
         }
-    sizes = {"M": plan.rows, "UNITS": plan.units, "FLIP": plan.rows < MANY_ROWS, "STAGES": plan.stages}
+    sizes = {"M": plan.rows, "UNITS": plan.units, "FLIP": plan.rows < 64, "STAGES": plan.stages}
     return named | sizes | {"ROTARY": rotary, "HAS_BIAS": has_bias}
 
 
