@@ -79,9 +79,9 @@ def test_kernels_leave_torchs_bytes(interpreted, monkeypatch, method, cuts):
 
 def test_storage_that_grows(interpreted, monkeypatch):
     by_kernel, by_torch, _ = pair("kivi:recent=0", monkeypatch, SMALL)
-    new = tokens(1, 224, shape=SMALL)
+    new = tokens(1, 128, shape=SMALL)
     for one in (by_kernel, by_torch):
-        feed(one, new, [64, 96, 64])
+        feed(one, new, [32, 64, 32])
     assert len(by_kernel.slabs) == 3
     assert_same_content(by_kernel, by_torch)
 
@@ -95,8 +95,8 @@ def test_a_call_that_fills_two_slabs(interpreted, monkeypatch):
     assert_same_content(by_kernel, by_torch)
 
 
-@pytest.mark.parametrize("lengths", [(90, 61, 90, 33), (40, 90, 41, 90)])
-def test_ragged_batches(interpreted, monkeypatch, lengths):
+def test_ragged_batches(interpreted, monkeypatch):
+    lengths = (60, 90, 59, 90)  # two rows in one group that do not follow each other
     method = "innerq:mode=asym,sink=2,recent=16,warmup=32"
     by_kernel, by_torch, _ = pair(method, monkeypatch, SMALL)
     offset, valid = left_padding(lengths, 90)
@@ -111,16 +111,15 @@ def test_ragged_batches(interpreted, monkeypatch, lengths):
 
 def test_written_first_and_packed_later(interpreted, monkeypatch):
     by_kernel, by_torch, launches = pair("kivi:recent=20", monkeypatch, SMALL)
-    new = tokens(2, 120, shape=SMALL)
+    new = tokens(1, 96, shape=SMALL)
     for one in (by_kernel, by_torch):
         feed(one, tuple(t[:, :, :60] for t in new))
-        for at in range(60, 120, 12):
+        for at in range(60, 96, 12):
             part = tuple(t[:, :, at : at + 12] for t in new)
             one.append(*part, None, pack=False)
             one.pack_due()
-    assert all(call[-1] is True for call in launches[2:]) or launches
-    for row in range(2):
-        assert_same_content(by_kernel, by_torch, row, row)
+    assert len(launches) == 2 and by_kernel.packed == [64]
+    assert_same_content(by_kernel, by_torch)
 
 
 def test_squats_codes_are_torchs_but_for_rounding(interpreted, monkeypatch):
@@ -137,16 +136,14 @@ def test_squats_codes_are_torchs_but_for_rounding(interpreted, monkeypatch):
 def test_nothing_is_concatenated_or_widened(interpreted, monkeypatch):
     """The kernels are given views of the call and the ring."""
     by_kernel, _, launches = pair("kivi:recent=8", monkeypatch, SMALL)
-    keys, values, queries = (t.half() for t in tokens(1, 200, shape=SMALL))
-    for at in (0, 100):
-        part = slice(at, at + 100)
-        by_kernel.append(*(t[:, :, part] for t in (keys, values, queries)), None) if at else (
-            by_kernel.lazy_initialization(keys, values),
-            by_kernel.append(*(t[:, :, part] for t in (keys, values, queries)), None),
-        )
+    keys, values, queries = (t.half() for t in tokens(1, 120, shape=SMALL))
+    by_kernel.lazy_initialization(keys, values)
+    for at in (0, 60):
+        by_kernel.append(*(t[:, :, at : at + 60] for t in (keys, values, queries)), None)
     owners = {t.untyped_storage().data_ptr() for t in (keys, values, *by_kernel.ring)}
-    last = launches[-1][2]
-    assert {t.untyped_storage().data_ptr() for t in last} <= owners
+    for launch in launches:
+        assert {t.untyped_storage().data_ptr() for t in launch[2]} & owners
+    assert {t.untyped_storage().data_ptr() for t in launches[-1][2]} <= owners
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

@@ -628,7 +628,8 @@ def compile_ahead(function, fixed, warps, capability):
     names = function.arg_names
     fixed = {**fixed, "WARPS": warps, **{n: 1 for n in names if n.endswith("stride_c")}}
     signature = {n: "constexpr" if n in fixed else types.get(n, "i64" if "stride" in n else "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+    multiples = {n for n in names if signature[n].startswith("*") or ("stride" in n and n not in fixed)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in multiples}
     source = ASTSource(function, signature, {(names.index(n),): v for n, v in fixed.items()}, aligned)
     return _compile(source, capability, num_warps=warps, num_stages=1, enable_fp_fusion=False)
 
