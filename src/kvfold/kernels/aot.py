@@ -126,11 +126,9 @@ def compile_tiles(
     types |= dict.fromkeys(("k_meta", "v_meta", "table_ptr"), "*fp16")
     types |= {"packed_len_ptr": "*i32", "position_ptr": "*i64", "factor": "fp32"}
     types |= dict.fromkeys(("q_ptr", "bias_ptr", "freq_ptr", "step_ptr", "part_out", "part_top", "part_sum"), "*fp32")
-    names = tiles_kernel.arg_names
-    signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
-    values = {(names.index(n),): v for n, v in fixed.items()}
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t[0] == "*"}
-    return _compile(ASTSource(tiles_kernel, signature, values, aligned), capability, num_warps=plan.warps)
+    aligned = _aligned(tiles_kernel, [n for n, t in types.items() if t[0] == "*"])
+    source = ASTSource(tiles_kernel, *_signature(tiles_kernel, fixed, types), aligned)
+    return _compile(source, capability, num_warps=plan.warps)
 
 
 def compile_merge(head_dim: int = 128, capability: int = 90) -> Report:
