@@ -43,7 +43,7 @@ def check(case, capability):
     report = aot.compile_decode(key, value, bf16=case.bf16, has_bias=case.bias, capability=capability, plan=case.plan)
     full = case.tiles > 1 or case.shared or (case.head_dim == 256 and case.mode != "kivi")
     assert report.spills_in_loop <= (report.loop / 40 if full else 0)
-    assert report.spilled <= (200 if full else 16)  # outside of the loop a few addresses may wait
+    assert report.spilled <= (256 if full else 16)  # outside of the loop a few addresses may wait
     assert report.registers <= (case.plan.cap(case.bias) or 255)
     assert report.shared <= min(SHARED_MEMORY.values())  # so that a plan fits wherever the kernel runs
     if capability < 100:
