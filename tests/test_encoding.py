@@ -158,6 +158,36 @@ def test_what_torch_encodes_on_a_gpu_is_named(method, reason):
     assert found.name == "torch" and reason in found.reason
 
 
+@pytest.mark.parametrize("method", ["kivi", "squat", "innerq", "innerq:mode=asym,bits=3"])
+def test_kernels_test_themselves(method, interpreted):
+    shape, form = spec(64), get(method)
+    formats = (form.key_format(shape), form.value_format(shape))
+    width = form.slice_width(64)
+    assert interpreted.self_test(*formats, width, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("broken", ["encode_blocks", "append_and_close"])
+def test_kernels_that_store_something_else_are_not_used(broken, interpreted, monkeypatch):
+    """One code in sixty-four is wrong, as a miscompiled channel would have it."""
+    shape, form = spec(64), get("kivi")
+    formats = (form.key_format(shape), form.value_format(shape))
+    sound = getattr(interpreted, broken)
+
+    def unsound(*args, **options):
+        sound(*args, **options)
+        fields = args[1] if broken == "encode_blocks" else args[6]
+        fields["codes"][..., ::64] ^= -1
+
+    monkeypatch.setattr(interpreted, broken, unsound)
+    interpreted.self_test.cache_clear()
+    wrong = interpreted.self_test(*formats, None, torch.device("cpu"))
+    assert wrong is not None and wrong.startswith("keys") and "differ from the format's" in wrong
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(interpreted, "why_not", lambda *_: None)
+    monkeypatch.setattr(interpreted, "self_test", lambda *_: wrong)
+    assert choose_encoder(form, shape, torch.device("cuda")) == Encoder("torch", wrong)
+
+
 def test_explain_says_what_encodes():
     report = explain(llama(), "kivi")
     assert {row.encoder for row in report.layers} == {"torch: encoding kernels run on cuda"}

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from kvfold import kernels
 from kvfold.errors import CacheStateError
-from kvfold.formats import Fields
+from kvfold.formats import AffineGroups, Fields
 from kvfold.graph import StaticLengths
 from kvfold.kernels import AttentionCall, Span, Windows
 from kvfold.methods import LayerSpec, Method, Observation, State
@@ -77,13 +77,13 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
         return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
     from kvfold.kernels import encode
 
-    sides = (
-        ("keys", method.key_format(spec), method.slice_width(spec.head_dim)),
-        ("values", method.value_format(spec), None),
-    )
-    for side, form, width in sides:
-        if why := encode.why_not(form, device, width):
+    keys, values, width = method.key_format(spec), method.value_format(spec), method.slice_width(spec.head_dim)
+    for side, form, cut in (("keys", keys, width), ("values", values, None)):
+        if why := encode.why_not(form, device, cut):
             return Encoder("torch", f"{side}: {why}")
+    assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
+    if torch.cuda.is_available() and (wrong := encode.self_test(keys, values, width, device)):
+        return Encoder("torch", wrong)
     return Encoder("triton", "first choice")
 
 

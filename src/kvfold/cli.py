@@ -578,7 +578,7 @@ class _CompareProgress:
 
 def _compare_table(header: Header, rows: Sequence[Row]) -> Table:
     table = _table()
-    table.add_column("method", no_wrap=True, style="bold")
+    table.add_column("method", overflow="fold", style="bold")  # an artefact's path may be long
     for name in ("bits", "cache", "smaller", "ppl", "kld", "top-1", "prefill tok/s", "decode tok/s", "s"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:

@@ -24,7 +24,9 @@ after every step: ``append_and_close(..., close=False)``, attention, ``append_an
 # mypy: disable-error-code="assignment"
 # (tuples of tensors grow in kernels)
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -1469,6 +1471,71 @@ def append_and_close(
         num_stages=1,  # nothing to prefetch: a loop over due blocks runs once, if at all
         enable_fp_fusion=False,
     )
+
+
+TOLERANCE = 0.02
+"""Of :func:`self_test`, relative RMS: some rounding ties may differ, a misplaced code in a hundred may not."""
+
+
+@lru_cache(maxsize=256)
+def self_test(
+    key_format: AffineGroups, value_format: AffineGroups, width: int | None, device: torch.device
+) -> str | None:
+    """Run the kernels once as they are compiled on this device, and compare with the formats' own encoding.
+
+    Compilers err, and wrong bytes would be silent: an earlier version of these kernels, right in the interpreter, was
+    compiled to something else for some shapes.
+
+    Parameters
+    ----------
+    key_format, value_format : AffineGroups
+        That :func:`why_not` has nothing against.
+    width : int or None
+        Channels of a slice of SQuat's update, if there is one.
+
+    Returns
+    -------
+    str or None
+        What went wrong; None if nothing did. Waits for the device, once per process and formats.
+    """
+    draw = torch.Generator().manual_seed(0)
+    heads, block, dim = 2, key_format.block, key_format.head_dim
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(1, heads, *shape, generator=draw).to(device)
+
+    keys, values = random(2 * block, dim).half(), random(2 * block, dim).half()
+    mean, norm = random(dim), random(dim).abs() + 0.5
+    # an update of zeros goes the whole way of SQuat and changes nothing
+    update = None if width is None else torch.zeros(1, heads, dim - width, dim - width, device=device)
+    shifted = (keys.float() - mean.unsqueeze(-2)) / norm.unsqueeze(-2)
+    for form, x, how, expected in (
+        (key_format, keys, KeyTransform(update=update), keys.float()),
+        (key_format, keys, KeyTransform(mean=mean, norm=norm, update=update), shifted),
+        (value_format, values, None, values.float()),
+    ):
+        fields = form.allocate(1, heads, 2, device)
+        encode_blocks(x, fields, form, 0, how)
+        if (error := _difference(form, fields, expected)) > TOLERANCE:
+            return f"{form.operand}s encoded on this device differ from the format's by {error:.2g} (relative RMS)"
+    stored = [form.allocate(1, heads, 1, device) for form in (key_format, value_format)]
+    nothing = keys[:, :, :0].contiguous()
+    lengths = Lengths.of([block], [0], 0, device)
+    append_and_close(
+        None, None, lengths, (nothing, nothing), (keys, values), 0, stored[0], key_format, stored[1], value_format,
+        KeyTransform(update=update),
+    )  # fmt: skip
+    for form, fields, x in ((key_format, stored[0], keys), (value_format, stored[1], values)):
+        if (error := _difference(form, fields, x[:, :, :block].float())) > TOLERANCE:
+            return f"{form.operand}s closed on this device differ from the format's by {error:.2g} (relative RMS)"
+    return None
+
+
+def _difference(fmt: AffineGroups, fields: Fields, x: torch.Tensor) -> float:
+    """Relative RMS between what is stored and what the format itself would store; infinite where that is not finite."""
+    expected = fmt.decode(fmt.encode(x))
+    error = float((fmt.decode(fields) - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+    return error if math.isfinite(error) else math.inf
 
 
 def bytes_moved(fmt: AffineGroups, heads: int, tokens: int, itemsize: int = 2) -> int:
