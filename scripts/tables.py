@@ -51,7 +51,7 @@ def comparison() -> str:
             number(row["bits_without_tables"], ".2f"),
             f"{row['cache_bytes'] / 1e6:.1f}",
             number(row["ppl"], ".2f"),
-            number(row["kld"], ".4f"),
+            number(row["kld"], "z.4f"),
             f"{100 * row['top1']:.1f} %",
             f"{row['decode_tokens_per_s']:.1f}",
         ]
@@ -92,7 +92,7 @@ def baselines(*names: str) -> Callable[[], str]:
                 number(row["bits_without_tables"], ".2f"),
                 number(row["effective_bits"], ".2f"),
                 number(row["ppl"], ".2f"),
-                number(row["kld"], ".3f"),
+                number(row["kld"], "z.3f"),
                 f"{100 * row['top1']:.0f} %",
             ]
             for row in chosen + kivi

@@ -113,7 +113,7 @@ def test_domains_prints_means_and_takes_texts_and_artefacts(run, tiny, tmp_path)
     assert [(row["domain"], row["method"].partition(":")[0]) for row in rows] == [
         (domain, method) for domain in ("retrieval", "folded") for method in ("none", "kivi", "kvquant")
     ]
-    assert f"{rows[1]['kld']:.3f} / {100 * rows[1]['top1']:.0f}% ({100 * rows[1]['exact']:.0f}%)" in out
+    assert f"{rows[1]['kld']:z.3f} / {100 * rows[1]['top1']:.0f}% ({100 * rows[1]['exact']:.0f}%)" in out
     status, out, _ = run(*arguments, "-")
     assert status == 0 and [row["kld"] for row in json.loads(out)["rows"]] == [row["kld"] for row in rows]
 

@@ -285,7 +285,7 @@ def domains(
     bits = {row.method: row.bits_without_tables for row in rows}
     for method, by_domain in found.items():
         cells = [
-            ("not finite" if m.kld is None else f"{m.kld:.3f}")
+            ("not finite" if m.kld is None else f"{m.kld:z.3f}")
             + f" / {100 * m.top1:.0f}%"
             + ("" if m.exact is None else f" ({100 * m.exact:.0f}%)")
             for m in by_domain.values()
@@ -588,7 +588,7 @@ def _compare_table(header: Header, rows: Sequence[Row]) -> Table:
             _bytes(row.cache_bytes),
             f"{row.full_cache_bytes / max(row.cache_bytes, 1):.2f}x",
             "not finite" if row.ppl is None else f"{row.ppl:.3f}" if row.ppl < 1e4 else f"{row.ppl:.2e}",
-            "not finite" if row.kld is None else f"{row.kld:.4f}",
+            "not finite" if row.kld is None else f"{row.kld:z.4f}",
             "-" if row.top1 is None else f"{100 * row.top1:.1f}%",
             f"{row.prefill_tokens_per_s:.0f}",
             f"{row.decode_tokens_per_s:.1f}",
