@@ -96,10 +96,20 @@ def _device_lengths(total: tuple[int, ...], packed: tuple[int, ...], sink: int, 
         [min(n, sink) for n in total],
         [n - min(n, sink) - p for n, p in zip(total, packed, strict=True)],
     ]
-    host = torch.tensor(rows, dtype=torch.int32)
+    return Lengths(*_send(torch.tensor(rows, dtype=torch.int32), device))
+
+
+@lru_cache(maxsize=64)
+def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64, made once for all layers and steps; not to be written to."""
+    return _send(torch.tensor(values), device)
+
+
+def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """To the device, without waiting for it."""
     if device.type == "cuda":
         host = host.pin_memory()
-    return Lengths(*host.to(device, non_blocking=True))
+    return host.to(device, non_blocking=True)
 
 
 class FoldedLayer(CacheLayerMixin):
@@ -280,7 +290,7 @@ class FoldedLayer(CacheLayerMixin):
             new_keys=key,
             new_values=value,
             new_valid=valid,
-            first_position=self._positions(list(range(len(self.lens))), 0, 1).flatten(),
+            first_position=_on_device(tuple(p + self.method.sink for p in self.first_position), self.device),
             rope=self.spec.rope if self.method.pre_rope else None,
             unproject=self._unproject if self.method.maps_values else None,
         )
@@ -794,9 +804,7 @@ class FoldedLayer(CacheLayerMixin):
 
     def _positions(self, ids: list[int], start: int, stop: int) -> torch.Tensor:
         """Positions of packed tokens, int64 [len(ids), 1, stop - start]."""
-        first = torch.tensor([self.first_position[row] for row in ids])
-        if self.device.type == "cuda":  # without waiting for the device
-            first = first.pin_memory().to(self.device, non_blocking=True)
+        first = _on_device(tuple(self.first_position[row] for row in ids), self.device)
         steps = torch.arange(start, stop, device=self.device) + self.method.sink
         return (first[:, None] + steps)[:, None]
 
