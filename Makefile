@@ -37,6 +37,7 @@ LEARNED := commvq-1 commvq-2 kvquant-2 vqllm-1 vqllm-2
 artefacts: $(LEARNED:%=artefacts/%.safetensors)
 
 artefacts/%.safetensors: | $(STAMP)
+	$(if $(TEXT),,$(error TEXT is missing: make $@ TEXT="a.txt b.txt"))
 	mkdir -p artefacts
 	$(BIN)/kvfold calibrate --method $(subst -,:bits=,$*) --text $(TEXT) --out $@ \
 		--tokens $(if $(findstring kvquant,$*),8192,32768)
@@ -48,10 +49,12 @@ table: $(STAMP) artefacts
 	$(BIN)/python scripts/tables.py
 
 domains: $(STAMP) artefacts
+	$(if $(and $(GSM8K),$(WIKI)),,$(error GSM8K or WIKI is missing: make domains GSM8K=test.jsonl WIKI=wiki.test.raw))
 	$(BIN)/kvfold domains --methods none kivi:bits=1 kivi:bits=2 kivi:bits=4 squat innerq $(ARTEFACTS) \
 		--text gsm8k=$(GSM8K) --text wiki=$(WIKI) --json benchmarks/domains-smollm2-135m.json
 
 baselines: $(STAMP) artefacts
+	$(if $(WIKI),,$(error WIKI is missing: make baselines WIKI=wiki.test.raw))
 	$(BIN)/kvfold compare --text $(WIKI) --prefix 1024 --tokens 256 --new-tokens 8 $(ARTEFACTS) \
 		--json benchmarks/compare-baselines-wikitext.json --methods none kivi kivi:sink=1 kivi:bits=1 \
 		turboquant turboquant:center=false turboquant:bits=3 turboquant:bits=3,residual=true turboquant:bits=4 \
@@ -59,6 +62,7 @@ baselines: $(STAMP) artefacts
 		kvquant:artefact=artefacts/kvquant-2.safetensors,outliers=0.0
 
 ablation: $(STAMP)
+	$(if $(TEXT),,$(error TEXT is missing: make ablation TEXT="a.txt b.txt"))
 	$(BIN)/python -m kvfold.calibration.ablation --text $(TEXT) --json benchmarks/commvq-ablation.json
 
 clean:
