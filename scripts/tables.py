@@ -142,6 +142,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"compare": comparison},
     "docs/results.md": {
         "domains smollm2": domains("domains-smollm2-135m.json"),
+        "domains learned": domains("domains-smollm2-135m-learned.json"),
         "domains qwen2.5": domains("domains-qwen2.5-coder-0.5b.json"),
     },
     **{f"docs/methods/{name}.md": {"measured": baselines(name)} for name in KIVI},
