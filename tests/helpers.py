@@ -1,6 +1,9 @@
 """Layers, models and calls that the tests share."""
 
+import importlib.util
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -175,3 +178,23 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """RMS of the difference relative to that of ``b``."""
     a, b = a.cpu().double(), b.cpu().double()
     return float((a - b).norm() / b.norm())
+
+
+def interpreted_module(name: str) -> ModuleType:
+    """A second copy of a module whose Triton kernels run in the interpreter; the imported one keeps kernels that compile."""
+    import triton
+
+    found = importlib.util.find_spec(name)
+    assert found is not None and found.origin is not None and found.loader is not None
+    alias = name.replace(".", "_") + "_interpreted"
+    copy = importlib.util.spec_from_file_location(alias, found.origin)
+    assert copy is not None and copy.loader is not None
+    module = importlib.util.module_from_spec(copy)
+    sys.modules[alias] = module  # the interpreter looks kernels up by their module's name
+    before = triton.knobs.runtime.interpret
+    triton.knobs.runtime.interpret = True
+    try:
+        copy.loader.exec_module(module)
+    finally:
+        triton.knobs.runtime.interpret = before
+    return module

@@ -1,6 +1,5 @@
 """What encodes a layer: the kernels, run by Triton's interpreter, leave the bytes that torch operations leave."""
 
-import importlib.util
 import sys
 
 import pytest
@@ -8,9 +7,18 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
 
-from helpers import assert_same_content, feed, layer, left_padding, llama, packed_fields, spec, tokens
+from helpers import (
+    assert_same_content,
+    feed,
+    interpreted_module,
+    layer,
+    left_padding,
+    llama,
+    packed_fields,
+    spec,
+    tokens,
+)
 from kvfold import explain, kernels
 from kvfold.cache import Encoder, choose_encoder
 from kvfold.methods import get
@@ -19,16 +27,7 @@ from kvfold.methods import get
 @pytest.fixture
 def interpreted(monkeypatch):
     """Encoding kernels that run on the CPU, in place of the compiled ones."""
-    path = importlib.util.find_spec("kvfold.kernels.encode").origin
-    found = importlib.util.spec_from_file_location("kvfold_encode_in_interpreter", path)
-    module = importlib.util.module_from_spec(found)
-    monkeypatch.setitem(sys.modules, "kvfold_encode_in_interpreter", module)
-    before = triton.knobs.runtime.interpret
-    triton.knobs.runtime.interpret = True
-    try:
-        found.loader.exec_module(module)
-    finally:
-        triton.knobs.runtime.interpret = before
+    module = interpreted_module("kvfold.kernels.encode")
     monkeypatch.setitem(sys.modules, "kvfold.kernels.encode", module)
     monkeypatch.setattr(kernels, "encode", module, raising=False)
     return module

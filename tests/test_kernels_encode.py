@@ -4,18 +4,14 @@ Every check runs in Triton's interpreter on the CPU; with ``pytest -m gpu`` the 
 reference always runs on the CPU (on a GPU PyTorch divides by a scalar by multiplying with its reciprocal).
 """
 
-import importlib.util
-import sys
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-import triton
 from triton.compiler import ASTSource
 
-from helpers import feed, layer, packed_fields, spec, tokens
+from helpers import feed, interpreted_module, layer, packed_fields, spec, tokens
 from kvfold.cache import _finite
 from kvfold.formats import AffineGroups
 from kvfold.formats.affine import FP16_MAX
@@ -29,17 +25,7 @@ BITS = (1, 2, 3, 4, 8)
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """The module with its kernels run by the interpreter; the imported one keeps kernels that compile."""
-    found = importlib.util.find_spec("kvfold.kernels.encode")
-    module = importlib.util.module_from_spec(found)
-    sys.modules["kvfold_encode_interpreted"] = module
-    before = triton.knobs.runtime.interpret
-    triton.knobs.runtime.interpret = True
-    try:
-        found.loader.exec_module(module)
-    finally:
-        triton.knobs.runtime.interpret = before
-    return module
+    return interpreted_module("kvfold.kernels.encode")
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -1,16 +1,14 @@
 """The kernel over full-precision tokens, in Triton's interpreter and with ``pytest -m gpu`` as real launches."""
 
-import importlib.util
 import math
-import sys
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-import triton
 
+from helpers import interpreted_module
 from kvfold.kernels import Windows
 from kvfold.kernels import windows as compiled
 from kvfold.kernels.partials import Partials
@@ -21,17 +19,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """The module with its kernels run by the interpreter; the imported one keeps kernels that compile."""
-    found = importlib.util.find_spec("kvfold.kernels.windows")
-    module = importlib.util.module_from_spec(found)
-    sys.modules["kvfold_windows_interpreted"] = module
-    before = triton.knobs.runtime.interpret
-    triton.knobs.runtime.interpret = True
-    try:
-        found.loader.exec_module(module)
-    finally:
-        triton.knobs.runtime.interpret = before
-    return module
+    return interpreted_module("kvfold.kernels.windows")
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

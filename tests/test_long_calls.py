@@ -4,9 +4,7 @@ The kernel over packed storage cannot be interpreted, so a few lines of PyTorch 
 the addresses where it would; the kernel over windows runs in Triton's interpreter.
 """
 
-import importlib.util
 import math
-import sys
 from itertools import pairwise
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
 
 import helpers
 from kvfold.kernels import ReferenceKernel, decode
@@ -26,17 +23,7 @@ METHODS = ["kivi:recent=32", "squat:recent=32", "innerq:warmup=64,recent=32", "i
 
 @pytest.fixture(scope="module")
 def windows():
-    """The module with its kernel run by the interpreter; the imported one keeps kernels that compile."""
-    found = importlib.util.find_spec("kvfold.kernels.windows")
-    module = importlib.util.module_from_spec(found)
-    sys.modules["kvfold_windows_of_long_calls"] = module
-    before = triton.knobs.runtime.interpret
-    triton.knobs.runtime.interpret = True
-    try:
-        found.loader.exec_module(module)
-    finally:
-        triton.knobs.runtime.interpret = before
-    return module
+    return helpers.interpreted_module("kvfold.kernels.windows")
 
 
 def stored(form, fields, capacity):
