@@ -96,7 +96,7 @@ def test_windows_and_lengths(method, options):
 
 @pytest.mark.parametrize("method", ["kivi", "hybrid"])
 def test_graph_replays_with_new_lengths_and_queries(method):
-    case = Case(formats(method), packed=(1024, 512), bias=True)
+    case = Case(formats(method), packed=(1024, 1024), bias=True)
     out = torch.empty_like(case.q)
     case.call(out=out)
     torch.cuda.synchronize()

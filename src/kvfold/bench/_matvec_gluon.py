@@ -174,4 +174,4 @@ def values_kernel(
     for _i in gl.static_range(2 * NT):  # all splits weigh the same
         zero = zero + (_zero4(lane)[0],)
     slot0 = head.to(gl.int64) * splits + split
-    _finish(base0, lane, warp, zero, out, side, part_out, part_top, part_sum, slot0, 0, rows, False, D, NT)
+    _finish(base0, lane, warp, zero, out, side, part_out, part_top, part_sum, slot0, 0, rows, False, D, NT, 0)

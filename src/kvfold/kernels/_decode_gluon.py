@@ -647,11 +647,18 @@ def _query_sums(
 # ---- softmax --------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit
-def _softmax(scores, top, COUNT: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr):
-    """Running maximum, factor of what was summed before, and 16 exp2(score - maximum) as B operands.
+@gluon.constexpr_function
+def lift(bits, axis):
+    """log2 of the factor that probabilities carry, so that small ones are not subnormal: 4 where scales multiply sums, and
+    as much of it as the product with any scale allows where they multiply probabilities (groups of channels, ``axis`` 1)."""
+    return query_exponent(bits, axis == 1) + 1
 
-    Scores are a tuple of COUNT * NT accumulators. The 16 keeps small probabilities out of fp16's subnormals.
+
+@gluon.jit
+def _softmax(scores, top, COUNT: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr, LIFT: gl.constexpr):
+    """Running maximum, factor of what was summed before, and 2^LIFT exp2(score - maximum) as B operands.
+
+    Scores are a tuple of COUNT * NT accumulators.
     """
     new_top = ()
     factor = ()
@@ -667,7 +674,7 @@ def _softmax(scores, top, COUNT: gl.constexpr, NT: gl.constexpr, BF16: gl.conste
             m = gl.maximum(m, top[2 * n + e])
             new_top = new_top + (m,)
             factor = factor + (exp2_fast(top[2 * n + e] - m),)
-            shift = shift + (4.0 - m,)
+            shift = shift + (LIFT - m,)
     p = ()
     for i in gl.static_range(COUNT):
         for n in gl.static_range(NT):
@@ -1059,6 +1066,7 @@ def _nothing(lane, CT: gl.constexpr, NT: gl.constexpr):
 def _dense(
     lane, warp, tile, head, q_ptr, row0, column0, rows, tokens, sink_k, sink_v, ring_k, ring_v, sinks, slots,
     sink_len, packed_len, recent_len, factor, top, before, before_side, D: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr,
+    LIFT: gl.constexpr,
 ):  # fmt: skip
     """16 slots of the sink and recent windows per warp, after those of which the sums are given."""
     CT: gl.constexpr = D // 16
@@ -1121,7 +1129,7 @@ def _dense(
                 sees = valid1 & (position1 <= query)
             x = x + (gl.where(sees, accs[n][e] * factor, never),)
         scores = scores + (x,)
-    top, scaled, p = _softmax(scores, top, 1, NT, BF16)
+    top, scaled, p = _softmax(scores, top, 1, NT, BF16, LIFT)
     before = _rescale(before, scaled, CT, NT)
     before_side = _rescale(before_side, scaled, 1, NT)
     one = lane * 0
@@ -1146,17 +1154,18 @@ def _dense(
 
 
 @gluon.jit
-def _store_sums(part_top, part_sum, at, column, rows, writes, top0, top1, sum0, sum1):
-    """Maxima and sums of two query rows. Probabilities carry a factor of 16, which goes into the maxima."""
-    gl.store(part_top + at, top0 - 4.0, mask=writes & (column < rows))
-    gl.store(part_top + at + 1, top1 - 4.0, mask=writes & (column + 1 < rows))
+def _store_sums(part_top, part_sum, at, column, rows, writes, top0, top1, sum0, sum1, LIFT: gl.constexpr):
+    """Maxima and sums of two query rows. The factor that probabilities carry goes into the maxima."""
+    gl.store(part_top + at, top0 - LIFT, mask=writes & (column < rows))
+    gl.store(part_top + at + 1, top1 - LIFT, mask=writes & (column + 1 < rows))
     gl.store(part_sum + at, sum0, mask=writes & (column < rows))
     gl.store(part_sum + at + 1, sum1, mask=writes & (column + 1 < rows))
 
 
 @gluon.jit
 def _store_own(
-    lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr, NT: gl.constexpr
+    lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr, NT: gl.constexpr,
+    LIFT: gl.constexpr,
 ):  # fmt: skip
     """Store the partial results of a warp that has query rows to itself."""
     CT: gl.constexpr = D // 16
@@ -1166,7 +1175,7 @@ def _store_own(
         column = column0 + n * 8 + 2 * t
         at = slot0 * rows + column
         _store_sums(
-            part_top, part_sum, at, column, rows, g == 0, top[2 * n], top[2 * n + 1], side[n][2], side[n][3]
+            part_top, part_sum, at, column, rows, g == 0, top[2 * n], top[2 * n + 1], side[n][2], side[n][3], LIFT
         )  # fmt: skip
         to = part_out + at.to(gl.int64) * D + g
         for ct in gl.static_range(CT):
@@ -1180,7 +1189,7 @@ def _store_own(
 @gluon.jit
 def _finish(
     base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, DENSE: gl.constexpr,
-    D: gl.constexpr, NT: gl.constexpr,
+    D: gl.constexpr, NT: gl.constexpr, LIFT: gl.constexpr,
 ):  # fmt: skip
     """Merge the warps of the program and store one partial result per query row."""
     CT: gl.constexpr = D // 16
@@ -1211,7 +1220,7 @@ def _finish(
         factor = factor + (exp2_fast(top[2 * n] - m0), exp2_fast(top[2 * n + 1] - m1))
         column = column0 + n * 8 + 2 * t
         _store_sums(
-            part_top, part_sum, slot0 * rows + column, column, rows, (warp == 0) & (g == 0), m0, m1, l0, l1
+            part_top, part_sum, slot0 * rows + column, column, rows, (warp == 0) & (g == 0), m0, m1, l0, l1, LIFT
         )  # fmt: skip
     program_sync(lane)
     # outputs: [tile, warp, lane] of four registers; each warp then sums its share of the tiles
@@ -1294,6 +1303,7 @@ def decode_kernel(
     STAGE: gl.constexpr = V_AT + NB * (V_CODE + V_ROW + V_WORDS)
     MEET: gl.constexpr = NT * CT * 32 * 16  # bytes a warp leaves for the others at the end
     QUERY: gl.constexpr = NT * CT * 256  # bytes of a warp's queries
+    LIFT: gl.constexpr = lift(V_BITS, V_AXIS)
     base0 = shared_base(lane, 2 * STAGE + W * QUERY if SHARED else W * (STAGE if STAGE > MEET else MEET))
 
     if EARLY:
@@ -1316,9 +1326,9 @@ def decode_kernel(
             top, out, side = _dense(
                 lane, warp, tile, head, q_ptr, row0, column0, rows, tokens,
                 sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64),
-                sinks, slots, sink_len, packed_len, recent_len, scale * LOG2E, top, out, side, D, NT, BF16,
+                sinks, slots, sink_len, packed_len, recent_len, scale * LOG2E, top, out, side, D, NT, BF16, LIFT,
             )  # fmt: skip
-        _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT)
+        _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT, LIFT)
     else:
         # blocks of this split, then of this warp: contiguous, so that every warp streams
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
@@ -1413,7 +1423,7 @@ def decode_kernel(
                     base, copier, kc, km, ka, unit, following, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
                 )  # fmt: skip
                 copy_commit(lane)
-            top, factor, p = _softmax(scores, top, 2 * NB, NT, False)
+            top, factor, p = _softmax(scores, top, 2 * NB, NT, False, LIFT)
             if SHARED and V_AXIS == 1:
                 out, side = _values_operand_apart(
                     base, lane, p, factor, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
@@ -1444,6 +1454,6 @@ def decode_kernel(
         program_sync(lane)
         out = _whole_values(out, side, lane, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NT)
         if SHARED:
-            _store_own(lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D, NT)
+            _store_own(lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D, NT, LIFT)
         else:
-            _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT)
+            _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, LIFT)

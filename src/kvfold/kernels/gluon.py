@@ -56,7 +56,7 @@ class GluonKernel(AttentionKernel):
             call.new_values,
             call.new_valid,
             call.scale,
-            packed_q=None if packed is None or packed is call.rows else _heads(packed, tokens).to(dtype),
+            packed_q=None if packed is None or packed is call.rows else _heads(packed, tokens),
             bias=None if bias is None else _heads(bias, tokens),
         )
         return out.unflatten(1, (call.rows.shape[1], -1)).flatten(2, 3)
@@ -76,7 +76,7 @@ class GluonKernel(AttentionKernel):
             layer.spans(),
             layer.windows(lengths),
             scale,
-            packed_q=None if projected is rows else _heads(projected, query.shape[2]).to(query.dtype),
+            packed_q=None if projected is rows else _heads(projected, query.shape[2]),
             bias=None if bias is None else _heads(bias, query.shape[2]),
         )
 
