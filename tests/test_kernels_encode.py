@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 from triton.compiler import ASTSource
 
 from helpers import feed, interpreted_module, layer, packed_fields, spec, tokens
-from kvfold.cache import _finite
 from kvfold.formats import AffineGroups
 from kvfold.formats.affine import FP16_MAX
 from kvfold.kernels import encode as compiled
 from kvfold.methods import get
+from kvfold.methods.base import finite
 from kvfold.methods.innerq import InnerQ
 
 MODES = ("asym", "sym", "hybrid")
@@ -69,7 +69,7 @@ def assert_same_bytes(got, want, form, x):
     if not any(different.values()):
         return
     assert form.mode == "hybrid", f"bytes that differ: {different}"
-    truth = form._split(_finite(x.cpu()))
+    truth = form._split(finite(x.cpu()))
     ours, theirs = (form._split(form.decode(f)) for f in (got, want))
     mixed = (ours != theirs).any(-1)
     within = mixed & (truth.abs().amax(-1) <= FP16_MAX)  # groups beyond fp16 saturate, here in the better mode
@@ -84,7 +84,7 @@ def check(kernels, device, form, x, **options):
     blocks = count // form.block
     out = allocate(form, batch, heads, blocks + 3, device)
     kernels.encode_blocks(x.to(device) if x.device != device else x, out, form, 2, **options)
-    want = form.encode(_finite(x.cpu()), **{k: v for k, v in options.items() if k == "mode"})
+    want = form.encode(finite(x.cpu()), **{k: v for k, v in options.items() if k == "mode"})
     assert_same_bytes({n: t[:, :, 2:-1] for n, t in out.items()}, want, form, x)
     untouched = poisoned({n: t.clone() for n, t in out.items()})
     for name, t in out.items():
@@ -230,7 +230,7 @@ def test_innerq_transform(kernels, device, mode, center, normalize):
     form = method.key_format(shape)
     out = allocate(form, 2, 2, 3, device)
     kernels.encode_blocks(keys.to(device), out, form, 0, transform(kernels, method, shape, state, device))
-    want = method.encode_keys(_finite(keys), state, shape, torch.arange(96)[None, None], True)
+    want = method.encode_keys(finite(keys), state, shape, torch.arange(96)[None, None], True)
     moved = method.transform_keys(keys.float(), state, shape, torch.arange(96)[None, None])
     assert_same_bytes(out, want, form, moved)
 
@@ -269,7 +269,7 @@ def observed(method, shape, keys, first=0):
     count = keys.shape[-2]
     queries = tokens(keys.shape[0], count, seed=9, shape=shape)[2] if method.needs_queries else None
     positions = torch.arange(first, first + count)[None]
-    return method.observe(Observation(_finite(keys), _finite(keys), queries, positions, positions), shape)
+    return method.observe(Observation(finite(keys), finite(keys), queries, positions, positions), shape)
 
 
 def transform(kernels, method, shape, state, device, first=None):

@@ -23,9 +23,7 @@ from kvfold.formats import AffineGroups, Fields
 from kvfold.graph import StaticLengths
 from kvfold.kernels import AttentionCall, Span, Windows
 from kvfold.methods import LayerSpec, Method, Observation, State
-
-ENCODE_TOKENS = 4096
-"""Tokens encoded at once: bounds the float32 copies made during a long prefill."""
+from kvfold.methods.base import PIECE, finite
 
 AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 
@@ -583,11 +581,11 @@ class FoldedLayer(CacheLayerMixin):
         stop: int,
         prompt: bool,
     ) -> None:
-        """With the method's own operations, on float32 copies of :data:`ENCODE_TOKENS` at a time."""
+        """With the method's own operations, on float32 copies of :data:`~kvfold.methods.base.PIECE` at a time."""
         state = {name: t[rows] for name, t in self.state.items()}
-        for low in range(start, stop, ENCODE_TOKENS // self.block * self.block):
-            high = min(low + ENCODE_TOKENS // self.block * self.block, stop)
-            k, v = (_finite(t) for t in self._read(rows, key, value, low, old, high))
+        for low in range(start, stop, PIECE // self.block * self.block):
+            high = min(low + PIECE // self.block * self.block, stop)
+            k, v = (finite(t) for t in self._read(rows, key, value, low, old, high))
             keys = self.method.encode_keys(k, state, self.spec, self._positions(ids, low, high), prompt)
             values = self.method.encode_values(v, state, self.spec, prompt)
             part = slice(low // self.block - slab.first, high // self.block - slab.first)
@@ -712,13 +710,13 @@ class FoldedLayer(CacheLayerMixin):
             kept, asked = (
                 (self.queries[row : row + 1], 0) if warmup and self.queries is not None else (None, self.lens[row])
             )
-            queries = _finite(query[i : i + 1] if kept is None else kept)
+            queries = query[i : i + 1] if kept is None else kept
             query_positions = torch.arange(
                 first + asked, first + asked + queries.shape[-2], device=self.device
             ).unsqueeze(0)
             observation = Observation(
-                _finite(keys[i : i + 1]),
-                _finite(values[i : i + 1]),
+                keys[i : i + 1],
+                values[i : i + 1],
                 queries if self.method.needs_queries else None,
                 key_positions,
                 query_positions,
@@ -964,11 +962,6 @@ class FoldedCache(Cache):
         sizes = self.nbytes()
         bits += 8 * (sizes["state"] + (sizes["tables"] if tables else 0))
         return bits / elements if elements else float("nan")
-
-
-def _finite(x: torch.Tensor) -> torch.Tensor:
-    """Float32, within +-1e18: beyond what any format stores, and small enough that norms and means stay finite."""
-    return x.float().clamp(-1e18, 1e18)
 
 
 _warned: set[str] = set()

@@ -49,6 +49,7 @@ from kvfold.kernels._warp import (
     times,
     transpose8,
     unpack_half2,
+    wait_for_previous,
     warp_sync,
     without,
 )
@@ -1281,8 +1282,9 @@ def decode_kernel(
     windows fill the gaps at the end. Results go to parts ``part0`` and following of ``parts``.
 
     AXIS 0: groups of tokens, 1: groups of channels. MODE 0: asym, 1: sym, 2: hybrid. A stage is NB blocks of 32 tokens;
-    ``capacity`` counts such blocks, the first of which holds the sequence's packed tokens from ``first_token`` on. EARLY: let
-    the merge be launched while this runs (it waits for the end itself); sm_90 and later. SHARED: the warps of a program share
+    ``capacity`` counts such blocks, the first of which holds the sequence's packed tokens from ``first_token`` on. EARLY: this
+    may be launched before the kernel before it ends, and lets the merge be launched while it runs; each waits itself; sm_90
+    and later. SHARED: the warps of a program share
     each stage, and each has ``8 NT`` query rows of its own; there are no windows.
     """
     W: gl.constexpr = gl.num_warps()
@@ -1307,6 +1309,7 @@ def decode_kernel(
     base0 = shared_base(lane, 2 * STAGE + W * QUERY if SHARED else W * (STAGE if STAGE > MEET else MEET))
 
     if EARLY:
+        wait_for_previous(lane)
         launch_dependents(lane)
     split = gl.program_id(1)
     column0 = (gl.program_id(0) % columns) * (8 * NT)
@@ -1328,7 +1331,9 @@ def decode_kernel(
                 sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64),
                 sinks, slots, sink_len, packed_len, recent_len, scale * LOG2E, top, out, side, D, NT, BF16, LIFT,
             )  # fmt: skip
-        _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT, LIFT)
+        _finish(
+            base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT, LIFT
+        )
     else:
         # blocks of this split, then of this warp: contiguous, so that every warp streams
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
@@ -1456,4 +1461,21 @@ def decode_kernel(
         if SHARED:
             _store_own(lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D, NT, LIFT)
         else:
-            _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, LIFT)
+            _finish(
+                base0,
+                lane,
+                warp,
+                top,
+                out,
+                side,
+                part_out,
+                part_top,
+                part_sum,
+                slot0,
+                column0,
+                rows,
+                False,
+                D,
+                NT,
+                LIFT,
+            )

@@ -370,6 +370,14 @@ def as_float(x):
 
 
 @gluon.jit
+def wait_for_previous(lane):
+    """Wait for the kernels before this one, and for what they wrote, if it was launched before their end."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def launch_dependents(lane):
     """Allow the next kernel of the stream, if launched for it, to start its programs now."""
     gl.inline_asm_elementwise(

@@ -9,7 +9,7 @@ import torch
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.kernels._decode_gluon import code_bytes, decode_kernel, meta_bytes
 from kvfold.kernels.base import Span, Windows
-from kvfold.kernels.partials import Partials, overlaps_launches
+from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
 from kvfold.kernels.windows import attend_windows
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
@@ -393,6 +393,7 @@ def _launch(
         **constants(key_format, value_format, plan, ring[0].dtype == torch.bfloat16, bias is not None, early),
         num_warps=plan.warps,
         maxnreg=plan.cap(bias is not None),
+        **early_launch(early),
     )
 
 

@@ -67,7 +67,7 @@ class GluonKernel(AttentionKernel):
         from kvfold.kernels.decode import decode_attention
 
         assert isinstance(layer.key_format, AffineGroups) and isinstance(layer.value_format, AffineGroups)
-        rows = query.float().unflatten(1, (layer.spec.num_kv_heads, -1)).flatten(2, 3)
+        rows = query.unflatten(1, (layer.spec.num_kv_heads, -1)).flatten(2, 3)
         projected, bias = layer.method.project_queries(rows, layer.state, layer.spec)
         return decode_attention(
             query,

@@ -22,6 +22,11 @@ def overlaps_launches(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def early_launch(early: bool) -> dict[str, bool]:
+    """Launch option of a kernel that waits for the one before it by itself, so that it may be launched before its end."""
+    return {"launch_pdl": True} if early else {}
+
+
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(  # type: ignore[no-untyped-def]
     part_out,
@@ -38,6 +43,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     """Merge the splits of one query row (program_id(0) = head * rows + row), PART channels at a time."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     channel = tl.program_id(1) * PART + tl.arange(0, PART)
     first = (row // rows).to(tl.int64) * splits * rows + row % rows
@@ -116,6 +122,6 @@ class Partials:
             N=min(64, triton.next_power_of_2(splits)) if many else 64,
             EARLY=early,
             num_warps=1 if many and splits <= 8 else 4,
-            **({"launch_pdl": True} if early else {}),
+            **early_launch(early),
         )
         return out

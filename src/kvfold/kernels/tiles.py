@@ -24,7 +24,11 @@ MAX_DIM = 256
 WORKSPACE = 64 << 20
 """Bytes of partial results up to which the queries of a long call are taken at once."""
 FEW_ROWS = 32
-"""Query rows up to which programs are single warps, with 8 or 16 rows each; from there on they have 64 rows."""
+"""Query rows up to which programs are single warps, with 8 or 16 rows each; from there on they have :data:`MANY_ROWS`."""
+MANY_ROWS = 64
+WIDE = 64
+"""Least channels of a piece in programs of many rows (of half a head, where keys are rotated, half as many): for sm_90 Triton
+3.6 makes warpgroup MMAs of their products, and those of 64 channels followed by 16 or 32 gave wrong numbers on an H200."""
 
 
 class TilesKernel(AttentionKernel):
@@ -122,18 +126,18 @@ def make_plan(head_dim: int, heads: int, rows: int, units: int, rotary: bool, mu
         m = 8 if rows <= 8 or rotary or head_dim > 128 else 16  # more would not fit in registers
         n, warps, resident = 1, 1, 8 if rotary else 12
     else:
-        m = 64
+        m = MANY_ROWS
         n, warps, resident = (2, 8, 1) if rotary or head_dim > 128 else (2, 4, 3)
     jobs = heads * math.ceil(rows / m)
     splits = max(1, min(multiprocessors * resident // jobs, units // (2 * n), 256))
     return Plan(m, n, warps, 1, splits)
 
 
-def pieces(head_dim: int) -> tuple[int, int]:
-    """Powers of two, the second at least 16 or 0, that hold all channels."""
-    whole = 1 << (head_dim.bit_length() - 1)
-    rest = head_dim - whole
-    return whole, rest and max(16, 1 << (rest - 1).bit_length())
+def pieces(head_dim: int, least: int = 16) -> tuple[int, int]:
+    """Powers of two, at least ``least``, the second one or 0, that hold all channels."""
+    whole = max(least, 1 << (head_dim.bit_length() - 1))
+    rest = max(head_dim - whole, 0)
+    return whole, rest and max(least, 1 << (rest - 1).bit_length())
 
 
 def constants(
@@ -141,10 +145,11 @@ def constants(
 ) -> dict[str, int | bool]:
     """What the kernel is specialized on; ``rotary`` channels are rotated as keys are read (0: none)."""
     dim = key_format.head_dim
-    low, high = pieces(dim)
+    few = plan.rows < MANY_ROWS
+    low, high = pieces(dim, 16 if few else WIDE)
     named: dict[str, int | bool] = {"D": dim, "VA": low, "VB": high, "KA": low, "KB": high, "K_SPLIT": low, "HINT": 16}
     if rotary:
-        half = max(16, 1 << (dim // 2 - 1).bit_length())
+        half = max(16 if few else WIDE // 2, 1 << (dim // 2 - 1).bit_length())
         named |= {"KA": half, "KB": half, "HINT": math.gcd(16, rotary // 2, (dim - rotary) // 2)}
     for letter, form in (("K", key_format), ("V", value_format)):
         named |= {
@@ -153,7 +158,7 @@ def constants(
             f"{letter}_MODE": MODES[form.mode],
             f"{letter}_GROUP": form.group,
         }
-    sizes = {"M": plan.rows, "UNITS": plan.units, "FLIP": plan.rows < 64, "STAGES": plan.stages}
+    sizes = {"M": plan.rows, "UNITS": plan.units, "FLIP": few, "STAGES": plan.stages}
     return named | sizes | {"ROTARY": rotary, "HAS_BIAS": has_bias}
 
 

@@ -46,24 +46,58 @@ class LayerSpec:
         return side if self.fragments else "plain"
 
 
+PIECE = 4096
+"""Tokens of which there are float32 copies at a time, where all of a prompt's are gone through."""
+
+
+def finite(x: torch.Tensor) -> torch.Tensor:
+    """Float32, within +-1e18: beyond what any format stores, and small enough that norms and means stay finite."""
+    return x.float().clamp(-1e18, 1e18)
+
+
 @dataclass(frozen=True)
 class Observation:
     """The first tokens of one or more sequences, from which a method computes its per-sequence state.
 
+    :attr:`keys`, :attr:`values` and :attr:`queries` are float32 copies, made anew whenever they are asked for. Statistics of
+    all keys of a prompt need none: :meth:`key_mean`, :meth:`key_range`.
+
     Parameters
     ----------
-    keys, values : Tensor, float32 [batch, num_kv_heads, tokens, head_dim]
-        After RoPE; padding and sink tokens excluded.
-    queries : Tensor or None, float32 [batch, num_heads, tokens + sink, head_dim]
+    model_keys, model_values : Tensor [batch, num_kv_heads, tokens, head_dim]
+        In the model's dtype, after RoPE; padding and sink tokens excluded.
+    model_queries : Tensor or None [batch, num_heads, tokens + sink, head_dim]
         After RoPE, sink tokens included; None unless the method sets ``needs_queries``.
     key_positions, query_positions : Tensor, int64 [batch, tokens], [batch, tokens + sink]
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    queries: torch.Tensor | None
+    model_keys: torch.Tensor
+    model_values: torch.Tensor
+    model_queries: torch.Tensor | None
     key_positions: torch.Tensor
     query_positions: torch.Tensor
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return finite(self.model_keys)
+
+    @property
+    def values(self) -> torch.Tensor:
+        return finite(self.model_values)
+
+    @property
+    def queries(self) -> torch.Tensor | None:
+        return None if self.model_queries is None else finite(self.model_queries)
+
+    def key_mean(self) -> torch.Tensor:
+        """Float32 [batch, num_kv_heads, head_dim]."""
+        parts = self.model_keys.split(PIECE, -2)
+        return torch.stack([finite(part).sum(-2) for part in parts]).sum(0) / self.model_keys.shape[-2]
+
+    def key_range(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Smallest and largest of every channel, float32 [batch, num_kv_heads, head_dim]."""
+        low, high = self.model_keys.aminmax(dim=-2)
+        return finite(low), finite(high)
 
 
 @dataclass(frozen=True)
@@ -198,7 +232,7 @@ class Method(ABC):
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
         """Per-sequence state from the first tokens; override together with ``stateful``."""
-        return {"mean": seen.keys.mean(-2)} if self.center else {}
+        return {"mean": seen.key_mean()} if self.center else {}
 
     def transform_keys(
         self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
@@ -226,12 +260,13 @@ class Method(ABC):
 
         Parameters
         ----------
-        queries : Tensor, float32 [batch, num_kv_heads, rows, head_dim]
+        queries : Tensor, float32 or the model's dtype [batch, num_kv_heads, rows, head_dim]
             After RoPE; rows are query tokens x query heads of the KV head.
 
         Returns
         -------
         projected : Tensor, float32 [batch, num_kv_heads, rows, key_format.width]
+            Or ``queries`` itself.
         bias : Tensor or None, float32 [batch, num_kv_heads, rows]
             The score of a query and a packed key is ``projected . decoded + bias``.
         """

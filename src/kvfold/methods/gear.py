@@ -116,7 +116,7 @@ class GEAR(Method):
     def project_queries(
         self, queries: torch.Tensor, state: State, spec: LayerSpec
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        queries, bias = super().project_queries(queries, state, spec)
+        queries, bias = super().project_queries(queries.float(), state, spec)
         return torch.cat([queries, queries @ state["key_basis"].float()], -1), bias
 
     def encode_values(self, values: torch.Tensor, state: State, spec: LayerSpec, prompt: bool) -> Fields:

@@ -68,9 +68,9 @@ class InnerQ(Method):
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
         state = super().observe(seen, spec)
         if self.normalize:
-            keys = super().transform_keys(seen.keys, state, spec, seen.key_positions)
-            largest = keys.abs().amax(-2)
-            norm = largest.sqrt()
+            low, high = seen.key_range()
+            mean = state["mean"] if self.center else 0.0
+            norm = (high - mean).maximum(mean - low).sqrt()  # of the largest |key - mean|
             # a channel near zero in the first tokens would make outliers of later ones, or, left as it is among small
             # channels, get an error of their groups' size times one: it is held at a fraction of the head's largest
             floor = FLOOR * norm.amax(-1, keepdim=True)

@@ -129,7 +129,7 @@ class QJL(Method):
     def project_queries(
         self, queries: torch.Tensor, state: State, spec: LayerSpec
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        queries, bias = super().project_queries(queries, state, spec)
+        queries, bias = super().project_queries(queries.float(), state, spec)
         return torch.cat(self._project(queries, state, spec), -1), bias
 
 

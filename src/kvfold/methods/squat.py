@@ -95,7 +95,7 @@ class SQuatPre(SQuat):
         if spec.rope is not None and seen.queries is not None:
             queries = spec.rope.unrotate(seen.queries, seen.query_positions.unsqueeze(1))
             keys = spec.rope.unrotate(seen.keys, seen.key_positions.unsqueeze(1))
-            seen = Observation(keys, seen.values, queries, seen.key_positions, seen.query_positions)
+            seen = Observation(keys, seen.model_values, queries, seen.key_positions, seen.query_positions)
         return super().observe(seen, spec)
 
     def transform_keys(

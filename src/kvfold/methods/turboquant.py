@@ -93,7 +93,7 @@ class TurboQuant(Method):
     def project_queries(
         self, queries: torch.Tensor, state: State, spec: LayerSpec
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        queries, bias = super().project_queries(queries, state, spec)
+        queries, bias = super().project_queries(queries.float(), state, spec)
         rotated = queries @ self._rotation(spec, queries).T
         if self.residual:
             rotated = torch.cat([rotated, rotated @ self.tables(spec, queries.device)["sketch"].T], -1)
