@@ -27,8 +27,139 @@ def rows(name: str) -> list[Any]:
     return [SimpleNamespace(**{k: value(v) for k, v in row.items()}) for row in read(ROWS / f"{name}.csv")]
 
 
+def newest(found: list[Any], *key: str) -> list[Any]:
+    """Of rows with equal ``key`` the last one, where the first stood."""
+    return list({tuple(getattr(row, k) for k in key): row for row in found}.values())
+
+
+def of_newest_run(found: list[Any], *key: str) -> list[Any]:
+    """Rows of the last commit that has any with their ``key``."""
+    last = {tuple(getattr(row, k) for k in key): row.commit for row in found}
+    return [row for row in found if row.commit == last[tuple(getattr(row, k) for k in key)]]
+
+
 def number(x: float | None, form: str) -> str:
     return "-" if x is None else f"{x:{form}}"
+
+
+SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "query_tokens", "context")
+
+
+def _shape(row: Any) -> str:
+    heads = f"{row.num_heads}/{row.num_kv_heads} heads, d={row.head_dim}"
+    calls = "" if row.query_tokens == 1 else f", {row.query_tokens} tokens"
+    return f"B={row.batch}, N={row.context:,}, {heads}{calls}"
+
+
+def _attention(dtype: str = "float16") -> list[Any]:
+    kept = [row for row in rows("attention") if row.dtype == dtype and row.kernel in ("gluon", "triton")]
+    return newest(kept, "work", *SHAPE)
+
+
+def attention() -> Table:
+    """Decode steps of the fused kernels."""
+    bf16 = {tuple(getattr(r, k) for k in ("work", *SHAPE)): r for r in _attention("bfloat16")}
+    lines = []
+    for row in _attention():
+        if row.kernel == "gluon" and row.query_tokens == 1:
+            other = bf16.get(tuple(getattr(row, k) for k in ("work", *SHAPE)))
+            lines.append(
+                [
+                    f"{row.work}, {row.effective_bits:.1f} bits: {_shape(row)}",
+                    number(row.p50_ms, ".4f"),
+                    number(row.floor_percent, ".0f"),
+                    number(row.ratio, ".2f"),
+                    number(other and other.ratio, ".2f"),
+                    f"{row.error:.1e}",
+                ]
+            )
+    head = ["storage: shape", "ms", "% of floor", "times as fast as fp16", "bf16", "relative RMS error"]
+    return head, lines
+
+
+def long_calls() -> Table:
+    """Calls of many tokens on an existing cache."""
+    works: dict[str, dict[Any, Any]] = {}
+    for row in _attention():
+        if row.kernel == "gluon" and row.query_tokens > 1:
+            works.setdefault(row.work.partition(",")[0], {})[row.batch, row.query_tokens] = row
+    columns = sorted({key for found in works.values() for key in found})
+    base = {key: next(found[key] for found in works.values() if key in found) for key in columns}
+    lines = [
+        [work, *(number(found[key].p50_ms, ".3g") if key in found else "-" for key in columns)]
+        for work, found in works.items()
+    ]
+    lines.append(
+        [
+            "fp16, the fastest",
+            *(f"{base[k].baseline_ms:.3g} ({base[k].baseline.removeprefix('SDPA ')})" for k in columns),
+        ]
+    )
+    heads = [f"{n:,} tokens" if b == 1 else f"B={b}, {n:,} tokens, left-padded" for b, n in columns]
+    return ["ms", *heads], lines
+
+
+def plain_order() -> Table:
+    """The Triton kernel."""
+    lines = [
+        [
+            f"{row.work.partition(',')[0]}, {row.effective_bits:.1f} bits: {_shape(row)}",
+            number(row.p50_ms, ".4f"),
+            number(row.floor_percent, ".0f"),
+            number(row.ratio, ".2f"),
+            f"{row.error:.1e}",
+        ]
+        for row in _attention()
+        if row.kernel == "triton"
+    ]
+    return ["storage: shape", "ms", "% of floor", "times as fast as fp16", "relative RMS error"], lines
+
+
+def encode() -> Table:
+    """A prompt's blocks in all layers, or in one; a decode step."""
+    lines = []
+    for row in newest(rows("encode"), "work", *SHAPE):
+        whole = row.baseline == "model prefill"
+        heads = f"{row.num_kv_heads} heads, d={row.head_dim}"
+        lines.append(
+            [
+                f"{row.work.removeprefix('encode ')}: B={row.batch}, N={row.context:,}, {heads}",
+                number(row.p50_ms, ".4f"),
+                number(row.floor_percent, ".0f"),
+                number(100 * row.p50_ms / row.baseline_ms if whole and row.p50_ms else None, ".2f"),
+                f"{row.error:.1e}",
+            ]
+        )
+    return ["what: shape", "ms", "% of floor", "% of the model's prefill", "bytes that differ"], lines
+
+
+def prefill() -> Table:
+    """Folding a prompt into one layer, state included."""
+    lines = [
+        [
+            f"`{row.method}`, {'kernel' if row.encoder == 'triton' else 'Torch'}",
+            number(row.p50_ms, ".2f"),
+            number(row.extra_mb, ".1f"),
+            number(row.kept_mb, ".1f"),
+            f"{row.error:.1e}",
+        ]
+        for row in newest(rows("prefill"), "method", "encoder", "context")
+    ]
+    return ["method, what encodes", "ms", "MB beyond what is kept", "MB kept", "bytes that differ"], lines
+
+
+def modes() -> Table:
+    """InnerQ's Figure 4: what the modes cost, relative to symmetric."""
+    by: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
+    for row in rows("modes"):
+        by.setdefault((row.num_kv_heads, row.head_dim), {})[row.work.rpartition(" ")[2], row.context] = row.p50_ms
+    lines = []
+    for (heads, dim), ms in by.items():
+        for mode in ("asym", "hybrid"):
+            found = [ms[mode, n] / ms["sym", n] if ms.get((mode, n)) and ms.get(("sym", n)) else None for n in LENGTHS]
+            lines.append([f"{heads} heads, d={dim}: {mode}", *(number(x, ".2f") for x in found)])
+        lines.append([f"{heads} heads, d={dim}: sym, ms", *(number(ms.get(("sym", n)), ".3f") for n in LENGTHS)])
+    return ["times as long as sym", *(f"{n:,}" for n in LENGTHS)], lines
 
 
 def decode() -> Table:
@@ -40,9 +171,13 @@ def decode() -> Table:
             f"{row.cache_gb:.1f}",
             number(row.ratio, ".2f"),
         ]
-        for row in rows("decode")
+        for row in newest(rows("decode"), "model", "batch", "context", "method")
     ]
     return ["model, batch, context, cache", "ms a step", "tokens/s", "cache, GB", "times as fast as bf16"], lines
+
+
+def _memory() -> list[Any]:
+    return of_newest_run(rows("memory"), "cache", "prompt", "output")
 
 
 def memory() -> Table:
@@ -56,7 +191,7 @@ def memory() -> Table:
             f"{row.decode_tokens_per_s:,.0f}",
             f"{row.prefill_s:.1f}",
         ]
-        for row in rows("memory")
+        for row in _memory()
         if row.fits
     ]
     head = ["cache, prompt + output", "batch", "peak, GB", "cache, GB", "tokens/s", "decoding alone", "prefill, s"]
@@ -64,7 +199,7 @@ def memory() -> Table:
 
 
 def memory_gains() -> Table:
-    all_rows = rows("memory")
+    all_rows = _memory()
     names = {STATIC: "static bf16", PLAIN: "Transformers' `DynamicCache`"}
     lines = []
     for prompt, output in dict.fromkeys((row.prompt, row.output) for row in all_rows):
@@ -115,7 +250,7 @@ def profile() -> Table:
             f"{row.allocated_bytes / 1e6:.1f}",
             str(row.device_allocations),
         ]
-        for row in rows("profile")
+        for row in newest(rows("profile"), "method", "mode", "closes", "context")
     ]
     head = ["method, step, tokens of context", "kernels", "launches", "copies to / from the device", "waits"]
     return [*head, "allocations", "MB", "of them by CUDA"], lines
@@ -123,6 +258,12 @@ def profile() -> Table:
 
 BENCH = {
     "docs/performance.md": {
+        "attention": attention,
+        "long calls": long_calls,
+        "plain order": plain_order,
+        "encode": encode,
+        "prefill": prefill,
+        "modes": modes,
         "decode": decode,
         "memory": memory,
         "memory gains": memory_gains,

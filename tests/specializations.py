@@ -74,6 +74,8 @@ def _plans(key: AffineGroups, value: AffineGroups) -> Iterable[Plan]:
     """Launch shapes that differ in more than the number of splits; small work to large, A100 and H100."""
     for heads, rows, capacity, processors in product((1, 8, 128), (1, 8, 9, 16, 64), (4, 64, 512, 4096), (108, 132)):
         yield make_plan(key, value, heads, rows, capacity, 160, processors)
+    for rows in (1, 9):  # so many short sequences that a warp takes each
+        yield make_plan(key, value, 2048, rows, 64, 160, 132)
     for rows in (65, 2048):
         yield make_long_plan(key, value, 8, rows, 1024, 132)
 

@@ -114,6 +114,16 @@ def test_graph_replays_with_new_lengths_and_queries(method):
         assert relative(replayed, case.expected()) < LIMIT[FP16]
 
 
+@pytest.mark.parametrize("group_heads", [1, 12])
+@pytest.mark.parametrize("method", ["kivi", "asym", "hybrid"])
+def test_so_many_short_sequences_that_a_warp_takes_each(method, group_heads):
+    from kvfold.kernels import decode
+
+    case = Case(formats(method), packed=(64, 0, 416) * 34, heads=16, group_heads=group_heads, bias=True)
+    assert decode.make_plan(*case.form, 102 * 16, group_heads, 15, 160, 132).warps == 1
+    case.check()
+
+
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,8 @@ import torch
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups
-from kvfold.kernels import Span, Windows
+from kvfold.kernels import AttentionCall, Span, Windows
+from kvfold.rope import Rope
 
 HBM_BYTES_PER_MS = 4.35e9
 """What the best full-precision decode kernels read on an H200."""
@@ -35,13 +36,15 @@ class Work:
 
     Parameters
     ----------
-    method : {"kivi", "innerq-asym", "innerq-sym", "innerq-hybrid"}
-        Whose storage; SQuat's is KIVI's.
+    method : {"kivi", "squat_pre", "innerq-asym", "innerq-sym", "innerq-hybrid"}
+        Whose storage; SQuat's is KIVI's, and SQuat_pre's holds keys before RoPE.
     context : int
         Tokens of each sequence in the cache: with the call's own where they are few enough to be written to the windows
         first (up to 16, without padding), else without.
     padded : bool
         Left padding: sequence b of a batch has b / (2 batch) of the call's columns empty.
+    plain : bool
+        Codes in plain order, as the Triton kernel reads them where the fused kernels refuse a layer.
     """
 
     method: str
@@ -54,6 +57,7 @@ class Work:
     group: int = 32
     query_tokens: int = 1
     padded: bool = False
+    plain: bool = False
 
     @property
     def long(self) -> bool:
@@ -62,11 +66,12 @@ class Work:
 
     @property
     def formats(self) -> tuple[AffineGroups, AffineGroups]:
-        inner = self.method != "kivi"
+        inner = self.method.startswith("innerq")
         mode = self.method.partition("-")[2] or "asym"
 
         def form(operand: str, axis: str) -> AffineGroups:
-            return AffineGroups(self.head_dim, 32, operand, self.bits, axis, mode, self.group)
+            order = "plain" if self.plain else operand
+            return AffineGroups(self.head_dim, 32, order, self.bits, axis, mode, self.group)
 
         return (
             (form("key", "channel"), form("value", "token"))
@@ -75,7 +80,8 @@ class Work:
         )
 
     def __str__(self) -> str:
-        return f"{self.method} {self.bits}-bit g{self.group}" + (", left-padded" if self.padded else "")
+        how = [text for text, of in (("left-padded", self.padded), ("plain order", self.plain)) if of]
+        return ", ".join([f"{self.method} {self.bits}-bit g{self.group}", *how])
 
 
 DEFAULT = (
@@ -96,6 +102,18 @@ LONG = (
 )
 """Its calls of many tokens on an existing cache."""
 
+PLAIN = tuple(
+    replace(work, plain=True)
+    for work in (
+        *(Work(m, 2, b, n) for b, n in ((1, 131072), (16, 32768)) for m in ("squat_pre", "kivi")),
+        *(Work(m, 2, 4, 32768, num_kv_heads=32, head_dim=96) for m in ("kivi", "innerq-hybrid")),
+        Work("kivi", 2, 4, 32768, num_kv_heads=32, head_dim=80, group=16),
+        *(Work(m, 2, 1, 32768, query_tokens=512) for m in ("squat_pre", "kivi")),
+        Work("kivi", 2, 1, 32768, num_kv_heads=32, head_dim=96, query_tokens=512),
+    )
+)
+"""What the fused kernels refuse, and KIVI at ``head_dim`` 128 for comparison."""
+
 
 @dataclass
 class Inputs:
@@ -106,6 +124,7 @@ class Inputs:
     windows: Windows
     new: tuple[torch.Tensor, torch.Tensor] | None = None
     valid: torch.Tensor | None = None
+    rope: Rope | None = None
 
     def copy(self) -> "Inputs":
         """The same numbers at other addresses, sequences in another order."""
@@ -136,13 +155,13 @@ def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int 
     slots = RECENT + 32
     gain, offset = torch.exp(0.7 * random(1, heads, 1, dim)), random(1, heads, 1, dim)
     stored = []
-    for form in work.formats:
+    for form, is_key in zip(work.formats, (True, False), strict=True):
         fields = form.allocate(batch, heads, packed // 32 + 1, device)
         for x in fields.values():
             x.fill_(float("nan") if x.is_floating_point() else -1)
         for b in range(batch):
             vectors = random(1, heads, packed, dim)
-            if form.operand == "key":
+            if is_key:
                 vectors = vectors * gain + offset
             for name, x in form.encode(vectors).items():
                 fields[name][b : b + 1, :, : packed // 32] = x
@@ -160,6 +179,8 @@ def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int 
             (windows[0], windows[1]), (windows[2], windows[3]), lengths(SINK), lengths(packed), lengths(RECENT)
         ),
     )  # fmt: skip
+    if work.method == "squat_pre":
+        inputs.rope = Rope(10000.0 ** (-torch.arange(0, dim, 2, device=device).float() / dim))
     if work.long:
         keys, values = (random(batch, tokens, heads, dim).to(dtype).transpose(1, 2) for _ in range(2))
         inputs.new = keys, values
@@ -178,6 +199,9 @@ def reference(work: Work, inputs: Inputs, sequence: int) -> torch.Tensor:
     sides = []
     for i, form in enumerate(work.formats):
         middle = form.decode({n: x[sequence : sequence + 1] for n, x in fields[i].items()})[0, :, :packed]
+        if i == 0 and inputs.rope is not None:
+            exact = Rope(inputs.rope.inv_freq.double())
+            middle = exact.rotate(middle, SINK + torch.arange(packed, device=device)).float()
         parts = [windows.sink[i][sequence].float(), middle, windows.ring[i][sequence][:, ring].float()]
         parts += [inputs.new[i][sequence].float()] if inputs.new else []
         sides.append(torch.cat(parts, 1))
@@ -200,11 +224,41 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
     from kvfold.kernels.decode import decode_attention, long_attention
 
     scale = 1 / math.sqrt(work.head_dim)
+    if work.plain:
+        return _plain_call(work, inputs, scale)
     if inputs.new is None:
         return decode_attention(inputs.q, *work.formats, [inputs.span], inputs.windows, scale, out=out)
     return long_attention(
         inputs.q, *work.formats, [inputs.span], inputs.windows, *inputs.new, inputs.valid, scale
     )  # fmt: skip
+
+
+def _plain_call(work: Work, inputs: Inputs, scale: float) -> torch.Tensor:
+    from kvfold.kernels.tiles import attend
+
+    q, windows = inputs.q, inputs.windows
+    rows = q.float().unflatten(1, (work.num_kv_heads, -1)).flatten(2, 3)
+    nothing = q[:, : work.num_kv_heads, :0]  # the call's tokens lie in the windows
+    new_keys, new_values = inputs.new or (nothing, nothing)
+    given = AttentionCall(
+        rows=rows,
+        packed_queries=rows,
+        packed_bias=None,
+        scale=scale,
+        key_format=work.formats[0],
+        value_format=work.formats[1],
+        spans=[inputs.span],
+        packed_len=windows.packed_len,
+        uniform=True,
+        dense=windows,
+        new_keys=new_keys,
+        new_values=new_values,
+        new_valid=inputs.valid,
+        first_position=windows.sink_len.long(),
+        rope=inputs.rope,
+    )
+    out = attend(given, work.query_tokens, in_place=not work.long)
+    return out.unflatten(2, (-1, work.query_tokens)).flatten(1, 2).to(q.dtype)
 
 
 def gate(work: Work, inputs: Inputs) -> float:
@@ -326,7 +380,7 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
         p20, p50, p80 = times(calls, 10 if work.long else 40)
         del calls, sets, inputs
         torch.cuda.empty_cache()
-        others = baselines(replace(work, method="kivi", bits=2, group=32), dtype, device)
+        others = baselines(replace(work, method="kivi", bits=2, group=32, plain=False), dtype, device)
         torch.cuda.empty_cache()
         if others:
             name = min(others, key=others.__getitem__)
@@ -340,7 +394,7 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
         query_tokens=work.query_tokens,
         context=work.context,
         dtype=str(dtype).removeprefix("torch."),
-        kernel="gluon",
+        kernel="triton" if work.plain else "gluon",
         error=error,
         limit=LIMIT[dtype],
         p20_ms=p20,
@@ -357,7 +411,7 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
 
 
 def run(
-    works: tuple[Work, ...] = DEFAULT + LONG, dtype: torch.dtype = torch.float16, rows: Path | None = None
+    works: tuple[Work, ...] = DEFAULT + LONG + PLAIN, dtype: torch.dtype = torch.float16, rows: Path | None = None
 ) -> Iterator[Row]:
     """Measure shapes one after the other.
 
@@ -404,10 +458,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = options("attention", __doc__, ROWS)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument(
-        "--calls", choices=("decode", "long", "all"), default="all", help="one new token, many of them, or both"
+        "--calls",
+        choices=("decode", "long", "plain", "all"),
+        default="all",
+        help="one new token, many of them, either where the fused kernels refuse a layer, or everything",
     )
     args = parser.parse_args(argv)
-    works = {"decode": DEFAULT, "long": LONG, "all": DEFAULT + LONG}[args.calls]
+    works = {"decode": DEFAULT, "long": LONG, "plain": PLAIN, "all": DEFAULT + LONG + PLAIN}[args.calls]
 
     failed = False
     for row in run(works, getattr(torch, args.dtype), args.rows):

@@ -597,7 +597,7 @@ def run(
     output: int = OUTPUT,
     cap: float = 80e9,
     step: int = 8,
-    chunk: int = 32,
+    chunk: int = 8,
     rows: Path | None = None,
 ) -> list[MemoryRow]:
     """Measure caches one after the other in one process.
@@ -709,7 +709,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=int, default=OUTPUT, help=f"tokens generated; default: {OUTPUT}")
     parser.add_argument("--cap", type=float, default=80, metavar="GB", help="memory cap, 10^9 bytes; default: 80")
     parser.add_argument("--step", type=int, default=8, help="sequences by which the batch is raised; default: 8")
-    parser.add_argument("--chunk", type=int, default=32, help="sequences prefilled at a time; default: 32")
+    parser.add_argument("--chunk", type=int, default=8, help="sequences prefilled at a time; default: 8")
     args = parser.parse_args(argv)
     for name, least in (("prompt", 2), ("output", 2), ("step", 1), ("chunk", 1)):
         if getattr(args, name) < least:

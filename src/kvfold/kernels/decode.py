@@ -139,13 +139,18 @@ def make_plan(
     size = _stage_bytes(key_format) + _stage_bytes(value_format)
     fitting = [n for n in (4, 2, 1) if 4 * n * size <= STATIC_SHARED]
     warps, blocks = (4, fitting[0]) if fitting else (2, 1)
-    each = 3 if capacity >= 512 else 1  # next to long packed parts there is time for several tiles of a window
+    jobs = batch_heads * columns
+    # short sequences, and enough of them: a warp takes one whole, and has no other to meet
+    alone = splits is None and capacity <= 64 and jobs >= 12 * multiprocessors
+    if alone:
+        warps, splits = 1, 1
+    # next to long packed parts, or many programs, there is time for several tiles of a window
+    each = 12 if alone else 3 if capacity >= 512 or 4 * jobs >= multiprocessors else 1
     dense_splits = math.ceil(window_slots / (16 * warps * each))
     registers = None
     if splits is None:
         resident = _resident(key_format, value_format, warps, blocks)
         least = min(1.0, 9 / (resident * warps))  # nine warps of a multiprocessor already keep HBM busy
-        jobs = batch_heads * columns
 
         def cost(n: int) -> float:
             """Time in stages, a model fitted to measurements: starting and ending a program is worth 1.6 of them, and a wave
@@ -160,13 +165,26 @@ def make_plan(
             blocks = 2  # few stages: start computing earlier
             registers = 168 if dim == 128 and tiles == 1 else None  # three programs of four warps
     center = key_format.axis == "token" and dim == 64
-    # the compiler's own choice is 128 give or take one, and 129 would cost a quarter of the warps
-    capped = dim == 128 and tiles == 1 and key_format.bits_per_code in (4, 8) and _on_operand(key_format, value_format)
-    if capped:
-        registers = 128
-    elif dim == 128 and tiles == 1 and key_format.mode == "hybrid" and key_format.bits_per_code in (2, 4):
-        registers = 168
+    if warps > 1 and tiles == 1:
+        registers = _cap(key_format, value_format) or registers
     return Plan(warps, blocks, tiles, columns, splits, dense_splits, center, registers)
+
+
+def _cap(key_format: AffineGroups, value_format: AffineGroups) -> int | None:
+    """Most registers of a thread, where the compiler's own choice costs more warps than it gains; as measured on an H200."""
+    dim, bits, mode = key_format.head_dim, key_format.bits_per_code, key_format.mode
+    on_operand = _on_operand(key_format, value_format)
+    if (
+        dim == 128 and on_operand and bits in (4, 8)
+    ):  # the compiler takes 128 or 129, and 129 cost a quarter of the warps
+        return 128
+    if dim == 128 and mode == "hybrid" and bits in (2, 4):
+        return 168
+    if dim == 64 and mode == "asym" and bits in (2, 4):
+        return 128
+    if dim == 64 and ((on_operand and bits == 1) or (mode != "asym" and bits == 2)):
+        return 168
+    return None
 
 
 @lru_cache

@@ -96,8 +96,7 @@ class Observation:
 
     def key_range(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Smallest and largest of every channel, float32 [batch, num_kv_heads, head_dim]."""
-        low, high = self.model_keys.aminmax(dim=-2)
-        return finite(low), finite(high)
+        return finite(self.model_keys.amin(-2)), finite(self.model_keys.amax(-2))
 
 
 @dataclass(frozen=True)
