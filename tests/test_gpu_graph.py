@@ -5,7 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvfold
-from kvfold.graph import DecodeGraph
+from helpers import llama
+from kvfold.graph import DecodeGraph, decoding
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -47,3 +48,26 @@ def test_a_replayed_step_equals_a_step(method):
             for x, y in zip(a.decoded(row), b.decoded(row), strict=True):
                 assert (x - y).norm() < 5e-2 * x.norm()
     kvfold.unfold(model)
+
+
+@pytest.mark.parametrize("method", ["kivi", "innerq"])
+@pytest.mark.parametrize("length", [20, 400])
+def test_generate_decodes_in_a_graph(method, length):
+    """A prompt of which something is packed, and one of which nothing is until fifty tokens later."""
+    torch.manual_seed(0)
+    model = llama(head_dim=64, max_position_embeddings=2048).to("cuda", torch.bfloat16).eval()
+    ids = torch.randint(3, 96, (2, length), device="cuda")
+    options = {"max_new_tokens": 200, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    method = f"{method}:sink=4,recent=32"
+    if "innerq" in method:
+        method += ",warmup=32"
+    plain = model.generate(ids, past_key_values=kvfold.fold(model, method, max_length=700), **options)
+    cache = kvfold.fold(model, method, max_length=700)
+    with decoding(model, cache, 200) as steps:
+        captured = model.generate(ids, past_key_values=cache, **options)
+        assert cache.get_seq_length() == length + 199
+    assert "forward" not in model.__dict__ and steps.replayed > 100
+    assert cache.get_seq_length() == cache.folded[0].columns == length + 199
+    same = int((plain.sequences == captured.sequences).all(0).long().cumprod(0).sum())  # up to the first that differs
+    a, b = (torch.stack(x.logits[: same - length]).float() for x in (plain, captured))
+    assert same - length > 20 and (a - b).norm() < 5e-2 * a.norm()

@@ -196,7 +196,7 @@ class FoldedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        return self.columns
+        return self.columns + (self.static.steps if self.static is not None else 0)
 
     def get_max_length(self) -> int:
         return self.max_length if self.max_length is not None else -1

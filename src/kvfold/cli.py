@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -358,6 +359,7 @@ def generate(
     import torch
 
     from kvfold import methods
+    from kvfold.graph import decoding
 
     if not prompt.strip():
         raise KVFoldError("prompt: it is empty; give some text")
@@ -381,9 +383,11 @@ def generate(
     sampling |= {"temperature": temperature} if temperature > 0 else {"temperature": None, "top_p": None, "top_k": None}
     if tokenizer.pad_token_id is None:
         sampling["pad_token_id"] = tokenizer.eos_token_id
-    cache = kvfold.fold(loaded, method)
+    on_gpu = loaded.device.type == "cuda"
+    cache = kvfold.fold(loaded, method, max_length=prompt_tokens + max_new_tokens if on_gpu else None)
     streamer = _Stream(tokenizer, sys.stderr if json_path == "-" else sys.stdout)
-    with torch.inference_mode():
+    graphs = decoding(loaded, cache, max_new_tokens, required=False) if on_gpu else nullcontext()
+    with torch.inference_mode(), graphs as steps:
         output = loaded.generate(
             **inputs, past_key_values=cache, max_new_tokens=max_new_tokens, streamer=streamer, **sampling
         )
@@ -397,6 +401,7 @@ def generate(
         "new_tokens": len(new),
         "text": tokenizer.decode(new, skip_special_tokens=True),
         "tokens_per_s": streamer.tokens_per_s(),
+        "decoding": "step by step" if steps is None else str(steps),
         "cache_tokens": int(cache.get_seq_length()),
         "cache_bytes": int(sizes["total"]),
         "full_cache_bytes": int(full),
@@ -410,6 +415,7 @@ def generate(
     click.echo(
         f"\n[{method}] {len(new)} tokens{speed}; cache of {result['cache_tokens']} tokens: {_bytes(sizes['total'])} "
         f"instead of {_bytes(full)} in {info.dtype}: {full / max(sizes['total'], 1):.2f}x smaller"
+        + (f"; {steps}" if steps is not None else "")
     )
 
 

@@ -4,11 +4,15 @@ Lengths live on the device. A step closes the blocks that the step before left d
 and attends; what every layer needs to know of the lengths is computed once, at the start of the step.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvfold.errors import UnsupportedModelError
 
@@ -23,6 +27,8 @@ class StaticLengths:
 
     before: "Lengths"
     after: "Lengths"
+    steps: int = 0
+    """Steps replayed so far, for the host."""
 
     def begin(self, tokens: int, sink: int, recent: int, block: int) -> None:
         """Compute the lengths after a step of ``tokens`` (on the device)."""
@@ -39,14 +45,18 @@ class StaticLengths:
             getattr(self.before, name).copy_(getattr(self.after, name))
 
 
+def is_packed(layer: "FoldedLayer") -> bool:
+    """Whether a layer has packed storage, and the state of every sequence: what a graph is captured with."""
+    return bool(layer.slabs) and (not layer.method.stateful or all(layer.ready))
+
+
 def why_not(layer: "FoldedLayer", room: int) -> str | None:
     """Why a layer cannot decode in a graph for ``room`` more tokens; None if it can."""
-    method = layer.method
     if layer.kernel.name != "gluon":
         return f"its kernel is {layer.kernel.name}; needs gluon"
     if layer.encoder.name != "triton":
         return f"it is encoded by {layer.encoder.name}: {layer.encoder.reason}"
-    if not layer.slabs or (method.stateful and not all(layer.ready)):
+    if not is_packed(layer):
         return "nothing is packed yet; prefill a longer prompt first"
     if not layer.is_contiguous:
         return f"its packed storage grew to {len(layer.slabs)} slabs; fold with a max_length"
@@ -87,17 +97,21 @@ class DecodeGraph:
             if why := why_not(layer, room):
                 raise UnsupportedModelError(f"decode graph: layer {layer.spec.layer_idx}: {why}")
         first = folded[0]
-        self.model, self.cache, self.room, self.steps = model, cache, room, 0
+        self.model, self.cache, self.room = model, cache, room
         self.method = cache.method
         sink = self.method.sink
-        self.lengths = StaticLengths(
-            *(Lengths.of(first.lens, first.packed, sink, first.device) for _ in range(2)),
-        )
+        before, after = (Lengths.of(first.lens, first.packed, sink, first.device) for _ in range(2))
+        self.lengths = StaticLengths(before, after)
         self.ids = torch.zeros(len(first.lens), 1, dtype=torch.long, device=first.device)
         self.positions = torch.tensor([[n] for n in first.lens], device=first.device)
         for layer in folded:
             layer.enter_static(self.lengths)
         self._capture()
+
+    @property
+    def steps(self) -> int:
+        """Tokens decoded so far."""
+        return self.lengths.steps
 
     def _step(self) -> torch.Tensor:
         method = self.method
@@ -151,10 +165,128 @@ class DecodeGraph:
             raise ValueError(f"decode graph: room={self.room} tokens are decoded")
         self.ids.copy_(ids)
         self.graph.replay()
-        self.steps += 1
+        self.lengths.steps += 1
         return self.logits
 
     def finish(self) -> None:
         """Give the cache back: close what is due and bring its lengths on the host up to date."""
         for layer in self.cache.folded:
             layer.leave_static(self.steps)
+
+
+REFUSED = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
+
+
+class Decoding:
+    """What :func:`decoding` does with the calls of a model.
+
+    Attributes
+    ----------
+    graph : DecodeGraph or None
+        While it decodes.
+    replayed : int
+        Tokens decoded by graphs so far.
+    reason : str or None
+        Why steps run one by one, kernel for kernel; None once a graph decodes.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: "FoldedCache", room: int, required: bool) -> None:
+        self.model, self.cache, self.room, self.required = model, cache, room, required
+        self.graph: DecodeGraph | None = None
+        self.replayed, self.done = 0, 0
+        self.reason: str | None = "no token was decoded yet"
+        self._plain = model.forward
+        self._busy = False
+
+    def __str__(self) -> str:
+        if self.replayed:
+            return f"{self.replayed} tokens decoded in a CUDA graph"
+        return f"decoded step by step: {self.reason}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's own."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if self._busy or kwargs.get("past_key_values") is not self.cache:
+            return self._plain(*args, **kwargs)
+        asked = [name for name in REFUSED if kwargs.get(name) is not None and kwargs[name] is not False]
+        if asked and self.required:
+            raise UnsupportedModelError(f"decode graph: {asked[0]} is not supported; allowed: input_ids")
+        if asked or ids is None or ids.shape[1] != 1 or not self._ready():
+            self.finish()
+            return self._plain(*args, **kwargs)
+        assert self.graph is not None
+        self.replayed, self.done = self.replayed + 1, self.done + 1
+        return CausalLMOutputWithPast(logits=self.graph(ids).clone(), past_key_values=self.cache)
+
+    def _ready(self) -> bool:
+        """Have a graph, if that is possible by now."""
+        if self.graph is not None:
+            return True
+        folded = self.cache.folded
+        if folded and not is_packed(folded[0]):
+            self.reason, self.done = "nothing is packed yet", self.done + 1
+            return False
+        self._busy = True  # the capture runs the model
+        try:
+            self.graph = DecodeGraph(self.model, self.cache, max(1, self.room - self.done))
+        except UnsupportedModelError as error:
+            if self.required:
+                raise
+            self.reason, self.done = str(error), self.done + 1
+            return False
+        finally:
+            self._busy = False
+        self.reason = None
+        return True
+
+    def finish(self) -> None:
+        """Give the cache back, if a graph has it."""
+        if self.graph is not None:
+            self.graph.finish()
+            self.graph = None
+
+
+@contextmanager
+def decoding(model: PreTrainedModel, cache: "FoldedCache", room: int, required: bool = True) -> Iterator[Decoding]:
+    """Within it the model decodes over ``cache`` in a CUDA graph, also inside of ``model.generate``.
+
+    Calls of one token per sequence replay a graph, which is captured when the first of them comes and something is packed; up
+    to then, and for calls of many tokens, the model runs as it always does.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On a CUDA device, folded.
+    cache : FoldedCache
+        Made with a ``max_length``. Every decoded token counts: attention masks of decode steps are not looked at.
+    room : int
+        Tokens that will be decoded at most.
+    required : bool
+        False: where a graph is refused, decode step by step, and say why in ``reason``.
+
+    Raises
+    ------
+    UnsupportedModelError
+        At the first step, if a layer cannot decode in a graph.
+
+    Examples
+    --------
+    >>> cache = kvfold.fold(model, "kivi", max_length=4096)  # doctest: +SKIP
+    >>> with decoding(model, cache, room=512):  # doctest: +SKIP
+    ...     model.generate(**inputs, past_key_values=cache, max_new_tokens=512)
+    """
+    state = Decoding(model, cache, room, required)
+    own = model.__dict__.get("forward")  # a hook's, perhaps
+
+    @wraps(state._plain)  # `generate` looks at its signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return state.forward(*args, **kwargs)
+
+    model.forward = forward
+    try:
+        yield state
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+        state.finish()
