@@ -7,6 +7,7 @@ import torch
 from kvfold.errors import MethodError
 from kvfold.formats.affine import quantize_asym
 from kvfold.methods.base import LayerSpec, Observation, State
+from kvfold.methods.eigenpairs import top_eigenpairs
 from kvfold.methods.kivi import KIVI
 
 
@@ -111,7 +112,9 @@ class SQuatPre(SQuat):
         return spec.rope.rotate(stored, positions) if spec.rope is not None else stored
 
 
-def penalty_matrix(queries: torch.Tensor, rank: int, lam: float, normalize: bool = False) -> torch.Tensor:
+def penalty_matrix(
+    queries: torch.Tensor, rank: int, lam: float, normalize: bool = False, iterate: bool | None = None
+) -> torch.Tensor:
     """``P = I + lam Q'Q`` with Q the top ``rank`` scaled right singular vectors of the queries (sec. 3.2, Prop. 1).
 
     ``Q'Q`` is the top part of the eigendecomposition of the Gram matrix, so no SVD of the tall query matrix is needed.
@@ -119,6 +122,8 @@ def penalty_matrix(queries: torch.Tensor, rank: int, lam: float, normalize: bool
     Parameters
     ----------
     queries : Tensor, float32 [..., tokens, d]
+    iterate : bool, optional
+        How the eigenpairs are found (:func:`~kvfold.methods.eigenpairs.top_eigenpairs`).
 
     Returns
     -------
@@ -128,10 +133,10 @@ def penalty_matrix(queries: torch.Tensor, rank: int, lam: float, normalize: bool
     gram = queries.transpose(-1, -2) @ queries
     if normalize:
         gram = gram / queries.shape[-2]
-    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = top_eigenpairs(gram, rank, iterate)
     # at a weight of 1e10 orthogonality is a hard constraint; more would only cost P its positive definiteness
-    weights = (lam * values[..., -rank:]).clamp(0, 1e10)
-    top = vectors[..., -rank:] * weights.sqrt().unsqueeze(-2)
+    weights = (lam * values).clamp(0, 1e10)
+    top = vectors * weights.sqrt().unsqueeze(-2)
     return torch.eye(queries.shape[-1], dtype=top.dtype, device=top.device) + top @ top.transpose(-1, -2)
 
 
