@@ -37,7 +37,7 @@ class Target:
 
     @property
     def max_length(self) -> int | None:
-        """For layers that attend: the fused GPU kernels read storage of one piece."""
+        """For layers that attend: on a GPU, storage in one piece; tests of several set their own."""
         return None if self.name == "cpu-float32" else 1024
 
     @property
