@@ -33,7 +33,8 @@ def test_contents(mode, head_dim, kind):
     large = kind in ("huge", "outliers")  # sums of such values are beyond fp16
     case = Case(of, values=kind, dtype=BF16 if large else FP16, **ALONE)
     if kind in ("zero", "tiny", "denormal"):  # as near as fp16 comes to what is hardly there
-        assert (case.call().float() - case.expected()).abs().max() <= 2.0**-23
+        # a weight times a scale of groups of channels is an fp16: a token's share is rounded, too
+        assert (case.call().float() - case.expected()).abs().max() <= 2.0 ** (-21 if mode == "kivi" else -23)
     else:
         case.check()
 

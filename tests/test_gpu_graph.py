@@ -56,6 +56,7 @@ def test_generate_decodes_in_a_graph(method, length):
     """A prompt of which something is packed, and one of which nothing is until fifty tokens later."""
     torch.manual_seed(0)
     model = llama(head_dim=64, max_position_embeddings=2048).to("cuda", torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
     ids = torch.randint(3, 96, (2, length), device="cuda")
     options = {"max_new_tokens": 200, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     method = f"{method}:sink=4,recent=32"

@@ -440,14 +440,15 @@ def gate(model: PreTrainedModel, cache: str, prompt: int) -> float:
         return 0.0
     ids, tokens = prompts(model, GATE_BATCH, prompt + GATE_STEPS).split([prompt, GATE_STEPS], 1)
     made: Callable[..., Generation] = kind(cache)
-    got = logits_of(made(model, ids, GATE_STEPS + 1, 3), tokens)
+    chunk = 3  # in both: a prompt rounds as its batch does, and codes of a folded cache fall to either side of a rounding
+    got = logits_of(made(model, ids, GATE_STEPS + 1, chunk), tokens)
     if cache == STATIC:
-        want = logits_of(PlainGeneration(model, ids, GATE_STEPS + 1, GATE_BATCH), tokens)
+        want = logits_of(PlainGeneration(model, ids, GATE_STEPS + 1, chunk), tokens)
     else:
         other: Callable[..., Generation] = type(
             "Reference", (EagerFoldedGeneration,), {"method": cache, "kernel": "reference"}
         )
-        want = logits_of(other(model, ids, GATE_STEPS + 1, GATE_BATCH), tokens)
+        want = logits_of(other(model, ids, GATE_STEPS + 1, chunk), tokens)
     error = float((got - want).norm() / want.norm())
     return error if bool(torch.isfinite(got).all()) else math.inf
 

@@ -61,7 +61,9 @@ class Prompt:
             return torch.randn(shape, device=device, generator=generator, dtype=torch.bfloat16)
 
         self.keys = random(KV_HEADS) * torch.exp(0.7 * random(KV_HEADS, 1)) + random(KV_HEADS, 1)
-        self.values, self.queries = random(KV_HEADS), random(HEADS)
+        self.values = random(KV_HEADS)
+        # as in a model, a few directions hold most of the queries: SQuat's state depends on it
+        self.queries = random(HEADS) * torch.exp(0.7 * random(HEADS, 1)) + random(HEADS, 1)
         spec = LayerSpec(0, 1, HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16)
         self.layer = FoldedLayer(get(method), spec, max_length=context)
 
