@@ -1,15 +1,17 @@
 """The tables of the benchmarks' rows, as head and lines; ``tables.py`` writes them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from kvfold.bench.matvec import LAYOUTS, LENGTHS, MODELS, SIDES
 from kvfold.bench.memory import PLAIN, STATIC, gains
-from kvfold.bench.rows import read
+from kvfold.bench.rows import latest, of_last_commit, read
 
 ROWS = Path(__file__).resolve().parent.parent / "benchmarks" / "rows"
 Table = tuple[list[str], list[list[str]]]
+Choice = Callable[..., list[Any]]
 
 
 def value(text: str) -> Any:
@@ -22,20 +24,13 @@ def value(text: str) -> Any:
         return text or None
 
 
-def rows(name: str) -> list[Any]:
-    """Rows with attributes of their own types."""
-    return [SimpleNamespace(**{k: value(v) for k, v in row.items()}) for row in read(ROWS / f"{name}.csv")]
-
-
-def newest(found: list[Any], *key: str) -> list[Any]:
-    """Of rows with equal ``key`` the last one, where the first stood."""
-    return list({tuple(getattr(row, k) for k in key): row for row in found}.values())
-
-
-def of_newest_run(found: list[Any], *key: str) -> list[Any]:
-    """Rows of the last commit that has any with their ``key``."""
-    last = {tuple(getattr(row, k) for k in key): row.commit for row in found}
-    return [row for row in found if row.commit == last[tuple(getattr(row, k) for k in key)]]
+def rows(name: str, *columns: str, choose: Choice = latest) -> list[Any]:
+    """Rows with attributes of their own types, of those with equal ``columns`` the last; no columns: all."""
+    found: Any = read(ROWS / f"{name}.csv")
+    return [
+        SimpleNamespace(**{k: value(v) for k, v in row.items()})
+        for row in (choose(found, *columns) if columns else found)
+    ]
 
 
 def number(x: float | None, form: str) -> str:
@@ -52,8 +47,8 @@ def _shape(row: Any) -> str:
 
 
 def _attention(dtype: str = "float16") -> list[Any]:
-    kept = [row for row in rows("attention") if row.dtype == dtype and row.kernel in ("gluon", "triton")]
-    return newest(kept, "work", *SHAPE)
+    found = rows("attention", "work", "dtype", "kernel", *SHAPE)
+    return [row for row in found if row.dtype == dtype and row.kernel in ("gluon", "triton")]
 
 
 def attention() -> Table:
@@ -118,7 +113,7 @@ def plain_order() -> Table:
 def encode() -> Table:
     """A prompt's blocks in all layers, or in one; a decode step."""
     lines = []
-    for row in newest(rows("encode"), "work", *SHAPE):
+    for row in rows("encode", "work", *SHAPE):
         whole = row.baseline == "model prefill"
         heads = f"{row.num_kv_heads} heads, d={row.head_dim}"
         lines.append(
@@ -143,7 +138,7 @@ def prefill() -> Table:
             number(row.kept_mb, ".1f"),
             f"{row.error:.1e}",
         ]
-        for row in newest(rows("prefill"), "method", "encoder", "context")
+        for row in rows("prefill", "method", "encoder", "context")
     ]
     return ["method, what encodes", "ms", "MB beyond what is kept", "MB kept", "bytes that differ"], lines
 
@@ -171,13 +166,13 @@ def decode() -> Table:
             f"{row.cache_gb:.1f}",
             number(row.ratio, ".2f"),
         ]
-        for row in newest(rows("decode"), "model", "batch", "context", "method")
+        for row in rows("decode", "model", "batch", "context", "method")
     ]
     return ["model, batch, context, cache", "ms a step", "tokens/s", "cache, GB", "times as fast as bf16"], lines
 
 
 def _memory() -> list[Any]:
-    return of_newest_run(rows("memory"), "cache", "prompt", "output")
+    return rows("memory", "cache", "prompt", "output", choose=of_last_commit)
 
 
 def memory() -> Table:
@@ -250,7 +245,7 @@ def profile() -> Table:
             f"{row.allocated_bytes / 1e6:.1f}",
             str(row.device_allocations),
         ]
-        for row in newest(rows("profile"), "method", "mode", "closes", "context")
+        for row in rows("profile", "method", "mode", "closes", "context")
     ]
     head = ["method, step, tokens of context", "kernels", "launches", "copies to / from the device", "waits"]
     return [*head, "allocations", "MB", "of them by CUDA"], lines

@@ -440,7 +440,9 @@ def gate(model: PreTrainedModel, cache: str, prompt: int) -> float:
         return 0.0
     ids, tokens = prompts(model, GATE_BATCH, prompt + GATE_STEPS).split([prompt, GATE_STEPS], 1)
     made: Callable[..., Generation] = kind(cache)
-    chunk = 3  # in both: a prompt rounds as its batch does, and codes of a folded cache fall to either side of a rounding
+    chunk = (
+        3  # in both: a prompt rounds as its batch does, and codes of a folded cache fall to either side of a rounding
+    )
     got = logits_of(made(model, ids, GATE_STEPS + 1, chunk), tokens)
     if cache == STATIC:
         want = logits_of(PlainGeneration(model, ids, GATE_STEPS + 1, chunk), tokens)

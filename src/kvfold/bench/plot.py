@@ -2,13 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.bench.matvec import LAYOUTS, MODELS, SIDES
 from kvfold.bench.memory import PLAIN, STATIC
-from kvfold.bench.rows import read, script
+from kvfold.bench.rows import latest, of_last_commit, read, script
 from kvfold.errors import KVFoldError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ CACHES = {
     STATIC: ("bf16, static buffer, CUDA graph", GREY, "o", "--"),
     PLAIN: ("bf16, Transformers' DynamicCache", "black", "x", ":"),
     "kivi:recent=32": ("KIVI / SQuat 2-bit, window 32", BLUE, "s", "-"),
+    "kivi:recent=0": ("KIVI / SQuat 2-bit, no window", GREEN, "v", "-"),
     "kivi:recent=128": ("KIVI / SQuat 2-bit, window 128", ORANGE, "^", "-"),
 }
 
@@ -64,21 +65,13 @@ def _compact(count: int) -> str:
     return f"{count // 1024}K" if count >= 1024 else str(count)
 
 
-def _latest(rows: Sequence[dict[str, str]], key: Sequence[str]) -> list[dict[str, str]]:
-    """The last row of each shape, in the order in which shapes first appear."""
-    found: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
-        found[tuple(row[name] for name in key)] = row
-    return list(found.values())
-
-
 def _legend(figure: "Figure", axes: "Axes", columns: int) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
 
 
 def speed(plt: Any, folder: Path) -> "Figure":
     """Both products of a decode step against the context, as times as fast as ``torch.matmul`` on fp16."""
-    rows = _latest(read(folder / "matvec.csv"), ("work", "context"))
+    rows = latest(read(folder / "matvec.csv"), "work", "context")
     figure, axes = plt.subplots(2, len(MODELS), figsize=(8.6, 5.2), sharex=True, sharey="row")
     for line, side in zip(axes, SIDES.values(), strict=True):
         for axis, model in zip(line, MODELS, strict=True):
@@ -113,8 +106,8 @@ def speed(plt: Any, folder: Path) -> "Figure":
 def floor(plt: Any, folder: Path) -> "Figure":
     """How near attention over packed caches comes to the time that reading the packed bytes takes, and its speed."""
     shape = ("batch", "context", "num_heads", "num_kv_heads", "head_dim")
-    rows = [row for row in read(folder / "attention.csv") if (row["dtype"], row["query_tokens"]) == ("float16", "1")]
-    rows = [row for row in _latest(rows, ("work", *shape)) if row["work"] in FLOOR and row["ratio"]]
+    steps = [row for row in read(folder / "attention.csv") if (row["dtype"], row["query_tokens"]) == ("float16", "1")]
+    rows = [row for row in latest(steps, "work", *shape) if row["work"] in FLOOR and row["ratio"]]
     rows.sort(
         key=lambda row: [int(row[name]) for name in ("num_kv_heads", "head_dim", "batch", "context")], reverse=True
     )
@@ -147,7 +140,7 @@ def floor(plt: Any, folder: Path) -> "Figure":
     return figure
 
 
-def _panel(axis: "Axes", rows: Sequence[dict[str, str]], column: str) -> None:
+def _panel(axis: "Axes", rows: Sequence[Mapping[str, str]], column: str) -> None:
     """A column of the memory rows against the batch, a line per cache; where the next batch did not fit, its size."""
     for cache, (name, colour, marker, style) in CACHES.items():
         points = sorted(
@@ -165,7 +158,8 @@ def _panel(axis: "Axes", rows: Sequence[dict[str, str]], column: str) -> None:
 
 def _against_batch(plt: Any, folder: Path, columns: dict[str, str]) -> "Figure":
     """Columns of the memory rows (and their units) against the batch: a line of panels each, a panel per pair of lengths."""
-    rows = [row for row in read(folder / "memory.csv") if row["fits"] == "True"]
+    rows = of_last_commit(read(folder / "memory.csv"), "cache", "prompt", "output")
+    rows = [row for row in rows if row["fits"] == "True"]
     lengths = list(dict.fromkeys((row["prompt"], row["output"]) for row in rows))
     size = (8.6, 1.1 + 2.6 * len(columns))
     figure, axes = plt.subplots(len(columns), len(lengths), figsize=size, squeeze=False, sharex="col")

@@ -5,7 +5,7 @@ import csv
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -169,3 +169,14 @@ def read(path: Path) -> list[dict[str, str]]:
 def show(row: Any, text: str, as_json: bool) -> None:
     """Print a row: one JSON object, or its line for people."""
     print(json.dumps(asdict(row)) if as_json else text, flush=True)
+
+
+def latest(rows: Iterable[Mapping[str, str]], *columns: str) -> list[Mapping[str, str]]:
+    """Of rows that are equal in ``columns`` the last one, where the first stood."""
+    return list({tuple(row[name] for name in columns): row for row in rows}.values())
+
+
+def of_last_commit(rows: Sequence[Mapping[str, str]], *columns: str) -> list[Mapping[str, str]]:
+    """Rows of the last commit that has any with their ``columns``: those of several runs are not to be mixed."""
+    last = {tuple(row[name] for name in columns): row["commit"] for row in rows}
+    return [row for row in rows if row["commit"] == last[tuple(row[name] for name in columns)]]
