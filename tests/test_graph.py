@@ -6,7 +6,7 @@ import torch
 import kvfold
 from helpers import llama, prompt
 from kvfold import graph
-from kvfold.errors import UnsupportedModelError
+from kvfold.errors import CacheStateError, UnsupportedModelError
 
 
 class Steps:
@@ -90,3 +90,31 @@ def test_a_forward_that_was_put_in_place_before_is_put_back():
     with graph.decoding(model, kvfold.fold(model, "kivi"), 9):
         assert model.forward is not hooked
     assert model.forward is hooked
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda cache: cache.crop(-1),
+        lambda cache: cache.reset(),
+        lambda cache: cache.reorder_cache(torch.tensor([0])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.batch_select_indices(torch.tensor([0])),
+        lambda cache: cache.activate_past_recording(),
+        lambda cache: cache.folded[0].decoded(0),
+    ],
+    ids=["crop", "reset", "reorder", "repeat", "select", "record", "decoded"],
+)
+def test_a_cache_that_a_graph_owns_refuses_others(use):
+    model, ids = llama(), prompt(1, 150)
+    cache = kvfold.fold(model, "kivi:recent=16")
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    owner = graph.StaticLengths(None, None, steps=3)
+    for layer in cache.folded:
+        layer.static = owner
+    assert cache.get_seq_length() == 153
+    with pytest.raises(CacheStateError, match="a decode graph owns it"):
+        use(cache)
+    with torch.no_grad(), pytest.raises(CacheStateError, match="a decode graph owns it"):
+        model(ids[:, :1], past_key_values=cache, use_cache=True)

@@ -187,6 +187,8 @@ class FoldedLayer(CacheLayerMixin):
                 "cache: the model did not attend through kvfold, so its folded cache was not read; call "
                 "kvfold.fold(model, method) on this model, and do not change its attention implementation afterwards"
             )
+        if self.static is None or not self.static.running:
+            self._own()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != len(self.lens):
@@ -194,6 +196,14 @@ class FoldedLayer(CacheLayerMixin):
         self.pending = True
         key_states._kvfold_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
+
+    def _own(self) -> None:
+        """Refuse to go on where a decode graph keeps the lengths, and the addresses, of what the layer holds."""
+        if self.static is not None:
+            raise CacheStateError(
+                "cache: a decode graph owns it, and decodes one token per sequence and step; allowed before the graph's "
+                "finish(), or the end of `decoding`: nothing else (no beam search, assisted generation, crop or reorder)"
+            )
 
     def get_seq_length(self) -> int:
         return self.columns + (self.static.steps if self.static is not None else 0)
@@ -205,11 +215,13 @@ class FoldedLayer(CacheLayerMixin):
         return self.columns + query_length, 0
 
     def reset(self) -> None:
+        self._own()
         self.recording = False
         self._clear()
 
     def activate_past_recording(self) -> None:
         """Keep the newest call's tokens out of packed storage, so that ``crop`` can take them back exactly."""
+        self._own()
         self.recording = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -219,6 +231,7 @@ class FoldedLayer(CacheLayerMixin):
         cut that reaches into packed storage decodes the rest of its block back into the recent window: those tokens
         keep the precision they were stored with.
         """
+        self._own()
         tokens_to_remove = int(tokens_to_remove)  # assisted generation passes a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number of tokens to remove")
@@ -336,6 +349,7 @@ class FoldedLayer(CacheLayerMixin):
 
     def decoded(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of a sequence as attention sees them, float32 [num_kv_heads, len, head_dim]."""
+        self._own()
         assert self.sink is not None
         length, sink = self.lens[row], min(self.lens[row], self.method.sink)
         parts = [tuple(t[row, :, :sink].float() for t in self.sink)]
@@ -865,6 +879,7 @@ class FoldedLayer(CacheLayerMixin):
 
     def _select(self, rows: list[int], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the batch: ``rows`` says which old sequence each new one is, ``pick`` does it to a tensor."""
+        self._own()
         if not self.is_initialized:
             return
         assert self.sink is not None and self.ring is not None

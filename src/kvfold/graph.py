@@ -29,6 +29,8 @@ class StaticLengths:
     after: "Lengths"
     steps: int = 0
     """Steps replayed so far, for the host."""
+    running: bool = False
+    """Whether the model's step is being captured."""
 
     def begin(self, tokens: int, sink: int, recent: int, block: int) -> None:
         """Compute the lengths after a step of ``tokens`` (on the device)."""
@@ -73,7 +75,8 @@ class DecodeGraph:
     model : PreTrainedModel
         On a CUDA device, folded.
     cache : FoldedCache
-        Holding the prompt; made with a ``max_length`` that leaves room. Until :meth:`finish` only this object may use it.
+        Holding the prompt; made with a ``max_length`` that leaves room. Until :meth:`finish` only this object may use it:
+        the cache refuses others with a ``CacheStateError``.
     room : int
         Tokens that will be decoded at most.
 
@@ -116,9 +119,13 @@ class DecodeGraph:
     def _step(self) -> torch.Tensor:
         method = self.method
         self.lengths.begin(1, method.sink, method.recent, method.block)
-        out: Any = self.model(
-            input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
-        )
+        self.lengths.running = True
+        try:
+            out: Any = self.model(
+                input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
+            )
+        finally:
+            self.lengths.running = False
         self.lengths.end()
         self.positions.add_(1)
         return out.logits
@@ -258,7 +265,8 @@ def decoding(model: PreTrainedModel, cache: "FoldedCache", room: int, required: 
     model : PreTrainedModel
         On a CUDA device, folded.
     cache : FoldedCache
-        Made with a ``max_length``. Every decoded token counts: attention masks of decode steps are not looked at.
+        Made with a ``max_length``. Every decoded token counts: attention masks of decode steps are not looked at. While a
+        graph decodes, what would change the cache otherwise (beam search, assisted generation) is refused.
     room : int
         Tokens that will be decoded at most.
     required : bool
