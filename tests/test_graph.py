@@ -1,5 +1,8 @@
 """Decoding in graphs, as far as it goes without a GPU: who is asked, what is refused, what is put back."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -19,10 +22,11 @@ class Steps:
         assert all(graph.is_packed(layer) for layer in cache.folded)
         type(self).made += 1
 
-    def __call__(self, ids):
+    def __call__(self, ids, positions=None):
         assert self.steps < self.room
         self.steps += 1
-        return type(self.model).forward(self.model, input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+        options = {"input_ids": ids, "position_ids": positions, "past_key_values": self.cache, "use_cache": True}
+        return type(self.model).forward(self.model, **options).logits
 
     def finish(self):
         self.cache = None
@@ -118,3 +122,164 @@ def test_a_cache_that_a_graph_owns_refuses_others(use):
         use(cache)
     with torch.no_grad(), pytest.raises(CacheStateError, match="a decode graph owns it"):
         model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+def prefilled(method="kivi:recent=16", length=150, batch=1):
+    model = llama()
+    cache = kvfold.fold(model, method)
+    with torch.no_grad():
+        model(prompt(batch, length), past_key_values=cache, use_cache=True)
+    return model, cache
+
+
+def lengths(cache):
+    return [(layer.static, layer.pending, layer.lens, layer.packed) for layer in cache.folded]
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_capture_that_fails_gives_the_cache_and_the_model_back(required, monkeypatch):
+    def fails(self):
+        self.cache.folded[0].pending = True
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
+    monkeypatch.setattr(graph.DecodeGraph, "_capture", fails)
+    model, cache = prefilled()
+    before = lengths(cache)
+    with pytest.raises(RuntimeError, match="out of memory"), graph.decoding(model, cache, 9, required):
+        model(prompt(1, 1), past_key_values=cache, use_cache=True)
+    assert lengths(cache) == before and "forward" not in model.__dict__
+    with torch.no_grad():
+        model(prompt(1, 1), past_key_values=cache, use_cache=True)
+
+
+def test_a_warm_up_writes_no_token_but_the_next(monkeypatch):
+    """With recent + 31 tokens in the ring there is one free slot; a second token would take the slot of one in use."""
+    model, cache = prefilled("kivi:recent=32", 32 + 31)
+    monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
+    dummy = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {"Stream": lambda: dummy, "current_stream": lambda: dummy, "stream": nullcontext}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    seen = []
+
+    def step(self):
+        method = self.method
+        self.lengths.begin(1, method.sink, method.recent, method.block)
+        seen.append((self.lengths.before.total.tolist(), self.positions.tolist()))
+        self.lengths.end()
+        self.positions.add_(1)
+
+    monkeypatch.setattr(graph.DecodeGraph, "_step", step)
+    captured = graph.DecodeGraph(model, cache, 9)
+    assert seen == [([63], [[63]])] * len(seen) and len(seen) > 1
+    assert captured.lengths.before.total.tolist() == [63] and captured.positions.tolist() == [[63]]
+
+
+def test_a_graph_needs_a_ring_for_tokens_even_where_none_waits():
+    _, cache = prefilled("kivi:recent=0", 64)
+    layer = cache.folded[0]
+    assert layer.ring[0].shape[-2] == 0
+    layer.enter_static(graph.StaticLengths(None, None))
+    assert layer.ring[0].shape[-2] == layer._base_capacity > 0
+
+
+def test_why_a_layer_is_refused():
+    model, cache = prefilled()
+    layer = cache.folded[0]
+    assert "nothing is packed yet" in graph.why_not(kvfold.fold(model, "kivi").folded[0], 9)
+    layer.static = graph.StaticLengths(None, None)
+    assert graph.why_not(layer, 9) == "another decode graph owns it"
+    layer.static = None
+    cache.activate_past_recording()
+    assert "for a crop" in graph.why_not(layer, 9)
+
+
+def test_a_sequence_cut_below_the_warmup_is_not_packed_until_it_is_as_long_again():
+    model, cache = prefilled("squat:warmup=128", 200)
+    layer = cache.folded[0]
+    assert graph.is_packed(layer)
+    cache.crop(-100)
+    assert layer.packed[0] == layer.packed_length(128) == 96 and not graph.is_packed(layer)
+    with torch.no_grad():
+        model(prompt(1, 28), past_key_values=cache, use_cache=True)
+    assert graph.is_packed(layer)
+
+
+def test_calls_of_another_batch_are_refused(monkeypatch):
+    monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
+    monkeypatch.setattr(graph.DecodeGraph, "_capture", lambda self: None)
+    model, cache = prefilled(batch=2)
+    with pytest.raises(ValueError, match=r"input_ids \[1, 1\] is not allowed; allowed: \[2, 1\]"):
+        graph.DecodeGraph(model, cache, 9)(prompt(1, 1))
+
+
+def test_positions_are_those_of_the_call(monkeypatch):
+    """Of a left-padded batch the model counts columns where it is given no positions, and tokens where it is."""
+    monkeypatch.setattr(graph, "DecodeGraph", Steps)
+    model, ids = llama(), prompt(2, 151)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    for given in (False, True):
+        position = (mask.cumsum(-1) - 1).clamp_min(0)
+        first, second = ({"position_ids": p} if given else {} for p in (position[:, :150], position[:, 150:]))
+        results = []
+        for graphs in (False, True):
+            cache = kvfold.fold(model, "kivi:recent=16")
+            with torch.no_grad():
+                model(ids[:, :150], attention_mask=mask[:, :150], past_key_values=cache, use_cache=True, **first)
+                with graph.decoding(model, cache, 9) if graphs else nullcontext() as steps:
+                    out = model(ids[:, 150:], past_key_values=cache, use_cache=True, **second).logits
+            results.append(out)
+        assert steps.replayed == 1 and torch.equal(*results)
+
+
+def test_tuples_and_ids_by_position(monkeypatch):
+    monkeypatch.setattr(graph, "DecodeGraph", Steps)
+    model, cache = prefilled()
+    with torch.no_grad(), graph.decoding(model, cache, 9) as steps:
+        logits, kept = model(prompt(1, 1), past_key_values=cache, return_dict=False, use_cache=False)
+        assert logits.shape[:2] == (1, 1) and kept is cache
+    assert steps.replayed == 1
+
+
+def test_a_prompt_may_ask_for_what_steps_may_not(monkeypatch):
+    monkeypatch.setattr(graph, "DecodeGraph", Steps)
+    model, ids = llama(), prompt(1, 150)
+    embeds = model.get_input_embeddings()(ids).detach()
+    caches = [kvfold.fold(model, "kivi:recent=16") for _ in range(2)]
+    want = generate(model, ids, caches[0], 9)[:, 150:]
+    with graph.decoding(model, caches[1], 9) as steps:
+        options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(inputs_embeds=embeds, past_key_values=caches[1], **options), want)
+    assert steps.replayed == 8
+    with torch.no_grad(), graph.decoding(model, kvfold.fold(model, "kivi"), 9) as steps:
+        assert model(ids, past_key_values=steps.cache, output_hidden_states=True).hidden_states is not None
+
+
+def test_two_caches_decode_inside_of_each_other(monkeypatch):
+    monkeypatch.setattr(graph, "DecodeGraph", Steps)
+    model, first = prefilled()
+    own = kvfold.fold(model, "kivi:recent=16")
+    with torch.no_grad():
+        model(prompt(1, 150), past_key_values=own, use_cache=True)
+        with graph.decoding(model, first, 9) as outer:
+            with graph.decoding(model, own, 9) as inner:
+                for cache in (first, own, first):
+                    model(prompt(1, 1), past_key_values=cache, use_cache=True)
+            model(prompt(1, 1), past_key_values=first, use_cache=True)
+    assert (outer.replayed, inner.replayed) == (3, 1) and "forward" not in model.__dict__
+
+
+def test_sampling_of_several_sequences(monkeypatch):
+    monkeypatch.setattr(graph, "DecodeGraph", Steps)
+    model, ids = llama(), prompt(1, 150)
+    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 20, "pad_token_id": 0}
+    results = []
+    for graphs in (False, True):
+        cache = kvfold.fold(model, "kivi:recent=16")
+        torch.manual_seed(0)
+        with graph.decoding(model, cache, 20) if graphs else nullcontext():
+            results.append(model.generate(ids, past_key_values=cache, **options))
+    assert torch.equal(*results)

@@ -440,6 +440,9 @@ class FoldedLayer(CacheLayerMixin):
 
     def enter_static(self, lengths: StaticLengths) -> None:
         """From now on a decode graph owns the layer."""
+        assert self.ring is not None
+        if self.ring[0].shape[-2] < self._base_capacity:  # nothing was waiting for a block so far
+            self._resize_ring(self._base_capacity)
         self.static, self.static_boundary = lengths, None
         if self.method.group_mode(True) != self.method.group_mode(False):
             ends = [self._boundary(row) for row in range(len(self.lens))]

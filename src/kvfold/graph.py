@@ -48,12 +48,22 @@ class StaticLengths:
 
 
 def is_packed(layer: "FoldedLayer") -> bool:
-    """Whether a layer has packed storage, and the state of every sequence: what a graph is captured with."""
-    return bool(layer.slabs) and (not layer.method.stateful or all(layer.ready))
+    """Whether a layer has packed storage, and the state of every sequence: what a graph is captured with.
+
+    A sequence that was cut below ``warmup`` packs nothing until it is as long again; a graph does not know that.
+    """
+    fixed = not layer.method.stateful or (all(layer.ready) and min(layer.lens, default=0) >= layer.method.warmup)
+    return bool(layer.slabs) and fixed
 
 
 def why_not(layer: "FoldedLayer", room: int) -> str | None:
     """Why a layer cannot decode in a graph for ``room`` more tokens; None if it can."""
+    if not layer.is_initialized:
+        return "nothing is packed yet; prefill a longer prompt first"
+    if layer.static is not None:
+        return "another decode graph owns it"
+    if layer.recording:
+        return "it keeps the newest call's tokens for a crop (assisted generation)"
     if layer.kernel.name != "gluon":
         return f"its kernel is {layer.kernel.name}; needs gluon"
     if layer.encoder.name != "triton":
@@ -107,9 +117,15 @@ class DecodeGraph:
         self.lengths = StaticLengths(before, after)
         self.ids = torch.zeros(len(first.lens), 1, dtype=torch.long, device=first.device)
         self.positions = torch.tensor([[n] for n in first.lens], device=first.device)
-        for layer in folded:
-            layer.enter_static(self.lengths)
-        self._capture()
+        try:
+            for layer in folded:
+                layer.enter_static(self.lengths)
+            self._capture()
+        except BaseException:  # lengths on the host are as they were, and what the warm-up wrote lies beyond them
+            for layer in folded:
+                layer.static = layer.static_boundary = None
+                layer.pending = False
+            raise
 
     @property
     def steps(self) -> int:
@@ -135,10 +151,10 @@ class DecodeGraph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(stream):
-            for _ in range(2):  # compile and warm up; undone below
+            for _ in range(2):  # compile and warm up
                 self._step()
+                self._restore(saved)  # each writes the next token only: one more could take the slot of a token in use
         torch.cuda.current_stream().wait_stream(stream)
-        self._restore(saved)
         self.graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(self.graph):
             self.logits = self._step()
@@ -156,12 +172,14 @@ class DecodeGraph:
         of = self.lengths.before
         return [of.total, of.packed, of.sink, of.recent, self.positions]
 
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Decode one token.
 
         Parameters
         ----------
         ids : Tensor, int64 [batch, 1]
+        positions : Tensor or None, int64 [batch or 1, 1]
+            None: as many as the sequence has tokens, padding aside.
 
         Returns
         -------
@@ -170,7 +188,13 @@ class DecodeGraph:
         """
         if self.steps == self.room:
             raise ValueError(f"decode graph: room={self.room} tokens are decoded")
+        if ids.shape != self.ids.shape:
+            raise ValueError(
+                f"decode graph: input_ids {list(ids.shape)} is not allowed; allowed: {list(self.ids.shape)}"
+            )
         self.ids.copy_(ids)
+        if positions is not None:
+            self.positions.copy_(positions)
         self.graph.replay()
         self.lengths.steps += 1
         return self.logits
@@ -213,17 +237,27 @@ class Decoding:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's own."""
         ids = kwargs.get("input_ids", args[0] if args else None)
+        given = ids if ids is not None else kwargs.get("inputs_embeds")
         if self._busy or kwargs.get("past_key_values") is not self.cache:
             return self._plain(*args, **kwargs)
+        single = given is not None and given.shape[1] == 1
         asked = [name for name in REFUSED if kwargs.get(name) is not None and kwargs[name] is not False]
-        if asked and self.required:
+        if single and asked and self.required:
             raise UnsupportedModelError(f"decode graph: {asked[0]} is not supported; allowed: input_ids")
-        if asked or ids is None or ids.shape[1] != 1 or not self._ready():
+        if asked or ids is None or not single or not self._ready():
             self.finish()
             return self._plain(*args, **kwargs)
         assert self.graph is not None
+        positions = kwargs.get("position_ids")
+        if positions is None:  # as the model counts them, padding included
+            positions = torch.full_like(ids, self.cache.get_seq_length())
+        logits = self.graph(ids, positions).clone()
         self.replayed, self.done = self.replayed + 1, self.done + 1
-        return CausalLMOutputWithPast(logits=self.graph(ids).clone(), past_key_values=self.cache)
+        out = CausalLMOutputWithPast(logits=logits, past_key_values=self.cache)
+        as_dict = kwargs.get("return_dict")
+        if as_dict is None:
+            as_dict = getattr(self.model.config, "return_dict", True)
+        return out if as_dict else out.to_tuple()
 
     def _ready(self) -> bool:
         """Have a graph, if that is possible by now."""
@@ -294,7 +328,7 @@ def decoding(model: PreTrainedModel, cache: "FoldedCache", room: int, required: 
     try:
         yield state
     finally:
-        del model.forward
+        model.__dict__.pop("forward", None)
         if own is not None:
             model.forward = own
         state.finish()
