@@ -283,3 +283,16 @@ def test_sampling_of_several_sequences(monkeypatch):
         with graph.decoding(model, cache, 20) if graphs else nullcontext():
             results.append(model.generate(ids, past_key_values=cache, **options))
     assert torch.equal(*results)
+
+
+def test_beyond_its_room_a_graph_is_refused_or_the_model_goes_on(monkeypatch):
+    monkeypatch.setattr(graph, "DecodeGraph", Steps)
+    model, ids = llama(), prompt(1, 150)
+    want = generate(model, ids, kvfold.fold(model, "kivi:recent=16"), 9)
+    cache = kvfold.fold(model, "kivi:recent=16")
+    with graph.decoding(model, cache, room=5, required=False) as steps:
+        assert torch.equal(generate(model, ids, cache, 9), want)
+    assert steps.replayed == 5 and "room=5" in steps.reason
+    cache = kvfold.fold(model, "kivi:recent=16")
+    with pytest.raises(UnsupportedModelError, match="room=5"), graph.decoding(model, cache, room=5):
+        generate(model, ids, cache, 9)

@@ -261,6 +261,11 @@ class Decoding:
 
     def _ready(self) -> bool:
         """Have a graph, if that is possible by now."""
+        if self.done >= self.room:
+            self.reason = f"room={self.room} tokens were decoded before"
+            if self.required:
+                raise UnsupportedModelError(f"decode graph: {self.reason}; give a larger room")
+            return False
         if self.graph is not None:
             return True
         folded = self.cache.folded
