@@ -500,3 +500,15 @@ def test_without_matplotlib_the_extra_is_named(run, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     status, _, err = run("bench", "plot")
     assert status == 2 and "pip install 'kvfold[plot]'" in err
+
+
+def test_attention_prints_a_json_object_per_row(monkeypatch, capsys):
+    from kvfold.bench import attention
+
+    saved = [row for row in rows.read(attention.ROWS) if row["kernel"] == "gluon"][:2]
+    numbers = {"batch": int, "p50_ms": float, "error": float, "limit": float, "ratio": float}
+    found = [rows.Row(**{k: numbers.get(k, str)(v) for k, v in row.items()}) for row in saved]
+    monkeypatch.setattr(attention, "run", lambda works, dtype, path: iter(found))
+    assert attention.main(["--json", "--calls", "decode"]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(x["p50_ms"], x["error"], x["limit"]) for x in printed] == [(x.p50_ms, x.error, x.limit) for x in found]

@@ -106,8 +106,10 @@ def test_a_forward_that_was_put_in_place_before_is_put_back():
         lambda cache: cache.batch_select_indices(torch.tensor([0])),
         lambda cache: cache.activate_past_recording(),
         lambda cache: cache.folded[0].decoded(0),
+        lambda cache: cache.effective_bits(),
+        lambda cache: cache.full_nbytes(),
     ],
-    ids=["crop", "reset", "reorder", "repeat", "select", "record", "decoded"],
+    ids=["crop", "reset", "reorder", "repeat", "select", "record", "decoded", "bits", "bytes"],
 )
 def test_a_cache_that_a_graph_owns_refuses_others(use):
     model, ids = llama(), prompt(1, 150)
@@ -296,3 +298,19 @@ def test_beyond_its_room_a_graph_is_refused_or_the_model_goes_on(monkeypatch):
     cache = kvfold.fold(model, "kivi:recent=16")
     with pytest.raises(UnsupportedModelError, match="room=5"), graph.decoding(model, cache, room=5):
         generate(model, ids, cache, 9)
+
+
+def test_outputs_that_the_configuration_asks_for_are_refused_too(monkeypatch):
+    monkeypatch.setattr(graph, "DecodeGraph", Steps)
+    model, ids = llama(), prompt(1, 150)
+    model.config.output_hidden_states = True
+    cache = kvfold.fold(model, "kivi:recent=16")
+    with torch.no_grad(), graph.decoding(model, cache, 9):
+        assert model(ids, past_key_values=cache, use_cache=True).hidden_states is not None
+        with pytest.raises(UnsupportedModelError, match="output_hidden_states is not supported"):
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
+    cache = kvfold.fold(model, "kivi:recent=16")
+    with torch.no_grad(), graph.decoding(model, cache, 9, required=False) as steps:
+        for cut in (ids, ids[:, :1]):
+            assert model(cut, past_key_values=cache, use_cache=True).hidden_states is not None
+    assert steps.replayed == 0

@@ -958,6 +958,7 @@ class FoldedCache(Cache):
         total = 0
         for layer in self.layers:
             if isinstance(layer, FoldedLayer) and layer.is_initialized:
+                layer._own()
                 per_token = 2 * layer.spec.num_kv_heads * layer.spec.head_dim * layer.dtype.itemsize
                 total += per_token * sum(layer.lens)
             elif not isinstance(layer, FoldedLayer):
@@ -973,6 +974,7 @@ class FoldedCache(Cache):
         """
         elements = bits = 0.0
         for layer in self.folded:
+            layer._own()
             tokens = sum(layer.packed)
             elements += 2 * layer.spec.num_kv_heads * layer.spec.head_dim * tokens
             per_block = layer.key_format.block_bytes + layer.value_format.block_bytes

@@ -241,7 +241,7 @@ class Decoding:
         if self._busy or kwargs.get("past_key_values") is not self.cache:
             return self._plain(*args, **kwargs)
         single = given is not None and given.shape[1] == 1
-        asked = [name for name in REFUSED if kwargs.get(name) is not None and kwargs[name] is not False]
+        asked = [name for name in REFUSED if self._asks(name, kwargs)]
         if single and asked and self.required:
             raise UnsupportedModelError(f"decode graph: {asked[0]} is not supported; allowed: input_ids")
         if asked or ids is None or not single or not self._ready():
@@ -258,6 +258,13 @@ class Decoding:
         if as_dict is None:
             as_dict = getattr(self.model.config, "return_dict", True)
         return out if as_dict else out.to_tuple()
+
+    def _asks(self, name: str, kwargs: dict[str, Any]) -> bool:
+        """Whether a call, or where it is silent the model's configuration, asks for what a graph does not have."""
+        value = kwargs.get(name)
+        if value is None and name.startswith("output_"):
+            value = getattr(self.model.config, name, None)
+        return value is not None and value is not False
 
     def _ready(self) -> bool:
         """Have a graph, if that is possible by now."""

@@ -318,6 +318,8 @@ def baselines(shape: Work, dtype: torch.dtype, device: torch.device) -> dict[str
     def measure(name: str, make: Callable[[torch.Tensor, torch.Tensor], Callable[[], Any]]) -> None:
         try:
             found[name] = times([make(k, v) for k, v in sets], 10 if shape.long else 40)[1]
+        except torch.OutOfMemoryError:  # it would serve the shape: a slower one is not to take its place
+            raise
         except (RuntimeError, ImportError, TypeError, ValueError):
             torch.cuda.synchronize()  # a kernel that does not serve this shape is no baseline
 
