@@ -3,8 +3,9 @@
 usage: python scripts/value_weights.py [MODEL]
 
 A weight 2^lift * exp(score - maximum) times a group's scale is an fp16 number. The kernel's arithmetic is repeated on the CPU,
-as if one warp summed all tokens, with the factor that the kernel carries at 2 bits (1) and the largest one (16), against float64
-weights. First on random values of different size, then on queries, keys and values of a model (default: the embedded one).
+as if one warp summed all tokens, with the factor that the kernel carries at 2 bits (1) and the largest one (16), against
+float64 weights. First on random values of different size, then on queries, keys and values of a model (default: the
+embedded one).
 """
 
 import sys
