@@ -84,11 +84,10 @@ def packed_fields(of: FoldedLayer, row: int) -> list[Fields]:
     """The packed bytes of one sequence: keys' and values' fields over all of its blocks."""
     blocks = of.packed[row] // of.block
     sides = []
-    for side in ("keys", "values"):
-        names = getattr(of.slabs[0], side) if of.slabs else {}
-        sides.append(
-            {n: torch.cat([getattr(s, side)[n][row] for s in of.slabs], 1)[:, :blocks] for n in names if blocks}
-        )
+    for side, form in (("keys", of.key_format), ("values", of.value_format)):
+        names = getattr(of.slabs[0], side) if of.slabs and blocks else {}
+        whole = {n: torch.cat([getattr(s, side)[n] for s in of.slabs], 2) for n in names}
+        sides.append({n: t[row] for n, t in form.take(whole, blocks).items()})
     return sides
 
 

@@ -15,7 +15,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from kvfold import kernels
 from kvfold.cache import AnyLayer, FoldedCache, FoldedLayer, warn_once
 from kvfold.errors import KVFoldError, MethodError, UnsupportedModelError
-from kvfold.methods import LayerSpec, Method, get
+from kvfold.formats.paged import plain
+from kvfold.methods import DEFAULT_METHOD, LayerSpec, Method, get
 from kvfold.rope import Rope, find_rotary_module, rope_of
 
 IMPLEMENTATION = "kvfold"
@@ -141,7 +142,11 @@ AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
 
 
 def fold(
-    model: PreTrainedModel, method: str | Method, *, kernel: str | None = None, max_length: int | None = None
+    model: PreTrainedModel,
+    method: str | Method = DEFAULT_METHOD,
+    *,
+    kernel: str | None = None,
+    max_length: int | None = None,
 ) -> FoldedCache:
     """Make a folded cache for ``model`` and switch the model's attention to the one that reads it.
 
@@ -185,7 +190,7 @@ def fold(
             layers.append(item.own)
         else:
             kernels.choose(
-                method.key_format(item.spec),
+                plain(method.key_format(item.spec)),
                 method.value_format(item.spec),
                 model.device,
                 method.pre_rope,
@@ -271,7 +276,7 @@ def _packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: s
 
     def rank(spec: LayerSpec) -> int:
         try:
-            formats = method.key_format(spec), method.value_format(spec)
+            formats = plain(method.key_format(spec)), method.value_format(spec)
             choice = kernels.choose(*formats, device, method.pre_rope, kernel, spec.dtype)
         except KVFoldError:  # the named kernel does not read this order
             return len(kernels.REGISTRY)
@@ -295,8 +300,7 @@ def _check_shapes(method: Method, spec: LayerSpec) -> None:
     try:
         method.key_format(spec)
         method.value_format(spec)
-        if hasattr(method, "slice_width"):
-            method.slice_width(spec.head_dim)
+        method.slice_width(spec.head_dim)
     except MethodError:
         raise
     except ValueError as error:

@@ -19,10 +19,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from kvfold import kernels
 from kvfold.errors import CacheStateError
-from kvfold.formats import AffineGroups, Fields
+from kvfold.following import Following
+from kvfold.formats import AffineGroups, Fields, Format, PagedFormat
+from kvfold.formats.paged import norms, plain
 from kvfold.graph import StaticLengths
 from kvfold.kernels import AttentionCall, Span, Windows
-from kvfold.methods import LayerSpec, Method, Observation, State
+from kvfold.methods import LayerSpec, Method
 from kvfold.methods.base import PIECE, finite
 
 AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
@@ -33,7 +35,7 @@ Rows = slice | torch.Tensor
 
 @dataclass
 class Slab:
-    """Packed storage of blocks ``first`` to ``first + blocks`` of every sequence."""
+    """Packed storage of blocks ``first`` to ``first + blocks`` of every sequence; whole pages, where formats have pages."""
 
     first: int
     blocks: int
@@ -75,7 +77,8 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
         return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
     from kvfold.kernels import encode
 
-    keys, values, width = method.key_format(spec), method.value_format(spec), method.slice_width(spec.head_dim)
+    keys, values = plain(method.key_format(spec)), method.value_format(spec)
+    width = method.slice_width(spec.head_dim)
     for side, form, cut in (("keys", keys, width), ("values", values, None)):
         if why := encode.why_not(form, device, cut):
             return Encoder("torch", f"{side}: {why}")
@@ -135,6 +138,10 @@ class FoldedLayer(CacheLayerMixin):
         self.kernel_name, self.max_length = kernel, max_length
         self.key_format, self.value_format = method.key_format(spec), method.value_format(spec)
         self.block = method.block
+        self.page_blocks = max(
+            [form.page // form.block for form in (self.key_format, self.value_format) if isinstance(form, PagedFormat)]
+            + [1]
+        )
         self.recording = False
         self._clear()
 
@@ -144,12 +151,12 @@ class FoldedLayer(CacheLayerMixin):
         self.packed: list[int] = []  # tokens in packed storage
         self.prompt: list[int] = []  # tokens of the first call
         self.first_position: list[int] = []  # position of a sequence's first token
-        self.ready: list[bool] = []  # whether a sequence's state is fixed
-        self.state: State = {}
+        self.following = Following(self.method, self.spec)
+        self.fixed: list[bool] = []  # whether the statistics of a whole sequence are there, if its format has any
+        self.shared: tuple[Fields, Fields] = ({}, {})  # these statistics, of keys and of values
         self.slabs: list[Slab] = []
         self.sink: tuple[torch.Tensor, torch.Tensor] | None = None
         self.ring: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.queries: torch.Tensor | None = None  # of the first tokens, until the state is fixed
         self.calls: list[tuple[int, torch.Tensor | None]] = []  # columns and their validity, for crop
         self.longest = 1  # call that was written to the windows before attending, in tokens
         self.pending = False
@@ -162,12 +169,14 @@ class FoldedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch = key_states.shape[0]
         self.dtype, self.device = key_states.dtype, key_states.device
+        formats = plain(self.key_format), self.value_format
         self.kernel = kernels.choose(
-            self.key_format, self.value_format, self.device, self.method.pre_rope, self.kernel_name, self.dtype
+            *formats, self.device, self.method.pre_rope, self.kernel_name, self.dtype
         ).kernel
         self.encoder = choose_encoder(self.method, self.spec, self.device)
         self.lens, self.packed, self.prompt = [0] * batch, [0] * batch, [0] * batch
-        self.first_position, self.ready = [0] * batch, [False] * batch
+        self.first_position, self.fixed = [0] * batch, [not self._of_sequence] * batch
+        self.following.start(batch, self.dtype, self.device)
         self.sink = self._dense(batch, self.method.sink)
         self.ring = self._dense(batch, 0)
         self.is_initialized = True
@@ -196,6 +205,11 @@ class FoldedLayer(CacheLayerMixin):
         self.pending = True
         key_states._kvfold_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
+
+    @property
+    def _of_sequence(self) -> bool:
+        """Whether a format has statistics of a whole sequence."""
+        return any(isinstance(form, PagedFormat) and not form.page for form in (self.key_format, self.value_format))
 
     def _own(self) -> None:
         """Refuse to go on where a decode graph keeps the lengths, and the addresses, of what the layer holds."""
@@ -286,13 +300,13 @@ class FoldedLayer(CacheLayerMixin):
         assert self.sink is not None and self.ring is not None
         rows = query.float().unflatten(1, (self.spec.num_kv_heads, -1)).flatten(2, 3)
         longest = max(self.packed)
-        packed_queries, bias = self.method.project_queries(rows, self.state, self.spec) if longest else (None, None)
+        packed_queries, bias = self.project(rows) if longest else (None, None)
         return AttentionCall(
             rows=rows,
             packed_queries=packed_queries,
             packed_bias=bias,
             scale=scale,
-            key_format=self.key_format,
+            key_format=plain(self.key_format),
             value_format=self.value_format,
             spans=self.spans(longest // self.block),
             packed_len=self.lengths.packed,
@@ -306,19 +320,41 @@ class FoldedLayer(CacheLayerMixin):
             unproject=self._unproject if self.method.maps_values else None,
         )
 
+    def project(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries as stored keys meet them, where statistics belong to whole sequences; see :func:`plain`.
+
+        Parameters
+        ----------
+        queries : Tensor, float32 or the model's dtype [batch, num_kv_heads, rows, head_dim]
+
+        Returns
+        -------
+        projected : Tensor, float32, of the same shape; or ``queries`` itself
+        bias : Tensor or None, float32 [batch, num_kv_heads, rows]
+            The score of a query and a packed key is ``projected . decoded + bias``.
+        """
+        if plain(self.key_format) is self.key_format:
+            return queries, None
+        shared, bias = self.shared[0], None
+        if "mean" in shared:
+            bias = (queries * shared["mean"].float()).sum(-1)
+        return (queries * norms(shared["norm"]) if "norm" in shared else queries), bias
+
     def _unproject(self, values: torch.Tensor) -> torch.Tensor:
-        return self.method.unproject_values(values, self.state, self.spec)
+        return self.method.unproject_values(values, self.spec)
 
     def spans(self, blocks: int | None = None) -> list[Span]:
         """Packed storage: all of it, or what holds the first ``blocks`` blocks."""
+        formats = self.key_format, self.value_format
         found = []
         for slab in self.slabs:
             used = slab.blocks if blocks is None else min(slab.blocks, blocks - slab.first)
             if used > 0:
-                keys, values = slab.keys, slab.values
-                if used < slab.blocks:
-                    keys, values = ({n: t[:, :, :used] for n, t in f.items()} for f in (keys, values))
-                found.append(Span(slab.first * self.block, keys, values))
+                sides = [
+                    form.take(side, used) | shared
+                    for form, side, shared in zip(formats, (slab.keys, slab.values), self.shared, strict=True)
+                ]
+                found.append(Span(slab.first * self.block, *sides))
         return found
 
     def windows(self, lengths: Any = None) -> Windows:
@@ -339,13 +375,8 @@ class FoldedLayer(CacheLayerMixin):
 
     def writes_first(self, tokens: int, valid: torch.Tensor | None) -> bool:
         """Whether a call of ``tokens`` new ones can be written to the windows before attending, so that one kernel reads
-        everything: few tokens, no padding, something packed, and a state that does not wait for them."""
-        return (
-            tokens <= self.kernel.in_place_tokens
-            and valid is None
-            and bool(self.slabs)
-            and (not self.method.stateful or all(self.ready))
-        )
+        everything: few tokens, no padding, something packed, and no statistics that wait for them."""
+        return tokens <= self.kernel.in_place_tokens and valid is None and bool(self.slabs) and all(self.fixed)
 
     def decoded(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of a sequence as attention sees them, float32 [num_kv_heads, len, head_dim]."""
@@ -367,10 +398,9 @@ class FoldedLayer(CacheLayerMixin):
         for span in self.spans(-(-stop // self.block)):
             keys.append(self.key_format.decode({n: t[row : row + 1] for n, t in span.keys.items()}))
             values.append(self.value_format.decode({n: t[row : row + 1] for n, t in span.values.items()}))
-        state = {n: t[row : row + 1] for n, t in self.state.items()}
         stored = torch.cat(keys, -2)[:, :, start:stop]
-        restored = self.method.restore_keys(stored, state, self.spec, self._positions([row], start, stop))
-        decoded = self.method.unproject_values(torch.cat(values, -2)[:, :, start:stop], state, self.spec)
+        restored = self.method.restore_keys(stored, self.spec, self._positions([row], start, stop))
+        decoded = self.method.unproject_values(torch.cat(values, -2)[:, :, start:stop], self.spec)
         return restored[0], decoded[0]
 
     # ---- appending ---------------------------------------------------------------------------------------------------
@@ -415,6 +445,9 @@ class FoldedLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """A decode step that decides nothing on the host (see :mod:`kvfold.graph`); returns like ``query``."""
         self.pending = False
+        if self.following.ring is not None:
+            assert lengths.slots is not None
+            self.following.ring.scatter_(2, lengths.slots.expand(-1, *query.shape[1:]), query)
         self._close(key, value, lengths.before)
         return self.kernel.attend_in_place(self, query, scale, lengths.after)
 
@@ -431,7 +464,7 @@ class FoldedLayer(CacheLayerMixin):
             self.ring,
             self.method.recent,
             slab.keys,
-            self.key_format,
+            plain(self.key_format),
             slab.values,
             self.value_format,
             self._transform(slice(None)),
@@ -451,11 +484,24 @@ class FoldedLayer(CacheLayerMixin):
     def leave_static(self, steps: int) -> None:
         """After ``steps`` decoded tokens: close what is due and count again on the host."""
         assert self.static is not None
+        self.follow_static(steps)
         self._close(None, None, self.static.before)
         self.static = self.static_boundary = None
         self.lens = [n + steps for n in self.lens]
         self.packed = [max(p, self.packed_length(n)) for n, p in zip(self.lens, self.packed, strict=True)]
+        self.following.kept = [max(k, n - self.following.slots) for k, n in zip(self.following.kept, self.lens, strict=True)]
         self._log_columns(steps, None)
+
+    def follow_static(self, steps: int) -> None:
+        """Within a decode graph, after ``steps`` decoded tokens: make the encoder's states that are due now, in place."""
+        if self.following.ring is None:
+            return
+        for row, before in enumerate(self.lens):
+            tokens = before + steps
+            if at := self.following.latest(tokens):
+                nothing = self.following.ring[:1, :, :0]
+                self.following.kept[row] = max(self.following.kept[row], tokens - self.following.slots)
+                self.following.make([row], at, tokens, nothing, tokens, self.first_position)
 
     def pack_due(self) -> None:
         """Pack the blocks that became full, from the ring."""
@@ -467,9 +513,8 @@ class FoldedLayer(CacheLayerMixin):
                 if due > packed and not self.recording:
                     some, old = self._rows(group, rows, ids), self.lens[group[0]] - sink
                     none, nothing = (t[some, :, :0] for t in self.ring)
-                    self._encode(group, some, none, nothing, packed, old, due)
-                    for row in group:
-                        self.packed[row] = due
+                    self._pack(group, some, none, nothing, None, packed, old, due)
+            self._follow(ids, self.lens[ids[0]], None)
 
     def _groups(self, valid: torch.Tensor | None, tokens: int) -> Iterator[tuple[list[int], Rows, Rows]]:
         """Sequences that can be handled together: same length so far, same real columns among the new ones."""
@@ -488,8 +533,6 @@ class FoldedLayer(CacheLayerMixin):
 
     def packed_length(self, tokens: int) -> int:
         """How many tokens of a sequence of ``tokens`` are packed."""
-        if self.method.stateful and tokens < self.method.warmup:
-            return 0
         return max(0, (tokens - self.method.sink - self.method.recent) // self.block * self.block)
 
     def _append(
@@ -512,8 +555,6 @@ class FoldedLayer(CacheLayerMixin):
             stop = min(after, sink)
             for window, new in zip(self.sink, (key, value), strict=True):
                 window[rows, :, before:stop] = new[:, :, : stop - before]
-        self._keep_queries(rows, query, before)
-
         # indices from here on count from the end of the sink
         old, new_stop = max(before - sink, 0), max(after - sink, 0)
         key, value = key[:, :, max(sink - before, 0) :], value[:, :, max(sink - before, 0) :]
@@ -521,7 +562,23 @@ class FoldedLayer(CacheLayerMixin):
             self._take(group, self._rows(group, rows, ids), key, value, query, old, new_stop, ids, pack)
             for row in group:
                 self.lens[row] = after
+        if pack:
+            self._follow(ids, after, query)
+        self.following.remember(ids, rows, query, before)
         self._shrink_ring()
+
+    def _follow(self, ids: list[int], tokens: int, query: torch.Tensor | None) -> None:
+        """Make the encoder's state of the last boundary, before the queries it is made of are forgotten."""
+        if at := self.following.latest(tokens):
+            self._make(ids, at, tokens, query)
+
+    def _make(self, ids: list[int], at: int, tokens: int, query: torch.Tensor | None) -> None:
+        """See :meth:`Following.make`; ``query``: of the newest tokens, None where the ring has them all."""
+        if not self.following.active or all(self.following.made[row] == at for row in ids):
+            return
+        if query is None:
+            query = torch.empty(len(ids), self.spec.num_heads, 0, self.spec.head_dim, device=self.device)
+        self.following.make(ids, at, tokens, query, tokens - query.shape[-2], self.first_position)
 
     def _alike(self, ids: list[int]) -> list[list[int]]:
         """Sequences of one length split by what is packed (they differ after a crop) and by where their prompt ends."""
@@ -559,14 +616,31 @@ class FoldedLayer(CacheLayerMixin):
         due = self.packed_length((old if self.recording else stop) + self.method.sink)
         due = max(packed, due) if pack else packed
         if due > packed:
-            if self.method.stateful:
-                self._fix_state(ids, rows, key, value, query, packed, old)
-            self._encode(ids, rows, key, value, packed, old, due)
-            for row in ids:
-                self.packed[row] = due
+            self._pack(ids, rows, key, value, query, packed, old, due)
         keep = max(due, old)
         self._fit_ring(stop - due)
         self._write_ring(rows, keep, stop, key[:, :, keep - old :], value[:, :, keep - old :])
+
+    def _pack(
+        self,
+        ids: list[int],
+        rows: Rows,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query: torch.Tensor | None,
+        start: int,
+        old: int,
+        stop: int,
+    ) -> None:
+        """Pack tokens ``start`` to ``stop``; those up to ``old`` lie in the ring, ``key``, ``value`` and ``query`` follow."""
+        tokens = old + self.method.sink + key.shape[-2]
+        self._fix(ids, rows, key, value, start, old)
+        for end, at in self.following.segments(start, stop):
+            self._make(ids, at, tokens, query)
+            self._encode(ids, rows, key, value, start, old, end)
+            start = end
+        for row in ids:
+            self.packed[row] = stop
 
     def _encode(
         self, ids: list[int], rows: Rows, key: torch.Tensor, value: torch.Tensor, start: int, old: int, stop: int
@@ -599,16 +673,41 @@ class FoldedLayer(CacheLayerMixin):
         prompt: bool,
     ) -> None:
         """With the method's own operations, on float32 copies of :data:`~kvfold.methods.base.PIECE` at a time."""
-        state = {name: t[rows] for name, t in self.state.items()}
+        state = self.following.of(rows)
         for low in range(start, stop, PIECE // self.block * self.block):
             high = min(low + PIECE // self.block * self.block, stop)
             k, v = (finite(t) for t in self._read(rows, key, value, low, old, high))
-            keys = self.method.encode_keys(k, state, self.spec, self._positions(ids, low, high), prompt)
-            values = self.method.encode_values(v, state, self.spec, prompt)
-            part = slice(low // self.block - slab.first, high // self.block - slab.first)
+            first, last = low // self.block - slab.first, high // self.block - slab.first
+            pages = [
+                self._statistics(form, fields, shared, rows, x, first, last)
+                for form, fields, shared, x in zip(
+                    (self.key_format, self.value_format), (slab.keys, slab.values), self.shared, (k, v), strict=True
+                )
+            ]
+            keys = self.method.encode_keys(k, state, self.spec, self._positions(ids, low, high), prompt, pages[0])
+            values = self.method.encode_values(v, state, self.spec, prompt, pages[1])
             for target, source in ((slab.keys, keys), (slab.values, values)):
-                for name, tensor in target.items():
-                    tensor[rows, :, part] = source[name]
+                for name, tensor in source.items():
+                    target[name][rows, :, first:last] = tensor
+
+    def _statistics(
+        self, form: Format, fields: Fields, shared: Fields, rows: Rows, x: torch.Tensor, first: int, last: int
+    ) -> Fields | None:
+        """Statistics of the pages of blocks ``first`` to ``last`` of a slab, ``x``; those of pages that begin here are made
+        and stored. None where the format has none."""
+        if not isinstance(form, PagedFormat):
+            return None
+        if not form.page:
+            return {name: t[rows] for name, t in shared.items()}
+        per_page = form.page // form.block
+        begun = -(-first // per_page)  # the first page that begins here
+        if begun * per_page < last:
+            blocks = form.first_of_pages(x[:, :, (begun * per_page - first) * form.block :])
+            for name, tensor in form.statistics(blocks).items():
+                fields[name][rows, :, begun : begun + tensor.shape[2]] = tensor
+        page = first // per_page
+        used = {name: fields[name][rows, :, page : -(-last // per_page)] for name in form.page_fields()}
+        return form.spread(used, first - page * per_page, last - first)
 
     def _encode_by_kernel(
         self,
@@ -654,7 +753,7 @@ class FoldedLayer(CacheLayerMixin):
         if isinstance(rows, torch.Tensor):
             index, rows = rows, slice(None)
         for form, x, fields, how in zip(
-            (self.key_format, self.value_format),
+            (plain(self.key_format), self.value_format),
             source,
             (slab.keys, slab.values),
             (self._transform(rows), None),
@@ -676,10 +775,10 @@ class FoldedLayer(CacheLayerMixin):
         """What the kernels do to keys before they encode them."""
         from kvfold.kernels.encode import KeyTransform
 
-        mean, norm, update = (
-            self.state[name][rows] if name in self.state else None for name in ("mean", "norm", "update")
-        )
-        return KeyTransform(mean=mean, norm=norm, update=update)
+        shared, update = self.shared[0], self.following.state.get("update")
+        mean = shared["mean"][rows, :, 0].float() if "mean" in shared else None
+        norm = norms(shared["norm"][rows, :, 0]) if "norm" in shared else None
+        return KeyTransform(mean=mean, norm=norm, update=None if update is None else update[rows])
 
     def _read(
         self, rows: Rows, key: torch.Tensor, value: torch.Tensor, start: int, old: int, stop: int
@@ -699,64 +798,35 @@ class FoldedLayer(CacheLayerMixin):
         wanted = max(blocks - have, have // 8)
         if self.max_length is not None and not have:
             wanted = max(wanted, self.packed_length(self.max_length) // self.block)
+        wanted = -(-wanted // self.page_blocks) * self.page_blocks
         formats = (self.key_format, self.value_format)
         fields = [f.allocate(len(self.lens), self.spec.num_kv_heads, wanted, self.device) for f in formats]
         self.slabs.append(Slab(have, wanted, *fields))
 
-    def _fix_state(
-        self,
-        ids: list[int],
-        rows: Rows,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        query: torch.Tensor,
-        start: int,
-        old: int,
+    def _fix(
+        self, ids: list[int], rows: Rows, key: torch.Tensor, value: torch.Tensor, start: int, old: int
     ) -> None:
-        """Compute the state of sequences that pack for the first time; one by one, so that none depends on another."""
-        if all(self.ready[row] for row in ids):
+        """Take the statistics of whole sequences that pack for the first time, each from all of its tokens by now."""
+        if all(self.fixed[row] for row in ids):
             return
-        warmup, sink = self.method.warmup, self.method.sink
-        seen = max(warmup - sink, self.block) if warmup else old - start + key.shape[-2]
-        keys, values = self._read(rows, key, value, start, old, start + seen)
-        for i, row in enumerate(ids):
-            if self.ready[row]:
+        for row, (k, v) in zip(ids, self._each(ids, rows, key, value, start, old), strict=True):
+            if self.fixed[row]:
                 continue
-            first = self.first_position[row]
-            key_positions = torch.arange(first + sink, first + sink + seen, device=self.device).unsqueeze(0)
-            kept, asked = (
-                (self.queries[row : row + 1], 0) if warmup and self.queries is not None else (None, self.lens[row])
-            )
-            queries = query[i : i + 1] if kept is None else kept
-            query_positions = torch.arange(
-                first + asked, first + asked + queries.shape[-2], device=self.device
-            ).unsqueeze(0)
-            observation = Observation(
-                keys[i : i + 1],
-                values[i : i + 1],
-                queries if self.method.needs_queries else None,
-                key_positions,
-                query_positions,
-            )
-            for name, tensor in self.method.observe(observation, self.spec).items():
-                if name not in self.state:
-                    self.state[name] = torch.zeros(
-                        len(self.lens), *tensor.shape[1:], dtype=tensor.dtype, device=self.device
-                    )
-                self.state[name][row] = tensor[0]
-            self.ready[row] = True
-        if all(self.ready):
-            self.queries = None
+            self.fixed[row] = True
+            for form, shared, x in zip((self.key_format, self.value_format), self.shared, (k, v), strict=True):
+                if isinstance(form, PagedFormat) and not form.page:
+                    for name, tensor in form.statistics(finite(x).unsqueeze(2)).items():
+                        if name not in shared:
+                            shared[name] = tensor.new_zeros(len(self.lens), *tensor.shape[1:])
+                        shared[name][row] = tensor[0]
 
-    def _keep_queries(self, rows: Rows, query: torch.Tensor, before: int) -> None:
-        """Keep the queries of the first ``warmup`` tokens until a state is computed from them."""
-        count = min(self.method.warmup - before, query.shape[-2])
-        if not self.method.needs_queries or count <= 0:
-            return
-        if self.queries is None:
-            shape = (len(self.lens), query.shape[1], self.method.warmup, query.shape[-1])
-            self.queries = torch.empty(shape, dtype=query.dtype, device=query.device)
-        self.queries[rows, :, before : before + count] = query[:, :, :count]
+    def _each(
+        self, ids: list[int], rows: Rows, key: torch.Tensor, value: torch.Tensor, start: int, old: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Unpacked keys and values of each sequence, sink aside: [1, num_kv_heads, tokens, head_dim]."""
+        keys, values = self._read(rows, key, value, start, old, old + key.shape[-2])
+        for i in range(len(ids)):
+            yield keys[i : i + 1], values[i : i + 1]
 
     # ---- the ring of recent tokens: token t, counted from the end of the sink, lies in slot t mod capacity -----------
 
@@ -876,9 +946,9 @@ class FoldedLayer(CacheLayerMixin):
                 self._write_ring(slice(row, row + 1), whole, body, *(t.unsqueeze(0).to(self.dtype) for t in tail))
             self.packed[row] = whole
         self.lens[row] = length
-        kept_queries = self.method.needs_queries and length > 0
-        if not self.packed[row] and length < self.method.warmup and not kept_queries:
-            self.ready[row] = False  # nothing depends on the statistics any more; they will be those of what follows
+        self.following.truncate(row, length, self.packed[row])
+        if not self.packed[row] and self._of_sequence:
+            self.fixed[row] = False  # nothing depends on the statistics any more; they will be those of what follows
 
     def _select(self, rows: list[int], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the batch: ``rows`` says which old sequence each new one is, ``pick`` does it to a tensor."""
@@ -886,12 +956,13 @@ class FoldedLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         assert self.sink is not None and self.ring is not None
-        for name in ("lens", "packed", "prompt", "first_position", "ready"):
+        for name in ("lens", "packed", "prompt", "first_position", "fixed"):
             setattr(self, name, [getattr(self, name)[row] for row in rows])
-        self.state = {name: pick(t) for name, t in self.state.items()}
+        self.following.select(rows, pick)
+        keys, values = ({name: pick(t) for name, t in side.items()} for side in self.shared)
+        self.shared = (keys, values)
         self.sink = (pick(self.sink[0]), pick(self.sink[1]))
         self.ring = (pick(self.ring[0]), pick(self.ring[1]))
-        self.queries = pick(self.queries) if self.queries is not None else None
         self.calls = [(n, valid if valid is None else pick(valid)) for n, valid in self.calls]
         for slab in self.slabs:
             slab.keys = {name: pick(t) for name, t in slab.keys.items()}
@@ -901,8 +972,9 @@ class FoldedLayer(CacheLayerMixin):
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor the layer owns, by what it is for: packed, windows, state."""
-        windows = [*(self.sink or ()), *(self.ring or ()), *([self.queries] if self.queries is not None else [])]
-        state = list(self.state.values())
+        kept = self.following.ring
+        windows = [*(self.sink or ()), *(self.ring or ()), *([kept] if kept is not None else [])]
+        state = [*self.following.state.values(), *(t for side in self.shared for t in side.values())]
         if self.is_initialized:
             state += [valid for _, valid in self.calls if valid is not None]
         return {"packed": [t for slab in self.slabs for t in slab.tensors()], "windows": windows, "state": state}
@@ -977,8 +1049,11 @@ class FoldedCache(Cache):
             layer._own()
             tokens = sum(layer.packed)
             elements += 2 * layer.spec.num_kv_heads * layer.spec.head_dim * tokens
-            per_block = layer.key_format.block_bytes + layer.value_format.block_bytes
-            bits += 8 * layer.spec.num_kv_heads * per_block * tokens / layer.block
+            for form in (layer.key_format, layer.value_format):
+                stored = form.block_bytes * (tokens // layer.block)
+                if isinstance(form, PagedFormat) and form.page:
+                    stored += form.page_bytes * sum(form.pages(n // layer.block) for n in layer.packed)
+                bits += 8 * layer.spec.num_kv_heads * stored
         sizes = self.nbytes()
         bits += 8 * (sizes["state"] + (sizes["tables"] if tables else 0))
         return bits / elements if elements else float("nan")

@@ -479,7 +479,7 @@ def list_methods(json_path: str | None) -> None:
             {
                 "name": name,
                 "summary": kind.summary,
-                "paper": kind.paper,
+                "paper": kind.source,
                 "url": kind.url,
                 "effective_bits": kind().effective_bits(head_dim=128),
                 "options": {key: default for key, (_, default) in methods.options_of(kind).items()},

@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 from kvfold import kernels
 from kvfold.attention import plan_layers
 from kvfold.cache import choose_encoder
-from kvfold.methods import Method, get
+from kvfold.formats import Format, PagedFormat
+from kvfold.formats.paged import plain
+from kvfold.methods import DEFAULT_METHOD, Method, get
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Explanation:
         return dataclasses.asdict(self)
 
 
-def explain(model: PreTrainedModel, method: str | Method) -> Explanation:
+def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Explanation:
     """Say what ``fold(model, method)`` would do.
 
     Raises
@@ -62,6 +64,7 @@ def explain(model: PreTrainedModel, method: str | Method) -> Explanation:
     packed = full = 0.0
     tables: dict[int, int] = {}
     limits: dict[str, str] = {}
+    formats: list[Format] = []
     for index, item in enumerate(plan_layers(model, method)):
         if item.spec is None:
             rows.append(
@@ -72,7 +75,8 @@ def explain(model: PreTrainedModel, method: str | Method) -> Explanation:
             continue
         spec = item.spec
         keys, values = method.key_format(spec), method.value_format(spec)
-        choice = kernels.choose(keys, values, model.device, method.pre_rope, dtype=model.dtype)
+        formats += [keys, values]
+        choice = kernels.choose(plain(keys), values, model.device, method.pre_rope, dtype=model.dtype)
         windows = f"sink {method.sink}, recent {method.recent} to {method.recent + method.block - 1}"
         rows.append(
             LayerReport(
@@ -91,18 +95,28 @@ def explain(model: PreTrainedModel, method: str | Method) -> Explanation:
         if choice.kernel.limits:
             limits[choice.kernel.name] = choice.kernel.limits
         tables.update((t.data_ptr(), t.nbytes) for t in method.tables(spec, model.device).values())
-        packed += spec.num_kv_heads * (keys.block_bytes + values.block_bytes) / method.block
+        packed += spec.num_kv_heads * spec.head_dim * (keys.bits + values.bits) / 8
         full += 2 * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize
     notes += [f"kernel {name}: {text}" for name, text in limits.items()]
     notes += [f"encoded by {text}" for text in sorted({row.encoder for row in rows if row.folded})]
     kept = [r for r in rows if not r.folded]
     if kept:
         notes.append(f"{len(kept)} of {len(rows)} layers stay in full precision: {sorted({r.reason for r in kept})}")
-    if method.center:
-        notes.append("center: a mean of the first tokens' keys is subtracted; attention is unchanged by it")
-    if method.stateful:
-        first = f"{method.warmup} tokens" if method.warmup else "call that fills a block"
-        notes.append(f"warmup: a sequence's first {first} fix its statistics; nothing is packed before")
+    pages = {form.page for form in formats if isinstance(form, PagedFormat)}
+    if pages - {0}:
+        notes.append(
+            "statistics (means, norms, bases) belong to pages of 128 tokens, are taken of a page's first block, and are stored "
+            "in the page; attention is unchanged by a mean of keys"
+        )
+    if 0 in pages:
+        notes.append("paper=true: statistics belong to the sequence, from all tokens of the call that first packs")
+    if method.query_window and not method.paper:
+        notes.append(
+            f"the encoder follows the queries: its state is made anew at 128, 256, 512, ... tokens, from the newest "
+            f"{method.query_window}; attention never reads it"
+        )
+    elif method.query_window:
+        notes.append("paper=true: the encoder's state comes from the queries before the first packing, once")
     if method.pre_rope:
         notes.append("keys are stored before RoPE and rotated as they are read")
     if tables:

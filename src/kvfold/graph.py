@@ -27,6 +27,10 @@ class StaticLengths:
 
     before: "Lengths"
     after: "Lengths"
+    slots: torch.Tensor | None = None
+    """Where the step's queries go in the rings that encoders follow, int64 [batch, 1, 1, 1]; None: nobody keeps queries."""
+    ring: int = 0
+    """Slots of these rings."""
     steps: int = 0
     """Steps replayed so far, for the host."""
     running: bool = False
@@ -35,6 +39,8 @@ class StaticLengths:
     def begin(self, tokens: int, sink: int, recent: int, block: int) -> None:
         """Compute the lengths after a step of ``tokens`` (on the device)."""
         before, after = self.before, self.after
+        if self.slots is not None:
+            self.slots.copy_((before.total % self.ring).view(-1, 1, 1, 1))
         due = (before.total - sink - recent).clamp_min(0).div(block, rounding_mode="floor") * block
         after.packed.copy_(torch.maximum(before.packed, due))
         after.total.copy_(before.total + tokens)
@@ -48,12 +54,9 @@ class StaticLengths:
 
 
 def is_packed(layer: "FoldedLayer") -> bool:
-    """Whether a layer has packed storage, and the state of every sequence: what a graph is captured with.
-
-    A sequence that was cut below ``warmup`` packs nothing until it is as long again; a graph does not know that.
-    """
-    fixed = not layer.method.stateful or (all(layer.ready) and min(layer.lens, default=0) >= layer.method.warmup)
-    return bool(layer.slabs) and fixed
+    """Whether a layer has packed storage, and what it needs of every sequence: what a graph is captured with."""
+    waits = layer.method.paper and layer.following.active and not all(layer.following.made)
+    return bool(layer.slabs) and all(layer.fixed) and not waits
 
 
 def why_not(layer: "FoldedLayer", room: int) -> str | None:
@@ -115,6 +118,9 @@ class DecodeGraph:
         sink = self.method.sink
         before, after = (Lengths.of(first.lens, first.packed, sink, first.device) for _ in range(2))
         self.lengths = StaticLengths(before, after)
+        if first.following.ring is not None:
+            self.lengths.ring = first.following.slots
+            self.lengths.slots = torch.zeros(len(first.lens), 1, 1, 1, dtype=torch.int64, device=first.device)
         self.ids = torch.zeros(len(first.lens), 1, dtype=torch.long, device=first.device)
         self.positions = torch.tensor([[n] for n in first.lens], device=first.device)
         try:
@@ -195,6 +201,8 @@ class DecodeGraph:
         self.ids.copy_(ids)
         if positions is not None:
             self.positions.copy_(positions)
+        for layer in self.cache.folded:
+            layer.follow_static(self.steps)
         self.graph.replay()
         self.lengths.steps += 1
         return self.logits

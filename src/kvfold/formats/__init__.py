@@ -2,23 +2,36 @@
 
 from kvfold.formats.affine import AffineGroups
 from kvfold.formats.base import Fields, Format
+from kvfold.formats.basis import Basis, Hadamard, Rotation, Sketch
 from kvfold.formats.dense import Dense
 from kvfold.formats.lookup import Lookup
+from kvfold.formats.lowrank import LowRank
 from kvfold.formats.mixed import MixedTokens
 from kvfold.formats.outliers import Outliers
+from kvfold.formats.paged import PAGE, Paged, PagedFormat
 from kvfold.formats.residual import ResidualCodes
-from kvfold.formats.sketch import SignSketch
-from kvfold.formats.stack import Stack
+from kvfold.formats.sketch import SignSketch, SketchedResidual, SplitSketch
+from kvfold.formats.uniform import UniformTokens
 
 __all__ = [
+    "PAGE",
     "AffineGroups",
+    "Basis",
     "Dense",
     "Fields",
     "Format",
+    "Hadamard",
     "Lookup",
+    "LowRank",
     "MixedTokens",
     "Outliers",
+    "Paged",
+    "PagedFormat",
     "ResidualCodes",
+    "Rotation",
     "SignSketch",
-    "Stack",
+    "Sketch",
+    "SketchedResidual",
+    "SplitSketch",
+    "UniformTokens",
 ]

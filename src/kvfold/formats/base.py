@@ -40,7 +40,7 @@ class Format(ABC):
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> Fields:
-        """Encode vectors.
+        """Encode vectors. Formats may take options beside them.
 
         Parameters
         ----------
@@ -70,6 +70,10 @@ class Format(ABC):
     def bits(self) -> float:
         """Effective bits per element: everything stored, over the elements it stands for."""
         return 8 * self.block_bytes / (self.block * self.head_dim)
+
+    def take(self, fields: Fields, blocks: int) -> Fields:
+        """The first ``blocks`` blocks of stored fields, as views."""
+        return {name: t[:, :, :blocks] for name, t in fields.items()}
 
     def allocate(self, batch: int, heads: int, blocks: int, device: torch.device | str) -> Fields:
         """Uninitialized storage for ``blocks`` blocks."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvfold.formats import AffineGroups, Format
+from kvfold.formats.paged import plain
 from kvfold.kernels.base import AttentionCall, AttentionKernel, Windows
 
 if TYPE_CHECKING:
@@ -66,13 +67,14 @@ class GluonKernel(AttentionKernel):
     ) -> torch.Tensor:
         from kvfold.kernels.decode import decode_attention
 
-        assert isinstance(layer.key_format, AffineGroups) and isinstance(layer.value_format, AffineGroups)
+        keys, values = plain(layer.key_format), layer.value_format
+        assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
         rows = query.unflatten(1, (layer.spec.num_kv_heads, -1)).flatten(2, 3)
-        projected, bias = layer.method.project_queries(rows, layer.state, layer.spec)
+        projected, bias = layer.project(rows)
         return decode_attention(
             query,
-            layer.key_format,
-            layer.value_format,
+            keys,
+            values,
             layer.spans(),
             layer.windows(lengths),
             scale,

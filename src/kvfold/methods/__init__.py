@@ -8,6 +8,7 @@ import typing
 from kvfold.errors import MethodError
 from kvfold.methods.base import LayerSpec, Method, Observation, State
 from kvfold.methods.commvq import CommVQ
+from kvfold.methods.fold import Fold
 from kvfold.methods.gear import GEAR
 from kvfold.methods.innerq import InnerQ
 from kvfold.methods.kivi import KIVI
@@ -21,6 +22,7 @@ from kvfold.methods.zipcache import ZipCache
 
 METHODS: tuple[type[Method], ...] = (
     NoFolding,
+    Fold,
     KIVI,
     SQuat,
     SQuatPre,
@@ -37,43 +39,52 @@ METHODS: tuple[type[Method], ...] = (
 REGISTRY: dict[str, type[Method]] = {method.name: method for method in METHODS}
 
 PRESETS: dict[str, str] = {
-    "kivi+sink": "kivi:sink=32,recent=96",
-    "qjl_outliers": "qjl:outliers=8,early_layers=15",
+    # QJL, sec. 5: 8 outlier channels, more bits for the first 15 layers (docs/methods/qjl.md says how the sizes differ)
+    "qjl_outliers": "qjl:paper=true,outliers=8,early_layers=15",
     # SQuat, Appendix E.2: LongBench settings per model
-    "squat_longbench_llama2": "squat:rank=40,lam=0.001,channels=64",
-    "squat_longbench_llama3": "squat:rank=10,lam=0.0005,channels=64",
-    "squat_pre_longbench_llama2": "squat_pre:rank=5,lam=0.001,channels=32",
-    "squat_pre_longbench_llama3": "squat_pre:rank=60,lam=0.0005,channels=32",
-    "squat_pre_longbench_mistral": "squat_pre:rank=20,lam=0.0005,channels=64",
+    "squat_longbench_llama2": "squat:paper=true,rank=40,lam=0.001,channels=64",
+    "squat_longbench_llama3": "squat:paper=true,rank=10,lam=0.0005,channels=64",
+    "squat_pre_longbench_llama2": "squat_pre:paper=true,rank=5,lam=0.001,channels=32",
+    "squat_pre_longbench_llama3": "squat_pre:paper=true,rank=60,lam=0.0005,channels=32",
+    "squat_pre_longbench_mistral": "squat_pre:paper=true,rank=20,lam=0.0005,channels=64",
 }
 """Published settings that have a name of their own."""
 
+DEFAULT_METHOD = "fold"
+"""What ``kvfold.fold(model)``, ``generate`` and ``explain`` take when no method is named."""
+
 DEFAULT: tuple[str, ...] = (
+    "fold",
     "none",
-    "kivi:bits=4",
+    "fold:k_bits=2",
+    "fold:k_bits=4,v_bits=3",
     "kivi",
-    "kivi+sink",
+    "kivi:bits=4",
     "kivi:bits=1",
     "squat",
     "squat_pre",
     "innerq",
-    "innerq:center=false",
     "innerq:mode=sym",
     "innerq:mode=asym",
     "innerq:mode=hybrid_prefill",
-    "innerq:normalize=false",
     "qjl",
-    "qjl:center=false",
-    "qjl_outliers",
-    "qjl_outliers:center=false",
     "turboquant",
-    "turboquant:center=false",
+    "turboquant:bits=3",
     "turboquant:bits=3,residual=true",
     "gear",
     "gear:outliers=0.02",
     "zipcache",
+    "kivi:paper=true",
+    "squat:paper=true",
+    "squat_pre:paper=true",
+    "innerq:paper=true",
+    "qjl:paper=true",
+    "qjl_outliers",
+    "turboquant:paper=true",
+    "gear:paper=true",
+    "zipcache:paper=true",
 )
-"""What ``kvfold compare`` runs by default; the test suite runs over the same list."""
+"""What ``kvfold compare`` runs by default: every method at equal windows, then as published; the tests run over it too."""
 
 
 def get(spec: "str | Method") -> Method:
@@ -97,7 +108,8 @@ def get(spec: "str | Method") -> Method:
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise MethodError(f"method: {name!r} is not known{hint}; allowed: {', '.join(known)}")
     method = REGISTRY[name]
-    return method(**{**base, **_parse_options(method, options)})
+    given = {**base, **_parse_options(method, options)}
+    return method(**{**method.defaults(given.get("paper", False)), **given})
 
 
 def options_of(method: type[Method]) -> dict[str, tuple[str, object]]:
@@ -155,6 +167,7 @@ def _article(kind: type) -> str:
 
 __all__ = [
     "DEFAULT",
+    "DEFAULT_METHOD",
     "METHODS",
     "PRESETS",
     "REGISTRY",

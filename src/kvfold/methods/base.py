@@ -2,18 +2,20 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from kvfold.errors import MethodError
-from kvfold.formats import AffineGroups, Fields, Format
+from kvfold.formats import PAGE, AffineGroups, Basis, Fields, Format, Paged, PagedFormat
 from kvfold.formats.packing import PLANES, UNIT
 from kvfold.rope import Rope
 
 State = dict[str, torch.Tensor]
-"""A sequence's side data by name, each ``[batch, num_kv_heads, ...]``; computed once from its first tokens."""
+"""What a method's encoder knows of a sequence, by name, each ``[batch, num_kv_heads, ...]``. Decoding never reads it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,46 +59,31 @@ def finite(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Observation:
-    """The first tokens of one or more sequences, from which a method computes its per-sequence state.
-
-    :attr:`keys`, :attr:`values` and :attr:`queries` are float32 copies, made anew whenever they are asked for. Statistics of
-    all keys of a prompt need none: :meth:`key_mean`, :meth:`key_range`.
+    """Queries of one sequence, from which a method computes what its encoder needs.
 
     Parameters
     ----------
-    model_keys, model_values : Tensor [batch, num_kv_heads, tokens, head_dim]
-        In the model's dtype, after RoPE; padding and sink tokens excluded.
-    model_queries : Tensor or None [batch, num_heads, tokens + sink, head_dim]
-        After RoPE, sink tokens included; None unless the method sets ``needs_queries``.
-    key_positions, query_positions : Tensor, int64 [batch, tokens], [batch, tokens + sink]
+    model_queries : Tensor [1, num_heads, tokens, head_dim]
+        In the model's dtype, after RoPE.
+    positions : Tensor, int64 [1, tokens]
     """
 
-    model_keys: torch.Tensor
-    model_values: torch.Tensor
-    model_queries: torch.Tensor | None
-    key_positions: torch.Tensor
-    query_positions: torch.Tensor
+    model_queries: torch.Tensor
+    positions: torch.Tensor
 
     @property
-    def keys(self) -> torch.Tensor:
-        return finite(self.model_keys)
+    def queries(self) -> torch.Tensor:
+        """As a float32 copy."""
+        return finite(self.model_queries)
 
-    @property
-    def values(self) -> torch.Tensor:
-        return finite(self.model_values)
 
-    @property
-    def queries(self) -> torch.Tensor | None:
-        return None if self.model_queries is None else finite(self.model_queries)
+FIRST_BOUNDARY = 128
+"""Tokens of a sequence at which an encoder's state is made first where that is possible; then at 256, 512, 1,024, ..."""
 
-    def key_mean(self) -> torch.Tensor:
-        """Float32 [batch, num_kv_heads, head_dim]."""
-        parts = self.model_keys.split(PIECE, -2)
-        return torch.stack([finite(part).sum(-2) for part in parts]).sum(0) / self.model_keys.shape[-2]
 
-    def key_range(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Smallest and largest of every channel, float32 [batch, num_kv_heads, head_dim]."""
-        return finite(self.model_keys.amin(-2)), finite(self.model_keys.amax(-2))
+def boundary(tokens: int) -> int:
+    """The largest power of two that is not above a number of tokens: where the encoder's state was made last."""
+    return 1 << (tokens.bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -115,51 +102,62 @@ class Method(ABC):
         Newest tokens kept in full precision; they are packed in whole blocks once ``recent`` newer ones exist.
     group : int
         Elements that share a scale.
-    center : bool
-        Subtract a per-sequence, per-head, per-channel mean of the first tokens' keys before quantizing. Softmax ignores
-        the shift of all scores that this causes, so it costs one vector per head and changes nothing else.
-    warmup : int
-        Number of first tokens whose statistics fix a sequence's state (mean, norms, outlier channels, subspace).
-        Nothing is packed before they are there, so the cache does not depend on how calls were cut. 0: all tokens of
-        the call that first packs, as the papers have it.
+    center : {"page", "false"}
+        Subtract the mean of the keys of each page of 128 tokens before they are quantized, and add its product with the query
+        to the page's scores: exact, and constant channels (key biases) cost no codes any more.
+    paper : bool
+        The published method: its windows, no mean where it has none, and its statistics over the sequence's whole first
+        call. ``name:paper=true`` sets all options to the paper's that are not given.
     """
 
     bits: int = 2
     k_bits: int | None = None
     v_bits: int | None = None
-    sink: int = 0
-    recent: int = 128
+    sink: int = 32
+    recent: int = 96
     group: int = 32
-    center: bool = False
-    warmup: int = 256
+    center: str = "false"
+    paper: bool = False
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    paper: ClassVar[str]
+    source: ClassVar[str]
     url: ClassVar[str]
-    needs_queries: ClassVar[bool] = False
+    published: ClassVar[dict[str, Any]] = {"sink": 0, "recent": 128}
+    """Options of ``paper=true`` that differ from the defaults."""
+    bit_widths: ClassVar[tuple[int, ...]] = tuple(PLANES)
+    """What ``bits`` may be."""
+    centers: ClassVar[bool] = False
+    """Whether ``center=page`` is allowed."""
+    query_window: ClassVar[int] = 0
+    """Newest queries from which :meth:`observe` makes the encoder's state; 0: it needs none."""
     pre_rope: ClassVar[bool] = False
     maps_values: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in ("bits", "k_bits", "v_bits"):
-            value = getattr(self, field)
-            if value is not None and value not in PLANES:
+            value, allowed = getattr(self, field), self.bit_widths if field == "bits" else tuple(PLANES)
+            if value is not None and value not in allowed:
                 raise MethodError(
-                    f"{self.name}: {field}={value} is not allowed; allowed: {', '.join(map(str, PLANES))}"
+                    f"{self.name}: {field}={value} is not allowed; allowed: {', '.join(map(str, allowed))}"
                 )
-        for field in ("sink", "recent", "warmup"):
+        for field in ("sink", "recent"):
             if getattr(self, field) < 0:
                 raise MethodError(f"{self.name}: {field}={getattr(self, field)} is not allowed; allowed: 0 or more")
         if self.group < 16 or self.group % 16 or (self.group > UNIT and self.group % UNIT):
             raise MethodError(
                 f"{self.name}: group={self.group} is not allowed; allowed: 16 or a multiple of 32 that divides head_dim"
             )
-        if self.center and self.pre_rope:
-            raise MethodError(
-                f"{self.name}: center=true is not allowed: a mean of keys before RoPE shifts scores by position; "
-                "allowed: center=false"
-            )
+        centers = ("page", "false") if self.centers else ("false",)
+        if self.center not in centers:
+            why = ": a mean of keys before RoPE shifts scores by position" if self.pre_rope else ""
+            raise MethodError(f"{self.name}: center={self.center} is not allowed{why}; allowed: {', '.join(centers)}")
+
+    @classmethod
+    def defaults(cls, paper: bool = False) -> dict[str, Any]:
+        """Options and their defaults: kvfold's, or those of the published method."""
+        own = {f.name: f.default for f in dataclasses.fields(cls)}
+        return {**own, **cls.published, "paper": True} if paper else own
 
     # ---- options -----------------------------------------------------------------------------------------------------
 
@@ -177,14 +175,18 @@ class Method(ABC):
         return max(UNIT, self.group)
 
     @property
-    def stateful(self) -> bool:
-        """Whether a sequence's first tokens determine anything; if not, ``warmup`` has no effect."""
-        return self.center
+    def centered(self) -> bool:
+        return self.center == "page"
+
+    @property
+    def page(self) -> int:
+        """Tokens whose statistics are stored together: a page's, or (0) the sequence's, as papers have it."""
+        return 0 if self.paper else PAGE
 
     @property
     def kernel_encodes(self) -> bool:
-        """Whether ``transform_keys`` is no more than what the state's ``mean``, ``norm`` and ``update`` say, in this order,
-        and values are encoded as they are, so that the encoding kernels can do it."""
+        """Whether ``transform_keys`` is no more than what the state's ``update`` says, and values are encoded as they are, so
+        that the encoding kernels can do it."""
         return False
 
     def slice_width(self, head_dim: int) -> int | None:
@@ -197,10 +199,11 @@ class Method(ABC):
 
     def __str__(self) -> str:
         """Canonical spec: the name and the options that differ from their defaults."""
+        defaults = self.defaults(self.paper)
         options = [
             f"{f.name}={_render(getattr(self, f.name))}"
             for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
+            if getattr(self, f.name) != defaults[f.name] or (f.name == "paper" and self.paper)
         ]
         return self.name + (":" + ",".join(options) if options else "")
 
@@ -230,8 +233,11 @@ class Method(ABC):
     # ---- maps --------------------------------------------------------------------------------------------------------
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
-        """Per-sequence state from the first tokens; override together with ``stateful``."""
-        return {"mean": seen.key_mean()} if self.center else {}
+        """The encoder's state from the newest ``query_window`` queries before a boundary (128, 256, 512, ... tokens).
+
+        Under ``paper=true`` from the queries of all tokens before the first packing, once.
+        """
+        return {}
 
     def transform_keys(
         self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
@@ -244,36 +250,13 @@ class Method(ABC):
             After RoPE; whole blocks.
         positions : Tensor, int64 [batch, 1, tokens]
         """
-        return keys - state["mean"].unsqueeze(-2) if self.center else keys
+        return keys
 
-    def restore_keys(
-        self, stored: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def restore_keys(self, stored: torch.Tensor, spec: LayerSpec, positions: torch.Tensor) -> torch.Tensor:
         """Inverse of :meth:`transform_keys` up to quantization: float32 keys after RoPE."""
-        return stored + state["mean"].unsqueeze(-2) if self.center else stored
+        return stored
 
-    def project_queries(
-        self, queries: torch.Tensor, state: State, spec: LayerSpec
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries as decoded keys meet them.
-
-        Parameters
-        ----------
-        queries : Tensor, float32 or the model's dtype [batch, num_kv_heads, rows, head_dim]
-            After RoPE; rows are query tokens x query heads of the KV head.
-
-        Returns
-        -------
-        projected : Tensor, float32 [batch, num_kv_heads, rows, key_format.width]
-            Or ``queries`` itself.
-        bias : Tensor or None, float32 [batch, num_kv_heads, rows]
-            The score of a query and a packed key is ``projected . decoded + bias``.
-        """
-        if not self.center:
-            return queries, None
-        return queries, (queries * state["mean"].unsqueeze(-2)).sum(-1)
-
-    def unproject_values(self, values: torch.Tensor, state: State, spec: LayerSpec) -> torch.Tensor:
+    def unproject_values(self, values: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         """Decoded values, or sums of them, as values of the model; linear. Override together with ``maps_values``.
 
         Parameters
@@ -287,18 +270,27 @@ class Method(ABC):
         return values
 
     def encode_keys(
-        self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor, prompt: bool
+        self,
+        keys: torch.Tensor,
+        state: State,
+        spec: LayerSpec,
+        positions: torch.Tensor,
+        prompt: bool,
+        page: Fields | None = None,
     ) -> Fields:
         """Transform and encode whole blocks; ``prompt`` says whether they belong to the sequence's first call.
 
-        ``state`` is a dict of the caller's own, and :meth:`encode_values` gets the same one right afterwards with the values
-        of these tokens: what keys determine for values may be left in it.
+        ``page`` has the statistics of the blocks' pages where the format has any. ``state`` is a dict of the caller's own,
+        and :meth:`encode_values` gets the same one right afterwards with the values of these tokens: what keys determine for
+        values may be left in it.
         """
-        return self.key_format(spec).encode(self.transform_keys(keys, state, spec, positions))
+        return store(self.key_format(spec), self.transform_keys(keys, state, spec, positions), page)
 
-    def encode_values(self, values: torch.Tensor, state: State, spec: LayerSpec, prompt: bool) -> Fields:
+    def encode_values(
+        self, values: torch.Tensor, state: State, spec: LayerSpec, prompt: bool, page: Fields | None = None
+    ) -> Fields:
         """Encode whole blocks of values, float32 [batch, num_kv_heads, tokens, head_dim]."""
-        return self.value_format(spec).encode(values)
+        return store(self.value_format(spec), values, page)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
@@ -311,10 +303,40 @@ class Method(ABC):
             If ``head_dim`` does not suit the group size.
         """
         bits = self.key_bits if operand == "key" else self.value_bits
-        try:
+        with self.refusing():
             return AffineGroups(spec.head_dim, self.block, spec.operand(operand), bits, axis, mode, self.group)
+
+    def paged(
+        self, inner: Format, mean: bool, norm: str = "", basis: Callable[[], Basis] | None = None
+    ) -> Format:
+        """``inner`` with statistics per page; ``inner`` itself where there is nothing to add.
+
+        Raises
+        ------
+        MethodError
+            If blocks do not divide pages, or ``head_dim`` does not suit the basis.
+        """
+        if not mean and not norm and basis is None:
+            return inner
+        with self.refusing():
+            return Paged(
+                inner.head_dim, inner.block, inner.operand, inner, mean, norm, basis and basis(), page=self.page
+            )
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Errors of formats as errors of this method's options."""
+        try:
+            yield
+        except MethodError:
+            raise
         except ValueError as error:
             raise MethodError(f"{self.name}: {error}") from None
+
+
+def store(form: Format, x: torch.Tensor, page: Fields | None, **how: object) -> Fields:
+    """Encode, with the statistics of the blocks' pages where the format has any."""
+    return form.encode(x, page, **how) if isinstance(form, PagedFormat) else form.encode(x, **how)  # type: ignore[call-arg]
 
 
 def _render(value: object) -> str:

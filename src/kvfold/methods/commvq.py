@@ -37,7 +37,7 @@ class CommVQ(LearnedMethod):
 
     name = "commvq"
     summary = "keys and values as sums of learned codebook vectors that commute with RoPE"
-    paper = "CommVQ: Commutative Vector Quantization for KV Cache Compression (arXiv 2506.18879)"
+    source = "CommVQ: Commutative Vector Quantization for KV Cache Compression (arXiv 2506.18879)"
     url = "https://arxiv.org/abs/2506.18879"
     pre_rope = True
     maps_values = True
@@ -112,12 +112,12 @@ class CommVQ(LearnedMethod):
     ) -> torch.Tensor:
         return keys if spec.rope is None else spec.rope.unrotate(keys, positions)
 
-    def restore_keys(
-        self, stored: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def restore_keys(self, stored: torch.Tensor, spec: LayerSpec, positions: torch.Tensor) -> torch.Tensor:
         return stored if spec.rope is None else spec.rope.rotate(stored, positions)
 
-    def encode_values(self, values: torch.Tensor, state: State, spec: LayerSpec, prompt: bool) -> Fields:
+    def encode_values(
+        self, values: torch.Tensor, state: State, spec: LayerSpec, prompt: bool, page: Fields | None = None
+    ) -> Fields:
         book = self._layer(spec)[1].on(values.device)
         batch, heads, tokens, _ = values.shape
         if self.joint:
@@ -127,7 +127,7 @@ class CommVQ(LearnedMethod):
         bits = book.bits(values.transpose(0, 1).flatten(1, 2), self.flips).unflatten(1, (batch, tokens))
         return self.value_format(spec).encode(bits.transpose(0, 1))
 
-    def unproject_values(self, values: torch.Tensor, state: State, spec: LayerSpec) -> torch.Tensor:
+    def unproject_values(self, values: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         """Eq. 22: sums of bits times the codebook; the last column of ``values`` weighs the offset."""
         return values @ self._layer(spec)[1].on(values.device).rows(spec.num_kv_heads)
 

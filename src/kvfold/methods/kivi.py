@@ -10,13 +10,13 @@ from kvfold.methods.base import LayerSpec, Method
 class KIVI(Method):
     """Asymmetric groups: ``group`` tokens of one channel for keys, ``group`` channels of one token for values.
 
-    Published KIVI quantizes values token by token as they leave the recent window and keys in blocks; here both leave
-    it in blocks of ``group`` tokens, which reads the same but for the newest block.
+    Published KIVI keeps the newest 128 tokens and no first ones (``paper=true``). It quantizes values token by token as they
+    leave that window; here both leave it in blocks of ``group`` tokens, which reads the same but for the newest block.
     """
 
     name = "kivi"
     summary = "asymmetric groups, keys per channel, values per token"
-    paper = "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache (arXiv 2402.02750)"
+    source = "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache (arXiv 2402.02750)"
     url = "https://arxiv.org/abs/2402.02750"
 
     @property

@@ -33,7 +33,7 @@ class KVQuant(LearnedMethod):
 
     name = "kvquant"
     summary = "keys before RoPE per channel, values per token, learned levels, outliers in fp16"
-    paper = "KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization (arXiv 2401.18079)"
+    source = "KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization (arXiv 2401.18079)"
     url = "https://arxiv.org/abs/2401.18079"
     pre_rope = True
 
@@ -96,13 +96,17 @@ class KVQuant(LearnedMethod):
     ) -> torch.Tensor:
         return keys if spec.rope is None else spec.rope.unrotate(keys, positions)
 
-    def restore_keys(
-        self, stored: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def restore_keys(self, stored: torch.Tensor, spec: LayerSpec, positions: torch.Tensor) -> torch.Tensor:
         return stored if spec.rope is None else spec.rope.rotate(stored, positions)
 
     def encode_keys(
-        self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor, prompt: bool
+        self,
+        keys: torch.Tensor,
+        state: State,
+        spec: LayerSpec,
+        positions: torch.Tensor,
+        prompt: bool,
+        page: Fields | None = None,
     ) -> Fields:
         form = self.key_format(spec)
         keys = self.transform_keys(keys, state, spec, positions)

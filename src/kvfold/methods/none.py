@@ -10,12 +10,14 @@ from kvfold.methods.base import LayerSpec, Method
 class NoFolding(Method):
     """Keys and values as the model makes them. ``bits`` has no effect."""
 
+    sink: int = 0
     recent: int = 0
 
     name = "none"
     summary = "full precision: the model's own dtype, the baseline of every comparison"
-    paper = "-"
+    source = "-"
     url = ""
+    published = {}  # noqa: RUF012
 
     def key_format(self, spec: LayerSpec) -> Format:
         return Dense(spec.head_dim, self.block, "key", spec.dtype)

@@ -6,10 +6,13 @@ import torch
 
 from kvfold.errors import MethodError
 from kvfold.formats.affine import quantize_asym
-from kvfold.methods.base import LayerSpec, Observation, State
+from kvfold.formats.base import Format
+from kvfold.methods.base import FIRST_BOUNDARY, LayerSpec, Observation, State
 from kvfold.methods.eigenpairs import top_eigenpairs
 from kvfold.methods.kivi import KIVI
 
+MAX_RANK = 256
+"""Largest head size."""
 
 @dataclass(frozen=True)
 class SQuat(KIVI):
@@ -17,8 +20,12 @@ class SQuat(KIVI):
 
     Channels are quantized ``channels`` at a time. The error ``e`` made in a slice moves the channels that follow by
     ``-P_rr^-1 P_rs e`` with ``P = I + lam Q'Q`` (Lemmas 2 and 3), so that the residual's projection on the queries
-    stays small; Q holds the top ``rank`` right singular vectors of a sequence's first queries, scaled by the singular
-    values, per KV head. Decoding is KIVI's.
+    stays small; Q holds the top ``rank`` right singular vectors of queries, scaled by the singular values, per KV head.
+    Decoding is KIVI's.
+
+    The paper takes the queries of the whole prompt and lets ``Q'Q`` grow with their number, so that long prompts ruin keys.
+    Here ``Q'Q`` is divided by the number of queries and by their mean square, and the subspace follows the sequence: blocks
+    are encoded with that of the newest queries before 128, 256, 512, ... tokens. ``paper=true`` is the paper's form.
 
     Parameters
     ----------
@@ -29,36 +36,29 @@ class SQuat(KIVI):
     channels : int
         g of the paper: channels quantized between two updates; 0: half of ``head_dim`` (64 at d = 128, as in the paper;
         at d = 64 a slice of 64 would leave nothing to update).
-    normalize_lambda : bool
-        Divide ``Q'Q`` by the number of queries, so that the weight does not grow with the prompt.
     """
 
-    recent: int = 32
-    rank: int = 5
-    lam: float = 1e-3
+    rank: int = 20
+    lam: float = 1.0
     channels: int = 0
-    normalize_lambda: bool = False
 
     name = "squat"
-    summary = "KIVI's storage, key errors steered off the prompt's query subspace"
-    paper = "SQuat: Subspace-orthogonal KV Cache Quantization (arXiv 2503.24358)"
+    summary = "KIVI's storage, key errors steered off the subspace of the sequence's queries"
+    source = "SQuat: Subspace-orthogonal KV Cache Quantization (arXiv 2503.24358)"
     url = "https://arxiv.org/abs/2503.24358"
-    needs_queries = True
+    published = {"sink": 0, "recent": 32, "rank": 5, "lam": 1e-3}  # noqa: RUF012
+    query_window = FIRST_BOUNDARY
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise MethodError(f"{self.name}: rank={self.rank} is not allowed; allowed: 1 or more")
+        if not 1 <= self.rank <= MAX_RANK:
+            raise MethodError(f"{self.name}: rank={self.rank} is not allowed; allowed: 1 to {MAX_RANK}")
         if not 0 <= self.lam < float("inf"):
             raise MethodError(f"{self.name}: lam={self.lam} is not allowed; allowed: a finite number, 0 or more")
         if self.channels < 0:
             raise MethodError(
                 f"{self.name}: channels={self.channels} is not allowed; allowed: 0 (half of head_dim) or more"
             )
-
-    @property
-    def stateful(self) -> bool:
-        return True
 
     def slice_width(self, head_dim: int) -> int:
         """Channels per slice; refuses a number that does not divide ``head_dim``."""
@@ -68,17 +68,19 @@ class SQuat(KIVI):
             raise MethodError(f"{self.name}: channels={width} does not divide head_dim={head_dim}; allowed: {allowed}")
         return width
 
+    def key_format(self, spec: LayerSpec) -> Format:
+        if self.rank > spec.head_dim:
+            raise MethodError(f"{self.name}: rank={self.rank} is not allowed; allowed: up to head_dim={spec.head_dim}")
+        return super().key_format(spec)
+
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
-        state = super().observe(seen, spec)
-        assert seen.queries is not None
         queries = seen.queries.unflatten(1, (spec.num_kv_heads, -1)).flatten(2, 3)  # all query heads of a KV head
-        penalty = penalty_matrix(queries, self.rank, self.lam, self.normalize_lambda)
-        return {**state, "update": update_matrix(penalty, self.slice_width(spec.head_dim))}
+        penalty = penalty_matrix(queries, self.rank, self.lam, not self.paper)
+        return {"update": update_matrix(penalty, self.slice_width(spec.head_dim))}
 
     def transform_keys(
         self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
     ) -> torch.Tensor:
-        keys = super().transform_keys(keys, state, spec, positions)
         if self.lam == 0:
             return keys
         return steer(keys, state["update"], self.slice_width(spec.head_dim), self.key_bits, self.group)
@@ -93,10 +95,9 @@ class SQuatPre(SQuat):
     pre_rope = True
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
-        if spec.rope is not None and seen.queries is not None:
-            queries = spec.rope.unrotate(seen.queries, seen.query_positions.unsqueeze(1))
-            keys = spec.rope.unrotate(seen.keys, seen.key_positions.unsqueeze(1))
-            seen = Observation(keys, seen.model_values, queries, seen.key_positions, seen.query_positions)
+        if spec.rope is not None:
+            queries = spec.rope.unrotate(seen.queries, seen.positions.unsqueeze(1))
+            seen = Observation(queries, seen.positions)
         return super().observe(seen, spec)
 
     def transform_keys(
@@ -105,10 +106,7 @@ class SQuatPre(SQuat):
         keys = spec.rope.unrotate(keys, positions) if spec.rope is not None else keys
         return super().transform_keys(keys, state, spec, positions)
 
-    def restore_keys(
-        self, stored: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
-    ) -> torch.Tensor:
-        stored = super().restore_keys(stored, state, spec, positions)
+    def restore_keys(self, stored: torch.Tensor, spec: LayerSpec, positions: torch.Tensor) -> torch.Tensor:
         return spec.rope.rotate(stored, positions) if spec.rope is not None else stored
 
 
@@ -122,6 +120,9 @@ def penalty_matrix(
     Parameters
     ----------
     queries : Tensor, float32 [..., tokens, d]
+    normalize : bool
+        Divide ``Q'Q`` by the number of queries and their mean square, so that ``lam`` means the same for every length and
+        model: P's trace is then ``d (1 + lam)`` if ``rank`` is ``d``.
     iterate : bool, optional
         How the eigenpairs are found (:func:`~kvfold.methods.eigenpairs.top_eigenpairs`).
 
@@ -132,7 +133,8 @@ def penalty_matrix(
     queries = queries.double()
     gram = queries.transpose(-1, -2) @ queries
     if normalize:
-        gram = gram / queries.shape[-2]
+        size = gram.diagonal(dim1=-1, dim2=-2).mean(-1)[..., None, None]  # tokens x mean square
+        gram = gram / size.clamp_min(torch.finfo(gram.dtype).tiny)
     values, vectors = top_eigenpairs(gram, rank, iterate)
     # at a weight of 1e10 orthogonality is a hard constraint; more would only cost P its positive definiteness
     weights = (lam * values).clamp(0, 1e10)

@@ -7,39 +7,42 @@ from functools import lru_cache
 import torch
 
 from kvfold.errors import MethodError
-from kvfold.formats import Fields, Format, Lookup, SignSketch, Stack
-from kvfold.methods.base import LayerSpec, Method, State
-from kvfold.methods.qjl import gain, projection
+from kvfold.formats import Format, Lookup, Rotation, Sketch, SketchedResidual
+from kvfold.methods.base import LayerSpec, Method
 
 
 @dataclass(frozen=True)
 class TurboQuant(Method):
     """A rotated vector's coordinates are near-Gaussian whatever the data, so one Lloyd-Max table serves all of them.
 
-    Keys and values are stored rotated, as b-bit codes and a norm per token. Queries are rotated instead of keys, and
-    the output is rotated back once (Algorithm 1). With ``residual`` a key has b - 1 bits of codes and one sign per
-    channel of a projection of what they miss, which makes its inner products unbiased (Algorithm 2).
+    Keys and values are stored rotated, as b-bit codes and a norm per token (Algorithm 1). With ``residual`` a key has
+    b - 1 bits of codes and one sign per channel of a projection of what they miss, which makes its inner products unbiased
+    (Algorithm 2).
 
     Parameters
     ----------
-    center : bool
-        True here; the published method has none, and its norms are dominated by constant key channels where a model has
-        them.
+    center : {"page", "false"}
+        Of keys and of values. The published method has no mean, and its norms are dominated by constant key channels where a
+        model has them.
+    normalize : bool
+        Divide keys by channel norms per page before the rotation; the published method does not.
     residual : bool
         Algorithm 2 for keys: QJL of the residual. Values never have it, their error being averaged by attention.
     seed : int
         Of the rotation and the projection.
     """
 
-    center: bool = True
+    center: str = "page"
+    normalize: bool = True
     residual: bool = False
     seed: int = 0
 
     name = "turboquant"
     summary = "random rotation, Lloyd-Max codes, a norm per token; optional QJL of the key residual"
-    paper = "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate (arXiv 2504.19874)"
+    source = "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate (arXiv 2504.19874)"
     url = "https://arxiv.org/abs/2504.19874"
-    maps_values = True
+    published = {"sink": 0, "recent": 128, "center": "false", "normalize": False}  # noqa: RUF012
+    centers = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,74 +52,27 @@ class TurboQuant(Method):
                 "allowed; allowed: 2, 3, 4"
             )
 
-    def _lookup(self, spec: LayerSpec, operand: str, bits: int) -> Lookup:
+    def _format(self, spec: LayerSpec, operand: str, bits: int, residual: bool, norm: str) -> Format:
         if spec.head_dim % 16:
             raise MethodError(f"{self.name}: head_dim={spec.head_dim} is not a multiple of 16")
-        return Lookup(spec.head_dim, self.block, spec.operand(operand), bits, lloyd_max(bits, spec.head_dim))
+        d, order = spec.head_dim, spec.operand(operand)
+        bits -= residual
+        inner: Format = Lookup(d, self.block, order, bits, lloyd_max(bits, d))
+        if residual:
+            inner = SketchedResidual(d, self.block, order, inner, self.seed + 1)
+        return self.paged(inner, self.centered, norm, lambda: Rotation(d, self.seed))
 
     def key_format(self, spec: LayerSpec) -> Format:
-        if not self.residual:
-            return self._lookup(spec, "key", self.key_bits)
-        d, operand = spec.head_dim, spec.operand("key")
-        sketch = SignSketch(d, self.block, operand, (d,), (gain(d) / d,))
-        return Stack(d, self.block, operand, (self._lookup(spec, "key", self.key_bits - 1), sketch), (d, d + 1))
+        return self._format(spec, "key", self.key_bits, self.residual, "rms" if self.normalize else "")
 
-    def value_format(self, spec: LayerSpec) -> Lookup:
-        return self._lookup(spec, "value", self.value_bits)
+    def value_format(self, spec: LayerSpec) -> Format:
+        return self._format(spec, "value", self.value_bits, False, "")
 
     def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
-        tables = {"rotation": rotation(spec.head_dim, self.seed, str(device))}
+        tables = Rotation(spec.head_dim, self.seed).tables(device)
         if self.residual:
-            tables["sketch"] = projection(spec.head_dim, spec.head_dim, self.seed + 1, str(device))
+            tables |= Sketch(spec.head_dim, spec.head_dim, self.seed + 1).tables(device)
         return tables
-
-    def transform_keys(
-        self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Rotated keys; with ``residual`` also the projection of their residual and its norm."""
-        rotated = self._blockwise(super().transform_keys(keys, state, spec, positions), self._rotation(spec, keys).T)
-        if not self.residual:
-            return rotated
-        lookup = self._lookup(spec, "key", self.key_bits - 1)
-        missed = rotated - lookup.decode(lookup.encode(rotated))
-        sketch = self.tables(spec, keys.device)["sketch"]
-        return torch.cat([rotated, self._blockwise(missed, sketch.T), missed.norm(dim=-1, keepdim=True)], -1)
-
-    def restore_keys(
-        self, stored: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
-    ) -> torch.Tensor:
-        rotated = stored[..., : spec.head_dim]
-        if self.residual:
-            rotated = rotated + stored[..., spec.head_dim :] @ self.tables(spec, stored.device)["sketch"]
-        return super().restore_keys(rotated @ self._rotation(spec, stored), state, spec, positions)
-
-    def project_queries(
-        self, queries: torch.Tensor, state: State, spec: LayerSpec
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        queries, bias = super().project_queries(queries.float(), state, spec)
-        rotated = queries @ self._rotation(spec, queries).T
-        if self.residual:
-            rotated = torch.cat([rotated, rotated @ self.tables(spec, queries.device)["sketch"].T], -1)
-        return rotated, bias
-
-    def encode_values(self, values: torch.Tensor, state: State, spec: LayerSpec, prompt: bool) -> Fields:
-        return self.value_format(spec).encode(self._blockwise(values, self._rotation(spec, values).T))
-
-    def unproject_values(self, values: torch.Tensor, state: State, spec: LayerSpec) -> torch.Tensor:
-        return values @ self._rotation(spec, values)
-
-    def _rotation(self, spec: LayerSpec, like: torch.Tensor) -> torch.Tensor:
-        return rotation(spec.head_dim, self.seed, str(like.device))
-
-    def _blockwise(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """``x @ matrix``, one product per block: the same codes whatever the call's length."""
-        return (x.unflatten(-2, (-1, self.block)) @ matrix).flatten(-3, -2)
-
-
-@lru_cache(maxsize=64)
-def rotation(head_dim: int, seed: int, device: str) -> torch.Tensor:
-    """A uniformly random orthogonal matrix, float32 [head_dim, head_dim]."""
-    return projection(head_dim, head_dim, seed, device) / math.sqrt(head_dim)
 
 
 @lru_cache(maxsize=64)

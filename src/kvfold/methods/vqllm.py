@@ -32,7 +32,7 @@ class VQLLM(LearnedMethod):
 
     name = "vqllm"
     summary = "residual vector quantization, 32 channels at a time"
-    paper = "Residual vector quantization for KV cache compression in large language model (arXiv 2410.15704)"
+    source = "Residual vector quantization for KV cache compression in large language model (arXiv 2410.15704)"
     url = "https://arxiv.org/abs/2410.15704"
     pre_rope = True
 
@@ -93,7 +93,5 @@ class VQLLM(LearnedMethod):
     ) -> torch.Tensor:
         return keys if spec.rope is None else spec.rope.unrotate(keys, positions)
 
-    def restore_keys(
-        self, stored: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def restore_keys(self, stored: torch.Tensor, spec: LayerSpec, positions: torch.Tensor) -> torch.Tensor:
         return stored if spec.rope is None else spec.rope.rotate(stored, positions)

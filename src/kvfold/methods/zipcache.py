@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from kvfold.errors import MethodError
-from kvfold.formats import Fields, MixedTokens
+from kvfold.formats import Fields, Format, MixedTokens
 from kvfold.formats.affine import to_fp16
-from kvfold.methods.base import LayerSpec, Method, Observation, State
+from kvfold.methods.base import FIRST_BOUNDARY, LayerSpec, Method, Observation, State, store
 
 SCORES = "salience"
 """Entry of a call's state under which the keys leave their tokens' scores for the values."""
@@ -22,9 +22,10 @@ class ZipCache(Method):
     its largest magnitude (channel-separable token-wise quantization, sec. 4.1).
 
     The paper ranks all tokens by the mean attention that probe tokens pay them (5 % random, 5 % newest; eq. 8), and
-    anew every 100 tokens. A page that never changes cannot follow. So here the probes are queries of the sequence's
-    first tokens, kept in its state, which look at every block when it is packed; the number of salient tokens per block is
-    fixed; and each KV head has its own.
+    anew every 100 tokens. A page that never changes cannot follow. So here the probes are random ones of the newest queries
+    before 128, 256, 512, ... tokens (under ``paper=true``: of all before the first packing), which look at every block when it
+    is packed; the number of salient tokens per block is fixed; and each KV head has its own. The norms of values' channels
+    belong to a page (``paper=true``: to the sequence).
 
     Parameters
     ----------
@@ -46,12 +47,11 @@ class ZipCache(Method):
 
     name = "zipcache"
     summary = "salient tokens at 4 bits, the others at 2"
-    paper = (
+    source = (
         "ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification (arXiv 2405.14256)"
     )
     url = "https://arxiv.org/abs/2405.14256"
-    needs_queries = True
-    maps_values = True
+    query_window = FIRST_BOUNDARY
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,10 +66,6 @@ class ZipCache(Method):
                     f"allowed: {bits + 1}, {bits + 2}, {bits + 4}"
                 )
 
-    @property
-    def stateful(self) -> bool:
-        return True
-
     def _format(self, spec: LayerSpec, operand: str) -> MixedTokens:
         bits, axis = (self.key_bits, "token") if operand == "key" else (self.value_bits, "channel")
         salient = round(self.ratio * self.block)
@@ -82,49 +78,38 @@ class ZipCache(Method):
     def key_format(self, spec: LayerSpec) -> MixedTokens:
         return self._format(spec, "key")
 
-    def value_format(self, spec: LayerSpec) -> MixedTokens:
-        return self._format(spec, "value")
+    def value_format(self, spec: LayerSpec) -> Format:
+        return self.paged(self._format(spec, "value"), mean=False, norm="max")
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
-        assert seen.queries is not None
-        state = super().observe(seen, spec)
-        queries = seen.queries.unflatten(1, (spec.num_kv_heads, -1))  # batch, KV head, query head, token
-        count = queries.shape[2] * queries.shape[3]
-        picked = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))[: self.probes]
-        picked = picked.sort().values.to(queries.device)
-        probes = queries.flatten(2, 3)[..., picked, :]
-        when = seen.query_positions[:, None, picked % queries.shape[3]]
-        scores = probes @ seen.keys.transpose(-1, -2) / math.sqrt(spec.head_dim)
-        scores = scores.masked_fill(seen.key_positions[:, None, None] > when.unsqueeze(-1), float("-inf"))
-        # a probe that precedes all keys has no total to compare with: one token's worth
-        state["probe_total"] = torch.where(scores.amax(-1) > float("-inf"), scores.logsumexp(-1), 0.0)
-        state["probe"] = to_fp16(probes)
-        largest = seen.values.abs().amax(-2)
-        state["value_norm"] = torch.where(largest > 1e-8, largest.sqrt(), torch.ones_like(largest))
-        return state
+        queries = seen.queries.unflatten(1, (spec.num_kv_heads, -1)).flatten(2, 3)  # all query heads of a KV head
+        picked = torch.randperm(queries.shape[2], generator=torch.Generator().manual_seed(self.seed))[: self.probes]
+        return {"probe": to_fp16(queries[..., picked.sort().values.to(queries.device), :])}
 
     def salience(self, keys: torch.Tensor, state: State, head_dim: int) -> torch.Tensor:
-        """Mean attention that the probes pay each token, up to a factor (eq. 8), float32 [batch, num_kv_heads, tokens].
+        """Mean attention that the probes pay each token of a block, float32 [batch, num_kv_heads, tokens] (eq. 8).
 
-        A probe's weight on a token is ``exp(score)`` over its total on the first tokens. Probes keep the rotation of where
-        they stood: moving them behind each block found no better tokens (docs/methods/zipcache.md).
+        A probe's attention is normalized over the block, since only the order within a block counts. Probes keep the
+        rotation of where they stood: moving them behind each block found no better tokens (docs/methods/zipcache.md).
         """
         blocks = keys.unflatten(-2, (-1, self.block))  # one product per block, whatever the call's length
         scores = blocks @ state["probe"].float().unsqueeze(2).transpose(-1, -2) / math.sqrt(head_dim)
-        scores = scores - state["probe_total"][:, :, None, None]
-        # only the order within a block counts: the largest score is taken off lest exp overflows
-        scores = scores - scores.amax((-1, -2), keepdim=True)
-        return scores.exp().mean(-1).flatten(-2)
+        return scores.softmax(-2).mean(-1).flatten(-2)
 
     def encode_keys(
-        self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor, prompt: bool
+        self,
+        keys: torch.Tensor,
+        state: State,
+        spec: LayerSpec,
+        positions: torch.Tensor,
+        prompt: bool,
+        page: Fields | None = None,
     ) -> Fields:
         score = self.salience(keys, state, spec.head_dim)
         state[SCORES] = score
-        return self.key_format(spec).encode(self.transform_keys(keys, state, spec, positions), score)
+        return self.key_format(spec).encode(keys, score)
 
-    def encode_values(self, values: torch.Tensor, state: State, spec: LayerSpec, prompt: bool) -> Fields:
-        return self.value_format(spec).encode(values / state["value_norm"].unsqueeze(-2), state[SCORES])
-
-    def unproject_values(self, values: torch.Tensor, state: State, spec: LayerSpec) -> torch.Tensor:
-        return values * state["value_norm"].unsqueeze(-2)
+    def encode_values(
+        self, values: torch.Tensor, state: State, spec: LayerSpec, prompt: bool, page: Fields | None = None
+    ) -> Fields:
+        return store(self.value_format(spec), values, page, score=state[SCORES])

@@ -1,0 +1,149 @@
+"""What an encoder knows of a sequence's queries (SQuat's subspace, ZipCache's probes). Attention never reads it.
+
+It follows the sequence: the state is made anew when a sequence has 128, 256, 512, ... tokens, from its newest queries then.
+A block is encoded with the state of the last such boundary before the block was complete and ``recent`` newer tokens were
+there. So what is stored depends on the tokens alone, not on how calls were cut.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from kvfold.methods import LayerSpec, Method, Observation, State
+from kvfold.methods.base import boundary
+
+Rows = slice | torch.Tensor
+
+ONCE = 1
+"""In place of a boundary under ``paper=true``: the state is made at the first packing and stays."""
+
+
+class Following:
+    """Encoder states of a batch, and the queries they will be made of.
+
+    The ring holds the queries of the newest tokens: token t lies in slot ``t % slots``. It is twice as long as what a state is
+    made of, so that a short crop back over a boundary loses nothing.
+
+    Parameters
+    ----------
+    method : Method
+    spec : LayerSpec
+    """
+
+    def __init__(self, method: Method, spec: LayerSpec) -> None:
+        self.method, self.spec = method, spec
+        self.active = method.query_window > 0
+        self.state: State = {}
+        self.ring: torch.Tensor | None = None
+        self.made: list[int] = []  # boundary of a sequence's state; 0: none
+        self.kept: list[int] = []  # first token whose query is there
+
+    def start(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Begin with empty sequences."""
+        self.made, self.kept = [0] * batch, [0] * batch
+        if self.active:
+            shape = (batch, self.spec.num_heads, self.slots, self.spec.head_dim)
+            self.ring = torch.empty(shape, dtype=dtype, device=device)
+
+    @property
+    def _packs_at(self) -> int:
+        """Tokens of a sequence when it packs first."""
+        return self.method.sink + self.method.recent + self.method.block
+
+    @property
+    def slots(self) -> int:
+        return self._packs_at if self.method.paper else 2 * self.method.query_window
+
+    def boundary(self, tokens: int) -> int:
+        """Boundary of the state for what is encoded when a sequence has ``tokens`` tokens."""
+        return ONCE if self.method.paper else boundary(tokens)
+
+    def segments(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Packed tokens ``start`` to ``stop``, cut where the state changes: (end, boundary), in order."""
+        if not self.active:
+            return [(stop, 0)]
+        method, found = self.method, []
+        lag = method.sink + method.recent
+        for end in range(start + method.block, stop + 1, method.block):
+            at = self.boundary(lag + end)
+            if found and found[-1][1] == at:
+                found[-1] = (end, at)
+            else:
+                found.append((end, at))
+        return found
+
+    def make(self, ids: list[int], at: int, tokens: int, query: torch.Tensor, before: int, first: list[int]) -> None:
+        """Have the states of boundary ``at`` for the sequences ``ids``, each from its own queries.
+
+        Parameters
+        ----------
+        tokens : int
+            Tokens of the sequences by now, those of ``query`` included.
+        query : Tensor [len(ids), num_heads, n, head_dim]
+            Of the tokens from ``before`` on, which the ring does not hold yet.
+        first : list of int
+            Position of each sequence's first token.
+        """
+        if not self.active or not at:
+            return
+        stop = tokens if at == ONCE else at
+        start = 0 if at == ONCE else max(0, at - self.method.query_window)
+        for i, row in enumerate(ids):
+            if self.made[row] == at:
+                continue
+            self.made[row] = at
+            low = max(start, self.kept[row])
+            if low >= stop:  # gone after a long crop: what was made before serves on
+                continue
+            parts = []
+            if low < min(before, stop):
+                assert self.ring is not None
+                slots = torch.arange(low, min(before, stop), device=self.ring.device) % self.ring.shape[2]
+                parts.append(self.ring[row : row + 1, :, slots])
+            if stop > before:
+                parts.append(query[i : i + 1, :, max(low - before, 0) : stop - before])
+            queries = torch.cat(parts, -2)
+            positions = torch.arange(first[row] + low, first[row] + stop, device=queries.device).unsqueeze(0)
+            for name, tensor in self.method.observe(Observation(queries, positions), self.spec).items():
+                if name not in self.state:
+                    self.state[name] = tensor.new_zeros(len(self.made), *tensor.shape[1:])
+                self.state[name][row] = tensor[0]
+        if self.method.paper and all(self.made):
+            self.ring = None  # never asked for again
+
+    def latest(self, tokens: int) -> int:
+        """Boundary whose state must be made before the ring forgets its queries; 0: none."""
+        return 0 if self.method.paper or tokens < self._packs_at else self.boundary(tokens)
+
+    def remember(self, ids: list[int], rows: Rows, query: torch.Tensor, before: int) -> None:
+        """Take the queries of tokens ``before`` and after, float [len(ids), num_heads, n, head_dim], into the ring."""
+        if self.ring is None:
+            return
+        slots, count = self.ring.shape[2], query.shape[-2]
+        after, new = before + count, min(count, slots)
+        at = torch.arange(after - new, after, device=query.device) % slots
+        if isinstance(rows, slice):
+            self.ring[rows, :, at] = query[:, :, count - new :]
+        else:
+            self.ring[rows[:, None], :, at] = query[:, :, count - new :].transpose(1, 2)
+        for row in ids:
+            self.kept[row] = max(self.kept[row], after - slots)
+
+    def truncate(self, row: int, tokens: int, packed: int) -> None:
+        """A sequence was cut to ``tokens`` tokens, ``packed`` of them in packed storage."""
+        self.kept[row] = min(self.kept[row], tokens)
+        if self.method.paper:
+            if not packed and self.ring is not None:
+                self.made[row] = 0
+        elif self.made[row] > tokens:
+            self.made[row] = 0
+
+    def select(self, rows: list[int], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Rearrange the batch; see ``FoldedLayer``."""
+        self.made, self.kept = [self.made[row] for row in rows], [self.kept[row] for row in rows]
+        self.state = {name: pick(t) for name, t in self.state.items()}
+        self.ring = pick(self.ring) if self.ring is not None else None
+
+    def of(self, rows: Rows) -> State:
+        """States of some sequences, as a dict of the caller's own."""
+        return {name: t[rows] for name, t in self.state.items()}

@@ -1,0 +1,78 @@
+"""fold: kvfold's own method. A mean and channel norms per page, a Hadamard rotation, uniform levels, a scale per token."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvfold.errors import MethodError
+from kvfold.formats import Format, Hadamard, UniformTokens
+from kvfold.methods.base import LayerSpec, Method
+
+
+@dataclass(frozen=True)
+class Fold(Method):
+    """Data-free and local to a page: what a page of 128 tokens holds is read from the page alone.
+
+    Keys lose their page's mean, and each channel is divided by the square root of its RMS in the page (InnerQ's
+    normalization, which balances a channel's error between its size and its weight). A Hadamard rotation with fixed signs
+    then spreads what is large, so that uniform levels with one scale per token fit; the scale is refitted to the codes. Values
+    are stored the same way without norms. Scores and outputs need no decoded copy: the query is scaled and rotated once per
+    page, the output is rotated back once.
+
+    Parameters
+    ----------
+    bits : {0, 1, 2, 3, 4, 8}
+        Of keys and values; 0: 3 bits for keys and 2 for values. ``k_bits`` and ``v_bits`` set them apart.
+    normalize : bool
+        Divide key channels by norms per page.
+    rotation : int
+        Channels that a Hadamard block mixes, a power of two; 0: none.
+    seed : int
+        Of the rotation's signs.
+    """
+
+    bits: int = 0
+    center: str = "page"
+    normalize: bool = True
+    rotation: int = 32
+    seed: int = 0
+
+    name = "fold"
+    summary = "mean and norms per page, Hadamard rotation, uniform levels, a scale per token"
+    source = "kvfold's own"
+    url = ""
+    centers = True
+    bit_widths = (0, *Method.bit_widths)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.paper:
+            raise MethodError(f"{self.name}: paper=true is not allowed: the method is published here; allowed: false")
+        if self.rotation < 0 or self.rotation & (self.rotation - 1):
+            raise MethodError(
+                f"{self.name}: rotation={self.rotation} is not allowed; allowed: 0 or a power of two that divides head_dim"
+            )
+
+    @property
+    def key_bits(self) -> int:
+        return self.k_bits or self.bits or 3
+
+    @property
+    def value_bits(self) -> int:
+        return self.v_bits or self.bits or 2
+
+    def _format(self, spec: LayerSpec, operand: str, bits: int, norm: str) -> Format:
+        d, order = spec.head_dim, spec.operand(operand)
+        with self.refusing():
+            codes = UniformTokens(d, self.block, order, bits)
+            basis = None if not self.rotation else (lambda: Hadamard(d, self.rotation, self.seed))
+            return self.paged(codes, self.centered, norm, basis)
+
+    def key_format(self, spec: LayerSpec) -> Format:
+        return self._format(spec, "key", self.key_bits, "rms" if self.normalize else "")
+
+    def value_format(self, spec: LayerSpec) -> Format:
+        return self._format(spec, "value", self.value_bits, "")
+
+    def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
+        return Hadamard(spec.head_dim, self.rotation, self.seed).tables(device) if self.rotation else {}
