@@ -1,6 +1,7 @@
 """What an encoder knows of a sequence's queries (SQuat's subspace, ZipCache's probes). Attention never reads it.
 
-It follows the sequence: the state is made anew when a sequence has 128, 256, 512, ... tokens, from its newest queries then.
+It follows the sequence: the state is made anew when a sequence has 128, 256, 512, 1,024, 2,048, 3,072, ... tokens, from
+its newest queries then.
 A block is encoded with the state of the last such boundary before the block was complete and ``recent`` newer tokens were
 there. So what is stored depends on the tokens alone, not on how calls were cut.
 """
@@ -62,7 +63,8 @@ class Following:
         """Packed tokens ``start`` to ``stop``, cut where the state changes: (end, boundary), in order."""
         if not self.active:
             return [(stop, 0)]
-        method, found = self.method, []
+        method = self.method
+        found: list[tuple[int, int]] = []
         lag = method.sink + method.recent
         for end in range(start + method.block, stop + 1, method.block):
             at = self.boundary(lag + end)

@@ -19,7 +19,7 @@ from kvfold.cache import Encoder, FoldedLayer
 from kvfold.methods import LayerSpec, get
 
 ROWS = Path("benchmarks/rows/prefill.csv")
-METHODS = ("kivi", "squat", "innerq:mode=asym", "innerq:mode=sym", "innerq")
+METHODS = ("kivi", "squat", *(f"innerq:paper=true,mode={mode}" for mode in ("asym", "sym", "hybrid")))
 LIMITS = {"squat": 1e-3, "innerq": 1e-4}
 """Bytes that may differ: products that round differently flip a code; hybrid groups of equal error, a group."""
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -79,7 +79,7 @@ class SplitSketch(PagedFormat):
     rows : pair of int
         Rows of the sketches of inliers and of outliers.
     outliers : int
-        Channels, those of largest norm in the page's first block after centring.
+        Channels, those of largest norm in the page after centring.
     mean : bool
         Subtract the page's mean.
     seed : int
@@ -117,7 +117,7 @@ class SplitSketch(PagedFormat):
             fields["mean"] = to_fp16(first.mean(-2))
             first = first - fields["mean"].float().unsqueeze(-2)
         # a stable sort: of equal channels the first are taken, on every device
-        order = first.square().sum(-2).sort(-1, descending=True, stable=True).indices
+        order = first.square().sum(-2).sort(dim=-1, descending=True, stable=True).indices
         fields["outlier"] = order[..., : self.outliers].sort(-1).values.to(torch.uint8)
         return fields
 
