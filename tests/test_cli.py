@@ -123,6 +123,30 @@ def test_domains_take_several_prefixes_and_chunks(run, tiny, tmp_path):
     assert len(re.findall("not tested", out)) == 2 and "kivi after 96 tokens: nothing was tested" in out
 
 
+def test_a_killed_run_of_domains_says_what_is_kept_and_goes_on(run, tiny, tmp_path, monkeypatch):
+    from kvfold.evaluation import domains
+
+    arguments = ["domains", "--model", tiny, "--methods", "none", "kivi", "--windows", "1", "--tokens", "64"]
+    arguments += ["--domains", "prose", "--prefix", "320", "512", "--json", str(tmp_path / "x.json")]
+    score, calls = domains.score, []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise RuntimeError("out of memory")
+        return score(*args)
+
+    monkeypatch.setattr(domains, "score", fail)
+    with pytest.raises(RuntimeError):
+        run(*arguments)
+    assert not (tmp_path / "x.json").exists()
+    monkeypatch.setattr(domains, "score", score)
+    status, _, err = run(*arguments)
+    assert status == 0 and "kvfold: 3 of 4 rows taken over from an earlier run" in err
+    assert "[4/4] prose 0 after 512: kivi: KL" in err and "[3/4]" not in err
+    assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == 4
+
+
 def test_compare_reads_a_file_and_prints_json_alone(run, tiny, tmp_path):
     (tmp_path / "a.txt").write_text("The cache was folded twice. " * 50)
     status, out, _ = run(

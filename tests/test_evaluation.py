@@ -527,10 +527,18 @@ def test_domains_score_every_method_on_every_window_and_go_on_after_a_kill(tiny,
 
     with pytest.raises(KeyboardInterrupt):
         domains.run(tiny, info, ["none", "kivi:bits=2"], pieces, json_path=out, on_row=stop)
-    seen = []
+    assert len((tmp_path / "rows.json.partial").read_text().splitlines()) == 1 + 5
+    seen, kept = [], []
     header, rows = domains.run(
-        tiny, info, ["none", "kivi:bits=2"], pieces, json_path=out, on_row=lambda row, *_: seen.append(row)
+        tiny,
+        info,
+        ["none", "kivi:bits=2"],
+        pieces,
+        json_path=out,
+        on_start=lambda *counts: kept.append(counts),
+        on_row=lambda row, *_: seen.append(row),
     )
+    assert kept == [(5, 12)] and seen == rows[5:]
     assert json.loads(out.read_text()) == domains.to_dict(header, rows) and not list(tmp_path.glob("*.partial"))
     kept = [dataclasses.replace(row, seconds=0.0) for row in rows]
     _, again = domains.run(tiny, info, ["none", "kivi:bits=2"], pieces)
@@ -572,3 +580,21 @@ def test_divergences_are_means_over_texts_by_prefix(tiny):
     assert domains.divergences(gap)["kivi:recent=32"][320] is None
     retrieved = [r for r in rows if r.domain == "retrieval"]
     assert all(r.prefilled and r.tested == r.tokens for r in retrieved)
+
+
+def test_references_lie_on_a_gpu_only_where_there_is_room(monkeypatch):
+    from kvfold.evaluation import perplexity
+
+    logits = torch.empty(32, 1000, dtype=torch.bfloat16)
+    assert perplexity._storage(logits, 64).shape == (64, 1000)
+    assert perplexity._storage(logits, 64).dtype == torch.bfloat16
+
+    class OnGPU:
+        device, dtype, shape = torch.device("cuda"), torch.bfloat16, (32, 1000)
+
+    places = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: places.append(device.type))
+    for free in (4 * 64 * 1000 * 2, 4 * 64 * 1000 * 2 - 1):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place, free=free: (free, 0))
+        perplexity._storage(OnGPU, 64)
+    assert places == ["cuda", "cpu"]

@@ -215,9 +215,18 @@ def domains(
     chosen += _artefact_methods(artefacts, loaded)
     check_context(lengths, tokens, 0, info.max_context)
     pieces = make_windows(tokenizer, texts, lengths, tokens, windows)
-    header, rows = run.run(
-        loaded, info, chosen, pieces, texts=texts, chunk=chunk, json_path=target, on_row=_tell_domain_row
-    )
+    with _DomainsProgress(target) as progress:
+        header, rows = run.run(
+            loaded,
+            info,
+            chosen,
+            pieces,
+            texts=texts,
+            chunk=chunk,
+            json_path=target,
+            on_start=progress.start,
+            on_row=progress.row,
+        )
     if json_path == "-":
         print_json(run.to_dict(header, rows))
         return
@@ -288,7 +297,7 @@ class _CompareProgress:
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         self.bar.__exit__(kind, error, trace)
-        if kind is KeyboardInterrupt and self.target is not None and self.at:
+        if kind is not None and self.target is not None and self.at:
             print(f"kvfold: {self.at} rows are kept; the same command goes on from there", file=sys.stderr)
 
     def start(self, jobs: list[Job], done: dict[Job, Row]) -> None:
@@ -315,14 +324,31 @@ class _CompareProgress:
             )
 
 
-def _tell_domain_row(row: DomainRow, done: int, total: int) -> None:
+class _DomainsProgress:
     """A line per row on standard error, with its divergence."""
-    kld = "nothing tested" if not row.tested else "not finite" if row.kld is None else f"KL {row.kld:z.4f}"
-    print(
-        f"kvfold: [{done}/{total}] {row.domain} {row.window} after {row.prefix:,}: {row.method}: {kld}, {row.seconds:.1f} s",
-        file=sys.stderr,
-        flush=True,
-    )
+
+    def __init__(self, target: Path | None) -> None:
+        self.target, self.kept = target, 0
+
+    def __enter__(self) -> _DomainsProgress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        if kind is not None and self.target is not None and self.kept:
+            print(f"kvfold: {self.kept} rows are kept; the same command goes on from there", file=sys.stderr)
+
+    def start(self, done: int, total: int) -> None:
+        self.kept = done
+        if done:
+            print(f"kvfold: {done} of {total} rows taken over from an earlier run", file=sys.stderr)
+
+    def row(self, row: DomainRow, done: int, total: int) -> None:
+        self.kept = done
+        kld = "nothing tested" if not row.tested else "not finite" if row.kld is None else f"KL {row.kld:z.4f}"
+        where = f"{row.domain} {row.window} after {row.prefix:,}"
+        print(
+            f"kvfold: [{done}/{total}] {where}: {row.method}: {kld}, {row.seconds:.1f} s", file=sys.stderr, flush=True
+        )
 
 
 def _compare_table(header: Header, rows: Sequence[Row]) -> Table:

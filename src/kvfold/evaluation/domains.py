@@ -73,6 +73,10 @@ class DomainRow:
         return f"{self.method}|{self.domain}|{self.window}|{self.prefix}"
 
 
+def _key(method: str, window: Window) -> str:
+    return f"{method}|{window.domain}|{window.index}|{window.prefix}"
+
+
 def run(
     model: PreTrainedModel,
     info: ModelInfo,
@@ -83,6 +87,7 @@ def run(
     chunk: int = CHUNK,
     seed: int = 0,
     json_path: Path | None = None,
+    on_start: Callable[[int, int], None] | None = None,
     on_row: Callable[[DomainRow, int, int], None] | None = None,
 ) -> tuple[Header, list[DomainRow]]:
     """Score every window under every method.
@@ -101,8 +106,10 @@ def run(
         Query tokens per scoring call.
     json_path
         Where the result goes, in one step at the end; a killed run with the same arguments goes on where it stopped.
+    on_start
+        Called with the number of rows taken over from a killed run, and of all.
     on_row
-        Called after every row with the row, how many there are and how many there will be.
+        Called after every new row with the row, how many there are and how many there will be.
 
     Raises
     ------
@@ -134,31 +141,34 @@ def run(
     )
     sidecar = Sidecar.of(json_path, DomainRow) if json_path else None
     done = sidecar.start(header) if sidecar else {}
-    total = len(windows) * len(specs)
-    rows: list[DomainRow] = []
+    wanted = [_key(name, window) for window in windows for name in specs]
+    done = {key: row for key, row in done.items() if key in set(wanted)}
+    if on_start is not None:
+        on_start(len(done), len(wanted))
     for window in windows:
         ids = window.ids.to(model.device)
         truth = None
         for name, method in specs.items():
-            known = done.get(f"{name}|{window.domain}|{window.index}|{window.prefix}")
-            if known is None:
-                if truth is None:
-                    truth = reference(model, ids, window.prefilled, chunk)
-                torch.manual_seed(seed)
-                started = time.perf_counter()
-                cache = kvfold.fold(model, method, max_length=room(model, ids.shape[1]))
-                try:
-                    result = score(model, ids, window.prefilled, cache, chunk, truth)
-                finally:
-                    kvfold.unfold(model)
-                bits = [cache.effective_bits(tables) if cache.nbytes()["packed"] else None for tables in (False, True)]
-                del cache  # before the next one is filled
-                known = _row(name, window, result, bits, time.perf_counter() - started)
-                if sidecar is not None:
-                    sidecar.add(known)
-            rows.append(known)
+            key = _key(name, window)
+            if key in done:
+                continue
+            if truth is None:
+                truth = reference(model, ids, window.prefilled, chunk)
+            torch.manual_seed(seed)
+            started = time.perf_counter()
+            cache = kvfold.fold(model, method, max_length=room(model, ids.shape[1]))
+            try:
+                result = score(model, ids, window.prefilled, cache, chunk, truth)
+            finally:
+                kvfold.unfold(model)
+            bits = [cache.effective_bits(tables) if cache.nbytes()["packed"] else None for tables in (False, True)]
+            del cache  # before the next one is filled
+            done[key] = _row(name, window, result, bits, time.perf_counter() - started)
+            if sidecar is not None:
+                sidecar.add(done[key])
             if on_row is not None:
-                on_row(known, len(rows), total)
+                on_row(done[key], len(done), len(wanted))
+    rows = [done[key] for key in wanted]
     if json_path is not None and sidecar is not None:
         write_json(json_path, to_dict(header, rows))
         sidecar.remove()
