@@ -86,6 +86,8 @@ def test_compare_prints_a_row_per_method(run, tiny, tmp_path):
     for row in result["rows"]:
         assert re.search(rf"^ *{re.escape(row['method'])} .*{row['ppl']:.3f}", out, re.M)
     assert (result["header"]["prefixes"], result["header"]["tokens"]) == ([320], 64)
+    assert {row["decode_path"] for row in result["rows"]} == {"steps: no CUDA device"}
+    assert "decoded step by step: all (no CUDA device)" in out
     assert "320 tokens prefilled" in out and "not tested" not in out
     assert "float32" in out and result["header"]["text_sha256"][:12] in out
 
@@ -106,6 +108,21 @@ def test_compare_takes_several_prefixes_and_says_where_nothing_was_tested(run, t
         assert re.search(rf"{re.escape(row['method'])} .*{row['ppl']:.3f}", out)
     status, out, _ = run(*arguments, "-")
     assert status == 0 and [row["kld"] for row in json.loads(out)["rows"]] == [row["kld"] for row in rows]
+
+
+def test_the_table_says_what_was_decoded_in_a_graph():
+    from dataclasses import replace
+
+    from kvfold.evaluation import Header, Row
+
+    header = Header({}, "m", 1, "bfloat16", "a GPU", 1, "t", "0" * 64, {}, [1024], 512, 32, 16, 0, "now")
+    row = Row("kivi", 1024, 512, 3.0, 3.0, 1, 8, 9.0, 0.1, 0.9, 1e4, 300.0, "graph", 1.0, 1, 0, 0, 0, 1536, "")
+    rows = [row, replace(row, method="gear", decode_path="steps: layer 0: its kernel is triton; needs gluon")]
+    shown = [[str(cell) for cell in column.cells] for column in quality._compare_table(header, rows).columns]
+    assert ["graph", "steps"] in shown
+    notes = quality._compare_notes(header, rows)
+    assert "decoded in a CUDA graph: kivi" in notes
+    assert "decoded step by step: gear (layer 0: its kernel is triton; needs gluon)" in notes
 
 
 def test_domains_take_several_prefixes_and_chunks(run, tiny, tmp_path):

@@ -2,6 +2,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kvfold.evaluation.schema import Sidecar, check_writable, read_row, write_js
 from tiny_model import byte_tokenizer, tiny_llama
 
 PREFIX, TOKENS = 320, 96
+comparison = sys.modules["kvfold.evaluation.compare"]  # the package's `compare` is the function
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     [
         ((63, 96, 8, None), "^prefix: 63 is too small"),
         ((320, 31, 8, None), "^tokens: 31 is too small"),
-        ((320, 96, 0, None), "^new_tokens: 0"),
+        ((320, 96, 1, None), "^new_tokens: 1 is too small; give at least 2"),
         ((320, 96, 8, 400), "^tokens: .*beyond the model's context of 400; give at most 72"),
         ((320, 96, 8, 300), "^prefix: 320 .* do not fit .* 300; give at most 196 with 96 tokens scored"),
         (([64, 320], 96, 8, 300), "^prefix: 320 .* do not fit .* 300"),
@@ -104,13 +106,13 @@ def test_counts_that_do_not_fit_name_what_is_allowed(counts, says):
 
 def test_every_prefix_is_followed_by_the_same_tokens_and_begins_as_the_tokenizer_begins_texts():
     text = Text("abcdefghij" * 100, "t")
-    found = encode(byte_tokenizer(), text, [320, 64, 320], 32, 1, None)
+    found = encode(byte_tokenizer(), text, [320, 64, 320], 32, 2, None)
     assert list(found) == [64, 320] and [ids.shape for ids in found.values()] == [(1, 97), (1, 353)]
     assert torch.equal(found[64], found[320][:, -97:])
     begins = byte_tokenizer()
     begins.add_special_tokens({"bos_token": "<s>"})
     begins._tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 258)])
-    found = encode(begins, text, [64, 320], 32, 1, None)
+    found = encode(begins, text, [64, 320], 32, 2, None)
     assert found[64][0, 0] == found[320][0, 0] == 258
     assert torch.equal(found[64][:, 1:], found[320][:, -96:])
 
@@ -282,6 +284,60 @@ def test_compare_measures_what_it_says(tiny, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
+@pytest.mark.parametrize("method", ["none", "kivi:recent=32", "innerq"])
+def test_what_a_method_needs_first_is_in_no_speed(tiny, monkeypatch, method):
+    """The first call that packs, the first that reads packed tokens and the first decoded token are slow, as where they are
+    compiled: none of them is timed."""
+    from kvfold.cache import FoldedLayer
+
+    seen = set()
+
+    def slowly(name):
+        own = getattr(FoldedLayer, name)
+
+        def slow(self, *args, **kwargs):
+            if name not in seen:
+                seen.add(name)
+                time.sleep(2)
+            return own(self, *args, **kwargs)
+
+        return slow
+
+    for name in ("_encode", "call"):
+        monkeypatch.setattr(FoldedLayer, name, slowly(name))
+    (row,) = run(tiny, methods=[method]).rows
+    assert "call" in seen and row.prefill_tokens_per_s > PREFIX and row.decode_tokens_per_s > 4 and row.seconds < 2
+
+
+def test_continuations_are_greedy_and_their_first_step_is_not_timed(tiny, ids, monkeypatch):
+    cache = kvfold.fold(tiny, "none")
+    try:
+        result = score(tiny, ids, PREFIX, cache)
+        own, calls = tiny.forward, []
+
+        def slow(*args, **kwargs):
+            calls.append(kwargs)
+            if len(calls) == 1:  # as a capture
+                time.sleep(1)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(tiny, "forward", slow)
+        decoded = comparison.decode(tiny, cache, result.last_logits, 6)
+    finally:
+        kvfold.unfold(tiny)
+    assert len(calls) == 6 and decoded.seconds < 0.5 and decoded.path == "steps: no CUDA device"
+    monkeypatch.undo()
+    with torch.inference_mode():
+        expected = tiny.generate(ids[:, :-1], max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, -6:]
+    assert decoded.tokens[:5] == expected.tolist()[:5]
+
+
+def test_rows_say_how_they_were_decoded():
+    assert comparison.decode_path(16, 16, None) == "graph"
+    assert comparison.decode_path(0, 16, "layer 0: why") == "steps: layer 0: why"
+    assert comparison.decode_path(14, 16, None) == "steps: 2 of 16 tokens before a graph"
+
+
 def test_several_prefixes_give_the_rows_of_each_and_one_reference_a_prefix(tiny, tmp_path, monkeypatch):
     references = []
 
@@ -289,7 +345,7 @@ def test_several_prefixes_give_the_rows_of_each_and_one_reference_a_prefix(tiny,
         references.append(prefix)
         return reference(model, ids, prefix, *args)
 
-    monkeypatch.setattr(sys.modules["kvfold.evaluation.compare"], "reference", counted)
+    monkeypatch.setattr(comparison, "reference", counted)
     result = run(tiny, tmp_path / "out.json", prefix=[PREFIX, 512])
     assert references == [PREFIX, 512] and result.header.prefixes == [PREFIX, 512]
     assert [(row.method, row.prefix) for row in result.rows] == [(m, p) for p in (PREFIX, 512) for m in METHODS]

@@ -69,7 +69,7 @@ RESUME = JSON_HELP + " A killed run with a FILE goes on where it stopped."
     type=int,
     default=16,
     show_default=True,
-    help="Tokens generated to measure the decode speed.",
+    help="Tokens generated to measure the decode speed, at least 2.",
 )
 @click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed given to torch.")
 @click.option("--json", "json_path", metavar="FILE", help=RESUME)
@@ -353,11 +353,13 @@ class _DomainsProgress:
 
 def _compare_table(header: Header, rows: Sequence[Row]) -> Table:
     several = len(header.prefixes) > 1
+    graphs = any(row.decode_path == "graph" for row in rows)
     table = new_table()
     if several:
         table.add_column("prefix", justify="right", no_wrap=True)
     table.add_column("method", overflow="fold", style="bold")  # an artefact's path may be long
-    for name in ("bits", "cache", "smaller", "ppl", "kld", "top-1", "prefill tok/s", "decode tok/s", "s"):
+    speeds = ("prefill tok/s", "decode tok/s", *(["by"] if graphs else []), "s")
+    for name in ("bits", "cache", "smaller", "ppl", "kld", "top-1", *speeds):
         table.add_column(name, justify="right", no_wrap=True)
     for prefix, group in groupby(rows, lambda row: row.prefix):
         for i, row in enumerate(group):
@@ -374,6 +376,7 @@ def _compare_table(header: Header, rows: Sequence[Row]) -> Table:
                 *(quality if row.tested else ("not tested", "-", "-")),
                 f"{row.prefill_tokens_per_s:.0f}",
                 f"{row.decode_tokens_per_s:.1f}",
+                *([row.decode_path.partition(":")[0]] if graphs else []),
                 f"{row.seconds:.1f}",
             )
             table.add_row(*([f"{prefix:,}" if not i else ""] if several else []), *cells)
@@ -395,6 +398,17 @@ def _compare_notes(header: Header, rows: Sequence[Row]) -> list[str]:
         lines.append(
             "smaller: than a float32 cache, as this model runs in float32 here; halve it to compare with 16 bits"
         )
+    by_path: dict[str, list[str]] = {}
+    for row in rows:
+        by_path.setdefault(row.decode_path, [])
+        if row.method not in by_path[row.decode_path]:
+            by_path[row.decode_path].append(row.method)
+    for path, found in by_path.items():
+        who = "all" if len(by_path) == 1 else ", ".join(found)
+        if path == "graph":
+            lines.append(f"decoded in a CUDA graph: {who}")
+        else:
+            lines.append(f"decoded step by step: {who} ({path.partition(': ')[2]})")
     names = dict.fromkeys(row.method for row in rows)
     return lines + _untested(rows, [methods.get(name) for name in names], header.tokens)
 

@@ -8,6 +8,7 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError
-from kvfold.evaluation.perplexity import CHUNK, Reference, now, reference, score
+from kvfold.evaluation.perplexity import CHUNK, Reference, now, prefill, reference, score
 from kvfold.evaluation.schema import Header, Row, Sidecar, finite, write_json
 from kvfold.evaluation.text import Text
 from kvfold.evaluation.windows import CHARACTERS, as_prefixes, bos_of, check_context, tail
+from kvfold.graph import decoding
 from kvfold.models import ModelInfo
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ NEW_TOKENS = 16
 # Fewer say nothing: the windows alone of most methods hold 128 tokens.
 MIN_PREFIX = 64
 MIN_TOKENS = 32
-MIN_NEW_TOKENS = 1
+MIN_NEW_TOKENS = 2  # the first one's step is not timed
 
 Job = tuple[str, int]
 """Method and prefix of a row."""
@@ -175,6 +177,7 @@ def compare(
             if truth is None:
                 truth = _reference(model, ids, length, chunk, on_tokens)
             report = None if on_tokens is None else (lambda n, name=name: on_tokens(name, n))
+            warm_up(model, method, ids, length, chunk)
             torch.manual_seed(seed)
             try:
                 row = _row(model, tokenizer, method, ids, length, new_tokens, truth, report)
@@ -240,11 +243,11 @@ def _row(
     import kvfold
 
     started = time.perf_counter()
-    cache = kvfold.fold(model, method)
+    cache = kvfold.fold(model, method, max_length=room(model, ids.shape[1] - 1 + new_tokens))
     result = score(model, ids, prefix, cache, truth.chunk, truth, on_tokens)
     sizes, full, held = cache.nbytes(), cache.full_nbytes(), cache.get_seq_length()
     bits = [float(cache.effective_bits(tables)) if sizes["packed"] else None for tables in (False, True)]
-    generated, decode_seconds = _decode(model, cache, result.last_logits, new_tokens)
+    decoded = decode(model, cache, result.last_logits, new_tokens)
     if on_tokens is not None:
         on_tokens(new_tokens)
     return Row(
@@ -259,30 +262,100 @@ def _row(
         kld=finite(result.kld) if result.tested else None,
         top1=finite(result.top1) if result.tested else None,
         prefill_tokens_per_s=prefix / result.prefill_seconds,
-        decode_tokens_per_s=new_tokens / decode_seconds,
+        decode_tokens_per_s=(new_tokens - 1) / decoded.seconds,
+        decode_path=decoded.path,
         seconds=time.perf_counter() - started,
         packed_bytes=int(sizes["packed"]),
         window_bytes=int(sizes["windows"]),
         state_bytes=int(sizes["state"]),
         table_bytes=int(sizes["tables"]),
         cache_tokens=int(held),
-        continuation=str(tokenizer.decode(generated)),
+        continuation=str(tokenizer.decode(decoded.tokens)),
     )
 
 
-def _decode(
-    model: PreTrainedModel, cache: FoldedCache, logits: torch.Tensor, new_tokens: int
-) -> tuple[list[int], float]:
-    """Greedy tokens after the cache's content, and the seconds they took; does not stop at an end token."""
-    token = logits.argmax().to(model.device).view(1, 1)
-    tokens = []
-    started = now(model)
-    with torch.inference_mode():
-        for _ in range(new_tokens):
-            tokens.append(token)
-            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
-    seconds = now(model) - started
-    return torch.cat(tokens, dim=1)[0].tolist(), seconds
+def warm_up(model: PreTrainedModel, method: Method, ids: torch.Tensor, prefix: int, chunk: int) -> None:
+    """Fill a throw-away cache, so that what is compiled for a method is there before it is timed.
+
+    On a GPU with all of the prefix, since kernels are compiled for lengths too. On a CPU with as many of its tokens as make a
+    method pack some: its loops are the same for all lengths, and a prefill takes as long as the row.
+
+    Parameters
+    ----------
+    ids
+        ``[1, tokens]`` int64, more than `prefix` tokens.
+    prefix, chunk
+        Tokens that will be prefilled, and given to a scoring call.
+    """
+    import kvfold
+
+    tokens = prefix
+    if model.device.type == "cpu":
+        tokens = min(prefix, max(method.warmup, method.sink + method.recent) + 2 * method.block)
+    more = ids[:, tokens : tokens + chunk]
+    cache = kvfold.fold(model, method, max_length=room(model, tokens + more.shape[1] + 2))
+    try:
+        prefill(model, ids, tokens, cache)
+        with torch.inference_mode():
+            logits = model(more, past_key_values=cache, use_cache=True).logits[0, -1]
+        decode(model, cache, logits, 2)
+    finally:
+        kvfold.unfold(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What :func:`decode` generated.
+
+    Attributes
+    ----------
+    tokens
+        Greedy choices, one after the other.
+    seconds
+        For all but the first.
+    path
+        ``graph``, or ``steps: `` and why not in one.
+    """
+
+    tokens: list[int]
+    seconds: float
+    path: str
+
+
+def decode(model: PreTrainedModel, cache: FoldedCache, logits: torch.Tensor, new_tokens: int) -> Decoded:
+    """Decode greedily after the cache's content; does not stop at an end token.
+
+    On a GPU in a CUDA graph where there can be one. The first step is not timed: it captures the graph.
+
+    Parameters
+    ----------
+    logits
+        ``[vocab]``, the prediction of the first token.
+    new_tokens
+        At least 2.
+    """
+    graphs = decoding(model, cache, new_tokens, required=False) if model.device.type == "cuda" else nullcontext()
+    tokens = [logits.argmax().to(model.device).view(1, 1)]
+
+    def step() -> None:
+        logits = model(tokens[-1], past_key_values=cache, use_cache=True).logits
+        tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+
+    with torch.inference_mode(), graphs as steps:
+        step()
+        started = now(model)
+        for _ in range(new_tokens - 1):
+            step()
+        seconds = now(model) - started
+        path = "steps: no CUDA device" if steps is None else decode_path(steps.replayed, new_tokens, steps.reason)
+    return Decoded(torch.cat(tokens[:new_tokens], dim=1)[0].tolist(), seconds, path)
+
+
+def decode_path(replayed: int, tokens: int, reason: str | None) -> str:
+    """How tokens were decoded, as rows say it: ``graph``, or ``steps: `` and the reason."""
+    if replayed == tokens:
+        return "graph"
+    return f"steps: {reason}" if not replayed else f"steps: {tokens - replayed} of {tokens} tokens before a graph"
 
 
 def room(model: PreTrainedModel, tokens: int) -> int | None:

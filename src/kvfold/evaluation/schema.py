@@ -107,9 +107,12 @@ class Row:
     top1
         Share of tokens where both predict the same token, 0 to 1.
     prefill_tokens_per_s, decode_tokens_per_s
-        Prefill of the prefix, and greedy generation one token at a time.
+        Prefill of the prefix, and greedy generation one token at a time, both warm: after a throw-away cache, and after a first
+        token, whose step may capture a graph.
+    decode_path
+        How tokens were generated: ``graph`` (a CUDA graph), or ``steps: `` and why not in one.
     seconds
-        Wall-clock time of the whole row.
+        Wall-clock time of the row, without its throw-away cache.
     continuation
         Text generated greedily after the scored tokens.
     """
@@ -126,6 +129,7 @@ class Row:
     top1: float | None
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+    decode_path: str
     seconds: float
     packed_bytes: int
     window_bytes: int
