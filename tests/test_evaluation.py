@@ -332,6 +332,37 @@ def test_continuations_are_greedy_and_their_first_step_is_not_timed(tiny, ids, m
     assert decoded.tokens[:5] == expected.tolist()[:5]
 
 
+def test_on_a_gpu_rows_are_decoded_in_graphs_that_a_throw_away_cache_came_before(tiny, monkeypatch):
+    """With a graph that is none: which cache, how much room, how often."""
+    from kvfold import graph
+    from test_graph import Steps
+
+    made, lengths = [], []
+
+    class Graph(Steps):
+        def __init__(self, model, cache, room):
+            super().__init__(model, cache, room)
+            made.append((cache.get_seq_length(), room))
+
+    own = kvfold.fold
+
+    def fold(model, method, max_length):
+        lengths.append(max_length)
+        return own(model, method, max_length=max_length)
+
+    monkeypatch.setattr(comparison, "on_gpu", lambda model: True)
+    monkeypatch.setattr(graph, "DecodeGraph", Graph)
+    monkeypatch.setattr(kvfold, "fold", fold)
+    (row,) = run(tiny, methods=["kivi"], new_tokens=6).rows
+    assert row.decode_path == "graph"
+    assert lengths == [PREFIX + 32 + 2, PREFIX + TOKENS + 6]
+    assert made == [(PREFIX + 32, 2), (PREFIX + TOKENS, 6)]
+    monkeypatch.undo()
+    (again,) = run(tiny, methods=["kivi"], new_tokens=6).rows
+    assert (row.continuation, row.kld) == (again.continuation, again.kld)
+    assert again.decode_path == "steps: no CUDA device"
+
+
 def test_rows_say_how_they_were_decoded():
     assert comparison.decode_path(16, 16, None) == "graph"
     assert comparison.decode_path(0, 16, "layer 0: why") == "steps: layer 0: why"

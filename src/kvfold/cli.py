@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,10 @@ from kvfold.terminal import (
     spread,
     write_json,
 )
+from kvfold.threads import settle
+
+COMPUTE = ("calibrate", "compare", "domains", "generate")
+"""Commands whose threads are told how to wait; benchmarks measure what they find."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0, 2 for wrong input, 130 when interrupted.
     """
     arguments = spread(list(sys.argv[1:] if argv is None else argv))
+    _settle(arguments)
     try:
         result = cli(arguments, prog_name="kvfold", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -55,6 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.Abort:  # what click makes of KeyboardInterrupt, once it has ended the line
         print("kvfold: interrupted", file=sys.stderr)
         return 130
+
+
+def _settle(arguments: Sequence[str]) -> None:
+    """Have threads wait without spinning, in commands that compute, unless torch is there already; say so."""
+    if not arguments or arguments[0] not in COMPUTE or {"-h", "--help"} & set(arguments) or "torch" in sys.modules:
+        return
+    if said := settle(os.environ):
+        print(f"kvfold: {said}", file=sys.stderr)
 
 
 def _fail(message: str) -> int:

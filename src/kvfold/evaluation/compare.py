@@ -290,7 +290,7 @@ def warm_up(model: PreTrainedModel, method: Method, ids: torch.Tensor, prefix: i
     import kvfold
 
     tokens = prefix
-    if model.device.type == "cpu":
+    if not on_gpu(model):
         tokens = min(prefix, max(method.warmup, method.sink + method.recent) + 2 * method.block)
     more = ids[:, tokens : tokens + chunk]
     cache = kvfold.fold(model, method, max_length=room(model, tokens + more.shape[1] + 2))
@@ -334,7 +334,7 @@ def decode(model: PreTrainedModel, cache: FoldedCache, logits: torch.Tensor, new
     new_tokens
         At least 2.
     """
-    graphs = decoding(model, cache, new_tokens, required=False) if model.device.type == "cuda" else nullcontext()
+    graphs = decoding(model, cache, new_tokens, required=False) if on_gpu(model) else nullcontext()
     tokens = [logits.argmax().to(model.device).view(1, 1)]
 
     def step() -> None:
@@ -360,7 +360,12 @@ def decode_path(replayed: int, tokens: int, reason: str | None) -> str:
 
 def room(model: PreTrainedModel, tokens: int) -> int | None:
     """`max_length` of a cache for so many tokens: on a GPU storage is taken at once, on a CPU as it is needed."""
-    return tokens if model.device.type == "cuda" else None
+    return tokens if on_gpu(model) else None
+
+
+def on_gpu(model: PreTrainedModel) -> bool:
+    """Whether a model can decode in CUDA graphs."""
+    return bool(model.device.type == "cuda")
 
 
 def device_name(device: torch.device) -> str:
