@@ -150,16 +150,12 @@ def line(row: Any) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = options("prefill", __doc__, ROWS).parse_args(argv)
-
-    def body() -> int:
-        failed = False
-        for row in run(rows=args.rows):
-            failed |= row.p50_ms is None
-            show(row, line(row), args.json)
-        return int(failed)
-
-    return script(body)
+    failed = False
+    for row in run(rows=args.rows):
+        failed |= row.p50_ms is None
+        show(row, line(row), args.json)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script(main))
