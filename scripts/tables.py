@@ -16,8 +16,7 @@ from typing import Any
 
 from bench_tables import BENCH
 
-from kvfold import methods
-from kvfold.evaluation.domains import divergences, means, read_rows
+from kvfold.evaluation.domains import DomainRow, divergences, means, read_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -111,34 +110,78 @@ def domains(name: str) -> Callable[[], str]:
     return table
 
 
-def lengths(name: str | pathlib.Path, relative: bool = True) -> Callable[[], str]:
-    """KL divergence by prefix, a column each: means over the texts of a file that ``kvfold domains`` wrote.
+MODELS = {
+    "Qwen2.5-Coder-1.5B": ("qwen2.5-coder-1.5b", (1024, 4096, 16384)),
+    "Qwen2.5-Coder-0.5B": ("qwen2.5-coder-0.5b", (1024, 4096)),
+    "SmolLM2-135M": ("smollm2-135m", (1024, 4096)),
+}
+"""Models whose divergence by length is committed: the beginning of their files' names in benchmarks/lengths/, and prefixes."""
+
+BASE = "kivi"
+"""The method that ratios are of: KIVI at 2 bits (3.0 with its scales), at the windows of every method."""
+
+
+def runs(stem: str) -> list[DomainRow]:
+    """Rows of all runs of a model."""
+    files = sorted((BENCHMARKS / "lengths").glob(f"{stem}*.json"))
+    return [row for file in files for row in read_rows(read(file))]
+
+
+def lengths(*names: str | pathlib.Path, only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
+    """KL divergence by prefix, a column each: means over the texts of files that ``kvfold domains`` wrote, and as multiples
+    of KIVI-2's.
 
     Parameters
     ----------
-    name
-        Of a file in benchmarks/, or a path; of any model.
-    relative
-        Also as multiples of KIVI's at 2 bits with the method's own windows; "-" where the file has no such rows.
+    names
+        Files in benchmarks/, or paths; of one model, any.
+    only
+        Which methods.
 
     Effective bits are those at the longest prefix.
     """
 
     def table() -> str:
-        rows = read_rows(read(name))
-        found = divergences(rows)
+        rows = [row for name in names for row in read_rows(read(name))]
         columns = sorted({row.prefix for row in rows})
         bits = {row.method: row.effective_bits for row in rows if row.prefix == columns[-1]}
+        found = divergences(rows)
+        kivi = found.get(BASE, {})
         lines = []
         for spec, by_prefix in found.items():
-            kivi = found.get(kivi_2(spec), {})
-            line = [method(spec), number(bits.get(spec), ".2f")]
-            line += [number(by_prefix[p], "z.4f") for p in columns]
-            if relative:
-                line += [ratio(by_prefix[p], kivi.get(p)) for p in columns]
-            lines.append(line)
-        head = ["method", "effective bits", *by_column("KL at", columns)]
-        return markdown(head + (by_column("of KIVI-2's at", columns) if relative else []), lines)
+            if only(spec):
+                line = [method(spec), number(bits.get(spec), ".2f"), *(number(by_prefix[p], "z.4f") for p in columns)]
+                lines.append(line + [ratio(by_prefix[p], kivi.get(p)) for p in columns])
+        head = ["method", "effective bits", *by_column("KL at", columns), *by_column("of KIVI-2's at", columns)]
+        return markdown(head, lines)
+
+    return table
+
+
+def worst(only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
+    """Divergence as a multiple of KIVI-2's in the same run: every model and length, and the worst of them."""
+
+    def table() -> str:
+        head, cells, bits, order = ["method", "bits"], {}, {}, []
+        for name, (stem, columns) in MODELS.items():
+            head += by_column(f"{name}, ", list(columns))
+            rows = runs(stem)
+            found = divergences(rows)
+            order += [spec for spec in found if spec not in order]
+            for p in columns:
+                for spec in found:
+                    base = found[BASE][p]
+                    value = found[spec].get(p)
+                    cells[spec, name, p] = None if value is None or not base else value / base
+            bits |= {row.method: row.bits_without_tables for row in rows if row.prefix == max(columns)} | bits
+        lines = []
+        for spec in order:
+            if only(spec):
+                values = [cells.get((spec, name, p)) for name, (_, columns) in MODELS.items() for p in columns]
+                known = [v for v in values if v is not None]
+                line = [method(spec), number(bits.get(spec), ".2f"), *(number(v, "z.2f") for v in values)]
+                lines.append([*line, number(max(known, default=None), "z.2f")])
+        return markdown([*head, "worst"], lines)
 
     return table
 
@@ -147,12 +190,9 @@ def by_column(what: str, columns: list[int]) -> list[str]:
     return [f"{what} {columns[0]:,}", *(f"{p:,}" for p in columns[1:])]
 
 
-def kivi_2(spec: str) -> str:
-    """KIVI at 2 bits with the windows of a method."""
-    name, _, options = spec.partition(":")
-    kept = [option for option in options.split(",") if option and not option.startswith("artefact=")]
-    found = methods.get(f"{name}:{','.join(kept)}")
-    return str(methods.get(f"kivi:bits=2,sink={found.sink},recent={found.recent}"))
+def of_method(*names: str) -> Callable[[str], bool]:
+    """Whether a spec is of one of these methods, or KIVI at 2 bits, which ratios are of."""
+    return lambda spec: spec.partition(":")[0] in names or spec == BASE
 
 
 def ratio(value: float | None, base: float | None) -> str:

@@ -19,11 +19,15 @@ ONCE = 1
 """In place of a boundary under ``paper=true``: the state is made at the first packing and stays."""
 
 
+SPARE = 32
+"""Queries that the ring holds beyond those of a state: more than a draft of assisted generation has tokens."""
+
+
 class Following:
     """Encoder states of a batch, and the queries they will be made of.
 
-    The ring holds the queries of the newest tokens: token t lies in slot ``t % slots``. It is twice as long as what a state is
-    made of, so that a short crop back over a boundary loses nothing.
+    The ring holds the queries of the newest tokens: token t lies in slot ``t % slots``. It is longer than what a state is made
+    of, so that a crop of up to :data:`SPARE` tokens back over a boundary loses nothing.
 
     Parameters
     ----------
@@ -53,7 +57,7 @@ class Following:
 
     @property
     def slots(self) -> int:
-        return self._packs_at if self.method.paper else 2 * self.method.query_window
+        return self._packs_at if self.method.paper else self.method.query_window + SPARE
 
     def boundary(self, tokens: int) -> int:
         """Boundary of the state for what is encoded when a sequence has ``tokens`` tokens."""

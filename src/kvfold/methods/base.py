@@ -77,11 +77,11 @@ class Observation:
         return finite(self.model_queries)
 
 
-FIRST_BOUNDARY = 128
-"""Tokens of a sequence at which an encoder's state is made first where that is possible; then at 256, 512, 1,024."""
+QUERY_WINDOW = 64
+"""Newest queries that an encoder's state is made of: 128 or all of the prompt are not better (docs/notes/fold.md)."""
 
 RENEWED = 1024
-"""Tokens after which it is made anew from then on."""
+"""Tokens after which a state is made anew, once a sequence has as many; before, at powers of two."""
 
 
 def boundary(tokens: int) -> int:

@@ -7,7 +7,7 @@ import torch
 from kvfold.errors import MethodError
 from kvfold.formats.affine import quantize_asym
 from kvfold.formats.base import Format
-from kvfold.methods.base import FIRST_BOUNDARY, LayerSpec, Observation, State
+from kvfold.methods.base import QUERY_WINDOW, LayerSpec, Observation, State
 from kvfold.methods.eigenpairs import top_eigenpairs
 from kvfold.methods.kivi import KIVI
 
@@ -23,7 +23,7 @@ class SQuat(KIVI):
 
     The paper takes the queries of the whole prompt and lets ``Q'Q`` grow with their number, so that long prompts ruin keys.
     Here ``Q'Q`` is divided by the number of queries and by their mean square, and the subspace follows the sequence: blocks
-    are encoded with that of the newest 128 queries before 128, 256, 512, 1,024, 2,048, 3,072, ... tokens. ``paper=true`` is the
+    are encoded with that of the newest 64 queries before 128, 256, 512, 1,024, 2,048, 3,072, ... tokens. ``paper=true`` is the
     paper's form.
 
     Parameters
@@ -47,7 +47,7 @@ class SQuat(KIVI):
     source = "SQuat: Subspace-orthogonal KV Cache Quantization (arXiv 2503.24358)"
     url = "https://arxiv.org/abs/2503.24358"
     published = {"sink": 0, "recent": 32, "rank": 5, "lam": 1e-3}  # noqa: RUF012
-    query_window = FIRST_BOUNDARY
+    query_window = QUERY_WINDOW
 
     def __post_init__(self) -> None:
         super().__post_init__()
