@@ -25,7 +25,7 @@ from kvfold.evaluation.text import Text, python_prose
 from kvfold.methods import LayerSpec, get
 from tiny_model import byte_tokenizer, save, tiny_llama
 
-QUICK = Schedule(window=128, em_tokens=0, em_steps=3, joint_rounds=1, value_rounds=1)
+QUICK = Schedule(window=128, em_tokens=0, em_steps=3, hard_steps=1, joint_rounds=1, value_rounds=1)
 TEXT = Text(python_prose()[:20000], "prose")
 METHOD = "commvq:bits=1,levels=16"
 
