@@ -74,6 +74,10 @@ def held_out(tokens: int = 512) -> torch.Tensor:
     return mask
 
 
+def stored(stages: int, passes: int = 1) -> AdditiveCodes:
+    return AdditiveCodes(32, 32, "key", stages, 8, passes)
+
+
 # ---- the paper's formulas --------------------------------------------------------------------------------------------
 
 
@@ -336,7 +340,7 @@ def test_more_stages_lower_the_held_out_error():
     errors = []
     for stages in (1, 3, 6):
         generator = torch.Generator().manual_seed(0)
-        errors.append(learn_keys(sample(), held_out(), stages, 8, QUICK, generator)[1]["score_mse"])
+        errors.append(learn_keys(sample(), held_out(), stored(stages), QUICK, generator)[1]["score_mse"])
     assert errors[0] > errors[1] > errors[2]
 
 
@@ -416,9 +420,31 @@ def test_values_beat_asymmetric_quantization_of_equal_bits():
         assert learned["value_mse"] < 0.8 * asym
 
 
+def test_errors_are_those_of_the_methods_own_search():
+    """Held-out errors equal what the method's format and flips leave, and what is learned does not depend on them."""
+    layer, held = sample(), held_out()
+    errors = []
+    for passes, flips in ((0, 0), (3, 32)):
+        form, generator = stored(4, passes), torch.Generator().manual_seed(0)
+        tables, of_keys = learn_keys(layer, held, form, QUICK, generator)
+        codes, of_values = learn_values(layer, held, 32, False, QUICK, generator, flips=flips)
+        truth = layer.keys[:, held].unsqueeze(0)
+        form = dataclasses.replace(form, codebook=KeyCodebook(tables["centres"], tables["metric"], 32))
+        error = form.decode(form.encode(truth)) - truth
+        assert of_keys["key_mse"] == pytest.approx(float(error.square().sum() / truth.square().sum()), rel=1e-4)
+        book, truth = ValueCodebook(codes), layer.values[:, held]
+        error = book.decode(book.bits(truth, flips)) - truth
+        assert of_values["value_mse"] == pytest.approx(float(error.square().sum() / truth.square().sum()), rel=1e-4)
+        errors.append((tables, codes, of_keys, of_values))
+    (keys, values, *greedy), (same_keys, same_values, *searched) = errors
+    assert all(torch.equal(same_keys[n], t) for n, t in keys.items())
+    assert all(torch.equal(same_values[n], t) for n, t in values.items())
+    assert all(greedy[i][name] > searched[i][name] for i in (0, 1) for name in greedy[i])
+
+
 def test_learning_is_deterministic():
-    runs = [learn_keys(sample(), held_out(), 2, 8, QUICK, torch.Generator().manual_seed(3))[0] for _ in range(2)]
-    other = learn_keys(sample(), held_out(), 2, 8, QUICK, torch.Generator().manual_seed(4))[0]
+    runs = [learn_keys(sample(), held_out(), stored(2), QUICK, torch.Generator().manual_seed(3))[0] for _ in range(2)]
+    other = learn_keys(sample(), held_out(), stored(2), QUICK, torch.Generator().manual_seed(4))[0]
     assert torch.equal(runs[0]["centres"], runs[1]["centres"])
     assert not torch.equal(runs[0]["centres"], other["centres"])
 

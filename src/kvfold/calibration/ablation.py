@@ -26,7 +26,7 @@ from kvfold.calibration.commvq import Schedule, learn_keys, learn_stage, learn_v
 from kvfold.calibration.run import HELD_OUT, windows_of
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups
-from kvfold.formats.codebook import KeyCodebook
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, stages_for
 from kvfold.methods.learned import rotary_dim
 
 PLAIN = Schedule(metric=0.0, weight_limit=0.0)
@@ -136,6 +136,7 @@ def ablate_training(sample: LayerSample, held: torch.Tensor, seed: int = 0) -> l
     """
     rows: list[dict[str, Any]] = []
     dim = sample.spec.head_dim
+    form = AdditiveCodes(dim, 32, "plain", stages_for(1, dim, 64), 64, passes=1)
 
     def timed(what: str, bits: int, learn: Any, error: str) -> None:
         started = time.perf_counter()
@@ -149,7 +150,7 @@ def ablate_training(sample: LayerSample, held: torch.Tensor, seed: int = 0) -> l
         soft = f"{steps - hard} soft from T = {hot} to {cold}" if hard < steps else "none soft"
         timed(
             f"keys: {steps} steps, {soft}", 1,
-            partial(learn_keys, sample, held, round(dim / 12), 64, schedule), "score_mse",
+            partial(learn_keys, sample, held, form, schedule), "score_mse",
         )  # fmt: skip
     for bits in (1, 2):
         timed(

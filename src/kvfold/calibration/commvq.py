@@ -11,6 +11,7 @@ row. The closed-form M-step (eq. 33) needs only the marginals and the N x N join
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,8 @@ from kvfold.calibration.collect import LayerSample, to_complex, to_real
 from kvfold.calibration.learner import LayerwiseLearner
 from kvfold.calibration.state import Fit
 from kvfold.errors import KVFoldError
-from kvfold.formats.codebook import KeyCodebook, nearest, times_i
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, nearest, times_i
+from kvfold.formats.packing import UNIT
 from kvfold.methods.commvq import CommVQ, ValueCodebook
 from kvfold.methods.learned import rotary_dim
 
@@ -30,6 +32,10 @@ UNDERFLOW = 1e-290
 that above this bound no part that counts is lost."""
 ROWS = {"cpu": 128}
 """Tokens whose rows of N^2 weights exist at once, by device."""
+
+FLIPS = 32
+"""Bit flips that training allows a value's code when the codebook is fitted to it."""
+ENCODERS = ("scalar", "mlp")
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,8 @@ class Schedule:
             raise KVFoldError(
                 f"schedule: hard_steps={self.hard_steps} is not allowed; allowed: 0 to em_steps={self.em_steps}"
             )
+        if self.encoder not in ENCODERS:
+            raise KVFoldError(f"encoder: {self.encoder!r} is not known; allowed: {', '.join(ENCODERS)}")
 
 
 PRESETS = {
@@ -128,9 +136,10 @@ class CommVQLearner(LayerwiseLearner):
         self.method, self.schedule = method, schedule
 
     def fit(self, sample: LayerSample, generator: torch.Generator) -> Fit:
-        method, head_dim, given = self.method, sample.spec.head_dim, (self.schedule, generator, self.model.device)
-        keys, key_errors = learn_keys(sample, self.held, method.stages(head_dim), method.levels, *given)
-        values, value_errors = learn_values(sample, self.held, method.value_codes(head_dim), method.joint, *given)
+        method, given = self.method, (self.schedule, generator, self.model.device)
+        keys, key_errors = learn_keys(sample, self.held, method.formats(sample.spec)[0], *given)
+        codes = method.value_codes(sample.spec.head_dim)
+        values, value_errors = learn_values(sample, self.held, codes, method.joint, *given, flips=method.flips)
         tensors = {f"key.{n}": t for n, t in keys.items()} | {f"value.{n}": t for n, t in values.items()}
         return Fit(tensors, key_errors | value_errors)
 
@@ -345,8 +354,7 @@ def token_weights(raw: torch.Tensor, limit: float) -> torch.Tensor:
 def learn_keys(
     sample: LayerSample,
     held_out: torch.Tensor,
-    stages: int,
-    levels: int,
+    form: AdditiveCodes,
     schedule: Schedule,
     generator: torch.Generator,
     device: torch.device | str = "cpu",
@@ -357,6 +365,8 @@ def learn_keys(
     ----------
     held_out : Tensor, bool [tokens]
         Tokens kept out of training, on which the errors are measured.
+    form : AdditiveCodes
+        What keys will be stored in, without a codebook: errors are those of its stages, its search and its norms.
 
     Returns
     -------
@@ -379,8 +389,8 @@ def learn_keys(
     identity = torch.eye(seen.shape[-1], device=device).expand_as(metric)
 
     rest, learned = train.clone(), []
-    for _ in range(stages):
-        z = learn_stage(rest, mass, levels, rotary, schedule, generator)
+    for _ in range(form.stages):
+        z = learn_stage(rest, mass, form.levels, rotary, schedule, generator)
         stage = KeyCodebook(z.unsqueeze(1), identity, rotary)
         rest -= stage.sum(stage.assign(rest, 0))
         learned.append(z)
@@ -391,15 +401,12 @@ def learn_keys(
     inverse = torch.linalg.inv(metric.double()).float()
     centres = (z @ inverse.unsqueeze(1)).half()
 
-    tables = KeyCodebook(centres, metric, rotary)
-    test = held_out
-    search = tables.search()
-    codes = tables.assign(unit[:, test], 1, search)
-    centre = tables.sum(codes, search.halves)
-    gain = (unit[:, test] * centre).sum(-1, keepdim=True) / centre.square().sum(-1, keepdim=True).clamp_min(1e-12)
-    decoded = tables.sum(codes) * gain * rms[:, test]
-    error, truth = decoded - keys[:, test], keys[:, test]
-    spread = truth - keys[:, ~test].mean(1, keepdim=True)
+    test = held_out.nonzero().flatten()
+    test = test[: len(test) // UNIT * UNIT]
+    stored = dataclasses.replace(form, block=UNIT, codebook=KeyCodebook(centres, metric, rotary))
+    truth = keys[:, test]
+    error = stored.decode(stored.encode(truth.unsqueeze(0)))[0] - truth
+    spread = truth - keys[:, ~held_out].mean(1, keepdim=True)
     score = token_weights(sample.key_weight.to(device), schedule.weight_limit)[:, test]
     judge = key_metric(sample, 1.0).to(device)
     errors = {
@@ -569,6 +576,7 @@ def learn_values(
     schedule: Schedule,
     generator: torch.Generator,
     device: torch.device | str = "cpu",
+    flips: int = FLIPS,
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Value encoder and codebook of one layer.
 
@@ -578,6 +586,8 @@ def learn_values(
         N_c: bits per token and KV head.
     joint : bool
         One code of ``num_kv_heads * codes`` bits for all heads of a token.
+    flips : int
+        The method's: errors are those after so many bit flips. Training uses :data:`FLIPS` whatever the method does.
 
     Returns
     -------
@@ -623,11 +633,11 @@ def learn_values(
             some = torch.randperm(len(some), generator=generator)[: schedule.value_tokens]
         some = some.to(device)
         current = ValueCodebook(tables(encoder, book, offset))
-        book, offset = fit_codebook(train[:, some], current.bits(values[:, ~held_out][:, some], 32), mass[:, some])
+        book, offset = fit_codebook(train[:, some], current.bits(values[:, ~held_out][:, some], FLIPS), mass[:, some])
 
     final = tables(encoder, book, offset)
     truth = values[:, held_out]
-    decoded = ValueCodebook(final).decode(ValueCodebook(final).bits(truth, 32))
+    decoded = ValueCodebook(final).decode(ValueCodebook(final).bits(truth, flips))
     error, score = decoded - truth, weights[:, held_out]
     judge = judge.to(device)
     errors = {
