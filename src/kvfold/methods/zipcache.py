@@ -107,7 +107,7 @@ class ZipCache(Method):
         """Mean attention that the probes pay each token, up to a factor (eq. 8), float32 [batch, num_kv_heads, tokens].
 
         A probe's weight on a token is ``exp(score)`` over its total on the first tokens. Probes keep the rotation of where
-        they stood: moving them behind each block found no better tokens (docs/methods/zipcache.md).
+        they stood.
         """
         blocks = keys.unflatten(-2, (-1, self.block))  # one product per block, whatever the call's length
         scores = blocks @ state["probe"].float().unsqueeze(2).transpose(-1, -2) / math.sqrt(head_dim)
