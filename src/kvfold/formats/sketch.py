@@ -117,7 +117,7 @@ class SplitSketch(PagedFormat):
             fields["mean"] = to_fp16(first.mean(-2))
             first = first - fields["mean"].float().unsqueeze(-2)
         # a stable sort: of equal channels the first are taken, on every device
-        order = first.square().sum(-2).sort(-1, descending=True, stable=True).indices
+        order = first.square().sum(-2).sort(dim=-1, descending=True, stable=True).indices
         fields["outlier"] = order[..., : self.outliers].sort(-1).values.to(torch.uint8)
         return fields
 
