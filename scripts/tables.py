@@ -1,10 +1,13 @@
 """Write the tables of README.md and docs/ from the committed rows.
 
 usage: python scripts/tables.py [--check]
+       python scripts/tables.py --lengths FILE
 
---check changes nothing and exits 1 if a table is not what the committed rows say.
+--check changes nothing and exits 1 if a table is not what the committed rows say. --lengths prints the divergence by prefix of
+the rows that `kvfold domains --prefix A B C --json FILE` wrote.
 """
 
+import argparse
 import json
 import pathlib
 import sys
@@ -13,16 +16,25 @@ from typing import Any
 
 from bench_tables import BENCH
 
-from kvfold.evaluation.domains import DomainRow, means
-from kvfold.evaluation.schema import read_row
+from kvfold.evaluation.domains import DomainRow, divergences, means, read_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def read(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
+Result = dict[str, Any]
+
+
+def read(name: str | pathlib.Path) -> Result:
+    """A file of benchmarks/, or of any path."""
+    result: Result = json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
     return result
+
+
+def prefixes(result: Result) -> list[int]:
+    """Prefixes of a file's rows; older files have one, in their header."""
+    header = result["header"]
+    return list(header["prefixes"]) if "prefixes" in header else [header["prefix"]]
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
@@ -42,41 +54,149 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def comparison() -> str:
-    head = ["method", "effective bits", "bits, tables aside", "cache, MB", "ppl", "KL divergence", "top-1 agreement"]
-    rows = (
-        [
-            method(row["method"]),
-            number(row["effective_bits"], ".2f"),
-            number(row["bits_without_tables"], ".2f"),
-            f"{row['cache_bytes'] / 1e6:.1f}",
-            number(row["ppl"], ".2f"),
-            number(row["kld"], "z.4f"),
-            f"{100 * row['top1']:.1f} %",
-            f"{row['decode_tokens_per_s']:.1f}",
-        ]
-        for row in read("compare-smollm2-135m.json")["rows"]
-    )
-    return markdown([*head, "decode, tokens/s"], rows)
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def comparison(name: str) -> Callable[[], str]:
+    """Rows of ``kvfold compare``; of several prefixes, each row says its own."""
+
+    def table() -> str:
+        result = read(name)
+        several = len(prefixes(result)) > 1
+        head = ["effective bits", "bits, tables aside", "cache, MB", "ppl", "KL divergence", "top-1 agreement"]
+        rows = (
+            [
+                method(row["method"]),
+                *([f"{row['prefix']:,}"] if several else []),
+                number(row["effective_bits"], ".2f"),
+                number(row["bits_without_tables"], ".2f"),
+                f"{row['cache_bytes'] / 1e6:.1f}",
+                *(
+                    (number(row["ppl"], ".2f"), number(row["kld"], "z.4f"), f"{100 * row['top1']:.1f} %")
+                    if row.get("tested") != 0
+                    else ("not tested", "-", "-")
+                ),
+                f"{row['decode_tokens_per_s']:.1f}",
+            ]
+            for row in result["rows"]
+        )
+        return markdown(["method", *(["prefix"] if several else []), *head, "decode, tokens/s"], rows)
+
+    return table
 
 
 def domains(name: str) -> Callable[[], str]:
+    """Means of ``kvfold domains`` by text; of several prefixes, each row says its own."""
+
     def table() -> str:
-        rows = [read_row(DomainRow, row) for row in read(name)["rows"]]
-        bits = {row.method: row.bits_without_tables for row in rows}
-        found = means(rows)
-        columns = list(next(iter(found.values())))
+        result = read(name)
+        several = len(prefixes(result)) > 1
+        rows = read_rows(result)
         lines = []
-        for spec, by_domain in found.items():
-            cells = [
-                f"{max(m.kld or 0.0, 0.0):.3f} / {100 * m.top1:.0f} %"
-                + ("" if m.exact is None else f" / {100 * m.exact:.0f} %")
-                for m in by_domain.values()
-            ]
-            lines.append([method(spec), number(bits[spec], ".2f"), *cells])
-        return markdown(["method", "bits", *columns], lines)
+        for prefix in prefixes(result):
+            here = [row for row in rows if row.prefix == prefix]
+            bits = {row.method: row.bits_without_tables for row in here}
+            for spec, by_domain in means(here).items():
+                cells = [
+                    f"{number(None if m.kld is None else max(m.kld, 0.0), '.3f')} / {percent(m.top1)}"
+                    + ("" if m.exact is None else f" / {percent(m.exact)}")
+                    for m in by_domain.values()
+                ]
+                lines.append([method(spec), *([f"{prefix:,}"] if several else []), number(bits[spec], ".2f"), *cells])
+        columns = list(dict.fromkeys(row.domain for row in rows))
+        return markdown(["method", *(["prefix"] if several else []), "bits", *columns], lines)
 
     return table
+
+
+MODELS = {
+    "Qwen2.5-Coder-1.5B": ("qwen2.5-coder-1.5b", (1024, 4096, 16384)),
+    "Qwen2.5-Coder-0.5B": ("qwen2.5-coder-0.5b", (1024, 4096)),
+    "SmolLM2-135M": ("smollm2-135m", (1024, 4096)),
+}
+"""Models whose divergence by length is committed: the beginning of their files' names in benchmarks/lengths/, and prefixes."""
+
+BASE = "kivi"
+"""The method that ratios are of: KIVI at 2 bits (3.0 with its scales), at the windows of every method."""
+
+
+def runs(stem: str) -> list[DomainRow]:
+    """Rows of all runs of a model."""
+    files = sorted((BENCHMARKS / "lengths").glob(f"{stem}*.json"))
+    return [row for file in files for row in read_rows(read(file))]
+
+
+def lengths(*names: str | pathlib.Path, only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
+    """KL divergence by prefix, a column each: means over the texts of files that ``kvfold domains`` wrote, and as multiples
+    of KIVI-2's.
+
+    Parameters
+    ----------
+    names
+        Files in benchmarks/, or paths; of one model, any.
+    only
+        Which methods.
+
+    Effective bits are those at the longest prefix.
+    """
+
+    def table() -> str:
+        rows = [row for name in names for row in read_rows(read(name))]
+        columns = sorted({row.prefix for row in rows})
+        bits = {row.method: row.effective_bits for row in rows if row.prefix == columns[-1]}
+        found = divergences(rows)
+        kivi = found.get(BASE, {})
+        lines = []
+        for spec, by_prefix in found.items():
+            if only(spec):
+                line = [method(spec), number(bits.get(spec), ".2f"), *(number(by_prefix[p], "z.4f") for p in columns)]
+                lines.append(line + [ratio(by_prefix[p], kivi.get(p)) for p in columns])
+        head = ["method", "effective bits", *by_column("KL at", columns), *by_column("of KIVI-2's at", columns)]
+        return markdown(head, lines)
+
+    return table
+
+
+def worst(only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
+    """Divergence as a multiple of KIVI-2's in the same run: every model and length, and the worst of them."""
+
+    def table() -> str:
+        head, cells, bits, order = ["method", "bits"], {}, {}, []
+        for name, (stem, columns) in MODELS.items():
+            head += by_column(f"{name}, ", list(columns))
+            rows = runs(stem)
+            found = divergences(rows)
+            order += [spec for spec in found if spec not in order]
+            for p in columns:
+                for spec in found:
+                    base = found[BASE][p]
+                    value = found[spec].get(p)
+                    cells[spec, name, p] = None if value is None or not base else value / base
+            bits |= {row.method: row.bits_without_tables for row in rows if row.prefix == max(columns)} | bits
+        lines = []
+        for spec in order:
+            if only(spec):
+                values = [cells.get((spec, name, p)) for name, (_, columns) in MODELS.items() for p in columns]
+                known = [v for v in values if v is not None]
+                line = [method(spec), number(bits.get(spec), ".2f"), *(number(v, "z.2f") for v in values)]
+                lines.append([*line, number(max(known, default=None), "z.2f")])
+        return markdown([*head, "worst"], lines)
+
+    return table
+
+
+def by_column(what: str, columns: list[int]) -> list[str]:
+    return [f"{what} {columns[0]:,}", *(f"{p:,}" for p in columns[1:])]
+
+
+def of_method(*names: str) -> Callable[[str], bool]:
+    """Whether a spec is of one of these methods, or KIVI at 2 bits, which ratios are of."""
+    return lambda spec: spec.partition(":")[0] in names or spec == BASE
+
+
+def ratio(value: float | None, base: float | None) -> str:
+    return "-" if value is None or not base else f"{value / base:z.2f}"
 
 
 def baselines(*names: str) -> Callable[[], str]:
@@ -139,7 +259,7 @@ def ablation(*tables: str) -> Callable[[], str]:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"compare": comparison},
+    "README.md": {"compare": comparison("compare-smollm2-135m.json")},
     "docs/results.md": {
         "domains smollm2": domains("domains-smollm2-135m.json"),
         "domains learned": domains("domains-smollm2-135m-learned.json"),
@@ -162,6 +282,13 @@ TABLES |= {file: {name: bench(table) for name, table in tables.items()} for file
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is stale")
+    parser.add_argument("--lengths", type=pathlib.Path, metavar="FILE", help="print the divergence by prefix of a file")
+    arguments = parser.parse_args()
+    if arguments.lengths is not None:
+        print(lengths(arguments.lengths.resolve())())
+        return 0
     stale = []
     for file, tables in TABLES.items():
         path = ROOT / file
@@ -175,11 +302,11 @@ def main() -> int:
             new = f"{before}{begin}\n{table()}\n{end}{after}"
         if new != text:
             stale.append(file)
-            if "--check" not in sys.argv:
+            if not arguments.check:
                 path.write_text(new, encoding="utf-8")
     if stale:
-        print(f"{'stale' if '--check' in sys.argv else 'written'}: {', '.join(stale)}")
-    return int(bool(stale) and "--check" in sys.argv)
+        print(f"{'stale' if arguments.check else 'written'}: {', '.join(stale)}")
+    return int(bool(stale) and arguments.check)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import builtins
 import csv
+import importlib
 import itertools
 import json
 from contextlib import nullcontext
@@ -48,6 +49,31 @@ def test_every_benchmark_has_a_help_page(run, name):
     status, out, err = run("bench", name, "--help")
     assert status == 0 and err == ""
     assert "usage:" in out and ("--json" in out or name == "plot")
+
+
+@pytest.mark.parametrize("name", sorted({*BENCHMARKS} - {"plot"}))
+def test_no_benchmark_writes_rows_unless_asked(name):
+    """``--rows`` has no default: a look at a benchmark must not change the committed rows."""
+    module = importlib.import_module(f"kvfold.bench.{name}")
+    parser = rows.options(name, module.__doc__, module.ROWS)
+    assert parser.parse_args([]).rows is None and parser.parse_args(["--rows", "x.csv"]).rows == Path("x.csv")
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    assert f'options("{name}", __doc__, ROWS)' in source and '"--rows"' not in source
+
+
+@pytest.mark.parametrize("name", ["attention", "encode", "modes", "prefill"])
+def test_rows_go_to_the_file_that_is_named_and_to_no_other(run, tmp_path, monkeypatch, name):
+    module = importlib.import_module(f"kvfold.bench.{name}")
+    row = SimpleNamespace(p50_ms=1.0)
+    given = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "run", lambda *args, **options: given.append([*args, *options.values()][-1]) or [row])
+    monkeypatch.setattr(module, "line", lambda row: "a line")
+    monkeypatch.setattr(module, "asdict", lambda row: {}, raising=False)
+    monkeypatch.setattr(module, "table", lambda rows: [], raising=False)
+    assert run("bench", name)[0] == 0
+    assert run("bench", name, "--rows", "x.csv")[0] == 0
+    assert given == [None, Path("x.csv")] and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

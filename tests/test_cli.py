@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvfold
-from kvfold import cli, kernels, methods
+from kvfold import kernels, methods, quality, terminal
 from kvfold.cli import main
 from tiny_model import CONTEXT, save, tiny_llama
 
@@ -85,8 +85,83 @@ def test_compare_prints_a_row_per_method(run, tiny, tmp_path):
     assert [row["method"] for row in result["rows"]] == ["none", "kivi:recent=32"]
     for row in result["rows"]:
         assert re.search(rf"^ *{re.escape(row['method'])} .*{row['ppl']:.3f}", out, re.M)
-    assert (result["header"]["prefix"], result["header"]["tokens"]) == (320, 64)
+    assert (result["header"]["prefixes"], result["header"]["tokens"]) == ([320], 64)
+    assert {row["decode_path"] for row in result["rows"]} == {"steps: no CUDA device"}
+    assert "decoded step by step: all (no CUDA device)" in out
+    assert "320 tokens prefilled" in out and "not tested" not in out
     assert "float32" in out and result["header"]["text_sha256"][:12] in out
+
+
+def test_compare_takes_several_prefixes_and_says_where_nothing_was_tested(run, tiny, tmp_path):
+    arguments = ["compare", "--model", tiny, "--methods", "none", "kivi", *SMALL[2:], "--prefix", "320", "64", "--json"]
+    status, out, err = run(*arguments, str(tmp_path / "x.json"))
+    assert status == 0 and errors(err) == []
+    result = json.loads((tmp_path / "x.json").read_text())
+    rows = result["rows"]
+    assert [(row["prefix"], row["method"]) for row in rows] == [(p, m) for p in (64, 320) for m in ("none", "kivi")]
+    assert result["header"]["prefixes"] == [64, 320] and "64 and 320 tokens prefilled" in out
+    assert rows[1]["tested"] == 0 and rows[1]["kld"] is None
+    assert len(re.findall("not tested", out)) == 1
+    assert "kivi after 64 tokens: nothing was tested: no scored token read anything packed" in out
+    assert "its windows hold 0 + 128 tokens" in out
+    for row in (rows[0], *rows[2:]):
+        assert re.search(rf"{re.escape(row['method'])} .*{row['ppl']:.3f}", out)
+    status, out, _ = run(*arguments, "-")
+    assert status == 0 and [row["kld"] for row in json.loads(out)["rows"]] == [row["kld"] for row in rows]
+
+
+def test_the_table_says_what_was_decoded_in_a_graph():
+    from dataclasses import replace
+
+    from kvfold.evaluation import Header, Row
+
+    header = Header({}, "m", 1, "bfloat16", "a GPU", 1, "t", "0" * 64, {}, [1024], 512, 32, 16, 0, "now")
+    row = Row("kivi", 1024, 512, 3.0, 3.0, 1, 8, 9.0, 0.1, 0.9, 1e4, 300.0, "graph", 1.0, 1, 0, 0, 0, 1536, "")
+    rows = [row, replace(row, method="gear", decode_path="steps: layer 0: its kernel is triton; needs gluon")]
+    shown = [[str(cell) for cell in column.cells] for column in quality._compare_table(header, rows).columns]
+    assert ["graph", "steps"] in shown
+    notes = quality._compare_notes(header, rows)
+    assert "decoded in a CUDA graph: kivi" in notes
+    assert "decoded step by step: gear (layer 0: its kernel is triton; needs gluon)" in notes
+
+
+def test_domains_take_several_prefixes_and_chunks(run, tiny, tmp_path):
+    arguments = ["domains", "--model", tiny, "--methods", "none", "kivi", "--windows", "1", "--tokens", "64"]
+    arguments += ["--domains", "prose", "retrieval", "--prefix", "96", "512", "--chunk", "16", "--json"]
+    status, out, err = run(*arguments, str(tmp_path / "x.json"))
+    assert status == 0 and errors(err) == []
+    assert "[1/8] prose 0 after 96: none: KL 0.0000" in err and "nothing tested" in err
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result["header"]["chunk"] == 16 and result["header"]["prefixes"] == [96, 512]
+    keys = [(row["domain"], row["prefix"], row["method"]) for row in result["rows"]]
+    assert keys == [(d, p, m) for d in ("prose", "retrieval") for p in (96, 512) for m in ("none", "kivi")]
+    (row,) = (row for row in result["rows"] if (row["domain"], row["prefix"], row["method"]) == ("prose", 512, "kivi"))
+    assert f"{row['kld']:z.3f} / {100 * row['top1']:.0f}%" in out
+    assert len(re.findall("not tested", out)) == 2 and "kivi after 96 tokens: nothing was tested" in out
+
+
+def test_a_killed_run_of_domains_says_what_is_kept_and_goes_on(run, tiny, tmp_path, monkeypatch):
+    from kvfold.evaluation import domains
+
+    arguments = ["domains", "--model", tiny, "--methods", "none", "kivi", "--windows", "1", "--tokens", "64"]
+    arguments += ["--domains", "prose", "--prefix", "320", "512", "--json", str(tmp_path / "x.json")]
+    score, calls = domains.score, []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise RuntimeError("out of memory")
+        return score(*args)
+
+    monkeypatch.setattr(domains, "score", fail)
+    with pytest.raises(RuntimeError):
+        run(*arguments)
+    assert not (tmp_path / "x.json").exists()
+    monkeypatch.setattr(domains, "score", score)
+    status, _, err = run(*arguments)
+    assert status == 0 and "kvfold: 3 of 4 rows taken over from an earlier run" in err
+    assert "[4/4] prose 0 after 512: kivi: KL" in err and "[3/4]" not in err
+    assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == 4
 
 
 def test_compare_reads_a_file_and_prints_json_alone(run, tiny, tmp_path):
@@ -137,10 +212,13 @@ def test_artefacts_of_another_model_are_left_out_and_said(run, tiny, tmp_path):
         (["--methods", "a", "--methods", "b"], ["--methods", "a", "--methods", "b"]),
         (["--methods=a", "--json", "-"], ["--methods=a", "--json", "-"]),
         (["--methods"], ["--methods"]),
+        (["--prefix", "1", "2", "--methods", "a"], ["--prefix", "1", "--prefix", "2", "--methods", "a"]),
+        (["--domains", "a", "b", "--json", "-"], ["--domains", "a", "--domains", "b", "--json", "-"]),
+        (["--text", "a", "b"], ["--text", "a", "b"]),
     ],
 )
-def test_one_flag_takes_several_methods(given, spread):
-    assert cli._spread_methods(["compare", *given]) == ["compare", *spread]
+def test_one_flag_takes_several_values(given, spread):
+    assert terminal.spread(["compare", *given]) == ["compare", *spread]
 
 
 def test_generate_streams_and_ends_with_what_it_saved(run, tiny):
@@ -203,6 +281,21 @@ def test_raw_prompts_and_sampling(run, tiny):
         (["compare", "--device", "abacus"], "device: 'abacus' .*cpu"),
         (["compare", *SMALL, "--methods", "kivi:group=96"], "group"),
         (["compare", "--artefacts", "/not/there"], "artefacts: /not/there is not a folder"),
+        (
+            ["compare", "--prefix", "320", "4096", "--tokens", "64"],
+            f"prefix: 4096 .*context of {CONTEXT}; give at most 944",
+        ),
+        (["compare", "--prefix", "320", "many"], "--prefix.*not a valid integer"),
+        (
+            ["domains", "--prefix", "320", "4096", "--tokens", "64"],
+            f"prefix: 4096 .*context of {CONTEXT}; give at most",
+        ),
+        (["domains", "--prefix", "320", "63"], "prefix: 63; give at least 64"),
+        (["domains", "--chunk", "0"], "chunk: 0"),
+        (
+            ["domains", "--domains", "prose", "--windows", "500", "--prefix", "320"],
+            "text: pydoc_data.topics has .* 500 windows need",
+        ),
         (["domains", "--text", "prose.txt"], "text: 'prose.txt' is not NAME=FILE"),
         (["domains", "--text", "a=/not/there"], "text: cannot read"),
         (["domains", "--domains", "poetry"], "domain: 'poetry' .*prose"),
@@ -257,11 +350,11 @@ def test_a_head_that_the_group_does_not_divide_is_named(run, tmp_path):
     assert status == 2 and "head_dim" in line and "40" in line
 
 
-@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("position", [0, 1, 2])
 def test_nothing_is_written_when_something_is_wrong(run, tiny, tmp_path, position):
     out_file = tmp_path / "x.json"
     out_file.write_text("old")
-    bad = [["--methods", "kivi:bits=5"], ["--tokens", "5000"]][position]
+    bad = [["--methods", "kivi:bits=5"], ["--tokens", "5000"], ["--prefix", "320", "4096"]][position]
     status, _, _ = run("compare", "--model", tiny, "--json", str(out_file), *bad)
     assert status == 2
     assert out_file.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["x.json"]
@@ -271,7 +364,7 @@ def test_an_interrupt_exits_with_130(run, tiny, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load", interrupted)
+    monkeypatch.setattr(quality, "load", interrupted)
     status, out, err = run("compare", "--model", tiny)
     assert (status, out, err) == (130, "", "\nkvfold: interrupted\n")
 
@@ -342,3 +435,53 @@ def test_tables_of_readme_and_docs_are_those_of_the_rows():
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "scripts/tables.py", "--check"], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def domain_rows(**divergences):
+    """Rows as ``kvfold domains`` writes them: two texts at each prefix; the second text's divergence is double the first's."""
+    from kvfold.evaluation.domains import DomainRow
+
+    return [
+        DomainRow(spec, text, 0, prefix, 64, 3.0, 3.0 + 16 / prefix, 9.0, kld * factor, 0.9, None, 1.0, prefix, 64)
+        for spec, by_prefix in divergences.items()
+        for prefix, kld in by_prefix.items()
+        for text, factor in (("prose", 1), ("code", 2))
+    ]
+
+
+def test_a_table_of_lengths_has_a_column_for_each_prefix(tmp_path):
+    import dataclasses
+
+    rows = domain_rows(
+        **{
+            "kivi": {1024: 0.2, 16384: 0.4},
+            "kivi:sink=32,recent=96": {1024: 0.1, 16384: 0.3},
+            "innerq": {1024: 0.05, 16384: 0.6},
+            "commvq:artefact=somewhere/a.safetensors": {1024: 0.1, 16384: 0.1},
+            "squat:recent=64": {1024: 0.1},
+        }
+    )
+    result = {"header": {"prefixes": [1024, 16384]}, "rows": [dataclasses.asdict(row) for row in rows]}
+    (tmp_path / "x.json").write_text(json.dumps(result))
+    root = Path(__file__).parent.parent
+    command = [sys.executable, str(root / "scripts/tables.py"), "--lengths", "x.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "| method | effective bits | KL at 1,024 | 16,384 | of KIVI-2's at 1,024 | 16,384 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| `kivi` | 3.00 | 0.3000 | 0.6000 | 1.00 | 1.00 |",
+        "| `kivi:sink=32,recent=96` | 3.00 | 0.1500 | 0.4500 | 1.00 | 1.00 |",
+        "| `innerq` | 3.00 | 0.0750 | 0.9000 | 0.50 | 2.00 |",  # its windows are 32 + 96
+        "| `commvq` | 3.00 | 0.1500 | 0.1500 | 0.50 | 0.25 |",
+        "| `squat:recent=64` | - | 0.1500 | - | - | - |",
+    ]
+
+
+def test_a_table_of_lengths_reads_files_of_one_prefix():
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "scripts/tables.py", "--lengths", "benchmarks/domains-smollm2-135m.json"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("| method | effective bits | KL at 1,024 | of KIVI-2's at 1,024 |")
+    assert re.search(r"^\| `kivi` \| 3.00 \| 0\.\d{4} \| 1.00 \|$", done.stdout, re.M)

@@ -1,21 +1,26 @@
 import dataclasses
 import hashlib
 import json
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import DynamicCache
 
 import kvfold
 from helpers import llama, prompt
 from kvfold import models
 from kvfold.errors import KVFoldError
-from kvfold.evaluation import Row, Text, compare, domains, load_text, reference, score
+from kvfold.evaluation import Row, Text, compare, domains, load_text, reference, score, windows
 from kvfold.evaluation.compare import encode
 from kvfold.evaluation.schema import Sidecar, check_writable, read_row, write_json
 from tiny_model import byte_tokenizer, tiny_llama
 
 PREFIX, TOKENS = 320, 96
+comparison = sys.modules["kvfold.evaluation.compare"]  # the package's `compare` is the function
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +30,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def ids():
-    return encode(byte_tokenizer(), load_text(), PREFIX, TOKENS, 8, None)
+    return encode(byte_tokenizer(), load_text(), PREFIX, TOKENS, 8, None)[PREFIX]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,7 @@ def truth(tiny, ids):
 @pytest.fixture(scope="module")
 def smol():
     model, tokenizer, info = models.load(device="cpu")
-    ids = encode(tokenizer, load_text(), 512, 128, 8, info.max_context)
+    ids = encode(tokenizer, load_text(), 512, 128, 8, info.max_context)[512]
     return model, ids, reference(model, ids, 512)
 
 
@@ -84,15 +89,32 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     [
         ((63, 96, 8, None), "^prefix: 63 is too small"),
         ((320, 31, 8, None), "^tokens: 31 is too small"),
-        ((320, 96, 0, None), "^new_tokens: 0"),
+        ((320, 96, 1, None), "^new_tokens: 1 is too small; give at least 2"),
         ((320, 96, 8, 400), "^tokens: .*beyond the model's context of 400; give at most 72"),
-        ((320, 96, 8, 300), "^prefix: 320 .* do not fit .* 300"),
+        ((320, 96, 8, 300), "^prefix: 320 .* do not fit .* 300; give at most 196 with 96 tokens scored"),
+        (([64, 320], 96, 8, 300), "^prefix: 320 .* do not fit .* 300"),
+        (([320, 63], 96, 8, None), "^prefix: 63 is too small"),
+        (([], 96, 8, None), "^prefix: none given"),
+        (([64, 10**6], 96, 8, None), "^text: .* needed .prefix 1000000 "),
         ((10**6, 96, 8, None), "^text: .* give a longer text"),
     ],
 )
 def test_counts_that_do_not_fit_name_what_is_allowed(counts, says):
     with pytest.raises(KVFoldError, match=says):
         encode(byte_tokenizer(), load_text(), *counts)
+
+
+def test_every_prefix_is_followed_by_the_same_tokens_and_begins_as_the_tokenizer_begins_texts():
+    text = Text("abcdefghij" * 100, "t")
+    found = encode(byte_tokenizer(), text, [320, 64, 320], 32, 2, None)
+    assert list(found) == [64, 320] and [ids.shape for ids in found.values()] == [(1, 97), (1, 353)]
+    assert torch.equal(found[64], found[320][:, -97:])
+    begins = byte_tokenizer()
+    begins.add_special_tokens({"bos_token": "<s>"})
+    begins._tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 258)])
+    found = encode(begins, text, [64, 320], 32, 2, None)
+    assert found[64][0, 0] == found[320][0, 0] == 258
+    assert torch.equal(found[64][:, 1:], found[320][:, -96:])
 
 
 # ---- scoring ---------------------------------------------------------------------------------------------------------
@@ -254,9 +276,131 @@ def test_compare_measures_what_it_says(tiny, tmp_path):
     needed |= {"prefill_tokens_per_s", "decode_tokens_per_s", "seconds"}
     assert all(needed <= set(row) for row in written["rows"])
     header = written["header"]
+    assert header["prefixes"] == [PREFIX] and {row["prefix"] for row in written["rows"]} == {PREFIX}
+    assert all(row.tested == TOKENS for row in result.rows)
+    assert header["texts"] == {"pydoc_data.topics": load_text().sha256}
     assert {"kvfold", "torch", "transformers", "python"} == set(header["versions"])
     assert header["model"] == "tiny" and header["text_sha256"] == load_text().sha256 and header["seed"] == 0
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+
+
+@pytest.mark.parametrize("method", ["none", "kivi:recent=32", "innerq"])
+def test_what_a_method_needs_first_is_in_no_speed(tiny, monkeypatch, method):
+    """The first call that packs, the first that reads packed tokens and the first decoded token are slow, as where they are
+    compiled: none of them is timed."""
+    from kvfold.cache import FoldedLayer
+
+    seen = set()
+
+    def slowly(name):
+        own = getattr(FoldedLayer, name)
+
+        def slow(self, *args, **kwargs):
+            if name not in seen:
+                seen.add(name)
+                time.sleep(2)
+            return own(self, *args, **kwargs)
+
+        return slow
+
+    for name in ("_encode", "call"):
+        monkeypatch.setattr(FoldedLayer, name, slowly(name))
+    (row,) = run(tiny, methods=[method]).rows
+    assert "call" in seen and row.prefill_tokens_per_s > PREFIX and row.decode_tokens_per_s > 4 and row.seconds < 2
+
+
+def test_continuations_are_greedy_and_their_first_step_is_not_timed(tiny, ids, monkeypatch):
+    cache = kvfold.fold(tiny, "none")
+    try:
+        result = score(tiny, ids, PREFIX, cache)
+        own, calls = tiny.forward, []
+
+        def slow(*args, **kwargs):
+            calls.append(kwargs)
+            if len(calls) == 1:  # as a capture
+                time.sleep(1)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(tiny, "forward", slow)
+        decoded = comparison.decode(tiny, cache, result.last_logits, 6)
+    finally:
+        kvfold.unfold(tiny)
+    assert len(calls) == 6 and decoded.seconds < 0.5 and decoded.path == "steps: no CUDA device"
+    monkeypatch.undo()
+    with torch.inference_mode():
+        expected = tiny.generate(ids[:, :-1], max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, -6:]
+    assert decoded.tokens[:5] == expected.tolist()[:5]
+
+
+def test_on_a_gpu_rows_are_decoded_in_graphs_that_a_throw_away_cache_came_before(tiny, monkeypatch):
+    """With a graph that is none: which cache, how much room, how often."""
+    from kvfold import graph
+    from test_graph import Steps
+
+    made, lengths = [], []
+
+    class Graph(Steps):
+        def __init__(self, model, cache, room):
+            super().__init__(model, cache, room)
+            made.append((cache.get_seq_length(), room))
+
+    own = kvfold.fold
+
+    def fold(model, method, max_length):
+        lengths.append(max_length)
+        return own(model, method, max_length=max_length)
+
+    monkeypatch.setattr(comparison, "on_gpu", lambda model: True)
+    monkeypatch.setattr(graph, "DecodeGraph", Graph)
+    monkeypatch.setattr(kvfold, "fold", fold)
+    (row,) = run(tiny, methods=["kivi"], new_tokens=6).rows
+    assert row.decode_path == "graph"
+    assert lengths == [PREFIX + 32 + 2, PREFIX + TOKENS + 6]
+    assert made == [(PREFIX + 32, 2), (PREFIX + TOKENS, 6)]
+    monkeypatch.undo()
+    (again,) = run(tiny, methods=["kivi"], new_tokens=6).rows
+    assert (row.continuation, row.kld) == (again.continuation, again.kld)
+    assert again.decode_path == "steps: no CUDA device"
+
+
+def test_rows_say_how_they_were_decoded():
+    assert comparison.decode_path(16, 16, None) == "graph"
+    assert comparison.decode_path(0, 16, "layer 0: why") == "steps: layer 0: why"
+    assert comparison.decode_path(14, 16, None) == "steps: 2 of 16 tokens before a graph"
+
+
+def test_several_prefixes_give_the_rows_of_each_and_one_reference_a_prefix(tiny, tmp_path, monkeypatch):
+    references = []
+
+    def counted(model, ids, prefix, *args):
+        references.append(prefix)
+        return reference(model, ids, prefix, *args)
+
+    monkeypatch.setattr(comparison, "reference", counted)
+    result = run(tiny, tmp_path / "out.json", prefix=[PREFIX, 512])
+    assert references == [PREFIX, 512] and result.header.prefixes == [PREFIX, 512]
+    assert [(row.method, row.prefix) for row in result.rows] == [(m, p) for p in (PREFIX, 512) for m in METHODS]
+    assert [row.cache_tokens for row in result.rows] == [p + TOKENS for p in (PREFIX, 512) for _ in METHODS]
+    alone = run(tiny, prefix=512)
+    assert [(row.kld, row.ppl) for row in result.rows[3:]] == [(row.kld, row.ppl) for row in alone.rows]
+
+
+def test_what_lies_within_the_windows_is_not_given_numbers(tiny):
+    """`kivi` keeps 128 newest tokens: up to 159 nothing is packed, and nothing is tested."""
+    none, kivi, innerq = run(tiny, methods=["none", "kivi", "innerq"], prefix=64, tokens=64).rows
+    assert none.tested == 64 and none.kld is not None
+    for row in (kivi, innerq):
+        assert row.tested == row.packed_bytes == 0 and row.effective_bits is None
+        assert (row.ppl, row.kld, row.top1) == (None, None, None)
+    # 64 + 96 tokens are in the cache, and 32 packed, when the fourth call of 32 begins
+    (kivi,) = run(tiny, methods=["kivi"], prefix=64, tokens=192).rows
+    assert kivi.tested == 192 - 96 and kivi.kld is not None
+
+
+def test_a_windows_rule_holds_for_statistics_too(tiny):
+    """Until `warmup` tokens are there, a method with statistics packs nothing."""
+    (row,) = run(tiny, methods=["innerq:sink=0,recent=0,warmup=256"], prefix=64, tokens=96).rows
+    assert row.tested == 0 and row.kld is None
 
 
 def test_compare_repeats_its_numbers(tiny):
@@ -294,13 +438,29 @@ def test_a_killed_comparison_goes_on_where_it_stopped(tiny, tmp_path):
 
     taken, new = {}, []
     result = run(tiny, out, on_start=lambda names, done: taken.update(done), on_row=new.append)
-    assert taken == {row.method: row for row in rows}
+    assert taken == {(row.method, PREFIX): row for row in rows}
     assert [row.method for row in new] == METHODS[2:]
     assert result.rows[:2] == rows and [row.method for row in result.rows] == METHODS
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"tokens": TOKENS - 1}, {"chunk": 16}])
+def test_a_killed_comparison_of_several_prefixes_goes_on_between_them(tiny, tmp_path):
+    rows, new = [], []
+
+    def kill(row):
+        rows.append(row)
+        if len(rows) == 4:
+            raise Killed
+
+    prefixes = [PREFIX, 512]
+    with pytest.raises(Killed):
+        run(tiny, tmp_path / "out.json", prefix=prefixes, on_row=kill)
+    result = run(tiny, tmp_path / "out.json", prefix=prefixes, on_row=new.append)
+    assert [(row.method, row.prefix) for row in new] == [(METHODS[1], 512), (METHODS[2], 512)]
+    assert result.rows == rows + new
+
+
+@pytest.mark.parametrize("change", [{"prefix": [PREFIX, 400]}, {"seed": 1}, {"tokens": TOKENS - 1}, {"chunk": 16}])
 def test_rows_of_another_run_are_not_taken_over(tiny, tmp_path, change):
     out = tmp_path / "out.json"
 
@@ -336,6 +496,17 @@ def test_rows_of_another_schema_are_refused():
         read_row(Row, {"method": "none"})
 
 
+def test_rows_of_before_a_field_was_there_are_read():
+    root = Path(__file__).parent.parent / "benchmarks"
+    files = sorted(root.glob("domains-*.json"))
+    assert files
+    for path in files:
+        result = json.loads(path.read_text())
+        rows = domains.read_rows(result)
+        assert len(rows) == len(result["rows"]) and {row.prefix for row in rows} == {1024}
+        assert {row.tested for row in rows} == {None} and all(row.prefilled <= 1024 for row in rows)
+
+
 def test_writing_replaces_a_result_in_one_step(tmp_path):
     path = tmp_path / "out.json"
     write_json(path, {"a": 1})
@@ -363,40 +534,77 @@ def test_a_text_carries_its_hash():
 
 def test_windows_are_spread_over_the_text_and_a_short_one_is_refused():
     tokenizer, text = byte_tokenizer(), Text("abcdefghij" * 100, "t")
-    found = domains.windows_of(tokenizer, "x", text, 64, 32, 4)
+    found = windows.windows_of(tokenizer, "x", text, 64, 32, 4)
     assert [w.ids.shape for w in found] == [(1, 97)] * 4 and [w.index for w in found] == [0, 1, 2, 3]
     whole = tokenizer(text.text, return_tensors="pt").input_ids[0]
     middles = [125, 375, 625, 875]
     for window, middle in zip(found, middles, strict=True):
         assert torch.equal(window.ids[0], whole[middle - 48 : middle + 49])
-    with pytest.raises(KVFoldError, match=r"^text: t has 1000 tokens, and 11 windows need 1067"):
-        domains.windows_of(tokenizer, "x", text, 64, 32, 11)
+    with pytest.raises(
+        KVFoldError, match=r"^text: t has 1000 tokens, and 11 windows need 1067 .*--windows .at most 10"
+    ):
+        windows.windows_of(tokenizer, "x", text, 64, 32, 11)
+
+
+def test_windows_of_several_prefixes_end_alike(monkeypatch):
+    tokenizer, text = byte_tokenizer(), Text("".join(f"{i:05d}" for i in range(3000)), "t")
+    found = windows.windows_of(tokenizer, "x", text, [256, 64], 32, 2)
+    assert [(w.prefix, w.prefilled, w.index) for w in found] == [(64, 64, 0), (64, 64, 1), (256, 256, 0), (256, 256, 1)]
+    for short, long in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(short.ids, long.ids[:, -97:]) and long.ids.shape == (1, 289)
+    alone = windows.windows_of(tokenizer, "x", text, 256, 32, 2)
+    assert all(torch.equal(a.ids, b.ids) for a, b in zip(alone, found[2:], strict=True))
+
+
+def test_of_a_long_text_only_what_is_around_the_windows_is_tokenized(monkeypatch):
+    tokenizer, text = byte_tokenizer(), Text("".join(f"{i:05d}" for i in range(20_000)), "t")
+    whole = windows.windows_of(tokenizer, "x", text, 256, 32, 2)
+    monkeypatch.setattr(windows, "LONG", 1000)
+    seen = []
+
+    def counting(part, **options):
+        seen.append(len(part))
+        return tokenizer(part, **options)
+
+    counting.bos_token_id = None
+    found = windows.windows_of(counting, "x", text, 256, 32, 2)
+    assert seen == [32 * 289] * 2 or seen == [32 * 289 - 1] * 2 or sum(seen) < 20_000
+    assert all(torch.equal(a.ids, b.ids) for a, b in zip(whole, found, strict=True))
+
+
+def test_built_in_texts_hold_a_window_at_16384_tokens():
+    """As byte-pair tokenizers count them: at most 5 characters of prose a token, and 4.5 of code."""
+    assert len(load_text().text) > 5 * (16_384 + 1_024 + 1)
+    assert len(windows.library_source().text) > 3 * 4.5 * (16_384 + 1_024 + 1)
+    with pytest.raises(KVFoldError, match=r"^text: t has 1000 tokens, and 1 windows need 1097 .* or --windows$"):
+        windows.windows_of(byte_tokenizer(), "x", Text("abcdefghij" * 100, "t"), [64, 1064], 32, 1)
 
 
 def test_retrieval_asks_for_values_that_the_prefix_lists():
     tokenizer = byte_tokenizer()
-    for window in domains.retrieval(tokenizer, 600, 200, 2):
-        listed = tokenizer.decode(window.ids[0, : window.prefix])
-        scored = window.ids[0, window.prefix + 1 :]
+    for window in windows.retrieval(tokenizer, 600, 200, 2):
+        listed = tokenizer.decode(window.ids[0, : window.prefilled])
+        scored = window.ids[0, window.prefilled + 1 :]
+        assert 500 < window.prefilled <= window.prefix == 600
         assert window.ids.shape[1] <= 600 + 201 and window.answers
         for first, stop in window.answers:
             answer = tokenizer.decode(scored[first:stop])
-            question = tokenizer.decode(window.ids[0, window.prefix : window.prefix + 1 + first]).splitlines()[-1]
+            question = tokenizer.decode(window.ids[0, window.prefilled : window.prefilled + 1 + first]).splitlines()[-1]
             assert question + answer.rstrip("\n") in listed and answer.endswith(".\n")
 
 
 def test_json_lines_are_read_as_text_and_others_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"question": "one", "n": 1, "answer": "two"}\n{"question": "three"}\n')
-    assert domains.load_domain("a", str(tmp_path / "a.jsonl")).text == "one\ntwo\n\nthree\n"
+    assert windows.load_domain("a", str(tmp_path / "a.jsonl")).text == "one\ntwo\n\nthree\n"
     (tmp_path / "b.jsonl").write_text('{"question": "one"}\n[1]\n')
     with pytest.raises(KVFoldError, match=r"^text: line 2 of .*b.jsonl is not a JSON object"):
-        domains.load_domain("b", str(tmp_path / "b.jsonl"))
+        windows.load_domain("b", str(tmp_path / "b.jsonl"))
 
 
 def test_domains_score_every_method_on_every_window_and_go_on_after_a_kill(tiny, tmp_path):
     info = models.ModelInfo("tiny", "float32", "cpu", None, 1)
-    windows = domains.make_windows(byte_tokenizer(), domains.load_texts(domains.BUILT_IN, {}), 320, 64, 2)
-    assert [(w.domain, w.index) for w in windows] == [(d, i) for d in domains.BUILT_IN for i in range(2)]
+    pieces = windows.make_windows(byte_tokenizer(), windows.load_texts(windows.BUILT_IN, {}), 320, 64, 2)
+    assert [(w.domain, w.index) for w in pieces] == [(d, i) for d in windows.BUILT_IN for i in range(2)]
     out = tmp_path / "rows.json"
 
     def stop(row, done, total):
@@ -405,14 +613,22 @@ def test_domains_score_every_method_on_every_window_and_go_on_after_a_kill(tiny,
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        domains.run(tiny, info, ["none", "kivi:bits=2"], windows, json_path=out, on_row=stop)
-    seen = []
+        domains.run(tiny, info, ["none", "kivi:bits=2"], pieces, json_path=out, on_row=stop)
+    assert len((tmp_path / "rows.json.partial").read_text().splitlines()) == 1 + 5
+    seen, kept = [], []
     header, rows = domains.run(
-        tiny, info, ["none", "kivi:bits=2"], windows, json_path=out, on_row=lambda row, *_: seen.append(row)
+        tiny,
+        info,
+        ["none", "kivi:bits=2"],
+        pieces,
+        json_path=out,
+        on_start=lambda *counts: kept.append(counts),
+        on_row=lambda row, *_: seen.append(row),
     )
+    assert kept == [(5, 12)] and seen == rows[5:]
     assert json.loads(out.read_text()) == domains.to_dict(header, rows) and not list(tmp_path.glob("*.partial"))
     kept = [dataclasses.replace(row, seconds=0.0) for row in rows]
-    _, again = domains.run(tiny, info, ["none", "kivi:bits=2"], windows)
+    _, again = domains.run(tiny, info, ["none", "kivi:bits=2"], pieces)
     assert kept == [dataclasses.replace(row, seconds=0.0) for row in again]
     by_method = domains.means(rows)
     assert by_method["none"]["prose"].kld == pytest.approx(0, abs=1e-6) and by_method["none"]["code"].top1 == 1.0
@@ -423,13 +639,49 @@ def test_domains_score_every_method_on_every_window_and_go_on_after_a_kill(tiny,
 
 def test_an_unknown_domain_is_named():
     with pytest.raises(KVFoldError, match=r"^domain: 'poetry' is not built in; allowed: prose, code, retrieval"):
-        domains.load_texts(["poetry"], {})
+        windows.load_texts(["poetry"], {})
 
 
 def test_exact_answers_are_those_of_the_text(tiny):
     """A scored token is correct where the argmax of the logits before it is the token itself."""
-    window = domains.retrieval(byte_tokenizer(), 320, 96, 1)[0]
-    result = score(tiny, window.ids, window.prefix, DynamicCache(config=tiny.config))
+    window = windows.retrieval(byte_tokenizer(), 320, 96, 1)[0]
+    result = score(tiny, window.ids, window.prefilled, DynamicCache(config=tiny.config))
     with torch.inference_mode():
-        logits = tiny(window.ids).logits[0, window.prefix : -1]
-    assert torch.equal(result.correct, logits.argmax(-1) == window.ids[0, window.prefix + 1 :])
+        logits = tiny(window.ids).logits[0, window.prefilled : -1]
+    assert torch.equal(result.correct, logits.argmax(-1) == window.ids[0, window.prefilled + 1 :])
+
+
+def test_divergences_are_means_over_texts_by_prefix(tiny):
+    info = models.ModelInfo("tiny", "float32", "cpu", None, 1)
+    texts = windows.load_texts(["prose", "retrieval"], {})
+    pieces = windows.make_windows(byte_tokenizer(), texts, [320, 512], 64, 2)
+    header, rows = domains.run(tiny, info, ["none", "kivi:recent=32"], pieces, texts=texts)
+    assert header.prefixes == [320, 512] and header.texts == {"prose: pydoc_data.topics": load_text().sha256}
+    assert len({row.key for row in rows}) == len(rows) == 16
+    found = domains.divergences(rows)
+    assert list(found["kivi:recent=32"]) == [320, 512]
+    one = [r.kld for r in rows if (r.method, r.prefix) == ("kivi:recent=32", 512)]
+    assert found["kivi:recent=32"][512] == pytest.approx(sum(one) / 4)
+    assert found["none"][320] == pytest.approx(0, abs=1e-6)
+    gap = [r for r in rows if (r.method, r.prefix, r.domain) != ("kivi:recent=32", 320, "prose")]
+    assert domains.divergences(gap)["kivi:recent=32"][320] is None
+    retrieved = [r for r in rows if r.domain == "retrieval"]
+    assert all(r.prefilled and r.tested == r.tokens for r in retrieved)
+
+
+def test_references_lie_on_a_gpu_only_where_there_is_room(monkeypatch):
+    from kvfold.evaluation import perplexity
+
+    logits = torch.empty(32, 1000, dtype=torch.bfloat16)
+    assert perplexity._storage(logits, 64).shape == (64, 1000)
+    assert perplexity._storage(logits, 64).dtype == torch.bfloat16
+
+    class OnGPU:
+        device, dtype, shape = torch.device("cuda"), torch.bfloat16, (32, 1000)
+
+    places = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: places.append(device.type))
+    for free in (4 * 64 * 1000 * 2, 4 * 64 * 1000 * 2 - 1):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place, free=free: (free, 0))
+        perplexity._storage(OnGPU, 64)
+    assert places == ["cuda", "cpu"]

@@ -170,9 +170,7 @@ class FoldedLayer(CacheLayerMixin):
         batch = key_states.shape[0]
         self.dtype, self.device = key_states.dtype, key_states.device
         formats = plain(self.key_format), self.value_format
-        self.kernel = kernels.choose(
-            *formats, self.device, self.method.pre_rope, self.kernel_name, self.dtype
-        ).kernel
+        self.kernel = kernels.choose(*formats, self.device, self.method.pre_rope, self.kernel_name, self.dtype).kernel
         self.encoder = choose_encoder(self.method, self.spec, self.device)
         self.lens, self.packed, self.prompt = [0] * batch, [0] * batch, [0] * batch
         self.first_position, self.fixed = [0] * batch, [not self._of_sequence] * batch
@@ -489,7 +487,9 @@ class FoldedLayer(CacheLayerMixin):
         self.static = self.static_boundary = None
         self.lens = [n + steps for n in self.lens]
         self.packed = [max(p, self.packed_length(n)) for n, p in zip(self.lens, self.packed, strict=True)]
-        self.following.kept = [max(k, n - self.following.slots) for k, n in zip(self.following.kept, self.lens, strict=True)]
+        self.following.kept = [
+            max(k, n - self.following.slots) for k, n in zip(self.following.kept, self.lens, strict=True)
+        ]
         self._log_columns(steps, None)
 
     def follow_static(self, steps: int) -> None:
@@ -676,25 +676,38 @@ class FoldedLayer(CacheLayerMixin):
         state = self.following.of(rows)
         for low in range(start, stop, PIECE // self.block * self.block):
             high = min(low + PIECE // self.block * self.block, stop)
-            k, v = (finite(t) for t in self._read(rows, key, value, low, old, high))
             first, last = low // self.block - slab.first, high // self.block - slab.first
+            far = self._seen(first, last, slab)  # statistics look beyond the blocks of a page that are due
+            k, v = (finite(t) for t in self._read(rows, key, value, low, old, max(high, far)))
             pages = [
                 self._statistics(form, fields, shared, rows, x, first, last)
                 for form, fields, shared, x in zip(
                     (self.key_format, self.value_format), (slab.keys, slab.values), self.shared, (k, v), strict=True
                 )
             ]
+            k, v = k[:, :, : high - low], v[:, :, : high - low]
             keys = self.method.encode_keys(k, state, self.spec, self._positions(ids, low, high), prompt, pages[0])
             values = self.method.encode_values(v, state, self.spec, prompt, pages[1])
             for target, source in ((slab.keys, keys), (slab.values, values)):
                 for name, tensor in source.items():
                     target[name][rows, :, first:last] = tensor
 
+    def _seen(self, first: int, last: int, slab: Slab) -> int:
+        """End of the packed tokens that statistics of pages which begin with blocks ``first`` to ``last`` are taken of."""
+        far = 0
+        for form in (self.key_format, self.value_format):
+            if isinstance(form, PagedFormat) and form.page:
+                per_page = form.page // form.block
+                page = (last - 1) // per_page
+                if page * per_page >= first:
+                    far = max(far, (slab.first + page * per_page) * self.block + form.seen)
+        return far
+
     def _statistics(
         self, form: Format, fields: Fields, shared: Fields, rows: Rows, x: torch.Tensor, first: int, last: int
     ) -> Fields | None:
-        """Statistics of the pages of blocks ``first`` to ``last`` of a slab, ``x``; those of pages that begin here are made
-        and stored. None where the format has none."""
+        """Statistics of the pages of blocks ``first`` to ``last`` of a slab; those of pages that begin here are made and
+        stored. None where the format has none. ``x``: the blocks' tokens, and what follows as far as statistics look."""
         if not isinstance(form, PagedFormat):
             return None
         if not form.page:
@@ -702,8 +715,7 @@ class FoldedLayer(CacheLayerMixin):
         per_page = form.page // form.block
         begun = -(-first // per_page)  # the first page that begins here
         if begun * per_page < last:
-            blocks = form.first_of_pages(x[:, :, (begun * per_page - first) * form.block :])
-            for name, tensor in form.statistics(blocks).items():
+            for name, tensor in form.statistics_of(x[:, :, (begun * per_page - first) * form.block :]).items():
                 fields[name][rows, :, begun : begun + tensor.shape[2]] = tensor
         page = first // per_page
         used = {name: fields[name][rows, :, page : -(-last // per_page)] for name in form.page_fields()}
@@ -803,9 +815,7 @@ class FoldedLayer(CacheLayerMixin):
         fields = [f.allocate(len(self.lens), self.spec.num_kv_heads, wanted, self.device) for f in formats]
         self.slabs.append(Slab(have, wanted, *fields))
 
-    def _fix(
-        self, ids: list[int], rows: Rows, key: torch.Tensor, value: torch.Tensor, start: int, old: int
-    ) -> None:
+    def _fix(self, ids: list[int], rows: Rows, key: torch.Tensor, value: torch.Tensor, start: int, old: int) -> None:
         """Take the statistics of whole sequences that pack for the first time, each from all of its tokens by now."""
         if all(self.fixed[row] for row in ids):
             return

@@ -1,6 +1,7 @@
 """What an encoder knows of a sequence's queries (SQuat's subspace, ZipCache's probes). Attention never reads it.
 
-It follows the sequence: the state is made anew when a sequence has 128, 256, 512, ... tokens, from its newest queries then.
+It follows the sequence: the state is made anew when a sequence has 128, 256, 512, 1,024, 2,048, 3,072, ... tokens, from
+its newest queries then.
 A block is encoded with the state of the last such boundary before the block was complete and ``recent`` newer tokens were
 there. So what is stored depends on the tokens alone, not on how calls were cut.
 """
@@ -18,11 +19,15 @@ ONCE = 1
 """In place of a boundary under ``paper=true``: the state is made at the first packing and stays."""
 
 
+SPARE = 32
+"""Queries that the ring holds beyond those of a state: more than a draft of assisted generation has tokens."""
+
+
 class Following:
     """Encoder states of a batch, and the queries they will be made of.
 
-    The ring holds the queries of the newest tokens: token t lies in slot ``t % slots``. It is twice as long as what a state is
-    made of, so that a short crop back over a boundary loses nothing.
+    The ring holds the queries of the newest tokens: token t lies in slot ``t % slots``. It is longer than what a state is made
+    of, so that a crop of up to :data:`SPARE` tokens back over a boundary loses nothing.
 
     Parameters
     ----------
@@ -52,7 +57,7 @@ class Following:
 
     @property
     def slots(self) -> int:
-        return self._packs_at if self.method.paper else 2 * self.method.query_window
+        return self._packs_at if self.method.paper else self.method.query_window + SPARE
 
     def boundary(self, tokens: int) -> int:
         """Boundary of the state for what is encoded when a sequence has ``tokens`` tokens."""
@@ -62,7 +67,8 @@ class Following:
         """Packed tokens ``start`` to ``stop``, cut where the state changes: (end, boundary), in order."""
         if not self.active:
             return [(stop, 0)]
-        method, found = self.method, []
+        method = self.method
+        found: list[tuple[int, int]] = []
         lag = method.sink + method.recent
         for end in range(start + method.block, stop + 1, method.block):
             at = self.boundary(lag + end)

@@ -22,8 +22,8 @@ BENCHMARKS = {
 def bench() -> None:
     """Measure kernels. A time is only reported after the same call agreed with its reference.
 
-    Every benchmark prints a table, or with --json one object per row, and appends its rows to a CSV file; "kvfold bench
-    NAME --help" lists its options. Those marked GPU need a CUDA device.
+    Every benchmark prints a table, or with --json one object per row, and with --rows FILE appends its rows to a CSV file;
+    without, nothing is written. "kvfold bench NAME --help" lists its options. Those marked GPU need a CUDA device.
     """
 
 

@@ -28,7 +28,7 @@ from kvfold.methods import get
 from kvfold.models import load
 
 ROWS = Path("benchmarks/rows/cpu.csv")
-METHODS = ("none", "kivi", "innerq", "squat")
+METHODS = ("none", "fold", "kivi", "innerq", "squat")
 BASELINE = "DynamicCache"
 PROMPT = 512
 """Tokens that go through the model before measuring; a step's time depends on the number of cached tokens only."""

@@ -1,6 +1,6 @@
 """Encoding a prompt, and a decode step's appending and closing, on the GPU.
 
-``python -m kvfold.bench.encode --json`` measures the default shapes. Every shape is first compared with the formats' own
+``kvfold bench encode`` measures the default shapes. Every shape is first compared with the formats' own
 ``encode`` on the CPU; where more bytes differ than rounding explains, no time is taken.
 
 Rows have the columns of the attention rows with these meanings: ``error`` is the fraction of compared bytes that differ;
@@ -9,20 +9,17 @@ model's prefill of the same tokens, or for hybrid rows of a single layer symmetr
 times longer that takes; bytes are the input read once and the packed form written once.
 """
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvfold.bench.attention import COLD_BYTES, HBM_BYTES_PER_MS, times
-from kvfold.bench.rows import Row, append, environment
-from kvfold.errors import KVFoldError
+from kvfold.bench.rows import Row, append, environment, need_gpu, options, script, show
 from kvfold.formats import AffineGroups, Fields
 from kvfold.methods.squat import penalty_matrix, steer, update_matrix
 
@@ -347,12 +344,10 @@ def run(works: tuple[Work, ...] = DEFAULT, rows: Path | None = None) -> Iterator
     KVFoldError
         Without a CUDA GPU.
     """
-    if not torch.cuda.is_available():
-        raise KVFoldError("bench encode: device=cpu is not measured; a CUDA GPU is needed")
-    env = environment()
+    device, env = need_gpu("encode"), environment()
     known: dict[Work, float] = {}
     for work in works:
-        row = measure(work, torch.device("cuda"), env, known)
+        row = measure(work, device, env, known)
         if rows is not None:
             append(rows, [row])
         yield row
@@ -372,20 +367,14 @@ def line(row: Row) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvfold.bench.encode", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object per row")
-    parser.add_argument("--rows", type=Path, default=ROWS, help=f"CSV file to append rows to (default {ROWS})")
+    parser = options("encode", __doc__, ROWS)
     args = parser.parse_args(argv)
     failed = False
-    try:
-        for row in run(rows=args.rows):
-            failed |= row.p50_ms is None
-            print(json.dumps(asdict(row)) if args.json else line(row), flush=True)
-    except KVFoldError as error:
-        print(error, file=sys.stderr)
-        return 2
+    for row in run(rows=args.rows):
+        failed |= row.p50_ms is None
+        show(row, line(row), args.json)
     return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script(main))

@@ -390,16 +390,23 @@ def place(whole: FoldedLayer, part: FoldedLayer, first: int, batch: int) -> None
             Slab(s.first, s.blocks, *({n: rows(x) for n, x in side.items()} for side in (s.keys, s.values)))
             for s in part.slabs
         ]
-        whole.state = {n: rows(x) for n, x in part.state.items()}
-        for name in ("lens", "packed", "prompt", "first_position", "ready"):
+        keys, values = ({n: rows(x) for n, x in side.items()} for side in part.shared)
+        whole.shared = (keys, values)
+        whole.following.state = {n: rows(x) for n, x in part.following.state.items()}
+        for name in ("lens", "packed", "prompt", "first_position", "fixed"):
             setattr(whole, name, getattr(part, name)[:1] * batch)
+        whole.following.made = part.following.made[:1] * batch
+        whole.following.kept = part.following.kept[:1] * batch
         whole._log_columns(part.columns, None)
     assert whole.sink is not None and whole.ring is not None
     count = len(part.lens)
     pairs = [*zip(whole.sink, part.sink, strict=True), *zip(whole.ring, part.ring, strict=True)]
     for a, b in zip(whole.slabs, part.slabs, strict=True):
         pairs += zip(a.tensors(), b.tensors(), strict=True)
-    pairs += [(whole.state[n], x) for n, x in part.state.items()]
+    for held, of in zip((*whole.shared, whole.following.state), (*part.shared, part.following.state), strict=True):
+        pairs += [(held[n], x) for n, x in of.items()]
+    if whole.following.ring is not None and part.following.ring is not None:
+        pairs.append((whole.following.ring, part.following.ring))
     for to, source in pairs:
         to[first : first + count] = source
 

@@ -19,7 +19,7 @@ from kvfold.cache import Encoder, FoldedLayer
 from kvfold.methods import LayerSpec, get
 
 ROWS = Path("benchmarks/rows/prefill.csv")
-METHODS = ("kivi", "squat", "innerq:mode=asym", "innerq:mode=sym", "innerq")
+METHODS = ("kivi", "squat", *(f"innerq:paper=true,mode={mode}" for mode in ("asym", "sym", "hybrid")))
 LIMITS = {"squat": 1e-3, "innerq": 1e-4}
 """Bytes that may differ: products that round differently flip a code; hybrid groups of equal error, a group."""
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -150,16 +150,12 @@ def line(row: Any) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = options("prefill", __doc__, ROWS).parse_args(argv)
-
-    def body() -> int:
-        failed = False
-        for row in run(rows=args.rows):
-            failed |= row.p50_ms is None
-            show(row, line(row), args.json)
-        return int(failed)
-
-    return script(body)
+    failed = False
+    for row in run(rows=args.rows):
+        failed |= row.p50_ms is None
+        show(row, line(row), args.json)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script(main))

@@ -27,7 +27,7 @@ from kvfold.methods import get
 
 ROWS = Path("benchmarks/rows/profile.csv")
 CONTEXTS = (4096, 65536)
-METHODS = ("kivi", "innerq:mode=asym", "innerq")
+METHODS = ("kivi", "innerq:paper=true,mode=asym", "innerq:paper=true")
 MARK = "kvfold_bench_step"
 WAITS = frozenset(
     name

@@ -41,9 +41,13 @@ class Header:
     threads
         CPU threads of torch.
     text, text_sha256
-        Where the text came from, and the hash of its UTF-8 bytes.
-    prefix, tokens, chunk, new_tokens
-        Tokens prefilled, tokens scored, query tokens per scoring call, tokens generated for the decode speed.
+        Where the text came from, and the hash of its UTF-8 bytes; of several texts, their names and the hash of the tokens.
+    texts
+        SHA-256 of every text in UTF-8, by source.
+    prefixes
+        Numbers of tokens prefilled; every row has its own. Files of before there were several have ``prefix``, an integer.
+    tokens, chunk, new_tokens
+        Tokens scored, query tokens per scoring call, tokens generated for the decode speed.
     seed
         Given to torch before each method.
     date
@@ -58,7 +62,8 @@ class Header:
     threads: int
     text: str
     text_sha256: str
-    prefix: int
+    texts: dict[str, str]
+    prefixes: list[int]
     tokens: int
     chunk: int
     new_tokens: int
@@ -74,12 +79,17 @@ class Header:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One method's cost and saving. Numbers that are not finite, or do not apply, are None.
+    """One method's cost and saving after one prefix. Numbers that are not finite, or do not apply, are None.
 
     Attributes
     ----------
     method
         Canonical string of the method.
+    prefix
+        Tokens prefilled.
+    tested
+        Scored tokens that read packed keys and values. Where there are none, nothing was tested, and `ppl`, `kld` and `top1`
+        are None.
     bits_without_tables, effective_bits
         Bits per cached element of the packed part, without and with the tables that all sequences share; None when nothing
         was packed.
@@ -97,14 +107,19 @@ class Row:
     top1
         Share of tokens where both predict the same token, 0 to 1.
     prefill_tokens_per_s, decode_tokens_per_s
-        Prefill of the prefix, and greedy generation one token at a time.
+        Prefill of the prefix, and greedy generation one token at a time, both warm: after a throw-away cache, and after a first
+        token, whose step may capture a graph.
+    decode_path
+        How tokens were generated: ``graph`` (a CUDA graph), or ``steps: `` and why not in one.
     seconds
-        Wall-clock time of the whole row.
+        Wall-clock time of the row, without its throw-away cache.
     continuation
         Text generated greedily after the scored tokens.
     """
 
     method: str
+    prefix: int
+    tested: int
     bits_without_tables: float | None
     effective_bits: float | None
     cache_bytes: int
@@ -114,6 +129,7 @@ class Row:
     top1: float | None
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+    decode_path: str
     seconds: float
     packed_bytes: int
     window_bytes: int
@@ -125,20 +141,21 @@ class Row:
     @property
     def key(self) -> str:
         """Identifies the row within a run."""
-        return self.method
+        return f"{self.method}|{self.prefix}"
 
 
 def read_row(kind: type[RowType], fields: dict[str, Any]) -> RowType:
-    """Read a row that `dataclasses.asdict` wrote.
+    """Read a row that `dataclasses.asdict` wrote; fields that have a default may be missing, as they are in older files.
 
     Raises
     ------
     KVFoldError
-        A field is missing or unknown.
+        Another field is missing, or one is unknown.
     """
     names = {field.name for field in dataclasses.fields(kind)}
-    if set(fields) != names:
-        raise KVFoldError(f"row: fields {sorted(set(fields) ^ names)} are missing or unknown")
+    optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+    if wrong := (names - optional - set(fields)) | (set(fields) - names):
+        raise KVFoldError(f"row: fields {sorted(wrong)} are missing or unknown")
     return kind(**fields)
 
 

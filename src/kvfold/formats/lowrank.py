@@ -12,7 +12,7 @@ from kvfold.formats.paged import PagedFormat
 
 @dataclass(frozen=True)
 class LowRank(PagedFormat):
-    """``x = inner + a B'``: B (head_dim x rank) per page, of what ``inner`` misses of its first block; a row per token.
+    """``x = inner + a B'``: B (head_dim x rank) per page, of what ``inner`` misses; a row per token.
 
     Parameters
     ----------

@@ -5,8 +5,10 @@ A page is 128 consecutive packed tokens of one KV head::
     x  ->  (x - mean) / norm  ->  basis  ->  inner format           (encode)
     x  =  norm * basis'(inner) + mean                               (decode)
 
-Mean and norm are taken of the page's first block and stored in the page, so a block can be closed as soon as it is full, and
-what is stored does not depend on how calls were cut. Attention over a page needs no decoded copy: with a query q,
+Mean and norm are taken of the page's tokens and stored in the page. A block is closed when ``recent`` newer tokens are
+there, so with the default window of 96 all 128 tokens of a page are known when its first block of 32 is closed: blocks close
+one by one with statistics of the whole page, and what is stored does not depend on how calls were cut. Attention over a page
+needs no decoded copy: with a query q,
 
     score = (basis(norm * q)) . inner + q . mean,     output = norm * basis'(sum of p * inner) + (sum of p) * mean.
 """
@@ -40,13 +42,20 @@ class PagedFormat(Format):
     page : int
         Tokens of a page, a multiple of ``block``; 0: the whole sequence is one page, whose statistics are those of the
         tokens that are packed first (``paper=true``).
+    seen : int
+        First tokens of a page that its statistics are taken of: as many as are there when its first block is closed.
     """
 
     page: int = field(default=PAGE, kw_only=True)
+    seen: int = field(default=PAGE, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.page % self.block:
             raise ValueError(f"block={self.block}: a page of {self.page} tokens is no multiple of it")
+        if self.page and not self.block <= self.seen <= self.page:
+            raise ValueError(
+                f"seen={self.seen}: allowed: from the block's {self.block} to the page's {self.page} tokens"
+            )
 
     @abstractmethod
     def page_fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -54,7 +63,7 @@ class PagedFormat(Format):
 
     @abstractmethod
     def statistics(self, first: torch.Tensor) -> Fields:
-        """What pages store, from their first tokens, float32 [batch, num_kv_heads, pages, tokens, head_dim]."""
+        """What pages store, from their first ``seen`` tokens, float32 [batch, num_kv_heads, pages, tokens, head_dim]."""
 
     @abstractmethod
     def encode(self, x: torch.Tensor, page: Fields | None = None, **how: object) -> Fields:
@@ -90,19 +99,35 @@ class PagedFormat(Format):
             return page
         if not page:
             return {}
-        index = torch.arange(first, first + blocks, device=next(iter(page.values())).device) // (self.page // self.block)
+        index = torch.arange(first, first + blocks, device=next(iter(page.values())).device) // (
+            self.page // self.block
+        )
         return {name: t.index_select(2, index) for name, t in page.items()}
 
-    def first_of_pages(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, num_kv_heads, tokens, d] from a page's start on -> first blocks [batch, num_kv_heads, pages, block, d]."""
-        blocks = x.unflatten(-2, (-1, self.block))
-        return blocks[:, :, :: self.page // self.block] if self.page else x.unsqueeze(2)
+    def statistics_of(self, x: torch.Tensor) -> Fields:
+        """Statistics of the pages of ``x``, float32 [batch, num_kv_heads, tokens, head_dim], which begins with a page.
+
+        The last page may have fewer tokens than the statistics are to be taken of.
+        """
+        if not self.page:
+            return self.statistics(x.unsqueeze(2))
+        tokens, whole = x.shape[-2], 0
+        parts = []
+        if tokens >= self.seen:
+            heads = x.unfold(-2, self.seen, self.page).transpose(
+                -1, -2
+            )  # a view: [batch, num_kv_heads, pages, seen, d]
+            whole = heads.shape[2]
+            parts.append(self.statistics(heads))
+        if whole * self.page < tokens:
+            parts.append(self.statistics(x[:, :, whole * self.page :].unsqueeze(2)))
+        return {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
 
     def with_statistics(self, x: torch.Tensor, page: Fields | None) -> tuple[Fields, Fields]:
         """(statistics of the blocks' pages, what is to be returned with the blocks' fields)."""
         if page is not None:
             return page, {}
-        made = self.statistics(self.first_of_pages(x))
+        made = self.statistics_of(x)
         return self.spread(made, 0, x.shape[-2] // self.block), made
 
     def split(self, fields: Fields) -> tuple[Fields, Fields]:
@@ -144,7 +169,7 @@ class Paged(PagedFormat):
     Notes
     -----
     Fields per page and KV head: ``mean`` fp16 [head_dim]; ``norm`` uint8 [head_dim]: ``2^(-norm / 48)``. A norm is at
-    least 0.025 of the largest: a channel that is near zero in the first block would otherwise make outliers of later tokens.
+    least 0.025 of the largest: the error of a channel that is near zero is better spent than hidden.
     """
 
     inner: Format
@@ -194,7 +219,7 @@ class Paged(PagedFormat):
         prepared = blocks.flatten(-3, -2)
         if self.basis is not None:
             prepared = self.basis.apply(prepared)
-        return self.inner.encode(prepared, **how) | made  # type: ignore[call-arg]
+        return self.inner.encode(prepared, **how) | made
 
     def decode(self, fields: Fields) -> torch.Tensor:
         inner, page = self.split(fields)

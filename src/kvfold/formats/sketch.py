@@ -79,7 +79,7 @@ class SplitSketch(PagedFormat):
     rows : pair of int
         Rows of the sketches of inliers and of outliers.
     outliers : int
-        Channels, those of largest norm in the page's first block after centring.
+        Channels, those of largest norm in the page after centring.
     mean : bool
         Subtract the page's mean.
     seed : int

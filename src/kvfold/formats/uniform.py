@@ -1,5 +1,9 @@
 """Uniform levels about zero and one scale per token: the storage of fold.
 
+Least squares, which has the lowest error of a vector, also makes it too short: what rounding loses is uncorrelated with what is
+stored. Attention minds that. Errors of values average out over tokens and shortness does not, so values are stored with the
+scale that makes ``x . decoded = |x|^2``; a key's length is a factor of its score, so keys keep ``|decoded| = |x|``.
+
 A code u of b bits stands for ``scale * (u - o)`` with ``o = (2^b - 1) / 2``. There is no zero-point, so a kernel needs the
 codes by masks alone, one factor per token, and ``o`` times the sum of the query. Uniform levels have 1 % (2 bits) and 8 %
 (3 bits) more squared error than Lloyd-Max levels on Gaussian channels.
@@ -18,19 +22,23 @@ STEP = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352}
 """Spacing of 2^b uniform levels with the least squared error for a standard normal (Max, 1960)."""
 
 ROUNDS = 2
-"""Times that a scale is refitted to its codes, and codes are chosen for it."""
+"""Times that a scale is fitted to its codes by least squares, and codes are chosen for it."""
+
+FITS = ("least", "size", "unbiased")
 
 
 @dataclass(frozen=True)
 class UniformTokens(Format):
     """Codes of ``bits_per_code`` bits on uniform levels about 0, one scale per token.
 
-    The scale starts where a Gaussian vector of this size has the least error and is refitted to the codes by least squares
-    (for 8 bits: at the largest channel). The last codes are chosen for the scale as it is stored.
+    The scale starts where a Gaussian vector of this size has the least error (for 8 bits: at the largest channel) and is
+    fitted to the codes by least squares, the codes being chosen anew each time. The scale that is stored then follows ``fit``.
 
     Parameters
     ----------
     bits_per_code : {1, 2, 3, 4, 8}
+    fit : {"least", "size", "unbiased"}
+        Of the stored scale to the codes: least squared error, the vector's own length, or no shrinkage along the vector.
 
     Notes
     -----
@@ -39,12 +47,15 @@ class UniformTokens(Format):
     """
 
     bits_per_code: int
+    fit: str = "least"
 
     kind: ClassVar[str] = "uniform"
 
     def __post_init__(self) -> None:
         if self.bits_per_code not in PLANES:
             raise ValueError(f"bits={self.bits_per_code}: uniform levels take one of {sorted(PLANES)} bits")
+        if self.fit not in FITS:
+            raise ValueError(f"fit={self.fit}: allowed: {', '.join(FITS)}")
         if self.head_dim % 16:
             raise ValueError(f"head_dim={self.head_dim}: packed formats need a multiple of 16")
         if self.block % UNIT:
@@ -67,16 +78,25 @@ class UniformTokens(Format):
             scale = x.square().mean(-1, keepdim=True).sqrt() * STEP[self.bits_per_code]
         else:
             scale = x.abs().amax(-1, keepdim=True) / self.middle
-        scale = to_fp16(scale).float()
         for _ in range(ROUNDS):
             levels = self._levels(x, scale)
-            scale = to_fp16((x * levels).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True)).float()
-        codes = (self._levels(x, scale) + self.middle).to(torch.uint8)
-        words = pack(codes, self.bits_per_code, self.operand)
+            scale = (x * levels).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True)
+        levels = self._levels(x, scale)
+        scale = self._fitted(x, levels)
+        words = pack((levels + self.middle).to(torch.uint8), self.bits_per_code, self.operand)
         return {
             "codes": words.unflatten(-2, (-1, self.block // UNIT)),
-            "scale": scale.squeeze(-1).to(torch.float16).unflatten(-1, (-1, self.block)),
+            "scale": to_fp16(scale).squeeze(-1).unflatten(-1, (-1, self.block)),
         }
+
+    def _fitted(self, x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        along, codes = (x * levels).sum(-1, keepdim=True), levels.square().sum(-1, keepdim=True)
+        if self.fit == "least":
+            return along / codes
+        size = x.square().sum(-1, keepdim=True)
+        if self.fit == "size":
+            return (size / codes).sqrt()
+        return torch.where(along > 0, size / along, torch.zeros_like(along))
 
     def _levels(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Nearest level of x / scale: ``u - o``."""

@@ -13,8 +13,14 @@ from numba.extending import intrinsic
 TILE = 32
 """Tokens decoded at once: a packed unit."""
 
-AFFINE, FLOAT32, FLOAT16, BFLOAT16 = range(4)
+AFFINE, FLOAT32, FLOAT16, BFLOAT16, UNIFORM = range(5)
 """How an operand is stored (column 0 of ``sides``)."""
+
+PAGE = 128
+"""Tokens that share a mean and norms, where an operand has them."""
+
+NORM_STEPS = 48
+"""Steps of a norm's code per factor of two."""
 
 PACKED, WINDOW, NEWEST = range(3)
 """What a part is: whole up to each sequence's packed length; slots that are valid or not; valid and causal."""
@@ -224,6 +230,71 @@ def _affine(side, offsets, form, unit, dim, codes, scale, zero, sign, tile):
 
 
 @loops
+def _uniform(side, offsets, form, unit, dim, codes, tile):
+    """Decode a unit of uniform levels, one scale per token."""
+    size = dim * form[0] * 4
+    data = carray(_address(side[1] + offsets[0] + unit * size), size, np.uint8)
+    _unpack(data, form[0], codes)
+    scale = carray(_address(side[5] + offsets[1] + unit * TILE * 2), TILE, np.uint16)
+    middle = np.float32(((1 << form[0]) - 1) * 0.5)
+    for t in range(TILE):
+        c, x, factor = codes[t * dim : (t + 1) * dim], tile[t], _half(scale[t])
+        for i in range(dim):
+            x[i] = factor * (c[i] - middle)
+
+
+@loops
+def _rotate(x, block):
+    """Orthonormal Hadamard transform in place, ``block`` channels at a time."""
+    size = 1
+    while size < block:
+        for first in range(0, x.shape[0], 2 * size):
+            for i in range(first, first + size):
+                a, b = x[i], x[i + size]
+                x[i], x[i + size] = a + b, a - b
+        size *= 2
+    factor = np.float32(1.0 / np.sqrt(block))
+    for i in range(x.shape[0]):
+        x[i] *= factor
+
+
+@loops
+def _page_mean(page, b, h, index, dim, mean):
+    """A page's mean; zeros where pages have none."""
+    for i in range(dim):
+        mean[i] = np.float32(0.0)
+    if page[0]:
+        stored = carray(_address(page[0] + b * page[1] + h * page[2] + index * dim * 2), dim, np.uint16)
+        for i in range(dim):
+            mean[i] = _half(stored[i])
+
+
+@loops
+def _page_norm(page, b, h, index, dim, norm):
+    """A page's channel norms; ones where pages have none."""
+    for i in range(dim):
+        norm[i] = np.float32(1.0)
+    if page[3]:
+        stored = carray(_address(page[3] + b * page[4] + h * page[5] + index * dim), dim, np.uint8)
+        for i in range(dim):
+            norm[i] = np.float32(2.0) ** (np.float32(stored[i]) * np.float32(-1.0 / NORM_STEPS))
+
+
+@loops
+def _page_queries(queries, mean, norm, signs, block, packed_q, shift):
+    """Queries as a page's codes meet them, and their products with the page's mean."""
+    dim = mean.shape[0]
+    for r in range(shift.shape[0]):
+        total = np.float32(0.0)
+        for i in range(dim):
+            total += queries[r, i] * mean[i]
+            packed_q[r, i] = queries[r, i] * norm[i] * signs[i]
+        shift[r] = total
+        if block:
+            _rotate(packed_q[r, :dim], block)
+
+
+@loops
 def _dense(side, offset, index, count, dim, tile):
     """Copy the tokens ``index[:count]`` as float32."""
     for t in range(count):
@@ -289,8 +360,8 @@ def _padded(x):
 
 @loops
 def attend(
-    begin_item, end_item, splits, packed_queries, queries, bias, scale, parts, sides, forms, packed_len, tokens,
-    part_out, part_top, part_sum,
+    begin_item, end_item, splits, packed_queries, queries, bias, scale, parts, sides, forms, pages, signs, packed_len,
+    tokens, part_out, part_top, part_sum,
 ):  # fmt: skip
     """Attention of KV heads' queries over shares of their tiles, unnormalized; :func:`merge` puts shares together.
 
@@ -307,8 +378,14 @@ def attend(
     sides : int64 [parts, 2, 13]
         Of keys and of values: how they are stored; address and strides of batch, head and token of the data; the same of
         scales and zero-points; the same of sign bits. Addresses and strides are in bytes.
-    forms : int64 [2, 4]
-        Bits, axis (0: token), mode (0: asym, 1: sym, 2: hybrid) and group of the affine formats.
+    forms : int64 [2, 6]
+        Bits, axis (0: token), mode (0: asym, 1: sym, 2: hybrid) and group of the formats of keys and values; whether pages
+        have statistics; channels that a Hadamard block mixes (0: none).
+    pages : int64 [parts, 2, 6]
+        Of keys and of values: address and strides of batch and head of the pages' means, and of their norms (address 0:
+        none). Addresses and strides are in bytes.
+    signs : float32 [2, head_dim]
+        Of the rotations of keys and of values.
     packed_len : int64 [batch]
     tokens : int
         Query tokens; rows are query heads times these.
@@ -324,6 +401,10 @@ def attend(
     keys, values = np.zeros((TILE, wide), np.float32), np.zeros((TILE, value_wide), np.float32)
     packed_q, window_q = np.zeros((rows, wide), np.float32), np.zeros((rows, wide), np.float32)
     acc = np.zeros((rows, value_wide), np.float32)
+    turned = forms[1, 5] > 0  # sums of rotated values are kept apart from those of the windows
+    packed_acc = np.zeros((rows if turned else 0, value_wide), np.float32)
+    mean, norm, value_mean = np.zeros(dim, np.float32), np.ones(dim, np.float32), np.zeros(value_dim, np.float32)
+    shift = np.zeros(rows, np.float32)
     codes = np.empty(TILE * max(dim, value_dim), np.float32)
     groups = TILE * max(dim, value_dim) // 16
     row_scale, row_zero, row_sign = (
@@ -338,6 +419,7 @@ def attend(
         b, h, share = item // (heads * splits), item // splits % heads, item % splits
         out, top, total = part_out[item], part_top[item], part_sum[item]
         acc[:] = 0.0
+        packed_acc[:] = 0.0
         for r in range(rows):
             for i in range(dim):
                 window_q[r, i] = queries[b, h, r, i] * factor
@@ -363,6 +445,7 @@ def attend(
                 for field in range(3):
                     at = sides[p, side]
                     offsets[side, field] = b * at[4 * field + 2] + h * at[4 * field + 3]
+            page = -1
             valid = carray(_address(parts[p, 3] + b * parts[p, 4]), max(1, parts[p, 0]), np.uint8)
             for tile in range(max(begin - first, 0), min(end - first, here)):
                 start = tile * TILE
@@ -374,14 +457,26 @@ def attend(
                         count += 1
                 if count == 0:
                     continue
+                if kind == PACKED and start // PAGE != page:
+                    page = start // PAGE
+                    if forms[0, 4]:
+                        _page_mean(pages[p, 0], b, h, page, dim, mean)
+                        _page_norm(pages[p, 0], b, h, page, dim, norm)
+                        _page_queries(window_q, mean, norm, signs[0], forms[0, 5], packed_q, shift)
+                    if forms[1, 4]:
+                        _page_mean(pages[p, 1], b, h, page, value_dim, value_mean)
                 if sides[p, 0, 0] == AFFINE:
                     _affine(sides[p, 0], offsets[0], forms[0], tile, dim, codes, row_scale, row_zero, row_sign, keys)
+                elif sides[p, 0, 0] == UNIFORM:
+                    _uniform(sides[p, 0], offsets[0], forms[0], tile, dim, codes, keys)
                 else:
                     _dense(sides[p, 0], offsets[0, 0], index, count, dim, keys)
                 if sides[p, 1, 0] == AFFINE:
                     _affine(
                         sides[p, 1], offsets[1], forms[1], tile, value_dim, codes, row_scale, row_zero, row_sign, values
                     )
+                elif sides[p, 1, 0] == UNIFORM:
+                    _uniform(sides[p, 1], offsets[1], forms[1], tile, value_dim, codes, values)
                 else:
                     _dense(sides[p, 1], offsets[1, 0], index, count, value_dim, values)
                 for t in range(count, TILE):  # what an earlier tile left there may be infinite
@@ -389,10 +484,10 @@ def attend(
                     values[t] = np.float32(0.0)
                 for r in range(rows):
                     _scores(packed_q[r] if kind == PACKED else window_q[r], keys, s)
-                    if kind == PACKED and bias.shape[2]:
-                        shift = bias[b, h, r] * factor
+                    if kind == PACKED and (bias.shape[2] or forms[0, 4]):
+                        more = shift[r] if forms[0, 4] else bias[b, h, r] * factor
                         for t in range(TILE):
-                            s[t] += shift
+                            s[t] += more
                     for t in range(count, TILE):
                         s[t] = np.float32(-np.inf)
                     if kind == NEWEST:
@@ -407,11 +502,22 @@ def attend(
                         total[r] *= shrink
                         for i in range(value_wide):
                             acc[r, i] *= shrink
+                        if turned:
+                            for i in range(value_wide):
+                                packed_acc[r, i] *= shrink
                         top[r] = best
-                    total[r] += _weights(s, best)
-                    _add(s, values, acc[r])
+                    amount = _weights(s, best)
+                    total[r] += amount
+                    if kind == PACKED and forms[1, 4]:
+                        for i in range(value_dim):
+                            acc[r, i] += amount * value_mean[i]
+                    _add(s, values, packed_acc[r] if kind == PACKED and turned else acc[r])
             first += here
         for r in range(rows):
+            if turned:
+                _rotate(packed_acc[r, :value_dim], forms[1, 5])
+                for i in range(value_dim):
+                    acc[r, i] += packed_acc[r, i] * signs[1, i]
             for i in range(value_dim):
                 out[r, i] = acc[r, i]
 

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from kvfold.formats import AffineGroups, Dense, Fields, Format
+from kvfold.formats import PAGE, AffineGroups, Dense, Fields, Format, Hadamard, Paged, UniformTokens
 from kvfold.kernels.base import AttentionCall, AttentionKernel, DensePart, Span
 from kvfold.kernels.reference import ReferenceKernel
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 STORED = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """Dtypes of dense operands, as the loops name them; 0 stands for affine groups."""
+UNIFORM = 4
+"""As the loops name uniform levels."""
 MAX_TOKENS = 64
 """Query tokens up to which the loops are faster than decoding for a matrix product."""
 CHUNK = 2048
@@ -31,7 +33,7 @@ TOKENS_PER_THREAD = 2048
 
 
 class CPUKernel(AttentionKernel):
-    """Affine groups in plain packing and dense storage, on the CPU; needs Numba.
+    """Affine groups and uniform levels in plain packing, with or without statistics per page, and dense storage; needs Numba.
 
     Calls that need gradients and sums of values that a linear map follows are left to the reference; calls of more than
     :data:`MAX_TOKENS` query tokens as well, over pieces of the cache.
@@ -47,13 +49,8 @@ class CPUKernel(AttentionKernel):
         if device.type != "cpu":
             return f"runs on the CPU, not on {device.type}"
         for side, form in (("keys", key_format), ("values", value_format)):
-            if isinstance(form, Dense):
-                if form.dtype not in STORED:
-                    return f"{side}: stored as {form.dtype}; allowed: {', '.join(map(str, STORED))}"
-            elif not isinstance(form, AffineGroups):
-                return f"{side}: {form.kind} storage; allowed: affine, dense"
-            elif form.operand != "plain":
-                return f"{side}: packed for tensor cores"
+            if why := _unsupported(form, norms=side == "keys"):
+                return f"{side}: {why}"
         if pre_rope:
             return "keys are stored before RoPE"
         if find_spec("numba") is None:
@@ -70,21 +67,24 @@ class CPUKernel(AttentionKernel):
         batch, heads, rows, _ = call.rows.shape
         out = call.rows.new_empty(batch, heads, rows, call.new_values.shape[-1])
         keep: list[torch.Tensor] = []  # what addresses point to must live until the end
-        parts, sides = [], []
+        parts, sides, pages = [], [], []
         for span in call.spans:
-            keys, count = _stored(call.key_format, span.keys, keep)
-            values, _ = _stored(call.value_format, span.values, keep)
+            keys, count = _stored(inner(call.key_format), span.keys, keep)
+            values, _ = _stored(inner(call.value_format), span.values, keep)
             parts.append((count, span.start, 0, 0, 0))
             sides.append((keys, values))
+            pages.append((_statistics(span.keys, keep), _statistics(span.values, keep)))
         newest = DensePart(call.new_keys, call.new_values, call.new_valid)  # type: ignore[arg-type]
         for kind, part in (*((1, d) for d in call.dense), (2, newest)):
             sides.append((_dense(part.keys, keep), _dense(part.values, keep)))
             parts.append((part.keys.shape[-2], 0, kind, *_validity(part.valid, keep)))
+            pages.append((NO_PAGES, NO_PAGES))
         queries = call.rows.contiguous()
         packed = queries if call.packed_queries is None else call.packed_queries.contiguous()
         bias = queries.new_empty(batch, heads, 0) if call.packed_bias is None else call.packed_bias.contiguous()
         forms = [_form(call.key_format), _form(call.value_format)]
-        tables = [torch.tensor(x).numpy() for x in (parts, sides, forms)]
+        tables = [torch.tensor(x).numpy() for x in (parts, sides, forms, pages)]
+        tables.append(torch.stack([_signs(call.key_format), _signs(call.value_format)]).numpy())
         lengths = call.packed_len.long().numpy()
         arguments = (packed.numpy(), queries.numpy(), bias.numpy(), call.scale, *tables, lengths, tokens)
         _run(sum(part[0] for part in parts), arguments, out)
@@ -142,11 +142,47 @@ def _chunks(call: AttentionCall) -> list[Span]:
     return spans
 
 
+def inner(form: Format) -> Format:
+    """What lies in blocks."""
+    return form.inner if isinstance(form, Paged) else form
+
+
+def _unsupported(form: Format, norms: bool) -> str | None:
+    """Why the loops cannot read a format; None if they can. Norms are for keys only."""
+    if isinstance(form, Paged):
+        if form.page != PAGE:
+            return "statistics of a whole sequence"
+        if form.norm and not norms:
+            return "norms per page"
+        if form.basis is not None and not isinstance(form.basis, Hadamard):
+            return f"{type(form.basis).__name__.lower()} of channels; allowed: hadamard"
+        form = form.inner
+    if isinstance(form, Dense):
+        return None if form.dtype in STORED else f"stored as {form.dtype}; allowed: {', '.join(map(str, STORED))}"
+    if not isinstance(form, AffineGroups | UniformTokens):
+        return f"{form.kind} storage; allowed: affine, uniform, dense"
+    return "packed for tensor cores" if form.operand != "plain" else None
+
+
 @lru_cache
-def _form(form: Format) -> tuple[int, int, int, int]:
-    if not isinstance(form, AffineGroups):
-        return (0, 0, 0, 0)
-    return (form.bits_per_code, int(form.axis == "channel"), MODES[form.mode], form.group)
+def _form(form: Format) -> tuple[int, int, int, int, int, int]:
+    paged, block = int(isinstance(form, Paged)), 0
+    if isinstance(form, Paged):
+        block = form.basis.block if isinstance(form.basis, Hadamard) else 0
+        form = form.inner
+    if isinstance(form, UniformTokens):
+        return (form.bits_per_code, 0, 0, 0, paged, block)
+    if isinstance(form, AffineGroups):
+        return (form.bits_per_code, int(form.axis == "channel"), MODES[form.mode], form.group, paged, block)
+    return (0, 0, 0, 0, paged, block)
+
+
+@lru_cache
+def _signs(form: Format) -> torch.Tensor:
+    """Signs of a format's rotation, float32 [head_dim]; ones where it has none."""
+    if isinstance(form, Paged) and isinstance(form.basis, Hadamard):
+        return form.basis.signs("cpu")
+    return torch.ones(form.head_dim)
 
 
 def _place(x: torch.Tensor, inner: int, keep: list[torch.Tensor]) -> tuple[int, int, int, int]:
@@ -174,16 +210,30 @@ def _layout(form: Format) -> dict[str, int]:
 
 def _stored(form: Format, fields: Fields, keep: list[torch.Tensor]) -> tuple[tuple[int, ...], int]:
     """One operand of a span for the loops, and how many tokens there are."""
-    inner = _layout(form)
+    size = _layout(form)
     if isinstance(form, Dense):
         x = fields["x"]
-        address, batch, head, block = _place(x, inner["x"], keep)
+        address, batch, head, block = _place(x, size["x"], keep)
         return (STORED[x.dtype], address, batch, head, block // form.block, *NOTHING, *NOTHING), x.shape[2] * form.block
+    if isinstance(form, UniformTokens):
+        places = [_place(fields[name], size[name], keep) for name in ("codes", "scale")]
+        return (UNIFORM, *places[0], *places[1], *NOTHING), fields["codes"].shape[2] * form.block
     assert isinstance(form, AffineGroups)
     names = ("codes", "meta") if form.mode == "asym" else ("codes", "scale", "aux")
-    places = [_place(fields[name], inner[name], keep) for name in names]
+    places = [_place(fields[name], size[name], keep) for name in names]
     places += [NOTHING] * (3 - len(places))
     return (0, *places[0], *places[1], *places[2]), fields["codes"].shape[2] * form.block
+
+
+NO_PAGES = (0, 0, 0, 0, 0, 0)
+
+
+def _statistics(fields: Fields, keep: list[torch.Tensor]) -> tuple[int, ...]:
+    """Where a span's means and norms per page are."""
+    places: list[int] = []
+    for name in ("mean", "norm"):
+        places += _place(fields[name], fields[name].shape[-1], keep)[:3] if name in fields else (0, 0, 0)
+    return tuple(places)
 
 
 def _dense(x: torch.Tensor, keep: list[torch.Tensor]) -> tuple[int, ...]:

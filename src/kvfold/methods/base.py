@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -77,13 +77,16 @@ class Observation:
         return finite(self.model_queries)
 
 
-FIRST_BOUNDARY = 128
-"""Tokens of a sequence at which an encoder's state is made first where that is possible; then at 256, 512, 1,024, ..."""
+QUERY_WINDOW = 64
+"""Newest queries that an encoder's state is made of: 128 or all of the prompt are not better (docs/notes/fold.md)."""
+
+RENEWED = 1024
+"""Tokens after which a state is made anew, once a sequence has as many; before, at powers of two."""
 
 
 def boundary(tokens: int) -> int:
-    """The largest power of two that is not above a number of tokens: where the encoder's state was made last."""
-    return 1 << (tokens.bit_length() - 1)
+    """Where the encoder's state was made last when a sequence has ``tokens`` tokens: powers of two, then every 1,024."""
+    return tokens // RENEWED * RENEWED if tokens >= RENEWED else 1 << (tokens.bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,11 @@ class Method(ABC):
         return 0 if self.paper else PAGE
 
     @property
+    def seen(self) -> int:
+        """Tokens of a page that its statistics are taken of: those that are there when its first block is closed."""
+        return min(PAGE, self.block + self.recent)
+
+    @property
     def kernel_encodes(self) -> bool:
         """Whether ``transform_keys`` is no more than what the state's ``update`` says, and values are encoded as they are, so
         that the encoding kernels can do it."""
@@ -233,7 +241,8 @@ class Method(ABC):
     # ---- maps --------------------------------------------------------------------------------------------------------
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
-        """The encoder's state from the newest ``query_window`` queries before a boundary (128, 256, 512, ... tokens).
+        """The encoder's state from the newest ``query_window`` queries before a boundary (128, 256, 512, 1,024,
+        2,048, 3,072, ... tokens).
 
         Under ``paper=true`` from the queries of all tokens before the first packing, once.
         """
@@ -306,9 +315,7 @@ class Method(ABC):
         with self.refusing():
             return AffineGroups(spec.head_dim, self.block, spec.operand(operand), bits, axis, mode, self.group)
 
-    def paged(
-        self, inner: Format, mean: bool, norm: str = "", basis: Callable[[], Basis] | None = None
-    ) -> Format:
+    def paged(self, inner: Format, mean: bool, norm: str = "", basis: Basis | None = None) -> Format:
         """``inner`` with statistics per page; ``inner`` itself where there is nothing to add.
 
         Raises
@@ -320,7 +327,7 @@ class Method(ABC):
             return inner
         with self.refusing():
             return Paged(
-                inner.head_dim, inner.block, inner.operand, inner, mean, norm, basis and basis(), page=self.page
+                inner.head_dim, inner.block, inner.operand, inner, mean, norm, basis, page=self.page, seen=self.seen
             )
 
     @contextmanager
@@ -336,7 +343,7 @@ class Method(ABC):
 
 def store(form: Format, x: torch.Tensor, page: Fields | None, **how: object) -> Fields:
     """Encode, with the statistics of the blocks' pages where the format has any."""
-    return form.encode(x, page, **how) if isinstance(form, PagedFormat) else form.encode(x, **how)  # type: ignore[call-arg]
+    return form.encode(x, page, **how) if isinstance(form, PagedFormat) else form.encode(x, **how)
 
 
 def _render(value: object) -> str:

@@ -15,9 +15,9 @@ class Fold(Method):
 
     Keys lose their page's mean, and each channel is divided by the square root of its RMS in the page (InnerQ's
     normalization, which balances a channel's error between its size and its weight). A Hadamard rotation with fixed signs
-    then spreads what is large, so that uniform levels with one scale per token fit; the scale is refitted to the codes. Values
-    are stored the same way without norms. Scores and outputs need no decoded copy: the query is scaled and rotated once per
-    page, the output is rotated back once.
+    then spreads what is large, so that uniform levels with one scale per token fit. The scale of a key keeps its length,
+    that of a value makes it unbiased (:mod:`kvfold.formats.uniform`). Values are stored the same way without norms. Scores
+    and outputs need no decoded copy: the query is scaled and rotated once per page, the output is rotated back once.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class Fold(Method):
     normalize : bool
         Divide key channels by norms per page.
     rotation : int
-        Channels that a Hadamard block mixes, a power of two; 0: none.
+        Channels that a Hadamard block mixes, a power of two; 0: half of ``head_dim``, 1: none.
     seed : int
         Of the rotation's signs.
     """
@@ -34,7 +34,7 @@ class Fold(Method):
     bits: int = 0
     center: str = "page"
     normalize: bool = True
-    rotation: int = 32
+    rotation: int = 0
     seed: int = 0
 
     name = "fold"
@@ -50,7 +50,8 @@ class Fold(Method):
             raise MethodError(f"{self.name}: paper=true is not allowed: the method is published here; allowed: false")
         if self.rotation < 0 or self.rotation & (self.rotation - 1):
             raise MethodError(
-                f"{self.name}: rotation={self.rotation} is not allowed; allowed: 0 or a power of two that divides head_dim"
+                f"{self.name}: rotation={self.rotation} is not allowed; allowed: 0 (half of head_dim) or a power of two "
+                "that divides head_dim"
             )
 
     @property
@@ -61,18 +62,26 @@ class Fold(Method):
     def value_bits(self) -> int:
         return self.v_bits or self.bits or 2
 
-    def _format(self, spec: LayerSpec, operand: str, bits: int, norm: str) -> Format:
-        d, order = spec.head_dim, spec.operand(operand)
+    def _basis(self, spec: LayerSpec) -> Hadamard | None:
+        d = spec.head_dim
+        if self.rotation == 1:
+            return None
+        # half of d as far as a power of two divides it: 64 at d = 128, 32 at 64 and 96, 16 at 80
+        half = (d // 2) & -(d // 2)
         with self.refusing():
-            codes = UniformTokens(d, self.block, order, bits)
-            basis = None if not self.rotation else (lambda: Hadamard(d, self.rotation, self.seed))
-            return self.paged(codes, self.centered, norm, basis)
+            return Hadamard(d, self.rotation or half, self.seed)
+
+    def _format(self, spec: LayerSpec, operand: str, bits: int, fit: str, norm: str) -> Format:
+        with self.refusing():
+            codes = UniformTokens(spec.head_dim, self.block, spec.operand(operand), bits, fit)
+        return self.paged(codes, self.centered, norm, self._basis(spec))
 
     def key_format(self, spec: LayerSpec) -> Format:
-        return self._format(spec, "key", self.key_bits, "rms" if self.normalize else "")
+        return self._format(spec, "key", self.key_bits, "size", "rms" if self.normalize else "")
 
     def value_format(self, spec: LayerSpec) -> Format:
-        return self._format(spec, "value", self.value_bits, "")
+        return self._format(spec, "value", self.value_bits, "unbiased", "")
 
     def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
-        return Hadamard(spec.head_dim, self.rotation, self.seed).tables(device) if self.rotation else {}
+        basis = self._basis(spec)
+        return {} if basis is None else basis.tables(device)

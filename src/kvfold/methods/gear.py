@@ -12,7 +12,7 @@ from kvfold.methods.base import LayerSpec, Method
 class GEAR(Method):
     """``x = D + A B' + S``: KIVI's groups D, a rank-r approximation of what they miss, outliers S (sec. 3).
 
-    B (head_dim x r) belongs to a page and KV head, and is computed from what D and S miss of the page's first block; under
+    B (head_dim x r) belongs to a page and KV head, and is computed from what D and S miss of the page; under
     ``paper=true`` it belongs to the sequence, from all tokens that are packed first. A token stores its row of A in fp16.
 
     Parameters
@@ -55,7 +55,15 @@ class GEAR(Method):
             if count:
                 inner = Outliers(spec.head_dim, self.block, inner.operand, inner, count, axis)
             return LowRank(
-                spec.head_dim, self.block, inner.operand, inner, self.rank, self.loops, self.seed, page=self.page
+                spec.head_dim,
+                self.block,
+                inner.operand,
+                inner,
+                self.rank,
+                self.loops,
+                self.seed,
+                page=self.page,
+                seen=self.seen,
             )
 
     def key_format(self, spec: LayerSpec) -> LowRank:

@@ -21,7 +21,7 @@ class QJL(Method):
     normalize : bool
         Divide keys by channel norms per page before the sketch, so that a few large channels do not fill ``|k|``.
     outliers : int
-        Channels per KV head, those of largest norm in a page's first block, that get a sketch of their own (sec. 4.1); under
+        Channels per KV head, those of largest norm in a page, that get a sketch of their own (sec. 4.1); under
         ``paper=true`` those of the whole first call.
     outlier_sketch : int
         Rows of that sketch; 0: 2 x head_dim.
@@ -76,10 +76,18 @@ class QJL(Method):
             with self.refusing():
                 split = (rows, self.outlier_sketch or 2 * d)
                 return SplitSketch(
-                    d, self.block, operand, split, self.outliers, self.centered, self.seed, page=self.page
+                    d,
+                    self.block,
+                    operand,
+                    split,
+                    self.outliers,
+                    self.centered,
+                    self.seed,
+                    page=self.page,
+                    seen=self.seen,
                 )
         signs = SignSketch(d, self.block, operand, (rows,), (gain(d) / rows,))
-        return self.paged(signs, self.centered, "rms" if self.normalize else "", lambda: Sketch(d, rows, self.seed))
+        return self.paged(signs, self.centered, "rms" if self.normalize else "", Sketch(d, rows, self.seed))
 
     def value_format(self, spec: LayerSpec) -> Format:
         return self.affine(spec, "value", axis="channel")

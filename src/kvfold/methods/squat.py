@@ -7,12 +7,10 @@ import torch
 from kvfold.errors import MethodError
 from kvfold.formats.affine import quantize_asym
 from kvfold.formats.base import Format
-from kvfold.methods.base import FIRST_BOUNDARY, LayerSpec, Observation, State
+from kvfold.methods.base import QUERY_WINDOW, LayerSpec, Observation, State
 from kvfold.methods.eigenpairs import top_eigenpairs
 from kvfold.methods.kivi import KIVI
 
-MAX_RANK = 256
-"""Largest head size."""
 
 @dataclass(frozen=True)
 class SQuat(KIVI):
@@ -25,12 +23,14 @@ class SQuat(KIVI):
 
     The paper takes the queries of the whole prompt and lets ``Q'Q`` grow with their number, so that long prompts ruin keys.
     Here ``Q'Q`` is divided by the number of queries and by their mean square, and the subspace follows the sequence: blocks
-    are encoded with that of the newest queries before 128, 256, 512, ... tokens. ``paper=true`` is the paper's form.
+    are encoded with that of the newest 64 queries before 128, 256, 512, 1,024, 2,048, 3,072, ... tokens. ``paper=true`` is the
+    paper's form.
 
     Parameters
     ----------
     rank : int
-        r of the paper: dimension of the query subspace.
+        r of the paper: dimension of the query subspace; 0: all directions, weighted by the queries' second moments, which
+        needs no eigendecomposition.
     lam : float
         lambda of the paper: weight of orthogonality against closeness; 0 is KIVI bit for bit.
     channels : int
@@ -38,7 +38,7 @@ class SQuat(KIVI):
         at d = 64 a slice of 64 would leave nothing to update).
     """
 
-    rank: int = 20
+    rank: int = 0
     lam: float = 1.0
     channels: int = 0
 
@@ -47,12 +47,12 @@ class SQuat(KIVI):
     source = "SQuat: Subspace-orthogonal KV Cache Quantization (arXiv 2503.24358)"
     url = "https://arxiv.org/abs/2503.24358"
     published = {"sink": 0, "recent": 32, "rank": 5, "lam": 1e-3}  # noqa: RUF012
-    query_window = FIRST_BOUNDARY
+    query_window = QUERY_WINDOW
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.rank <= MAX_RANK:
-            raise MethodError(f"{self.name}: rank={self.rank} is not allowed; allowed: 1 to {MAX_RANK}")
+        if self.rank < 0:
+            raise MethodError(f"{self.name}: rank={self.rank} is not allowed; allowed: 0 (all) to head_dim")
         if not 0 <= self.lam < float("inf"):
             raise MethodError(f"{self.name}: lam={self.lam} is not allowed; allowed: a finite number, 0 or more")
         if self.channels < 0:
@@ -70,7 +70,9 @@ class SQuat(KIVI):
 
     def key_format(self, spec: LayerSpec) -> Format:
         if self.rank > spec.head_dim:
-            raise MethodError(f"{self.name}: rank={self.rank} is not allowed; allowed: up to head_dim={spec.head_dim}")
+            raise MethodError(
+                f"{self.name}: rank={self.rank} is not allowed; allowed: 0 (all) to head_dim={spec.head_dim}"
+            )
         return super().key_format(spec)
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
@@ -135,6 +137,8 @@ def penalty_matrix(
     if normalize:
         size = gram.diagonal(dim1=-1, dim2=-2).mean(-1)[..., None, None]  # tokens x mean square
         gram = gram / size.clamp_min(torch.finfo(gram.dtype).tiny)
+    if not rank:
+        return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + min(lam, 1e10) * gram
     values, vectors = top_eigenpairs(gram, rank, iterate)
     # at a weight of 1e10 orthogonality is a hard constraint; more would only cost P its positive definiteness
     weights = (lam * values).clamp(0, 1e10)

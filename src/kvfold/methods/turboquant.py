@@ -60,7 +60,7 @@ class TurboQuant(Method):
         inner: Format = Lookup(d, self.block, order, bits, lloyd_max(bits, d))
         if residual:
             inner = SketchedResidual(d, self.block, order, inner, self.seed + 1)
-        return self.paged(inner, self.centered, norm, lambda: Rotation(d, self.seed))
+        return self.paged(inner, self.centered, norm, Rotation(d, self.seed))
 
     def key_format(self, spec: LayerSpec) -> Format:
         return self._format(spec, "key", self.key_bits, self.residual, "rms" if self.normalize else "")

@@ -8,7 +8,7 @@ import torch
 from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format, MixedTokens
 from kvfold.formats.affine import to_fp16
-from kvfold.methods.base import FIRST_BOUNDARY, LayerSpec, Method, Observation, State, store
+from kvfold.methods.base import QUERY_WINDOW, LayerSpec, Method, Observation, State, store
 
 SCORES = "salience"
 """Entry of a call's state under which the keys leave their tokens' scores for the values."""
@@ -51,7 +51,7 @@ class ZipCache(Method):
         "ZipCache: Accurate and Efficient KV Cache Quantization with Salient Token Identification (arXiv 2405.14256)"
     )
     url = "https://arxiv.org/abs/2405.14256"
-    query_window = FIRST_BOUNDARY
+    query_window = QUERY_WINDOW
 
     def __post_init__(self) -> None:
         super().__post_init__()

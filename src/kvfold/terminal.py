@@ -1,0 +1,109 @@
+"""What the commands share: options, where results go, tables. Loads no model and no torch by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+JSON_HELP = "Also write the result to FILE as JSON; - prints it instead of the table."
+LISTS = ("--methods", "--prefix", "--domains")
+"""Flags that take several values, one after the other."""
+
+
+def spread(arguments: Sequence[str], flags: Sequence[str] = LISTS) -> list[str]:
+    """``--methods A B`` as ``--methods A --methods B``: several values after one flag, which click does not have."""
+    found: list[str] = []
+    flag = ""
+    for argument in arguments:
+        if argument.startswith("-"):
+            flag = argument if argument in flags else ""
+        elif flag and found[-1] != flag:
+            found.append(flag)
+        found.append(argument)
+    return found
+
+
+def model_options(command: Any) -> Any:
+    """Add ``--model``, ``--dtype`` and ``--device``."""
+    for option in (
+        click.option(
+            "--device", metavar="DEVICE", help="cpu, cuda or cuda:N.  [default: cuda if there is one, else cpu]"
+        ),
+        click.option(
+            "--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.  [default: float32 on cpu, else bfloat16]"
+        ),
+        click.option(
+            "--model",
+            metavar="M",
+            help="Hub id, local folder or .gguf file.  [default: embedded SmolLM2-135M-Instruct]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def load(model: str | None, dtype: str | None, device: str | None) -> Any:
+    """As :func:`kvfold.models.load`, without the loaders' own talk."""
+    from transformers.utils import logging
+
+    from kvfold import models
+
+    logging.set_verbosity_error()
+    return models.load(model, dtype, device)
+
+
+def json_target(path: str | None) -> Path | None:
+    """The file that ``--json`` names, or None; fails now if it could not be written later."""
+    from kvfold.evaluation.schema import check_writable
+
+    if path is None or path == "-":
+        return None
+    target = Path(path).expanduser()
+    check_writable(target)
+    return target
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a result in one step."""
+    from kvfold.evaluation.schema import write_json
+
+    write_json(path, value)
+
+
+def print_json(value: Any) -> None:
+    """Print a result as JSON."""
+    click.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+
+
+def console() -> Console:
+    """Standard output."""
+    from rich.console import Console
+
+    found = Console(highlight=False)
+    # A file or a pipe has no width: rather long lines than cut words.
+    return found if found.is_terminal else Console(highlight=False, width=140)
+
+
+def new_table(title: str | None = None) -> Table:
+    """An empty table in the style of all."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def as_bytes(count: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
