@@ -10,13 +10,42 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvfold.attention import _packed_for
 from kvfold.cache import FoldedLayer
-from kvfold.formats import Fields
+from kvfold.formats import Fields, Format, PagedFormat
 from kvfold.methods import LayerSpec, Method, get
 from kvfold.rope import Rope
 from targets import current
 
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Keys, values and queries of a sequence of tokens."""
+
+
+OF_FIRST_PACKING = {
+    "squat:paper=true": "the paper's subspace is that of the whole prompt's queries",
+    "squat_pre:paper=true": "the paper's subspace is that of the whole prompt's queries",
+    "innerq:paper=true": "the paper's norms are those of the whole prompt's keys",
+    "qjl_outliers": "the paper's outlier channels are those of the whole prompt's keys",
+    "gear:paper=true": "the paper's basis is that of the whole prompt's residual",
+    "zipcache:paper=true": "the paper's probes and norms are those of the whole prompt",
+}
+"""Methods whose content depends, by definition, on which tokens there are when a sequence packs first, and why.
+
+test_cache.py has a test that this list is complete and that nothing is on it without need."""
+
+
+def until_packed(method: str, cuts: Sequence[int]) -> int:
+    """How many of the calls there are until a sequence has packed something; all of them where nothing packs."""
+    of, at = layer(method), 0
+    for count, size in enumerate(cuts):
+        at += size
+        if of.packed_length(at):
+            return count + 1
+    return len(cuts)
+
+
+def stored_bytes(form: Format, blocks: int) -> int:
+    """Bytes of blocks of one KV head and of the statistics of their pages."""
+    pages = form.page_bytes * form.pages(blocks) if isinstance(form, PagedFormat) and form.page else 0
+    return form.block_bytes * blocks + pages
 
 
 def rope(head_dim: int = 64) -> Rope:

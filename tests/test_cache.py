@@ -1,6 +1,7 @@
 """The folded cache: its content follows from the token sequence alone."""
 
 import copy
+import math
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import kvfold
 from helpers import (
+    OF_FIRST_PACKING,
     assert_same_content,
     dynamic,
     feed,
@@ -22,23 +24,29 @@ from helpers import (
     packed_fields,
     prompt,
     same_bytes,
+    stored_bytes,
     tokens,
+    until_packed,
 )
 from kvfold.cache import FoldedCache, FoldedLayer
 from kvfold.errors import CacheStateError
+from kvfold.formats import PagedFormat
 from kvfold.kernels import AttentionKernel
 from kvfold.methods import LayerSpec, Method
 
 pytestmark = pytest.mark.targets
 
 VARIANTS = (
-    "none:center=true",
     "kivi:group=64",
-    "innerq:sink=5,recent=7,warmup=33",
-    "innerq:group=16,sink=0,recent=0,warmup=1",
-    "squat:sink=40,recent=0,warmup=10",
-    "squat_pre:sink=3,recent=1,warmup=50",
-    "qjl_outliers:warmup=40",
+    "fold:rotation=64",
+    "fold:bits=8",
+    "fold:group=64",
+    "innerq:sink=5,recent=7",
+    "innerq:group=16,sink=0,recent=0",
+    "squat:sink=40,recent=0",
+    "squat_pre:sink=3,recent=1",
+    "qjl:outliers=8,normalize=false",
+    "turboquant:center=false",
 )
 METHODS = (*kvfold.DEFAULT, *VARIANTS)
 
@@ -56,10 +64,12 @@ def split(count: int, sizes: list[int]) -> list[int]:
 
 
 def whole(method: str, new, cuts):
-    """The sequence in one call; where a method treats the first apart (hybrid_prefill), after the same first one."""
+    """The sequence in one call. Where a method treats the first call apart (hybrid_prefill), after the same first one; where
+    statistics are those of the tokens that are packed first, after the same calls until then."""
     count = new[0].shape[-2]
-    rest = count - cuts[0]
-    return feed(layer(method), new, [cuts[0], rest] if "hybrid_prefill" in method and rest else [count])
+    same = 1 if "hybrid_prefill" in method else until_packed(method, cuts) if method in OF_FIRST_PACKING else 0
+    rest = count - sum(cuts[:same])
+    return feed(layer(method), new, [*cuts[:same], rest] if rest else cuts[:same])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -95,8 +105,27 @@ def test_content_depends_neither_on_the_batch_nor_on_left_padding(method, length
     cuts = [width] if "hybrid_prefill" in method else split(width, sizes)
     batch = feed(layer(method), new, cuts, valid, offset=offset)
     for row, length in enumerate(lengths):
-        alone = feed(layer(method), tuple(t[row : row + 1, :, width - length :] for t in new))
+        own = None
+        if method in OF_FIRST_PACKING:  # the same tokens in every call
+            own = [n for n in (int(part.sum()) for part in valid[row].split(cuts)) if n]
+        alone = feed(layer(method), tuple(t[row : row + 1, :, width - length :] for t in new), own)
         assert_same_content(batch, alone, row, 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_depends_on_the_first_packing_is_listed(method):
+    """Which methods do follows from what they do, and the list of exceptions has nothing more and nothing less."""
+    new = tokens(1, 420, seed=11)
+    at_once, late = feed(layer(method), new), feed(layer(method), new, [200, 220])
+    same = all(
+        same_bytes(a[name], b[name])
+        for a, b in zip(packed_fields(at_once, 0), packed_fields(late, 0), strict=True)
+        for name in a
+    ) and all(torch.equal(a, b) for a, b in zip(at_once.decoded(0), late.decoded(0), strict=True))
+    assert at_once.packed == late.packed and at_once.packed[0] > 0
+    assert same == (method not in OF_FIRST_PACKING and "hybrid_prefill" not in method)
+    if method in OF_FIRST_PACKING:
+        assert at_once.method.paper and OF_FIRST_PACKING[method]
 
 
 def test_ragged_crop_and_append_keeps_every_sequences_newest_tokens():
@@ -106,7 +135,7 @@ def test_ragged_crop_and_append_keeps_every_sequences_newest_tokens():
     two = feed(layer("innerq"), cut(0, 200))
     feed(two, cut(200, 264), valid=torch.tensor([[True], [False]]).expand(2, 64), start=200)
     two.crop(-64)
-    assert two.lens == [200, 200] and two.packed == [128, 0]
+    assert two.lens == [200, 200] and two.packed == [128, 64]
     feed(two, cut(264, 304), start=264)
     for row in range(2):
         for side, name in zip(two.decoded(row), ("keys", "values"), strict=True):
@@ -125,7 +154,7 @@ def test_hybrid_prefill_takes_each_sequences_own_prompt():
     def run(rows):
         part = tuple(t[rows] for t in new)
         return feed(
-            layer("innerq:mode=hybrid_prefill,center=false,normalize=false,warmup=1"), part, [256, 128, 64], valid[rows]
+            layer("innerq:mode=hybrid_prefill,center=false,normalize=false"), part, [256, 128, 64], valid[rows]
         )
 
     both, alone = run([0, 1]), run([1])
@@ -133,12 +162,13 @@ def test_hybrid_prefill_takes_each_sequences_own_prompt():
     assert_same_content(both, alone, 1, 0)
 
 
-def test_after_cropping_everything_a_sequence_starts_anew():
+@pytest.mark.parametrize("method", METHODS)
+def test_after_cropping_everything_a_sequence_starts_anew(method):
     old, new = tokens(1, 400, seed=1), tokens(1, 400, seed=2)
-    reused = feed(layer("innerq"), old)
+    reused = feed(layer(method), old)
     reused.crop(-400)
     feed(reused, new)
-    assert_same_content(reused, feed(layer("innerq"), new))
+    assert_same_content(reused, feed(layer(method), new))
 
 
 def test_reset_ends_past_recording():
@@ -170,12 +200,14 @@ def test_a_crop_within_the_recent_window_leaves_no_trace(method):
         wrong, new = tokens(1, count, seed=1), tokens(1, 400, seed=2)
         for t, right in zip(wrong, new, strict=True):
             t[:, :, : count - removed] = right[:, :, : count - removed]
-        cropped = feed(layer(method), wrong)
+        first = least if method in OF_FIRST_PACKING else count - removed  # tokens that stay, in the first call
+        cropped = feed(layer(method), wrong, [first, count - first] if method in OF_FIRST_PACKING else None)
         cropped.crop(-removed)
-        assert_same_content(cropped, feed(layer(method), cut(new, 0, count - removed)))
+        rest = [count - removed - first] if first < count - removed else []
+        assert_same_content(cropped, feed(layer(method), cut(new, 0, count - removed), [first, *rest]))
         assert cropped.get_seq_length() == count - removed
         feed(cropped, cut(new, count - removed), start=count - removed)
-        assert_same_content(cropped, feed(layer(method), new, [count - removed, 400 - count + removed]))
+        assert_same_content(cropped, feed(layer(method), new, [first, 400 - first]))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -219,7 +251,7 @@ def test_a_crop_into_packed_storage_keeps_what_was_read(method, target):
     assert of.lens == [length] and of.packed == [whole * of.block]
     for old, now in zip(fields, packed_fields(of, 0), strict=True):
         for name in now:
-            assert same_bytes(old[name][:, :whole], now[name])
+            assert same_bytes(old[name][:, : now[name].shape[1]], now[name])  # blocks, or the pages that hold them
     for old, now in zip(before, of.decoded(0), strict=True):
         off = max(1e-5, torch.finfo(target.dtype).eps)  # of the window that takes them
         assert torch.allclose(old[:, :length], now, rtol=off, atol=off)
@@ -313,7 +345,7 @@ def test_rearranged_past_recording_is_cropped_by_each_sequences_own_columns():
 def test_reset_forgets_everything(method):
     of = feed(layer(method), tokens(3, 350, seed=8))
     of.reset()
-    assert of.is_empty and of.get_seq_length() == 0 and not of.slabs and not of.state
+    assert of.is_empty and of.get_seq_length() == 0 and not of.slabs and not of.following.state and not any(of.shared)
     assert all(not tensors for tensors in of.tensors().values())
     new = tokens(1, 350)
     assert_same_content(feed(of, new), feed(layer(method), new))
@@ -336,21 +368,32 @@ def test_a_deep_copy_goes_its_own_way(method):
 
 
 class NoCopies(TorchDispatchMode):
-    """Fails where anything but a view reads packed storage, or another tensor of its size is made of it."""
+    """Fails where anything but a view reads packed storage, or another tensor of its size is made of it.
+
+    Statistics of pages may be read, no more of them than belong to the pages that a call writes to.
+    """
 
     ALLOWED = ("view", "slice", "select", "alias", "as_strided", "expand", "unsqueeze", "detach", "_unsafe_view")
 
     def __init__(self, of: FoldedLayer) -> None:
         super().__init__()
-        self.of = of
+        self.of, self.tokens = of, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        packed = {t.untyped_storage().data_ptr() for slab in self.of.slabs for t in slab.tensors()}
+        packed = {}
+        for slab in self.of.slabs:
+            for form, side in ((self.of.key_format, slab.keys), (self.of.value_format, slab.values)):
+                per_page = form.page_fields() if isinstance(form, PagedFormat) else {}
+                packed.update({t.untyped_storage().data_ptr(): per_page.get(n) for n, t in side.items()})
         read = tree_leaves(args[1:] if name.endswith("_") else args)
         if name not in self.ALLOWED:
             for t in read:
-                assert not (isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in packed), name
+                if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in packed:
+                    page = packed[t.untyped_storage().data_ptr()]
+                    assert page is not None, name
+                    pages = t.numel() // (len(self.of.lens) * self.of.spec.num_kv_heads * math.prod(page[0]))
+                    assert pages <= (self.tokens + self.of.block) // 128 + 2, name
         return func(*args, **(kwargs or {}))
 
 
@@ -359,12 +402,17 @@ def test_appending_never_copies_or_moves_packed_storage(method):
     new = tokens(2, 900)
     of = feed(layer(method), cut(new, 0, 400))
     at, sizes = 400, [1] * 70 + [130, 33, 64, 1, 200, 2]
-    with NoCopies(of):
+    with NoCopies(of) as mode:
         for size in sizes:
             pointers = [t.data_ptr() for slab in of.slabs for t in slab.tensors()]
-            written = [t[:, :, : of.packed[0] // of.block - slab.first] for slab in of.slabs for t in slab.tensors()]
+            written = []
+            for slab in of.slabs:
+                blocks = of.packed[0] // of.block - slab.first
+                for form, side in ((of.key_format, slab.keys), (of.value_format, slab.values)):
+                    written += form.take(side, max(blocks, 0)).values()
             with torch.utils._python_dispatch._disable_current_modes():
                 old = [t.clone() for t in written]
+            mode.tokens = size
             feed(of, cut(new, at, at + size), start=at)
             at += size
             now = [t.data_ptr() for slab in of.slabs for t in slab.tensors()]
@@ -374,7 +422,7 @@ def test_appending_never_copies_or_moves_packed_storage(method):
     assert of.lens == [900, 900]
 
 
-@pytest.mark.parametrize("method", ["kivi", "innerq", "qjl_outliers", "squat"])
+@pytest.mark.parametrize("method", ["kivi", "fold", "innerq", "innerq:paper=true", "qjl_outliers", "squat"])
 def test_memory_grows_in_blocks(method):
     of, new = layer(method), tokens(2, 1500)
     sizes, at = [], 0
@@ -382,10 +430,11 @@ def test_memory_grows_in_blocks(method):
         feed(of, cut(new, at, at + size), start=at)
         at += size
         used, have = of.packed[0] // of.block, sum(slab.blocks for slab in of.slabs)
-        assert used <= have <= used + max(1, used // 8)
-        per_block = of.key_format.block_bytes + of.value_format.block_bytes
+        assert used <= have <= used + max(1, used // 8) + of.page_blocks - 1
+        assert all(slab.first % of.page_blocks == slab.blocks % of.page_blocks == 0 for slab in of.slabs)
+        expected = sum(stored_bytes(f, slab.blocks) for slab in of.slabs for f in (of.key_format, of.value_format))
         sizes.append(sum(t.nbytes for t in of.tensors()["packed"]))
-        assert sizes[-1] == 2 * 2 * have * per_block
+        assert sizes[-1] == 2 * 2 * expected
         assert of.ring[0].shape[-2] == of._base_capacity <= of.method.recent + 2 * of.block
     assert sizes == sorted(sizes) and len(set(sizes)) < 30
     for before, after in pairwise(of.slabs):
@@ -396,7 +445,7 @@ def test_max_length_allocates_once():
     of, new = layer("kivi", max_length=900), tokens(1, 900)
     feed(of, cut(new, 0, 300))
     size = sum(t.nbytes for t in of.tensors()["packed"])
-    assert size == 2 * ((900 - of.method.recent) // 32) * (of.key_format.block_bytes + of.value_format.block_bytes)
+    assert size == 2 * ((900 - of.method.sink - of.method.recent) // 32) * (of.key_format.block_bytes + of.value_format.block_bytes)
     feed(of, cut(new, 300), start=300)
     assert sum(t.nbytes for t in of.tensors()["packed"]) == size and len(of.slabs) == 1
     assert of.get_max_length() == 900
@@ -454,7 +503,7 @@ def test_nbytes_without_padding_are_exact(method):
     assert sum(storages(of, set(), {}).values()) == sizes["total"] - sizes["tables"]
     assert (
         sizes["packed"] > 0
-        and (not of.method.stateful or sizes["state"] > 0)
+        and (method not in OF_FIRST_PACKING or sizes["state"] > 0)
         and (not of.method.sink or sizes["windows"] > 0)
     )
 
@@ -464,7 +513,7 @@ def test_a_folded_cache_is_smaller_than_a_full_one_and_says_by_how_much(target):
     full = dynamic(model)
     logits(model, full, ids)
     expected = sum(of.keys.nbytes + of.values.nbytes for of in full.layers)
-    cache = kvfold.fold(model, "kivi:recent=0")
+    cache = kvfold.fold(model, "kivi:sink=0,recent=0")
     logits(model, cache, ids)
     assert cache.full_nbytes() == expected
     assert cache.nbytes()["packed"] == expected * 28 * 32 / 900 * 3 / (8 * target.dtype.itemsize)
