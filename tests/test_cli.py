@@ -478,10 +478,22 @@ def test_a_table_of_lengths_has_a_column_for_each_prefix(tmp_path):
     ]
 
 
-def test_a_table_of_lengths_reads_files_of_one_prefix():
+def test_a_table_of_lengths_reads_files_of_one_prefix(tmp_path):
+    """They have it in their header; a retrieval row's own was what its pairs filled."""
+    import dataclasses
+
+    rows = [dataclasses.asdict(row) for row in domain_rows(kivi={1024: 0.2}, innerq={1024: 0.05})]
+    for row in rows:
+        del row["prefilled"], row["tested"]
+        row["prefix"] = 1003 if row["domain"] == "code" else 1024
+    (tmp_path / "old.json").write_text(json.dumps({"header": {"prefix": 1024}, "rows": rows}))
     root = Path(__file__).parent.parent
-    command = [sys.executable, "scripts/tables.py", "--lengths", "benchmarks/domains-smollm2-135m.json"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    command = [sys.executable, str(root / "scripts/tables.py"), "--lengths", "old.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("| method | effective bits | KL at 1,024 | of KIVI-2's at 1,024 |")
-    assert re.search(r"^\| `kivi` \| 3.00 \| 0\.\d{4} \| 1.00 \|$", done.stdout, re.M)
+    assert done.stdout.splitlines() == [
+        "| method | effective bits | KL at 1,024 | of KIVI-2's at 1,024 |",
+        "| --- | ---: | ---: | ---: |",
+        "| `kivi` | 3.02 | 0.3000 | 1.00 |",
+        "| `innerq` | 3.02 | 0.0750 | 0.25 |",
+    ]
