@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvfold-installed
 WORKERS ?= 2
 
-.PHONY: demo test lint format artefacts table domains baselines ablation clean
+.PHONY: demo test lint format artefacts table domains lengths baselines ablation clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(ARGS)
@@ -52,6 +52,14 @@ domains: $(STAMP) artefacts
 	$(if $(and $(GSM8K),$(WIKI)),,$(error GSM8K or WIKI is missing: make domains GSM8K=test.jsonl WIKI=wiki.test.raw))
 	$(BIN)/kvfold domains --methods none kivi:bits=1 kivi:bits=2 kivi:bits=4 squat innerq $(ARTEFACTS) \
 		--text gsm8k=$(GSM8K) --text wiki=$(WIKI) --json benchmarks/domains-smollm2-135m.json
+
+# Does it hold when more is folded? On a GPU: make lengths MODEL=folder NAME=qwen2.5-coder-1.5b GSM8K=... WIKI=...
+METHODS := none kivi:bits=1 kivi kivi:bits=4 kivi:sink=32,recent=96 kivi:recent=32 squat innerq qjl turboquant
+lengths: $(STAMP)
+	$(if $(and $(GSM8K),$(WIKI),$(MODEL),$(NAME)),,$(error give MODEL, NAME, GSM8K and WIKI))
+	$(BIN)/kvfold domains --model $(MODEL) --methods $(METHODS) --text gsm8k=$(GSM8K) --text wiki=$(WIKI) \
+		--prefix 1024 4096 16384 --tokens 1024 --windows 1 --chunk 64 --json benchmarks/lengths-$(NAME).json
+	$(BIN)/python scripts/tables.py --lengths benchmarks/lengths-$(NAME).json
 
 baselines: $(STAMP) artefacts
 	$(if $(WIKI),,$(error WIKI is missing: make baselines WIKI=wiki.test.raw))
