@@ -53,13 +53,20 @@ domains: $(STAMP) artefacts
 	$(BIN)/kvfold domains --methods none kivi:bits=1 kivi:bits=2 kivi:bits=4 squat innerq $(ARTEFACTS) \
 		--text gsm8k=$(GSM8K) --text wiki=$(WIKI) --json benchmarks/domains-smollm2-135m.json
 
-# Does it hold when more is folded? On a GPU: make lengths MODEL=folder NAME=qwen2.5-coder-1.5b GSM8K=... WIKI=...
-METHODS := none kivi:bits=1 kivi kivi:bits=4 kivi:sink=32,recent=96 kivi:recent=32 squat innerq qjl turboquant
+# Does it hold when more is folded? On a GPU: make lengths MODEL=folder NAME=qwen2.5-coder-1.5b WIKI=wiki.txt PROSE=novel.txt
+# The committed rows read the first 600,000 bytes of WikiText-2's test file and the first 500,000 of Moby-Dick.
+PREFIX := 1024 4096 16384
+EQUAL := none kivi fold fold:bits=2 fold:k_bits=4,v_bits=3 innerq squat turboquant:bits=3 qjl qjl:seed=1 qjl:seed=2 squat_pre \
+	fold:bits=4 fold:bits=1 kivi:bits=4 innerq:mode=sym innerq:mode=asym turboquant turboquant:bits=3,residual=true gear zipcache \
+	kivi:bits=1
+PUBLISHED := kivi:paper=true squat:paper=true squat_pre:paper=true innerq:paper=true qjl:paper=true qjl_outliers \
+	turboquant:paper=true turboquant:paper=true,bits=3 gear:paper=true zipcache:paper=true
 lengths: $(STAMP)
-	$(if $(and $(GSM8K),$(WIKI),$(MODEL),$(NAME)),,$(error give MODEL, NAME, GSM8K and WIKI))
-	$(BIN)/kvfold domains --model $(MODEL) --methods $(METHODS) --text gsm8k=$(GSM8K) --text wiki=$(WIKI) \
-		--prefix 1024 4096 16384 --tokens 1024 --windows 1 --chunk 64 --json benchmarks/lengths-$(NAME).json
-	$(BIN)/python scripts/tables.py --lengths benchmarks/lengths-$(NAME).json
+	$(if $(and $(WIKI),$(PROSE),$(MODEL),$(NAME)),,$(error give MODEL, NAME, WIKI and PROSE))
+	$(BIN)/kvfold domains --model $(MODEL) --dtype bfloat16 --methods $(EQUAL) $(PUBLISHED) --text encyclopedia=$(WIKI) \
+		--text prose=$(PROSE) --domains code --prefix $(PREFIX) --tokens 1024 --windows 1 --chunk 64 \
+		--json benchmarks/lengths/$(NAME).json
+	$(BIN)/python scripts/tables.py
 
 baselines: $(STAMP) artefacts
 	$(if $(WIKI),,$(error WIKI is missing: make baselines WIKI=wiki.test.raw))
