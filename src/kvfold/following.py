@@ -118,8 +118,9 @@ class Following:
             self.ring = None  # never asked for again
 
     def latest(self, tokens: int) -> int:
-        """Boundary whose state must be made before the ring forgets its queries; 0: none."""
-        return 0 if self.method.paper or tokens < self._packs_at else self.boundary(tokens)
+        """Boundary whose state must be made before the ring forgets its queries; 0: none. The first that is asked for may lie
+        long before the first packing, which waits for ``recent`` tokens."""
+        return 0 if self.method.paper or tokens < self.boundary(self._packs_at) else self.boundary(tokens)
 
     def remember(self, ids: list[int], rows: Rows, query: torch.Tensor, before: int) -> None:
         """Take the queries of tokens ``before`` and after, float [len(ids), num_heads, n, head_dim], into the ring."""
