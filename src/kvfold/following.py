@@ -57,6 +57,8 @@ class Following:
 
     @property
     def slots(self) -> int:
+        if self.ring is not None:
+            return self.ring.shape[2]
         return self._packs_at if self.method.paper else self.method.query_window + SPARE
 
     def boundary(self, tokens: int) -> int:
@@ -135,6 +137,22 @@ class Following:
             self.ring[rows[:, None], :, at] = query[:, :, count - new :].transpose(1, 2)
         for row in ids:
             self.kept[row] = max(self.kept[row], after - slots)
+
+    def hold(self, ids: list[int], before: int, count: int, lens: list[int]) -> None:
+        """Have room for the queries of a call of ``count`` tokens that may be taken back, beside those a state is made of.
+
+        ``lens``: tokens of each sequence whose queries were remembered.
+        """
+        if self.ring is None or (self.method.paper and all(self.made[row] for row in ids)):
+            return
+        old, slots = self.ring, self.slots
+        tokens = (before if self.method.paper else self.method.query_window) + count
+        if tokens <= slots:
+            return
+        self.ring = old.new_empty(old.shape[0], old.shape[1], tokens, old.shape[3])
+        for row, (kept, length) in enumerate(zip(self.kept, lens, strict=True)):
+            held = torch.arange(max(kept, length - slots), length, device=old.device)
+            self.ring[row, :, held % tokens] = old[row, :, held % slots]
 
     def truncate(self, row: int, tokens: int, packed: int) -> None:
         """A sequence was cut to ``tokens`` tokens, ``packed`` of them in packed storage."""
