@@ -57,6 +57,8 @@ class Following:
 
     @property
     def slots(self) -> int:
+        if self.ring is not None:
+            return self.ring.shape[2]
         return self._packs_at if self.method.paper else self.method.query_window + SPARE
 
     def boundary(self, tokens: int) -> int:
@@ -118,8 +120,9 @@ class Following:
             self.ring = None  # never asked for again
 
     def latest(self, tokens: int) -> int:
-        """Boundary whose state must be made before the ring forgets its queries; 0: none."""
-        return 0 if self.method.paper or tokens < self._packs_at else self.boundary(tokens)
+        """Boundary whose state must be made before the ring forgets its queries; 0: none. The first that is asked for may lie
+        long before the first packing, which waits for ``recent`` tokens."""
+        return 0 if self.method.paper or tokens < self.boundary(self._packs_at) else self.boundary(tokens)
 
     def remember(self, ids: list[int], rows: Rows, query: torch.Tensor, before: int) -> None:
         """Take the queries of tokens ``before`` and after, float [len(ids), num_heads, n, head_dim], into the ring."""
@@ -134,6 +137,22 @@ class Following:
             self.ring[rows[:, None], :, at] = query[:, :, count - new :].transpose(1, 2)
         for row in ids:
             self.kept[row] = max(self.kept[row], after - slots)
+
+    def hold(self, ids: list[int], before: int, count: int, lens: list[int]) -> None:
+        """Have room for the queries of a call of ``count`` tokens that may be taken back, beside those a state is made of.
+
+        ``lens``: tokens of each sequence whose queries were remembered.
+        """
+        if self.ring is None or (self.method.paper and all(self.made[row] for row in ids)):
+            return
+        old, slots = self.ring, self.slots
+        tokens = (before if self.method.paper else self.method.query_window) + count
+        if tokens <= slots:
+            return
+        self.ring = old.new_empty(old.shape[0], old.shape[1], tokens, old.shape[3])
+        for row, (kept, length) in enumerate(zip(self.kept, lens, strict=True)):
+            held = torch.arange(max(kept, length - slots), length, device=old.device)
+            self.ring[row, :, held % tokens] = old[row, :, held % slots]
 
     def truncate(self, row: int, tokens: int, packed: int) -> None:
         """A sequence was cut to ``tokens`` tokens, ``packed`` of them in packed storage."""
