@@ -964,7 +964,7 @@ class FoldedLayer(CacheLayerMixin):
                 self._write_ring(slice(row, row + 1), whole, body, *(t.unsqueeze(0).to(self.dtype) for t in tail))
             self.packed[row] = whole
         self.lens[row] = length
-        self.following.truncate(row, length, self.packed[row])
+        self.following.truncate(row, length)
         if not self.packed[row] and self._of_sequence:
             self.fixed[row] = False  # nothing depends on the statistics any more; they will be those of what follows
 

@@ -46,9 +46,13 @@ class Following:
     def start(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         """Begin with empty sequences."""
         self.made, self.kept = [0] * batch, [0] * batch
-        if self.active:
-            shape = (batch, self.spec.num_heads, self.slots, self.spec.head_dim)
-            self.ring = torch.empty(shape, dtype=dtype, device=device)
+        self.dtype, self.device = dtype, device
+        self._allocate()
+
+    def _allocate(self) -> None:
+        if self.active and self.ring is None:
+            shape = (len(self.made), self.spec.num_heads, self.slots, self.spec.head_dim)
+            self.ring = torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @property
     def _packs_at(self) -> int:
@@ -154,14 +158,12 @@ class Following:
             held = torch.arange(max(kept, length - slots), length, device=old.device)
             self.ring[row, :, held % tokens] = old[row, :, held % slots]
 
-    def truncate(self, row: int, tokens: int, packed: int) -> None:
-        """A sequence was cut to ``tokens`` tokens, ``packed`` of them in packed storage."""
+    def truncate(self, row: int, tokens: int) -> None:
+        """A sequence was cut to ``tokens`` tokens. Under ``paper=true`` a state serves on until nothing is left of it."""
         self.kept[row] = min(self.kept[row], tokens)
-        if self.method.paper:
-            if not packed and self.ring is not None:
-                self.made[row] = 0
-        elif self.made[row] > tokens:
+        if tokens < self.made[row]:
             self.made[row] = 0
+            self._allocate()
 
     def select(self, rows: list[int], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the batch; see ``FoldedLayer``."""
