@@ -158,8 +158,8 @@ def test_rotation_is_orthogonal_and_seeded():
 def test_turboquant_has_the_error_of_its_codebook_whatever_the_data(bits):
     method = methods.get(f"turboquant:paper=true,bits={bits}")
     x = randn(1, 2, 512, 128).exp() * torch.linspace(0, 3, 128)  # nothing like a Gaussian
-    for read in read_back(method, x, x, spec(128)):
-        assert rms(read - x, x) ** 2 == pytest.approx(GAUSSIAN[bits][1], rel=0.08)
+    for seen in read_back(method, x, x, spec(128)):
+        assert rms(seen - x, x) ** 2 == pytest.approx(GAUSSIAN[bits][1], rel=0.08)
 
 
 @pytest.mark.parametrize("bits", [2, 3])
@@ -195,7 +195,9 @@ def test_turboquants_norms_and_mean_help_where_keys_have_constant_and_large_chan
 
 def test_turboquant_bits_are_counted():
     assert methods.get("turboquant:paper=true").effective_bits(128) == pytest.approx(2 + 16 / 128)
-    assert methods.get("turboquant:paper=true,residual=true").effective_bits(128) == pytest.approx(2 + (32 + 16) / 2 / 128)
+    assert methods.get("turboquant:paper=true,residual=true").effective_bits(128) == pytest.approx(
+        2 + (32 + 16) / 2 / 128
+    )
     # keys' mean and norms, values' mean, per page of 128 tokens
     assert methods.get("turboquant").effective_bits(128) == pytest.approx(2 + 16 / 128 + (16 + 8 + 16) / 128 / 2)
     with pytest.raises(MethodError, match="residual=true"):
@@ -255,7 +257,7 @@ def test_gear_errs_less_than_the_quantization_it_starts_from(bits, outliers):
 
 
 def test_gears_basis_belongs_to_a_page_and_adds_the_residuals_projection():
-    keys, values = keys_and_values(256)
+    keys, _ = keys_and_values(256)
     method = methods.get("gear:rank=3,outliers=0.01")
     form = method.key_format(spec())
     fields = method.encode_keys(keys, {}, spec(), positions(256), True)
