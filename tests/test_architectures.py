@@ -137,7 +137,7 @@ def test_full_precision_equals_the_models_own_cache(name, target):
     assert relative(got[mask.bool()], padded[mask.bool()]) < target.logits
 
 
-EIGHT = ("kivi", "squat", "squat_pre", "innerq")
+EIGHT = ("fold", "kivi", "squat", "squat_pre", "innerq")
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -146,19 +146,19 @@ def test_eight_bits_are_near_full_precision(method, name, target):
     """Near enough that a key rotated to another position, or a scale of scores that is not the model's, would show."""
     model, ids = FOLDED[name](), prompt(1, 200)
     expected = logits(model, dynamic(model), ids, CUTS)
-    cache = kvfold.fold(model, f"{method}:bits=8,sink=0,recent=0,warmup=64", max_length=512)
+    cache = kvfold.fold(model, f"{method}:bits=8,sink=0,recent=0", max_length=512)
     got = logits(model, cache, ids, CUTS)
     assert all(of.packed == [192] for of in cache.folded)
     assert relative(got[:, 150:], expected[:, 150:]) < max(0.08, 1.5 * target.logits)
 
 
 @pytest.mark.parametrize("name", FOLDED)
-@pytest.mark.parametrize("method", ["kivi:bits=1", "innerq:mode=sym", "qjl", "turboquant", "gear", "zipcache"])
+@pytest.mark.parametrize("method", ["fold", "kivi:bits=1", "innerq:mode=sym", "qjl", "turboquant", "gear", "zipcache"])
 def test_every_method_runs_and_moves_the_logits(method, name, target):
     model, ids = FOLDED[name](), prompt(1, 260)
     expected = logits(model, dynamic(model), ids, [200, 60])
     joint = "," if ":" in method else ":"
-    cache = kvfold.fold(model, f"{method}{joint}sink=0,recent=0,warmup=64")
+    cache = kvfold.fold(model, f"{method}{joint}sink=0,recent=0")
     got = logits(model, cache, ids, [200, 60])
     assert got.isfinite().all() and all(of.packed[0] >= 192 for of in cache.folded)
     assert relative(got[:, :200], expected[:, :200]) < target.logits  # the first call is exact
@@ -171,7 +171,7 @@ def test_unrotated_keys_are_the_projections_own(name, target):
     seen: dict[int, torch.Tensor] = {}
     for index, block in enumerate(model.model.layers):
         block.self_attn.k_proj.register_forward_hook(lambda m, i, out, index=index: seen.__setitem__(index, out))
-    cache = kvfold.fold(model, "squat_pre:bits=8,lam=0,recent=0,warmup=64")
+    cache = kvfold.fold(model, "squat_pre:bits=8,lam=0,sink=0,recent=0")
     logits(model, cache, ids)
     turned = 0
     for index, of in enumerate(cache.folded):
@@ -184,7 +184,7 @@ def test_unrotated_keys_are_the_projections_own(name, target):
 
 
 @pytest.mark.parametrize("name", KEPT)
-@pytest.mark.parametrize("method", ["none", "kivi:recent=0"])
+@pytest.mark.parametrize("method", ["none", "kivi:sink=0,recent=0"])
 def test_layers_that_stay_are_reported_warned_of_once_and_equal_the_models_own(name, method, monkeypatch, target):
     monkeypatch.setattr(kvfold.cache, "_warned", set())
     model, ids = KEPT[name](), prompt(2, 200)
@@ -269,7 +269,7 @@ def test_explain_says_what_folding_does(method, name, target):
         assert row.effective_bits == (of.key_format.bits + of.value_format.bits) / 2
         assert (row.key_format, row.value_format) == (of.key_format.describe(), of.value_format.describe())
         assert row.windows == f"sink {of.method.sink}, recent {of.method.recent} to {of.method.recent + of.block - 1}"
-        per_token += of.spec.num_kv_heads * (of.key_format.block_bytes + of.value_format.block_bytes) / of.block
+        per_token += of.spec.num_kv_heads * sum(f.bits * f.head_dim / 8 for f in (of.key_format, of.value_format))
         full += 2 * of.spec.num_kv_heads * of.spec.head_dim * target.dtype.itemsize
     assert (report.bytes_per_token, report.full_bytes_per_token) == (per_token, full)
     kept = [row for row in report.layers if not row.folded]

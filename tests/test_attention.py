@@ -174,7 +174,7 @@ def test_half_precision_models_get_their_own_dtype(method, dtype):
 def test_the_first_call_attends_exactly(target):
     new = tokens(2, 50)
     empty = [torch.zeros(2, 0, 64)] * 2
-    out = attend(layer("kivi:bits=1,recent=0"), new)
+    out = attend(layer("kivi:bits=1,sink=0,recent=0"), new)
     for row in range(2):
         assert relative(out[row], plain(empty, new, row)) < target.attention
 
@@ -232,7 +232,9 @@ def test_eight_bits_without_windows_hardly_diverge(method):
 # ---- from nothing ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["none", "kivi:recent=0", "innerq:mode=asym,warmup=32,sink=0,recent=0"])
+@pytest.mark.parametrize(
+    "method", ["none", "kivi:sink=0,recent=0", "fold:sink=0,recent=0", "innerq:mode=asym,sink=0,recent=0"]
+)
 def test_a_prompt_of_one_token(method, target):
     """The first calls meet a cache without packed storage, and exact until the first block is packed."""
     model, ids = llama(), prompt(3, 120)

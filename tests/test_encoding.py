@@ -21,6 +21,7 @@ from helpers import (
 )
 from kvfold import explain, kernels
 from kvfold.cache import Encoder, choose_encoder
+from kvfold.formats.paged import plain
 from kvfold.methods import get
 
 
@@ -58,12 +59,12 @@ SMALL = spec(heads=2, kv_heads=1)
     ("method", "cuts"),
     [
         ("kivi:recent=20,sink=3", [100, 1, 40]),
-        ("kivi:recent=40", [61, 30, 50]),  # a block that begins in the ring and ends in the call
-        ("kivi:group=64,recent=10", [90, 90]),
-        ("innerq:sink=4,recent=24,warmup=40", [30, 70, 41]),
-        ("innerq:sink=4,recent=24,warmup=0", [70, 50]),
-        ("innerq:mode=sym,sink=4,recent=24,warmup=40,center=false", [120]),
-        ("innerq:mode=hybrid_prefill,sink=4,recent=24,warmup=40", [95, 70]),
+        ("kivi:sink=0,recent=40", [61, 30, 50]),  # a block that begins in the ring and ends in the call
+        ("kivi:group=64,sink=0,recent=10", [90, 90]),
+        ("innerq:paper=true,center=page,sink=4,recent=24", [30, 70, 41]),
+        ("innerq:paper=true,center=page,sink=4,recent=24", [70, 50]),
+        ("innerq:paper=true,mode=sym,sink=4,recent=24", [120]),
+        ("innerq:paper=true,mode=hybrid_prefill,sink=4,recent=24", [95, 70]),
     ],
 )
 def test_kernels_leave_torchs_bytes(interpreted, monkeypatch, method, cuts):
@@ -77,7 +78,7 @@ def test_kernels_leave_torchs_bytes(interpreted, monkeypatch, method, cuts):
 
 
 def test_storage_that_grows(interpreted, monkeypatch):
-    by_kernel, by_torch, _ = pair("kivi:recent=0", monkeypatch, SMALL)
+    by_kernel, by_torch, _ = pair("kivi:sink=0,recent=0", monkeypatch, SMALL)
     new = tokens(1, 128, shape=SMALL)
     for one in (by_kernel, by_torch):
         feed(one, new, [32, 64, 32])
@@ -86,7 +87,7 @@ def test_storage_that_grows(interpreted, monkeypatch):
 
 
 def test_a_call_that_fills_two_slabs(interpreted, monkeypatch):
-    by_kernel, by_torch, launches = pair("kivi:recent=0", monkeypatch, SMALL, max_length=64)
+    by_kernel, by_torch, launches = pair("kivi:sink=0,recent=0", monkeypatch, SMALL, max_length=64)
     new = tokens(1, 128, shape=SMALL)
     for one in (by_kernel, by_torch):
         feed(one, new, [32, 96])
@@ -96,7 +97,7 @@ def test_a_call_that_fills_two_slabs(interpreted, monkeypatch):
 
 def test_ragged_batches(interpreted, monkeypatch):
     lengths = (60, 90, 59, 90)  # two rows in one group that do not follow each other
-    method = "innerq:mode=asym,sink=2,recent=16,warmup=32"
+    method = "innerq:paper=true,mode=asym,sink=2,recent=16"
     by_kernel, by_torch, _ = pair(method, monkeypatch, SMALL)
     offset, valid = left_padding(lengths, 90)
     new = tokens(4, 90, shape=SMALL)
@@ -109,7 +110,7 @@ def test_ragged_batches(interpreted, monkeypatch):
 
 
 def test_written_first_and_packed_later(interpreted, monkeypatch):
-    by_kernel, by_torch, launches = pair("kivi:recent=20", monkeypatch, SMALL)
+    by_kernel, by_torch, launches = pair("kivi:sink=0,recent=20", monkeypatch, SMALL)
     new = tokens(1, 96, shape=SMALL)
     for one in (by_kernel, by_torch):
         feed(one, tuple(t[:, :, :60] for t in new))
@@ -122,7 +123,7 @@ def test_written_first_and_packed_later(interpreted, monkeypatch):
 
 
 def test_squats_codes_are_torchs_but_for_rounding(interpreted, monkeypatch):
-    by_kernel, by_torch, _ = pair("squat:recent=0,warmup=64", monkeypatch, SMALL)
+    by_kernel, by_torch, _ = pair("squat:sink=0,recent=0", monkeypatch, SMALL)
     new = tokens(1, 128, shape=SMALL)
     for one in (by_kernel, by_torch):
         feed(one, new)
@@ -134,7 +135,7 @@ def test_squats_codes_are_torchs_but_for_rounding(interpreted, monkeypatch):
 
 def test_nothing_is_concatenated_or_widened(interpreted, monkeypatch):
     """The kernels are given views of the call and the ring."""
-    by_kernel, _, launches = pair("kivi:recent=8", monkeypatch, SMALL)
+    by_kernel, _, launches = pair("kivi:sink=0,recent=8", monkeypatch, SMALL)
     keys, values, queries = (t.half() for t in tokens(1, 120, shape=SMALL))
     by_kernel.lazy_initialization(keys, values)
     for at in (0, 60):
@@ -150,17 +151,23 @@ def test_nothing_is_concatenated_or_widened(interpreted, monkeypatch):
 
 @pytest.mark.parametrize(
     ("method", "reason"),
-    [("qjl", "qjl"), ("squat_pre", "squat_pre"), ("innerq:group=16", "group=16"), ("squat:channels=8", "channels=8")],
+    [
+        ("qjl", "qjl"),
+        ("squat_pre", "squat_pre"),
+        ("innerq:paper=true,group=16", "group=16"),
+        ("innerq", "paged"),
+        ("squat:channels=8", "channels=8"),
+    ],
 )
 def test_what_torch_encodes_on_a_gpu_is_named(method, reason):
     found = choose_encoder(get(method), spec(128), torch.device("cuda"))
     assert found.name == "torch" and reason in found.reason
 
 
-@pytest.mark.parametrize("method", ["kivi", "squat", "innerq", "innerq:mode=asym,bits=3"])
+@pytest.mark.parametrize("method", ["kivi", "squat", "innerq:paper=true", "innerq:paper=true,mode=asym,bits=3"])
 def test_kernels_test_themselves(method, interpreted):
     shape, form = spec(64), get(method)
-    formats = (form.key_format(shape), form.value_format(shape))
+    formats = (plain(form.key_format(shape)), form.value_format(shape))
     width = form.slice_width(64)
     assert interpreted.self_test(*formats, width, torch.device("cpu")) is None
 
@@ -194,7 +201,9 @@ def test_explain_says_what_encodes():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["kivi", "kivi:bits=1", "squat", "innerq", "innerq:mode=hybrid_prefill"])
+@pytest.mark.parametrize(
+    "method", ["kivi", "kivi:bits=1", "squat", "innerq:paper=true", "innerq:paper=true,mode=hybrid_prefill"]
+)
 def test_a_gpu_encodes_by_kernel(method):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

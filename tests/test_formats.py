@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import kvfold
 from helpers import rope, spec
-from kvfold.formats import AffineGroups, Dense, SignSketch
+from kvfold.formats import AffineGroups, Dense, PagedFormat, SignSketch
 from kvfold.formats.affine import floor_fp16, quantize_asym, quantize_sym, to_fp16
 from kvfold.formats.packing import PLANES, group_order, pack, pack_signs, unpack, unpack_signs
 from kvfold.methods import Observation, get
@@ -342,16 +342,16 @@ def test_a_sketch_reads_back_signs_times_norms(sketches, scale):
 
 
 def encoded(name: str, head_dim: int, dtype: torch.dtype = torch.float32):
-    """A method's formats and what they make of two blocks of random keys and values."""
+    """A method's formats and what they make of five blocks of random keys and values."""
     options = ",group=16" if head_dim % 32 else ""
     method = get(name + (options if ":" in name or not options else ":" + options[1:]))
     shape = spec(head_dim, dtype=dtype, rope=rope(head_dim))
-    count = 2 * method.block
+    count = 5 * method.block
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 2, 2, count, head_dim, generator=generator).to(dtype).float()
-    positions = torch.arange(count).unsqueeze(0).expand(2, -1)
-    queries = torch.randn(2, shape.num_heads, count, head_dim, generator=generator)
-    state = method.observe(Observation(keys, values, queries, positions, positions), shape)
+    positions = torch.arange(count).unsqueeze(0)
+    queries = torch.randn(1, shape.num_heads, count, head_dim, generator=generator)
+    state = {n: t.expand(2, *t.shape[1:]) for n, t in method.observe(Observation(queries, positions), shape).items()}
     return (
         (method.key_format(shape), method.encode_keys(keys, state, shape, positions.unsqueeze(1), True)),
         (method.value_format(shape), method.encode_values(values, state, shape, True)),
@@ -362,16 +362,32 @@ def encoded(name: str, head_dim: int, dtype: torch.dtype = torch.float32):
 @pytest.mark.parametrize("name", kvfold.DEFAULT)
 def test_declared_fields_and_bytes_are_the_real_ones(name, head_dim):
     for form, fields in encoded(name, head_dim):
-        declared = form.fields()
+        declared = {field: (5, *of) for field, of in form.fields().items()}
+        per_page, pages = {}, 0
+        if isinstance(form, PagedFormat):
+            pages = -(-5 * form.block // form.page) if form.page else 1
+            assert form.pages(5) == pages
+            per_page = form.page_fields()
+            assert not per_page.keys() & declared.keys()
+            declared |= {field: (pages, *of) for field, of in per_page.items()}
         assert fields.keys() == declared.keys()
-        for field, (shape, dtype) in declared.items():
-            assert (fields[field].dtype, tuple(fields[field].shape)) == (dtype, (2, 2, 2, *shape)), field
-        assert sum(t.nbytes for t in fields.values()) == 2 * 2 * 2 * form.block_bytes
-        assert form.bits == pytest.approx(8 * form.block_bytes / (form.block * head_dim))
-        storage = form.allocate(2, 2, 2, "cpu")
-        assert {n: (t.dtype, t.shape) for n, t in storage.items()} == {n: (t.dtype, t.shape) for n, t in fields.items()}
+        for field, (count, shape, dtype) in declared.items():
+            assert (fields[field].dtype, tuple(fields[field].shape)) == (dtype, (2, 2, count, *shape)), field
+        own = sum(t.nbytes for n, t in fields.items() if n not in per_page)
+        assert own == 2 * 2 * 5 * form.block_bytes
+        bits = 8 * form.block_bytes / (form.block * head_dim)
+        if per_page:
+            assert sum(fields[n].nbytes for n in per_page) == 2 * 2 * pages * form.page_bytes
+            bits += 8 * form.page_bytes / (128 * head_dim) if form.page else 0
+        assert form.bits == pytest.approx(bits)
+        storage = form.allocate(2, 2, 5, "cpu")
+        kept = {n: t for n, t in fields.items() if n not in per_page or form.page}  # a sequence's have another owner
+        assert {n: (t.dtype, t.shape) for n, t in storage.items()} == {n: (t.dtype, t.shape) for n, t in kept.items()}
+        assert {n: t.shape[2] for n, t in form.take(fields, 2).items()} == {
+            n: 2 if n not in per_page else form.pages(2) for n in fields
+        }
         decoded = form.decode(fields)
-        assert decoded.shape == (2, 2, 2 * form.block, form.width) and decoded.dtype == torch.float32
+        assert decoded.shape == (2, 2, 5 * form.block, form.width) and decoded.dtype == torch.float32
         assert decoded.isfinite().all()
 
 
@@ -382,13 +398,22 @@ def test_declared_fields_and_bytes_are_the_real_ones(name, head_dim):
         ("kivi", 80 * 2, 3.0),
         ("squat", 128, 3.0),
         ("squat_pre", 128, 3.0),
-        ("innerq", 128, 3.5),
-        ("innerq:mode=sym", 128, 3.5),
-        ("innerq:mode=asym", 128, 3.0),
-        ("innerq:mode=hybrid_prefill", 64, 3.5),
-        ("qjl", 128, 82 * 8 / 256),
-        ("qjl", 64, (2 + 16 / 64 + 3) / 2),
+        # a page of 128 tokens: 2 bytes of mean and 1 of norm per channel
+        ("innerq", 128, 3.5 + 24 / 128 / 2),
+        ("innerq:center=false", 128, 3.5 + 8 / 128 / 2),
+        ("innerq:center=false,normalize=false", 128, 3.5),
+        ("innerq:paper=true", 128, 3.5),
+        ("innerq:mode=sym", 128, 3.5 + 24 / 128 / 2),
+        ("innerq:mode=asym", 128, 3.0 + 24 / 128 / 2),
+        ("innerq:mode=hybrid_prefill", 64, 3.5 + 24 / 128 / 2),
+        ("fold", 128, (3 + 16 / 128 + 24 / 128 + 2 + 16 / 128 + 16 / 128) / 2),
+        ("fold:bits=4", 64, (4 + 16 / 64 + 24 / 128 + 4 + 16 / 64 + 16 / 128) / 2),
+        ("fold:center=false,normalize=false", 128, 2.5 + 16 / 128),
+        ("qjl:paper=true", 128, 82 * 8 / 256),
+        ("qjl:paper=true", 64, (2 + 16 / 64 + 3) / 2),
+        ("qjl", 128, 82 * 8 / 256 + 24 / 128 / 2),
         ("qjl_outliers", 128, ((17 * 4.25 + 15 * 5.25) / 32 + 3) / 2),
+        ("qjl:outliers=8,normalize=false", 128, (4.25 + 3 + (16 * 128 + 8 * 8) / (128 * 128)) / 2),
         ("kivi:k_bits=4,v_bits=2", 128, (5 + 3) / 2),
     ],
 )

@@ -77,7 +77,8 @@ def test_full_precision_generates_the_same(model, mode, batch):
 
 
 @pytest.mark.parametrize(
-    "method", ["none", "kivi:recent=0", "squat_pre:recent=0,warmup=40", "innerq:recent=0,warmup=40"]
+    "method",
+    ["none", "kivi:sink=0,recent=0", "squat_pre:sink=0,recent=0", "innerq:sink=0,recent=0", "fold:sink=0,recent=0"],
 )
 def test_a_left_padded_batch_generates_what_its_sequences_do(model, method):
     lengths = [90, 33, 61]
@@ -88,7 +89,10 @@ def test_a_left_padded_batch_generates_what_its_sequences_do(model, method):
         assert_same_tokens(model, method, batch[row, -length - NEW :], alone[0], length)
 
 
-@pytest.mark.parametrize("method", ["none", "kivi:recent=0", "innerq:warmup=40,recent=0", "squat:warmup=40,recent=0"])
+@pytest.mark.parametrize(
+    "method",
+    ["none", "kivi:sink=0,recent=0", "innerq:sink=0,recent=0", "squat:sink=0,recent=0", "fold:sink=0,recent=0"],
+)
 def test_prompt_lookup_generates_what_greedy_does(model, method):
     ids = prompt(1, 20).repeat(1, 4)
     expected = generate(model, fold(model, method), ids)
@@ -111,7 +115,7 @@ def test_an_assistant_model_leaves_greedy_unchanged(model, assistant):
     assert cache.folded[0].lens[0] >= 70 + NEW - 1
 
 
-@pytest.mark.parametrize("method", ["none", "kivi:recent=0", "innerq:recent=0,warmup=40"])
+@pytest.mark.parametrize("method", ["none", "kivi:sink=0,recent=0", "innerq:sink=0,recent=0", "fold:sink=0,recent=0"])
 def test_chat_turns_on_one_cache(model, method):
     """A second turn continues on the cache of the first, and equals feeding the same tokens by hand."""
     cache, ids = fold(model, method), prompt(1, 50)
@@ -136,7 +140,7 @@ def test_chunked_prefill(model, target):
     expected = generate(model, dynamic(model), ids)
     got = generate(model, fold(model, "none"), ids, prefill_chunk_size=32)
     assert_same_tokens(model, None, got[0], expected[0], 90)
-    whole, pieces = fold(model, "kivi:recent=0"), fold(model, "kivi:recent=0")
+    whole, pieces = fold(model, "kivi:sink=0,recent=0"), fold(model, "kivi:sink=0,recent=0")
     generate(model, whole, ids, max_new_tokens=1)
     generate(model, pieces, ids, max_new_tokens=1, prefill_chunk_size=32)
     assert pieces.folded[0].packed == whole.folded[0].packed == [64]
@@ -168,7 +172,7 @@ def test_an_end_token_ends_a_sequence_of_a_batch(model):
 @pytest.mark.parametrize("method", kvfold.DEFAULT)
 def test_every_method_generates_deterministically_and_again_after_reset(model, method):
     joint = "," if ":" in method else ":"
-    small = joint + "recent=0,warmup=40" + ("" if "+sink" in method else ",sink=4")
+    small = joint + "recent=0,sink=4"
     cache, ids = fold(model, method + small), prompt(2, 70)
     once = generate(model, cache, ids)
     size = cache.nbytes()
@@ -186,9 +190,9 @@ def test_every_method_generates_deterministically_and_again_after_reset(model, m
 def test_beams_on_a_folded_cache_score_what_their_sequences_do(model, target):
     """Reordered content is each beam's own: the best beam's scores are those of its sequence fed alone."""
     ids = prompt(1, 70)
-    cache = fold(model, "kivi:recent=0")
+    cache = fold(model, "kivi:sink=0,recent=0")
     out = generate(model, cache, ids, num_beams=3, return_dict_in_generate=True, output_scores=True, length_penalty=0.0)
-    alone = fold(model, "kivi:recent=0")
+    alone = fold(model, "kivi:sink=0,recent=0")
     scores = logits(model, alone, out.sequences[:, :-1], [70, *[1] * (NEW - 1)])[0, 69:].float().log_softmax(-1)
     total = float(scores.gather(-1, out.sequences[0, 70:, None]).sum())
     off = max(1e-3, target.scores * NEW**0.5 * float(scores.std()))

@@ -53,7 +53,7 @@ def test_a_replayed_step_equals_a_step(method, start):
     kvfold.unfold(model)
 
 
-@pytest.mark.parametrize("method", ["kivi", "innerq"])
+@pytest.mark.parametrize("method", ["kivi", "innerq:paper=true"])
 @pytest.mark.parametrize("length", [20, 400])
 def test_generate_decodes_in_a_graph(method, length):
     """A prompt of which something is packed, and one of which nothing is until fifty tokens later."""
@@ -62,9 +62,7 @@ def test_generate_decodes_in_a_graph(method, length):
     model.generation_config.eos_token_id = None
     ids = torch.randint(3, 96, (2, length), device="cuda")
     options = {"max_new_tokens": 200, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    method = f"{method}:sink=4,recent=32"
-    if "innerq" in method:
-        method += ",warmup=32"
+    method = f"{method}{',' if ':' in method else ':'}sink=4,recent=32"
     plain = model.generate(ids, past_key_values=kvfold.fold(model, method, max_length=700), **options)
     cache = kvfold.fold(model, method, max_length=700)
     with decoding(model, cache, 200) as steps:

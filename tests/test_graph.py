@@ -54,7 +54,7 @@ def test_generate_decodes_in_a_graph_as_soon_as_something_is_packed(length, monk
 def test_longer_calls_and_other_caches_go_to_the_model(monkeypatch):
     monkeypatch.setattr(graph, "DecodeGraph", Steps)
     model, ids = llama(), prompt(1, 150)
-    cache, other = (kvfold.fold(model, "kivi:recent=16") for _ in range(2))
+    cache, other = (kvfold.fold(model, "kivi:sink=0,recent=16") for _ in range(2))
     with torch.no_grad(), graph.decoding(model, cache, room=9) as steps:
         for cut in (ids[:, :140], ids[:, 140:141], ids[:, 141:148], ids[:, 148:149]):
             want = model(cut, past_key_values=other, use_cache=True).logits
@@ -64,14 +64,14 @@ def test_longer_calls_and_other_caches_go_to_the_model(monkeypatch):
 
 def test_what_cannot_decode_in_a_graph_is_refused_by_name_or_said():
     model, ids = llama(), prompt(1, 150)
-    cache = kvfold.fold(model, "kivi:recent=16")
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
     with (
         pytest.raises(UnsupportedModelError, match="decode graph: layer 0: its kernel is"),
         graph.decoding(model, cache, 9),
     ):
         generate(model, ids, cache, 9)
     assert "forward" not in model.__dict__
-    cache = kvfold.fold(model, "kivi:recent=16")
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
     with graph.decoding(model, cache, 9, required=False) as steps:
         generate(model, ids, cache, 9)
     assert steps.replayed == 0 and "decoded step by step: decode graph: layer 0: its kernel is" in str(steps)
@@ -80,7 +80,7 @@ def test_what_cannot_decode_in_a_graph_is_refused_by_name_or_said():
 def test_outputs_that_a_graph_does_not_have_are_refused(monkeypatch):
     monkeypatch.setattr(graph, "DecodeGraph", Steps)
     model, ids = llama(), prompt(1, 150)
-    cache = kvfold.fold(model, "kivi:recent=16")
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
     with torch.no_grad(), graph.decoding(model, cache, 9):
         model(ids, past_key_values=cache, use_cache=True)
         with pytest.raises(UnsupportedModelError, match="output_hidden_states is not supported"):
@@ -113,7 +113,7 @@ def test_a_forward_that_was_put_in_place_before_is_put_back():
 )
 def test_a_cache_that_a_graph_owns_refuses_others(use):
     model, ids = llama(), prompt(1, 150)
-    cache = kvfold.fold(model, "kivi:recent=16")
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
     with torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
     owner = graph.StaticLengths(None, None, steps=3)
@@ -126,7 +126,7 @@ def test_a_cache_that_a_graph_owns_refuses_others(use):
         model(ids[:, :1], past_key_values=cache, use_cache=True)
 
 
-def prefilled(method="kivi:recent=16", length=150, batch=1):
+def prefilled(method="kivi:sink=0,recent=16", length=150, batch=1):
     model = llama()
     cache = kvfold.fold(model, method)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_a_capture_that_fails_gives_the_cache_and_the_model_back(required, monke
 
 def test_a_warm_up_writes_no_token_but_the_next(monkeypatch):
     """With recent + 31 tokens in the ring there is one free slot; a second token would take the slot of one in use."""
-    model, cache = prefilled("kivi:recent=32", 32 + 31)
+    model, cache = prefilled("kivi:sink=0,recent=32", 32 + 31)
     monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
     dummy = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in {"Stream": lambda: dummy, "current_stream": lambda: dummy, "stream": nullcontext}.items():
@@ -180,7 +180,7 @@ def test_a_warm_up_writes_no_token_but_the_next(monkeypatch):
 
 
 def test_a_graph_needs_a_ring_for_tokens_even_where_none_waits():
-    _, cache = prefilled("kivi:recent=0", 64)
+    _, cache = prefilled("kivi:sink=0,recent=0", 64)
     layer = cache.folded[0]
     assert layer.ring[0].shape[-2] == 0
     layer.enter_static(graph.StaticLengths(None, None))
@@ -198,15 +198,17 @@ def test_why_a_layer_is_refused():
     assert "for a crop" in graph.why_not(layer, 9)
 
 
-def test_a_sequence_cut_below_the_warmup_is_not_packed_until_it_is_as_long_again():
-    model, cache = prefilled("squat:warmup=128", 200)
+@pytest.mark.parametrize("method", ["innerq:paper=true,recent=32", "squat:paper=true"])
+def test_a_sequence_without_statistics_is_not_decoded_in_a_graph(method):
+    """Statistics of a whole sequence are there once it packs, and gone with the last of its packed tokens."""
+    model, cache = prefilled(method, 63)
     layer = cache.folded[0]
-    assert graph.is_packed(layer)
-    cache.crop(-100)
-    assert layer.packed[0] == layer.packed_length(128) == 96 and not graph.is_packed(layer)
+    assert not graph.is_packed(layer)
     with torch.no_grad():
-        model(prompt(1, 28), past_key_values=cache, use_cache=True)
-    assert graph.is_packed(layer)
+        model(prompt(1, 137), past_key_values=cache, use_cache=True)
+    assert graph.is_packed(layer) and layer.packed == [layer.packed_length(200)]
+    cache.crop(-200)
+    assert layer.packed == [0] and not graph.is_packed(layer)
 
 
 def test_calls_of_another_batch_are_refused(monkeypatch):
@@ -228,7 +230,7 @@ def test_positions_are_those_of_the_call(monkeypatch):
         first, second = ({"position_ids": p} if given else {} for p in (position[:, :150], position[:, 150:]))
         results = []
         for graphs in (False, True):
-            cache = kvfold.fold(model, "kivi:recent=16")
+            cache = kvfold.fold(model, "kivi:sink=0,recent=16")
             with torch.no_grad():
                 model(ids[:, :150], attention_mask=mask[:, :150], past_key_values=cache, use_cache=True, **first)
                 with graph.decoding(model, cache, 9) if graphs else nullcontext() as steps:
@@ -250,7 +252,7 @@ def test_a_prompt_may_ask_for_what_steps_may_not(monkeypatch):
     monkeypatch.setattr(graph, "DecodeGraph", Steps)
     model, ids = llama(), prompt(1, 150)
     embeds = model.get_input_embeddings()(ids).detach()
-    caches = [kvfold.fold(model, "kivi:recent=16") for _ in range(2)]
+    caches = [kvfold.fold(model, "kivi:sink=0,recent=16") for _ in range(2)]
     want = generate(model, ids, caches[0], 9)[:, 150:]
     with graph.decoding(model, caches[1], 9) as steps:
         options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
@@ -263,7 +265,7 @@ def test_a_prompt_may_ask_for_what_steps_may_not(monkeypatch):
 def test_two_caches_decode_inside_of_each_other(monkeypatch):
     monkeypatch.setattr(graph, "DecodeGraph", Steps)
     model, first = prefilled()
-    own = kvfold.fold(model, "kivi:recent=16")
+    own = kvfold.fold(model, "kivi:sink=0,recent=16")
     with torch.no_grad():
         model(prompt(1, 150), past_key_values=own, use_cache=True)
         with graph.decoding(model, first, 9) as outer:
@@ -280,7 +282,7 @@ def test_sampling_of_several_sequences(monkeypatch):
     options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 20, "pad_token_id": 0}
     results = []
     for graphs in (False, True):
-        cache = kvfold.fold(model, "kivi:recent=16")
+        cache = kvfold.fold(model, "kivi:sink=0,recent=16")
         torch.manual_seed(0)
         with graph.decoding(model, cache, 20) if graphs else nullcontext():
             results.append(model.generate(ids, past_key_values=cache, **options))
@@ -290,12 +292,12 @@ def test_sampling_of_several_sequences(monkeypatch):
 def test_beyond_its_room_a_graph_is_refused_or_the_model_goes_on(monkeypatch):
     monkeypatch.setattr(graph, "DecodeGraph", Steps)
     model, ids = llama(), prompt(1, 150)
-    want = generate(model, ids, kvfold.fold(model, "kivi:recent=16"), 9)
-    cache = kvfold.fold(model, "kivi:recent=16")
+    want = generate(model, ids, kvfold.fold(model, "kivi:sink=0,recent=16"), 9)
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
     with graph.decoding(model, cache, room=5, required=False) as steps:
         assert torch.equal(generate(model, ids, cache, 9), want)
     assert steps.replayed == 5 and "room=5" in steps.reason
-    cache = kvfold.fold(model, "kivi:recent=16")
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
     with pytest.raises(UnsupportedModelError, match="room=5"), graph.decoding(model, cache, room=5):
         generate(model, ids, cache, 9)
 
@@ -304,12 +306,12 @@ def test_outputs_that_the_configuration_asks_for_are_refused_too(monkeypatch):
     monkeypatch.setattr(graph, "DecodeGraph", Steps)
     model, ids = llama(), prompt(1, 150)
     model.config.output_hidden_states = True
-    cache = kvfold.fold(model, "kivi:recent=16")
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
     with torch.no_grad(), graph.decoding(model, cache, 9):
         assert model(ids, past_key_values=cache, use_cache=True).hidden_states is not None
         with pytest.raises(UnsupportedModelError, match="output_hidden_states is not supported"):
             model(ids[:, :1], past_key_values=cache, use_cache=True)
-    cache = kvfold.fold(model, "kivi:recent=16")
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
     with torch.no_grad(), graph.decoding(model, cache, 9, required=False) as steps:
         for cut in (ids, ids[:, :1]):
             assert model(cut, past_key_values=cache, use_cache=True).hidden_states is not None

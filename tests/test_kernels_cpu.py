@@ -214,7 +214,7 @@ def test_what_it_does_not_serve_is_said(monkeypatch):
         kernels.choose(good, good, CPU, name="cpu")
 
 
-@pytest.mark.parametrize("method", ["none", "kivi", "kivi:bits=3,group=64", "innerq", "squat", "kivi:center=true"])
+@pytest.mark.parametrize("method", ["none", "kivi", "kivi:bits=3,group=64", "innerq", "squat", "fold"])
 def test_models_decode_alike(method):
     """Prompt, single tokens and a chat turn through the model, with the kernel and with the reference."""
     model, ids = llama(), prompt(2, 420, seed=1)

@@ -14,8 +14,9 @@ from triton.compiler import ASTSource
 from helpers import feed, interpreted_module, layer, packed_fields, spec, tokens
 from kvfold.formats import AffineGroups
 from kvfold.formats.affine import FP16_MAX
+from kvfold.formats.paged import norms, plain
 from kvfold.kernels import encode as compiled
-from kvfold.methods import get
+from kvfold.methods import Observation, get
 from kvfold.methods.base import finite
 from kvfold.methods.innerq import InnerQ
 
@@ -219,24 +220,31 @@ def test_sequences_of_a_batch_by_index(kernels, device):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("center", "normalize"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("center", "normalize"), [("page", True), ("page", False), ("false", True)])
 def test_innerq_transform(kernels, device, mode, center, normalize):
+    """Statistics of a whole sequence, which kernels subtract and divide by."""
     method, shape = (
-        get(f"innerq:mode={mode},center={str(center).lower()},normalize={str(normalize).lower()}"),
+        get(f"innerq:paper=true,mode={mode},center={center},normalize={str(normalize).lower()}"),
         spec(128),
     )
     keys = tokens(2, 96, shape=shape)[0].half()
-    state = observed(method, shape, keys)
-    form = method.key_format(shape)
+    whole = method.key_format(shape)
+    page = whole.statistics(finite(keys).unsqueeze(2))
+    state = {"mean": page["mean"][:, :, 0].float()} if center == "page" else {}
+    state |= {"norm": norms(page["norm"][:, :, 0])} if normalize else {}
+    form = plain(whole)
+    assert form is whole.inner and page.keys() == state.keys() == whole.page_fields().keys()
     out = allocate(form, 2, 2, 3, device)
     kernels.encode_blocks(keys.to(device), out, form, 0, transform(kernels, method, shape, state, device))
-    want = method.encode_keys(finite(keys), state, shape, torch.arange(96)[None, None], True)
-    moved = method.transform_keys(keys.float(), state, shape, torch.arange(96)[None, None])
+    want = method.encode_keys(finite(keys), {}, shape, torch.arange(96)[None, None], True, page)
+    moved = finite(keys)
+    moved = moved - state["mean"].unsqueeze(-2) if "mean" in state else moved
+    moved = moved / state["norm"].unsqueeze(-2) if "norm" in state else moved
     assert_same_bytes(out, want, form, moved)
 
 
 @pytest.mark.parametrize(
-    "name", ["squat", "squat:channels=16", "squat:lam=0.1,bits=4", "squat:group=64", "squat:center=true", "squat_pre"]
+    "name", ["squat", "squat:channels=16", "squat:lam=0.1,bits=4", "squat:group=64", "squat:paper=true", "squat_pre"]
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_squat_transform(kernels, device, name, head_dim):
@@ -264,12 +272,9 @@ def assert_nearly_same(got, want, form):
 
 
 def observed(method, shape, keys, first=0):
-    from kvfold.methods import Observation
-
     count = keys.shape[-2]
-    queries = tokens(keys.shape[0], count, seed=9, shape=shape)[2] if method.needs_queries else None
-    positions = torch.arange(first, first + count)[None]
-    return method.observe(Observation(finite(keys), finite(keys), queries, positions, positions), shape)
+    queries = tokens(keys.shape[0], count, seed=9, shape=shape)[2]
+    return method.observe(Observation(queries, torch.arange(first, first + count)[None]), shape)
 
 
 def transform(kernels, method, shape, state, device, first=None):
@@ -301,7 +306,7 @@ class Batch:
         self.at = list(lengths)
         first = self.layers[0]
         block, sink = first.block, self.method.sink
-        self.forms = (first.key_format, first.value_format)
+        self.forms = (plain(first.key_format), first.value_format)
         most = (max(lengths) + grow) // block + 1
         self.fields = [allocate(f, len(lengths), 1, most, device) for f in self.forms]
         slots = self.method.recent + block - 1 + 16 + 3  # no multiple of anything
@@ -318,8 +323,9 @@ class Batch:
                 self.sink[side][row, :, :head] = new[side][0, :, :head].to(device)
                 for t in range(one.packed[0], max(self.at[row] - sink, 0)):
                     self.ring[side][row, :, t % slots] = new[side][0, :, sink + t].to(device)
-        ready = [one for one in self.layers if one.state]
-        state = {n: torch.cat([one.state[n] for one in self.layers]) for n in (ready[0].state if ready else ())}
+        state = {n: torch.cat([one.following.state[n] for one in self.layers]) for n in first.following.state}
+        shared = {n: torch.cat([one.shared[0][n] for one in self.layers])[:, :, 0] for n in first.shared[0]}
+        state |= {n: t.float() if n == "mean" else norms(t) for n, t in shared.items()}
         self.first = torch.tensor([sink] * len(lengths))
         self.transform = transform(kernels, self.method, self.shape, state, device, self.first)
         lens = kernels.Lengths.of(self.at, [one.packed[0] for one in self.layers], sink, device, True)
@@ -399,16 +405,16 @@ class Batch:
 
 
 LAYERS = {
-    "kivi": ("kivi:recent=32", [40, 70, 95]),
+    "kivi": ("kivi:sink=0,recent=32", [40, 70, 95]),
     "kivi-3bit-sink": ("kivi:recent=20,sink=5,k_bits=3,v_bits=4", [3, 60, 77]),
-    "kivi-no-window": ("kivi:recent=0", [1, 31, 64]),
-    "kivi-g64": ("kivi:group=64,recent=10", [20, 74, 100]),
-    "innerq": ("innerq:sink=4,recent=24,warmup=40", [61, 64, 90]),
-    "innerq-sym": ("innerq:mode=sym,sink=32,recent=40,warmup=40,bits=1", [104, 110, 130]),
-    "innerq-asym": ("innerq:mode=asym,sink=32,recent=40,warmup=40,bits=8", [104, 110, 130]),
-    "innerq-hybrid-prefill": ("innerq:mode=hybrid_prefill,sink=4,recent=24,warmup=32", [64, 70, 115]),
-    "squat": ("squat:warmup=32", [64, 70, 90]),
-    "squat-pre": ("squat_pre:warmup=32,sink=3", [67, 70, 90]),
+    "kivi-no-window": ("kivi:sink=0,recent=0", [1, 31, 64]),
+    "kivi-g64": ("kivi:group=64,sink=0,recent=10", [20, 74, 100]),
+    "innerq": ("innerq:paper=true,center=page,sink=4,recent=24", [61, 64, 90]),
+    "innerq-sym": ("innerq:paper=true,center=page,mode=sym,sink=32,recent=40,bits=1", [104, 110, 130]),
+    "innerq-asym": ("innerq:paper=true,mode=asym,sink=32,recent=40,bits=8", [104, 110, 130]),
+    "innerq-hybrid-prefill": ("innerq:paper=true,mode=hybrid_prefill,sink=4,recent=24", [64, 70, 115]),
+    "squat": ("squat:paper=true", [64, 70, 90]),
+    "squat-pre": ("squat_pre:paper=true,sink=3", [67, 70, 90]),
 }
 
 
@@ -449,7 +455,7 @@ def test_append_attend_close_in_two_launches(kernels, device):
 
 
 def test_lengths_without_a_ticket_are_only_read(kernels, device):
-    batch = Batch(kernels, device, "kivi:recent=32", [40, 70, 95])
+    batch = Batch(kernels, device, "kivi:sink=0,recent=32", [40, 70, 95])
     batch.lengths = kernels.Lengths.of(batch.at, [0, 32, 32], 0, device)
     batch.step([3, 3, 3], 3)
     batch.check_windows([0, 32, 32])
@@ -460,7 +466,7 @@ def test_lengths_without_a_ticket_are_only_read(kernels, device):
 
 
 def test_nothing_is_written_past_the_storage(kernels, device):
-    batch = Batch(kernels, device, "kivi:recent=32", [70, 95, 64])
+    batch = Batch(kernels, device, "kivi:sink=0,recent=32", [70, 95, 64])
     for side in (0, 1):
         batch.fields[side] = {n: t[:, :, :1].clone() for n, t in batch.fields[side].items()}
     guard = [{n: t.clone() for n, t in f.items()} for f in batch.fields]
@@ -473,7 +479,9 @@ def test_nothing_is_written_past_the_storage(kernels, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["kivi:recent=32", "innerq:sink=4,recent=24,warmup=40", "squat:warmup=32"])
+@pytest.mark.parametrize(
+    "method", ["kivi:sink=0,recent=32", "innerq:paper=true,center=page,sink=4,recent=24", "squat:paper=true"]
+)
 def test_steps_in_a_cuda_graph(method):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -623,9 +631,9 @@ def compile_ahead(function, fixed, warps, capability):
 def shapes(head_dim, method="kivi", bits=2, group=32):
     shape = spec(head_dim)
     method = get(f"{method}:bits={bits},group={group}")
-    width = head_dim // 2 if method.needs_queries else 0
+    width = head_dim // 2 if method.query_window else 0
     inner = isinstance(method, InnerQ)
-    return method.key_format(shape), method.value_format(shape), {"MEAN": inner, "NORM": inner, "WIDTH": width}
+    return plain(method.key_format(shape)), method.value_format(shape), {"MEAN": inner, "NORM": inner, "WIDTH": width}
 
 
 AHEAD = {

@@ -14,6 +14,7 @@ from kvfold import kernels
 from kvfold.attention import _packed_for
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups
+from kvfold.formats.paged import plain
 from kvfold.kernels import aot, tiles
 from kvfold.methods import LayerSpec, get
 from tiles_case import CASES, LIMIT, Case, formats, model_error
@@ -142,21 +143,22 @@ def spec(head_dim, dtype=torch.float16):
     "method, head_dim, kernel, reason",
     [
         ("kivi", 128, "gluon", "first choice"),
-        ("innerq", 64, "gluon", "first choice"),
+        ("innerq:paper=true", 64, "gluon", "first choice"),
+        ("innerq", 64, "reference", "triton: keys: paged storage"),
         ("kivi", 96, "triton", "gluon: keys: head_dim=96"),
         ("kivi:group=16", 80, "triton", "gluon: keys: head_dim=80"),
         ("kivi:group=16", 64, "triton", "gluon: keys: group=16"),
         ("kivi:group=64", 128, "triton", "gluon: blocks of 64 tokens"),
-        ("innerq:group=16", 128, "triton", "gluon: keys: group=16"),
+        ("innerq:paper=true,group=16", 128, "triton", "gluon: keys: group=16"),
         ("squat_pre", 128, "triton", "gluon: keys are stored before RoPE"),
-        ("qjl", 128, "reference", "triton: keys: sign sketch storage"),
+        ("qjl", 128, "reference", "triton: keys: paged storage"),
     ],
 )
 def test_the_order_of_codes_follows_the_kernel(hopper, method, head_dim, kernel, reason):
     method = get(method)
     stored = _packed_for(method, spec(head_dim), CUDA, None)
     choice = kernels.choose(
-        method.key_format(stored), method.value_format(stored), CUDA, method.pre_rope, None, torch.float16
+        plain(method.key_format(stored)), method.value_format(stored), CUDA, method.pre_rope, None, torch.float16
     )
     assert choice.kernel.name == kernel and reason in choice.reason
     assert stored.fragments == (kernel != "triton")

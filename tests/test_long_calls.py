@@ -18,7 +18,12 @@ from kvfold.kernels import ReferenceKernel, decode
 from kvfold.kernels.gluon import GluonKernel
 from kvfold.kernels.partials import Partials
 
-METHODS = ["kivi:recent=32", "squat:recent=32", "innerq:warmup=64,recent=32", "innerq:mode=sym,warmup=64,sink=0"]
+METHODS = [
+    "kivi:sink=0,recent=32",
+    "squat:sink=0,recent=32",
+    "innerq:paper=true,center=page,sink=32,recent=32",
+    "innerq:paper=true,mode=sym,recent=96",
+]
 
 
 @pytest.fixture(scope="module")

@@ -158,6 +158,7 @@ class FoldedLayer(CacheLayerMixin):
         self.sink: tuple[torch.Tensor, torch.Tensor] | None = None
         self.ring: tuple[torch.Tensor, torch.Tensor] | None = None
         self.calls: list[tuple[int, torch.Tensor | None]] = []  # columns and their validity, for crop
+        self.newest = 0  # columns of the last call
         self.longest = 1  # call that was written to the windows before attending, in tokens
         self.pending = False
         self.static: StaticLengths | None = None  # while a decode graph owns the layer
@@ -427,7 +428,7 @@ class FoldedLayer(CacheLayerMixin):
             False: leave packing to :meth:`pack_due`.
         """
         self.pending = False
-        tokens = key.shape[-2]
+        self.newest = tokens = key.shape[-2]
         first_call = self.is_empty
         if not pack:
             self.longest = max(self.longest, tokens)
@@ -504,17 +505,18 @@ class FoldedLayer(CacheLayerMixin):
                 self.following.make([row], at, tokens, nothing, tokens, self.first_position)
 
     def pack_due(self) -> None:
-        """Pack the blocks that became full, from the ring."""
+        """Pack the blocks that became full, from the ring; while past recording is on, without the newest call's tokens."""
         assert self.ring is not None
-        sink = self.method.sink
+        back = self.newest if self.recording else 0
         for ids, rows, _ in self._groups(None, 0):
+            stay = self.lens[ids[0]] - back
             for group in self._alike(ids):
-                packed, due = self.packed[group[0]], self.packed_length(self.lens[group[0]])
-                if due > packed and not self.recording:
-                    some, old = self._rows(group, rows, ids), self.lens[group[0]] - sink
+                packed, due = self.packed[group[0]], self.packed_length(stay)
+                if due > packed:
+                    some = self._rows(group, rows, ids)
                     none, nothing = (t[some, :, :0] for t in self.ring)
-                    self._pack(group, some, none, nothing, None, packed, old, due)
-            self._follow(ids, self.lens[ids[0]], None)
+                    self._pack(group, some, none, nothing, None, packed, stay - self.method.sink, due)
+            self._follow(ids, stay, None)
 
     def _groups(self, valid: torch.Tensor | None, tokens: int) -> Iterator[tuple[list[int], Rows, Rows]]:
         """Sequences that can be handled together: same length so far, same real columns among the new ones."""
@@ -546,7 +548,7 @@ class FoldedLayer(CacheLayerMixin):
         pack: bool,
     ) -> None:
         assert self.sink is not None and self.ring is not None
-        before, after = self.lens[ids[0]], self.lens[ids[0]] + key.shape[-2]
+        before, after, lens = self.lens[ids[0]], self.lens[ids[0]] + key.shape[-2], list(self.lens)
         if first_call:
             for row in ids:
                 self.prompt[row] = after
@@ -562,7 +564,10 @@ class FoldedLayer(CacheLayerMixin):
             self._take(group, self._rows(group, rows, ids), key, value, query, old, new_stop, ids, pack)
             for row in group:
                 self.lens[row] = after
-        if pack:
+        if self.recording:  # states are made when the tokens are sure to stay, of queries that must last until then
+            self._follow(ids, before, None)
+            self.following.hold(ids, before, query.shape[-2], lens)
+        elif pack:
             self._follow(ids, after, query)
         self.following.remember(ids, rows, query, before)
         self._shrink_ring()
@@ -615,7 +620,10 @@ class FoldedLayer(CacheLayerMixin):
         packed = self.packed[ids[0]]
         due = self.packed_length((old if self.recording else stop) + self.method.sink)
         due = max(packed, due) if pack else packed
-        if due > packed:
+        if due > packed and self.recording:  # statistics, too, are those of the tokens that stay
+            none, nothing = key[:, :, :0], value[:, :, :0]
+            self._pack(ids, rows, none, nothing, None, packed, old, due)
+        elif due > packed:
             self._pack(ids, rows, key, value, query, packed, old, due)
         keep = max(due, old)
         self._fit_ring(stop - due)
@@ -956,7 +964,7 @@ class FoldedLayer(CacheLayerMixin):
                 self._write_ring(slice(row, row + 1), whole, body, *(t.unsqueeze(0).to(self.dtype) for t in tail))
             self.packed[row] = whole
         self.lens[row] = length
-        self.following.truncate(row, length, self.packed[row])
+        self.following.truncate(row, length)
         if not self.packed[row] and self._of_sequence:
             self.fixed[row] = False  # nothing depends on the statistics any more; they will be those of what follows
 

@@ -46,9 +46,13 @@ class Following:
     def start(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         """Begin with empty sequences."""
         self.made, self.kept = [0] * batch, [0] * batch
-        if self.active:
-            shape = (batch, self.spec.num_heads, self.slots, self.spec.head_dim)
-            self.ring = torch.empty(shape, dtype=dtype, device=device)
+        self.dtype, self.device = dtype, device
+        self._allocate()
+
+    def _allocate(self) -> None:
+        if self.active and self.ring is None:
+            shape = (len(self.made), self.spec.num_heads, self.slots, self.spec.head_dim)
+            self.ring = torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @property
     def _packs_at(self) -> int:
@@ -57,6 +61,8 @@ class Following:
 
     @property
     def slots(self) -> int:
+        if self.ring is not None:
+            return self.ring.shape[2]
         return self._packs_at if self.method.paper else self.method.query_window + SPARE
 
     def boundary(self, tokens: int) -> int:
@@ -118,8 +124,9 @@ class Following:
             self.ring = None  # never asked for again
 
     def latest(self, tokens: int) -> int:
-        """Boundary whose state must be made before the ring forgets its queries; 0: none."""
-        return 0 if self.method.paper or tokens < self._packs_at else self.boundary(tokens)
+        """Boundary whose state must be made before the ring forgets its queries; 0: none. The first that is asked for may lie
+        long before the first packing, which waits for ``recent`` tokens."""
+        return 0 if self.method.paper or tokens < self.boundary(self._packs_at) else self.boundary(tokens)
 
     def remember(self, ids: list[int], rows: Rows, query: torch.Tensor, before: int) -> None:
         """Take the queries of tokens ``before`` and after, float [len(ids), num_heads, n, head_dim], into the ring."""
@@ -135,14 +142,28 @@ class Following:
         for row in ids:
             self.kept[row] = max(self.kept[row], after - slots)
 
-    def truncate(self, row: int, tokens: int, packed: int) -> None:
-        """A sequence was cut to ``tokens`` tokens, ``packed`` of them in packed storage."""
+    def hold(self, ids: list[int], before: int, count: int, lens: list[int]) -> None:
+        """Have room for the queries of a call of ``count`` tokens that may be taken back, beside those a state is made of.
+
+        ``lens``: tokens of each sequence whose queries were remembered.
+        """
+        if self.ring is None or (self.method.paper and all(self.made[row] for row in ids)):
+            return
+        old, slots = self.ring, self.slots
+        tokens = (before if self.method.paper else self.method.query_window) + count
+        if tokens <= slots:
+            return
+        self.ring = old.new_empty(old.shape[0], old.shape[1], tokens, old.shape[3])
+        for row, (kept, length) in enumerate(zip(self.kept, lens, strict=True)):
+            held = torch.arange(max(kept, length - slots), length, device=old.device)
+            self.ring[row, :, held % tokens] = old[row, :, held % slots]
+
+    def truncate(self, row: int, tokens: int) -> None:
+        """A sequence was cut to ``tokens`` tokens. Under ``paper=true`` a state serves on until nothing is left of it."""
         self.kept[row] = min(self.kept[row], tokens)
-        if self.method.paper:
-            if not packed and self.ring is not None:
-                self.made[row] = 0
-        elif self.made[row] > tokens:
+        if tokens < self.made[row]:
             self.made[row] = 0
+            self._allocate()
 
     def select(self, rows: list[int], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the batch; see ``FoldedLayer``."""
