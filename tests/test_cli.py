@@ -455,7 +455,7 @@ def test_a_table_of_lengths_has_a_column_for_each_prefix(tmp_path):
     rows = domain_rows(
         **{
             "kivi": {1024: 0.2, 16384: 0.4},
-            "kivi:sink=32,recent=96": {1024: 0.1, 16384: 0.3},
+            "kivi:paper=true": {1024: 0.3, 16384: 0.5},
             "innerq": {1024: 0.05, 16384: 0.6},
             "commvq:artefact=somewhere/a.safetensors": {1024: 0.1, 16384: 0.1},
             "squat:recent=64": {1024: 0.1},
@@ -471,10 +471,10 @@ def test_a_table_of_lengths_has_a_column_for_each_prefix(tmp_path):
         "| method | effective bits | KL at 1,024 | 16,384 | of KIVI-2's at 1,024 | 16,384 |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
         "| `kivi` | 3.00 | 0.3000 | 0.6000 | 1.00 | 1.00 |",
-        "| `kivi:sink=32,recent=96` | 3.00 | 0.1500 | 0.4500 | 1.00 | 1.00 |",
-        "| `innerq` | 3.00 | 0.0750 | 0.9000 | 0.50 | 2.00 |",  # its windows are 32 + 96
+        "| `kivi:paper=true` | 3.00 | 0.4500 | 0.7500 | 1.50 | 1.25 |",
+        "| `innerq` | 3.00 | 0.0750 | 0.9000 | 0.25 | 1.50 |",
         "| `commvq` | 3.00 | 0.1500 | 0.1500 | 0.50 | 0.25 |",
-        "| `squat:recent=64` | - | 0.1500 | - | - | - |",
+        "| `squat:recent=64` | - | 0.1500 | - | 0.50 | - |",
     ]
 
 
