@@ -232,7 +232,9 @@ def test_eight_bits_without_windows_hardly_diverge(method):
 # ---- from nothing ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["none", "kivi:sink=0,recent=0", "fold:sink=0,recent=0", "innerq:mode=asym,sink=0,recent=0"])
+@pytest.mark.parametrize(
+    "method", ["none", "kivi:sink=0,recent=0", "fold:sink=0,recent=0", "innerq:mode=asym,sink=0,recent=0"]
+)
 def test_a_prompt_of_one_token(method, target):
     """The first calls meet a cache without packed storage, and exact until the first block is packed."""
     model, ids = llama(), prompt(3, 120)

@@ -171,7 +171,9 @@ def test_turboquants_norms_and_mean_help_where_keys_have_constant_and_large_chan
 
 def test_turboquant_bits_are_counted():
     assert methods.get("turboquant:paper=true").effective_bits(128) == pytest.approx(2 + 16 / 128)
-    assert methods.get("turboquant:paper=true,residual=true").effective_bits(128) == pytest.approx(2 + (32 + 16) / 2 / 128)
+    assert methods.get("turboquant:paper=true,residual=true").effective_bits(128) == pytest.approx(
+        2 + (32 + 16) / 2 / 128
+    )
     # keys' mean and norms, values' mean, per page of 128 tokens
     assert methods.get("turboquant").effective_bits(128) == pytest.approx(2 + 16 / 128 + (16 + 8 + 16) / 128 / 2)
     with pytest.raises(MethodError, match="residual=true"):

@@ -156,9 +156,7 @@ def test_hybrid_prefill_takes_each_sequences_own_prompt():
 
     def run(rows):
         part = tuple(t[rows] for t in new)
-        return feed(
-            layer("innerq:mode=hybrid_prefill,center=false,normalize=false"), part, [256, 128, 64], valid[rows]
-        )
+        return feed(layer("innerq:mode=hybrid_prefill,center=false,normalize=false"), part, [256, 128, 64], valid[rows])
 
     both, alone = run([0, 1]), run([1])
     assert both.lens == [320, 320]
@@ -476,7 +474,9 @@ def test_max_length_allocates_once():
     of, new = layer("kivi", max_length=900), tokens(1, 900)
     feed(of, cut(new, 0, 300))
     size = sum(t.nbytes for t in of.tensors()["packed"])
-    assert size == 2 * ((900 - of.method.sink - of.method.recent) // 32) * (of.key_format.block_bytes + of.value_format.block_bytes)
+    assert size == 2 * ((900 - of.method.sink - of.method.recent) // 32) * (
+        of.key_format.block_bytes + of.value_format.block_bytes
+    )
     feed(of, cut(new, 300), start=300)
     assert sum(t.nbytes for t in of.tensors()["packed"]) == size and len(of.slabs) == 1
     assert of.get_max_length() == 900

@@ -151,7 +151,13 @@ def test_nothing_is_concatenated_or_widened(interpreted, monkeypatch):
 
 @pytest.mark.parametrize(
     ("method", "reason"),
-    [("qjl", "qjl"), ("squat_pre", "squat_pre"), ("innerq:paper=true,group=16", "group=16"), ("innerq", "paged"), ("squat:channels=8", "channels=8")],
+    [
+        ("qjl", "qjl"),
+        ("squat_pre", "squat_pre"),
+        ("innerq:paper=true,group=16", "group=16"),
+        ("innerq", "paged"),
+        ("squat:channels=8", "channels=8"),
+    ],
 )
 def test_what_torch_encodes_on_a_gpu_is_named(method, reason):
     found = choose_encoder(get(method), spec(128), torch.device("cuda"))
@@ -195,7 +201,9 @@ def test_explain_says_what_encodes():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["kivi", "kivi:bits=1", "squat", "innerq:paper=true", "innerq:paper=true,mode=hybrid_prefill"])
+@pytest.mark.parametrize(
+    "method", ["kivi", "kivi:bits=1", "squat", "innerq:paper=true", "innerq:paper=true,mode=hybrid_prefill"]
+)
 def test_a_gpu_encodes_by_kernel(method):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -77,7 +77,8 @@ def test_full_precision_generates_the_same(model, mode, batch):
 
 
 @pytest.mark.parametrize(
-    "method", ["none", "kivi:sink=0,recent=0", "squat_pre:sink=0,recent=0", "innerq:sink=0,recent=0", "fold:sink=0,recent=0"]
+    "method",
+    ["none", "kivi:sink=0,recent=0", "squat_pre:sink=0,recent=0", "innerq:sink=0,recent=0", "fold:sink=0,recent=0"],
 )
 def test_a_left_padded_batch_generates_what_its_sequences_do(model, method):
     lengths = [90, 33, 61]
@@ -88,7 +89,10 @@ def test_a_left_padded_batch_generates_what_its_sequences_do(model, method):
         assert_same_tokens(model, method, batch[row, -length - NEW :], alone[0], length)
 
 
-@pytest.mark.parametrize("method", ["none", "kivi:sink=0,recent=0", "innerq:sink=0,recent=0", "squat:sink=0,recent=0", "fold:sink=0,recent=0"])
+@pytest.mark.parametrize(
+    "method",
+    ["none", "kivi:sink=0,recent=0", "innerq:sink=0,recent=0", "squat:sink=0,recent=0", "fold:sink=0,recent=0"],
+)
 def test_prompt_lookup_generates_what_greedy_does(model, method):
     ids = prompt(1, 20).repeat(1, 4)
     expected = generate(model, fold(model, method), ids)

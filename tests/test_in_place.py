@@ -47,7 +47,16 @@ def model():
 
 
 @pytest.mark.parametrize(
-    "method", ["kivi:recent=16", "squat", "innerq:sink=8,recent=24", "innerq:paper=true,sink=8,recent=24", "fold", "qjl", "kivi:recent=0"]
+    "method",
+    [
+        "kivi:recent=16",
+        "squat",
+        "innerq:sink=8,recent=24",
+        "innerq:paper=true,sink=8,recent=24",
+        "fold",
+        "qjl",
+        "kivi:recent=0",
+    ],
 )
 def test_writing_before_attending_gives_the_same_cache_and_logits(model, method, monkeypatch):
     truth = InPlaceTruth()
@@ -85,7 +94,17 @@ def test_writing_before_attending_gives_the_same_cache_and_logits(model, method,
 
 
 @pytest.mark.targets
-@pytest.mark.parametrize("method", ["innerq:sink=8,recent=24", "innerq:paper=true,sink=8,recent=24", "kivi:recent=16", "squat", "squat:recent=16", "fold"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "innerq:sink=8,recent=24",
+        "innerq:paper=true,sink=8,recent=24",
+        "kivi:recent=16",
+        "squat",
+        "squat:recent=16",
+        "fold",
+    ],
+)
 def test_content_written_first_is_bit_identical_to_content_appended_after(method):
     k, v, q = new = tokens(2, 400, seed=3)
     after, first = (feed(layer(method), tuple(t[:, :, :200] for t in new)) for _ in range(2))

@@ -479,7 +479,9 @@ def test_nothing_is_written_past_the_storage(kernels, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["kivi:sink=0,recent=32", "innerq:paper=true,center=page,sink=4,recent=24", "squat:paper=true"])
+@pytest.mark.parametrize(
+    "method", ["kivi:sink=0,recent=32", "innerq:paper=true,center=page,sink=4,recent=24", "squat:paper=true"]
+)
 def test_steps_in_a_cuda_graph(method):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

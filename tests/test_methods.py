@@ -205,7 +205,9 @@ def test_hybrid_prefill_is_hybrid_for_the_prompt_and_sym_afterwards():
 
 
 def test_center_is_refused_where_it_would_not_be_exact():
-    with pytest.raises(MethodError, match="squat_pre: center=page is not allowed: a mean of keys before RoPE.*: false$"):
+    with pytest.raises(
+        MethodError, match="squat_pre: center=page is not allowed: a mean of keys before RoPE.*: false$"
+    ):
         get("squat_pre:center=page")
     with pytest.raises(MethodError, match="kivi: center=page is not allowed; allowed: false$"):
         get("kivi:center=page")
@@ -604,7 +606,9 @@ def test_splitting_outliers_off_reduces_the_error():
         asked = queries[0, :2].float()
         return relative(asked @ decoded.transpose(-1, -2), asked @ keys[0].float().transpose(-1, -2))
 
-    assert error("qjl:outliers=2,center=false,normalize=false") < 0.85 * error("qjl:center=false,normalize=false,k_bits=4")
+    assert error("qjl:outliers=2,center=false,normalize=false") < 0.85 * error(
+        "qjl:center=false,normalize=false,k_bits=4"
+    )
 
 
 def test_early_layers_have_longer_sketches():
@@ -698,7 +702,9 @@ def test_specs_survive_a_round_trip(name, extra):
     spec = name + (("," if ":" in name else ":") + extra if extra else "")
     try:
         method = get(spec)
-    except MethodError as error:  # no such option, one that is given already, or bits that do not suit the method's others
+    except (
+        MethodError
+    ) as error:  # no such option, one that is given already, or bits that do not suit the method's others
         assert "not known" in str(error) or "twice" in str(error) or "not allowed beside" in str(error)
         return
     assert get(str(method)) == method and get(method) is method and str(get(str(method))) == str(method)

@@ -89,7 +89,9 @@ def test_a_sequences_state_is_not_read(name):
         assert all(torch.equal(a, b) for a, b in zip(before[row], of.decoded(row), strict=True))
 
 
-@pytest.mark.parametrize("name", ["fold", "innerq", "qjl", "turboquant", "gear", "zipcache", "qjl:outliers=8,normalize=false"])
+@pytest.mark.parametrize(
+    "name", ["fold", "innerq", "qjl", "turboquant", "gear", "zipcache", "qjl:outliers=8,normalize=false"]
+)
 @pytest.mark.parametrize("kept", [1, 31, 32, 33, 95, 127, 128, 129, 150, 256])
 def test_a_crop_into_a_page_makes_its_statistics_anew_if_nothing_of_it_stays(name, kept):
     """The blocks that stay keep their bytes and their page's statistics; a page of which none stays is a new one."""
@@ -236,7 +238,9 @@ def test_pages_that_do_not_fit_are_refused():
 # ---- bases -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dim", "block"), [(64, 1), (64, 2), (64, 32), (64, 64), (80, 16), (96, 32), (128, 64), (256, 256)])
+@pytest.mark.parametrize(
+    ("dim", "block"), [(64, 1), (64, 2), (64, 32), (64, 64), (80, 16), (96, 32), (128, 64), (256, 256)]
+)
 def test_hadamard_is_orthonormal_and_its_rows_do_not_mix(dim, block):
     basis = Hadamard(dim, block)
     matrix = basis.apply(torch.eye(dim))
@@ -287,7 +291,9 @@ def test_the_scale_is_fitted_to_the_codes(bits, fit):
     form = UniformTokens(64, 32, "key", bits, fit)
     x = randn(2, 2, 64, 64) * randn(2, 2, 64, 1, seed=1).exp()
     decoded = form.decode(form.encode(x)).double()
-    dot, square, size = ((a * b).sum(-1) for a, b in ((x.double(), decoded), (decoded, decoded), (x.double(), x.double())))
+    dot, square, size = (
+        (a * b).sum(-1) for a, b in ((x.double(), decoded), (decoded, decoded), (x.double(), x.double()))
+    )
     target = {"least": dot / square, "size": (size / square).sqrt(), "unbiased": size / dot}[fit]
     assert (target - 1).abs().max() < 2**-10  # the scale is fp16
     error = ((decoded - x).square().sum(-1) / size).mean()
@@ -421,6 +427,8 @@ def test_a_sketched_residual_is_unbiased_and_its_parts_are_those_of_its_formats(
     signs = SignSketch(64, 32, "key", (64,), form.signs.gains)
     rest = signs.decode({n: fields[n] for n in signs.fields()})
     torch.testing.assert_close(form.decode(fields), inner.decode(own) + form.basis.restore(rest))
-    torch.testing.assert_close(fields["rms"][..., 0].float().flatten(-2) * 8, missed.norm(dim=-1), rtol=2**-10, atol=1e-6)
+    torch.testing.assert_close(
+        fields["rms"][..., 0].float().flatten(-2) * 8, missed.norm(dim=-1), rtol=2**-10, atol=1e-6
+    )
     shrunk, read = ((x * d).sum() / x.square().sum() for d in (inner.decode(own), form.decode(fields)))
     assert abs(float(read) - 1) < 0.02 and abs(float(read) - 1) < abs(float(shrunk) - 1) + 0.02
