@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvfold-installed
 WORKERS ?= 2
 
-.PHONY: demo test lint format artefacts table domains baselines ablation clean
+.PHONY: demo test lint format artefacts table domains lengths baselines ablation clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(ARGS)
@@ -52,6 +52,21 @@ domains: $(STAMP) artefacts
 	$(if $(and $(GSM8K),$(WIKI)),,$(error GSM8K or WIKI is missing: make domains GSM8K=test.jsonl WIKI=wiki.test.raw))
 	$(BIN)/kvfold domains --methods none kivi:bits=1 kivi:bits=2 kivi:bits=4 squat innerq $(ARTEFACTS) \
 		--text gsm8k=$(GSM8K) --text wiki=$(WIKI) --json benchmarks/domains-smollm2-135m.json
+
+# Does it hold when more is folded? On a GPU: make lengths MODEL=folder NAME=qwen2.5-coder-1.5b WIKI=wiki.txt PROSE=novel.txt
+# The committed rows read the first 600,000 bytes of WikiText-2's test file and the first 500,000 of Moby-Dick.
+PREFIX := 1024 4096 16384
+EQUAL := none kivi fold fold:bits=2 fold:k_bits=4,v_bits=3 innerq squat turboquant:bits=3 qjl qjl:seed=1 qjl:seed=2 squat_pre \
+	fold:bits=4 fold:bits=1 kivi:bits=4 innerq:mode=sym innerq:mode=asym turboquant turboquant:bits=3,residual=true gear zipcache \
+	kivi:bits=1
+PUBLISHED := kivi:paper=true squat:paper=true squat_pre:paper=true innerq:paper=true qjl:paper=true qjl_outliers \
+	turboquant:paper=true turboquant:paper=true,bits=3 gear:paper=true zipcache:paper=true
+lengths: $(STAMP)
+	$(if $(and $(WIKI),$(PROSE),$(MODEL),$(NAME)),,$(error give MODEL, NAME, WIKI and PROSE))
+	$(BIN)/kvfold domains --model $(MODEL) --dtype bfloat16 --methods $(EQUAL) $(PUBLISHED) --text encyclopedia=$(WIKI) \
+		--text prose=$(PROSE) --domains code --prefix $(PREFIX) --tokens 1024 --windows 1 --chunk 64 \
+		--json benchmarks/lengths/$(NAME).json
+	$(BIN)/python scripts/tables.py
 
 baselines: $(STAMP) artefacts
 	$(if $(WIKI),,$(error WIKI is missing: make baselines WIKI=wiki.test.raw))

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench_tables import BENCH
 
-from kvfold.evaluation.domains import DomainRow, divergences, means, read_rows
+from kvfold.evaluation.domains import DomainRow, means, read_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -127,14 +127,28 @@ def runs(stem: str) -> list[DomainRow]:
     return [row for file in files for row in read_rows(read(file))]
 
 
-def lengths(*names: str | pathlib.Path, only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
-    """KL divergence by prefix, a column each: means over the texts of files that ``kvfold domains`` wrote, and as multiples
-    of KIVI-2's.
+def by_length(rows: Iterable[DomainRow]) -> dict[str, dict[int, float]]:
+    """Mean KL divergence by method and prefix, over the texts that KIVI-2 was run on at that prefix; methods that miss one of
+    them are left out there."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        if row.kld is not None:
+            found.setdefault((row.method, row.prefix), {})[row.domain] = row.kld
+    table: dict[str, dict[int, float]] = {}
+    for (spec, prefix), texts in found.items():
+        wanted = found.get((BASE, prefix), texts)
+        if set(wanted) <= set(texts):
+            table.setdefault(spec, {})[prefix] = sum(texts[name] for name in wanted) / len(wanted)
+    return table
+
+
+def lengths(*stems: str | pathlib.Path, only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
+    """KL divergence by prefix, a column each, and as multiples of KIVI-2's.
 
     Parameters
     ----------
-    names
-        Files in benchmarks/, or paths; of one model, any.
+    stems
+        Beginnings of the names of files in benchmarks/lengths/, or paths of files that ``kvfold domains`` wrote; of one model.
     only
         Which methods.
 
@@ -142,16 +156,17 @@ def lengths(*names: str | pathlib.Path, only: Callable[[str], bool] = lambda spe
     """
 
     def table() -> str:
-        rows = [row for name in names for row in read_rows(read(name))]
+        rows = [row for stem in stems for row in (runs(stem) if isinstance(stem, str) else read_rows(read(stem)))]
         columns = sorted({row.prefix for row in rows})
         bits = {row.method: row.effective_bits for row in rows if row.prefix == columns[-1]}
-        found = divergences(rows)
+        found = by_length(rows)
         kivi = found.get(BASE, {})
         lines = []
         for spec, by_prefix in found.items():
             if only(spec):
-                line = [method(spec), number(bits.get(spec), ".2f"), *(number(by_prefix[p], "z.4f") for p in columns)]
-                lines.append(line + [ratio(by_prefix[p], kivi.get(p)) for p in columns])
+                values = [by_prefix.get(p) for p in columns]
+                line = [method(spec), number(bits.get(spec), ".2f"), *(number(v, "z.4f") for v in values)]
+                lines.append(line + [ratio(v, kivi.get(p)) for v, p in zip(values, columns, strict=True)])
         head = ["method", "effective bits", *by_column("KL at", columns), *by_column("of KIVI-2's at", columns)]
         return markdown(head, lines)
 
@@ -162,24 +177,22 @@ def worst(only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
     """Divergence as a multiple of KIVI-2's in the same run: every model and length, and the worst of them."""
 
     def table() -> str:
-        head, cells, bits, order = ["method", "bits"], {}, {}, []
-        for name, (stem, columns) in MODELS.items():
-            head += by_column(f"{name}, ", list(columns))
-            rows = runs(stem)
-            found = divergences(rows)
-            order += [spec for spec in found if spec not in order]
-            for p in columns:
-                for spec in found:
-                    base = found[BASE][p]
-                    value = found[spec].get(p)
-                    cells[spec, name, p] = None if value is None or not base else value / base
-            bits |= {row.method: row.bits_without_tables for row in rows if row.prefix == max(columns)} | bits
+        head, bits = ["method", "bits"], {}
+        cells: dict[str, list[float | None]] = {}
+        models = {name: runs(stem) for name, (stem, _) in MODELS.items()}
+        order = list(dict.fromkeys(row.method for rows in models.values() for row in rows))
+        for name, (_, columns) in MODELS.items():
+            head += by_column(f"{name},", list(columns))
+            found = by_length(models[name])
+            for spec in order:
+                mine = found.get(spec, {})
+                cells.setdefault(spec, []).extend(mine[p] / found[BASE][p] if p in mine else None for p in columns)
+            bits = {r.method: r.bits_without_tables for r in models[name] if r.prefix == max(columns)} | bits
         lines = []
         for spec in order:
             if only(spec):
-                values = [cells.get((spec, name, p)) for name, (_, columns) in MODELS.items() for p in columns]
-                known = [v for v in values if v is not None]
-                line = [method(spec), number(bits.get(spec), ".2f"), *(number(v, "z.2f") for v in values)]
+                known = [v for v in cells[spec] if v is not None]
+                line = [method(spec), number(bits.get(spec), ".2f"), *(number(v, "z.2f") for v in cells[spec])]
                 lines.append([*line, number(max(known, default=None), "z.2f")])
         return markdown([*head, "worst"], lines)
 
@@ -225,9 +238,6 @@ def baselines(*names: str) -> Callable[[], str]:
 
 
 KIVI = {
-    "turboquant": ("`kivi`",),
-    "gear": ("`kivi`",),
-    "zipcache": ("`kivi`",),
     "kvquant": ("`kivi`", "`kivi:sink=1`"),
     "vqllm": ("`kivi`", "`kivi:bits=1`"),
 }
@@ -258,13 +268,17 @@ def ablation(*tables: str) -> Callable[[], str]:
     return table
 
 
+PAGES = ("fold", "kivi", "squat", "innerq", "qjl", "turboquant", "gear", "zipcache")
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"compare": comparison("compare-smollm2-135m.json")},
+    "README.md": {"lengths": lengths("qwen2.5-coder-1.5b"), "compare": comparison("compare-smollm2-135m.json")},
     "docs/results.md": {
+        "worst": worst(),
         "domains smollm2": domains("domains-smollm2-135m.json"),
         "domains learned": domains("domains-smollm2-135m-learned.json"),
         "domains qwen2.5": domains("domains-qwen2.5-coder-0.5b.json"),
     },
+    **{f"docs/methods/{name}.md": {"lengths": worst(of_method(name, f"{name}_pre"))} for name in PAGES},
     **{f"docs/methods/{name}.md": {"measured": baselines(name)} for name in KIVI},
     "docs/methods/commvq.md": {
         "ablation keys": ablation("9", "10", "figure 4"),

@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +63,28 @@ def keys_and_values(tokens: int = 512, d: int = 64, rank: int = 3) -> tuple[torc
         for s in (10, 20)
     ]
     return x[0] * scale, x[1]
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["commvq", "kvquant", "vqllm"])
+def test_what_a_page_says_was_measured_is_a_committed_row(page):
+    root = Path(__file__).parent.parent
+    text = (root / "docs" / "methods" / f"{page}.md").read_text(encoding="utf-8")
+    rows = {}
+    for row in json.loads((root / "benchmarks" / "compare-baselines-wikitext.json").read_text())["rows"]:
+        name, _, options = row["method"].partition(":")
+        kept = ",".join(option for option in options.split(",") if option and not option.startswith("artefact="))
+        rows[f"{name}:{kept}" if kept else name] = row
+    table = text.partition("<!-- measured: begin -->")[2].partition("<!-- measured: end -->")[0]
+    lines = [[cell.strip(" `") for cell in line.strip(" |").split("|")] for line in table.strip().splitlines()]
+    head, found = lines[0], {line[0]: line for line in lines[2:]}
+    assert {name for name in rows if name.partition(":")[0] in (page, "none")} | {"kivi"} <= set(found)
+    for name, cells in found.items():
+        assert cells[head.index("KL divergence")] == f"{rows[name]['kld']:z.3f}"
+        assert cells[head.index("bits, tables aside")] == f"{rows[name]['bits_without_tables']:.2f}"
+    assert text.count("## Measured result") == 1 and text.count("**Options.**") <= 1
 
 
 # ---- lookup tables ---------------------------------------------------------------------------------------------------
@@ -134,8 +158,8 @@ def test_rotation_is_orthogonal_and_seeded():
 def test_turboquant_has_the_error_of_its_codebook_whatever_the_data(bits):
     method = methods.get(f"turboquant:paper=true,bits={bits}")
     x = randn(1, 2, 512, 128).exp() * torch.linspace(0, 3, 128)  # nothing like a Gaussian
-    for read in read_back(method, x, x, spec(128)):
-        assert rms(read - x, x) ** 2 == pytest.approx(GAUSSIAN[bits][1], rel=0.08)
+    for seen in read_back(method, x, x, spec(128)):
+        assert rms(seen - x, x) ** 2 == pytest.approx(GAUSSIAN[bits][1], rel=0.08)
 
 
 @pytest.mark.parametrize("bits", [2, 3])
@@ -233,7 +257,7 @@ def test_gear_errs_less_than_the_quantization_it_starts_from(bits, outliers):
 
 
 def test_gears_basis_belongs_to_a_page_and_adds_the_residuals_projection():
-    keys, values = keys_and_values(256)
+    keys, _ = keys_and_values(256)
     method = methods.get("gear:rank=3,outliers=0.01")
     form = method.key_format(spec())
     fields = method.encode_keys(keys, {}, spec(), positions(256), True)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import kvfold
 from kvfold.attention import unfold
-from kvfold.calibration.artefact import load, read
+from kvfold.calibration.artefact import checksum, load, read
 from kvfold.calibration.collect import Collector, distance_factor, to_complex
 from kvfold.calibration.commvq import Schedule
 from kvfold.calibration.run import LayerDone, calibrate, windows_of
@@ -25,7 +28,7 @@ from kvfold.evaluation.text import Text, python_prose
 from kvfold.methods import LayerSpec, get
 from tiny_model import byte_tokenizer, save, tiny_llama
 
-QUICK = Schedule(window=128, em_tokens=0, em_steps=3, joint_rounds=1, value_rounds=1)
+QUICK = Schedule(window=128, em_tokens=0, em_steps=3, hard_steps=1, joint_rounds=1, value_rounds=1)
 TEXT = Text(python_prose()[:20000], "prose")
 METHOD = "commvq:bits=1,levels=16"
 
@@ -240,6 +243,110 @@ def test_text_takes_several_files():
     given = ["calibrate", "--text", "a", "b", "--tokens", "5", "--out", "c"]
     assert spread_text(given) == ["calibrate", "--text", "a", "--text", "b", "--tokens", "5", "--out", "c"]
     assert spread_text(["compare", "--text", "a", "b"]) == ["compare", "--text", "a", "b"]
+
+
+# ---- the command's edges -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("command")
+    save(folder / "model")
+    (folder / "text.txt").write_text(TEXT.text)
+    return folder
+
+
+def command(place: Path, method: str, out: Path, *more: str) -> list[str]:
+    given = ["--model", str(place / "model"), "--method", method, "--tokens", "1024", "--device", "cpu", *more]
+    return ["calibrate", *given, "--text", str(place / "text.txt"), "--out", str(out)]
+
+
+@pytest.mark.parametrize("spec", ["vqllm:bits=1,vector=16,codes=16", "kvquant", "commvq:bits=1,levels=16,sink=4"])
+def test_the_method_that_is_printed_is_one_the_command_line_takes(spec, place, tmp_path, capsys):
+    out = tmp_path / "one file.safetensors"
+    assert main(command(place, spec, out)) == 0
+    printed = capsys.readouterr().out.strip().splitlines()[-1].partition("use it with --method ")[2]
+    method = get(shlex.split(printed)[0])
+    assert method == dataclasses.replace(get(spec), artefact=str(out))
+    text, ids = shlex.split(printed)[0], prose_ids(200)
+    kvfold.fold(model := tiny_llama(), text)
+    with torch.inference_mode():
+        assert torch.isfinite(model(ids).logits).all()
+    unfold(model)
+
+
+def test_a_name_that_no_option_can_hold_is_refused(place, tmp_path, capsys):
+    assert main(command(place, "kvquant", tmp_path / "a,b.safetensors")) == 2
+    assert "has a comma" in capsys.readouterr().err
+
+
+def test_an_artefact_is_replaced_only_when_asked(place, tmp_path, capsys):
+    out = tmp_path / "a.safetensors"
+    assert main(command(place, "vqllm:bits=1,vector=16,codes=16", out)) == 0
+    before = out.read_bytes()
+    capsys.readouterr()
+    for method in ("kvquant", "vqllm:bits=1,vector=16,codes=16"):
+        assert main(command(place, method, out)) == 2
+        error = capsys.readouterr().err
+        assert f"out: {out} exists (vqllm:bits=1,vector=16,codes=16 for" in error and "--force" in error
+    assert out.read_bytes() == before and not list(tmp_path.glob("*.partial"))
+    with pytest.raises(KVFoldError, match="exists"):
+        learn(out)
+    assert main(command(place, "kvquant", out, "--force")) == 0
+    assert read(out).method == "kvquant"
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    assert main(command(place, "kvquant", notes)) == 2
+    assert "not a sound artefact" in capsys.readouterr().err and notes.read_text() == "mine"
+
+
+def test_verify_compares_weights(place, tmp_path, capsys):
+    out = tmp_path / "a.safetensors"
+    assert main(command(place, "kvquant", out)) == 0
+    verify = ["artefact", "verify", str(out), "--model"]
+    assert main([*verify, str(place / "model")]) == 0
+    assert "fits" in capsys.readouterr().out
+    other = tiny_llama()
+    with torch.no_grad():
+        other.model.layers[1].self_attn.k_proj.weight[-1] += 0.05
+    assert main([*verify, str(save(tmp_path / "other", other))]) == 2
+    assert "same configuration but other weights" in capsys.readouterr().err
+    half = save(tmp_path / "half", tiny_llama().to(torch.bfloat16))
+    assert main([*verify, str(half)]) == 0
+
+    fields = json.loads(json.dumps(read(out).metadata()))
+    for name in ("sha256", "weights_hash"):
+        del fields[name]
+    fields["schema"] = 1
+    tensors = read(out).tensors
+    fields["sha256"] = checksum(fields, tensors)
+    save_file(tensors, out, metadata={"kvfold": json.dumps(fields, sort_keys=True)})
+    capsys.readouterr()
+    assert main([*verify, str(tmp_path / "other")]) == 0
+    assert "weights not compared" in capsys.readouterr().out
+
+
+def test_the_value_network_is_an_option(place, tmp_path, capsys, monkeypatch):
+    from kvfold.calibration import commvq
+
+    monkeypatch.setitem(commvq.PRESETS, "fast", dataclasses.replace(QUICK, network_steps=5, network_batch=64))
+    spec, network, plain = "commvq:bits=1,levels=16", tmp_path / "network.safetensors", tmp_path / "plain.safetensors"
+    assert main(command(place, spec, network, "--encoder", "mlp")) == 0
+    assert main(command(place, spec, plain)) == 0
+    assert "value.w1" in read(network).layer(0) and "value.w1" not in read(plain).layer(0)
+    assert torch.equal(read(network).layer(0)["key.centres"], read(plain).layer(0)["key.centres"])
+    assert read(network).calibration["preset"] == "fast" and read(network).calibration["schedule"]["encoder"] == "mlp"
+    capsys.readouterr()
+    assert main(["artefact", "info", str(network)]) == 0
+    assert "fast, value encoder mlp, seed 0" in capsys.readouterr().out
+    model, ids = tiny_llama(), prose_ids(300)
+    kvfold.fold(model, f"{spec},artefact={network}")
+    with torch.inference_mode():
+        assert torch.isfinite(model(ids).logits).all()
+    unfold(model)
+    for method, encoder in ((spec, "deep"), ("kvquant", "mlp")):
+        assert main(command(place, method, tmp_path / "c.safetensors", "--encoder", encoder)) == 2
+        assert "encoder:" in capsys.readouterr().err
 
 
 # ---- folding with the result -------------------------------------------------------------------------------------------

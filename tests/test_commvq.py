@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from helpers import rope, spec
+from kvfold.calibration.ablation import ablate
 from kvfold.calibration.collect import LayerSample, distance_factor, to_complex, to_real
 from kvfold.calibration.commvq import (
     Schedule,
     fit_codebook,
     fit_together,
-    hard_counts,
     key_metric,
     learn_keys,
     learn_stage,
@@ -20,7 +20,7 @@ from kvfold.calibration.commvq import (
     m_step,
     soft_counts,
 )
-from kvfold.errors import MethodError
+from kvfold.errors import KVFoldError, MethodError
 from kvfold.formats.codebook import (
     AdditiveCodes,
     BinaryCodes,
@@ -34,7 +34,9 @@ from kvfold.formats.codebook import (
 from kvfold.methods import get
 from kvfold.methods.commvq import ValueCodebook
 
-QUICK = Schedule(window=64, em_tokens=0, em_steps=6, joint_rounds=1, value_rounds=2, network_steps=30, network_batch=64)
+QUICK = Schedule(
+    window=64, em_tokens=0, em_steps=6, hard_steps=3, joint_rounds=1, value_rounds=2, network_steps=30, network_batch=64
+)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -70,6 +72,10 @@ def held_out(tokens: int = 512) -> torch.Tensor:
     mask = torch.zeros(tokens, dtype=torch.bool)
     mask[-128:] = True
     return mask
+
+
+def stored(stages: int, passes: int = 1) -> AdditiveCodes:
+    return AdditiveCodes(32, 32, "key", stages, 8, passes)
 
 
 # ---- the paper's formulas --------------------------------------------------------------------------------------------
@@ -143,10 +149,59 @@ def test_soft_assignment_factorizes_over_all_centres():
     of_a, of_b, joint = soft_counts(*scores, weights, temperature)
     for got, expected in ((of_a, dense.sum(-1)), (of_b, dense.sum(-2)), (joint, dense.sum(1))):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    cold = soft_counts(*scores, weights, torch.tensor(0.4))
-    hard = hard_counts(*scores, weights)
-    assert (cold[0] - hard[0]).abs().sum() < 0.35 * weights.sum()
-    torch.testing.assert_close(hard[2].sum((-1, -2)), weights.sum(-1))
+    cold = soft_counts(*scores, weights, torch.tensor(1e-4))
+    for got, chosen in zip(cold, nearest(*scores), strict=False):  # all weight on the nearest centre, but for near ties
+        hard = torch.nn.functional.one_hot(chosen, 8) * weights[..., None]
+        assert (got - hard).abs().sum() < 0.01 * weights.sum()
+    torch.testing.assert_close(cold[2].sum((-1, -2)), weights.sum(-1))
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 30.0, 300.0], ids=lambda s: f"spread-{s:g}")
+def test_soft_assignment_is_exact_at_every_temperature(scale):
+    """Also where the factors underflow, in one head and not in the other; nothing turns hard."""
+    x, z, weights = randn(2, 60, 16), randn(2, 8, 16, seed=1), randn(2, 60, seed=2).square()
+    z = z * torch.tensor([0.3, scale])[:, None, None]
+    turned = times_i(z, 16)
+    square = z.square().sum(-1).unsqueeze(1)
+    table = 2 * z @ turned.mT
+    scores = (2 * x @ z.mT - square, 2 * x @ turned.mT - square, table)
+    temperature = torch.tensor([0.5, 0.5])[:, None, None]
+    logits = scores[0][..., None].double() + scores[1][..., None, :].double() - table[:, None].double()
+    dense = (logits / 0.5).flatten(2).softmax(-1).unflatten(2, (8, 8)) * weights[..., None, None]
+    got = soft_counts(*scores, weights, temperature)
+    for one, expected in zip(got, (dense.sum(-1), dense.sum(-2), dense.sum(1)), strict=True):
+        torch.testing.assert_close(one, expected.float(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_head_learns_the_same_beside_any_other():
+    """A head whose exponents are large must not harden the assignment of the others."""
+    quiet, loud = randn(1, 300, 16, seed=1), randn(1, 300, 16, seed=2)
+    loud[:, ::10] *= 300
+    weights = torch.ones(2, 300)
+    weights[1, ::10] = 1e-4
+    schedule = dataclasses.replace(QUICK, em_steps=8, hard_steps=0, cold=0.002)
+
+    def learned(x: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+        return learn_stage(x, mass, 8, 16, schedule, torch.Generator().manual_seed(0))
+
+    both = learned(torch.cat((quiet, loud)), weights)
+    assert torch.isfinite(both).all()
+    torch.testing.assert_close(both[:1], learned(quiet, weights[:1]))
+    torch.testing.assert_close(both[1:], learned(loud, weights[1:]))
+
+
+def test_hard_steps_are_the_limit_of_cold_ones():
+    x, weights = randn(2, 300, 16), 0.1 + randn(2, 300, seed=1).square()
+
+    def learned(**options: float) -> torch.Tensor:
+        schedule = dataclasses.replace(QUICK, em_steps=4, **options)
+        return learn_stage(x, weights, 8, 16, schedule, torch.Generator().manual_seed(0))
+
+    hard = learned(hard_steps=4)
+    torch.testing.assert_close(learned(hard_steps=0, hot=1e-6, cold=1e-6), hard, rtol=1e-3, atol=1e-3)
+    assert (learned(hard_steps=0) - hard).abs().max() > 0.01
+    with pytest.raises(KVFoldError, match="hard_steps=5 is not allowed; allowed: 0 to em_steps=4"):
+        learned(hard_steps=5)
 
 
 def test_eq_33_m_step_equals_generic_least_squares():
@@ -285,7 +340,7 @@ def test_more_stages_lower_the_held_out_error():
     errors = []
     for stages in (1, 3, 6):
         generator = torch.Generator().manual_seed(0)
-        errors.append(learn_keys(sample(), held_out(), stages, 8, QUICK, generator)[1]["score_mse"])
+        errors.append(learn_keys(sample(), held_out(), stored(stages), QUICK, generator)[1]["score_mse"])
     assert errors[0] > errors[1] > errors[2]
 
 
@@ -304,6 +359,15 @@ def test_longer_groups_with_equal_bits_lower_the_error():
             error += float((part - book.sum(book.assign(part, 0))).square().sum())
         errors.append(error)
     assert errors[1] < errors[0]
+
+
+def test_the_ablations_rows_are_those_of_table_10():
+    """R from eq. 38: 8 stages make one bit up to g = 32, and 11 come closest to it at g = N = 64."""
+    with torch.no_grad():
+        rows = ablate(sample(heads=1, tokens=256, dim=128), held_out(256))
+    shapes = [(row["g"], row["N"], row["R"]) for row in rows if row["table"] == "10"]
+    assert shapes == [(8, 2, 8), (16, 4, 8), (32, 16, 8), (64, 64, 11)]
+    assert all(row["bits"] == pytest.approx(1, abs=0.04) for row in rows if row["table"] == "10")
 
 
 def test_key_metric_commutes_with_i_and_measures_scores():
@@ -356,9 +420,31 @@ def test_values_beat_asymmetric_quantization_of_equal_bits():
         assert learned["value_mse"] < 0.8 * asym
 
 
+def test_errors_are_those_of_the_methods_own_search():
+    """Held-out errors equal what the method's format and flips leave, and what is learned does not depend on them."""
+    layer, held = sample(), held_out()
+    errors = []
+    for passes, flips in ((0, 0), (3, 32)):
+        form, generator = stored(4, passes), torch.Generator().manual_seed(0)
+        tables, of_keys = learn_keys(layer, held, form, QUICK, generator)
+        codes, of_values = learn_values(layer, held, 32, False, QUICK, generator, flips=flips)
+        truth = layer.keys[:, held].unsqueeze(0)
+        form = dataclasses.replace(form, codebook=KeyCodebook(tables["centres"], tables["metric"], 32))
+        error = form.decode(form.encode(truth)) - truth
+        assert of_keys["key_mse"] == pytest.approx(float(error.square().sum() / truth.square().sum()), rel=1e-4)
+        book, truth = ValueCodebook(codes), layer.values[:, held]
+        error = book.decode(book.bits(truth, flips)) - truth
+        assert of_values["value_mse"] == pytest.approx(float(error.square().sum() / truth.square().sum()), rel=1e-4)
+        errors.append((tables, codes, of_keys, of_values))
+    (keys, values, *greedy), (same_keys, same_values, *searched) = errors
+    assert all(torch.equal(same_keys[n], t) for n, t in keys.items())
+    assert all(torch.equal(same_values[n], t) for n, t in values.items())
+    assert all(greedy[i][name] > searched[i][name] for i in (0, 1) for name in greedy[i])
+
+
 def test_learning_is_deterministic():
-    runs = [learn_keys(sample(), held_out(), 2, 8, QUICK, torch.Generator().manual_seed(3))[0] for _ in range(2)]
-    other = learn_keys(sample(), held_out(), 2, 8, QUICK, torch.Generator().manual_seed(4))[0]
+    runs = [learn_keys(sample(), held_out(), stored(2), QUICK, torch.Generator().manual_seed(3))[0] for _ in range(2)]
+    other = learn_keys(sample(), held_out(), stored(2), QUICK, torch.Generator().manual_seed(4))[0]
     assert torch.equal(runs[0]["centres"], runs[1]["centres"])
     assert not torch.equal(runs[0]["centres"], other["centres"])
 

@@ -206,10 +206,10 @@ def test_hybrid_prefill_is_hybrid_for_the_prompt_and_sym_afterwards():
 
 def test_center_is_refused_where_it_would_not_be_exact():
     with pytest.raises(
-        MethodError, match="squat_pre: center=page is not allowed: a mean of keys before RoPE.*: false$"
+        MethodError, match=r"squat_pre: center=page is not allowed: a mean of keys before RoPE.*: false$"
     ):
         get("squat_pre:center=page")
-    with pytest.raises(MethodError, match="kivi: center=page is not allowed; allowed: false$"):
+    with pytest.raises(MethodError, match=r"kivi: center=page is not allowed; allowed: false$"):
         get("kivi:center=page")
 
 
@@ -452,7 +452,7 @@ def gaussian_estimates(q: torch.Tensor, k: torch.Tensor, m: int, trials: int) ->
 
 
 def our_estimates(q: torch.Tensor, k: torch.Tensor, bits: int, trials: int) -> torch.Tensor:
-    """What a layer of ``qjl:center=false,normalize=false`` reads as scores, through its stored bytes, one seed after the other."""
+    """What a layer of ``qjl:center=false,normalize=false`` reads as scores, through its stored bytes, seed by seed."""
     d = q.shape[-1]
     shape, out = spec(d, 1, 1), []
     keys = torch.nn.functional.pad(k, (0, 0, 0, 32 - k.shape[0])).view(1, 1, 32, d)

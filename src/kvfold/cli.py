@@ -91,7 +91,7 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("prompt")
-@click.option("--method", "spec", metavar="X", default="kivi:bits=2", show_default=True, help="Method of the cache.")
+@click.option("--method", "spec", metavar="X", default="fold", show_default=True, help="Method of the cache.")
 @model_options
 @click.option(
     "--max-new-tokens", metavar="N", type=int, default=128, show_default=True, help="Stop after so many tokens."
@@ -185,7 +185,7 @@ def generate(
 
 @cli.command()
 @model_options
-@click.option("--method", "spec", metavar="X", default="kivi:bits=2", show_default=True, help="Method to explain.")
+@click.option("--method", "spec", metavar="X", default="fold", show_default=True, help="Method to explain.")
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
 def explain(model: str | None, dtype: str | None, device: str | None, spec: str, json_path: str | None) -> None:
     """Say, layer by layer, what a method does to a model's cache, and what stays as it is."""

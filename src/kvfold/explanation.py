@@ -105,15 +105,15 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
     pages = {form.page for form in formats if isinstance(form, PagedFormat)}
     if pages - {0}:
         notes.append(
-            "statistics (means, norms, bases) belong to pages of 128 tokens, are taken of a page's first block, and are stored "
-            "in the page; attention is unchanged by a mean of keys"
+            f"statistics (means, norms, bases) belong to pages of 128 tokens, are taken of a page's first {method.seen}, "
+            "and are stored in the page"
         )
     if 0 in pages:
         notes.append("paper=true: statistics belong to the sequence, from all tokens of the call that first packs")
     if method.query_window and not method.paper:
         notes.append(
-            f"the encoder follows the queries: its state is made anew at 128, 256, 512, ... tokens, from the newest "
-            f"{method.query_window}; attention never reads it"
+            "the encoder follows the queries: its state is made anew at 128, 256, 512, 1,024, 2,048, ... tokens, from the "
+            f"newest {method.query_window}; attention never reads it"
         )
     elif method.query_window:
         notes.append("paper=true: the encoder's state comes from the queries before the first packing, once")

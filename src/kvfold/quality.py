@@ -422,8 +422,7 @@ def _untested(rows: Sequence[Row] | Sequence[DomainRow], chosen: Sequence[Any], 
         if row.tested is None or row.tested >= count:
             continue
         method = methods[row.method]
-        warmup = f", and statistics of the first {method.warmup}" if method.stateful else ""
-        why = f"its windows hold {method.sink} + {method.recent} tokens{warmup}"
+        why = f"its windows hold {method.sink} + {method.recent} tokens"
         if not row.tested:
             what = "nothing was tested: no scored token read anything packed"
         else:

@@ -26,11 +26,13 @@ from kvfold.calibration.commvq import Schedule, learn_keys, learn_stage, learn_v
 from kvfold.calibration.run import HELD_OUT, windows_of
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups
-from kvfold.formats.codebook import KeyCodebook
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, stages_for
 from kvfold.methods.learned import rotary_dim
 
 PLAIN = Schedule(metric=0.0, weight_limit=0.0)
 """The paper's loss, on our short schedule."""
+TABLE_10 = ((8, 2, 8), (16, 4, 8), (32, 16, 8), (64, 64, 11))
+"""g, N and R of the paper's tables 9 (R = 1) and 10 (as close to 1 bit as R allows)."""
 
 
 def cut(keys: torch.Tensor, pairs: int, rotary: int) -> torch.Tensor:
@@ -98,12 +100,11 @@ def ablate(sample: LayerSample, held: torch.Tensor, seed: int = 0) -> list[dict[
         bits = r * (n.bit_length() - 1) / g
         rows.append({"table": table, "what": "commvq keys", "g": g, "N": n, "R": r, "bits": bits, "mse": mse})
 
-    for g, n in ((8, 2), (16, 4), (32, 16), (64, 64)):
+    for g, n, r in TABLE_10:
         if whole % g == 0:
-            errors = key_error(cut(keys, g, rotary), held, n, 8, seed=seed)
+            errors = key_error(cut(keys, g, rotary), held, n, r, seed=seed)
             add("9", g, n, 1, errors[0])
-            if g * (n.bit_length() - 1):
-                add("10", g, n, 8, errors[-1])
+            add("10", g, n, r, errors[-1])
     errors = key_error(cut(keys, whole, rotary), held, 64, round(2 * whole / 6), seed=seed)
     for stage, mse in enumerate(errors, 1):
         add("figure 4", whole, 64, stage, mse)
@@ -120,8 +121,11 @@ def ablate(sample: LayerSample, held: torch.Tensor, seed: int = 0) -> list[dict[
     return rows
 
 
-KEY_SCHEDULES = ((12, 0.3, 0.01), (25, 0.3, 0.01), (12, 0.1, 0.003), (12, 0.05, 0.002), (24, 0.05, 0.001))
-"""EM steps, first and last temperature."""
+KEY_SCHEDULES = (
+    (10, 0, 0.05, 0.002), (30, 0, 0.5, 0.0005), (10, 3, 0.05, 0.005), (10, 5, 0.05, 0.005), (10, 7, 0.05, 0.005),
+    (10, 7, 0.1, 0.02), (10, 9, 0.05, 0.005), (10, 10, 0.05, 0.005), (20, 17, 0.05, 0.005),
+)  # fmt: skip
+"""EM steps, how many of them are hard, first and last temperature of the others."""
 NETWORK_STEPS = (600, 1800)
 
 
@@ -132,6 +136,7 @@ def ablate_training(sample: LayerSample, held: torch.Tensor, seed: int = 0) -> l
     """
     rows: list[dict[str, Any]] = []
     dim = sample.spec.head_dim
+    form = AdditiveCodes(dim, 32, "plain", stages_for(1, dim, 64), 64, passes=1)
 
     def timed(what: str, bits: int, learn: Any, error: str) -> None:
         started = time.perf_counter()
@@ -140,11 +145,12 @@ def ablate_training(sample: LayerSample, held: torch.Tensor, seed: int = 0) -> l
         seconds = time.perf_counter() - started
         rows.append({"table": "training", "what": what, "bits": float(bits), "mse": errors[error], "seconds": seconds})
 
-    for steps, hot, cold in KEY_SCHEDULES:
-        schedule = Schedule(em_steps=steps, hot=hot, cold=cold)
+    for steps, hard, hot, cold in KEY_SCHEDULES:
+        schedule = Schedule(em_steps=steps, hard_steps=hard, hot=hot, cold=cold)
+        soft = f"{steps - hard} soft from T = {hot} to {cold}" if hard < steps else "none soft"
         timed(
-            f"keys: {steps} steps, T {hot} to {cold}", 1,
-            partial(learn_keys, sample, held, round(dim / 12), 64, schedule), "score_mse",
+            f"keys: {steps} steps, {soft}", 1,
+            partial(learn_keys, sample, held, form, schedule), "score_mse",
         )  # fmt: skip
     for bits in (1, 2):
         timed(

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 
 from kvfold.errors import KVFoldError
 
-SCHEMA = 1
+SCHEMA = 2
+"""2: ``weights_hash``."""
 FILE_NAME = "kvfold.safetensors"
 """The file's name in a folder or hub repository."""
 
@@ -63,6 +64,24 @@ def config_hash(config: Any) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
+SAMPLE = 1024
+"""Elements of a parameter that :func:`weights_hash` reads."""
+
+
+def weights_hash(model: torch.nn.Module) -> str:
+    """SHA-256 of up to 1,024 elements, evenly spread, of every parameter of a model, hexadecimal.
+
+    They are rounded to bfloat16 first, so that a model loaded in float32 has the hash it has in bfloat16.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        some = parameter.detach().flatten()
+        some = some[:: max(1, -(-len(some) // SAMPLE))].to(torch.bfloat16).cpu()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Artefact:
     """A learned method for one model.
@@ -88,6 +107,8 @@ class Artefact:
         ISO 8601, UTC.
     tensors : dict
         ``layers.<index>.key.<name>`` and ``layers.<index>.value.<name>``.
+    weights_hash : str
+        See :func:`weights_hash`; empty in files of schema 1.
     """
 
     model: str
@@ -99,6 +120,7 @@ class Artefact:
     versions: dict[str, str]
     created: str
     tensors: dict[str, torch.Tensor]
+    weights_hash: str = ""
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """A layer's tensors; empty if the layer was not calibrated."""
@@ -128,6 +150,22 @@ class Artefact:
                 f"artefact: it was made for {self.model}, and this model's configuration differs "
                 f"({config_hash(config)[:12]} instead of {self.config_hash[:12]}); calibrate this model"
             )
+
+    def check_weights(self, model: torch.nn.Module) -> bool:
+        """Refuse other weights; whether there was a hash to compare with.
+
+        Raises
+        ------
+        ArtefactError
+            If the weights' hash differs.
+        """
+        found = weights_hash(model) if self.weights_hash else ""
+        if found != self.weights_hash:
+            raise ArtefactError(
+                f"artefact: it was made for {self.model}, and this model has the same configuration but other weights "
+                f"({found[:12]} instead of {self.weights_hash[:12]}); calibrate this model"
+            )
+        return bool(self.weights_hash)
 
     def metadata(self) -> dict[str, Any]:
         """Everything but the tensors, and the checksum of all."""
@@ -170,6 +208,26 @@ def save(artefact: Artefact, path: Path) -> None:
         raise ArtefactError(f"artefact: cannot write {path}: {error.strerror or error}") from error
 
 
+def check_target(path: Path, force: bool = False) -> None:
+    """Refuse a path that an artefact cannot be written to, or where a file is that nobody asked to replace.
+
+    Raises
+    ------
+    ArtefactError
+        If it is a folder, its folder does not exist, or it exists and ``force`` is false.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise ArtefactError(f"out: {path} is a folder, or its folder does not exist; give a file name")
+    if not path.exists() or force:
+        return
+    try:
+        found = read(path)
+        what = f"{found.method} for {found.model}"
+    except ArtefactError:
+        what = "not a sound artefact"
+    raise ArtefactError(f"out: {path} exists ({what}); allowed: another name, or --force (force=True) to replace it")
+
+
 def read(path: Path) -> Artefact:
     """Read and verify a file.
 
@@ -205,6 +263,8 @@ def read(path: Path) -> Artefact:
         raise ArtefactError(f"artefact: {path} is damaged or was changed: its checksum does not agree")
     fields.pop("schema")
     names = {f.name for f in dataclasses.fields(Artefact)} - {"tensors"}
+    if schema < 2:
+        names.remove("weights_hash")
     if set(fields) != names:
         raise ArtefactError(f"artefact: {path}: fields {sorted(set(fields) ^ names)} are missing or unknown")
     return Artefact(**fields, tensors=tensors)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +59,14 @@ class _Calibrate(click.Command):
     show_default=True,
     help="Of commvq. fast: minutes on a CPU. long: the same with more steps, for a GPU. paper: as published, for a GPU.",
 )
+@click.option(
+    "--encoder",
+    metavar="NAME",
+    help="Of commvq's values. scalar: closed form, seconds a layer. mlp: the paper's network, better at 1 bit, a minute a "
+    "layer on a CPU.  [default: the preset's: scalar, for paper mlp]",
+)
 @click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Same seed, same artefact.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 def calibrate(
     model: str | None,
     spec: str,
@@ -66,7 +75,9 @@ def calibrate(
     out: str,
     device: str | None,
     preset: str,
+    encoder: str | None,
     seed: int,
+    force: bool,
 ) -> None:
     """Learn a method's codebooks from text and write them to a file; a killed run goes on where it stopped.
 
@@ -74,6 +85,7 @@ def calibrate(
     scores (over their variance) and of attention outputs; for kvquant of keys and values weighted by sensitivity.
     """
     from kvfold import methods
+    from kvfold.calibration.artefact import check_target
     from kvfold.evaluation.text import load_text
     from kvfold.methods.learned import LearnedMethod
 
@@ -82,16 +94,19 @@ def calibrate(
         learn_something = [name for name, kind in methods.REGISTRY.items() if issubclass(kind, LearnedMethod)]
         raise KVFoldError(f"method: {method.name} learns nothing beforehand; allowed: {', '.join(learn_something)}")
     target = Path(out).expanduser()
-    if target.is_dir() or not target.parent.is_dir():
-        raise KVFoldError(f"out: {out} is a folder, or its folder does not exist; give a file name")
+    if "," in out:
+        raise KVFoldError(f"out: {out} has a comma, which ends an option of --method; give a name without one")
+    check_target(target, force)
     texts = [load_text(path) for path in paths]
 
-    from kvfold.calibration.commvq import PRESETS
+    from kvfold.calibration.commvq import ENCODERS, PRESETS
     from kvfold.calibration.run import calibrate as learn
     from kvfold.models import load
 
     if preset not in PRESETS:
         raise KVFoldError(f"preset: {preset!r} is not known; allowed: {', '.join(PRESETS)}")
+    if encoder is not None and encoder not in ENCODERS:
+        raise KVFoldError(f"encoder: {encoder!r} is not known; allowed: {', '.join(ENCODERS)}")
     loaded, tokenizer, info = load(model, None, device)
     progress = _Progress()
     result = learn(
@@ -103,12 +118,15 @@ def calibrate(
         tokens,
         target,
         preset=preset,
+        encoder=encoder,
         seed=seed,
+        force=force,
         on_layer=progress.layer,
         on_window=progress.window,
     )
     click.echo(f"held-out errors, mean over layers: {_errors(result.mean_errors())}")
-    click.echo(f"written: {target} ({result.nbytes / 1e6:.1f} MB); use it as {method.name}:...,artefact={target}")
+    usable = dataclasses.replace(method, artefact=str(target))
+    click.echo(f"written: {target} ({result.nbytes / 1e6:.1f} MB); use it with --method {shlex.quote(str(usable))}")
 
 
 class _Progress:
@@ -139,6 +157,11 @@ def _parameters(tensors: dict[str, Any]) -> str:
         side: sum(t.numel() for name, t in tensors.items() if name.split(".")[2] == side) for side in ("key", "value")
     }
     return f"{sum(counts.values()):,} parameters ({counts['key']:,} for keys, {counts['value']:,} for values)"
+
+
+def _preset(about: dict[str, Any]) -> dict[str, Any]:
+    encoder = about.get("schedule", {}).get("encoder")
+    return {about["preset"]: "", **({"value encoder": encoder} if encoder else {}), "seed": about["seed"]}
 
 
 def _errors(errors: dict[str, float]) -> str:
@@ -172,7 +195,7 @@ def info(location: str, as_json: bool) -> None:
         ("shape", ", ".join(f"{k}={v}" for k, v in found.shape.items() if k != "no_rope_layers")),
         ("size", f"{found.nbytes / 1e6:.2f} MB, {_parameters(found.tensors)}"),
         ("calibrated on", f"{about['tokens']} tokens ({about['held_out_tokens']} held out) of {texts}"),
-        ("preset", f"{about['preset']}, seed {about['seed']}"),
+        ("preset", ", ".join(f"{name} {value}".strip() for name, value in _preset(about).items())),
         ("held-out errors", _errors(found.mean_errors())),
         ("made", f"{found.created} with {', '.join(f'{k} {v}' for k, v in found.versions.items())}"),
     ):
@@ -185,16 +208,21 @@ def info(location: str, as_json: bool) -> None:
 @click.argument("location")
 @click.option("--model", metavar="M", help="Also check that it was made for this model.")
 def verify(location: str, model: str | None) -> None:
-    """Check an artefact's checksum and schema, and whether it fits a model; exits with 2 if not."""
+    """Check an artefact's checksum and schema, and whether it was made for a model's configuration and weights; exits with 2
+    if not.
+    """
     from kvfold.calibration.artefact import load
 
-    found = load(location)
+    found, fits = load(location), ""
     if model is not None:
         from kvfold.models import load as load_model
 
         loaded, _, _ = load_model(model, None, "cpu")
         found.check_model(loaded.config)
-    click.echo(f"sound: {found.method} for {found.model}" + ("" if model is None else f"; fits {model}"))
+        fits = f"; fits {model}"
+        if not found.check_weights(loaded):
+            fits += "'s configuration (weights not compared: a file of schema 1 has no hash of them)"
+    click.echo(f"sound: {found.method} for {found.model}{fits}")
 
 
 @artefact_group.command()

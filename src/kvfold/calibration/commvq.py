@@ -4,13 +4,14 @@ Soft assignment over the N^2 centres ``z_a + i z_b`` factorizes up to a table. W
 
     -D_ab / T = const + [2 <x, z_a> - |z_a|^2] / T + [2 <x, i z_b> - |z_b|^2] / T - [2 <z_a, i z_b>] / T
 
-so ``exp(-D_ab / T) = u_a v_b K_ab``: the softmax's marginals are products with the N x N matrix K, and no N^2-long row per
-token ever exists. The closed-form M-step (eq. 33) needs only these marginals and the N x N joint counts: one Hermitian
-N x N system.
+so ``exp(-D_ab / T) = u_a v_b K_ab``: the softmax's marginals are products with the N x N matrix K, without an N^2-long row per
+token. Float64 holds these factors at every temperature in use for nearly all tokens; a token that they underflow for gets its
+row. The closed-form M-step (eq. 33) needs only the marginals and the N x N joint counts: one Hermitian N x N system.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +21,21 @@ from transformers import PreTrainedModel
 from kvfold.calibration.collect import LayerSample, to_complex, to_real
 from kvfold.calibration.learner import LayerwiseLearner
 from kvfold.calibration.state import Fit
-from kvfold.formats.codebook import KeyCodebook, nearest, times_i
+from kvfold.errors import KVFoldError
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, nearest, times_i
+from kvfold.formats.packing import UNIT
 from kvfold.methods.commvq import CommVQ, ValueCodebook
 from kvfold.methods.learned import rotary_dim
 
-MAX_EXPONENT = 75.0
-"""Largest spread of ``2 <z_a, i z_b> / T`` for soft assignment: u_a v_b K_ab then stays above float32's smallest number."""
+UNDERFLOW = 1e-290
+"""A token whose sum of ``u_a v_b K_ab`` is smaller gets its row of N^2 weights: float64's smallest normal number is 2e-308, so
+that above this bound no part that counts is lost."""
+ROWS = {"cpu": 128}
+"""Tokens whose rows of N^2 weights exist at once, by device."""
+
+FLIPS = 32
+"""Bit flips that training allows a value's code when the codebook is fitted to it."""
+ENCODERS = ("scalar", "mlp")
 
 
 @dataclass(frozen=True)
@@ -38,10 +48,12 @@ class Schedule:
         Tokens per calibration window.
     em_tokens : int
         Tokens drawn anew for every EM iteration; 0: all.
-    em_steps : int
-        EM iterations per stage.
+    em_steps, hard_steps : int
+        EM iterations per stage, and how many of them, the last ones, assign every token to its nearest centre; the paper
+        assigns softly to the end.
     hot, cold : float
-        First and last temperature over the mean squared length of a stage's input; exponential in between (eq. 35).
+        First and last temperature of the soft iterations over the mean squared length of a stage's input; exponential in
+        between (eq. 35).
     joint_rounds : int
         Times that all stages are re-fitted together by least squares after the last stage.
     weight_limit : float
@@ -62,8 +74,9 @@ class Schedule:
     window: int = 512
     em_tokens: int = 8192
     em_steps: int = 10
+    hard_steps: int = 7
     hot: float = 0.05
-    cold: float = 0.002
+    cold: float = 0.005
     joint_rounds: int = 1
     weight_limit: float = 1000.0
     metric: float = 0.9
@@ -74,6 +87,14 @@ class Schedule:
     network_batch: int = 1024
     network_width: int = 4
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.hard_steps <= self.em_steps:
+            raise KVFoldError(
+                f"schedule: hard_steps={self.hard_steps} is not allowed; allowed: 0 to em_steps={self.em_steps}"
+            )
+        if self.encoder not in ENCODERS:
+            raise KVFoldError(f"encoder: {self.encoder!r} is not known; allowed: {', '.join(ENCODERS)}")
+
 
 PRESETS = {
     "fast": Schedule(),
@@ -81,6 +102,7 @@ PRESETS = {
         window=2048,
         em_tokens=0,
         em_steps=100,
+        hard_steps=0,
         hot=0.5,
         cold=0.0005,
         joint_rounds=0,
@@ -91,7 +113,7 @@ PRESETS = {
         network_steps=20000,
     ),
     "long": Schedule(
-        window=2048, em_tokens=0, em_steps=60, cold=0.0005, joint_rounds=4, value_rounds=12, value_tokens=0
+        window=2048, em_tokens=0, em_steps=60, hard_steps=40, joint_rounds=4, value_rounds=12, value_tokens=0
     ),
 }
 """``fast``: minutes on a CPU; ``paper``: the published objective and networks, for a GPU;
@@ -114,9 +136,10 @@ class CommVQLearner(LayerwiseLearner):
         self.method, self.schedule = method, schedule
 
     def fit(self, sample: LayerSample, generator: torch.Generator) -> Fit:
-        method, head_dim, given = self.method, sample.spec.head_dim, (self.schedule, generator, self.model.device)
-        keys, key_errors = learn_keys(sample, self.held, method.stages(head_dim), method.levels, *given)
-        values, value_errors = learn_values(sample, self.held, method.value_codes(head_dim), method.joint, *given)
+        method, given = self.method, (self.schedule, generator, self.model.device)
+        keys, key_errors = learn_keys(sample, self.held, method.formats(sample.spec)[0], *given)
+        codes = method.value_codes(sample.spec.head_dim)
+        values, value_errors = learn_values(sample, self.held, codes, method.joint, *given, flips=method.flips)
         tensors = {f"key.{n}": t for n, t in keys.items()} | {f"value.{n}": t for n, t in values.items()}
         return Fit(tensors, key_errors | value_errors)
 
@@ -149,13 +172,24 @@ def soft_counts(
     joint : Tensor, float32 [heads, N, N]
         Weight of all tokens per centre.
     """
-    u = ((scores_a - scores_a.amax(-1, keepdim=True)) / temperature).exp()
-    v = ((scores_b - scores_b.amax(-1, keepdim=True)) / temperature).exp()
-    k = ((table.amin((-1, -2), keepdim=True) - table) / temperature).exp()
+    u, v, k = (
+        ((x - x.amax(dims, keepdim=True)) / temperature).exp()
+        for x, dims in ((scores_a.double(), -1), (scores_b.double(), -1), (-table.double(), (-1, -2)))
+    )
     of_a = u * (v @ k.transpose(-1, -2))
-    factor = weights.unsqueeze(-1) / of_a.sum(-1, keepdim=True)
+    total = of_a.sum(-1)
+    lost = total < UNDERFLOW
+    factor = torch.where(lost, 0.0, weights.double() / total).unsqueeze(-1)
     joint = k * ((u * factor).transpose(-1, -2) @ v)
-    return of_a * factor, v * (u @ k) * factor, joint
+    of_a, of_b, joint = (x.float() for x in (of_a * factor, v * (u @ k) * factor, joint))
+    for head in lost.any(-1).nonzero().flatten().tolist():
+        heat = temperature.expand(len(table), 1, 1)[head]
+        for rows in lost[head].nonzero().flatten().split(ROWS.get(table.device.type, 8192)):
+            dense = (scores_a[head, rows, :, None] + (scores_b[head, rows, None] - table[head])) / heat
+            dense = dense.flatten(1).softmax(-1).view_as(dense).mul_(weights[head, rows, None, None])
+            of_a[head, rows], of_b[head, rows] = dense.sum(-1), dense.sum(-2)
+            joint[head] += dense.sum(0)
+    return of_a, of_b, joint
 
 
 def hard_counts(
@@ -217,7 +251,7 @@ def learn_stage(
     -------
     Tensor, float32 [heads, levels, head_dim]
     """
-    tokens = x.shape[1]
+    tokens, soft_steps = x.shape[1], schedule.em_steps - schedule.hard_steps
 
     def draw(count: int) -> torch.Tensor:
         return torch.randperm(tokens, generator=generator)[:count].to(x.device)
@@ -228,8 +262,6 @@ def learn_stage(
         z = torch.cat([z] * -(-levels // z.shape[1]), 1)[:, :levels]
     energy = ((weights * x.square().sum(-1)).sum(-1) / weights.sum(-1))[:, None, None]
     for step in range(schedule.em_steps):
-        ratio = (schedule.cold / schedule.hot) ** (step / max(1, schedule.em_steps - 1))
-        temperature = (energy * schedule.hot * ratio).clamp_min(1e-12)
         some, mass = x, weights
         if 0 < schedule.em_tokens < tokens:
             index = draw(schedule.em_tokens)
@@ -239,8 +271,9 @@ def learn_stage(
         scores_a = 2 * some @ z.transpose(-1, -2) - square
         scores_b = 2 * some @ turned.transpose(-1, -2) - square
         table = 2 * z @ turned.transpose(-1, -2)
-        spread = (table.amax((-1, -2), keepdim=True) - table.amin((-1, -2), keepdim=True)) / temperature
-        if bool((spread < MAX_EXPONENT).all()):
+        if step < soft_steps:
+            ratio = (schedule.cold / schedule.hot) ** (step / max(1, soft_steps - 1))
+            temperature = (energy * schedule.hot * ratio).clamp_min(1e-12)
             of_a, of_b, joint = soft_counts(scores_a, scores_b, table, mass, temperature)
         else:
             of_a, of_b, joint = hard_counts(scores_a, scores_b, table, mass)
@@ -321,8 +354,7 @@ def token_weights(raw: torch.Tensor, limit: float) -> torch.Tensor:
 def learn_keys(
     sample: LayerSample,
     held_out: torch.Tensor,
-    stages: int,
-    levels: int,
+    form: AdditiveCodes,
     schedule: Schedule,
     generator: torch.Generator,
     device: torch.device | str = "cpu",
@@ -333,6 +365,8 @@ def learn_keys(
     ----------
     held_out : Tensor, bool [tokens]
         Tokens kept out of training, on which the errors are measured.
+    form : AdditiveCodes
+        What keys will be stored in, without a codebook: errors are those of its stages, its search and its norms.
 
     Returns
     -------
@@ -355,8 +389,8 @@ def learn_keys(
     identity = torch.eye(seen.shape[-1], device=device).expand_as(metric)
 
     rest, learned = train.clone(), []
-    for _ in range(stages):
-        z = learn_stage(rest, mass, levels, rotary, schedule, generator)
+    for _ in range(form.stages):
+        z = learn_stage(rest, mass, form.levels, rotary, schedule, generator)
         stage = KeyCodebook(z.unsqueeze(1), identity, rotary)
         rest -= stage.sum(stage.assign(rest, 0))
         learned.append(z)
@@ -367,15 +401,12 @@ def learn_keys(
     inverse = torch.linalg.inv(metric.double()).float()
     centres = (z @ inverse.unsqueeze(1)).half()
 
-    tables = KeyCodebook(centres, metric, rotary)
-    test = held_out
-    search = tables.search()
-    codes = tables.assign(unit[:, test], 1, search)
-    centre = tables.sum(codes, search.halves)
-    gain = (unit[:, test] * centre).sum(-1, keepdim=True) / centre.square().sum(-1, keepdim=True).clamp_min(1e-12)
-    decoded = tables.sum(codes) * gain * rms[:, test]
-    error, truth = decoded - keys[:, test], keys[:, test]
-    spread = truth - keys[:, ~test].mean(1, keepdim=True)
+    test = held_out.nonzero().flatten()
+    test = test[: len(test) // UNIT * UNIT]
+    stored = dataclasses.replace(form, block=UNIT, codebook=KeyCodebook(centres, metric, rotary))
+    truth = keys[:, test]
+    error = stored.decode(stored.encode(truth.unsqueeze(0)))[0] - truth
+    spread = truth - keys[:, ~held_out].mean(1, keepdim=True)
     score = token_weights(sample.key_weight.to(device), schedule.weight_limit)[:, test]
     judge = key_metric(sample, 1.0).to(device)
     errors = {
@@ -545,6 +576,7 @@ def learn_values(
     schedule: Schedule,
     generator: torch.Generator,
     device: torch.device | str = "cpu",
+    flips: int = FLIPS,
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Value encoder and codebook of one layer.
 
@@ -554,6 +586,8 @@ def learn_values(
         N_c: bits per token and KV head.
     joint : bool
         One code of ``num_kv_heads * codes`` bits for all heads of a token.
+    flips : int
+        The method's: errors are those after so many bit flips. Training uses :data:`FLIPS` whatever the method does.
 
     Returns
     -------
@@ -599,11 +633,11 @@ def learn_values(
             some = torch.randperm(len(some), generator=generator)[: schedule.value_tokens]
         some = some.to(device)
         current = ValueCodebook(tables(encoder, book, offset))
-        book, offset = fit_codebook(train[:, some], current.bits(values[:, ~held_out][:, some], 32), mass[:, some])
+        book, offset = fit_codebook(train[:, some], current.bits(values[:, ~held_out][:, some], FLIPS), mass[:, some])
 
     final = tables(encoder, book, offset)
     truth = values[:, held_out]
-    decoded = ValueCodebook(final).decode(ValueCodebook(final).bits(truth, 32))
+    decoded = ValueCodebook(final).decode(ValueCodebook(final).bits(truth, flips))
     error, score = decoded - truth, weights[:, held_out]
     judge = judge.to(device)
     errors = {

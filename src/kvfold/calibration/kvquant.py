@@ -121,7 +121,7 @@ def gradients(model: PreTrainedModel, specs: Sequence[LayerSpec | None], ids: to
     Returns
     -------
     dict
-        By layer. 8 bytes per element of the cache: for SmolLM2-135M 92 KB per token.
+        By layer. 4 bytes per element of the cache: for SmolLM2-135M 46 KB per token.
     """
     found: dict[int, Gradients] = {}
     ids = ids.to(model.device)

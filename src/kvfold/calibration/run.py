@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -92,7 +91,9 @@ def calibrate(
     *,
     preset: str = "fast",
     schedule: Schedule | None = None,
+    encoder: str | None = None,
     seed: int = 0,
+    force: bool = False,
     on_layer: Callable[[LayerDone], None] | None = None,
     on_window: Callable[[int, int], None] | None = None,
 ) -> Artefact:
@@ -115,8 +116,12 @@ def calibrate(
         For CommVQ: name in :data:`~kvfold.calibration.commvq.PRESETS`.
     schedule : Schedule or None
         For CommVQ: instead of the preset's.
+    encoder : {"scalar", "mlp"} or None
+        For CommVQ: of values, instead of the schedule's.
     seed : int
         KVQuant draws nothing.
+    force : bool
+        Replace ``out`` if it exists.
     on_layer : callable or None
         Called after every layer.
     on_window : callable or None
@@ -129,16 +134,19 @@ def calibrate(
     Raises
     ------
     KVFoldError
-        If the text is too short, the model has no layer to fold, or a file cannot be written.
+        If the text is too short, the model has no layer to fold, ``out`` exists, or a file cannot be written.
     """
     if preset not in PRESETS:
         raise KVFoldError(f"preset: {preset!r} is not known; allowed: {', '.join(PRESETS)}")
-    if out.is_dir() or not out.parent.is_dir():
-        raise KVFoldError(f"out: {out} is a folder, or its folder does not exist; give a file name")
+    artefacts.check_target(out, force)
     learns = isinstance(method, CommVQ)
+    if encoder is not None and not learns:
+        raise KVFoldError(f"encoder: {method.name} has no value encoder; allowed: leave it out, or method commvq")
     chosen = (schedule or PRESETS[preset]) if learns else Schedule(window=Learner.window)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    chosen = dataclasses.replace(chosen, window=min(chosen.window, limit or chosen.window))
+    chosen = dataclasses.replace(
+        chosen, window=min(chosen.window, limit or chosen.window), encoder=encoder or chosen.encoder
+    )
     windows = windows_of(tokenizer, texts, tokens, chosen.window)
     held = torch.zeros(windows.shape, dtype=torch.bool)
     held[HELD_OUT - 1 :: HELD_OUT] = True
@@ -158,11 +166,12 @@ def calibrate(
     folded = [s for s in learner.specs if s is not None]
     if not folded:
         raise KVFoldError(f"model: {model_name} has no layer that kvfold folds")
+    weights = artefacts.weights_hash(model)
     state = State(
         out.with_name(out.name + ".partial"),
         {
             "model": model_name,
-            "weights": _fingerprint(model),
+            "weights": weights,
             "method": spec,
             "calibration": calibration,
             "versions": versions,
@@ -197,16 +206,8 @@ def calibrate(
         versions=versions,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         tensors={f"layers.{layer}.{name}": t for layer, fit in fits.items() for name, t in fit.tensors.items()},
+        weights_hash=weights,
     )
     artefacts.save(result, out)
     state.remove()
     return result
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 of a few rows of every matrix: another model's half-finished layers are not taken over."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    return digest.hexdigest()

@@ -291,7 +291,7 @@ def warm_up(model: PreTrainedModel, method: Method, ids: torch.Tensor, prefix: i
 
     tokens = prefix
     if not on_gpu(model):
-        tokens = min(prefix, max(method.warmup, method.sink + method.recent) + 2 * method.block)
+        tokens = min(prefix, method.sink + method.recent + 2 * method.block)
     more = ids[:, tokens : tokens + chunk]
     cache = kvfold.fold(model, method, max_length=room(model, tokens + more.shape[1] + 2))
     try:

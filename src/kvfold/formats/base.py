@@ -71,9 +71,9 @@ class Format(ABC):
         """Effective bits per element: everything stored, over the elements it stands for."""
         return 8 * self.block_bytes / (self.block * self.head_dim)
 
-    def take(self, fields: Fields, blocks: int) -> Fields:
-        """The first ``blocks`` blocks of stored fields, as views."""
-        return {name: t[:, :, :blocks] for name, t in fields.items()}
+    def take(self, fields: Fields, blocks: int, first: int = 0) -> Fields:
+        """``blocks`` blocks of stored fields from block ``first`` on, as views."""
+        return {name: t[:, :, first : first + blocks] for name, t in fields.items()}
 
     def allocate(self, batch: int, heads: int, blocks: int, device: torch.device | str) -> Fields:
         """Uninitialized storage for ``blocks`` blocks."""

@@ -137,9 +137,14 @@ class PagedFormat(Format):
         blocks = next(iter(inner.values())).shape[2]
         return inner, self.spread({name: fields[name] for name in own}, 0, blocks)
 
-    def take(self, fields: Fields, blocks: int) -> Fields:
-        own, pages = self.page_fields(), self.pages(blocks)
-        return {name: t[:, :, : pages if name in own else blocks] for name, t in fields.items()}
+    def take(self, fields: Fields, blocks: int, first: int = 0) -> Fields:
+        """As :meth:`Format.take`; ``first`` begins a page."""
+        if self.page and first * self.block % self.page:
+            raise ValueError(f"first={first}: a page begins every {self.page // self.block} blocks")
+        page = first * self.block // self.page if self.page else 0
+        pages = slice(page, page + self.pages(blocks))
+        own = self.page_fields()
+        return {name: t[:, :, pages if name in own else slice(first, first + blocks)] for name, t in fields.items()}
 
     def allocate(self, batch: int, heads: int, blocks: int, device: torch.device | str) -> Fields:
         """Storage for ``blocks`` blocks; statistics of a whole sequence (``page`` 0) are allocated by its owner."""

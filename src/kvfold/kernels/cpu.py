@@ -132,13 +132,15 @@ def _run(cached: int, arguments: tuple[Any, ...], out: torch.Tensor) -> None:
 
 def _chunks(call: AttentionCall) -> list[Span]:
     """The spans, cut so that little is decoded at once."""
-    step = max(1, CHUNK // call.key_format.block)
+    key_format, value_format = call.key_format, call.value_format
+    step = max(1, CHUNK // key_format.block)  # whole pages
     spans = []
     for span in call.spans:
-        blocks = next(iter(span.keys.values())).shape[2]
+        blocks = span.keys[next(iter(key_format.fields()))].shape[2]
         for first in range(0, blocks, step):
-            keys, values = ({n: t[:, :, first : first + step] for n, t in f.items()} for f in (span.keys, span.values))
-            spans.append(Span(span.start + first * call.key_format.block, keys, values))
+            count = min(step, blocks - first)
+            keys, values = key_format.take(span.keys, count, first), value_format.take(span.values, count, first)
+            spans.append(Span(span.start + first * key_format.block, keys, values))
     return spans
 
 

@@ -1,4 +1,4 @@
-"""InnerQ: groups along the contraction of attention's products (Tayaranian et al.)."""
+"""InnerQ: groups along the contraction of attention's products (Tayaranian et al., 2026, arXiv 2602.23200)."""
 
 from dataclasses import dataclass
 
@@ -31,8 +31,8 @@ class InnerQ(Method):
 
     name = "innerq"
     summary = "groups along the inner dimension, hybrid symmetric/asymmetric, normalized key channels"
-    source = "InnerQ: Hardware-aware Tuning-free Quantization of KV Cache for Large Language Models"
-    url = ""
+    source = "InnerQ: Hardware-aware Tuning-free Quantization of KV Cache for Large Language Models (arXiv 2602.23200)"
+    url = "https://arxiv.org/abs/2602.23200"
     published = {"center": "false"}  # noqa: RUF012
     centers = True
 

@@ -24,17 +24,15 @@ class KVQuant(LearnedMethod):
     ----------
     outliers : float
         Fraction of elements kept in fp16 (32 bits each, index included).
-    sink : int
-        1: the first token stays in full precision (sec. 3.5).
     """
 
-    sink: int = 1
     outliers: float = 0.01
 
     name = "kvquant"
     summary = "keys before RoPE per channel, values per token, learned levels, outliers in fp16"
     source = "KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization (arXiv 2401.18079)"
     url = "https://arxiv.org/abs/2401.18079"
+    published = {"sink": 1, "recent": 128}  # noqa: RUF012 -- the first token in full precision (sec. 3.5)
     pre_rope = True
 
     def __post_init__(self) -> None:

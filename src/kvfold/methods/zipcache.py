@@ -90,7 +90,7 @@ class ZipCache(Method):
         """Mean attention that the probes pay each token of a block, float32 [batch, num_kv_heads, tokens] (eq. 8).
 
         A probe's attention is normalized over the block, since only the order within a block counts. Probes keep the
-        rotation of where they stood: moving them behind each block found no better tokens (docs/methods/zipcache.md).
+        rotation of where they stood.
         """
         blocks = keys.unflatten(-2, (-1, self.block))  # one product per block, whatever the call's length
         scores = blocks @ state["probe"].float().unsqueeze(2).transpose(-1, -2) / math.sqrt(head_dim)
