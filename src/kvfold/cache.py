@@ -643,6 +643,7 @@ class FoldedLayer(CacheLayerMixin):
         """Pack tokens ``start`` to ``stop``; those up to ``old`` lie in the ring, ``key``, ``value`` and ``query`` follow."""
         tokens = old + self.method.sink + key.shape[-2]
         self._fix(ids, rows, key, value, start, old)
+        self._reserve(stop // self.block)  # one slab, wherever the encoder's state changes in between
         for end, at in self.following.segments(start, stop):
             self._make(ids, at, tokens, query)
             self._encode(ids, rows, key, value, start, old, end)
