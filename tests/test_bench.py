@@ -183,7 +183,7 @@ def test_cpu_prints_a_row_per_cache_and_appends_them(run, tmp_path):
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["kivi:recent=32", "innerq:warmup=0", "squat:warmup=0"])
+@pytest.mark.parametrize("method", ["kivi:recent=32", "innerq:paper=true", "innerq", "squat", "squat:paper=true"])
 def test_a_batch_prefilled_in_parts_is_the_batch(method):
     model = tiny_llama()
     ids = memory.prompts(model, 5, 203)
@@ -194,7 +194,7 @@ def test_a_batch_prefilled_in_parts_is_the_batch(method):
         got, want = (memory.logits_of(x, tokens) for x in (parts, whole))
     assert (got - want).norm() < 1e-4 * want.norm()
     for a, b in zip(parts.cache.folded, whole.cache.folded, strict=True):
-        assert (a.lens, a.packed, a.columns, a.ready) == (b.lens, b.packed, b.columns, b.ready)
+        assert (a.lens, a.packed, a.columns, a.fixed) == (b.lens, b.packed, b.columns, b.fixed)
     assert parts.nbytes() == whole.nbytes()
     kvfold.unfold(model)
 

@@ -176,7 +176,7 @@ def test_other_arguments_do_not_take_over_layers(tmp_path):
     assert all(done.seconds > 0 for done in seen)
 
 
-@pytest.mark.parametrize("spec", ["kvquant:bits=2,warmup=0", "vqllm:bits=1,vector=16,codes=16"])
+@pytest.mark.parametrize("spec", ["kvquant:bits=2", "vqllm:bits=1,vector=16,codes=16"])
 def test_the_baselines_go_on_as_well(spec, tmp_path):
     whole, cut = tmp_path / "whole.safetensors", tmp_path / "cut.safetensors"
     learn(whole, spec)

@@ -65,7 +65,7 @@ def test_methods_lists_every_method_with_options_and_defaults(run):
 
 
 def test_explain_covers_every_layer(run, tiny, tmp_path):
-    status, out, err = run("explain", "--model", tiny, "--method", "kivi", "--json", str(tmp_path / "x.json"))
+    status, out, err = run("explain", "--model", tiny, "--method", "fold", "--json", str(tmp_path / "x.json"))
     assert status == 0 and errors(err) == []
     assert "0-1" in out and any(name in out for name in kernels.REGISTRY)
     assert "bytes per token" in out and "not folded: nothing" in out
@@ -103,7 +103,7 @@ def test_compare_takes_several_prefixes_and_says_where_nothing_was_tested(run, t
     assert rows[1]["tested"] == 0 and rows[1]["kld"] is None
     assert len(re.findall("not tested", out)) == 1
     assert "kivi after 64 tokens: nothing was tested: no scored token read anything packed" in out
-    assert "its windows hold 0 + 128 tokens" in out
+    assert "its windows hold 32 + 96 tokens" in out
     for row in (rows[0], *rows[2:]):
         assert re.search(rf"{re.escape(row['method'])} .*{row['ppl']:.3f}", out)
     status, out, _ = run(*arguments, "-")
@@ -371,7 +371,7 @@ def test_an_interrupt_exits_with_130(run, tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_a_real_interrupt_keeps_finished_rows_and_the_next_run_goes_on(tiny, tmp_path):
-    command = [sys.executable, "-m", "kvfold", "compare", "--model", tiny, "--prefix", "512", "--tokens", "200"]
+    command = [sys.executable, "-m", "kvfold", "compare", "--model", tiny, "--prefix", "512", "--tokens", "480"]
     command += [
         "--chunk",
         "1",
@@ -455,7 +455,7 @@ def test_a_table_of_lengths_has_a_column_for_each_prefix(tmp_path):
     rows = domain_rows(
         **{
             "kivi": {1024: 0.2, 16384: 0.4},
-            "kivi:paper=true": {1024: 0.3, 16384: 0.5},
+            "kivi:sink=0,recent=128": {1024: 0.1, 16384: 0.3},
             "innerq": {1024: 0.05, 16384: 0.6},
             "commvq:artefact=somewhere/a.safetensors": {1024: 0.1, 16384: 0.1},
             "squat:recent=64": {1024: 0.1},
@@ -471,7 +471,7 @@ def test_a_table_of_lengths_has_a_column_for_each_prefix(tmp_path):
         "| method | effective bits | KL at 1,024 | 16,384 | of KIVI-2's at 1,024 | 16,384 |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
         "| `kivi` | 3.00 | 0.3000 | 0.6000 | 1.00 | 1.00 |",
-        "| `kivi:paper=true` | 3.00 | 0.4500 | 0.7500 | 1.50 | 1.25 |",
+        "| `kivi:sink=0,recent=128` | 3.00 | 0.1500 | 0.4500 | 0.50 | 0.75 |",
         "| `innerq` | 3.00 | 0.0750 | 0.9000 | 0.25 | 1.50 |",
         "| `commvq` | 3.00 | 0.1500 | 0.1500 | 0.50 | 0.25 |",
         "| `squat:recent=64` | - | 0.1500 | - | 0.50 | - |",

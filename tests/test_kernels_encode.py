@@ -630,7 +630,8 @@ def compile_ahead(function, fixed, warps, capability):
 
 def shapes(head_dim, method="kivi", bits=2, group=32):
     shape = spec(head_dim)
-    method = get(f"{method}:bits={bits},group={group}")
+    paper = ",paper=true" if method == "innerq" else ""  # statistics of a sequence, which kernels take with the keys
+    method = get(f"{method}:bits={bits},group={group}{paper}")
     width = head_dim // 2 if method.query_window else 0
     inner = isinstance(method, InnerQ)
     return plain(method.key_format(shape)), method.value_format(shape), {"MEAN": inner, "NORM": inner, "WIDTH": width}

@@ -36,7 +36,8 @@ def stored(form, fields, capacity):
     heads = fields["codes"].shape[0] * fields["codes"].shape[1]
     used = fields["codes"].shape[2]
     flat = {}
-    for name, x in fields.items():
+    for name in form.fields():  # not the statistics of whole sequences, which queries have
+        x = fields[name]
         inner = math.prod(x.shape[3:])
         whole = x.as_strided((heads, used, inner), (capacity * inner, inner, 1))
         flat[name] = whole.reshape(heads, 1, used, *x.shape[3:])

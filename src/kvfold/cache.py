@@ -643,6 +643,7 @@ class FoldedLayer(CacheLayerMixin):
         """Pack tokens ``start`` to ``stop``; those up to ``old`` lie in the ring, ``key``, ``value`` and ``query`` follow."""
         tokens = old + self.method.sink + key.shape[-2]
         self._fix(ids, rows, key, value, start, old)
+        self._reserve(stop // self.block)  # at once, however often the encoder's state changes on the way
         for end, at in self.following.segments(start, stop):
             self._make(ids, at, tokens, query)
             self._encode(ids, rows, key, value, start, old, end)
@@ -654,7 +655,6 @@ class FoldedLayer(CacheLayerMixin):
         self, ids: list[int], rows: Rows, key: torch.Tensor, value: torch.Tensor, start: int, old: int, stop: int
     ) -> None:
         """Encode tokens ``start`` to ``stop`` into their slabs: up to ``old`` from the ring, then ``key`` and ``value``."""
-        self._reserve(stop // self.block)
         boundary = self._boundary(ids[0])
         cuts = {start, stop, *(slab.first * self.block for slab in self.slabs), boundary}
         for low, high in pairwise(sorted(cut for cut in cuts if start <= cut <= stop)):

@@ -297,8 +297,7 @@ class _CompareProgress:
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         self.bar.__exit__(kind, error, trace)
-        if kind is not None and self.target is not None and self.at:
-            print(f"kvfold: {self.at} rows are kept; the same command goes on from there", file=sys.stderr)
+        _say_kept(kind, self.target)
 
     def start(self, jobs: list[Job], done: dict[Job, Row]) -> None:
         self.count, self.at = len(jobs), len(done)
@@ -324,6 +323,14 @@ class _CompareProgress:
             )
 
 
+def _say_kept(kind: type[BaseException] | None, target: Path | None) -> None:
+    """After a failure, what the next run will take over."""
+    from kvfold.evaluation.schema import Sidecar
+
+    if kind is not None and target is not None and (kept := Sidecar.kept(target)):
+        print(f"kvfold: {kept} rows are kept; the same command goes on from there", file=sys.stderr)
+
+
 class _DomainsProgress:
     """A line per row on standard error, with its divergence."""
 
@@ -334,8 +341,7 @@ class _DomainsProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
-        if kind is not None and self.target is not None and self.kept:
-            print(f"kvfold: {self.kept} rows are kept; the same command goes on from there", file=sys.stderr)
+        _say_kept(kind, self.target)
 
     def start(self, done: int, total: int) -> None:
         self.kept = done

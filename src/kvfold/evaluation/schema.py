@@ -215,6 +215,15 @@ class Sidecar(Generic[RowType]):
     def of(cls, json_path: Path, kind: type[RowType]) -> Sidecar[RowType]:
         return cls(json_path.with_name(json_path.name + ".partial"), kind)
 
+    @staticmethod
+    def kept(json_path: Path) -> int:
+        """How many finished rows lie next to a result; an interrupt may come between writing one and telling of it."""
+        try:
+            lines = json_path.with_name(json_path.name + ".partial").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return 0
+        return max(0, len(lines) - 1)
+
     def start(self, header: Header) -> dict[str, RowType]:
         """Rows kept from a run with the same header, by key; starts afresh when there are none.
 

@@ -56,7 +56,7 @@ DEFAULT_METHOD = "fold"
 DEFAULT: tuple[str, ...] = (
     "fold",
     "none",
-    "fold:k_bits=2",
+    "fold:bits=2",
     "fold:k_bits=4,v_bits=3",
     "kivi",
     "kivi:bits=4",

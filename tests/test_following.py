@@ -1,0 +1,142 @@
+"""Encoders that follow a sequence's queries (SQuat, ZipCache): what is stored depends on the tokens alone."""
+
+import copy
+
+import pytest
+import torch
+
+from helpers import assert_same_content, feed, layer, left_padding, tokens
+from kvfold.methods import Observation, get
+from kvfold.methods.base import QUERY_WINDOW, boundary
+
+FOLLOW = ("squat", "squat_pre", "squat:rank=5", "zipcache")
+WINDOWS = ("", "recent=0,sink=0", "recent=128", "recent=300", "sink=64", "sink=3,recent=17")
+LENGTHS = (127, 128, 129, 160, 161, 255, 256, 257, 300, 511, 513, 1025, 2100)
+
+
+def cut(new, start: int, stop: int | None = None):
+    return tuple(t[:, :, start:stop] for t in new)
+
+
+def with_windows(name: str, windows: str) -> str:
+    return name + (("," if ":" in name else ":") + windows if windows else "")
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("name", FOLLOW)
+def test_content_over_boundaries(name, windows):
+    """In one call, token by token around every boundary, in calls that cross several; windows that delay packing."""
+    method, count = with_windows(name, windows), 1100
+    new = tokens(1, count, seed=5)
+    expected = feed(layer(method), new)
+    around = [100, *[1] * 70, 80, *[1] * 20, 230, *[1] * 30, 490, *[1] * 20]
+    for cuts in ([1] * count, [*around, count - sum(around)], [90, 1010], [129, 3, 500, count - 632], [33] * 33 + [11]):
+        assert_same_content(expected, feed(layer(method), new, cuts))
+    assert expected.following.made == [1024]
+
+
+@pytest.mark.parametrize("name", FOLLOW)
+def test_content_of_prompts_around_boundaries_that_go_on(name):
+    new = tokens(1, max(LENGTHS) + 200, seed=6)
+    for length in LENGTHS:
+        whole = feed(layer(name), cut(new, 0, length + 200))
+        assert_same_content(whole, feed(layer(name), cut(new, 0, length + 200), [length, *[1] * 40, 160]))
+
+
+@pytest.mark.parametrize("name", FOLLOW)
+def test_neighbours_and_padding_do_not_matter(name):
+    """Sequences that are at different boundaries in the same call."""
+    lengths = [130, 161, 257, 520, 1030]
+    width = max(lengths)
+    new, later = tokens(5, width, seed=7), tokens(5, 150, seed=8)
+    offset, valid = left_padding(lengths, width)
+    for t in new:
+        t.masked_fill_(~valid[:, None, :, None], float("nan"))
+    batch = feed(layer(name), new, [900, width - 900], valid, offset=offset)
+    feed(batch, later, [1, 1, 90, 58], start=width, offset=offset)
+    for row, length in enumerate(lengths):
+        alone = feed(layer(name), tuple(t[row : row + 1, :, width - length :] for t in new))
+        feed(alone, tuple(t[row : row + 1] for t in later), start=length)
+        assert batch.following.made[row] == alone.following.made[0] == boundary(length + 150)
+        assert_same_content(batch, alone, row, 0)
+
+
+@pytest.mark.parametrize("removed", [1, 7, 25, 32])
+@pytest.mark.parametrize("name", FOLLOW)
+def test_a_crop_back_over_a_boundary_loses_nothing(name, removed):
+    """The state that was made of tokens that are gone is made anew, of the queries that the ring still holds."""
+    for length in (256, 262, 512, 530):
+        new, wrong = tokens(1, 700, seed=9), tokens(1, length, seed=10)
+        stay = length - removed
+        for t, right in zip(wrong, new, strict=True):
+            t[:, :, :stay] = right[:, :, :stay]
+        of = feed(layer(name), wrong)
+        if of.packed[0] > of.packed_length(stay):
+            continue  # into packed storage: what was encoded stays
+        of.crop(-removed)
+        feed(of, cut(new, stay), [1, 699 - stay], start=stay)
+        assert_same_content(of, feed(layer(name), new))
+
+
+@pytest.mark.parametrize("name", FOLLOW)
+def test_rearranged_and_copied_sequences_go_on_with_their_own_states(name):
+    lengths, width = [300, 150, 520], 520
+    new, later = tokens(3, width, seed=4), tokens(4, 120, seed=6)
+    offset, valid = left_padding(lengths, width)
+    of = feed(layer(name), new, [width], valid, offset=offset)
+    twin = copy.deepcopy(of)
+    rows = [2, 0, 1, 2]
+    of.reorder_cache(torch.tensor(rows))
+    feed(of, later, [1, 80, 39], start=width, offset=offset[rows])
+    for at, row in enumerate(rows):
+        alone = feed(layer(name), tuple(t[row : row + 1, :, width - lengths[row] :] for t in new))
+        feed(alone, tuple(t[at : at + 1] for t in later), start=lengths[row])
+        assert_same_content(of, alone, at, 0)
+    feed(twin, tuple(t[:3] for t in later), start=width, offset=offset)
+    alone = feed(layer(name), tuple(t[:1, :, width - 300 :] for t in new))
+    assert_same_content(twin, feed(alone, tuple(t[:1] for t in later), start=300), 0, 0)
+
+
+# ---- prompts that are too short to pack ------------------------------------------------------------------------------
+
+
+def observed(name, of, queries, start: int, stop: int):
+    positions = torch.arange(start, stop)[None]
+    return get(name).observe(Observation(queries[:, :, start:stop], positions), of.spec)
+
+
+@pytest.mark.parametrize("prompt", [1, 20, 50])
+@pytest.mark.parametrize("name", FOLLOW)
+def test_a_short_prompts_state_comes_from_the_queries_before_the_boundary(name, prompt):
+    """Decoding token by token, the first packing has a state of 64 queries, not of the one of its step."""
+    of = layer(name)
+    first = of.following._packs_at
+    new = tokens(1, first, seed=3)
+    feed(of, new, [prompt, *[1] * (first - prompt)])
+    assert of.packed == [of.block]
+    at = boundary(first)
+    expected = observed(name, of, new[2], at - QUERY_WINDOW, at)
+    alone = observed(name, of, new[2], first - 1, first)
+    assert of.following.state.keys() == expected.keys()
+    for field, tensor in expected.items():
+        assert torch.equal(of.following.state[field], tensor)
+        assert tensor.shape != alone[field].shape or not torch.allclose(tensor, alone[field])
+
+
+@pytest.mark.parametrize("prompt", [1, 20, 50])
+@pytest.mark.parametrize("name", ["squat:paper=true", "squat_pre:paper=true", "zipcache:paper=true"])
+def test_a_short_prompts_state_comes_from_all_queries_under_paper(name, prompt):
+    of = layer(name)
+    first = of.following._packs_at
+    assert prompt < first == of.method.sink + of.method.recent + of.block
+    new = tokens(1, first + 100, seed=3)
+    feed(of, cut(new, 0, first - 1), [prompt, *[1] * (first - 1 - prompt)])
+    assert of.packed == [0] and not of.following.state
+    feed(of, cut(new, first - 1, first), start=first - 1)
+    assert of.packed == [of.block]
+    made = {n: t.clone() for n, t in of.following.state.items()}
+    for field, tensor in observed(name, of, new[2], 0, first).items():
+        assert torch.equal(made[field], tensor)
+    feed(of, cut(new, first), start=first)  # and stays
+    assert all(torch.equal(made[n], t) for n, t in of.following.state.items())
+    assert of.following.ring is None
