@@ -72,8 +72,6 @@ baselines: $(STAMP) artefacts
 	$(if $(WIKI),,$(error WIKI is missing: make baselines WIKI=wiki.test.raw))
 	$(BIN)/kvfold compare --text $(WIKI) --prefix 1024 --tokens 256 --new-tokens 8 $(ARTEFACTS) \
 		--json benchmarks/compare-baselines-wikitext.json --methods none kivi kivi:sink=1 kivi:bits=1 \
-		turboquant turboquant:center=false turboquant:bits=3 turboquant:bits=3,residual=true turboquant:bits=4 \
-		gear gear:rank=4 gear:outliers=0.02 zipcache zipcache:ratio=0.4 zipcache:group=32 \
 		kvquant:artefact=artefacts/kvquant-2.safetensors,outliers=0.0
 
 ablation: $(STAMP)
