@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,12 +16,15 @@ from kvfold.errors import KVFoldError
 from kvfold.terminal import (
     JSON_HELP,
     as_bytes,
+    complete_method,
     console,
     json_target,
     load,
     model_options,
     new_table,
     print_json,
+    say,
+    show,
     spread,
     write_json,
 )
@@ -91,7 +93,15 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("prompt")
-@click.option("--method", "spec", metavar="X", default="fold", show_default=True, help="Method of the cache.")
+@click.option(
+    "--method",
+    "spec",
+    metavar="X",
+    default="fold",
+    show_default=True,
+    shell_complete=complete_method,
+    help="Method of the cache.",
+)
 @model_options
 @click.option(
     "--max-new-tokens", metavar="N", type=int, default=128, show_default=True, help="Stop after so many tokens."
@@ -185,7 +195,15 @@ def generate(
 
 @cli.command()
 @model_options
-@click.option("--method", "spec", metavar="X", default="fold", show_default=True, help="Method to explain.")
+@click.option(
+    "--method",
+    "spec",
+    metavar="X",
+    default="fold",
+    show_default=True,
+    shell_complete=complete_method,
+    help="Method to explain.",
+)
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
 def explain(model: str | None, dtype: str | None, device: str | None, spec: str, json_path: str | None) -> None:
     """Say, layer by layer, what a method does to a model's cache, and what stays as it is."""
@@ -200,34 +218,10 @@ def explain(model: str | None, dtype: str | None, device: str | None, spec: str,
     if json_path == "-":
         print_json(plan.to_dict())
         return
-    table = new_table(f"{info.name} with {method}")
-    for name in ("layer", "kind", "folded", "keys", "values"):
-        table.add_column(name)
-    table.add_column("bits", justify="right")
-    for name in ("windows", "kernel", "why"):
-        table.add_column(name, overflow="fold")
-    for first, last, layer in _runs(plan.layers):
-        table.add_row(
-            str(first) if first == last else f"{first}-{last}",
-            layer.kind,
-            "yes" if layer.folded else "no",
-            layer.key_format,
-            layer.value_format,
-            f"{layer.effective_bits:.2f}",
-            _cell(layer.windows),
-            layer.kernel,
-            layer.reason,
-        )
-    console().print(table)
-    folded, full = plan.bytes_per_token, plan.full_bytes_per_token
-    click.echo(
-        f"{folded:,.0f} bytes per token once packed, {full:,.0f} in {info.dtype}: "
-        f"{full / max(folded, 1e-9):.2f}x smaller; context up to {info.max_context or 'unknown'} tokens"
-    )
-    left = [layer.layer_idx for layer in plan.layers if not layer.folded]
-    click.echo(f"not folded: {'layers ' + ', '.join(map(str, left)) if left else 'nothing'}")
-    for note in plan.notes:
-        click.echo(f"note: {note}")
+    show(plan.sheet(f"{info.name} with {method}"))
+    for line in plan.summary():
+        say(line)
+    say(f"context up to {info.max_context or 'unknown'} tokens")
 
 
 @cli.command("methods")
@@ -306,16 +300,6 @@ def _prompt_inputs(tokenizer: Any, prompt: str, raw: bool) -> Any:
         message = [{"role": "user", "content": prompt}]
         return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     return tokenizer(prompt, return_tensors="pt")
-
-
-def _runs(layers: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
-    """Neighbouring layers that differ in nothing but their index, as (first, last, layer)."""
-    start = 0
-    for i, layer in enumerate(layers):
-        following = layers[i + 1] if i + 1 < len(layers) else None
-        if following is None or dataclasses.replace(following, layer_idx=layer.layer_idx) != layer:
-            yield layers[start].layer_idx, layer.layer_idx, layer
-            start = i + 1
 
 
 def _cell(value: Any) -> str:

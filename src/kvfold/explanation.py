@@ -1,7 +1,9 @@
 """What folding a model with a method would do, layer by layer, without running it."""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -12,6 +14,7 @@ from kvfold.cache import choose_encoder
 from kvfold.formats import Format, PagedFormat
 from kvfold.formats.paged import plain
 from kvfold.methods import DEFAULT_METHOD, Method, get
+from kvfold.sheet import Column, Sheet
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,70 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Rows for all layers, bytes per token in the packed part and in full precision, and notes on what does not fit."""
+    """Rows for all layers, bytes per token in the packed part and in full precision (in ``dtype``, the model's), and notes on
+    what does not fit.
+
+    ``print`` shows it as a table, as wide as the terminal; so do notebooks.
+    """
 
     method: str
     layers: list[LayerReport]
     bytes_per_token: float
     full_bytes_per_token: float
     notes: list[str]
+    dtype: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
         return dataclasses.asdict(self)
+
+    def sheet(self, title: str = "") -> Sheet:
+        """A row for every run of layers that are treated alike."""
+        columns = [
+            Column("layers", key=True),
+            Column("kind", wraps=True, rank=4, below=True),
+            Column("folded", rank=2, below=True),
+            Column("keys", wraps=True),
+            Column("values", wraps=True),
+            Column("bits", right=True),
+            Column("windows", wraps=True, rank=3, below=True),
+            Column("kernel", rank=1, below=True),
+            Column("why", wraps=True, rank=5, below=True),
+        ]
+        sheet = Sheet(columns, title or self.method)
+        for first, last, row in _runs(self.layers):
+            layers = str(first) if first == last else f"{first}-{last}"
+            folded, bits = "yes" if row.folded else "no", f"{row.effective_bits:.2f}"
+            stored = (row.key_format, row.value_format, bits, row.windows, row.kernel, row.reason)
+            sheet.add(layers, row.kind, folded, *stored)
+        return sheet
+
+    def summary(self) -> list[str]:
+        """Sentences that follow the table: bytes per token, layers that are not folded, notes."""
+        folded, full = self.bytes_per_token, self.full_bytes_per_token
+        left = [str(layer.layer_idx) for layer in self.layers if not layer.folded]
+        return [
+            f"{folded:,.0f} bytes per token once packed, {full:,.0f} in {self.dtype or 'full precision'}: "
+            f"{full / max(folded, 1e-9):.2f}x smaller",
+            f"not folded: {'layers ' + ', '.join(left) if left else 'nothing'}",
+            *(f"note: {note}" for note in self.notes),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join([self.sheet().text(), "", *self.summary()])
+
+    def _repr_html_(self) -> str:
+        return self.sheet().html() + "".join(f"<p>{escape(line)}</p>" for line in self.summary())
+
+
+def _runs(layers: Sequence[LayerReport]) -> Iterator[tuple[int, int, LayerReport]]:
+    """Neighbouring layers that differ in nothing but their index, as (first, last, layer)."""
+    start = 0
+    for i, layer in enumerate(layers):
+        following = layers[i + 1] if i + 1 < len(layers) else None
+        if following is None or dataclasses.replace(following, layer_idx=layer.layer_idx) != layer:
+            yield layers[start].layer_idx, layer.layer_idx, layer
+            start = i + 1
 
 
 def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Explanation:
@@ -121,4 +177,4 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
         notes.append("keys are stored before RoPE and rotated as they are read")
     if tables:
         notes.append(f"tables shared by all sequences: {sum(tables.values()):,} bytes")
-    return Explanation(str(method), rows, packed, full, notes)
+    return Explanation(str(method), rows, packed, full, notes, str(model.dtype).removeprefix("torch."))

@@ -11,24 +11,25 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvfold.errors import KVFoldError
+from kvfold.sheet import Column, Sheet
 from kvfold.terminal import (
     JSON_HELP,
     as_bytes,
-    console,
+    complete_method,
     json_target,
     load,
     model_options,
-    new_table,
     print_json,
+    say,
+    show,
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kvfold.evaluation.compare import Job
     from kvfold.evaluation.domains import DomainRow, Mean
     from kvfold.evaluation.schema import Header, Row
 
+MORE = "a wider terminal, a pipe or --json has them"
 RESUME = JSON_HELP + " A killed run with a FILE goes on where it stopped."
 
 
@@ -39,6 +40,7 @@ RESUME = JSON_HELP + " A killed run with a FILE goes on where it stopped."
     "specs",
     metavar="A B ...",
     multiple=True,
+    shell_complete=complete_method,
     help="Methods to compare, one or more after the flag.  [default: one row of every method]",
 )
 @click.option(
@@ -126,9 +128,9 @@ def compare(
     if json_path == "-":
         print_json(result.to_dict())
         return
-    console().print(_compare_table(result.header, result.rows))
+    show(_compare_table(result.header, result.rows))
     for line in _compare_notes(result.header, result.rows):
-        click.echo(line)
+        say(line)
     if target:
         click.echo(f"written: {target}")
 
@@ -140,6 +142,7 @@ def compare(
     "specs",
     metavar="A B ...",
     multiple=True,
+    shell_complete=complete_method,
     help="Methods to score.  [default: none, kivi at 1 and 2 bits]",
 )
 @click.option("--artefacts", metavar="DIR", help="Also score the methods of all artefacts in DIR made for the model.")
@@ -230,13 +233,13 @@ def domains(
     if json_path == "-":
         print_json(run.to_dict(header, rows))
         return
-    console().print(_domains_table(header, rows))
-    click.echo(
+    show(_domains_table(header, rows))
+    say(
         f"{windows} windows a text, {_counts(header.prefixes)} tokens prefilled and {tokens} scored; {header.dtype}, "
         f"{header.device}; bits: without the tables that all sequences share"
     )
     for line in _untested(rows, chosen):
-        click.echo(line)
+        say(line)
     if target:
         click.echo(f"written: {target}")
 
@@ -357,16 +360,24 @@ class _DomainsProgress:
         )
 
 
-def _compare_table(header: Header, rows: Sequence[Row]) -> Table:
+def _compare_table(header: Header, rows: Sequence[Row]) -> Sheet:
     several = len(header.prefixes) > 1
     graphs = any(row.decode_path == "graph" for row in rows)
-    table = new_table()
-    if several:
-        table.add_column("prefix", justify="right", no_wrap=True)
-    table.add_column("method", overflow="fold", style="bold")  # an artefact's path may be long
-    speeds = ("prefill tok/s", "decode tok/s", *(["by"] if graphs else []), "s")
-    for name in ("bits", "cache", "smaller", "ppl", "kld", "top-1", *speeds):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = [Column("prefix", right=True, key=True)] if several else []
+    columns += [
+        Column("method", wraps=True, key=True),
+        Column("bits", right=True),
+        Column("cache", right=True, rank=1),
+        Column("smaller", right=True, rank=4),
+        Column("ppl", right=True, rank=2),
+        Column("kld", right=True),
+        Column("top-1", right=True),
+        Column("prefill tok/s", right=True, rank=5),
+        Column("decode tok/s", right=True, rank=3),
+        *([Column("by", right=True, rank=6)] if graphs else []),
+        Column("s", right=True, rank=7),
+    ]
+    sheet = Sheet(columns, more=MORE)
     for prefix, group in groupby(rows, lambda row: row.prefix):
         for i, row in enumerate(group):
             quality = (
@@ -379,15 +390,15 @@ def _compare_table(header: Header, rows: Sequence[Row]) -> Table:
                 "-" if row.effective_bits is None else f"{row.effective_bits:.2f}",
                 as_bytes(row.cache_bytes),
                 f"{row.full_cache_bytes / max(row.cache_bytes, 1):.2f}x",
-                *(quality if row.tested else ("not tested", "-", "-")),
+                *(quality if row.tested else ("-", "not tested", "-")),
                 f"{row.prefill_tokens_per_s:.0f}",
                 f"{row.decode_tokens_per_s:.1f}",
                 *([row.decode_path.partition(":")[0]] if graphs else []),
                 f"{row.seconds:.1f}",
             )
-            table.add_row(*([f"{prefix:,}" if not i else ""] if several else []), *cells)
-        table.add_section()
-    return table
+            sheet.add(*([f"{prefix:,}" if not i else ""] if several else []), *cells)
+        sheet.end_section()
+    return sheet
 
 
 def _compare_notes(header: Header, rows: Sequence[Row]) -> list[str]:
@@ -439,17 +450,14 @@ def _untested(rows: Sequence[Row] | Sequence[DomainRow], chosen: Sequence[Any], 
     return list(lines.values())
 
 
-def _domains_table(header: Header, rows: Sequence[DomainRow]) -> Table:
+def _domains_table(header: Header, rows: Sequence[DomainRow]) -> Sheet:
     from kvfold.evaluation.domains import means
 
     several = len(header.prefixes) > 1
-    table = new_table(f"{header.model}: KL divergence / top-1 agreement (exact answers)")
-    if several:
-        table.add_column("prefix", justify="right", no_wrap=True)
-    table.add_column("method", style="bold", overflow="fold")
-    table.add_column("bits", justify="right")
-    for name in dict.fromkeys(row.domain for row in rows):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = [Column("prefix", right=True, key=True)] if several else []
+    columns += [Column("method", wraps=True, key=True), Column("bits", right=True, rank=1)]
+    columns += [Column(name, right=True, wraps=True) for name in dict.fromkeys(row.domain for row in rows)]
+    sheet = Sheet(columns, f"{header.model}: KL divergence / top-1 agreement (exact answers)", MORE)
     for prefix in header.prefixes:
         here = [row for row in rows if row.prefix == prefix]
         bits = {row.method: row.bits_without_tables for row in here}
@@ -457,9 +465,9 @@ def _domains_table(header: Header, rows: Sequence[DomainRow]) -> Table:
         for i, (method, by_domain) in enumerate(means(here).items()):
             cells = ["not tested" if (method, d) in untested else _mean_cell(m) for d, m in by_domain.items()]
             shown = "-" if bits[method] is None else f"{bits[method]:.2f}"
-            table.add_row(*([f"{prefix:,}" if not i else ""] if several else []), method, shown, *cells)
-        table.add_section()
-    return table
+            sheet.add(*([f"{prefix:,}" if not i else ""] if several else []), method, shown, *cells)
+        sheet.end_section()
+    return sheet
 
 
 def _mean_cell(mean: Mean) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,8 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from kvfold.sheet import Sheet
 
 JSON_HELP = "Also write the result to FILE as JSON; - prints it instead of the table."
 LISTS = ("--methods", "--prefix", "--domains")
@@ -29,6 +33,29 @@ def spread(arguments: Sequence[str], flags: Sequence[str] = LISTS) -> list[str]:
             found.append(flag)
         found.append(argument)
     return found
+
+
+METHOD_NAMES = (
+    "none",
+    "fold",
+    "kivi",
+    "squat",
+    "squat_pre",
+    "innerq",
+    "qjl",
+    "commvq",
+    "turboquant",
+    "gear",
+    "zipcache",
+    "kvquant",
+    "vqllm",
+)
+"""For completion in shells, which loads no method."""
+
+
+def complete_method(_context: Any, _parameter: Any, begun: str) -> list[str]:
+    """Names that a shell offers after ``--method``."""
+    return [name for name in METHOD_NAMES if name.startswith(begun)]
 
 
 def model_options(command: Any) -> Any:
@@ -83,13 +110,25 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
 
 
-def console() -> Console:
-    """Standard output."""
+def console(width: int | None = None) -> Console:
+    """Standard output; where it is a file or a pipe, which have no width, as wide as said: rather long lines than cut words."""
     from rich.console import Console
 
     found = Console(highlight=False)
-    # A file or a pipe has no width: rather long lines than cut words.
-    return found if found.is_terminal else Console(highlight=False, width=140)
+    return found if found.is_terminal else Console(highlight=False, width=width or 140)
+
+
+def show(sheet: Sheet) -> None:
+    """Print a table, fitted to the terminal; in full where there is none."""
+    console(sheet.natural_width).print(sheet, "", sep="\n", end="")
+
+
+def say(line: str) -> None:
+    """Print a sentence, broken between words on a terminal, in one line elsewhere."""
+    if sys.stdout.isatty():
+        width = max(console().width, 20)
+        line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    click.echo(line)
 
 
 def new_table(title: str | None = None) -> Table:
