@@ -11,11 +11,11 @@ from transformers import DynamicCache
 
 import kvfold
 from helpers import llama, prompt
-from kvfold import models
+from kvfold import files, models
 from kvfold.errors import KVFoldError
 from kvfold.evaluation import Row, Text, compare, domains, load_text, reference, score, windows
 from kvfold.evaluation.compare import encode
-from kvfold.evaluation.schema import Sidecar, check_writable, read_row, write_json
+from kvfold.evaluation.schema import Sidecar, read_row, write_json
 from tiny_model import byte_tokenizer, tiny_llama
 
 PREFIX, TOKENS = 320, 96
@@ -513,10 +513,10 @@ def test_writing_replaces_a_result_in_one_step(tmp_path):
 
 def test_paths_that_cannot_be_written_are_found_before_the_work(tmp_path):
     with pytest.raises(KVFoldError, match=r"json: .* is a folder"):
-        check_writable(tmp_path)
+        files.check(tmp_path, "json")
     with pytest.raises(KVFoldError, match="json: there is no folder"):
-        check_writable(tmp_path / "no" / "out.json")
-    check_writable(tmp_path / "out.json")
+        files.check(tmp_path / "no" / "out.json", "json")
+    files.check(tmp_path / "out.json", "json")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,6 +5,20 @@ class KVFoldError(ValueError):
     """Base of every error that a wrong input can cause; the command line turns it into exit status 2."""
 
 
+class OutputError(KVFoldError):
+    """A result could not be written where it was asked for; the command line exits with status 1.
+
+    Attributes
+    ----------
+    result
+        What could not be written, for whoever can still show it.
+    """
+
+    def __init__(self, message: str, result: object = None) -> None:
+        super().__init__(message)
+        self.result = result
+
+
 class MethodError(KVFoldError):
     """A method's name, option or value is not one of the allowed ones, or does not fit the model's shapes."""
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvfold import files
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -89,12 +91,10 @@ def load(model: str | None, dtype: str | None, device: str | None) -> Any:
 
 def json_target(path: str | None) -> Path | None:
     """The file that ``--json`` names, or None; fails now if it could not be written later."""
-    from kvfold.evaluation.schema import check_writable
-
     if path is None or path == "-":
         return None
     target = Path(path).expanduser()
-    check_writable(target)
+    files.check(target, "json")
     return target
 
 

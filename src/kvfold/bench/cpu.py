@@ -243,10 +243,10 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     model, _, info = load(args.model, dtype=args.dtype, device="cpu")
     rows = measure(model, info.name, chosen, args.context, args.turns, args.kernel)
-    if args.rows is not None:
-        append(args.rows, rows)
     for row in rows:
         show(row, line(row), args.json)
+    if args.rows is not None:
+        append(args.rows, rows)
     return 0
 
 

@@ -236,10 +236,10 @@ def main(argv: list[str] | None = None) -> int:
         kvfold.methods.get(method)
     need_gpu("decode")
     rows = measure(args.model, args.batch, args.context, chosen)
-    if args.rows is not None:
-        append(args.rows, rows)
     for row in rows:
         show(row, line(row), args.json)
+    if args.rows is not None:
+        append(args.rows, rows)
     return 0
 
 

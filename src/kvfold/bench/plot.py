@@ -1,15 +1,17 @@
 """Draw the committed rows: speed against context, percent of the byte floor, memory and throughput against batch."""
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvfold import files
 from kvfold.bench.matvec import LAYOUTS, MODELS, SIDES
 from kvfold.bench.memory import PLAIN, STATIC
 from kvfold.bench.rows import latest, of_last_commit, read, script
-from kvfold.errors import KVFoldError
+from kvfold.errors import KVFoldError, OutputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -236,10 +238,16 @@ def draw(names: Sequence[str], folder: Path = ROWS, out: Path = OUT, form: str =
     with plt.rc_context(STYLE):
         for name in names:
             figure = PLOTS[name](plt, folder)
-            out.mkdir(parents=True, exist_ok=True)
             path = out / f"{name}.{form}"
-            figure.savefig(path, format=form, dpi=130, metadata={"Date": None} if form == "svg" else {"Software": None})
+            metadata = {"Date": None} if form == "svg" else {"Software": None}
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format=form, dpi=130, metadata=metadata)
             plt.close(figure)
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                files.write(path, drawn.getvalue())
+            except OSError as error:
+                raise OutputError(f"out: cannot write {path}: {error.strerror or error}") from error
             written.append(path)
     return written
 

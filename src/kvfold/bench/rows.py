@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import io
 import json
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 
-from kvfold.errors import KVFoldError
+from kvfold import files
+from kvfold.errors import KVFoldError, OutputError
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def options(name: str, text: str | None, rows: Path) -> argparse.ArgumentParser:
     """The parser of a benchmark's command line, with what all have: ``--json`` and ``--rows``."""
     parser = argparse.ArgumentParser(prog=f"kvfold bench {name}", description=(text or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of the table")
-    parser.add_argument("--rows", type=Path, help=f"CSV file to append rows to, such as {rows}")
+    parser.add_argument("--rows", action=RowsFile, metavar="FILE", help=f"CSV file to append rows to, such as {rows}")
     return parser
 
 
@@ -104,7 +106,7 @@ def script(main: Callable[[], int]) -> int:
         return main()
     except KVFoldError as error:
         print(error, file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OutputError) else 2
 
 
 def progress(text: str) -> None:
@@ -125,6 +127,18 @@ def need_gpu(benchmark: str) -> torch.device:
     return torch.device("cuda")
 
 
+class RowsFile(argparse.Action):
+    """A file to append to: refused before anything is measured where that cannot be."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
+        path = Path(str(values)).expanduser()
+        if path.name and not path.parent.exists():  # made when there are rows
+            files.check(next(p for p in path.parents if p.exists()) / path.name, "rows")
+        else:
+            files.check(path, "rows")
+        setattr(namespace, self.dest, path)
+
+
 def append(path: Path, rows: Sequence[Any]) -> None:
     """Append rows, dataclasses of one kind, to a CSV file; its header is written when the file is new.
 
@@ -132,23 +146,46 @@ def append(path: Path, rows: Sequence[Any]) -> None:
     ------
     KVFoldError
         If the file's header names other columns: its rows and these would be mixed up.
+    OutputError
+        If it cannot be written; it is then as it was, and the message has the rows.
     """
     if not rows:
         return
     names = [f.name for f in fields(rows[0])]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists() or not path.stat().st_size
-    if not new:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    for row in rows:
+        writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
+    lines, head = text.getvalue(), ",".join(names) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if files.is_stream(path):
+            new = path not in _begun
+            _begun.add(path)
+        else:
+            found = _columns(path)
+            new = not found
+            if found and found != names:
+                raise KVFoldError(f"rows: {path} has other columns than this benchmark; allowed: {', '.join(names)}")
+        files.append(path, (head if new else "") + lines)
+    except OSError as error:
+        why = f"rows: cannot write {path}: {error.strerror or error}"
+        raise OutputError(f"{why}; not in it: {' '.join(lines.splitlines())}", list(rows)) from error
+
+
+_begun: set[Path] = set()
+"""Devices and pipes that have their header."""
+
+
+def _columns(path: Path) -> list[str]:
+    """What a CSV file's header names; nothing where the file is empty or not there."""
+    try:
         with path.open(newline="", encoding="utf-8") as file:
-            found = next(csv.reader(file))
-        if found != names:
-            raise KVFoldError(f"rows: {path} has other columns than this benchmark; allowed: {', '.join(names)}")
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
+            return next(csv.reader(file), [])
+    except FileNotFoundError:
+        return []
+    except (ValueError, csv.Error) as error:
+        raise KVFoldError(f"rows: {path} is not a CSV file ({error})") from None
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -157,13 +194,15 @@ def read(path: Path) -> list[dict[str, str]]:
     Raises
     ------
     KVFoldError
-        If there is no such file.
+        If there is no such file, or it is not one.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))
     except OSError as error:
         raise KVFoldError(f"rows: cannot read {path}: {error.strerror}") from None
+    except (ValueError, csv.Error) as error:
+        raise KVFoldError(f"rows: {path} is not a CSV file ({error})") from None
 
 
 def show(row: Any, text: str, as_json: bool) -> None:

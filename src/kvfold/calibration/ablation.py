@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from kvfold import files
 from kvfold.calibration.collect import Collector, LayerSample
 from kvfold.calibration.commvq import Schedule, learn_keys, learn_stage, learn_values
 from kvfold.calibration.run import HELD_OUT, windows_of
@@ -178,13 +179,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="also write the rows to this file")
     arguments = parser.parse_args(argv)
     from kvfold import models
-    from kvfold.evaluation.schema import check_writable, write_json
+    from kvfold.evaluation.schema import write_json
     from kvfold.evaluation.text import load_text
 
     try:
         target = Path(arguments.json) if arguments.json else None
         if target:
-            check_writable(target)
+            files.check(target, "json")
         texts = [load_text(path) for path in arguments.text]
         model, tokenizer, info = models.load(arguments.model, None, "cpu")
         windows = windows_of(tokenizer, texts, arguments.tokens, PLAIN.window)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +19,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
+from kvfold import files
 from kvfold.errors import KVFoldError
 
 SCHEMA = 2
@@ -192,20 +191,12 @@ def save(artefact: Artefact, path: Path) -> None:
     ArtefactError
         If it cannot be written.
     """
+    tensors = {key: t.contiguous() for key, t in artefact.tensors.items()}
+    metadata = {KEY: json.dumps(artefact.metadata(), sort_keys=True)}
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(descriptor)
-        try:
-            tensors = {key: t.contiguous() for key, t in artefact.tensors.items()}
-            save_file(tensors, name, metadata={KEY: json.dumps(artefact.metadata(), sort_keys=True)})
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(name, 0o666 & ~mask)
-            os.replace(name, path)
-        finally:
-            Path(name).unlink(missing_ok=True)
-    except OSError as error:
-        raise ArtefactError(f"artefact: cannot write {path}: {error.strerror or error}") from error
+        files.write(path, lambda name: save_file(tensors, name, metadata=metadata))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ArtefactError(f"artefact: cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def check_target(path: Path, force: bool = False) -> None:
@@ -214,10 +205,14 @@ def check_target(path: Path, force: bool = False) -> None:
     Raises
     ------
     ArtefactError
-        If it is a folder, its folder does not exist, or it exists and ``force`` is false.
+        If it is a folder or device, nothing can be written there, or it exists and ``force`` is false.
     """
-    if path.is_dir() or not path.parent.is_dir():
-        raise ArtefactError(f"out: {path} is a folder, or its folder does not exist; give a file name")
+    try:
+        files.check(path, "out")
+    except KVFoldError as error:
+        raise ArtefactError(str(error)) from None
+    if files.is_stream(path):
+        raise ArtefactError(f"out: {path} is a device or pipe, and an artefact is read again; give a file name")
     if not path.exists() or force:
         return
     try:
@@ -344,7 +339,10 @@ def push(path: Path, target: str, token: str | None = None) -> str:
     read(path)
     folder = Path(target).expanduser()
     if folder.is_dir():
-        shutil.copyfile(path, folder / FILE_NAME)
+        try:
+            files.write(folder / FILE_NAME, lambda name: shutil.copyfile(path, name))
+        except OSError as error:
+            raise ArtefactError(f"artefact: cannot write in {folder}: {error.strerror or error}") from error
         return str(folder)
     if folder.is_absolute() or target.startswith((".", "~")) or target.count("/") != 1:
         raise ArtefactError(f"artefact: {target} is neither an existing folder nor a hub id (owner/name)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvfold.errors import KVFoldError
+from kvfold import files
+from kvfold.errors import KVFoldError, OutputError
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class State:
             self.remove()
         try:
             folder.mkdir(exist_ok=True)
-            about.write_text(json.dumps(identity), encoding="utf-8")
+            files.write(about, json.dumps(identity))
         except OSError as error:
             raise KVFoldError(f"out: cannot write {folder}: {error.strerror or error}") from error
 
@@ -63,14 +63,12 @@ class State:
 
     def save(self, name: str, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
         """Write tensors, and what is known of them, in one step."""
-        part = self.path(name).with_suffix(".part")
+        # safetensors stores no empty file
+        kept = {"about": torch.zeros(1), **{n: t.contiguous() for n, t in tensors.items()}}
         try:
-            # safetensors stores no empty file
-            kept = {"about": torch.zeros(1), **{n: t.contiguous() for n, t in tensors.items()}}
-            save_file(kept, part, metadata={"about": json.dumps(about)})
-            os.replace(part, self.path(name))
+            files.write(self.path(name), lambda part: save_file(kept, part, metadata={"about": json.dumps(about)}))
         except (OSError, safetensors.SafetensorError) as error:
-            raise KVFoldError(f"out: cannot write {part}: {error}") from error
+            raise OutputError(f"out: cannot write {self.path(name)}: {error}; finished layers are kept") from error
 
     def about(self, name: str) -> dict[str, Any] | None:
         """What is known of saved tensors; None where they are missing or damaged."""
@@ -107,7 +105,7 @@ class State:
     def remove(self) -> None:
         """Delete the run's files and, if nothing else lies there, the folder."""
         if self.folder.is_dir():
-            for pattern in ("run.json", "*.safetensors", "*.part"):
+            for pattern in ("run.json", "*.safetensors", ".kvfold-*"):
                 for path in self.folder.glob(pattern):
                     path.unlink()
             with contextlib.suppress(OSError):

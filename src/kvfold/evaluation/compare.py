@@ -140,6 +140,8 @@ def compare(
     ------
     KVFoldError
         A method, the text or a count does not fit the model. All are tried before the first is run.
+    OutputError
+        The result cannot be written; it carries the :class:`Comparison`, and the rows stay beside the file.
     """
     import kvfold
     from kvfold import methods as registry
@@ -162,7 +164,7 @@ def compare(
         new_tokens=new_tokens,
         seed=seed,
     )
-    sidecar = Sidecar.of(json_path, Row) if json_path else None
+    sidecar = Sidecar.of(json_path, Row)
     kept = sidecar.start(header) if sidecar else {}
     jobs: list[Job] = [(name, length) for length in pieces for name in specs]
     done = {(row.method, row.prefix): row for row in kept.values() if (row.method, row.prefix) in jobs}
@@ -189,8 +191,9 @@ def compare(
             if on_row is not None:
                 on_row(row)
     result = Comparison(header, [done[job] for job in jobs])
-    if json_path is not None and sidecar is not None:
-        write_json(json_path, result.to_dict())
+    if json_path is not None:
+        write_json(json_path, result.to_dict(), result)
+    if sidecar is not None:
         sidecar.remove()
     return result
 

@@ -115,6 +115,8 @@ def run(
     ------
     KVFoldError
         A method does not fit the model. All are tried before the first is run.
+    OutputError
+        The result cannot be written; it carries header and rows, and the rows stay beside the file.
     """
     import kvfold
     from kvfold import methods as registry
@@ -139,7 +141,7 @@ def run(
         new_tokens=0,
         seed=seed,
     )
-    sidecar = Sidecar.of(json_path, DomainRow) if json_path else None
+    sidecar = Sidecar.of(json_path, DomainRow)
     done = sidecar.start(header) if sidecar else {}
     wanted = [_key(name, window) for window in windows for name in specs]
     done = {key: row for key, row in done.items() if key in set(wanted)}
@@ -169,8 +171,9 @@ def run(
             if on_row is not None:
                 on_row(done[key], len(done), len(wanted))
     rows = [done[key] for key in wanted]
-    if json_path is not None and sidecar is not None:
-        write_json(json_path, to_dict(header, rows))
+    if json_path is not None:
+        write_json(json_path, to_dict(header, rows), (header, rows))
+    if sidecar is not None:
         sidecar.remove()
     return header, rows
 

@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import tempfile
+import sys
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from kvfold.errors import KVFoldError
+from kvfold import files
+from kvfold.errors import KVFoldError, OutputError
 
 
 class Keyed(Protocol):
@@ -164,42 +164,24 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def check_writable(path: Path) -> None:
-    """Fail before the work, not after it, when a result could not be written.
+def write_json(path: Path, value: Any, result: object = None) -> None:
+    """Write a JSON file, as :func:`kvfold.files.write` does.
 
     Raises
     ------
-    KVFoldError
-        The folder is missing or cannot be written, or the path is a folder.
+    OutputError
+        It cannot be written; carries ``result``, or the value.
     """
-    if path.is_dir():
-        raise KVFoldError(f"json: {path} is a folder; give a file name")
-    if not path.parent.is_dir():
-        raise KVFoldError(f"json: there is no folder {path.parent}")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise KVFoldError(f"json: {path} is write-protected")
+    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
+        text.encode()
+    except UnicodeEncodeError:  # a name that is no text, such as a path in another encoding
+        text = json.dumps(value, indent=2, allow_nan=False)
+    try:
+        files.write(path, text + "\n")
     except OSError as error:
-        raise KVFoldError(f"json: cannot write in {path.parent}: {error.strerror}") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file in one step: readers see the old file or the new one, never half of it."""
-    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        # mkstemp makes private files; a result is an ordinary one.
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+        why = f"json: cannot write {path}: {error.strerror or error}"
+        raise OutputError(why, value if result is None else result) from error
 
 
 class Sidecar(Generic[RowType]):
@@ -209,10 +191,13 @@ class Sidecar(Generic[RowType]):
     """
 
     def __init__(self, path: Path, kind: type[RowType]) -> None:
-        self.path, self.kind = path, kind
+        self.path, self.kind, self.lost = path, kind, False
 
     @classmethod
-    def of(cls, json_path: Path, kind: type[RowType]) -> Sidecar[RowType]:
+    def of(cls, json_path: Path | None, kind: type[RowType]) -> Sidecar[RowType] | None:
+        """That of a result; None where there is no file for it to lie beside."""
+        if json_path is None or files.is_stream(json_path):
+            return None
         return cls(json_path.with_name(json_path.name + ".partial"), kind)
 
     @staticmethod
@@ -228,9 +213,14 @@ class Sidecar(Generic[RowType]):
         """Rows kept from a run with the same header, by key; starts afresh when there are none.
 
         A line that was cut short by the kill is dropped.
+
+        Raises
+        ------
+        KVFoldError
+            Nothing can be written there.
         """
         rows: dict[str, RowType] = {}
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, TypeError):
             lines = self.path.read_text(encoding="utf-8").splitlines()
             if lines and json.loads(lines[0]) == header.identity():
                 for line in lines[1:]:
@@ -238,14 +228,20 @@ class Sidecar(Generic[RowType]):
                     rows[row.key] = row
         kept = [header.identity(), *(dataclasses.asdict(row) for row in rows.values())]
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept)
-        self.path.write_text(text, encoding="utf-8")
+        try:
+            files.write(self.path, text)
+        except OSError as error:
+            raise KVFoldError(f"json: cannot keep rows in {self.path}: {error.strerror}") from error
         return rows
 
     def add(self, row: RowType) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(row), allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Keep a row. A run whose rows cannot be kept any more goes on, and says so once: it may still be printed."""
+        try:
+            files.append(self.path, json.dumps(dataclasses.asdict(row), allow_nan=False) + "\n")
+        except OSError as error:
+            if not self.lost:
+                print(f"kvfold: a row is not kept in {self.path.name}: {error.strerror}", file=sys.stderr)
+            self.lost = True
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
