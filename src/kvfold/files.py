@@ -54,7 +54,7 @@ def check(path: Path, field: str) -> None:
 
 
 def _check(path: Path, field: str) -> None:
-    if not path.name:
+    if path == Path():
         raise KVFoldError(f"{field}: {str(path)!r} names no file; give a file name")
     if (own := _descriptor(path)) is not None:
         import fcntl  # where there are descriptors by name
