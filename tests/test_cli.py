@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -103,11 +104,22 @@ def test_compare_takes_several_prefixes_and_says_where_nothing_was_tested(run, t
     assert rows[1]["tested"] == 0 and rows[1]["kld"] is None
     assert len(re.findall("not tested", out)) == 1
     assert "kivi after 64 tokens: nothing was tested: no scored token read anything packed" in out
-    assert "its windows hold 32 + 96 tokens" in out
+    assert "(its windows hold 32 + 96 tokens); give --prefix 160 or more" in out
     for row in (rows[0], *rows[2:]):
         assert re.search(rf"{re.escape(row['method'])} .*{row['ppl']:.3f}", out)
     status, out, _ = run(*arguments, "-")
     assert status == 0 and [row["kld"] for row in json.loads(out)["rows"]] == [row["kld"] for row in rows]
+
+
+def test_compare_says_once_that_nothing_was_tested(run, tiny):
+    arguments = ["compare", "--model", tiny, "--prefix", "64", "--tokens", "64", "--new-tokens", "4", "--methods"]
+    status, out, _ = run(*arguments, "fold", "kivi", "kivi:sink=0,recent=0")
+    assert status == 0 and len(re.findall("not tested", out)) == 2
+    (line,) = (line for line in out.splitlines() if "tested:" in line)
+    assert line == (
+        "fold, kivi after 64 tokens: nothing was tested: no scored token read anything packed "
+        "(their windows hold 32 + 96 tokens); give --prefix 160 or more"
+    )
 
 
 def test_the_table_says_what_was_decoded_in_a_graph():
@@ -221,12 +233,72 @@ def test_one_flag_takes_several_values(given, spread):
 
 
 def test_generate_streams_and_ends_with_what_it_saved(run, tiny):
-    status, out, err = run("generate", "Hello", "--model", tiny, "--method", "kivi:recent=0", "--max-new-tokens", "80")
+    arguments = ["generate", "Hello", "--model", tiny, "--method", "kivi:sink=0,recent=0", "--max-new-tokens", "80"]
+    status, out, err = run(*arguments)
     assert status == 0 and errors(err) == []
-    last = out.splitlines()[-1]
-    assert re.fullmatch(
-        r"\[kivi:recent=0\] \d+ tokens, [\d.]+ tokens/s; cache of \d+ tokens: .* instead of .*: [\d.]+x smaller", last
-    )
+    saved, ahead = out.splitlines()[-2:]
+    size = r".* instead of .* in float32: [\d.]+x smaller, [\d.]+x (smaller |larger )?than in 16 bits"
+    tokens = r"\[kivi:sink=0,recent=0\] \d+ tokens, [\d.]+ tokens/s; cache of \d+ tokens"
+    assert re.fullmatch(f"{tokens}: {size}", saved)
+    assert re.fullmatch(f"at 1,024 tokens: {size}", ahead)
+
+
+def test_generate_says_when_nothing_is_packed_yet_and_what_will_be(run, tiny):
+    status, out, _ = run("generate", "Hello", "--model", tiny, "--max-new-tokens", "8")
+    packed, ahead = out.splitlines()[-2:]
+    assert status == 0 and "tokens: nothing is packed yet, " in packed and "smaller" not in packed
+    assert re.fullmatch(r"packing begins at 160 tokens; at 1,024 tokens: .*: [\d.]+x smaller, .*", ahead)
+    _, out, _ = run("generate", "Hello", "--model", tiny, "--max-new-tokens", "8", "--method", "none")
+    assert "packing" not in out and "packed" not in out and out.splitlines()[-1].startswith("[none] ")
+
+
+def test_generate_json_has_bytes_and_bits(run, tiny):
+    def result(*more):
+        return json.loads(run("generate", "Hello", "--model", tiny, "--json", "-", *more)[1])
+
+    young = result("--max-new-tokens", "4")
+    assert young["packed_bytes"] == 0 and young["effective_bits"] is None and young["packs_at"] == 160
+    assert young["window_bytes"] > 0 and young["foretold"]["ratio_fp16"] > 1
+    later = result("--max-new-tokens", "80", "--method", "kivi:sink=0,recent=0")
+    assert later["packed_bytes"] > 0 and later["effective_bits"] == pytest.approx(3.0)
+    assert later["ratio_fp16"] == pytest.approx(later["fp16_cache_bytes"] / later["cache_bytes"])
+    assert later["kernel"] in kernels.REGISTRY and later["tokens_per_s"] > 0
+    assert later["cache_tokens"] == later["prompt_tokens"] + later["new_tokens"] - 1
+
+
+class Piped:
+    """Standard input that is not a terminal."""
+
+    def __init__(self, data):
+        self.buffer = io.BytesIO(data)
+
+    def isatty(self):
+        return False
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_generate_reads_its_prompt_from_standard_input(run, tiny, monkeypatch, arguments):
+    given = json.loads(run("generate", "Grüße", "--model", tiny, "--max-new-tokens", "8", "--json", "-")[1])
+    monkeypatch.setattr(sys, "stdin", Piped("Grüße\n".encode()))
+    status, out, _ = run("generate", *arguments, "--model", tiny, "--max-new-tokens", "8", "--json", "-")
+    assert status == 0 and json.loads(out)["text"] == given["text"]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [(b"", "prompt: it is empty"), (b" \n", "prompt: it is empty"), (b"a\xff", "not UTF-8 text .byte 1")],
+)
+def test_standard_input_that_is_no_prompt(run, tiny, monkeypatch, data, says):
+    monkeypatch.setattr(sys, "stdin", Piped(data))
+    status, out, err = run("generate", "--model", tiny)
+    assert status == 2 and out == "" and re.search(says, err) and len(errors(err)) == 1
+
+
+def test_a_prompt_is_not_waited_for_at_a_terminal(run, tiny, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Piped(b""))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    status, _, err = run("generate", "--model", tiny)
+    assert status == 2 and "prompt: there is none; give some text, or -" in err
 
 
 def test_generate_is_the_models_own_text_without_folding(run, tiny):
@@ -302,7 +374,6 @@ def test_raw_prompts_and_sampling(run, tiny):
         (["domains", "--prefix", "320", "--tokens", "5000"], f"tokens: .*context of {CONTEXT}"),
         (["generate", ""], "prompt: it is empty"),
         (["generate", " \n"], "prompt: it is empty"),
-        (["generate"], "'PROMPT'"),
         (["generate", "Hi", "--max-new-tokens", "0"], "max-new-tokens: 0"),
         (["generate", "Hi", "--max-new-tokens", "99999"], f"context of {CONTEXT}"),
         (["generate", "Hi", "--temperature", "-1"], "temperature: -1"),

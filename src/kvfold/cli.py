@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +14,7 @@ import kvfold
 from kvfold.errors import KVFoldError
 from kvfold.terminal import (
     JSON_HELP,
-    as_bytes,
+    Stream,
     complete_method,
     console,
     json_target,
@@ -23,6 +22,7 @@ from kvfold.terminal import (
     model_options,
     new_table,
     print_json,
+    prompt_text,
     say,
     show,
     spread,
@@ -92,7 +92,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("prompt")
+@click.argument("prompt", required=False)
 @click.option(
     "--method",
     "spec",
@@ -118,7 +118,7 @@ def cli() -> None:
 @click.option("--raw", is_flag=True, help="Continue the prompt as it stands, without the model's chat template.")
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
 def generate(
-    prompt: str,
+    prompt: str | None,
     spec: str,
     model: str | None,
     dtype: str | None,
@@ -129,14 +129,16 @@ def generate(
     raw: bool,
     json_path: str | None,
 ) -> None:
-    """Answer PROMPT with a folded cache, as a stream; then say speed, cache size and saving."""
+    """Answer PROMPT with a folded cache, as a stream; then say speed, cache size and saving.
+
+    Without PROMPT, or with -, it is read from standard input: echo Hello | kvfold generate
+    """
     import torch
 
-    from kvfold import methods
+    from kvfold import methods, sizes
     from kvfold.graph import decoding
 
-    if not prompt.strip():
-        raise KVFoldError("prompt: it is empty; give some text")
+    prompt = prompt_text(prompt)
     if max_new_tokens < 1:
         raise KVFoldError(f"max-new-tokens: {max_new_tokens}; give at least 1")
     if not 0 <= temperature < float("inf"):
@@ -159,14 +161,13 @@ def generate(
         sampling["pad_token_id"] = tokenizer.eos_token_id
     on_gpu = loaded.device.type == "cuda"
     cache = kvfold.fold(loaded, method, max_length=prompt_tokens + max_new_tokens if on_gpu else None)
-    streamer = _Stream(tokenizer, sys.stderr if json_path == "-" else sys.stdout)
+    streamer = Stream(tokenizer, sys.stderr if json_path == "-" else sys.stdout)
     graphs = decoding(loaded, cache, max_new_tokens, required=False) if on_gpu else nullcontext()
     with torch.inference_mode(), graphs as steps:
         output = loaded.generate(
             **inputs, past_key_values=cache, max_new_tokens=max_new_tokens, streamer=streamer, **sampling
         )
     new = output[0, prompt_tokens:]
-    sizes, full = cache.nbytes(), cache.full_nbytes()
     result = {
         "method": str(method),
         "model": info.name,
@@ -176,9 +177,7 @@ def generate(
         "text": tokenizer.decode(new, skip_special_tokens=True),
         "tokens_per_s": streamer.tokens_per_s(),
         "decoding": "step by step" if steps is None else str(steps),
-        "cache_tokens": int(cache.get_seq_length()),
-        "cache_bytes": int(sizes["total"]),
-        "full_cache_bytes": int(full),
+        **sizes.to_dict(cache, loaded.dtype, info.max_context),
     }
     if target:
         write_json(target, result)
@@ -186,11 +185,10 @@ def generate(
         print_json(result)
         return
     speed = "" if result["tokens_per_s"] is None else f", {result['tokens_per_s']:.1f} tokens/s"
-    click.echo(
-        f"\n[{method}] {len(new)} tokens{speed}; cache of {result['cache_tokens']} tokens: {as_bytes(sizes['total'])} "
-        f"instead of {as_bytes(full)} in {info.dtype}: {full / max(sizes['total'], 1):.2f}x smaller"
-        + (f"; {steps}" if steps is not None else "")
-    )
+    click.echo()
+    say(f"[{method}] {len(new)} tokens{speed}; {sizes.said(cache, loaded.dtype)}" + (f"; {steps}" if steps else ""))
+    if ahead := sizes.ahead(cache, loaded.dtype, info.max_context):
+        say(ahead)
 
 
 @cli.command()
@@ -264,35 +262,6 @@ def list_methods(json_path: str | None) -> None:
     click.echo(
         "bits: effective bits per cached value with the defaults, head_dim 128, everything but the windows included"
     )
-
-
-class _Stream:
-    """Prints tokens as words as they come, and keeps the times of the decode steps."""
-
-    def __init__(self, tokenizer: Any, file: Any) -> None:
-        from transformers import TextStreamer
-
-        self.times: list[float] = []
-        self.file = file
-        outer = self
-
-        class Printer(TextStreamer):
-            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                print(text, end="\n" if stream_end else "", file=outer.file, flush=True)
-
-        self.printer = Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-    def put(self, value: Any) -> None:
-        self.times.append(time.perf_counter())
-        self.printer.put(value)
-
-    def end(self) -> None:
-        self.printer.end()
-
-    def tokens_per_s(self) -> float | None:
-        """Decode speed: the prompt and the first token, which the prefill makes, are left out."""
-        steps = self.times[1:]
-        return (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 else None
 
 
 def _prompt_inputs(tokenizer: Any, prompt: str, raw: bool) -> Any:

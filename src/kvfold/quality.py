@@ -431,23 +431,27 @@ def _compare_notes(header: Header, rows: Sequence[Row]) -> list[str]:
 
 
 def _untested(rows: Sequence[Row] | Sequence[DomainRow], chosen: Sequence[Any], tokens: int | None = None) -> list[str]:
-    """A line for every method and prefix where no scored token, or not all, read anything packed."""
-    lines = {}
+    """Lines that say after which prefix which methods' scored tokens, none of them or not all, read anything packed."""
     methods = {str(method): method for method in chosen}
+    found: dict[tuple[int, int, int, int, int], dict[str, int]] = {}
     for row in rows:
         count = tokens if tokens is not None else row.tokens  # type: ignore[union-attr]
         if row.tested is None or row.tested >= count:
             continue
         method = methods[row.method]
-        why = f"its windows hold {method.sink} + {method.recent} tokens"
-        if not row.tested:
+        alike = (row.prefix, count, row.tested, method.sink, method.recent)
+        found.setdefault(alike, {})[row.method] = method.sink + method.recent + method.block
+    lines = []
+    for (prefix, count, tested, sink, recent), names in found.items():
+        what = f"only {tested} of {count} scored tokens read anything packed"
+        if not tested:
             what = "nothing was tested: no scored token read anything packed"
-        else:
-            what = f"only {row.tested} of {count} scored tokens read anything packed"
-        lines[row.method, row.prefix] = (
-            f"{row.method} after {row.prefix:,} tokens: {what} ({why}); give a longer --prefix"
+        whose = "its" if len(names) == 1 else "their"
+        lines.append(
+            f"{', '.join(names)} after {prefix:,} tokens: {what} ({whose} windows hold {sink} + {recent} tokens); "
+            f"give --prefix {max(names.values())} or more"
         )
-    return list(lines.values())
+    return lines
 
 
 def _domains_table(header: Header, rows: Sequence[DomainRow]) -> Sheet:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvfold import files
+from kvfold.errors import KVFoldError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,6 +89,56 @@ def load(model: str | None, dtype: str | None, device: str | None) -> Any:
 
     logging.set_verbosity_error()
     return models.load(model, dtype, device)
+
+
+def prompt_text(given: str | None) -> str:
+    """The prompt that was given, or standard input for none or ``-``.
+
+    Raises
+    ------
+    KVFoldError
+        It is empty or no text, or there is none: standard input is a terminal.
+    """
+    text = given
+    if given is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise KVFoldError("prompt: there is none; give some text, or - to read standard input")
+    if given is None or given == "-":
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise KVFoldError(f"prompt: standard input is not UTF-8 text (byte {error.start})") from None
+    if not text or not text.strip():
+        raise KVFoldError("prompt: it is empty; give some text")
+    return text if given == text else text.removesuffix("\n").removesuffix("\r")
+
+
+class Stream:
+    """A streamer for ``generate``: prints tokens as words as they come, and keeps the times of the decode steps."""
+
+    def __init__(self, tokenizer: Any, file: Any) -> None:
+        from transformers import TextStreamer
+
+        self.times: list[float] = []
+        self.file = file
+        outer = self
+
+        class Printer(TextStreamer):
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                print(text, end="\n" if stream_end else "", file=outer.file, flush=True)
+
+        self.printer = Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+        self.printer.put(value)
+
+    def end(self) -> None:
+        self.printer.end()
+
+    def tokens_per_s(self) -> float | None:
+        """Decode speed: the prompt and the first token, which the prefill makes, are left out."""
+        steps = self.times[1:]
+        return (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 else None
 
 
 def json_target(path: str | None) -> Path | None:
