@@ -582,11 +582,6 @@ def test_positions_that_jump_are_refused_where_they_matter(method):
         feed(of, tokens(1, 4), start=50)
 
 
-def test_offloading_is_refused():
-    with pytest.raises(NotImplementedError, match="offloading"):
-        layer("kivi").offload()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["constant", "zero", "huge", "tiny", "denormal"])
 @pytest.mark.parametrize("method", METHODS)

@@ -4,18 +4,20 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from kvfold.errors import CacheStateError, KVFoldError, MethodError, UnsupportedModelError
+from kvfold.errors import CacheFileError, CacheStateError, KVFoldError, MethodError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from kvfold.attention import fold, unfold
     from kvfold.cache import FoldedCache
     from kvfold.explanation import Explanation, explain
     from kvfold.methods import DEFAULT, Method
+    from kvfold.saving import load_cache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DEFAULT",
+    "CacheFileError",
     "CacheStateError",
     "Explanation",
     "FoldedCache",
@@ -25,6 +27,7 @@ __all__ = [
     "UnsupportedModelError",
     "explain",
     "fold",
+    "load_cache",
     "unfold",
 ]
 
@@ -36,6 +39,7 @@ _MODULES = {
     "explain": "explanation",
     "DEFAULT": "methods",
     "Method": "methods",
+    "load_cache": "saving",
 }
 
 

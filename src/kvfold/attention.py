@@ -206,7 +206,7 @@ def fold(
     if config._attn_implementation != IMPLEMENTATION:
         _previous[model] = config._attn_implementation
         model.set_attn_implementation(IMPLEMENTATION)
-    return FoldedCache(layers, method)
+    return FoldedCache(layers, method, model)
 
 
 def unfold(model: PreTrainedModel) -> None:

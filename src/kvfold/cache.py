@@ -7,9 +7,11 @@ anything is packed. How many are packed follows from n alone, so the content doe
 Packed storage is a list of slabs that are filled in place and never copied; a new slab is an eighth of what exists.
 """
 
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -163,6 +165,7 @@ class FoldedLayer(CacheLayerMixin):
         self.pending = False
         self.static: StaticLengths | None = None  # while a decode graph owns the layer
         self.static_boundary: torch.Tensor | None = None  # where the prompt ends, if groups' modes depend on it
+        self.home: torch.device | None = None  # while offloaded: where it belongs
         self.is_initialized = False
 
     # ---- Transformers' interface -------------------------------------------------------------------------------------
@@ -170,15 +173,19 @@ class FoldedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch = key_states.shape[0]
         self.dtype, self.device = key_states.dtype, key_states.device
-        formats = plain(self.key_format), self.value_format
-        self.kernel = kernels.choose(*formats, self.device, self.method.pre_rope, self.kernel_name, self.dtype).kernel
-        self.encoder = choose_encoder(self.method, self.spec, self.device)
+        self._choose()
         self.lens, self.packed, self.prompt = [0] * batch, [0] * batch, [0] * batch
         self.first_position, self.fixed = [0] * batch, [not self._of_sequence] * batch
         self.following.start(batch, self.dtype, self.device)
         self.sink = self._dense(batch, self.method.sink)
         self.ring = self._dense(batch, 0)
         self.is_initialized = True
+
+    def _choose(self) -> None:
+        """What attends and what encodes on the layer's device."""
+        formats = plain(self.key_format), self.value_format
+        self.kernel = kernels.choose(*formats, self.device, self.method.pre_rope, self.kernel_name, self.dtype).kernel
+        self.encoder = choose_encoder(self.method, self.spec, self.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -199,6 +206,11 @@ class FoldedLayer(CacheLayerMixin):
             self._own()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if key_states.device != self.device:
+            raise CacheStateError(
+                f"cache: layer {self.spec.layer_idx} lies on {self.device}, the model passes tensors on {key_states.device}; "
+                f"call cache.to({str(key_states.device)!r})"
+            )
         if key_states.shape[0] != len(self.lens):
             raise CacheStateError(f"cache: holds a batch of {len(self.lens)}, the model passes {key_states.shape[0]}")
         self.pending = True
@@ -266,11 +278,41 @@ class FoldedLayer(CacheLayerMixin):
         rows = torch.arange(len(self.lens))[indices.cpu()].tolist()
         self._select(rows, lambda t: t[indices.to(t.device), ...])
 
+    def to(self, device: torch.device | str | int) -> None:
+        """Move everything to a device; see :meth:`FoldedCache.to`."""
+        self._own()
+        if not self.is_initialized:
+            return
+        target = torch.empty(0, device=device).device
+        if target == self.device:
+            return
+        kernels.choose(  # where a kernel is insisted on that the device does not have, nothing moves
+            plain(self.key_format), self.value_format, target, self.method.pre_rope, self.kernel_name, self.dtype
+        )
+        for name in ("sink", "ring", "shared", "calls"):
+            setattr(self, name, moved(getattr(self, name), target))
+        for slab in self.slabs:
+            slab.keys, slab.values = moved(slab.keys, target), moved(slab.values, target)
+        if self.spec.rope is not None:
+            self.spec = replace(self.spec, rope=replace(self.spec.rope, inv_freq=self.spec.rope.inv_freq.to(target)))
+        following = self.following
+        following.spec, following.device = self.spec, target
+        following.state, following.ring = moved(following.state, target), moved(following.ring, target)
+        self.device = target
+        self._choose()
+
     def offload(self) -> None:
-        raise NotImplementedError("offloading a folded cache to the CPU is not supported")
+        """To the CPU; :meth:`prefetch` brings it back."""
+        if self.is_initialized and self.device.type != "cpu":
+            home = self.device
+            self.to("cpu")
+            self.home = home
 
     def prefetch(self) -> None:
-        return
+        """Back to where :meth:`offload` found it."""
+        if self.home is not None:
+            home, self.home = self.home, None
+            self.to(home)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -1002,6 +1044,33 @@ class FoldedLayer(CacheLayerMixin):
         return list(self.method.tables(self.spec, self.device).values()) if self.is_initialized else []
 
 
+def moved(value: Any, device: torch.device) -> Any:
+    """Tensors, also in tuples, lists and dicts, on another device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, device) for item in value)
+    return value
+
+
+class ModelReference:
+    """The model that a cache was folded for, without keeping it alive. A copy refers to the same model, a pickle to none."""
+
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        self.weak = None if model is None else weakref.ref(model)
+
+    def __call__(self) -> torch.nn.Module | None:
+        return None if self.weak is None else self.weak()
+
+    def __deepcopy__(self, memo: object) -> "ModelReference":
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return ModelReference, ()
+
+
 class FoldedCache(Cache):
     """A Transformers cache whose full-attention layers are folded; made by :func:`kvfold.fold`.
 
@@ -1010,11 +1079,67 @@ class FoldedCache(Cache):
     layers : list of cache layers
         One per layer of the model: :class:`FoldedLayer`, or Transformers' own where a layer stays in full precision.
     method : Method
+    model : Module or None
+        Whose cache it is; only :meth:`save` asks.
     """
 
-    def __init__(self, layers: "list[AnyLayer]", method: Method) -> None:
+    def __init__(self, layers: "list[AnyLayer]", method: Method, model: torch.nn.Module | None = None) -> None:
         super().__init__(layers=list(layers))
         self.method = method
+        self._model = ModelReference(model)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model that it was folded for; None when that is gone."""
+        return self._model()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what the cache holds to a safetensors file, in one step; :func:`kvfold.load_cache` reads it.
+
+        Stored are the tokens (no spare capacity), padding, what an encoder follows, the method, hashes of the model and of
+        what the method learned, and a checksum.
+
+        Parameters
+        ----------
+        path : str or path
+            Replaced if it exists.
+
+        Raises
+        ------
+        CacheFileError
+            If it cannot be written.
+        CacheStateError
+            If the model is gone, a call is under way, or a decode graph owns the cache.
+        """
+        from kvfold.saving import save
+
+        save(self, path)
+
+    def to(self, device: torch.device | str | int) -> "FoldedCache":
+        """Move the cache to a device, in place, and choose what attends and encodes there; returns itself.
+
+        ``cache.to("cpu")`` frees a GPU between two calls, ``cache.to(model.device)`` goes on. Content stays as it is, also the
+        order in which codes are packed: on a CPU the float32 reference reads what was packed for tensor cores.
+
+        Raises
+        ------
+        CacheStateError
+            For a dtype: windows have the model's, and codes none.
+        KVFoldError
+            If a kernel was insisted on that the device does not have.
+        """
+        if isinstance(device, torch.dtype):
+            raise CacheStateError(
+                f"cache: to({device}) is not allowed: windows have the model's dtype, and codes have none; allowed: a device"
+            )
+        target = torch.empty(0, device=device).device
+        for layer in self.layers:
+            if isinstance(layer, FoldedLayer):
+                layer.to(target)
+                continue
+            for name, value in vars(layer).items():
+                setattr(layer, name, target if isinstance(value, torch.device) else moved(value, target))
+        return self
 
     @property
     def folded(self) -> list[FoldedLayer]:

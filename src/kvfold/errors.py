@@ -29,3 +29,7 @@ class UnsupportedModelError(KVFoldError):
 
 class CacheStateError(KVFoldError):
     """A cache was used in a way that would read or write the wrong tokens."""
+
+
+class CacheFileError(KVFoldError):
+    """A saved cache cannot be found, read or written, is damaged, or belongs to another model or method."""

@@ -75,7 +75,7 @@ def weights_hash(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         some = parameter.detach().flatten()
-        some = some[:: max(1, -(-len(some) // SAMPLE))].to(torch.bfloat16).cpu()
+        some = some[:: max(1, -(-len(some) // SAMPLE))].to(torch.bfloat16).cpu().contiguous()
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -1,0 +1,535 @@
+"""Folded caches as files: what a prompt's prefill computed, kept for another process or another day.
+
+A file is safetensors, with one JSON text in its metadata: the method, the model's hashes, the versions, and what a layer
+counts. Only tokens are stored, no spare capacity. A checksum covers metadata and tensors. Nothing in a file is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import kvfold
+from kvfold.cache import FoldedCache, FoldedLayer, Slab
+from kvfold.calibration.artefact import checksum, config_hash, load_cached, weights_hash
+from kvfold.errors import CacheFileError, CacheStateError, KVFoldError
+from kvfold.formats import Format, PagedFormat
+from kvfold.methods import Method, get
+from kvfold.methods.learned import LearnedMethod
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SCHEMA = 1
+"""Raised whenever a file's layout, or the meaning of any format's bytes, changes."""
+
+KEY = "kvfold_cache"
+
+COUNTS = ("columns", "lens", "packed", "prompt", "first_position", "fixed", "newest", "longest", "recording")
+"""What a layer counts on the host."""
+
+SIDES = ("key", "value")
+
+Tensors = dict[str, torch.Tensor]
+
+
+# ---- entry points ----------------------------------------------------------------------------------------------------
+
+
+def save(cache: FoldedCache, path: str | os.PathLike[str]) -> None:
+    """Write a folded cache to a file, in one step; see :meth:`kvfold.FoldedCache.save`."""
+    model = cache.model
+    if model is None:
+        raise CacheStateError(
+            "cache: the model that it was folded for is gone, so the file could not say whose it is; save while the model "
+            "exists"
+        )
+    tensors: Tensors = {}
+    layers = [_described(layer, f"layers.{i}.", tensors) for i, layer in enumerate(cache.layers)]
+    fields = {
+        "schema": SCHEMA,
+        "method": str(cache.method),
+        "artefacts": _artefacts(cache),
+        "model": _identity(model),
+        "versions": {
+            "kvfold": kvfold.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "layers": layers,
+    }
+    tensors = {name: t.contiguous() for name, t in tensors.items()}
+    fields["sha256"] = checksum(fields, tensors)
+    _write(Path(path).expanduser(), tensors, {KEY: json.dumps(fields, sort_keys=True)})
+
+
+def load_cache(
+    path: str | os.PathLike[str],
+    model: PreTrainedModel,
+    method: str | Method | None = None,
+    *,
+    kernel: str | None = None,
+    max_length: int | None = None,
+) -> FoldedCache:
+    """Read a folded cache that :meth:`kvfold.FoldedCache.save` wrote, and fold ``model`` with its method.
+
+    What is read is what was saved, bit for bit: packed tokens, windows, an encoder's state, padding. Every layer lies on the
+    device of the model's layer. The model is switched to kvfold's attention as by :func:`kvfold.fold`; a cache that it was
+    folded with before is not touched.
+
+    Parameters
+    ----------
+    path : str or path
+    model : PreTrainedModel
+        The model that the cache was made with: the same configuration, weights and dtype.
+    method : str or Method, optional
+        Insist on this method. A learned method's artefact may lie elsewhere than it did: name its new place here.
+        None: the file's.
+    kernel : str or None
+        As for :func:`kvfold.fold`.
+    max_length : int or None
+        Lay packed storage out as one piece for this many tokens, as decode graphs need it. None: as it was saved.
+
+    Returns
+    -------
+    FoldedCache
+
+    Raises
+    ------
+    CacheFileError
+        If the file is missing, damaged, of a newer schema, or of another model, other weights, another dtype or method.
+    MethodError, UnsupportedModelError
+        As :func:`kvfold.fold`.
+
+    Examples
+    --------
+    >>> cache.save("prompt.safetensors")  # doctest: +SKIP
+    >>> cache = kvfold.load_cache("prompt.safetensors", model)  # doctest: +SKIP
+    """
+    path = Path(path).expanduser()
+    fields, tensors = read(path)
+    chosen = _method(path, fields, method)
+    _check_model(path, fields["model"], model)
+    _check_artefacts(path, fields["artefacts"], chosen)
+    told_length = next((layer["max_length"] for layer in fields["layers"] if layer["class"] == "folded"), None)
+    cache = kvfold.fold(model, chosen, kernel=kernel, max_length=max_length or told_length)
+    if len(cache.layers) != len(fields["layers"]):
+        raise CacheFileError(f"cache: {path} has {len(fields['layers'])} layers, the model {len(cache.layers)}")
+    devices = layer_devices(model, len(cache.layers))
+    for i, (layer, told) in enumerate(zip(cache.layers, fields["layers"], strict=True)):
+        try:
+            _restore(layer, told, f"layers.{i}.", tensors, devices[i], max_length or 0)
+        except KVFoldError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise CacheFileError(
+                f"cache: {path} is damaged: layer {i} does not fit together ({_first(error)})"
+            ) from error
+    return cache
+
+
+def read(path: Path) -> tuple[dict[str, Any], Tensors]:
+    """Metadata and tensors of a file that is whole.
+
+    Raises
+    ------
+    CacheFileError
+        If it is missing, not a cache, of a newer schema, cut short or changed.
+    """
+    if not path.is_file():
+        raise CacheFileError(f"cache: there is no file {path}")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(KEY)
+            if text is None:
+                raise CacheFileError(f"cache: {path} is a safetensors file, but not one that cache.save wrote")
+            fields = json.loads(text)
+            schema = fields.get("schema") if isinstance(fields, dict) else None
+            if not isinstance(schema, int):
+                raise CacheFileError(f"cache: {path} is damaged: its metadata has no schema version")
+            if schema > SCHEMA:
+                raise CacheFileError(
+                    f"cache: {path} has schema {schema}, and this version of kvfold reads up to {SCHEMA}; upgrade kvfold, "
+                    "or prefill again"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except CacheFileError:
+        raise
+    except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CacheFileError(f"cache: {path} is cut short or not a safetensors file ({_first(error)})") from error
+    if fields.pop("sha256", None) != checksum(fields, tensors):
+        raise CacheFileError(f"cache: {path} is damaged or was changed: its checksum does not agree")
+    return fields, tensors
+
+
+# ---- whose it is -----------------------------------------------------------------------------------------------------
+
+
+def _identity(model: torch.nn.Module) -> dict[str, str]:
+    """What must agree for a cache to mean the same to another model."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    config: Any = model.config
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise CacheFileError(
+            "cache: some of the model's weights are not in memory (meta tensors), so a file could not say whose it is; "
+            "load the model without offloading"
+        )
+    return {
+        "name": str(getattr(config, "_name_or_path", "") or type(model).__name__),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "config_hash": config_hash(config),
+        "weights_hash": weights_hash(model),
+    }
+
+
+def _check_model(path: Path, told: dict[str, str], model: torch.nn.Module) -> None:
+    found = _identity(model)
+    for field, what in (("config_hash", "another configuration"), ("weights_hash", "other weights")):
+        if found[field] != told[field]:
+            raise CacheFileError(
+                f"cache: {path} was made with {told['name']}, and this model has {what} ({found[field][:12]} instead of "
+                f"{told[field][:12]}); load it with the model it was made with, or prefill again"
+            )
+    if found["dtype"] != told["dtype"]:
+        raise CacheFileError(
+            f"cache: {path} was made in dtype {told['dtype']}, and this model is in {found['dtype']}; "
+            f"load the model in {told['dtype']}"
+        )
+
+
+def _method(path: Path, fields: dict[str, Any], asked: str | Method | None) -> Method:
+    told = get(fields["method"])
+    if asked is None:
+        return told
+    asked = get(asked)
+    if _without_places(asked) != _without_places(told):
+        raise CacheFileError(
+            f"cache: {path} is folded with {told}, and {asked} is asked for; packed tokens cannot change their method: "
+            "leave method out, or prefill again"
+        )
+    return asked
+
+
+def _without_places(method: Method) -> Method:
+    """A method apart from where its artefact lies."""
+    return replace(method, artefact="") if isinstance(method, LearnedMethod) else method
+
+
+def _places(method: Method) -> Iterator[str]:
+    if isinstance(method, LearnedMethod) and method.artefact:
+        yield method.artefact
+
+
+def _artefacts(cache: FoldedCache) -> list[str]:
+    """Checksums of what the method learned."""
+    return [load_cached(place).metadata()["sha256"] for place in _places(cache.method)]
+
+
+def _check_artefacts(path: Path, told: list[str], method: Method) -> None:
+    for place, expected in zip(_places(method), told, strict=True):
+        found = load_cached(place).metadata()["sha256"]
+        if found != expected:
+            raise CacheFileError(
+                f"cache: {path} was made with another artefact than {place} ({found[:12]} instead of {expected[:12]}); "
+                "name the place of the one it was made with: method='...artefact=PLACE'"
+            )
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def _described(layer: Any, at: str, tensors: Tensors) -> dict[str, Any]:
+    """A layer as plain data; its tensors go into ``tensors`` under names that begin with ``at``."""
+    if isinstance(layer, FoldedLayer):
+        return _folded(layer, at, tensors)
+    attributes = {name: _plain_data(value, at + name, tensors) for name, value in vars(layer).items()}
+    return {"class": type(layer).__name__, "attributes": attributes}
+
+
+def _restore(
+    layer: Any, told: dict[str, Any], at: str, tensors: Tensors, device: torch.device, max_length: int
+) -> None:
+    """Make a fresh layer what :func:`_described` saw."""
+    kind = "folded" if isinstance(layer, FoldedLayer) else type(layer).__name__
+    if told["class"] != kind:
+        raise CacheFileError(
+            f"cache: {at.rstrip('.')} is of class {told['class']} in the file and {kind} here; "
+            "load it with the versions that wrote it"
+        )
+    if isinstance(layer, FoldedLayer):
+        _refold(layer, told, at, tensors, device, max_length)
+        return
+    for name, value in told["attributes"].items():
+        setattr(layer, name, _revived(value, tensors, device))
+
+
+def _folded(layer: FoldedLayer, at: str, tensors: Tensors) -> dict[str, Any]:
+    layer._own()
+    if layer.pending:
+        raise CacheStateError("cache: a call is under way; save between calls")
+    told: dict[str, Any] = {
+        "class": "folded",
+        "max_length": layer.max_length,
+        "initialized": layer.is_initialized,
+        **{name: getattr(layer, name) for name in COUNTS},
+    }
+    if not layer.is_initialized:
+        return told
+    assert layer.sink is not None and layer.ring is not None
+    tokens = [n - min(n, layer.method.sink) - p for n, p in zip(layer.lens, layer.packed, strict=True)]
+    first = min(layer.method.sink, max(layer.lens, default=0))
+    for side, sink, form in zip(SIDES, layer.sink, _formats(layer), strict=True):
+        tensors[f"{at}{side}.sink"] = _rows(sink, [min(n, first) for n in layer.lens], first)
+        for name, tensor in _packed(layer, side, form).items():
+            tensors[f"{at}{side}.{name}"] = tensor
+    recent = [layer._read_ring(slice(i, i + 1), layer.packed[i], layer.packed[i] + n) for i, n in enumerate(tokens)]
+    for i, side in enumerate(SIDES):
+        tensors[f"{at}{side}.recent"] = _stacked([pair[i] for pair in recent])
+    for side, shared in zip(SIDES, layer.shared, strict=True):
+        tensors.update({f"{at}{side}.shared.{name}": t.cpu() for name, t in shared.items()})
+    masks = [valid for _, valid in layer.calls if valid is not None]
+    if masks:
+        tensors[f"{at}valid"] = torch.cat(masks, -1).cpu()
+    following = layer.following
+    tensors.update({f"{at}state.{name}": t.cpu() for name, t in following.state.items()})
+    slots = None
+    if following.ring is not None:
+        ring, slots = following.ring, following.ring.shape[2]
+        held = [torch.arange(k, max(n, k), device=ring.device) % slots for k, n in _spans(layer)]
+        tensors[f"{at}queries"] = _stacked([ring[i : i + 1, :, at_] for i, at_ in enumerate(held)])
+    return {
+        **told,
+        "dtype": str(layer.dtype).removeprefix("torch."),
+        "fragments": layer.spec.fragments,
+        "formats": [_layout(form) for form in _formats(layer)],
+        "ring": layer.ring[0].shape[-2],
+        "slabs": [[slab.first, slab.blocks] for slab in layer.slabs],
+        "calls": [[n, valid is not None] for n, valid in layer.calls],
+        "shared": [sorted(side) for side in layer.shared],
+        "state": sorted(following.state),
+        "made": following.made,
+        "kept": following.kept,
+        "slots": slots,
+    }
+
+
+def _refold(
+    layer: FoldedLayer, told: dict[str, Any], at: str, tensors: Tensors, device: torch.device, max_length: int
+) -> None:
+    if not told["initialized"]:
+        for name in COUNTS:
+            setattr(layer, name, told[name])
+        return
+    _pack_as(layer, told["fragments"])
+    if told["formats"] != [_layout(form) for form in _formats(layer)]:
+        raise CacheFileError(f"cache: {at.rstrip('.')} has other storage formats than {layer.method} has here")
+    batch = len(told["lens"])
+    empty = torch.empty(
+        batch, layer.spec.num_kv_heads, 0, layer.spec.head_dim, dtype=getattr(torch, told["dtype"]), device=device
+    )
+    layer.lazy_initialization(empty, empty)
+    for name in COUNTS:
+        setattr(layer, name, told[name])
+    sinks, recents = ([tensors[f"{at}{side}.{name}"].to(device) for side in SIDES] for name in ("sink", "recent"))
+    assert layer.sink is not None
+    for window, sink in zip(layer.sink, sinks, strict=True):
+        window[:, :, : sink.shape[2]] = sink
+    layer.ring = layer._dense(batch, told["ring"])
+    for row in range(batch):
+        start, stop = layer.packed[row], max(layer.lens[row] - layer.method.sink, 0)
+        if stop > start:
+            layer._write_ring(slice(row, row + 1), start, stop, *(t[row : row + 1] for t in recents))
+    _fill(layer, told["slabs"], at, tensors, max_length)
+    keys, values = (
+        {name: tensors[f"{at}{side}.shared.{name}"].to(device) for name in names}
+        for side, names in zip(SIDES, told["shared"], strict=True)
+    )
+    layer.shared = (keys, values)
+    layer.calls, column = [], 0
+    for count, masked in told["calls"]:
+        valid = tensors[f"{at}valid"][:, column : column + count].to(device, copy=True) if masked else None
+        column += count if masked else 0
+        layer.calls.append((count, valid))
+    following = layer.following
+    following.made, following.kept = told["made"], told["kept"]
+    following.state = {name: tensors[f"{at}state.{name}"].to(device) for name in told["state"]}
+    following.ring = None
+    if told["slots"] is not None:
+        queries = tensors[f"{at}queries"].to(device)
+        following.ring = queries.new_empty(batch, queries.shape[1], told["slots"], queries.shape[3])
+        for row, (kept, length) in enumerate(_spans(layer)):
+            slots = torch.arange(kept, max(length, kept), device=device) % told["slots"]
+            following.ring[row, :, slots] = queries[row, :, : len(slots)]
+
+
+def _pack_as(layer: FoldedLayer, fragments: bool) -> None:
+    """Have codes in the order in which the file has them: that of tensor cores, or the plain one."""
+    if layer.spec.fragments == fragments:
+        return
+    layer.spec = layer.following.spec = replace(layer.spec, fragments=fragments)
+    layer.key_format, layer.value_format = layer.method.key_format(layer.spec), layer.method.value_format(layer.spec)
+
+
+def _fill(layer: FoldedLayer, slabs: list[list[int]], at: str, tensors: Tensors, max_length: int) -> None:
+    """Packed storage with the capacity it had; with a ``max_length`` in one piece."""
+    have = max(layer.packed) // layer.block
+    if max_length and slabs:
+        wanted = max(have, layer.packed_length(max_length) // layer.block)
+        slabs = [[0, -(-wanted // layer.page_blocks) * layer.page_blocks]]
+    for first, blocks in slabs:
+        sides = []
+        for side, form in zip(SIDES, _formats(layer), strict=True):
+            fields = form.allocate(len(layer.lens), layer.spec.num_kv_heads, blocks, layer.device)
+            used = max(min(first + blocks, have) - first, 0)
+            if used:
+                stored = {name: tensors[f"{at}{side}.{name}"] for name in fields}
+                for name, part in form.take(stored, used, first).items():
+                    fields[name][:, :, : part.shape[2]] = part.to(layer.device)
+            sides.append(fields)
+        layer.slabs.append(Slab(first, blocks, *sides))
+
+
+def _packed(layer: FoldedLayer, side: str, form: Format) -> Tensors:
+    """Fields of the packed blocks of all sequences, slabs joined; zero beyond a shorter sequence's."""
+    blocks = [n // layer.block for n in layer.packed]
+    have = max(blocks, default=0)
+    used = [
+        form.take(slab.keys if side == "key" else slab.values, min(slab.blocks, have - slab.first))
+        for slab in layer.slabs
+        if slab.first < have
+    ]
+    if not used:
+        return {}
+    pages = form.page_fields() if isinstance(form, PagedFormat) and form.page else {}
+    found = {}
+    for name in used[0]:
+        whole = torch.cat([fields[name].cpu() for fields in used], 2)
+        counts = [form.pages(n) if name in pages and isinstance(form, PagedFormat) else n for n in blocks]
+        found[name] = _rows(whole, counts, whole.shape[2])
+    return found
+
+
+def _formats(layer: FoldedLayer) -> tuple[Format, Format]:
+    return layer.key_format, layer.value_format
+
+
+def _layout(form: Format) -> dict[str, list[Any]]:
+    """Names, shapes and dtypes of what a format stores, per block and per page."""
+    fields = dict(form.fields())
+    if isinstance(form, PagedFormat):
+        fields |= {f"page.{name}": what for name, what in form.page_fields().items()}
+    return {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in fields.items()}
+
+
+def _spans(layer: FoldedLayer) -> list[tuple[int, int]]:
+    """First and last-but-one token of each sequence whose query is kept."""
+    return list(zip(layer.following.kept, layer.lens, strict=True))
+
+
+def _rows(tensor: torch.Tensor, counts: list[int], width: int) -> torch.Tensor:
+    """The first ``width`` entries of dimension 2, on the CPU; zero beyond each row's count."""
+    part = tensor[:, :, :width].cpu()
+    if any(count < width for count in counts):
+        part = part.clone()
+        for row, count in enumerate(counts):
+            part[row, :, count:] = 0
+    return part
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One sequence after the other, [1, heads, n, d] each, on the CPU; zeros follow shorter ones."""
+    longest = max(part.shape[2] for part in parts)
+    whole = parts[0].new_zeros(len(parts), parts[0].shape[1], longest, parts[0].shape[3], device="cpu")
+    for row, part in enumerate(parts):
+        whole[row, :, : part.shape[2]] = part[0]
+    return whole
+
+
+# ---- layers of Transformers' own -------------------------------------------------------------------------------------
+
+
+def _plain_data(value: Any, at: str, tensors: Tensors) -> Any:
+    """An attribute as JSON; tensors beside it, under ``at``."""
+    if isinstance(value, torch.Tensor):
+        tensors[at] = value.detach().cpu()
+        return {"tensor": at}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": None}
+    if isinstance(value, dict) and all(isinstance(key, int | str) for key in value):
+        return {"dict": [[key, _plain_data(item, f"{at}.{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return {"list": [_plain_data(item, f"{at}.{i}", tensors) for i, item in enumerate(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CacheFileError(f"cache: {at} is a {type(value).__name__}, which cannot be saved")
+
+
+def _revived(value: Any, tensors: Tensors, device: torch.device) -> Any:
+    """Inverse of :func:`_plain_data`, on ``device``."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensors[inner].to(device)
+    if kind == "dtype":
+        return getattr(torch, inner)
+    if kind == "device":
+        return device
+    if kind == "dict":
+        return {key: _revived(item, tensors, device) for key, item in inner}
+    return [_revived(item, tensors, device) for item in inner]
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+def layer_devices(model: torch.nn.Module, count: int) -> list[torch.device]:
+    """Where each of a model's ``count`` attention layers computes."""
+    found: dict[int, torch.device] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and index not in found:
+            hook = getattr(getattr(module, "_hf_hook", None), "execution_device", None)  # Accelerate's
+            parameter = next(module.parameters(), None)
+            if hook is not None:
+                found[index] = torch.empty(0, device=hook).device
+            elif parameter is not None and not parameter.is_meta:
+                found[index] = parameter.device
+    default: Any = model.device
+    return [found.get(i, default) for i in range(count)]
+
+
+def _write(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(descriptor)
+        try:
+            save_file(tensors, name, metadata=metadata)
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(name, 0o666 & ~mask)
+            os.replace(name, path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CacheFileError(f"cache: cannot write {path}: {_first(error)}") from error
+
+
+def _first(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+__all__ = ["SCHEMA", "layer_devices", "load_cache", "read", "save"]
