@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import transformers
 from safetensors.torch import save_file
 
 import kvfold
+from kvfold import files
 from kvfold.cache import FoldedCache, FoldedLayer, Slab
 from kvfold.calibration.artefact import checksum, config_hash, load_cached, weights_hash
 from kvfold.errors import CacheFileError, CacheStateError, KVFoldError
@@ -513,17 +513,8 @@ def layer_devices(model: torch.nn.Module, count: int) -> list[torch.device]:
 
 def _write(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(descriptor)
-        try:
-            save_file(tensors, name, metadata=metadata)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(name, 0o666 & ~mask)
-            os.replace(name, path)
-        finally:
-            Path(name).unlink(missing_ok=True)
-    except (OSError, safetensors.SafetensorError) as error:
+        files.write(path, lambda name: save_file(tensors, name, metadata=metadata))
+    except (OSError, safetensors.SafetensorError) as error:  # safetensors wraps the system's errors
         raise CacheFileError(f"cache: cannot write {path}: {_first(error)}") from error
 
 
