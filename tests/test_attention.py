@@ -336,7 +336,7 @@ def test_unfold_gives_back_the_models_attention():
         kvfold.unfold(model)  # nothing to do
         for _ in range(2):
             kvfold.fold(model, "kivi")
-        assert model.config._attn_implementation == "kvfold"
+        assert model.config._attn_implementation.startswith("kvfold")
         kvfold.unfold(model)
         assert model.config._attn_implementation == implementation
         assert torch.equal(logits(model, dynamic(model), ids), before)

@@ -3,28 +3,25 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvfold import kernels
+from kvfold import kernels, originals
 from kvfold.cache import AnyLayer, FoldedCache, FoldedLayer, warn_once
 from kvfold.errors import KVFoldError, MethodError, UnsupportedModelError
 from kvfold.formats.paged import plain
 from kvfold.methods import DEFAULT_METHOD, LayerSpec, Method, get
+from kvfold.originals import IMPLEMENTATION
 from kvfold.rope import Rope, find_rotary_module, rope_of
-
-IMPLEMENTATION = "kvfold"
 
 # arguments of attention functions that change the scores in ways a folded layer does not compute
 REFUSED = ("softcap", "s_aux", "position_bias", "sliding_window")
-
-_previous: "WeakKeyDictionary[PreTrainedModel, str]" = WeakKeyDictionary()
 
 
 def attention_forward(
@@ -35,9 +32,10 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    previous: str | None = "sdpa",
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention over a folded layer if ``key`` comes from one, and exact attention (SDPA) otherwise.
+) -> tuple[torch.Tensor, Any]:
+    """Attention over a folded layer if ``key`` comes from one, and otherwise that of the implementation of before.
 
     Parameters
     ----------
@@ -46,10 +44,13 @@ def attention_forward(
         This call's tokens, after RoPE, as :meth:`FoldedLayer.update` returned them.
     attention_mask : Tensor or None
         bool [batch, columns]: False at padding; as :func:`padding_mask` makes it.
+    previous : str or None
+        Implementation that the model had before it was folded.
 
     Returns
     -------
     Tensor [batch, tokens, num_heads, head_dim], None
+        What is not a folded layer: whatever the implementation of before returns.
 
     Notes
     -----
@@ -57,11 +58,11 @@ def attention_forward(
     and its own tokens in full precision. The tokens are appended after attending.
     """
     layer: FoldedLayer | None = getattr(key, "_kvfold_layer", None)
+    options = {"dropout": dropout, "scaling": scaling, **kwargs}
     if layer is None:
-        if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
-            raise UnsupportedModelError("model: attention with sinks or soft-capped scores is not computed by kvfold")
-        mask = _square_mask(attention_mask, query, key)
-        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        if getattr(key, "_kvfold_kept", False):
+            attention_mask = _square_mask(previous, module, attention_mask, query, key.shape[-2])
+        return originals.attend(previous, module, query, key, value, attention_mask, **options)
     if not layer.pending:
         raise UnsupportedModelError(
             f"layer {layer.spec.layer_idx}: its keys are used by a second layer; models that share keys are not folded"
@@ -71,11 +72,15 @@ def attention_forward(
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         return layer.static_step(key, value, query, scale, layer.static).transpose(1, 2).contiguous(), None
     refused = [name for name in REFUSED if kwargs.get(name) is not None]
-    if refused or kwargs.get("is_causal") is False or (dropout and module.training):
-        what = ", ".join(refused) or ("is_causal=False" if kwargs.get("is_causal") is False else "dropout")
+    backwards = kwargs.get("is_causal") is False and not layer.is_empty
+    if refused or backwards or (dropout and module.training):
+        what = ", ".join(refused) or ("is_causal=False" if backwards else "dropout")
         raise UnsupportedModelError(
             f"layer {layer.spec.layer_idx}: a folded cache does not support attention with {what}"
         )
+    own_mask = attention_mask
+    if layer.is_empty:
+        attention_mask = getattr(own_mask, "_kvfold_padding", (own_mask,))[0]
     if attention_mask is not None and attention_mask.ndim != 2:
         raise UnsupportedModelError(
             f"attention_mask: a folded cache takes padding masks [batch, columns], not {attention_mask.ndim} dimensions"
@@ -83,7 +88,10 @@ def attention_forward(
     tokens = query.shape[-2]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     valid = layer.new_columns(attention_mask, tokens)
-    if layer.is_empty:
+    if layer.is_empty and (own_mask is not attention_mask or not _is_causal(module, kwargs)):
+        mask = _square_mask(previous, module, own_mask, query, tokens)
+        out, _ = originals.attend(previous, module, query, key, value, mask, **options)
+    elif layer.is_empty:
         mask = None if valid is None else _causal(valid, tokens)
         out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=True)
     elif layer.writes_first(tokens, valid):
@@ -106,36 +114,50 @@ def _causal(valid: torch.Tensor, tokens: int) -> torch.Tensor:
     return (causal & valid[:, None, None, :]) | itself
 
 
-def _square_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """For layers that are not folded: :func:`padding_mask`'s two-dimensional result as SDPA's mask."""
-    tokens, columns = query.shape[-2], key.shape[-2]
-    if mask is not None and mask.ndim == 2:
-        return _causal(mask[:, -columns:].bool(), tokens)
-    if mask is None and 1 < tokens < columns:  # SDPA's own causal flag aligns at the upper left
-        return torch.ones(tokens, columns, dtype=torch.bool, device=query.device).tril(columns - tokens)
-    return mask
+def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether a call without a mask is causal, as Transformers decides it."""
+    asked = options.get("is_causal")
+    return bool(asked if asked is not None else getattr(module, "is_causal", True))
+
+
+def _square_mask(
+    previous: str | None, module: nn.Module, mask: torch.Tensor | None, query: torch.Tensor, columns: int
+) -> Any:
+    """The mask that the implementation of before would have made, where :func:`padding_mask` left it out."""
+    if mask is not None and mask.ndim != 2:
+        return mask
+    return originals.causal_mask(previous, module, mask, query, columns)
 
 
 def padding_mask(
     mask_function: Callable = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
+    previous: str | None = "sdpa",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Transformers' mask function for ``kvfold``: the padding mask itself where attention is plainly causal.
+    """Transformers' mask function for ``kvfold``: for a folded cache the padding mask itself where attention is causal.
 
-    Where it is not (sliding windows, packed sequences), and for caches of fixed size, SDPA's mask: layers that are not
-    folded read it.
+    For everything else, and for layers of a folded cache that are not folded themselves, the mask of the implementation of
+    before. Where it is not plainly causal (tokens of an image that see one another), it brings the padding mask along: a
+    folded layer's first call attends as the model would.
     """
-    past = kwargs.get("q_offset", 0)
-    grows = not isinstance(past, torch.Tensor) and kwargs["kv_length"] == past + kwargs["q_length"]
-    if mask_function is causal_mask_function and grows:
+    folded = isinstance(kwargs.get("kv_offset"), bool)  # FoldedCache.get_mask_sizes says so
+    if folded and mask_function is causal_mask_function:
         return attention_mask
-    kwargs["allow_is_causal_skip"] = False
-    return sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    mask = originals.mask_of(previous, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    if folded and mask_function is bidirectional_mask_function:
+        raise UnsupportedModelError("model: its attention looks ahead; a folded cache holds what was seen before")
+    if folded and mask is not None:
+        mask._kvfold_padding = (attention_mask,)
+    return attention_mask if folded and mask is None else mask
 
 
-AttentionInterface.register(IMPLEMENTATION, attention_forward)
-AttentionMaskInterface.register(IMPLEMENTATION, padding_mask)
+def _register(previous: str | None) -> str:
+    return originals.register(previous, attention_forward, padding_mask)
+
+
+for _name in (*ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager", None):
+    _register(_name)
 
 
 # ---- switching a model -----------------------------------------------------------------------------------------------
@@ -202,18 +224,27 @@ def fold(
     if kept:
         reasons = "; ".join(sorted({item.reason for item in plan if item.spec is None}))
         warn_once(f"kvfold: {len(kept)} of {len(plan)} layers stay in full precision ({reasons}): {', '.join(kept)}")
-    config = model.config
-    if config._attn_implementation != IMPLEMENTATION:
-        _previous[model] = config._attn_implementation
-        model.set_attn_implementation(IMPLEMENTATION)
+    attentions = _attentions(model)
+    _switch(model, [attentions[i] for i, item in enumerate(plan) if item.spec is not None and i in attentions])
     return FoldedCache(layers, method, model)
 
 
-def unfold(model: PreTrainedModel) -> None:
-    """Give a model back the attention it had before :func:`fold`; nothing happens if it was not folded."""
-    previous = _previous.pop(model, None)
-    if previous is not None:
-        model.set_attn_implementation(previous)
+def _switch(model: nn.Module, attentions: list[nn.Module]) -> None:
+    """Have these modules attend through kvfold."""
+    for config in list(originals.configurations(model, attentions)):
+        if not originals.is_folded(config):
+            config._attn_implementation_internal = _register(config._attn_implementation)
+
+
+def unfold(model: nn.Module) -> None:
+    """Give a model back the attention it had before :func:`fold`; nothing happens if it was not folded.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A folded model, a copy of one, or a module with one inside.
+    """
+    originals.restore(model)
 
 
 class LayerPlan:
@@ -242,11 +273,7 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     own: list[Any] = list(DynamicCache(config=config).layers)
     own += [DynamicLayer() for _ in range(count - len(own))]
-    modules: dict[int, nn.Module] = {
-        int(module.layer_idx): module  # type: ignore[arg-type]
-        for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "o_proj")
-    }
+    modules = _attentions(model)
     latent = getattr(config, "kv_lora_rank", None) is not None
     for field, what in (("attn_logit_softcapping", "soft-capped scores"), ("num_kv_shared_layers", "shared keys")):
         if getattr(config, field, None):
@@ -268,6 +295,15 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
         _check_shapes(method, spec)
         plan.append(LayerPlan(_packed_for(method, spec, model.device, kernel), layer, ""))
     return plan
+
+
+def _attentions(model: nn.Module) -> dict[int, nn.Module]:
+    """Attention modules by layer."""
+    return {
+        int(module.layer_idx): module  # type: ignore[arg-type]
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "o_proj")
+    }
 
 
 def _packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> LayerSpec:

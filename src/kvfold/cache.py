@@ -1146,6 +1146,26 @@ class FoldedCache(Cache):
         """The layers that are folded."""
         return [layer for layer in self.layers if isinstance(layer, FoldedLayer)]
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`FoldedLayer.update`; marks keys of layers that are not folded and share the folded layers' mask."""
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._shares_mask(layer_idx) and not isinstance(self.layers[layer_idx], FoldedLayer):
+            keys._kvfold_kept = True  # type: ignore[attr-defined]
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns and their offset. An offset of False, which counts as 0, tells the mask function that a folded layer will
+        read the mask."""
+        columns, offset = super().get_mask_sizes(query_length, layer_idx)
+        return columns, False if self._shares_mask(layer_idx) else offset
+
+    def _shares_mask(self, layer_idx: int) -> bool:
+        """Whether a layer gets the mask that folded layers get."""
+        sliding = getattr(self.layers[layer_idx], "is_sliding", False)
+        return not sliding and any(isinstance(layer, FoldedLayer) for layer in self.layers)
+
     def activate_past_recording(self) -> None:
         """See :meth:`FoldedLayer.activate_past_recording`."""
         for layer in self.layers:
