@@ -61,7 +61,7 @@ def test_methods_lists_every_method_with_options_and_defaults(run):
     for name, kind in methods.REGISTRY.items():
         assert name in out
         assert entries[name]["effective_bits"] == pytest.approx(kind().effective_bits(head_dim=128))
-        assert entries[name]["options"]["bits"] == kind().bits
+        assert entries[name]["options"]["sink"] == kind().sink
         assert set(entries[name]["options"]) == set(methods.options_of(kind))
 
 

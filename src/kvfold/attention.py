@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold import kernels, originals
 from kvfold.cache import AnyLayer, FoldedCache, FoldedLayer, warn_once
-from kvfold.errors import KVFoldError, MethodError, UnsupportedModelError
+from kvfold.errors import KVFoldError, UnsupportedModelError
 from kvfold.formats.paged import plain
 from kvfold.methods import DEFAULT_METHOD, LayerSpec, Method, get
 from kvfold.originals import IMPLEMENTATION
@@ -333,14 +333,7 @@ def _check_shapes(method: Method, spec: LayerSpec) -> None:
         raise UnsupportedModelError(
             f"model: {spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} key/value heads"
         )
-    try:
-        method.key_format(spec)
-        method.value_format(spec)
-        method.slice_width(spec.head_dim)
-    except MethodError:
-        raise
-    except ValueError as error:
-        raise MethodError(f"{method.name}: {error}") from None
+    method.check_shape(spec)
 
 
 __all__ = ["IMPLEMENTATION", "LayerPlan", "Rope", "attention_forward", "fold", "padding_mask", "plan_layers", "unfold"]

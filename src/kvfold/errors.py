@@ -20,7 +20,21 @@ class OutputError(KVFoldError):
 
 
 class MethodError(KVFoldError):
-    """A method's name, option or value is not one of the allowed ones, or does not fit the model's shapes."""
+    """A method's name, option or value is not one of the allowed ones, or does not fit the model's shapes.
+
+    Attributes
+    ----------
+    field, allowed
+        The option and the values (a list, or an interval) that the message names; None where it names none.
+    reason
+        What a format said, where one refused.
+    """
+
+    def __init__(
+        self, message: str, field: str | None = None, allowed: object = None, reason: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.field, self.allowed, self.reason = field, allowed, reason
 
 
 class UnsupportedModelError(KVFoldError):

@@ -58,7 +58,9 @@ class Hadamard(Basis):
     def __post_init__(self) -> None:
         if self.block & (self.block - 1) or self.head_dim % self.block:
             allowed = [1 << i for i in range(9) if self.head_dim % (1 << i) == 0]
-            raise ValueError(f"rotation={self.block}: head_dim={self.head_dim} needs one of {allowed}")
+            raise ValueError(
+                f"rotation={self.block}: head_dim={self.head_dim} is not divisible by it; allowed: {allowed}"
+            )
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         return self._transform(x * self.signs(x.device))

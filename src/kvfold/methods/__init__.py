@@ -14,6 +14,7 @@ from kvfold.methods.innerq import InnerQ
 from kvfold.methods.kivi import KIVI
 from kvfold.methods.kvquant import KVQuant
 from kvfold.methods.none import NoFolding
+from kvfold.methods.options import kinds
 from kvfold.methods.qjl import QJL
 from kvfold.methods.squat import SQuat, SQuatPre
 from kvfold.methods.turboquant import TurboQuant
@@ -113,34 +114,31 @@ def get(spec: "str | Method") -> Method:
 
 
 def options_of(method: type[Method]) -> dict[str, tuple[str, object]]:
-    """Options of a method: name -> (type as text, default)."""
-    hints = typing.get_type_hints(method)
-    return {f.name: (_type_name(hints[f.name]), f.default) for f in dataclasses.fields(method)}
+    """Options of a method that have an effect: name -> (type as text, default)."""
+    hints = kinds(method)
+    used = (f for f in dataclasses.fields(method) if f.name not in method.unused)
+    return {f.name: (_type_name(hints[f.name]), f.default) for f in used}
 
 
-def _type_name(hint: object) -> str:
-    return " or ".join(t.__name__ for t in _alternatives(hint)).replace("NoneType", "none")
-
-
-def _alternatives(hint: object) -> tuple[type, ...]:
-    if isinstance(hint, types.UnionType):
-        return typing.get_args(hint)
-    return (typing.cast(type, hint),)
+def _type_name(allowed: tuple[type, ...]) -> str:
+    return " or ".join(t.__name__ for t in allowed).replace("NoneType", "none")
 
 
 def _parse_options(method: type[Method], text: str) -> dict[str, typing.Any]:
-    hints = typing.get_type_hints(method)
-    fields = {f.name for f in dataclasses.fields(method)}
+    hints = kinds(method)
+    fields = set(options_of(method))
     options: dict[str, typing.Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not value:
             raise MethodError(f"{method.name}: {item!r} is not an option; write key=value, e.g. bits=2")
+        if key in method.unused:
+            raise method.without_effect(key)
         if key not in fields:
             raise MethodError(f"{method.name}: option {key!r} is not known; allowed: {', '.join(sorted(fields))}")
         if key in options:
             raise MethodError(f"{method.name}: option {key!r} is given twice")
-        options[key] = _parse_value(method.name, key, value, _alternatives(hints[key]))
+        options[key] = _parse_value(method.name, key, value, hints[key])
     return options
 
 
@@ -151,7 +149,7 @@ def _parse_value(method: str, key: str, text: str, allowed: tuple[type, ...]) ->
         truth = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         if text.lower() in truth:
             return truth[text.lower()]
-        raise MethodError(f"{method}: {key}={text} is not allowed; allowed: true, false")
+        raise MethodError(f"{method}: {key}={text} is not allowed; it must be true or false")
     for kind in (int, float):
         if kind in allowed:
             try:

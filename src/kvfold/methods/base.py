@@ -1,6 +1,8 @@
 """What a method is: a frozen dataclass whose fields are its options, and four maps from keys and queries to formats."""
 
+import copy
 import dataclasses
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ import torch
 from kvfold.errors import MethodError
 from kvfold.formats import PAGE, AffineGroups, Basis, Fields, Format, Paged, PagedFormat
 from kvfold.formats.packing import PLANES, UNIT
+from kvfold.methods.options import SEEDS, Numbers, Problem, kinds, listed, misfit, shown
 from kvfold.rope import Rope
 
 State = dict[str, torch.Tensor]
@@ -47,6 +50,13 @@ class LayerSpec:
         """Packing of the keys' ("key") or values' ("value") codes on this layer's device."""
         return side if self.fragments else "plain"
 
+
+WINDOWS = Numbers(0, 1 << 20)
+"""Tokens that windows may hold: beyond, nothing would ever be packed."""
+GROUPS = (16, *range(32, 1025, 32))
+SEED = Numbers(0, SEEDS)
+STORED_AS = {"block": "group", "count": "outliers", "salient": "ratio", "sketch": "outlier_sketch"}
+"""Names that formats have for what an option decides."""
 
 PIECE = 4096
 """Tokens of which there are float32 copies at a time, where all of a prompt's are gone through."""
@@ -137,24 +147,114 @@ class Method(ABC):
     pre_rope: ClassVar[bool] = False
     maps_values: ClassVar[bool] = False
 
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Options that have no effect on a method, and are refused."""
+
     def __post_init__(self) -> None:
+        allowed = kinds(type(self))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if (wanted := misfit(value, allowed[field.name])) is not None:
+                raise MethodError(f"{self.name}: {field.name}={value!r} is not allowed; it must be {wanted}")
+            if field.name in self.unused and value != field.default:
+                raise self.without_effect(field.name)
+        for problem in self.problems():
+            raise self.refusal(problem)
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with the options, whatever the model."""
         for field in ("bits", "k_bits", "v_bits"):
-            value, allowed = getattr(self, field), self.bit_widths if field == "bits" else tuple(PLANES)
-            if value is not None and value not in allowed:
-                raise MethodError(
-                    f"{self.name}: {field}={value} is not allowed; allowed: {', '.join(map(str, allowed))}"
-                )
+            allowed = self.bit_widths if field == "bits" else (None, *PLANES)
+            if getattr(self, field) not in allowed:
+                yield Problem(field, [bits for bits in allowed if bits is not None])
         for field in ("sink", "recent"):
-            if getattr(self, field) < 0:
-                raise MethodError(f"{self.name}: {field}={getattr(self, field)} is not allowed; allowed: 0 or more")
-        if self.group < 16 or self.group % 16 or (self.group > UNIT and self.group % UNIT):
-            raise MethodError(
-                f"{self.name}: group={self.group} is not allowed; allowed: 16 or a multiple of 32 that divides head_dim"
-            )
+            if getattr(self, field) not in WINDOWS:
+                yield Problem(field, WINDOWS)
+        if self.group not in GROUPS:
+            yield Problem("group", Numbers(32, GROUPS[-1], 32, f"16 or multiples of 32 up to {GROUPS[-1]}"))
         centers = ("page", "false") if self.centers else ("false",)
         if self.center not in centers:
             why = ": a mean of keys before RoPE shifts scores by position" if self.pre_rope else ""
-            raise MethodError(f"{self.name}: center={self.center} is not allowed{why}; allowed: {', '.join(centers)}")
+            yield Problem("center", centers, f" is not allowed{why}")
+        if hasattr(self, "seed") and self.seed not in SEED:
+            yield Problem("seed", SEED)
+
+    def shape_problems(self, spec: LayerSpec) -> Iterator[Problem]:
+        """What of the options does not suit a layer's shape; what formats refuse themselves need not be among it."""
+        return iter(())
+
+    def shapes(self, spec: LayerSpec) -> None:
+        """Make the layer's formats, to see whether its shape suits them."""
+        self.key_format(spec)
+        self.value_format(spec)
+        self.slice_width(spec.head_dim)
+
+    def check_shape(self, spec: LayerSpec) -> None:
+        """Refuse options that do not suit a layer's shape.
+
+        Raises
+        ------
+        MethodError
+            Names the option and the values that suit the shape together with the others, if there are any.
+        """
+        problem = self._unfit(spec)
+        if isinstance(problem, Problem):
+            raise self.refusal(problem, spec)
+        if problem is not None:
+            raise problem
+        self.key_format(spec)
+        self.value_format(spec)
+
+    def _unfit(self, spec: LayerSpec) -> Problem | MethodError | None:
+        """What does not suit a layer's shape: an option, or (an error) the shape itself."""
+        for problem in self.shape_problems(spec):
+            return problem
+        try:
+            with self.refusing():
+                self.shapes(spec)
+        except MethodError as error:
+            found = re.match(r"(\w+)=[^: ]*((?::| ).*?)(; allowed.*|$)", error.reason or "")
+            field = found and (STORED_AS.get(found[1], found[1]))
+            if not found or field not in {f.name for f in dataclasses.fields(self)}:
+                return error
+            return Problem(str(field), self._candidates(str(field), spec.head_dim), found[2])
+        return None
+
+    def _candidates(self, field: str, head_dim: int) -> list[Any]:
+        value = getattr(self, field)
+        if field == "group":
+            return list(GROUPS)
+        if isinstance(value, bool):
+            return [True, False]
+        return list(range(head_dim + 1)) if isinstance(value, int) else []
+
+    def refusal(self, problem: Problem, spec: LayerSpec | None = None) -> MethodError:
+        """The error of a problem, with values that are really accepted beside the other options (and by ``spec``)."""
+        value, allowed = getattr(self, problem.field), problem.allowed
+        text = f"{self.name}: {problem.field}={shown(value)}{problem.why}"
+        if isinstance(allowed, Numbers):
+            return MethodError(f"{text}; allowed: {allowed}", problem.field, allowed)
+        if fits := [v for v in allowed if self._accepts(problem.field, v, spec)]:
+            return MethodError(f"{text}; allowed: {listed(fits)}", problem.field, fits)
+        for field in dataclasses.fields(self):  # another one may be to blame
+            others = [field.default, *PLANES] if field.name.endswith("bits") else [field.default]
+            others = [v for v in others if v != getattr(self, field.name)]
+            if fits := [v for v in dict.fromkeys(others) if self._accepts(field.name, v, spec)]:
+                chosen = ", ".join(f"{field.name}={shown(v)}" for v in fits)
+                return MethodError(f"{text}; allowed with another option: {chosen}", field.name, fits)
+        return MethodError(text, problem.field)
+
+    def _accepts(self, field: str, value: Any, spec: LayerSpec | None) -> bool:
+        """Whether another value of an option is right. Made without ``__post_init__``, which would ask again."""
+        other = copy.copy(self)
+        object.__setattr__(other, field, value)
+        return next(other.problems(), None) is None and (spec is None or other._unfit(spec) is None)
+
+    @classmethod
+    def without_effect(cls, option: str) -> MethodError:
+        """The error of an option that does nothing."""
+        used = [f.name for f in dataclasses.fields(cls) if f.name not in cls.unused]
+        return MethodError(f"{cls.name}: option {option!r} has no effect; allowed: {', '.join(sorted(used))}")
 
     @classmethod
     def defaults(cls, paper: bool = False) -> dict[str, Any]:
@@ -209,7 +309,7 @@ class Method(ABC):
         """Canonical spec: the name and the options that differ from their defaults."""
         defaults = self.defaults(self.paper)
         options = [
-            f"{f.name}={_render(getattr(self, f.name))}"
+            f"{f.name}={shown(getattr(self, f.name))}"
             for f in dataclasses.fields(self)
             if getattr(self, f.name) != defaults[f.name] or (f.name == "paper" and self.paper)
         ]
@@ -338,13 +438,9 @@ class Method(ABC):
         except MethodError:
             raise
         except ValueError as error:
-            raise MethodError(f"{self.name}: {error}") from None
+            raise MethodError(f"{self.name}: {error}", reason=str(error)) from None
 
 
 def store(form: Format, x: torch.Tensor, page: Fields | None, **how: object) -> Fields:
     """Encode, with the statistics of the blocks' pages where the format has any."""
     return form.encode(x, page, **how) if isinstance(form, PagedFormat) else form.encode(x, **how)
-
-
-def _render(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from kvfold.errors import MethodError
 from kvfold.formats import Fields
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook, stages_for
 from kvfold.methods.base import LayerSpec, State
 from kvfold.methods.learned import LearnedMethod
+from kvfold.methods.options import Numbers, Problem
+
+POWERS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,13 @@ class CommVQ(LearnedMethod):
     pre_rope = True
     maps_values = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in ("passes", "flips"):
-            if getattr(self, field) < 0:
-                raise MethodError(f"{self.name}: {field}={getattr(self, field)} is not allowed; allowed: 0 or more")
-        if self.levels not in (2, 4, 8, 16, 32, 64, 128, 256):
-            raise MethodError(f"{self.name}: levels={self.levels} is not allowed; allowed: powers of two from 2 to 256")
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        for field, most in (("passes", 100), ("flips", 4096)):
+            if getattr(self, field) not in Numbers(0, most):
+                yield Problem(field, Numbers(0, most))
+        if self.levels not in POWERS:
+            yield Problem("levels", POWERS)
 
     # ---- storage -----------------------------------------------------------------------------------------------------
 
@@ -62,7 +65,7 @@ class CommVQ(LearnedMethod):
 
     def formats(self, spec: LayerSpec, book: KeyCodebook | None = None) -> tuple[AdditiveCodes, BinaryCodes]:
         """Both formats; without a codebook they know sizes only."""
-        try:
+        with self.refusing():
             return (
                 AdditiveCodes(
                     spec.head_dim, self.block, "key", self.stages(spec.head_dim), self.levels, self.passes, book
@@ -75,8 +78,9 @@ class CommVQ(LearnedMethod):
                     spec.num_kv_heads if self.joint else 1,
                 ),
             )
-        except ValueError as error:
-            raise MethodError(f"{self.name}: {error}") from None
+
+    def shapes(self, spec: LayerSpec) -> None:
+        self.formats(spec)
 
     def key_format(self, spec: LayerSpec) -> AdditiveCodes:
         return self.formats(spec, self._layer(spec)[0])[0]

@@ -1,12 +1,13 @@
 """fold: kvfold's own method. A mean and channel norms per page, a Hadamard rotation, uniform levels, a scale per token."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvfold.errors import MethodError
 from kvfold.formats import Format, Hadamard, UniformTokens
 from kvfold.methods.base import LayerSpec, Method
+from kvfold.methods.options import Numbers, Problem
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,13 @@ class Fold(Method):
     centers = True
     bit_widths = (0, *Method.bit_widths)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         if self.paper:
-            raise MethodError(f"{self.name}: paper=true is not allowed: the method is published here; allowed: false")
+            yield Problem("paper", (False,), " is not allowed: the method is published here")
         if self.rotation < 0 or self.rotation & (self.rotation - 1):
-            raise MethodError(
-                f"{self.name}: rotation={self.rotation} is not allowed; allowed: 0 (half of head_dim) or a power of two "
-                "that divides head_dim"
-            )
+            powers = Numbers(0, 2, text="0 (half of head_dim) or a power of two that divides head_dim")
+            yield Problem("rotation", powers)
 
     @property
     def key_bits(self) -> int:

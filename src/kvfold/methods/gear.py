@@ -1,11 +1,16 @@
 """GEAR: quantization, a low-rank approximation of its residual, and sparse outliers (Kang et al., 2024)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvfold.errors import MethodError
 from kvfold.formats import Format, LowRank, Outliers
 from kvfold.formats.outliers import outlier_count
 from kvfold.methods.base import LayerSpec, Method
+from kvfold.methods.options import Numbers, Problem
+
+LOOPS = Numbers(1, 100)
+SHARE = Numbers(0, 0.25, 0)
+"""Of a block's elements."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +42,20 @@ class GEAR(Method):
     source = "GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference (arXiv 2403.05527)"
     url = "https://arxiv.org/abs/2403.05527"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in ("rank", "loops"):
-            if getattr(self, field) < 1:
-                raise MethodError(f"{self.name}: {field}={getattr(self, field)} is not allowed; allowed: 1 or more")
-        if not 0 <= self.outliers <= 0.25:
-            raise MethodError(f"{self.name}: outliers={self.outliers} is not allowed; allowed: 0 to 0.25")
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.rank < 1:
+            yield Problem("rank", Numbers(1, text="1 to head_dim"))
+        if self.loops not in LOOPS:
+            yield Problem("loops", LOOPS)
+        if self.outliers not in SHARE:
+            yield Problem("outliers", SHARE)
+
+    def shape_problems(self, spec: LayerSpec) -> Iterator[Problem]:
+        if self.rank > spec.head_dim:
+            yield Problem("rank", range(1, spec.head_dim + 1))
 
     def _format(self, spec: LayerSpec, operand: str) -> LowRank:
-        if self.rank > spec.head_dim:
-            raise MethodError(f"{self.name}: rank={self.rank} is not allowed; allowed: up to head_dim={spec.head_dim}")
         axis = "token" if operand == "key" else "channel"
         inner: Format = self.affine(spec, operand, axis)
         count = outlier_count(self.outliers, self.block, spec.head_dim)

@@ -1,12 +1,13 @@
 """InnerQ: groups along the contraction of attention's products (Tayaranian et al., 2026, arXiv 2602.23200)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvfold.errors import MethodError
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.methods.base import LayerSpec, Method, State, store
+from kvfold.methods.options import Problem
 
 MODES = ("asym", "sym", "hybrid", "hybrid_prefill")
 
@@ -36,10 +37,10 @@ class InnerQ(Method):
     published = {"center": "false"}  # noqa: RUF012
     centers = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         if self.mode not in MODES:
-            raise MethodError(f"{self.name}: mode={self.mode} is not allowed; allowed: {', '.join(MODES)}")
+            yield Problem("mode", MODES)
 
     @property
     def kernel_encodes(self) -> bool:

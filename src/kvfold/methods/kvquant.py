@@ -1,15 +1,17 @@
 """KVQuant: keys before RoPE per channel in a learned datatype, sparse outliers (Hooper et al., 2024)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format, Lookup, Outliers
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.outliers import outlier_count
 from kvfold.methods.base import LayerSpec, State
+from kvfold.methods.gear import SHARE
 from kvfold.methods.learned import LearnedMethod
+from kvfold.methods.options import Problem
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,10 @@ class KVQuant(LearnedMethod):
     published = {"sink": 1, "recent": 128}  # noqa: RUF012 -- the first token in full precision (sec. 3.5)
     pre_rope = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.outliers <= 0.25:
-            raise MethodError(f"{self.name}: outliers={self.outliers} is not allowed; allowed: 0 to 0.25")
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.outliers not in SHARE:
+            yield Problem("outliers", SHARE)
 
     # ---- storage -----------------------------------------------------------------------------------------------------
 
@@ -50,7 +52,7 @@ class KVQuant(LearnedMethod):
             levels = tuple(float(i) for i in range(1 << bits))
         else:
             levels = learned.key_levels if is_key else learned.value_levels
-        try:
+        with self.refusing():
             inner = Lookup(
                 spec.head_dim,
                 self.block,
@@ -64,8 +66,10 @@ class KVQuant(LearnedMethod):
             if not count:
                 return inner
             return Outliers(spec.head_dim, self.block, inner.operand, inner, count, "token" if is_key else "channel")
-        except ValueError as error:
-            raise MethodError(f"{self.name}: {error}") from None
+
+    def shapes(self, spec: LayerSpec) -> None:
+        self.format(spec, "key")
+        self.format(spec, "value")
 
     def key_format(self, spec: LayerSpec) -> Format:
         return self.format(spec, "key", self.learned(spec))

@@ -8,7 +8,7 @@ from kvfold.methods.base import LayerSpec, Method
 
 @dataclass(frozen=True)
 class NoFolding(Method):
-    """Keys and values as the model makes them. ``bits`` has no effect."""
+    """Keys and values as the model makes them."""
 
     sink: int = 0
     recent: int = 0
@@ -18,6 +18,7 @@ class NoFolding(Method):
     source = "-"
     url = ""
     published = {}  # noqa: RUF012
+    unused = ("bits", "k_bits", "v_bits", "center", "paper")
 
     def key_format(self, spec: LayerSpec) -> Format:
         return Dense(spec.head_dim, self.block, "key", spec.dtype)

@@ -1,5 +1,6 @@
 """QJL: one bit per random projection of a key, and its norm (Zandieh et al., 2024, arXiv 2406.03482)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,11 @@ import torch
 from kvfold.errors import MethodError
 from kvfold.formats import Format, SignSketch, Sketch, SplitSketch
 from kvfold.formats.basis import gain
+from kvfold.formats.packing import PLANES
 from kvfold.methods.base import LayerSpec, Method
+from kvfold.methods.options import Numbers, Problem
+
+SKETCH = Numbers(0, 4096, 16)
 
 
 @dataclass(frozen=True)
@@ -46,30 +51,34 @@ class QJL(Method):
     published = {"sink": 0, "recent": 32, "center": "false", "normalize": False}  # noqa: RUF012
     centers = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in ("outliers", "outlier_sketch", "early_layers"):
-            if getattr(self, field) < 0:
-                raise MethodError(f"{self.name}: {field}={getattr(self, field)} is not allowed; allowed: 0 or more")
-        if self.outlier_sketch % 16:
-            raise MethodError(
-                f"{self.name}: outlier_sketch={self.outlier_sketch} is not allowed; allowed: multiples of 16"
-            )
-        if self.early_k_bits not in (1, 2, 3, 4, 8):
-            raise MethodError(f"{self.name}: early_k_bits={self.early_k_bits} is not allowed; allowed: 1, 2, 3, 4, 8")
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.outliers < 0:
+            yield Problem("outliers", (0,) if self.normalize else Numbers(0, text="0 to below head_dim"))
+        if self.outlier_sketch not in SKETCH:
+            yield Problem("outlier_sketch", SKETCH if self.outliers else (0,))
+        if self.early_layers < 0:
+            yield Problem("early_layers", Numbers(0))
+        if self.early_k_bits not in PLANES:
+            yield Problem("early_k_bits", tuple(PLANES))
         if self.outliers and self.normalize:
-            raise MethodError(
-                f"{self.name}: normalize=true is not allowed beside outliers={self.outliers}, which serve the same end; "
-                "allowed: normalize=false"
+            yield Problem(
+                "normalize", (False,), f" is not allowed beside outliers={self.outliers}, which serve the same end"
             )
+        if self.outlier_sketch and not self.outliers:
+            yield Problem("outlier_sketch", (0,), " has no effect without outliers")
+        if self.early_k_bits != type(self).early_k_bits and not self.early_layers:
+            yield Problem("early_k_bits", (type(self).early_k_bits,), " has no effect without early_layers")
+
+    def shape_problems(self, spec: LayerSpec) -> Iterator[Problem]:
+        if self.outliers >= spec.head_dim:
+            yield Problem("outliers", range(spec.head_dim))
 
     def _rows(self, spec: LayerSpec) -> int:
         return (self.early_k_bits if spec.layer_idx < self.early_layers else self.key_bits) * spec.head_dim
 
     def key_format(self, spec: LayerSpec) -> Format:
         d, rows, operand = spec.head_dim, self._rows(spec), spec.operand("key")
-        if self.outliers >= d:
-            raise MethodError(f"{self.name}: outliers={self.outliers} is not allowed; allowed: below head_dim={d}")
         if d % 16:
             raise MethodError(f"{self.name}: head_dim={d} is not a multiple of 16")
         if self.outliers:

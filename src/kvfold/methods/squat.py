@@ -1,15 +1,17 @@
 """SQuat: key residuals kept orthogonal to the prompt's query subspace (Wang et al., 2025, arXiv 2503.24358)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvfold.errors import MethodError
 from kvfold.formats.affine import quantize_asym
-from kvfold.formats.base import Format
 from kvfold.methods.base import QUERY_WINDOW, LayerSpec, Observation, State
 from kvfold.methods.eigenpairs import top_eigenpairs
 from kvfold.methods.kivi import KIVI
+from kvfold.methods.options import Numbers, Problem
+
+WEIGHT = Numbers(0, step=0, text="a finite number, 0 or more")
 
 
 @dataclass(frozen=True)
@@ -49,31 +51,25 @@ class SQuat(KIVI):
     published = {"sink": 0, "recent": 32, "rank": 5, "lam": 1e-3}  # noqa: RUF012
     query_window = QUERY_WINDOW
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         if self.rank < 0:
-            raise MethodError(f"{self.name}: rank={self.rank} is not allowed; allowed: 0 (all) to head_dim")
-        if not 0 <= self.lam < float("inf"):
-            raise MethodError(f"{self.name}: lam={self.lam} is not allowed; allowed: a finite number, 0 or more")
+            yield Problem("rank", Numbers(0, text="0 (all) to head_dim"))
+        if self.lam not in WEIGHT:
+            yield Problem("lam", WEIGHT)
         if self.channels < 0:
-            raise MethodError(
-                f"{self.name}: channels={self.channels} is not allowed; allowed: 0 (half of head_dim) or more"
-            )
+            yield Problem("channels", Numbers(0, text="0 (half of head_dim) or what divides head_dim"))
+
+    def shape_problems(self, spec: LayerSpec) -> Iterator[Problem]:
+        if self.rank > spec.head_dim:
+            yield Problem("rank", range(spec.head_dim + 1))
+        if spec.head_dim % (self.channels or 1):
+            divisors = [c for c in range(1, spec.head_dim + 1) if spec.head_dim % c == 0]
+            yield Problem("channels", [0, *divisors], f" does not divide head_dim={spec.head_dim}")
 
     def slice_width(self, head_dim: int) -> int:
-        """Channels per slice; refuses a number that does not divide ``head_dim``."""
-        width = self.channels or head_dim // 2
-        if head_dim % width:
-            allowed = [c for c in range(1, head_dim + 1) if head_dim % c == 0]
-            raise MethodError(f"{self.name}: channels={width} does not divide head_dim={head_dim}; allowed: {allowed}")
-        return width
-
-    def key_format(self, spec: LayerSpec) -> Format:
-        if self.rank > spec.head_dim:
-            raise MethodError(
-                f"{self.name}: rank={self.rank} is not allowed; allowed: 0 (all) to head_dim={spec.head_dim}"
-            )
-        return super().key_format(spec)
+        """Channels per slice."""
+        return self.channels or head_dim // 2
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
         queries = seen.queries.unflatten(1, (spec.num_kv_heads, -1)).flatten(2, 3)  # all query heads of a KV head

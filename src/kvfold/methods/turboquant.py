@@ -1,6 +1,7 @@
 """TurboQuant: random rotation and optimal scalar quantization (Zandieh et al., 2025, arXiv 2504.19874)."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,6 +10,7 @@ import torch
 from kvfold.errors import MethodError
 from kvfold.formats import Format, Lookup, Rotation, Sketch, SketchedResidual
 from kvfold.methods.base import LayerSpec, Method
+from kvfold.methods.options import Problem
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,11 @@ class TurboQuant(Method):
     published = {"sink": 0, "recent": 128, "center": "false", "normalize": False}  # noqa: RUF012
     centers = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         if self.residual and self.key_bits not in (2, 3, 4):
-            raise MethodError(
-                f"{self.name}: residual=true takes one of the key's bits for signs; k_bits={self.key_bits} is not "
-                "allowed; allowed: 2, 3, 4"
-            )
+            field = "bits" if self.k_bits is None else "k_bits"
+            yield Problem(field, (2, 3, 4), " is not allowed beside residual=true, which takes a key's bit for signs")
 
     def _format(self, spec: LayerSpec, operand: str, bits: int, residual: bool, norm: str) -> Format:
         if spec.head_dim % 16:

@@ -1,14 +1,16 @@
 """VQLLM: residual vector quantization (Kumar, 2024, arXiv 2410.15704; not the later system of a similar name)."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvfold.errors import MethodError
 from kvfold.formats.residual import Codebook, ResidualCodes
 from kvfold.methods.base import LayerSpec, State
+from kvfold.methods.commvq import POWERS
 from kvfold.methods.learned import LearnedMethod
+from kvfold.methods.options import Numbers, Problem
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,15 @@ class VQLLM(LearnedMethod):
     url = "https://arxiv.org/abs/2410.15704"
     pre_rope = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.codes not in (2, 4, 8, 16, 32, 64, 128, 256):
-            raise MethodError(f"{self.name}: codes={self.codes} is not allowed; allowed: powers of two from 2 to 256")
-        if self.vector < 1 or any(self.stages(bits) < 1 for bits in (self.key_bits, self.value_bits)):
-            raise MethodError(f"{self.name}: vector={self.vector} is not allowed; allowed: enough channels for a stage")
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.codes not in POWERS:
+            yield Problem("codes", POWERS)
+        least = -(-int(math.log2(max(self.codes, 2))) // min(self.key_bits, self.value_bits))
+        if self.vector < least:
+            yield Problem(
+                "vector", Numbers(least, text=f"{least} or more that divide head_dim"), " holds no whole stage"
+            )
 
     def stages(self, bits: int) -> int:
         """K of the paper."""
@@ -50,7 +55,7 @@ class VQLLM(LearnedMethod):
     def format(self, spec: LayerSpec, operand: str, book: Codebook | None = None) -> ResidualCodes:
         """A format; without a codebook it knows its size only."""
         bits = self.key_bits if operand == "key" else self.value_bits
-        try:
+        with self.refusing():
             return ResidualCodes(
                 spec.head_dim,
                 self.block,
@@ -61,8 +66,10 @@ class VQLLM(LearnedMethod):
                 operand == "key",
                 book,
             )
-        except ValueError as error:
-            raise MethodError(f"{self.name}: {error}") from None
+
+    def shapes(self, spec: LayerSpec) -> None:
+        self.format(spec, "key")
+        self.format(spec, "value")
 
     def key_format(self, spec: LayerSpec) -> ResidualCodes:
         return self.format(spec, "key", self._books(spec)["key"])

@@ -1,14 +1,19 @@
 """ZipCache: salient tokens with more bits (He et al., NeurIPS 2024, arXiv 2405.14256)."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format, MixedTokens
 from kvfold.formats.affine import to_fp16
 from kvfold.methods.base import QUERY_WINDOW, LayerSpec, Method, Observation, State, store
+from kvfold.methods.options import Numbers, Problem
+
+RATIO = Numbers(0, 1, 0)
+EXTRA = (1, 2, 4)
+"""Bits that a salient token may have more."""
 
 SCORES = "salience"
 """Entry of a call's state under which the keys leave their tokens' scores for the values."""
@@ -53,27 +58,22 @@ class ZipCache(Method):
     url = "https://arxiv.org/abs/2405.14256"
     query_window = QUERY_WINDOW
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.ratio <= 1:
-            raise MethodError(f"{self.name}: ratio={self.ratio} is not allowed; allowed: 0 to 1")
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.ratio not in RATIO:
+            yield Problem("ratio", RATIO)
         if self.probes < 1:
-            raise MethodError(f"{self.name}: probes={self.probes} is not allowed; allowed: 1 or more")
+            yield Problem("probes", Numbers(1))
         for bits in (self.key_bits, self.value_bits):
-            if self.salient_bits - bits not in (1, 2, 4):
-                raise MethodError(
-                    f"{self.name}: salient_bits={self.salient_bits} is not allowed beside {bits} bits; "
-                    f"allowed: {bits + 1}, {bits + 2}, {bits + 4}"
-                )
+            if self.salient_bits - bits not in EXTRA:
+                yield Problem("salient_bits", [bits + more for more in EXTRA], f" is not allowed beside {bits} bits")
 
     def _format(self, spec: LayerSpec, operand: str) -> MixedTokens:
         bits, axis = (self.key_bits, "token") if operand == "key" else (self.value_bits, "channel")
         salient = round(self.ratio * self.block)
-        try:
+        with self.refusing():
             extra = self.salient_bits - bits
             return MixedTokens(spec.head_dim, self.block, spec.operand(operand), bits, extra, salient, axis)
-        except ValueError as error:
-            raise MethodError(f"{self.name}: {error}") from None
 
     def key_format(self, spec: LayerSpec) -> MixedTokens:
         return self._format(spec, "key")
