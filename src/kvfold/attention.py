@@ -13,6 +13,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold import kernels, originals
+from kvfold.arithmetic import outside_autocast
 from kvfold.cache import AnyLayer, FoldedCache, FoldedLayer, warn_once
 from kvfold.errors import KVFoldError, UnsupportedModelError
 from kvfold.formats.paged import plain
@@ -63,6 +64,23 @@ def attention_forward(
         if getattr(key, "_kvfold_kept", False):
             attention_mask = _square_mask(previous, module, attention_mask, query, key.shape[-2])
         return originals.attend(previous, module, query, key, value, attention_mask, **options)
+    out = _folded_attention(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
+    return out.to(query.dtype), None
+
+
+@outside_autocast
+def _folded_attention(
+    layer: FoldedLayer,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    previous: str | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """:func:`attention_forward` over a folded layer; all tensors are of its dtype."""
+    scaling, dropout = options["scaling"], options["dropout"]
     if not layer.pending:
         raise UnsupportedModelError(
             f"layer {layer.spec.layer_idx}: its keys are used by a second layer; models that share keys are not folded"
@@ -70,9 +88,9 @@ def attention_forward(
     layer.pending = False  # whatever follows, the keys arrived here
     if layer.static is not None:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return layer.static_step(key, value, query, scale, layer.static).transpose(1, 2).contiguous(), None
-    refused = [name for name in REFUSED if kwargs.get(name) is not None]
-    backwards = kwargs.get("is_causal") is False and not layer.is_empty
+        return layer.static_step(key, value, query, scale, layer.static).transpose(1, 2).contiguous()
+    refused = [name for name in REFUSED if options.get(name) is not None]
+    backwards = options.get("is_causal") is False and not layer.is_empty
     if refused or backwards or (dropout and module.training):
         what = ", ".join(refused) or ("is_causal=False" if backwards else "dropout")
         raise UnsupportedModelError(
@@ -88,22 +106,22 @@ def attention_forward(
     tokens = query.shape[-2]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     valid = layer.new_columns(attention_mask, tokens)
-    if layer.is_empty and (own_mask is not attention_mask or not _is_causal(module, kwargs)):
+    if layer.is_empty and (own_mask is not attention_mask or not _is_causal(module, options)):
         mask = _square_mask(previous, module, own_mask, query, tokens)
         out, _ = originals.attend(previous, module, query, key, value, mask, **options)
     elif layer.is_empty:
         mask = None if valid is None else _causal(valid, tokens)
         out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=True)
     elif layer.writes_first(tokens, valid):
-        layer.append(key, value, query, valid, kwargs.get("position_ids"), pack=False)
+        layer.append(key, value, query, valid, options.get("position_ids"), pack=False)
         out = layer.kernel.attend_in_place(layer, query, scale).transpose(1, 2).contiguous()
         layer.pack_due()
-        return out, None
+        return out
     else:
         rows = layer.kernel.attend(layer.call(query, key, value, valid, scale))
         out = rows.unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2).to(query.dtype).contiguous()
-    layer.append(key, value, query, valid, kwargs.get("position_ids"))
-    return out, None
+    layer.append(key, value, query, valid, options.get("position_ids"))
+    return out
 
 
 def _causal(valid: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -163,6 +181,7 @@ for _name in (*ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager", None):
 # ---- switching a model -----------------------------------------------------------------------------------------------
 
 
+@outside_autocast
 def fold(
     model: PreTrainedModel,
     method: str | Method = DEFAULT_METHOD,
@@ -254,6 +273,7 @@ class LayerPlan:
         self.spec, self.own, self.reason = spec, own, reason
 
 
+@outside_autocast
 def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = None) -> list[LayerPlan]:
     """What becomes of each layer of ``model`` under ``method``; codes are packed as ``kernel``, or the first kernel that can
     serve the layer in any order, reads them.

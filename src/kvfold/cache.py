@@ -20,6 +20,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvfold import kernels
+from kvfold.arithmetic import autocast_dtype, outside_autocast
 from kvfold.errors import CacheStateError
 from kvfold.following import Following
 from kvfold.formats import AffineGroups, Fields, Format, PagedFormat
@@ -99,13 +100,13 @@ def _device_lengths(total: tuple[int, ...], packed: tuple[int, ...], sink: int, 
         [min(n, sink) for n in total],
         [n - min(n, sink) - p for n, p in zip(total, packed, strict=True)],
     ]
-    return Lengths(*_send(torch.tensor(rows, dtype=torch.int32), device))
+    return Lengths(*_send(torch.tensor(rows, dtype=torch.int32, device="cpu"), device))
 
 
 @lru_cache(maxsize=64)
 def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int64, made once for all layers and steps; not to be written to."""
-    return _send(torch.tensor(values), device)
+    return _send(torch.tensor(values, device="cpu"), device)
 
 
 def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -170,6 +171,7 @@ class FoldedLayer(CacheLayerMixin):
 
     # ---- Transformers' interface -------------------------------------------------------------------------------------
 
+    @outside_autocast
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch = key_states.shape[0]
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -192,6 +194,8 @@ class FoldedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand this call's keys and values on to the attention function, which reads the cache and then appends them.
 
+        The layer keeps one dtype: that of the first keys, or autocast's where that is on. Others are converted to it.
+
         Raises
         ------
         CacheStateError
@@ -204,6 +208,9 @@ class FoldedLayer(CacheLayerMixin):
             )
         if self.static is None or not self.static.running:
             self._own()
+        dtype = self.dtype if self.is_initialized else autocast_dtype(key_states.device) or key_states.dtype
+        if key_states.dtype != dtype or value_states.dtype != dtype:
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.device != self.device:
@@ -249,6 +256,7 @@ class FoldedLayer(CacheLayerMixin):
         self._own()
         self.recording = True
 
+    @outside_autocast
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns (a negative number, as in Transformers).
 
@@ -275,7 +283,7 @@ class FoldedLayer(CacheLayerMixin):
         self._select(rows, lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        rows = torch.arange(len(self.lens))[indices.cpu()].tolist()
+        rows = torch.arange(len(self.lens), device="cpu")[indices.cpu()].tolist()
         self._select(rows, lambda t: t[indices.to(t.device), ...])
 
     def to(self, device: torch.device | str | int) -> None:
@@ -624,7 +632,9 @@ class FoldedLayer(CacheLayerMixin):
         if not self.following.active or all(self.following.made[row] == at for row in ids):
             return
         if query is None:
-            query = torch.empty(len(ids), self.spec.num_heads, 0, self.spec.head_dim, device=self.device)
+            query = torch.empty(
+                len(ids), self.spec.num_heads, 0, self.spec.head_dim, dtype=torch.float32, device=self.device
+            )
         self.following.make(ids, at, tokens, query, tokens - query.shape[-2], self.first_position)
 
     def _alike(self, ids: list[int]) -> list[list[int]]:

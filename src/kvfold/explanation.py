@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvfold import kernels
+from kvfold.arithmetic import outside_autocast
 from kvfold.attention import plan_layers
 from kvfold.cache import choose_encoder
 from kvfold.formats import Format, PagedFormat
@@ -106,6 +107,7 @@ def _runs(layers: Sequence[LayerReport]) -> Iterator[tuple[int, int, LayerReport
             start = i + 1
 
 
+@outside_autocast
 def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Explanation:
     """Say what ``fold(model, method)`` would do.
 

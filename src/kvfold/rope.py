@@ -98,7 +98,8 @@ def rope_of(model: nn.Module) -> Rope:
     if theirs is None:
         raise UnsupportedModelError(f"model: {type(model).__name__} has no apply_rotary_pos_emb to compare RoPE with")
     device = rope.inv_freq.device
-    x = torch.randn(1, 1, 4, 2 * rope.inv_freq.numel(), generator=torch.Generator().manual_seed(0)).to(device)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, 4, 2 * rope.inv_freq.numel(), generator=draw, dtype=torch.float32, device="cpu").to(device)
     positions = torch.tensor([[0, 1, 17, 300]], device=device)
     try:
         cos, sin = module(x, positions)

@@ -122,7 +122,9 @@ def _layer_bytes(layer: FoldedLayer, tokens: int) -> int:
             total += heads * form.page_bytes
     if layer.following.active:
         window = method.query_window
-        queries = torch.linspace(-1, 1, spec.num_heads * window * spec.head_dim, device=layer.device)
+        queries = torch.linspace(
+            -1, 1, spec.num_heads * window * spec.head_dim, dtype=torch.float32, device=layer.device
+        )
         seen = Observation(
             queries.view(1, spec.num_heads, window, spec.head_dim).to(layer.dtype),
             torch.arange(window, device=layer.device).unsqueeze(0),

@@ -234,7 +234,7 @@ class AffineGroups(Format):
             scale, zero = (self._spread(self._get(meta[..., i, :].unsqueeze(-1))) for i in (0, 1))
         else:
             stored, aux = self._get(fields["scale"].unsqueeze(-1)), self._get(fields["aux"])
-            scale, zero = self._spread(stored.float().abs()), torch.zeros((), device=codes.device)
+            scale, zero = self._spread(stored.float().abs()), torch.zeros((), dtype=torch.float32, device=codes.device)
             if self.mode == "hybrid":  # asymmetric groups have no signs, symmetric ones no zero-point
                 asym = torch.signbit(stored)
                 zero = self._spread(torch.where(asym, self._zero_value(aux), zero))

@@ -157,7 +157,7 @@ def projection(rows: int, head_dim: int, seed: int, device: str) -> torch.Tensor
     generator = torch.Generator().manual_seed(seed)
     chunks = []
     for _ in range(0, rows, head_dim):
-        q, r = torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64))
+        q, r = torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64, device="cpu"))
         chunks.append((q * r.diagonal().sign()).T)  # the sign makes the rotation uniform
     return (torch.cat(chunks)[:rows] * math.sqrt(head_dim)).float().to(device)
 
@@ -171,4 +171,4 @@ def rotation(head_dim: int, seed: int, device: str) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _signs(head_dim: int, seed: int, device: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(0, 2, (head_dim,), generator=generator).float() * 2 - 1).to(device)
+    return (torch.randint(0, 2, (head_dim,), generator=generator, device="cpu").float() * 2 - 1).to(device)

@@ -105,7 +105,7 @@ class Lookup(Format):
             half = to_fp16(torch.maximum(high - middle.float(), middle.float() - low))
             scale = torch.cat([middle, half], -1)
         offset, factor = self._affine(scale, x.device)
-        levels = torch.tensor(self.levels, device=x.device)
+        levels = torch.tensor(self.levels, dtype=torch.float32, device=x.device)
         safe = torch.where(factor == 0, torch.ones_like(factor), factor)
         codes = torch.bucketize(((x - offset) / safe).contiguous(), (levels[1:] + levels[:-1]) / 2)
         words = pack(codes, self.bits_per_code, self.operand)
@@ -116,7 +116,8 @@ class Lookup(Format):
         codes = unpack(fields["codes"].flatten(-3, -2), self.bits_per_code, self.operand, self.head_dim)
         scale = None if self.scaling == "channel" else fields["scale"].flatten(-3, -2)
         offset, factor = self._affine(scale, codes.device)
-        return offset + factor * torch.tensor(self.levels, device=codes.device)[codes.long()]
+        levels = torch.tensor(self.levels, dtype=torch.float32, device=codes.device)
+        return offset + factor * levels[codes.long()]
 
     def describe(self) -> str:
         scales = {"rms": "an rms per token", "range": "a range per token", "channel": "constants per channel"}

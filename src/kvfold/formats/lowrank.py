@@ -75,7 +75,8 @@ def row_space(x: torch.Tensor, rank: int, loops: int, seed: int) -> torch.Tensor
     Tensor, float32 [..., d, rank]
     """
     gram = x.double().transpose(-1, -2) @ x.double()
-    start = torch.randn(x.shape[-1], rank, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    draw = torch.Generator().manual_seed(seed)
+    start = torch.randn(x.shape[-1], rank, generator=draw, dtype=torch.float64, device="cpu")
     basis = torch.linalg.qr(start).Q.to(x.device).expand(*gram.shape[:-1], rank)
     for _ in range(loops):
         # a residual of zero has no direction; the start's serve as well as any

@@ -153,7 +153,7 @@ def group_order(operand: str, axis: str, groups: int) -> torch.Tensor:
     Tensor, int64 [groups]
         Index into the row in plain order: channels, or ``[token, group of the token]``.
     """
-    index = torch.arange(groups)
+    index = torch.arange(groups, device="cpu")
     if operand == "plain":
         return index
     if axis == "token":
@@ -177,7 +177,7 @@ def _sign_order(group: int, operand: str, device: torch.device, inverse: bool = 
     For 32 members a lane of the A fragment finds its eight signs at ``t + 4 (col_half + 2 k_step) + 16 pair``, so one shift
     and one mask put two of them on the operand's sign bits.
     """
-    i = torch.arange(group)
+    i = torch.arange(group, device="cpu")
     k_step, col_half, t, pair = i // 16, i % 16 // 8, i % 8 // 2, i % 2
     order = i if group != 32 or operand == "plain" else pair * 16 + k_step * 8 + col_half * 4 + t
     return (torch.argsort(order) if inverse else order).to(device)

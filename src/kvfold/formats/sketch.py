@@ -148,7 +148,7 @@ class SplitSketch(PagedFormat):
         inner, page = self.split(fields)
         sketches = self.signs.decode(inner).split(list(self.rows), -1)
         tables = self.tables(sketches[0].device).values()
-        x = torch.zeros((), device=sketches[0].device)
+        x = torch.zeros((), dtype=torch.float32, device=sketches[0].device)
         for sketch, table, mask in zip(sketches, tables, self._masks(page), strict=True):
             x = x + (sketch @ table).unflatten(-2, (-1, self.block)).masked_fill(mask, 0.0)
         if self.mean:

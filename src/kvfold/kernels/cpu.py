@@ -83,7 +83,7 @@ class CPUKernel(AttentionKernel):
         packed = queries if call.packed_queries is None else call.packed_queries.contiguous()
         bias = queries.new_empty(batch, heads, 0) if call.packed_bias is None else call.packed_bias.contiguous()
         forms = [_form(call.key_format), _form(call.value_format)]
-        tables = [torch.tensor(x).numpy() for x in (parts, sides, forms, pages)]
+        tables = [torch.tensor(x, device="cpu").numpy() for x in (parts, sides, forms, pages)]
         tables.append(torch.stack([_signs(call.key_format), _signs(call.value_format)]).numpy())
         lengths = call.packed_len.long().numpy()
         arguments = (packed.numpy(), queries.numpy(), bias.numpy(), call.scale, *tables, lengths, tokens)
@@ -184,7 +184,7 @@ def _signs(form: Format) -> torch.Tensor:
     """Signs of a format's rotation, float32 [head_dim]; ones where it has none."""
     if isinstance(form, Paged) and isinstance(form.basis, Hadamard):
         return form.basis.signs("cpu")
-    return torch.ones(form.head_dim)
+    return torch.ones(form.head_dim, dtype=torch.float32, device="cpu")
 
 
 def _place(x: torch.Tensor, inner: int, keep: list[torch.Tensor]) -> tuple[int, int, int, int]:

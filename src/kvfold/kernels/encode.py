@@ -1502,12 +1502,14 @@ def self_test(
     heads, block, dim = 2, key_format.block, key_format.head_dim
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(1, heads, *shape, generator=draw).to(device)
+        return torch.randn(1, heads, *shape, generator=draw, dtype=torch.float32, device="cpu").to(device)
 
     keys, values = random(2 * block, dim).half(), random(2 * block, dim).half()
     mean, norm = random(dim), random(dim).abs() + 0.5
     # an update of zeros goes the whole way of SQuat and changes nothing
-    update = None if width is None else torch.zeros(1, heads, dim - width, dim - width, device=device)
+    update = (
+        None if width is None else torch.zeros(1, heads, dim - width, dim - width, dtype=torch.float32, device=device)
+    )
     shifted = (keys.float() - mean.unsqueeze(-2)) / norm.unsqueeze(-2)
     for form, x, how, expected in (
         (key_format, keys, KeyTransform(update=update), keys.float()),

@@ -183,11 +183,11 @@ class Rotation:
 
 @lru_cache(maxsize=64)
 def _rotation(rope: Rope, pairs: int, tokens: int, device: torch.device) -> Rotation:
-    freq = torch.zeros(pairs, dtype=torch.float64)
-    gain = torch.ones(pairs, dtype=torch.float64)
+    freq = torch.zeros(pairs, dtype=torch.float64, device="cpu")
+    gain = torch.ones(pairs, dtype=torch.float64, device="cpu")
     count = rope.inv_freq.numel()
     freq[:count], gain[:count] = rope.inv_freq.cpu().double(), rope.scaling
-    angles = torch.arange(tokens + 1, dtype=torch.float64).unsqueeze(-1) * freq
+    angles = torch.arange(tokens + 1, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
     table = torch.stack((angles.cos(), angles.sin()))
     return Rotation(
         torch.stack((freq, gain)).float().to(device),

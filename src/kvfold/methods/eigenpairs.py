@@ -96,7 +96,8 @@ def subspace_iteration(gram: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
 def _start(d: int, device: torch.device) -> torch.Tensor:
     """Orthonormal columns [d, BLOCK], always the same; random, since a structured block could miss a structured vector."""
     with torch.inference_mode(False):
-        block = torch.randn(d, BLOCK, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        draw = torch.Generator().manual_seed(0)
+        block = torch.randn(d, BLOCK, dtype=torch.float64, generator=draw, device="cpu")
         return torch.linalg.qr(block)[0].to(device)
 
 

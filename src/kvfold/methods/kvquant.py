@@ -131,7 +131,7 @@ class Learned:
 
     def __init__(self, key_levels: tuple[float, ...], value_levels: tuple[float, ...], channels: ChannelScales) -> None:
         self.key_levels, self.value_levels, self.channels = key_levels, value_levels, channels
-        self.levels = torch.tensor(key_levels + value_levels)
+        self.levels = torch.tensor(key_levels + value_levels, dtype=torch.float32, device="cpu")
 
 
 def beyond(keys: torch.Tensor, channels: ChannelScales) -> torch.Tensor:

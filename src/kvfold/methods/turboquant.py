@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -97,13 +98,14 @@ def lloyd_max(bits: int, head_dim: int | None = None) -> tuple[float, ...]:
     running integrals over a fine grid. The density is log-concave, so the fixed point is the optimum (Fleischer, 1964).
     """
     edge = min(9.0, math.sqrt(head_dim)) if head_dim else 9.0
-    grid = torch.linspace(-edge, edge, 100_001, dtype=torch.float64)
+    exact: Any = {"dtype": torch.float64, "device": "cpu"}
+    grid = torch.linspace(-edge, edge, 100_001, **exact)
     if head_dim:
         density = (1 - grid.square() / head_dim).clamp_min(0) ** ((head_dim - 3) / 2)
     else:
         density = (-grid.square() / 2).exp()
-    mass = torch.cat([torch.zeros(1, dtype=torch.float64), torch.cumulative_trapezoid(density, grid)])
-    moment = torch.cat([torch.zeros(1, dtype=torch.float64), torch.cumulative_trapezoid(density * grid, grid)])
+    mass = torch.cat([torch.zeros(1, **exact), torch.cumulative_trapezoid(density, grid)])
+    moment = torch.cat([torch.zeros(1, **exact), torch.cumulative_trapezoid(density * grid, grid)])
     step = float(grid[1] - grid[0])
 
     def at(integral: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -114,9 +116,9 @@ def lloyd_max(bits: int, head_dim: int | None = None) -> tuple[float, ...]:
     count = 1 << bits
     # levels spread like density^(1/3) are optimal for many levels (Panter and Dite, 1951): a start next to the end
     spread = torch.cumulative_trapezoid(density.pow(1 / 3), grid)
-    wanted = (torch.arange(count, dtype=torch.float64) + 0.5) / count * spread[-1]
+    wanted = (torch.arange(count, **exact) + 0.5) / count * spread[-1]
     levels = grid[torch.searchsorted(spread, wanted).clamp_max(len(grid) - 1)]
-    outer = torch.tensor([edge], dtype=torch.float64)
+    outer = torch.tensor([edge], **exact)
     for _ in range(5000):
         cuts = torch.cat([-outer, (levels[1:] + levels[:-1]) / 2, outer])
         updated = at(moment, cuts).diff() / at(mass, cuts).diff()

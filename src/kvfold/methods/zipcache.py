@@ -83,7 +83,8 @@ class ZipCache(Method):
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
         queries = seen.queries.unflatten(1, (spec.num_kv_heads, -1)).flatten(2, 3)  # all query heads of a KV head
-        picked = torch.randperm(queries.shape[2], generator=torch.Generator().manual_seed(self.seed))[: self.probes]
+        draw = torch.Generator().manual_seed(self.seed)
+        picked = torch.randperm(queries.shape[2], generator=draw, device="cpu")[: self.probes]
         return {"probe": to_fp16(queries[..., picked.sort().values.to(queries.device), :])}
 
     def salience(self, keys: torch.Tensor, state: State, head_dim: int) -> torch.Tensor:

@@ -1,0 +1,29 @@
+"""Arithmetic in the dtypes that formats and kernels declare, whatever autocast is around the model."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes matrix products in on a device; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def outside_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function compute as if there were no autocast around the call."""
+
+    @wraps(function)
+    def as_declared(*args: P.args, **kwargs: P.kwargs) -> R:
+        around = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
+        if not around:
+            return function(*args, **kwargs)
+        with torch.autocast(around[0], enabled=False), torch.autocast(around[-1], enabled=False):
+            return function(*args, **kwargs)
+
+    return as_declared
