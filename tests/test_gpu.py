@@ -151,7 +151,14 @@ def _unfolded(request):
         kvfold.unfold(request.getfixturevalue("model"))
 
 
-METHODS = ["kivi", "kivi:bits=4", "squat", "innerq:mode=hybrid", "innerq:mode=sym", "innerq:mode=asym"]
+METHODS = [
+    "kivi",
+    "kivi:bits=4",
+    "squat",
+    "innerq:mode=hybrid,paper=true",
+    "innerq:mode=sym,paper=true",
+    "innerq:mode=asym,paper=true",
+]
 
 
 def run(model, method, kernel, ids, mask, cuts):

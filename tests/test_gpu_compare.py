@@ -9,7 +9,7 @@ from tiny_model import byte_tokenizer, tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-METHODS = ["none", "kivi", "innerq", "turboquant"]
+METHODS = ["none", "kivi", "innerq:paper=true", "turboquant"]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def test_rows_on_a_gpu_are_decoded_in_graphs_or_say_why_not(tiny):
     rows = compare(tiny, byte_tokenizer(), INFO, METHODS, load_text(), **options).rows
     assert [(row.method, row.prefix) for row in rows] == [(m, p) for p in (512, 2048) for m in METHODS]
     paths = {row.method: row.decode_path for row in rows}
-    assert paths["kivi"] == paths["innerq"] == "graph"
+    assert paths["kivi"] == paths["innerq:paper=true"] == "graph"
     assert all(path == "graph" or (path.startswith("steps: ") and len(path) > 10) for path in paths.values())
     for row in rows:
         assert row.tested == 128 and row.kld is not None and row.decode_tokens_per_s > 0

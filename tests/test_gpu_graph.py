@@ -12,7 +12,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("start", [400, 415])
-@pytest.mark.parametrize("method", ["kivi", "kivi:bits=4", "squat", "innerq", "innerq:mode=sym", "innerq:mode=asym"])
+@pytest.mark.parametrize(
+    "method",
+    ["kivi", "kivi:bits=4", "squat", "innerq:paper=true", "innerq:mode=sym,paper=true", "innerq:mode=asym,paper=true"],
+)
 def test_a_replayed_step_equals_a_step(method, start):
     """From 415 tokens on, the ring is full of tokens that are not packed: the second step closes a block."""
     torch.manual_seed(0)

@@ -20,7 +20,14 @@ pytestmark = [
 ]
 LIMIT = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 FP16, BF16 = torch.float16, torch.bfloat16
-METHODS = ["kivi", "kivi:bits=4", "squat", "innerq:mode=hybrid", "innerq:mode=sym", "innerq:mode=asym"]
+METHODS = [
+    "kivi",
+    "kivi:bits=4",
+    "squat",
+    "innerq:mode=hybrid,paper=true",
+    "innerq:mode=sym,paper=true",
+    "innerq:mode=asym,paper=true",
+]
 
 
 class Sequences:
@@ -88,10 +95,10 @@ def test_many_tokens(method, tokens):
         ("kivi:bits=1", {}),
         ("kivi", {"head_dim": 64, "heads": 14}),
         ("kivi", {"heads": 4, "kv_heads": 4, "dtype": BF16}),
-        ("innerq:mode=hybrid", {"head_dim": 256, "dtype": BF16}),
-        ("innerq:mode=hybrid,bits=3", {"head_dim": 64}),
-        ("innerq:mode=sym,bits=1", {"heads": 6, "dtype": BF16}),
-        ("innerq:mode=asym,bits=4", {"head_dim": 256}),
+        ("innerq:mode=hybrid,paper=true", {"head_dim": 256, "dtype": BF16}),
+        ("innerq:mode=hybrid,bits=3,paper=true", {"head_dim": 64}),
+        ("innerq:mode=sym,bits=1,paper=true", {"heads": 6, "dtype": BF16}),
+        ("innerq:mode=asym,bits=4,paper=true", {"head_dim": 256}),
     ],
     ids=str,
 )
@@ -132,13 +139,13 @@ def test_several_slabs(method):
 
 
 def test_nothing_is_packed_yet():
-    sequences = Sequences("innerq", (150, 3, 70))
+    sequences = Sequences("innerq:paper=true", (150, 3, 70))
     assert not sequences.layer.slabs
     sequences.check(40)
     sequences.check(40, torch.rand(3, 40, device="cuda") > 0.5)
 
 
-@pytest.mark.parametrize("method", ["kivi", "innerq:mode=hybrid"])
+@pytest.mark.parametrize("method", ["kivi", "innerq:mode=hybrid,paper=true"])
 def test_very_long_calls_take_their_queries_in_pieces(method, monkeypatch):
     sequences = Sequences(method)
     valid = torch.arange(300, device="cuda") >= torch.tensor([[0], [77]], device="cuda")
@@ -160,7 +167,7 @@ def test_a_long_call_does_not_wait_for_the_device(method):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("method", ["kivi", "innerq:mode=sym"])
+@pytest.mark.parametrize("method", ["kivi", "innerq:mode=sym,paper=true"])
 def test_workspace_does_not_grow_with_the_context(method):
     needed = []
     for context in (2000, 16000):

@@ -36,7 +36,7 @@ def steps(model, cache, count):
             model(input_ids=ids, past_key_values=cache, use_cache=True)
 
 
-@pytest.mark.parametrize("method", ["kivi", "kivi:bits=4", "squat", "innerq:mode=asym"])
+@pytest.mark.parametrize("method", ["kivi", "kivi:bits=4", "squat", "innerq:mode=asym,paper=true"])
 def test_a_whole_cycle_of_steps_waits_for_nothing(model, method, request):
     cache = filled(model, method, 2, 1000, 200)
     steps(model, cache, 40)
@@ -46,7 +46,9 @@ def test_a_whole_cycle_of_steps_waits_for_nothing(model, method, request):
     assert cache.folded[0].packed[0] == packed + 32
 
 
-@pytest.mark.parametrize("method", ["kivi", "squat", "innerq:mode=asym", "innerq", "innerq:mode=sym"])
+@pytest.mark.parametrize(
+    "method", ["kivi", "squat", "innerq:mode=asym,paper=true", "innerq:paper=true", "innerq:mode=sym,paper=true"]
+)
 def test_a_replayed_step_neither_waits_nor_allocates(model, method, request):
     cache = filled(model, method, 2, 1000, 200)
     graph = DecodeGraph(model, cache, room=64)
@@ -59,7 +61,7 @@ def test_a_replayed_step_neither_waits_nor_allocates(model, method, request):
     assert profile.allocator_counts() == before
 
 
-@pytest.mark.parametrize("method", ["kivi", "innerq:mode=asym", "innerq"])
+@pytest.mark.parametrize("method", ["kivi", "innerq:mode=asym,paper=true", "innerq:paper=true"])
 def test_counts_do_not_depend_on_the_context(model, method):
     rows = [row for context in (1000, 30_000) for row in profile.measure(model, "tiny", method, 2, context, ENV)]
     assert profile.grows(rows) == []
