@@ -30,7 +30,7 @@ from kvfold.terminal import (
 )
 from kvfold.threads import settle
 
-COMPUTE = ("calibrate", "compare", "domains", "generate")
+COMPUTE = ("calibrate", "chat", "compare", "domains", "generate")
 """Commands whose threads are told how to wait; benchmarks measure what they find."""
 
 
@@ -279,8 +279,10 @@ def _cell(value: Any) -> str:
 
 from kvfold.bench.cli import bench  # noqa: E402
 from kvfold.calibration.cli import artefact_group, calibrate  # noqa: E402
+from kvfold.chat import chat  # noqa: E402
 from kvfold.quality import compare, domains  # noqa: E402
 
+cli.add_command(chat)
 cli.add_command(compare)
 cli.add_command(domains)
 cli.add_command(calibrate)

@@ -124,13 +124,17 @@ class Stream:
 
         class Printer(TextStreamer):
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                print(text, end="\n" if stream_end else "", file=outer.file, flush=True)
+                outer.show(text, "\n" if stream_end else "")
 
         self.printer = Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def put(self, value: Any) -> None:
         self.times.append(time.perf_counter())
         self.printer.put(value)
+
+    def show(self, text: str, end: str) -> None:
+        """Print a piece of the answer."""
+        print(text, end=end, file=self.file, flush=True)
 
     def end(self) -> None:
         self.printer.end()

@@ -1,0 +1,226 @@
+"""The command ``kvfold chat``; mounted by :mod:`kvfold.cli`. The turns are those of :mod:`kvfold.conversation`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvfold.errors import KVFoldError
+from kvfold.terminal import (
+    JSON_HELP,
+    complete_method,
+    json_target,
+    load,
+    model_options,
+    print_json,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from kvfold.conversation import Conversation, Turn
+
+HELP = """\
+/method       say which method folds the cache
+/method NAME  fold the conversation with another one, for example /method kivi:bits=4
+/reset        forget the conversation
+/help         this
+/exit         end; so does Ctrl-D
+//text        a message that begins with /
+Ctrl-C stops an answer and keeps what was said; again, at once."""
+
+
+@click.command()
+@model_options
+@click.option(
+    "--method",
+    "spec",
+    metavar="X",
+    default="fold",
+    show_default=True,
+    shell_complete=complete_method,
+    help="Method of the cache.",
+)
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option(
+    "--max-new-tokens", metavar="N", type=int, default=512, show_default=True, help="Longest answer, in tokens."
+)
+@click.option(
+    "--temperature",
+    metavar="T",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="0: always the likeliest token; above: sample.",
+)
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--json", "json_path", metavar="FILE", help=JSON_HELP.replace("result", "transcript"))
+def chat(
+    model: str | None,
+    dtype: str | None,
+    device: str | None,
+    spec: str,
+    system: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    json_path: str | None,
+) -> None:
+    """Chat on one folded cache: every turn computes its new tokens only, and says the cache's size and the speed.
+
+    /help lists what else can be typed. Where standard input is no terminal, each of its lines is a turn, answers go to
+    standard output and everything else to standard error.
+    """
+    if max_new_tokens < 1:
+        raise KVFoldError(f"max-new-tokens: {max_new_tokens}; give at least 1")
+    if not 0 <= temperature < float("inf"):
+        raise KVFoldError(f"temperature: {temperature}; give 0 or more")
+    import torch
+
+    from kvfold import methods
+    from kvfold.conversation import Conversation
+
+    method = methods.get(spec)
+    target = json_target(json_path)
+    loaded, tokenizer, info = load(model, dtype, device)
+    torch.manual_seed(seed)
+    talk = Conversation(loaded, tokenizer, info, method, system, max_new_tokens, temperature)
+    session = _Session(talk, sys.stderr if json_path == "-" else sys.stdout)
+    try:
+        session.run()
+    finally:
+        if target:
+            write_json(target, session.transcript())
+        if json_path == "-":
+            print_json(session.transcript())
+
+
+class _Session:
+    """Reads turns and commands, and prints what comes of them."""
+
+    def __init__(self, talk: Conversation, out: Any) -> None:
+        self.talk, self.out = talk, out
+        self.at_terminal = sys.stdin is not None and sys.stdin.isatty()
+        self.turns: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        info = self.talk.info
+        self.tell(f"{info.name} in {info.dtype} on {info.device}, cache folded by {self.talk.method}; /help for more")
+        for line in self.lines():
+            if not line.strip():
+                continue
+            try:
+                if not self.take(line):
+                    return
+            except KVFoldError as error:
+                if not self.at_terminal:  # nobody would see that what follows is an answer to something else
+                    raise
+                self.tell(f"error: {error}")
+            except KeyboardInterrupt:
+                if not self.at_terminal:
+                    raise
+                print(file=self.out)
+                self.tell("stopped; what was said so far is kept and will be read again")
+
+    def take(self, line: str) -> bool:
+        """Do what a line says; returns whether to go on."""
+        if line.startswith("/") and not line.startswith("//"):
+            return self.command(*line[1:].strip().partition(" ")[::2])
+        from kvfold.sizes import ahead as foretell
+
+        turn = self.talk.ask(line[1:] if line.startswith("//") else line, self.out, gently=self.at_terminal)
+        sizes = self.talk.sizes()
+        self.turns.append({"user": line, **dataclasses.asdict(turn), "method": str(self.talk.method), **sizes})
+        self.tell(self.said(turn))
+        cache, dtype, limit = self.talk.cache, self.talk.model.dtype, self.talk.info.max_context
+        if len(self.turns) == 1 and (ahead := foretell(cache, dtype, limit)):
+            self.tell(ahead)
+        return True
+
+    def command(self, name: str, value: str) -> bool:
+        value = value.strip()
+        if name in ("exit", "quit"):
+            return False
+        if name == "help":
+            print(HELP, file=sys.stderr)
+        elif name == "reset":
+            self.talk.reset()
+            self.tell("the conversation is forgotten")
+        elif name == "method" and not value:
+            self.tell(f"method: {self.talk.method}")
+        elif name == "method":
+            held = self.talk.use(value)
+            later = f"; the next turn reads the {held:,} tokens so far again" if held else ""
+            self.tell(f"method: {self.talk.method} from now on, on a new cache{later}")
+        else:
+            raise KVFoldError(f"command: /{name} is unknown; allowed: /help, /method, /reset, /exit (//{name} says it)")
+        return True
+
+    def said(self, turn: Turn) -> str:
+        """One line on a turn: how it ended if not by itself, speed, what was read, and the cache."""
+        from kvfold import sizes
+
+        how = {
+            "answered": "",
+            "length": ", cut at --max-new-tokens",
+            "context": ", cut where the model's context ends: /reset begins anew",
+            "interrupted": ", stopped",
+        }[turn.ended]
+        speed = "" if turn.tokens_per_s is None else f", {turn.tokens_per_s:.1f} tokens/s"
+        dropped = f" ({turn.dropped:,} cached ones dropped: {turn.why_dropped})" if turn.dropped else ""
+        read = f"{turn.read_tokens:,} of {turn.prompt_tokens:,} tokens read{dropped}"
+        return f"{turn.new_tokens} tokens{speed}{how}; {read}; {sizes.said(self.talk.cache, self.talk.model.dtype)}"
+
+    def tell(self, line: str) -> None:
+        """Say something beside the answers."""
+        click.secho(f"[{self.talk.method}] {line}" if self.turns else f"kvfold: {line}", err=True, dim=self.at_terminal)
+
+    def lines(self) -> Iterator[str]:
+        """Turns and commands, typed or piped."""
+        if self.at_terminal:
+            yield from self.typed()
+        elif sys.stdin is not None:
+            for number, line in enumerate(sys.stdin.buffer, 1):
+                try:
+                    yield line.decode("utf-8").rstrip("\r\n")
+                except UnicodeDecodeError:
+                    raise KVFoldError(f"standard input: line {number} is not UTF-8 text") from None
+
+    def typed(self) -> Iterator[str]:
+        try:
+            import readline  # noqa: F401  # input() edits lines with it
+        except ImportError:
+            pass
+        while True:
+            try:
+                if not sys.stdout.isatty():
+                    print("> ", end="", file=sys.stderr, flush=True)
+                line = input("> " if sys.stdout.isatty() else "")
+                line.encode("utf-8")
+            except EOFError:
+                print(file=sys.stderr)
+                return
+            except KeyboardInterrupt:
+                print(file=sys.stderr)
+                self.tell("Ctrl-D or /exit ends the chat")
+                continue
+            except (UnicodeDecodeError, UnicodeEncodeError):
+                self.tell("error: that is not UTF-8 text")
+                continue
+            yield line
+
+    def transcript(self) -> dict[str, Any]:
+        """The whole session, for JSON."""
+        info = self.talk.info
+        return {
+            "model": info.name,
+            "dtype": info.dtype,
+            "device": info.device,
+            "system": self.talk.system,
+            "method": str(self.talk.method),
+            "turns": self.turns,
+            "messages": self.talk.messages,
+        }
