@@ -11,7 +11,6 @@ import click
 
 from kvfold.errors import KVFoldError
 from kvfold.terminal import (
-    JSON_HELP,
     complete_method,
     json_target,
     load,
@@ -33,7 +32,7 @@ HELP = """\
 Ctrl-C stops an answer and keeps what was said; again, at once."""
 
 
-@click.command()
+@click.command(short_help="Chat on one folded cache.")
 @model_options
 @click.option(
     "--method",
@@ -57,7 +56,12 @@ Ctrl-C stops an answer and keeps what was said; again, at once."""
     help="0: always the likeliest token; above: sample.",
 )
 @click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the sampling.")
-@click.option("--json", "json_path", metavar="FILE", help=JSON_HELP.replace("result", "transcript"))
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    help="Write the transcript to FILE as JSON when the chat ends; - prints it instead of the answers.",
+)
 def chat(
     model: str | None,
     dtype: str | None,

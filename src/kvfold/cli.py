@@ -12,6 +12,7 @@ import click
 
 import kvfold
 from kvfold.errors import KVFoldError
+from kvfold.sheet import Column, Sheet
 from kvfold.terminal import (
     JSON_HELP,
     Stream,
@@ -20,7 +21,6 @@ from kvfold.terminal import (
     json_target,
     load,
     model_options,
-    new_table,
     print_json,
     prompt_text,
     say,
@@ -91,7 +91,7 @@ def cli() -> None:
     """
 
 
-@cli.command()
+@cli.command(short_help="Answer a prompt with a folded cache.")
 @click.argument("prompt", required=False)
 @click.option(
     "--method",
@@ -191,7 +191,7 @@ def generate(
         say(ahead)
 
 
-@cli.command()
+@cli.command(short_help="Say what a method does to a model's cache, layer by layer.")
 @model_options
 @click.option(
     "--method",
@@ -222,7 +222,7 @@ def explain(model: str | None, dtype: str | None, device: str | None, spec: str,
     say(f"context up to {info.max_context or 'unknown'} tokens")
 
 
-@cli.command("methods")
+@cli.command("methods", short_help="List every method and its options.")
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
 def list_methods(json_path: str | None) -> None:
     """List every method: what it is, its paper, effective bits, and options with their defaults."""
@@ -247,21 +247,21 @@ def list_methods(json_path: str | None) -> None:
     if json_path == "-":
         print_json(entries)
         return
-    table = new_table()
-    table.add_column("method", style="bold", no_wrap=True)
-    table.add_column("bits", justify="right")
-    table.add_column("what", ratio=2, overflow="fold")
-    table.add_column("options with defaults; presets", ratio=2, overflow="fold")
+    columns = (
+        Column("method", key=True),
+        Column("bits", right=True),
+        Column("what", wraps=True),
+        Column("options with defaults; presets", wraps=True),
+    )
+    sheet = Sheet(columns)
     for entry in entries:
         options = ", ".join(f"{key}={_cell(value)}" for key, value in entry["options"].items())
         source = " ".join(str(part) for part in (entry["paper"], entry["url"]) if part)
         what = "\n".join(filter(None, (entry["summary"], source)))
         presets = "".join(f"\n{key} = {spec}" for key, spec in entry["presets"].items())
-        table.add_row(entry["name"], f"{entry['effective_bits']:.2f}", what, options + presets)
-    console().print(table)
-    click.echo(
-        "bits: effective bits per cached value with the defaults, head_dim 128, everything but the windows included"
-    )
+        sheet.add(entry["name"], f"{entry['effective_bits']:.2f}", what, options + presets)
+    console().print(sheet)
+    say("bits: effective bits per cached value with the defaults, head_dim 128, everything but the windows included")
 
 
 def _prompt_inputs(tokenizer: Any, prompt: str, raw: bool) -> Any:

@@ -33,7 +33,7 @@ MORE = "a wider terminal, a pipe or --json has them"
 RESUME = JSON_HELP + " A killed run with a FILE goes on where it stopped."
 
 
-@click.command()
+@click.command(short_help="Compare methods on a text: quality, size, speed.")
 @model_options
 @click.option(
     "--methods",
@@ -135,7 +135,7 @@ def compare(
         click.echo(f"written: {target}")
 
 
-@click.command()
+@click.command(short_help="Score methods on several kinds of text.")
 @model_options
 @click.option(
     "--methods",

@@ -17,7 +17,6 @@ from kvfold.errors import KVFoldError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from kvfold.sheet import Sheet
 
@@ -185,14 +184,6 @@ def say(line: str) -> None:
         width = max(console().width, 20)
         line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     click.echo(line)
-
-
-def new_table(title: str | None = None) -> Table:
-    """An empty table in the style of all."""
-    from rich import box
-    from rich.table import Table
-
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def as_bytes(count: float) -> str:

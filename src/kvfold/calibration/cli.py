@@ -39,7 +39,7 @@ class _Calibrate(click.Command):
         return super().parse_args(ctx, spread_text(["calibrate", *args])[1:])
 
 
-@click.command(cls=_Calibrate)
+@click.command(cls=_Calibrate, short_help="Learn a method's codebooks from text.")
 @click.option(
     "--model", metavar="M", help="Hub id, local folder or .gguf file.  [default: embedded SmolLM2-135M-Instruct]"
 )
