@@ -75,6 +75,18 @@ FOLDED = {
     "smollm3": lambda: build(SmolLM3ForCausalLM, SmolLM3Config, num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0]),
 }
 KEPT = {
+    "gemma2": lambda: build(
+        Gemma2ForCausalLM, Gemma2Config, sliding_window=40, attn_logit_softcapping=2.0, layer_types=MIXED
+    ),
+    "gpt_oss": lambda: build(
+        GptOssForCausalLM,
+        GptOssConfig,
+        "eager",
+        sliding_window=40,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=MIXED,
+    ),
     "mistral": lambda: build(MistralForCausalLM, MistralConfig, sliding_window=40),
     "qwen2": lambda: build(
         Qwen2ForCausalLM, Qwen2Config, sliding_window=40, use_sliding_window=True, layer_types=MIXED
@@ -99,22 +111,6 @@ KEPT = {
     ),
 }
 REFUSED = {
-    "gemma2": (
-        lambda: build(Gemma2ForCausalLM, Gemma2Config, sliding_window=40, attn_logit_softcapping=2.0),
-        "attn_logit_softcapping=2.0: models with soft-capped scores are not folded",
-    ),
-    "gpt_oss": (
-        lambda: build(
-            GptOssForCausalLM,
-            GptOssConfig,
-            "eager",
-            sliding_window=40,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            layer_types=MIXED,
-        ),
-        "GptOssForCausalLM has learned attention sinks",
-    ),
     "gpt2": (
         lambda: build(GPT2LMHeadModel, GPT2Config, n_positions=256),
         "GPT2LMHeadModel has no rotary position embeddings; kvfold folds decoder models with RoPE",
@@ -196,7 +192,7 @@ def test_layers_that_stay_are_reported_warned_of_once_and_equal_the_models_own(n
         kvfold.fold(model, method)
     rows = kvfold.explain(model, method).layers
     kept = [row.layer_idx for row in rows if not row.folded]
-    assert kept == ([0] if name in ("gemma3", "qwen2") else [0, 1])
+    assert kept == ([0, 1] if name in ("mistral", "deepseek") else [0])
     got = logits(model, cache, ids, CUTS)
     if method == "none" or len(kept) == 2:
         assert relative(got, expected) < target.logits

@@ -107,8 +107,9 @@ def test_step_kernels(case, capability):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_merge_kernel_compiles_without_spills(capability):
-    assert aot.compile_merge(capability=capability).spilled == 0
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_merge_kernel_compiles_without_spills(has_sinks, capability):
+    assert aot.compile_merge(capability=capability, has_sinks=has_sinks).spilled == 0
 
 
 @pytest.mark.parametrize("bits", BITS)

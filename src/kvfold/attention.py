@@ -17,12 +17,13 @@ from kvfold.arithmetic import outside_autocast
 from kvfold.cache import AnyLayer, FoldedCache, FoldedLayer, warn_once
 from kvfold.errors import KVFoldError, UnsupportedModelError
 from kvfold.formats.paged import plain
+from kvfold.kernels.prompt import attend_prompt
 from kvfold.methods import DEFAULT_METHOD, LayerSpec, Method, get
 from kvfold.originals import IMPLEMENTATION
 from kvfold.rope import Rope, find_rotary_module, rope_of
 
 # arguments of attention functions that change the scores in ways a folded layer does not compute
-REFUSED = ("softcap", "s_aux", "position_bias", "sliding_window")
+REFUSED = ("position_bias", "sliding_window")
 
 
 def attention_forward(
@@ -86,11 +87,14 @@ def _folded_attention(
             f"layer {layer.spec.layer_idx}: its keys are used by a second layer; models that share keys are not folded"
         )
     layer.pending = False  # whatever follows, the keys arrived here
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
     if layer.static is not None:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return layer.static_step(key, value, query, scale, layer.static).transpose(1, 2).contiguous()
+        return layer.static_step(key, value, query, scale, layer.static, sinks).transpose(1, 2).contiguous()
     refused = [name for name in REFUSED if options.get(name) is not None]
     backwards = options.get("is_causal") is False and not layer.is_empty
+    if softcap is not None and layer.spec.softcap is None:  # its kernel was chosen for others
+        refused.append("softcap")
     if refused or backwards or (dropout and module.training):
         what = ", ".join(refused) or ("is_causal=False" if backwards else "dropout")
         raise UnsupportedModelError(
@@ -111,14 +115,17 @@ def _folded_attention(
         out, _ = originals.attend(previous, module, query, key, value, mask, **options)
     elif layer.is_empty:
         mask = None if valid is None else _causal(valid, tokens)
-        out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=True)
+        if softcap is None and sinks is None:
+            out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=True)
+        else:
+            out = attend_prompt(query, key, value, mask, scale, softcap, sinks).transpose(1, 2).contiguous()
     elif layer.writes_first(tokens, valid):
         layer.append(key, value, query, valid, options.get("position_ids"), pack=False)
-        out = layer.kernel.attend_in_place(layer, query, scale).transpose(1, 2).contiguous()
+        out = layer.kernel.attend_in_place(layer, query, scale, sinks=sinks).transpose(1, 2).contiguous()
         layer.pack_due()
         return out
     else:
-        rows = layer.kernel.attend(layer.call(query, key, value, valid, scale))
+        rows = layer.kernel.attend(layer.call(query, key, value, valid, scale, softcap, sinks))
         out = rows.unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2).to(query.dtype).contiguous()
     layer.append(key, value, query, valid, options.get("position_ids"))
     return out
@@ -213,8 +220,7 @@ def fold(
     MethodError
         For an unknown or unfitting method.
     UnsupportedModelError
-        For a model without rotary embeddings, whose rotation the method cannot undo, or whose attention has learned
-        sinks, soft-capped scores or keys shared between layers.
+        For a model without rotary embeddings, whose rotation the method cannot undo, or whose layers share keys.
 
     Notes
     -----
@@ -237,6 +243,7 @@ def fold(
                 method.pre_rope,
                 kernel,
                 model.dtype,
+                item.spec.softcap,
             )
             layers.append(FoldedLayer(method, item.spec, kernel, max_length))
     kept = [str(i) for i, item in enumerate(plan) if item.spec is None]
@@ -295,11 +302,8 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
     own += [DynamicLayer() for _ in range(count - len(own))]
     modules = _attentions(model)
     latent = getattr(config, "kv_lora_rank", None) is not None
-    for field, what in (("attn_logit_softcapping", "soft-capped scores"), ("num_kv_shared_layers", "shared keys")):
-        if getattr(config, field, None):
-            raise UnsupportedModelError(f"{field}={getattr(config, field)}: models with {what} are not folded")
-    if any(hasattr(module, "sinks") for module in modules.values()):
-        raise UnsupportedModelError(f"model: {type(model).__name__} has learned attention sinks, which are not folded")
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(f"num_kv_shared_layers={shared}: models with shared keys are not folded")
     plan = []
     for index, layer in enumerate(own):
         reason = ""
@@ -311,7 +315,8 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
             plan.append(LayerPlan(None, layer, reason))
             continue
         layer_rope = rope if getattr(modules.get(index), "use_rope", True) else None
-        spec = LayerSpec(index, count, heads, kv_heads, head_dim, model.dtype, layer_rope)
+        softcap = getattr(modules.get(index), "attn_logit_softcapping", None)
+        spec = LayerSpec(index, count, heads, kv_heads, head_dim, model.dtype, layer_rope, softcap=softcap)
         _check_shapes(method, spec)
         plan.append(LayerPlan(_packed_for(method, spec, model.device, kernel), layer, ""))
     return plan
@@ -333,7 +338,7 @@ def _packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: s
     def rank(spec: LayerSpec) -> int:
         try:
             formats = plain(method.key_format(spec)), method.value_format(spec)
-            choice = kernels.choose(*formats, device, method.pre_rope, kernel, spec.dtype)
+            choice = kernels.choose(*formats, device, method.pre_rope, kernel, spec.dtype, spec.softcap)
         except KVFoldError:  # the named kernel does not read this order
             return len(kernels.REGISTRY)
         return list(kernels.REGISTRY).index(choice.kernel.name)

@@ -186,7 +186,9 @@ class FoldedLayer(CacheLayerMixin):
     def _choose(self) -> None:
         """What attends and what encodes on the layer's device."""
         formats = plain(self.key_format), self.value_format
-        self.kernel = kernels.choose(*formats, self.device, self.method.pre_rope, self.kernel_name, self.dtype).kernel
+        self.kernel = kernels.choose(
+            *formats, self.device, self.method.pre_rope, self.kernel_name, self.dtype, self.spec.softcap
+        ).kernel
         self.encoder = choose_encoder(self.method, self.spec, self.device)
 
     def update(
@@ -343,7 +345,14 @@ class FoldedLayer(CacheLayerMixin):
         return None if bool(valid.all()) else valid
 
     def call(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        valid: torch.Tensor | None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> AttentionCall:
         """What a kernel needs to attend over cache and new tokens; ``query`` [batch, num_heads, tokens, head_dim]."""
         assert self.sink is not None and self.ring is not None
@@ -367,6 +376,8 @@ class FoldedLayer(CacheLayerMixin):
             first_position=_on_device(tuple(p + self.method.sink for p in self.first_position), self.device),
             rope=self.spec.rope if self.method.pre_rope else None,
             unproject=self._unproject if self.method.maps_values else None,
+            softcap=softcap,
+            sinks=sinks,
         )
 
     def project(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -490,7 +501,13 @@ class FoldedLayer(CacheLayerMixin):
         self._log_columns(tokens, valid)
 
     def static_step(
-        self, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor, scale: float, lengths: StaticLengths
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query: torch.Tensor,
+        scale: float,
+        lengths: StaticLengths,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A decode step that decides nothing on the host (see :mod:`kvfold.graph`); returns like ``query``."""
         self.pending = False
@@ -498,7 +515,7 @@ class FoldedLayer(CacheLayerMixin):
             assert lengths.slots is not None
             self.following.ring.scatter_(2, lengths.slots.expand(-1, *query.shape[1:]), query)
         self._close(key, value, lengths.before)
-        return self.kernel.attend_in_place(self, query, scale, lengths.after)
+        return self.kernel.attend_in_place(self, query, scale, lengths.after, sinks)
 
     def _close(self, key: torch.Tensor | None, value: torch.Tensor | None, lengths: Any) -> None:
         from kvfold.kernels.encode import append_and_close

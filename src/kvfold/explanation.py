@@ -123,6 +123,7 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
     tables: dict[int, int] = {}
     limits: dict[str, str] = {}
     formats: list[Format] = []
+    caps: set[float] = set()
     for index, item in enumerate(plan_layers(model, method)):
         if item.spec is None:
             rows.append(
@@ -134,7 +135,9 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
         spec = item.spec
         keys, values = method.key_format(spec), method.value_format(spec)
         formats += [keys, values]
-        choice = kernels.choose(plain(keys), values, model.device, method.pre_rope, dtype=model.dtype)
+        if spec.softcap is not None:
+            caps.add(spec.softcap)
+        choice = kernels.choose(plain(keys), values, model.device, method.pre_rope, None, model.dtype, spec.softcap)
         windows = f"sink {method.sink}, recent {method.recent} to {method.recent + method.block - 1}"
         rows.append(
             LayerReport(
@@ -175,6 +178,9 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
         )
     elif method.query_window:
         notes.append("paper=true: the encoder's state comes from the queries before the first packing, once")
+    if caps:
+        limits_of = ", ".join(f"{cap:g}" for cap in sorted(caps))
+        notes.append(f"scores are soft-capped at {limits_of}, which only the kernels cpu and reference compute")
     if method.pre_rope:
         notes.append("keys are stored before RoPE and rotated as they are read")
     if tables:

@@ -23,6 +23,7 @@ def choose(
     pre_rope: bool = False,
     name: str | None = None,
     dtype: torch.dtype | None = None,
+    softcap: float | None = None,
 ) -> Choice:
     """The kernel for a layer.
 
@@ -32,6 +33,8 @@ def choose(
         Insist on this one.
     dtype : torch.dtype or None
         Of queries and windows; None leaves it open.
+    softcap : float or None
+        Of the layer's scores.
 
     Raises
     ------
@@ -44,6 +47,8 @@ def choose(
         if why is None and dtype is not None and kernel.dtypes is not None and dtype not in kernel.dtypes:
             names = sorted(str(d).removeprefix("torch.") for d in kernel.dtypes)
             why = f"dtype={str(dtype).removeprefix('torch.')}; allowed: {', '.join(names)}"
+        if why is None and softcap is not None and not kernel.caps_scores:
+            why = "soft-capped scores"
         return why
 
     if name is not None:

@@ -354,13 +354,29 @@ def _weights(s, top):
 
 
 @loops
+def _cap(s, cap):
+    """Replace scores by ``cap * tanh(score / cap)``."""
+    inverse = np.float32(1.0) / cap
+    for t in range(TILE):
+        x = s[t] * inverse
+        size = abs(x)
+        square = x * x
+        # near 0 the quotient below loses digits to cancellation
+        series = np.float32(2.0 / 15.0) + square * (np.float32(-17.0 / 315.0) + square * np.float32(62.0 / 2835.0))
+        small = x + x * square * (np.float32(-1.0 / 3.0) + square * series)
+        e = _exp(np.float32(-2.0) * size)
+        large = (np.float32(1.0) - e) / (np.float32(1.0) + e)
+        s[t] = cap * (small if size < np.float32(0.25) else (large if x > 0 else -large))
+
+
+@loops
 def _padded(x):
     return (x + 31) // 32 * 32
 
 
 @loops
 def attend(
-    begin_item, end_item, splits, packed_queries, queries, bias, scale, parts, sides, forms, pages, signs, packed_len,
+    begin_item, end_item, splits, packed_queries, queries, bias, scale, softcap, parts, sides, forms, pages, signs, packed_len,
     tokens, part_out, part_top, part_sum,
 ):  # fmt: skip
     """Attention of KV heads' queries over shares of their tiles, unnormalized; :func:`merge` puts shares together.
@@ -372,6 +388,8 @@ def attend(
     packed_queries, queries : float32 [batch, kv_heads, rows, head_dim]
     bias : float32 [batch, kv_heads, rows or 0]
     scale : float64
+    softcap : float64
+        Limit of the scores; 0: none.
     parts : int64 [parts, 5]
         Tokens (of the longest sequence), index of the first within the packed part, what it is, and address and batch
         stride of the tokens' validity as bytes (address 0: all are valid).
@@ -392,7 +410,7 @@ def attend(
     part_out : float32 [items, rows, value_dim]
     part_top, part_sum : float32 [items, rows]
     """
-    factor = np.float32(scale)
+    factor, cap = np.float32(scale), np.float32(softcap)
     heads = queries.shape[1]
     rows, dim = queries.shape[2], queries.shape[3]
     value_dim = part_out.shape[2]
@@ -488,6 +506,8 @@ def attend(
                         more = shift[r] if forms[0, 4] else bias[b, h, r] * factor
                         for t in range(TILE):
                             s[t] += more
+                    if cap > 0:
+                        _cap(s, cap)
                     for t in range(count, TILE):
                         s[t] = np.float32(-np.inf)
                     if kind == NEWEST:
@@ -523,8 +543,11 @@ def attend(
 
 
 @loops
-def merge(part_out, part_top, part_sum, splits, out):
-    """Merge shares by log-sum-exp and normalize: ``out`` float32 [batch * kv_heads, rows, value_dim]."""
+def merge(part_out, part_top, part_sum, splits, sinks, out):
+    """Merge shares by log-sum-exp and normalize: ``out`` float32 [batch * kv_heads, rows, value_dim].
+
+    ``sinks`` float32 [kv_heads, rows or 0]: a score more in each row's softmax, for a value of zeros.
+    """
     pairs, rows, dim = out.shape
     for pair in range(pairs):
         for r in range(rows):
@@ -532,6 +555,10 @@ def merge(part_out, part_top, part_sum, splits, out):
             for share in range(1, splits):
                 best = max(best, part_top[pair * splits + share, r])
             amount = np.float32(0.0)
+            if sinks.shape[1]:
+                sink = sinks[pair % sinks.shape[0], r]
+                best = max(best, sink)
+                amount = _exp(sink - best)
             for i in range(dim):
                 out[pair, r, i] = np.float32(0.0)
             for share in range(splits):

@@ -92,6 +92,10 @@ class AttentionCall:
     unproject : callable or None
         Linear map from sums of decoded values, float32 [batch, num_kv_heads, rows, value_format.width], to outputs
         [..., head_dim]; None where values decode to themselves.
+    softcap : float or None
+        Scores, scaled, go into the softmax as ``softcap * tanh(score / softcap)``.
+    sinks : Tensor or None, float [num_heads]
+        Learned sinks: a query head's softmax has one score more, this one, for a value of zeros.
     """
 
     rows: torch.Tensor
@@ -110,6 +114,8 @@ class AttentionCall:
     first_position: torch.Tensor
     rope: Rope | None = None
     unproject: Callable[[torch.Tensor], torch.Tensor] | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class AttentionKernel(ABC):
@@ -122,6 +128,8 @@ class AttentionKernel(ABC):
     """Calls that it hands to the reference kernel, for reports."""
     dtypes: ClassVar[frozenset[torch.dtype] | None] = None
     """Element types of queries and windows that it reads; None: any."""
+    caps_scores: ClassVar[bool] = False
+    """Whether it serves layers of soft-capped scores."""
 
     @abstractmethod
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
@@ -132,7 +140,12 @@ class AttentionKernel(ABC):
         """Attention output [batch, num_kv_heads, heads_per_kv * tokens, head_dim], float32 or of the new keys' dtype."""
 
     def attend_in_place(
-        self, layer: "FoldedLayer", query: torch.Tensor, scale: float, lengths: Any = None
+        self,
+        layer: "FoldedLayer",
+        query: torch.Tensor,
+        scale: float,
+        lengths: Any = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of the newest tokens, which already lie in the layer's windows.
 
@@ -141,6 +154,8 @@ class AttentionKernel(ABC):
         query : Tensor [batch, num_heads, tokens, head_dim]
         lengths : Lengths or None
             With int32 ``packed``, ``sink`` and ``recent`` [batch]; None: the layer's. A decode graph keeps its own.
+        sinks : Tensor or None, float [num_heads]
+            See :class:`AttentionCall`.
 
         Returns
         -------
@@ -172,6 +187,13 @@ class Partial:
         weights = (scores - top).exp()
         seen = valid.any(-2).unsqueeze(-1)  # what no row may see is set to 0, for 0 x NaN would be NaN
         return cls(weights @ values.masked_fill(~seen, 0.0), top, weights.sum(-1, keepdim=True))
+
+    @classmethod
+    def of_sinks(cls, sinks: torch.Tensor, like: "Partial") -> "Partial":
+        """Learned sinks, float [num_heads], as a part: one score per query head, whose value is 0."""
+        _, heads, rows, _ = like.top.shape
+        top = sinks.float().view(heads, -1, 1).expand(-1, -1, rows * heads // sinks.numel()).reshape(1, heads, rows, 1)
+        return cls(torch.zeros_like(like.out), top.expand_as(like.top), torch.ones_like(like.total))
 
     @staticmethod
     def merge(parts: "list[Partial]") -> torch.Tensor:

@@ -40,6 +40,7 @@ class CPUKernel(AttentionKernel):
     """
 
     name = "cpu"
+    caps_scores = True
     limits = (
         "calls of more than 64 tokens on an existing cache, and calls that need gradients, go to the reference kernel"
     )
@@ -86,8 +87,9 @@ class CPUKernel(AttentionKernel):
         tables = [torch.tensor(x, device="cpu").numpy() for x in (parts, sides, forms, pages)]
         tables.append(torch.stack([_signs(call.key_format), _signs(call.value_format)]).numpy())
         lengths = call.packed_len.long().numpy()
-        arguments = (packed.numpy(), queries.numpy(), bias.numpy(), call.scale, *tables, lengths, tokens)
-        _run(sum(part[0] for part in parts), arguments, out)
+        cap = call.softcap or 0.0
+        arguments = (packed.numpy(), queries.numpy(), bias.numpy(), call.scale, cap, *tables, lengths, tokens)
+        _run(sum(part[0] for part in parts), arguments, out, _sinks(call.sinks, heads, tokens))
         return out
 
 
@@ -111,7 +113,14 @@ def _pool() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the pool but not its threads
 
 
-def _run(cached: int, arguments: tuple[Any, ...], out: torch.Tensor) -> None:
+def _sinks(sinks: torch.Tensor | None, heads: int, tokens: int) -> torch.Tensor:
+    """Learned sinks, one per query row: float32 [num_kv_heads, rows]; no rows where there are none."""
+    if sinks is None:
+        return torch.empty(heads, 0)
+    return sinks.detach().float().view(heads, -1).repeat_interleave(tokens, 1)
+
+
+def _run(cached: int, arguments: tuple[Any, ...], out: torch.Tensor, sinks: torch.Tensor) -> None:
     """Share the loops' work, ``cached`` tokens of every KV head, among threads."""
     loops = _loops()
     heads, rows = out.shape[0] * out.shape[1], out.shape[2]
@@ -127,7 +136,7 @@ def _run(cached: int, arguments: tuple[Any, ...], out: torch.Tensor) -> None:
         wait(others)
     for other in others:
         other.result()
-    loops.merge(*parts, splits, out.flatten(0, 1).numpy())
+    loops.merge(*parts, splits, sinks.numpy(), out.flatten(0, 1).numpy())
 
 
 def _chunks(call: AttentionCall) -> list[Span]:

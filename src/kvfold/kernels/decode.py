@@ -229,6 +229,7 @@ def decode_attention(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     plan: Plan | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the newest tokens of every sequence over sink, packed and recent tokens.
 
@@ -254,6 +255,8 @@ def decode_attention(
         Result, like ``q``; allocated if None.
     plan : Plan or None
         Launch shape of the first span; chosen from the shapes if None.
+    sinks : Tensor or None, float [num_heads]
+        Learned sinks; see :class:`kvfold.kernels.AttentionCall`.
 
     Returns
     -------
@@ -280,7 +283,7 @@ def decode_attention(
     for each, span in zip(plans, spans, strict=True):
         _launch(q, packed_q, bias, key_format, value_format, span, windows, scale, partials, at, each, early)
         at += each.splits + each.dense_splits
-    return partials.merge(torch.empty_like(q) if out is None else out, early)
+    return partials.merge(torch.empty_like(q) if out is None else out, early, sinks, tokens)
 
 
 def long_attention(
@@ -296,6 +299,7 @@ def long_attention(
     packed_q: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     plan: Plan | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of any number of new tokens, with padding or without, over everything cached and over themselves.
 
@@ -304,7 +308,7 @@ def long_attention(
 
     Parameters
     ----------
-    q, packed_q, bias, spans, windows, scale
+    q, packed_q, bias, spans, windows, scale, sinks
         As for :func:`decode_attention`, but for any number of tokens, which are not in the windows; ``q`` in the windows'
         dtype; ``spans`` may be empty.
     new_keys, new_values, new_valid
@@ -338,7 +342,7 @@ def long_attention(
             )  # fmt: skip
             at += each.splits
         attend_windows(piece, windows, scale, partials, 0, new_keys, new_values, new_valid, first)
-        outs.append(partials.merge(torch.empty_like(piece)))
+        outs.append(partials.merge(torch.empty_like(piece), False, sinks, piece.shape[2]))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 

@@ -59,11 +59,17 @@ class GluonKernel(AttentionKernel):
             call.scale,
             packed_q=None if packed is None or packed is call.rows else _heads(packed, tokens),
             bias=None if bias is None else _heads(bias, tokens),
+            sinks=call.sinks,
         )
         return out.unflatten(1, (call.rows.shape[1], -1)).flatten(2, 3)
 
     def attend_in_place(
-        self, layer: "FoldedLayer", query: torch.Tensor, scale: float, lengths: Any = None
+        self,
+        layer: "FoldedLayer",
+        query: torch.Tensor,
+        scale: float,
+        lengths: Any = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from kvfold.kernels.decode import decode_attention
 
@@ -80,6 +86,7 @@ class GluonKernel(AttentionKernel):
             scale,
             packed_q=None if projected is rows else _heads(projected, query.shape[2]),
             bias=None if bias is None else _heads(bias, query.shape[2]),
+            sinks=sinks,
         )
 
 

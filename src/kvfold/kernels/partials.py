@@ -27,20 +27,27 @@ def early_launch(early: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if early else {}
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "kv_heads", "tokens"])
 def merge_kernel(  # type: ignore[no-untyped-def]
     part_out,
     part_top,
     part_sum,
     out,
+    sinks,
     rows,
     splits,
+    kv_heads,
+    tokens,
     D: tl.constexpr,
     PART: tl.constexpr,
     N: tl.constexpr,
     EARLY: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """Merge the splits of one query row (program_id(0) = head * rows + row), PART channels at a time."""
+    """Merge the splits of one query row (program_id(0) = head * rows + row), PART channels at a time.
+
+    A learned sink (HAS_SINKS; one per query head, in natural units) is what the sum begins with.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -50,6 +57,10 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     best = -1.0e30  # as in the attention kernels: finite, and the maximum of a split without tokens
     total = tl.zeros([N], tl.float32)
     acc = tl.zeros([N, PART], tl.float32)
+    if HAS_SINKS:
+        head = (row // rows) % kv_heads * (rows // tokens) + row % rows // tokens
+        best = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        total = tl.where(tl.arange(0, N) == 0, 1.0, 0.0)
     for i in range(0, splits, N):
         s = i + tl.arange(0, N)
         at = first + s.to(tl.int64) * rows
@@ -96,7 +107,9 @@ class Partials:
     def splits(self) -> int:
         return self.out.shape[1]
 
-    def merge(self, out: torch.Tensor, early: bool = False) -> torch.Tensor:
+    def merge(
+        self, out: torch.Tensor, early: bool = False, sinks: torch.Tensor | None = None, tokens: int = 1
+    ) -> torch.Tensor:
         """Normalized attention over all splits together.
 
         Parameters
@@ -105,6 +118,10 @@ class Partials:
             Written, and returned. A row that sees no token at all gets zeros.
         early : bool
             The kernel launched last allows the next one to start; see :func:`overlaps_launches`.
+        sinks : Tensor or None, contiguous float [num_heads]
+            Learned sinks: a score more in the softmax of each query head, in natural units, for a value of zeros.
+        tokens : int
+            Query tokens of a call with sinks: rows are query heads times these.
         """
         heads, splits, rows, dim = self.out.shape
         whole = dim & -dim  # the largest power of two that divides it
@@ -115,12 +132,16 @@ class Partials:
             self.top,
             self.total,
             out,
+            self.total if sinks is None else sinks,
             rows,
             splits,
+            1 if sinks is None else sinks.numel() * tokens // rows,
+            tokens,
             D=dim,
             PART=part,
             N=min(64, triton.next_power_of_2(splits)) if many else 64,
             EARLY=early,
+            HAS_SINKS=sinks is not None,
             num_warps=1 if many and splits <= 8 else 4,
             **early_launch(early),
         )

@@ -54,10 +54,15 @@ class TilesKernel(AttentionKernel):
         return attend(call, call.new_keys.shape[2])
 
     def attend_in_place(
-        self, layer: "FoldedLayer", query: torch.Tensor, scale: float, lengths: Any = None
+        self,
+        layer: "FoldedLayer",
+        query: torch.Tensor,
+        scale: float,
+        lengths: Any = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         nothing = query[:, : layer.spec.num_kv_heads, :0]  # the call's tokens lie in the windows
-        call = layer.call(query, nothing, nothing, None, scale)
+        call = layer.call(query, nothing, nothing, None, scale, sinks=sinks)
         if lengths is not None:
             windows = layer.windows(lengths)
             call = replace(call, dense=windows, packed_len=windows.packed_len, spans=layer.spans())
@@ -271,7 +276,8 @@ def _attend(
         call.new_valid,
         first,
     )
-    return partials.merge(torch.empty_like(rows, memory_format=torch.contiguous_format))
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    return partials.merge(out, False, call.sinks, tokens)
 
 
 def _plan(call: AttentionCall, span: Span, rows: int) -> Plan:

@@ -35,6 +35,8 @@ class LayerSpec:
         The layer's rotation; None where the layer has none, or where the method does not need it.
     fragments : bool
         Whether codes are packed for tensor cores; if not, in plain order, as a CPU reads them.
+    softcap : float or None
+        Limit of the layer's scores: ``softcap * tanh(score / softcap)`` goes into its softmax.
     """
 
     layer_idx: int
@@ -45,6 +47,7 @@ class LayerSpec:
     dtype: torch.dtype = torch.float32
     rope: Rope | None = None
     fragments: bool = True
+    softcap: float | None = None
 
     def operand(self, side: str) -> str:
         """Packing of the keys' ("key") or values' ("value") codes on this layer's device."""
