@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvfold-installed
 WORKERS ?= 2
 
-.PHONY: demo test lint format artefacts table domains lengths baselines ablation clean
+.PHONY: demo test lint format artefacts table lengths learned ablation clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(ARGS)
@@ -42,16 +42,11 @@ artefacts/%.safetensors: | $(STAMP)
 	$(BIN)/kvfold calibrate --method $(subst -,:bits=,$*) --text $(TEXT) --out $@ \
 		--tokens $(if $(findstring kvquant,$*),8192,32768)
 
-# The rows behind README.md and docs/. WIKI and GSM8K are WikiText-2's raw test file and GSM8K's test.jsonl.
+# The rows behind README.md and docs/.
 ARTEFACTS := --artefacts artefacts
 table: $(STAMP) artefacts
 	$(BIN)/kvfold compare $(ARTEFACTS) --json benchmarks/compare-smollm2-135m.json
 	$(BIN)/python scripts/tables.py
-
-domains: $(STAMP) artefacts
-	$(if $(and $(GSM8K),$(WIKI)),,$(error GSM8K or WIKI is missing: make domains GSM8K=test.jsonl WIKI=wiki.test.raw))
-	$(BIN)/kvfold domains --methods none kivi:bits=1 kivi:bits=2 kivi:bits=4 squat innerq $(ARTEFACTS) \
-		--text gsm8k=$(GSM8K) --text wiki=$(WIKI) --json benchmarks/domains-smollm2-135m.json
 
 # Does it hold when more is folded? On a GPU: make lengths MODEL=folder NAME=qwen2.5-coder-1.5b WIKI=wiki.txt PROSE=novel.txt
 # The committed rows read the first 600,000 bytes of WikiText-2's test file and the first 500,000 of Moby-Dick.
@@ -68,11 +63,21 @@ lengths: $(STAMP)
 		--json benchmarks/lengths/$(NAME).json
 	$(BIN)/python scripts/tables.py
 
-baselines: $(STAMP) artefacts
-	$(if $(WIKI),,$(error WIKI is missing: make baselines WIKI=wiki.test.raw))
-	$(BIN)/kvfold compare --text $(WIKI) --prefix 1024 --tokens 256 --new-tokens 8 $(ARTEFACTS) \
-		--json benchmarks/compare-baselines-wikitext.json --methods none kivi kivi:sink=1 kivi:bits=1 \
-		kvquant:artefact=artefacts/kvquant-2.safetensors,outliers=0.0
+# What learned methods do to texts that they did not learn from: also NOVEL=novel.txt, which the artefacts are made of
+A := artefacts/$(NAME)
+WITH = artefact=$(A)/$(1).safetensors
+FROM_ARTEFACTS := commvq:$(call WITH,commvq-2) commvq:bits=1,$(call WITH,commvq-1) vqllm:$(call WITH,vqllm-2) \
+	vqllm:bits=1,$(call WITH,vqllm-1) kvquant:$(call WITH,kvquant-2) commvq:$(call WITH,commvq-2),paper=true \
+	commvq:bits=1,$(call WITH,commvq-1),paper=true vqllm:$(call WITH,vqllm-2),paper=true kvquant:$(call WITH,kvquant-2),paper=true
+learned: $(STAMP)
+	$(if $(and $(WIKI),$(PROSE),$(MODEL),$(NAME),$(NOVEL)),,$(error give MODEL, NAME, WIKI, PROSE and NOVEL))
+	mkdir -p $(A)
+	for name in $(LEARNED); do test -e $(A)/$$name.safetensors || $(BIN)/kvfold calibrate --model $(MODEL) \
+		--method $${name%-*}:bits=$${name#*-} --text $(NOVEL) --out $(A)/$$name.safetensors || exit; done
+	$(BIN)/kvfold domains --model $(MODEL) --dtype bfloat16 --methods none kivi kivi:bits=1 fold fold:bits=1 $(FROM_ARTEFACTS) \
+		--text encyclopedia=$(WIKI) --text prose=$(PROSE) --domains code --prefix $(PREFIX) --tokens 1024 --windows 1 --chunk 64 \
+		--json benchmarks/learned/$(NAME).json
+	$(BIN)/python scripts/tables.py
 
 ablation: $(STAMP)
 	$(if $(TEXT),,$(error TEXT is missing: make ablation TEXT="a.txt b.txt"))

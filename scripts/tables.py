@@ -16,7 +16,7 @@ from typing import Any
 
 from bench_tables import BENCH
 
-from kvfold.evaluation.domains import DomainRow, means, read_rows
+from kvfold.evaluation.domains import DomainRow, read_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -54,10 +54,6 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
-
-
 def comparison(name: str) -> Callable[[], str]:
     """Rows of ``kvfold compare``; of several prefixes, each row says its own."""
 
@@ -86,33 +82,9 @@ def comparison(name: str) -> Callable[[], str]:
     return table
 
 
-def domains(name: str) -> Callable[[], str]:
-    """Means of ``kvfold domains`` by text; of several prefixes, each row says its own."""
-
-    def table() -> str:
-        result = read(name)
-        several = len(prefixes(result)) > 1
-        rows = read_rows(result)
-        lines = []
-        for prefix in prefixes(result):
-            here = [row for row in rows if row.prefix == prefix]
-            bits = {row.method: row.bits_without_tables for row in here}
-            for spec, by_domain in means(here).items():
-                cells = [
-                    f"{number(None if m.kld is None else max(m.kld, 0.0), '.3f')} / {percent(m.top1)}"
-                    + ("" if m.exact is None else f" / {percent(m.exact)}")
-                    for m in by_domain.values()
-                ]
-                lines.append([method(spec), *([f"{prefix:,}"] if several else []), number(bits[spec], ".2f"), *cells])
-        columns = list(dict.fromkeys(row.domain for row in rows))
-        return markdown(["method", *(["prefix"] if several else []), "bits", *columns], lines)
-
-    return table
-
-
 MODELS = {
     "Qwen2.5-Coder-1.5B": ("qwen2.5-coder-1.5b", (1024, 4096, 16384)),
-    "Qwen2.5-Coder-0.5B": ("qwen2.5-coder-0.5b", (1024, 4096)),
+    "Qwen2.5-Coder-0.5B": ("qwen2.5-coder-0.5b", (1024, 4096, 16384)),
     "SmolLM2-135M": ("smollm2-135m", (1024, 4096)),
 }
 """Models whose divergence by length is committed: the beginning of their files' names in benchmarks/lengths/, and prefixes."""
@@ -121,9 +93,9 @@ BASE = "kivi"
 """The method that ratios are of: KIVI at 2 bits (3.0 with its scales), at the windows of every method."""
 
 
-def runs(stem: str) -> list[DomainRow]:
+def runs(stem: str, folder: str = "lengths") -> list[DomainRow]:
     """Rows of all runs of a model."""
-    files = sorted((BENCHMARKS / "lengths").glob(f"{stem}*.json"))
+    files = sorted((BENCHMARKS / folder).glob(f"{stem}*.json"))
     return [row for file in files for row in read_rows(read(file))]
 
 
@@ -142,7 +114,14 @@ def by_length(rows: Iterable[DomainRow]) -> dict[str, dict[int, float]]:
     return table
 
 
-def lengths(*stems: str | pathlib.Path, only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
+def speeds(name: str) -> dict[str, tuple[float, str]]:
+    """Decode speed in tokens/s and how it was taken, by method; rows of ``kvfold compare`` at one prefix."""
+    return {r["method"]: (r["decode_tokens_per_s"], r["decode_path"].partition(":")[0]) for r in read(name)["rows"]}
+
+
+def lengths(
+    *stems: str | pathlib.Path, only: Callable[[str], bool] = lambda spec: True, speed: str | None = None
+) -> Callable[[], str]:
     """KL divergence by prefix, a column each, and as multiples of KIVI-2's.
 
     Parameters
@@ -151,6 +130,8 @@ def lengths(*stems: str | pathlib.Path, only: Callable[[str], bool] = lambda spe
         Beginnings of the names of files in benchmarks/lengths/, or paths of files that ``kvfold domains`` wrote; of one model.
     only
         Which methods.
+    speed
+        A file of ``kvfold compare``, whose decode speeds are a last column.
 
     Effective bits are those at the longest prefix.
     """
@@ -161,25 +142,41 @@ def lengths(*stems: str | pathlib.Path, only: Callable[[str], bool] = lambda spe
         bits = {row.method: row.effective_bits for row in rows if row.prefix == columns[-1]}
         found = by_length(rows)
         kivi = found.get(BASE, {})
+        fast = speeds(speed) if speed else {}
         lines = []
         for spec, by_prefix in found.items():
             if only(spec):
                 values = [by_prefix.get(p) for p in columns]
                 line = [method(spec), number(bits.get(spec), ".2f"), *(number(v, "z.4f") for v in values)]
-                lines.append(line + [ratio(v, kivi.get(p)) for v, p in zip(values, columns, strict=True)])
+                line += [ratio(v, kivi.get(p)) for v, p in zip(values, columns, strict=True)]
+                if speed:
+                    line.append(f"{fast[spec][0]:.0f} ({fast[spec][1]})" if spec in fast else "-")
+                lines.append(line)
         head = ["method", "effective bits", *by_column("KL at", columns), *by_column("of KIVI-2's at", columns)]
-        return markdown(head, lines)
+        return markdown([*head, *(["decode, tokens/s"] if speed else [])], lines)
 
     return table
 
 
-def worst(only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
-    """Divergence as a multiple of KIVI-2's in the same run: every model and length, and the worst of them."""
+def worst(
+    only: Callable[[str], bool] = lambda spec: True, folder: str = "lengths", shared: bool = False
+) -> Callable[[], str]:
+    """Divergence as a multiple of KIVI-2's in the same run: every model and length, and the worst of them.
+
+    Parameters
+    ----------
+    only
+        Which methods.
+    folder
+        Of benchmarks/.
+    shared
+        With a column of the bits that count tables too, which all sequences share, at the longest prefix of the first model.
+    """
 
     def table() -> str:
-        head, bits = ["method", "bits"], {}
+        head, bits, counted = ["method", "bits", *(["with tables"] if shared else [])], {}, {}
         cells: dict[str, list[float | None]] = {}
-        models = {name: runs(stem) for name, (stem, _) in MODELS.items()}
+        models = {name: runs(stem, folder) for name, (stem, _) in MODELS.items()}
         order = list(dict.fromkeys(row.method for rows in models.values() for row in rows))
         for name, (_, columns) in MODELS.items():
             head += by_column(f"{name},", list(columns))
@@ -187,12 +184,15 @@ def worst(only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
             for spec in order:
                 mine = found.get(spec, {})
                 cells.setdefault(spec, []).extend(mine[p] / found[BASE][p] if p in mine else None for p in columns)
-            bits = {r.method: r.bits_without_tables for r in models[name] if r.prefix == max(columns)} | bits
+            last = [row for row in models[name] if row.prefix == max(columns)]
+            bits = {row.method: row.bits_without_tables for row in last} | bits
+            counted = {row.method: row.effective_bits for row in last} | counted
         lines = []
         for spec in order:
             if only(spec):
                 known = [v for v in cells[spec] if v is not None]
-                line = [method(spec), number(bits.get(spec), ".2f"), *(number(v, "z.2f") for v in cells[spec])]
+                line = [method(spec), *(number(b.get(spec), ".2f") for b in ((bits, counted) if shared else (bits,)))]
+                line += [number(v, "z.2f") for v in cells[spec]]
                 lines.append([*line, number(max(known, default=None), "z.2f")])
         return markdown([*head, "worst"], lines)
 
@@ -210,38 +210,6 @@ def of_method(*names: str) -> Callable[[str], bool]:
 
 def ratio(value: float | None, base: float | None) -> str:
     return "-" if value is None or not base else f"{value / base:z.2f}"
-
-
-def baselines(*names: str) -> Callable[[], str]:
-    """Rows of some methods, with the full-precision cache first and KIVI last."""
-
-    def table() -> str:
-        rows = read("compare-baselines-wikitext.json")["rows"]
-        chosen = [row for name in ("none", *names) for row in rows if row["method"].partition(":")[0] == name]
-        kivi = [row for row in rows if method(row["method"]) in KIVI[names[0]]]
-        lines = (
-            [
-                method(row["method"]),
-                number(row["bits_without_tables"], ".2f"),
-                number(row["effective_bits"], ".2f"),
-                number(row["ppl"], ".2f"),
-                number(row["kld"], "z.3f"),
-                f"{100 * row['top1']:.0f} %",
-            ]
-            for row in chosen + kivi
-        )
-        return markdown(
-            ["method", "bits, tables aside", "effective bits", "ppl", "KL divergence", "top-1 agreement"], lines
-        )
-
-    return table
-
-
-KIVI = {
-    "kvquant": ("`kivi`", "`kivi:sink=1`"),
-    "vqllm": ("`kivi`", "`kivi:bits=1`"),
-}
-"""What a page compares its method with."""
 
 
 def ablation(*tables: str) -> Callable[[], str]:
@@ -271,16 +239,21 @@ def ablation(*tables: str) -> Callable[[], str]:
 PAGES = ("fold", "kivi", "squat", "innerq", "qjl", "turboquant", "gear", "zipcache")
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"lengths": lengths("qwen2.5-coder-1.5b"), "compare": comparison("compare-smollm2-135m.json")},
+    "README.md": {
+        "lengths": lengths("qwen2.5-coder-1.5b", speed="compare-qwen2.5-coder-1.5b.json"),
+        "compare": comparison("compare-smollm2-135m.json"),
+    },
     "docs/results.md": {
         "worst": worst(),
-        "domains smollm2": domains("domains-smollm2-135m.json"),
-        "domains learned": domains("domains-smollm2-135m-learned.json"),
-        "domains qwen2.5": domains("domains-qwen2.5-coder-0.5b.json"),
+        "learned": worst(folder="learned", shared=True),
     },
     **{f"docs/methods/{name}.md": {"lengths": worst(of_method(name, f"{name}_pre"))} for name in PAGES},
-    **{f"docs/methods/{name}.md": {"measured": baselines(name)} for name in KIVI},
+    **{
+        f"docs/methods/{name}.md": {"learned": worst(of_method(name, "fold"), "learned", shared=True)}
+        for name in ("vqllm", "kvquant")
+    },
     "docs/methods/commvq.md": {
+        "learned": worst(of_method("commvq", "fold"), "learned", shared=True),
         "ablation keys": ablation("9", "10", "figure 4"),
         "ablation values": ablation("11"),
         "training": ablation("training"),
