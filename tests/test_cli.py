@@ -237,8 +237,8 @@ def test_generate_streams_and_ends_with_what_it_saved(run, tiny):
     status, out, err = run(*arguments)
     assert status == 0 and errors(err) == []
     saved, ahead = out.splitlines()[-2:]
-    size = r".* instead of .* in float32: [\d.]+x smaller, [\d.]+x (smaller |larger )?than in 16 bits"
-    tokens = r"\[kivi:sink=0,recent=0\] \d+ tokens, [\d.]+ tokens/s; cache of \d+ tokens"
+    size = r".* instead of .* in float32: [\d.]+x smaller, ([\d.]+x (smaller|larger) than|as large as) in 16 bits"
+    tokens = r"\[kivi:sink=0,recent=0\] \d+ tokens, [\d.]+ tokens/s; cache of \d+ tokens, \d+ of them packed"
     assert re.fullmatch(f"{tokens}: {size}", saved)
     assert re.fullmatch(f"at 1,024 tokens: {size}", ahead)
 

@@ -63,14 +63,15 @@ def test_a_young_cache_says_that_nothing_is_packed_and_what_it_will_be(model):
     assert at.ratio > 2
     expected = f"packing begins at 160 tokens; at 1,024 tokens: {at.said('float32')}"
     assert sizes.ahead(cache, torch.float32, 1024) == expected
-    assert expected.endswith(f"{at.ratio:.2f}x smaller, {at.ratio_fp16:.2f}x than in 16 bits")
+    assert expected.endswith(f"{at.ratio:.2f}x smaller, {at.ratio_fp16:.2f}x smaller than in 16 bits")
     assert "at 4,096 tokens" in sizes.ahead(cache, torch.float32, None)
     assert sizes.ahead(cache, torch.float32, 159) == "packing begins at 160 tokens; the model's context ends at 159"
 
 
 def test_a_longer_cache_says_its_size_alone(model):
     cache = filled(model, "kivi", 600)
-    assert sizes.said(cache, torch.float32) == f"cache of 600 tokens: {sizes.now(cache, torch.float32).said('float32')}"
+    said = sizes.now(cache, torch.float32).said("float32")
+    assert sizes.said(cache, torch.float32) == f"cache of 600 tokens, 448 of them packed: {said}"
     assert sizes.ahead(cache, torch.float32, 1024) == ""
     assert sizes.ahead(filled(model, "kivi", 200), torch.float32, 1024).startswith("at 1,024 tokens: ")
 
@@ -88,13 +89,22 @@ def test_json_has_the_parts_and_no_number_that_is_none():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "said"), [(4.9, "4.90x smaller"), (1.0, "1.00x smaller"), (0.5, "2.00x larger"), (0, "larger")]
+    ("ratio", "said"),
+    [
+        (4.9, "4.90x smaller"),
+        (1.03, "1.03x smaller"),
+        (1.01, "as large"),
+        (0.99, "as large"),
+        (0.5, "2.00x larger"),
+        (0, "larger"),
+    ],
 )
 def test_larger_is_not_called_smaller(ratio, said):
     assert sizes.times(ratio).endswith(said)
 
 
 def test_16_bits_are_said_apart_only_where_they_are_others():
-    assert sizes.Sizes(1, 10, 40, 20).said("float32").endswith(": 4.00x smaller, 2.00x than in 16 bits")
+    assert sizes.Sizes(1, 10, 40, 20).said("float32").endswith(": 4.00x smaller, 2.00x smaller than in 16 bits")
     assert sizes.Sizes(1, 30, 40, 20).said("float32").endswith(": 1.33x smaller, 1.50x larger than in 16 bits")
     assert sizes.Sizes(1, 10, 20, 20).said("bfloat16").endswith("20 B in bfloat16: 2.00x smaller")
+    assert sizes.Sizes(1, 20, 40, 20).said("float32").endswith(": 2.00x smaller, as large as in 16 bits")

@@ -219,7 +219,7 @@ def explain(model: str | None, dtype: str | None, device: str | None, spec: str,
     show(plan.sheet(f"{info.name} with {method}"))
     for line in plan.summary():
         say(line)
-    say(f"context up to {info.max_context or 'unknown'} tokens")
+    say("context: " + (f"up to {info.max_context:,} tokens" if info.max_context else "the configuration does not say"))
 
 
 @cli.command("methods", short_help="List every method and its options.")

@@ -48,19 +48,24 @@ class Sizes:
         return self.fp16_cache_bytes / max(self.cache_bytes, 1)
 
     def said(self, dtype: str) -> str:
-        """``3.10 MiB instead of 20.60 MiB in float32: 6.65x smaller, 3.32x than in 16 bits``."""
-        than = ""
-        if self.fp16_cache_bytes != self.full_cache_bytes:
-            other = times(self.ratio_fp16)
-            same = other.rpartition(" ")[2] == times(self.ratio).rpartition(" ")[2]
-            than = f", {other.partition(' ')[0] if same else other} than in 16 bits"
-        sizes = f"{as_bytes(self.cache_bytes)} instead of {as_bytes(self.full_cache_bytes)} in {dtype}"
-        return f"{sizes}: {times(self.ratio)}{than}"
+        """``3.10 MiB instead of 20.60 MiB in float32: 6.65x smaller, 3.32x smaller than in 16 bits``."""
+        text = (
+            f"{as_bytes(self.cache_bytes)} instead of {as_bytes(self.full_cache_bytes)} in {dtype}: {times(self.ratio)}"
+        )
+        if self.fp16_cache_bytes == self.full_cache_bytes:
+            return text
+        compared = times(self.ratio_fp16)
+        return f"{text}, {compared} {'as' if compared == EQUAL else 'than'} in 16 bits"
+
+
+EQUAL = "as large"
 
 
 def times(ratio: float) -> str:
-    """``4.90x smaller``, or ``1.18x larger``."""
-    return f"{ratio:.2f}x smaller" if ratio >= 1 else f"{1 / max(ratio, 1e-9):.2f}x larger"
+    """``4.90x smaller``, ``1.18x larger``, or ``as large`` within two percent."""
+    if abs(ratio - 1) <= 0.02:
+        return EQUAL
+    return f"{ratio:.2f}x smaller" if ratio > 1 else f"{1 / max(ratio, 1e-9):.2f}x larger"
 
 
 def now(cache: FoldedCache, dtype: torch.dtype) -> Sizes:
@@ -167,8 +172,11 @@ def said(cache: FoldedCache, dtype: torch.dtype) -> str:
     """One phrase: the cache's size, or that nothing is packed yet."""
     here = now(cache, dtype)
     name = str(dtype).removeprefix("torch.")
-    if is_packed(cache) or not folds(cache):
+    if not folds(cache):
         return f"cache of {here.tokens:,} tokens: {here.said(name)}"
+    if is_packed(cache):
+        packed = max(max(layer.packed) for layer in cache.folded if layer.is_initialized)
+        return f"cache of {here.tokens:,} tokens, {packed:,} of them packed: {here.said(name)}"
     return (
         f"cache of {here.tokens:,} tokens: nothing is packed yet, {as_bytes(here.cache_bytes)} of windows "
         f"({as_bytes(here.full_cache_bytes)} in {name} without them)"

@@ -175,7 +175,8 @@ def console(width: int | None = None) -> Console:
 
 def show(sheet: Sheet) -> None:
     """Print a table, fitted to the terminal; in full where there is none."""
-    console(sheet.natural_width).print(sheet, "", sep="\n", end="")
+    console(sheet.natural_width).print(sheet)
+    click.echo()
 
 
 def say(line: str) -> None:
