@@ -28,6 +28,8 @@ from targets import current
 LENGTHS = (300, 170)
 WIDTH, MORE = 300, [1, 70, 1]
 
+APART = "k=squat+v=fold+keep=0+1.v=kivi:bits=4"
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -142,13 +144,14 @@ def kvquant(path: Path, model) -> str:
 @pytest.fixture(scope="module")
 def methods(tmp_path_factory, model) -> list[str]:
     folder = tmp_path_factory.mktemp("learned")
-    return [*DEFAULT, vqllm(folder / "vqllm.safetensors", model), kvquant(folder / "kvquant.safetensors", model)]
+    codes = vqllm(folder / "vqllm.safetensors", model)
+    return [*DEFAULT, codes, kvquant(folder / "kvquant.safetensors", model), f"k={codes}+v=fold", APART]
 
 
 # ---- the same --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", range(len(DEFAULT) + 2))
+@pytest.mark.parametrize("index", range(len(DEFAULT) + 4))
 def test_a_loaded_cache_is_what_was_saved_and_goes_on_alike(model, methods, index, tmp_path):
     cache = filled(model, methods[index])
     assert any(cache.folded[0].packed)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvfold.attention import fold, unfold
     from kvfold.cache import FoldedCache
     from kvfold.explanation import Explanation, explain
-    from kvfold.methods import DEFAULT, Method
+    from kvfold.methods import DEFAULT, Method, Pair, Recipe
     from kvfold.saving import load_cache
 
 __version__ = "0.1.0"
@@ -24,6 +24,8 @@ __all__ = [
     "KVFoldError",
     "Method",
     "MethodError",
+    "Pair",
+    "Recipe",
     "UnsupportedModelError",
     "explain",
     "fold",
@@ -39,6 +41,8 @@ _MODULES = {
     "explain": "explanation",
     "DEFAULT": "methods",
     "Method": "methods",
+    "Pair": "methods",
+    "Recipe": "methods",
     "load_cache": "saving",
 }
 

@@ -203,7 +203,8 @@ def fold(
     model : PreTrainedModel
         A decoder with rotary position embeddings, as Transformers loads it.
     method : str or Method
-        ``name`` or ``name:key=value,key=value``; see :func:`kvfold.methods.get`.
+        ``name`` or ``name:key=value,key=value``; several joined by ``+``, as in ``k=fold:bits=3+v=kivi+keep=0,1``, or
+        :class:`kvfold.Pair` and :class:`kvfold.Recipe`; see :func:`kvfold.methods.get`.
     kernel : str or None
         Insist on an attention kernel; None takes the first that supports each layer (``explain`` shows which).
     max_length : int or None
@@ -237,18 +238,18 @@ def fold(
             layers.append(item.own)
         else:
             kernels.choose(
-                plain(method.key_format(item.spec)),
-                method.value_format(item.spec),
+                plain(item.method.key_format(item.spec)),
+                item.method.value_format(item.spec),
                 model.device,
-                method.pre_rope,
+                item.method.pre_rope,
                 kernel,
                 model.dtype,
                 item.spec.softcap,
             )
-            layers.append(FoldedLayer(method, item.spec, kernel, max_length))
-    kept = [str(i) for i, item in enumerate(plan) if item.spec is None]
+            layers.append(FoldedLayer(item.method, item.spec, kernel, max_length))
+    kept = [str(i) for i, item in enumerate(plan) if item.spec is None and item.reason != KEPT]
     if kept:
-        reasons = "; ".join(sorted({item.reason for item in plan if item.spec is None}))
+        reasons = "; ".join(sorted({item.reason for item in plan if item.spec is None and item.reason != KEPT}))
         warn_once(f"kvfold: {len(kept)} of {len(plan)} layers stay in full precision ({reasons}): {', '.join(kept)}")
     attentions = _attentions(model)
     _switch(model, [attentions[i] for i, item in enumerate(plan) if item.spec is not None and i in attentions])
@@ -273,11 +274,14 @@ def unfold(model: nn.Module) -> None:
     originals.restore(model)
 
 
-class LayerPlan:
-    """Whether a layer is folded: its spec, or the cache layer it keeps and why."""
+KEPT = "kept in full precision, as the method says"
 
-    def __init__(self, spec: LayerSpec | None, own: AnyLayer, reason: str) -> None:
-        self.spec, self.own, self.reason = spec, own, reason
+
+class LayerPlan:
+    """Whether a layer is folded: its method and spec, or the cache layer it keeps and why."""
+
+    def __init__(self, spec: LayerSpec | None, own: AnyLayer, reason: str, method: Method) -> None:
+        self.spec, self.own, self.reason, self.method = spec, own, reason, method
 
 
 @outside_autocast
@@ -293,8 +297,9 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
     config = model.config.get_text_config(decoder=True)
     method.check_model(config)
     find_rotary_module(model)
-    rope = rope_of(model) if method.pre_rope else None
+    rope = rope_of(model) if any(part.pre_rope for part in method.parts()) else None
     count = config.num_hidden_layers
+    method.check_layers(count)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -311,14 +316,19 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
             reason = "latent attention (MLA) already stores a compressed cache"
         elif type(layer) is not DynamicLayer:
             reason = f"{_kind(layer)} is not folded"
-        if reason:
-            plan.append(LayerPlan(None, layer, reason))
+        if reason and index in method.named:
+            raise MethodError(f"layer {index}: {reason}; leave it out of the method")
+        chosen = method.at(index)
+        if reason or chosen is None:
+            plan.append(LayerPlan(None, layer, reason or KEPT, method))
             continue
-        layer_rope = rope if getattr(modules.get(index), "use_rope", True) else None
+        layer_rope = rope if chosen.pre_rope and getattr(modules.get(index), "use_rope", True) else None
         softcap = getattr(modules.get(index), "attn_logit_softcapping", None)
         spec = LayerSpec(index, count, heads, kv_heads, head_dim, model.dtype, layer_rope, softcap=softcap)
-        _check_shapes(method, spec)
-        plan.append(LayerPlan(_packed_for(method, spec, model.device, kernel), layer, ""))
+        _check_shapes(chosen, spec)
+        plan.append(LayerPlan(_packed_for(chosen, spec, model.device, kernel), layer, "", chosen))
+    if all(item.spec is None for item in plan) and any(item.reason == KEPT for item in plan):
+        raise MethodError(f"keep: {method} folds no layer of this model; allowed: to leave some")
     return plan
 
 

@@ -87,7 +87,8 @@ def _line(message: str) -> str:
 def cli() -> None:
     """Fold the KV cache of a transformer into 1 to 4 bits per value, and see what that costs and saves.
 
-    A method is named by a string: NAME, or NAME:KEY=VALUE,KEY=VALUE (for example kivi:bits=2,sink=32).
+    A method is named by a string: NAME, or NAME:KEY=VALUE,KEY=VALUE (for example kivi:bits=2,sink=32). Several are joined by +:
+    k=fold:bits=3+v=kivi for keys and values, fold+keep=0,1 for layers in full precision, fold+0-3=kivi:bits=4 for some layers.
     """
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvfold import kernels
 from kvfold.arithmetic import outside_autocast
-from kvfold.attention import plan_layers
+from kvfold.attention import KEPT, plan_layers
 from kvfold.cache import choose_encoder
 from kvfold.formats import Format, PagedFormat
 from kvfold.formats.paged import plain
@@ -24,7 +24,7 @@ class LayerReport:
 
     ``kind`` is the attention's, ``effective_bits`` the packed part's (16 or 32 where the layer is not folded),
     ``windows`` what stays in full precision, ``kernel`` what attends and ``reason`` why it and not another, or why not
-    folded; ``encoder`` what encodes ("triton", "torch") and why.
+    folded; ``encoder`` what encodes ("triton", "torch") and why; ``method`` the layer's, "-" where it is not folded.
     """
 
     layer_idx: int
@@ -37,6 +37,7 @@ class LayerReport:
     kernel: str
     reason: str
     encoder: str = "-"
+    method: str = "-"
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ class Explanation:
 
     def sheet(self, title: str = "") -> Sheet:
         """A row for every run of layers that are treated alike."""
+        several = len({row.method for row in self.layers if row.folded}) > 1
         columns = [
             Column("layers", key=True),
+            *([Column("method", wraps=True)] if several else []),
             Column("kind", wraps=True, rank=4, below=True),
             Column("folded", rank=2, below=True),
             Column("keys", wraps=True),
@@ -76,7 +79,7 @@ class Explanation:
             layers = str(first) if first == last else f"{first}-{last}"
             folded, bits = "yes" if row.folded else "no", f"{row.effective_bits:.2f}"
             stored = (row.key_format, row.value_format, bits, row.windows, row.kernel, row.reason)
-            sheet.add(layers, row.kind, folded, *stored)
+            sheet.add(layers, *([row.method] if several else []), row.kind, folded, *stored)
         return sheet
 
     def summary(self) -> list[str]:
@@ -117,28 +120,21 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
         As :func:`kvfold.fold`.
     """
     method = get(method)
-    dtype_bits = 8 * model.dtype.itemsize
-    rows, notes = [], []
-    packed = full = 0.0
+    item_bits = 8 * model.dtype.itemsize
+    rows: list[LayerReport] = []
+    said: list[str] = []
+    stored: list[float] = []
+    own: list[int] = []
     tables: dict[int, int] = {}
     limits: dict[str, str] = {}
-    formats: list[Format] = []
-    caps: set[float] = set()
     for index, item in enumerate(plan_layers(model, method)):
         if item.spec is None:
-            rows.append(
-                LayerReport(
-                    index, item.reason.split(" is ")[0], False, "-", "-", dtype_bits, "all", "sdpa", item.reason
-                )
-            )
+            kind = "full attention" if item.reason == KEPT else item.reason.split(" is ")[0]
+            rows.append(LayerReport(index, kind, False, "-", "-", item_bits, "all", "sdpa", item.reason))
             continue
-        spec = item.spec
-        keys, values = method.key_format(spec), method.value_format(spec)
-        formats += [keys, values]
-        if spec.softcap is not None:
-            caps.add(spec.softcap)
-        choice = kernels.choose(plain(keys), values, model.device, method.pre_rope, None, model.dtype, spec.softcap)
-        windows = f"sink {method.sink}, recent {method.recent} to {method.recent + method.block - 1}"
+        chosen, spec = item.method, item.spec
+        keys, values = chosen.key_format(spec), chosen.value_format(spec)
+        choice = kernels.choose(plain(keys), values, model.device, chosen.pre_rope, None, model.dtype, spec.softcap)
         rows.append(
             LayerReport(
                 index,
@@ -147,23 +143,37 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
                 keys.describe(),
                 values.describe(),
                 (keys.bits + values.bits) / 2,
-                windows,
+                f"sink {chosen.sink}, recent {chosen.recent} to {chosen.recent + chosen.block - 1}",
                 choice.kernel.name,
                 choice.reason,
-                str(choose_encoder(method, spec, model.device)),
+                str(choose_encoder(chosen, spec, model.device)),
+                str(chosen),
             )
         )
         if choice.kernel.limits:
             limits[choice.kernel.name] = choice.kernel.limits
-        tables.update((t.data_ptr(), t.nbytes) for t in method.tables(spec, model.device).values())
-        packed += spec.num_kv_heads * spec.head_dim * (keys.bits + values.bits) / 8
-        full += 2 * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize
-    notes += [f"kernel {name}: {text}" for name, text in limits.items()]
+        tables.update({t.data_ptr(): t.nbytes for t in chosen.tables(spec, model.device).values()})
+        stored.append(spec.num_kv_heads * spec.head_dim * (keys.bits + values.bits) / 8)
+        own.append(2 * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize)
+        said += [note for note in _notes(chosen, keys, values, spec.softcap) if note not in said]
+    notes = [f"kernel {name}: {text}" for name, text in limits.items()]
     notes += [f"encoded by {text}" for text in sorted({row.encoder for row in rows if row.folded})]
-    kept = [r for r in rows if not r.folded]
+    kept = [row for row in rows if not row.folded]
     if kept:
         notes.append(f"{len(kept)} of {len(rows)} layers stay in full precision: {sorted({r.reason for r in kept})}")
-    pages = {form.page for form in formats if isinstance(form, PagedFormat)}
+    # layers kept by wish grow with every token, as folded ones do; those that cannot be folded do not count
+    wished = max(own, default=0) * sum(row.reason == KEPT for row in kept)
+    notes += said
+    if tables:
+        notes.append(f"tables shared by all sequences: {sum(tables.values()):,} bytes")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Explanation(str(method), rows, sum(stored) + wished, sum(own) + wished, notes, dtype)
+
+
+def _notes(method: Method, keys: Format, values: Format, softcap: float | None) -> list[str]:
+    """What is to be said of a layer's method."""
+    notes = []
+    pages = {form.page for form in (keys, values) if isinstance(form, PagedFormat)}
     if pages - {0}:
         notes.append(
             f"statistics (means, norms, bases) belong to pages of 128 tokens, are taken of a page's first {method.seen}, "
@@ -178,11 +188,8 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
         )
     elif method.query_window:
         notes.append("paper=true: the encoder's state comes from the queries before the first packing, once")
-    if caps:
-        limits_of = ", ".join(f"{cap:g}" for cap in sorted(caps))
-        notes.append(f"scores are soft-capped at {limits_of}, which only the kernels cpu and reference compute")
+    if softcap is not None:
+        notes.append(f"scores are soft-capped at {softcap:g}, which only the kernels cpu and reference compute")
     if method.pre_rope:
         notes.append("keys are stored before RoPE and rotated as they are read")
-    if tables:
-        notes.append(f"tables shared by all sequences: {sum(tables.values()):,} bytes")
-    return Explanation(str(method), rows, packed, full, notes, str(model.dtype).removeprefix("torch."))
+    return notes

@@ -80,6 +80,24 @@ def why_not(layer: "FoldedLayer", room: int) -> str | None:
     return None
 
 
+def _check_alike(folded: "list[FoldedLayer]") -> None:
+    """Refuse layers whose lengths, or rings of queries, move differently: a step computes them once."""
+    first = folded[0]
+    windows = (first.method.sink, first.method.recent, first.block)
+    slots = {layer.following.slots for layer in folded if layer.following.ring is not None}
+    for layer in folded:
+        own = (layer.method.sink, layer.method.recent, layer.block)
+        if own != windows:
+            raise UnsupportedModelError(
+                f"decode graph: layer {layer.spec.layer_idx}: its sink, recent and block are {own}, those of layer "
+                f"{first.spec.layer_idx} {windows}; allowed: the same for all layers"
+            )
+    if len(slots) > 1:
+        raise UnsupportedModelError(
+            f"decode graph: layers keep {sorted(slots)} queries; allowed: the same for all layers"
+        )
+
+
 class DecodeGraph:
     """A captured decode step of a model over a folded cache.
 
@@ -113,13 +131,15 @@ class DecodeGraph:
             if why := why_not(layer, room):
                 raise UnsupportedModelError(f"decode graph: layer {layer.spec.layer_idx}: {why}")
         first = folded[0]
+        _check_alike(folded)
         self.model, self.cache, self.room = model, cache, room
-        self.method = cache.method
+        self.method = first.method
         sink = self.method.sink
         before, after = (Lengths.of(first.lens, first.packed, sink, first.device) for _ in range(2))
         self.lengths = StaticLengths(before, after)
-        if first.following.ring is not None:
-            self.lengths.ring = first.following.slots
+        keeps = next((layer.following for layer in folded if layer.following.ring is not None), None)
+        if keeps is not None:
+            self.lengths.ring = keeps.slots
             self.lengths.slots = torch.zeros(len(first.lens), 1, 1, 1, dtype=torch.int64, device=first.device)
         self.ids = torch.zeros(len(first.lens), 1, dtype=torch.long, device=first.device)
         self.positions = torch.tensor([[n] for n in first.lens], device=first.device)
@@ -284,7 +304,7 @@ class Decoding:
         if self.graph is not None:
             return True
         folded = self.cache.folded
-        if folded and not is_packed(folded[0]):
+        if folded and not all(map(is_packed, folded)):
             self.reason, self.done = "nothing is packed yet", self.done + 1
             return False
         self._busy = True  # the capture runs the model

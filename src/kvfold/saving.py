@@ -222,12 +222,11 @@ def _method(path: Path, fields: dict[str, Any], asked: str | Method | None) -> M
 
 def _without_places(method: Method) -> Method:
     """A method apart from where its artefact lies."""
-    return replace(method, artefact="") if isinstance(method, LearnedMethod) else method
+    return method.mapped(lambda part: replace(part, artefact="") if isinstance(part, LearnedMethod) else part)
 
 
 def _places(method: Method) -> Iterator[str]:
-    if isinstance(method, LearnedMethod) and method.artefact:
-        yield method.artefact
+    yield from (part.artefact for part in method.parts() if isinstance(part, LearnedMethod) and part.artefact)
 
 
 def _artefacts(cache: FoldedCache) -> list[str]:

@@ -16,6 +16,7 @@ from kvfold.methods.kvquant import KVQuant
 from kvfold.methods.none import NoFolding
 from kvfold.methods.options import kinds
 from kvfold.methods.qjl import QJL
+from kvfold.methods.recipe import Pair, Recipe, is_recipe, parse
 from kvfold.methods.squat import SQuat, SQuatPre
 from kvfold.methods.turboquant import TurboQuant
 from kvfold.methods.vqllm import VQLLM
@@ -91,6 +92,9 @@ DEFAULT: tuple[str, ...] = (
 def get(spec: "str | Method") -> Method:
     """Build a method from its spec, ``name`` or ``name:key=value,key=value``; names of presets work as names.
 
+    Several methods are joined by ``+``: ``k=fold:bits=3+v=kivi:bits=2`` for keys and values, ``fold+keep=0,1`` for layers that
+    stay in full precision, ``fold+0-3=kivi:bits=4`` for layers with another method (:mod:`kvfold.methods.recipe`).
+
     Raises
     ------
     MethodError
@@ -98,6 +102,8 @@ def get(spec: "str | Method") -> Method:
     """
     if isinstance(spec, Method):
         return spec
+    if is_recipe(spec):
+        return parse(spec)
     name, _, options = spec.strip().partition(":")
     base: dict[str, typing.Any] = {}
     if name in PRESETS:
@@ -107,6 +113,8 @@ def get(spec: "str | Method") -> Method:
         known = [*REGISTRY, *PRESETS]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
+        if "=" in name:  # a selector of the grammar, or what was meant as one
+            hint = " (parts are k=METHOD, v=METHOD, keep=0,1,31 or 0-3=METHOD, joined by +)"
         raise MethodError(f"method: {name!r} is not known{hint}; allowed: {', '.join(known)}")
     method = REGISTRY[name]
     given = {**base, **_parse_options(method, options)}
@@ -172,6 +180,8 @@ __all__ = [
     "LayerSpec",
     "Method",
     "Observation",
+    "Pair",
+    "Recipe",
     "State",
     "get",
     "options_of",

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -149,6 +149,8 @@ class Method(ABC):
     """Newest queries from which :meth:`observe` makes the encoder's state; 0: it needs none."""
     pre_rope: ClassVar[bool] = False
     maps_values: ClassVar[bool] = False
+    values_need_keys: ClassVar[bool] = False
+    """Whether :meth:`encode_values` needs what :meth:`encode_keys` left in the state, so that it cannot serve values alone."""
 
     unused: ClassVar[tuple[str, ...]] = ()
     """Options that have no effect on a method, and are refused."""
@@ -318,6 +320,29 @@ class Method(ABC):
         ]
         return self.name + (":" + ",".join(options) if options else "")
 
+    # ---- methods apart (kvfold.methods.recipe) -----------------------------------------------------------------------
+
+    def at(self, layer_idx: int) -> "Method | None":
+        """The method of a layer; None where the layer stays in full precision."""
+        return self
+
+    def parts(self) -> Iterator["Method"]:
+        """The methods that this one is made of: itself, where it is not made of others."""
+        yield self
+
+    def mapped(self, change: "Callable[[Method], Method]") -> "Method":
+        """The same with every part changed."""
+        return change(self)
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """Layers with a method of their own."""
+        return ()
+
+    def check_layers(self, count: int) -> None:
+        """Refuse layers that a model of ``count`` layers does not have."""
+        return
+
     # ---- storage -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -329,7 +354,8 @@ class Method(ABC):
         """Where values go."""
 
     def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Constant tensors shared by all sequences of a layer; the same objects where layers share them."""
+        """Constant tensors shared by all sequences of a layer; the same objects where layers share them. Names begin with
+        ``key.`` or ``value.`` where only one side reads them."""
         return {}
 
     def effective_bits(self, head_dim: int = 128, num_layers: int = 32) -> float:

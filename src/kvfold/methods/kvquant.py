@@ -85,7 +85,7 @@ class KVQuant(LearnedMethod):
         place = torch.empty(0, device=device).device
         learned = self.learned(spec)
         channels = learned.channels.on(place)
-        return {"center": channels.center, "spread": channels.spread, "levels": learned.levels}
+        return {"key.center": channels.center, "key.spread": channels.spread, "levels": learned.levels}
 
     def build(self, parts: dict[str, torch.Tensor], rotary: int) -> "Learned":
         key_levels, value_levels = (tuple(parts[f"{operand}.levels"].tolist()) for operand in ("key", "value"))

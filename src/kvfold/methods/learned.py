@@ -12,6 +12,7 @@ import torch
 from kvfold.calibration.artefact import Artefact, load_cached
 from kvfold.errors import MethodError
 from kvfold.methods.base import LayerSpec, Method
+from kvfold.methods.recipe import BETWEEN
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,14 @@ class LearnedMethod(Method):
     """
 
     artefact: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "," in self.artefact or self.artefact != self.artefact.strip() or BETWEEN.search(self.artefact):
+            raise MethodError(
+                f"{self.name}: artefact={self.artefact!r} is not allowed: a method's string cannot hold it; allowed: a name "
+                "without commas, without spaces at its ends, and without '+k=' and the like"
+            )
 
     def learned_shape(self) -> dict[str, object]:
         """Options that an artefact must have been made with; written into it and compared when it is read."""

@@ -104,5 +104,7 @@ class QJL(Method):
     def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
         form = self.key_format(spec)
         if isinstance(form, SplitSketch):
-            return form.tables(device)
-        return Sketch(spec.head_dim, self._rows(spec), self.seed).tables(device)
+            tables = form.tables(device)
+        else:
+            tables = Sketch(spec.head_dim, self._rows(spec), self.seed).tables(device)
+        return {f"key.{name}": t for name, t in tables.items()}

@@ -72,7 +72,8 @@ class TurboQuant(Method):
     def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
         tables = Rotation(spec.head_dim, self.seed).tables(device)
         if self.residual:
-            tables |= Sketch(spec.head_dim, spec.head_dim, self.seed + 1).tables(device)
+            sketch = Sketch(spec.head_dim, spec.head_dim, self.seed + 1).tables(device)
+            tables |= {f"key.{name}": t for name, t in sketch.items()}
         return tables
 
 

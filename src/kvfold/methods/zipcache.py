@@ -57,6 +57,7 @@ class ZipCache(Method):
     )
     url = "https://arxiv.org/abs/2405.14256"
     query_window = QUERY_WINDOW
+    values_need_keys = True
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()

@@ -1,0 +1,432 @@
+"""Methods apart: other methods for keys than for values, for some layers than for the rest, or none.
+
+One grammar says it everywhere, in parts joined by ``+``::
+
+    fold:bits=2                             one method for everything
+    k=fold:bits=3+v=kivi:bits=2             keys and values apart
+    fold:bits=2+keep=0,1,31                 layers in full precision, in the model's own cache
+    fold:bits=2+0-3=kivi:bits=4+9.k=squat   other methods for some layers, or for their keys or values
+
+No sign in it means anything to a shell, so it needs no quotes. Commas separate a method's options and the numbers of a list;
+a part ends only where ``+`` and a selector (``k=``, ``v=``, ``keep=``, layers) begin the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from kvfold.errors import MethodError
+from kvfold.formats import Fields, Format
+from kvfold.methods.base import LayerSpec, Method, Observation, State
+
+_LAYERS = r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*"
+SELECTOR = re.compile(rf"(?P<what>k|v|keep|(?P<layers>{_LAYERS})(?:\.(?P<side>k|v))?)\s*=", re.IGNORECASE)
+BETWEEN = re.compile(rf"\s*\+\s*(?=(?:k|v|keep|{_LAYERS}(?:\.[kv])?)\s*=)", re.IGNORECASE)
+"""What separates two parts."""
+WRONG = re.compile(rf"[;|&/]\s*(?:k|v|keep|{_LAYERS}(?:\.[kv])?)\s*=", re.IGNORECASE)
+"""What others might write in its place."""
+
+MOST_LAYERS = 10_000
+"""Beyond every model's."""
+
+Layers = int | str | Iterable[int]
+"""Layers by number: one, several, or as in the grammar (``"0-3,7"``)."""
+
+
+def derived() -> Any:
+    """A field that follows from the parts."""
+    return field(init=False, repr=False, compare=False, default=None)
+
+
+@dataclass(frozen=True, init=False)
+class Pair(Method):
+    """One method for keys and another for values: ``k=METHOD+v=METHOD``.
+
+    Windows (``sink``, ``recent``) and blocks are those of both, and must agree; ``none`` takes the other's.
+
+    Parameters
+    ----------
+    keys, values : Method or str
+
+    Raises
+    ------
+    MethodError
+        If windows or blocks differ, or the method of the values needs to see keys (ZipCache).
+    """
+
+    bits: int = derived()
+    k_bits: int | None = derived()
+    v_bits: int | None = derived()
+    sink: int = derived()
+    recent: int = derived()
+    group: int = derived()
+    center: str = derived()
+    paper: bool = derived()
+    keys: Method = None  # type: ignore[assignment]  # __init__ asks for it
+    values: Method = None  # type: ignore[assignment]  # __init__ asks for it
+
+    summary = "one method for keys, another for values"
+    source = "-"
+    url = ""
+
+    def __init__(self, keys: Method | str, values: Method | str) -> None:
+        keys, values = _single(keys, "keys"), _single(values, "values")
+        keys, values = _windowed(keys, values), _windowed(values, keys)
+        if values.values_need_keys:
+            raise MethodError(
+                f"v={values.name}: it chooses by keys what it stores of values, so it cannot store values alone; allowed: "
+                f"k={values.name}, or {values.name} for both"
+            )
+        for name in ("sink", "recent", "block"):
+            ours, theirs = getattr(keys, name), getattr(values, name)
+            if ours != theirs:
+                remedy = "group" if name == "block" else name
+                raise MethodError(
+                    f"k={keys}+v={values}: {name}={ours} of keys is not {name}={theirs} of values, and both are packed "
+                    f"together; allowed: the same {remedy} for both"
+                )
+        own = {"keys": keys, "values": values, "bits": keys.bits, "k_bits": keys.key_bits, "v_bits": values.value_bits}
+        shared = {name: getattr(keys, name) for name in ("sink", "recent", "group", "center", "paper")}
+        for name, value in {**own, **shared}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"k={self.keys.name}+v={self.values.name}"
+
+    def __str__(self) -> str:
+        return f"k={self.keys}+v={self.values}"
+
+    def parts(self) -> Iterator[Method]:
+        yield from (self.keys, self.values)
+
+    def mapped(self, change: Callable[[Method], Method]) -> Method:
+        return Pair(change(self.keys), change(self.values))
+
+    # ---- keys' or values' --------------------------------------------------------------------------------------------
+
+    @property
+    def block(self) -> int:
+        return self.keys.block
+
+    @property
+    def query_window(self) -> int:  # type: ignore[override]
+        return self.keys.query_window
+
+    @property
+    def pre_rope(self) -> bool:  # type: ignore[override]
+        return self.keys.pre_rope
+
+    @property
+    def maps_values(self) -> bool:  # type: ignore[override]
+        return self.values.maps_values
+
+    @property
+    def kernel_encodes(self) -> bool:
+        modes = [(m.group_mode(True), m.group_mode(False)) for m in self.parts()]
+        return self.keys.kernel_encodes and self.values.kernel_encodes and modes[0] == modes[1]
+
+    def group_mode(self, prompt: bool) -> str | None:
+        return self.keys.group_mode(prompt)
+
+    def slice_width(self, head_dim: int) -> int | None:
+        return self.keys.slice_width(head_dim)
+
+    def key_format(self, spec: LayerSpec) -> Format:
+        return self.keys.key_format(spec)
+
+    def value_format(self, spec: LayerSpec) -> Format:
+        return self.values.value_format(spec)
+
+    def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
+        keys, values = (
+            {f"{side}: {name}": t for name, t in method.tables(spec, device).items() if not name.startswith(other)}
+            for side, method, other in (("keys", self.keys, "value."), ("values", self.values, "key."))
+        )
+        return keys | values
+
+    def check_model(self, config: object) -> None:
+        for part in self.parts():
+            part.check_model(config)
+
+    def observe(self, seen: Observation, spec: LayerSpec) -> State:
+        return self.keys.observe(seen, spec)
+
+    def transform_keys(
+        self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
+    ) -> torch.Tensor:
+        return self.keys.transform_keys(keys, state, spec, positions)
+
+    def restore_keys(self, stored: torch.Tensor, spec: LayerSpec, positions: torch.Tensor) -> torch.Tensor:
+        return self.keys.restore_keys(stored, spec, positions)
+
+    def unproject_values(self, values: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+        return self.values.unproject_values(values, spec)
+
+    def encode_keys(
+        self,
+        keys: torch.Tensor,
+        state: State,
+        spec: LayerSpec,
+        positions: torch.Tensor,
+        prompt: bool,
+        page: Fields | None = None,
+    ) -> Fields:
+        return self.keys.encode_keys(keys, state, spec, positions, prompt, page)
+
+    def encode_values(
+        self, values: torch.Tensor, state: State, spec: LayerSpec, prompt: bool, page: Fields | None = None
+    ) -> Fields:
+        return self.values.encode_values(values, state, spec, prompt, page)
+
+
+@dataclass(frozen=True, init=False)
+class Recipe(Method):
+    """A method for most layers, others for some, and layers that stay in full precision: ``METHOD+keep=0,1+5=METHOD``.
+
+    Parameters
+    ----------
+    method : Method or str
+        Of the layers that the others do not name.
+    keep : layers
+        Left in full precision, in the model's own cache.
+    layers : mapping of layers to methods
+        ``{5: "kivi:bits=4", "8-11": Pair("fold:bits=4", "fold:bits=2")}``.
+
+    Raises
+    ------
+    MethodError
+        If a layer is named twice.
+    """
+
+    bits: int = derived()
+    k_bits: int | None = derived()
+    v_bits: int | None = derived()
+    sink: int = derived()
+    recent: int = derived()
+    group: int = derived()
+    center: str = derived()
+    paper: bool = derived()
+    method: Method = None  # type: ignore[assignment]  # __init__ asks for it
+    keep: tuple[int, ...] = ()
+    layers: tuple[tuple[int, Method], ...] = ()
+
+    summary = "a method for most layers, others for some"
+    source = "-"
+    url = ""
+
+    def __init__(
+        self, method: Method | str, keep: Layers = (), layers: Mapping[Any, Method | str] | None = None
+    ) -> None:
+        method = _plain(method, "method")
+        kept = tuple(sorted(numbers(keep, "keep")))
+        found: dict[int, Method] = {}
+        for names, other in (layers or {}).items():
+            for index in numbers(names, "layers"):
+                if index in found or index in kept:
+                    raise MethodError(f"layer {index}: it is named twice; allowed: keep, or one method")
+                found[index] = _plain(other, f"layer {index}")
+        own = {index: other for index, other in sorted(found.items()) if other != method}
+        inherited = {name: getattr(method, name) for name in COMMON}
+        for name, value in {**inherited, "method": method, "keep": kept, "layers": tuple(own.items())}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.method.name
+
+    def __str__(self) -> str:
+        parts = [str(self.method)]
+        if self.keep:
+            parts.append(f"keep={spelled(self.keep)}")
+        groups: dict[Method, list[int]] = {}
+        for index, method in self.layers:
+            groups.setdefault(method, []).append(index)
+        for method, indices in groups.items():
+            where = spelled(indices)
+            if isinstance(method, Pair):
+                parts += [f"{where}.k={method.keys}", f"{where}.v={method.values}"]
+            else:
+                parts.append(f"{where}={method}")
+        return "+".join(parts)
+
+    def parts(self) -> Iterator[Method]:
+        yield from self.method.parts()
+        for _, method in self.layers:
+            yield from method.parts()
+
+    def mapped(self, change: Callable[[Method], Method]) -> Method:
+        layers = {index: method.mapped(change) for index, method in self.layers}
+        return Recipe(self.method.mapped(change), self.keep, layers)
+
+    def at(self, layer_idx: int) -> Method | None:
+        return None if layer_idx in self.keep else dict(self.layers).get(layer_idx, self.method)
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """Layers with a method of their own."""
+        return tuple(index for index, _ in self.layers)
+
+    def check_layers(self, count: int) -> None:
+        for index in (*self.keep, *self.named):
+            if index >= count:
+                raise MethodError(f"layer {index}: the model has {count} layers; allowed: 0 to {count - 1}")
+
+    def check_model(self, config: object) -> None:
+        for part in self.parts():
+            part.check_model(config)
+
+    @property
+    def block(self) -> int:
+        return self.method.block
+
+    def _of(self, spec: LayerSpec) -> Method:
+        found = self.at(spec.layer_idx)
+        if found is None:
+            raise MethodError(f"layer {spec.layer_idx}: it stays in full precision")
+        return found
+
+    def key_format(self, spec: LayerSpec) -> Format:
+        return self._of(spec).key_format(spec)
+
+    def value_format(self, spec: LayerSpec) -> Format:
+        return self._of(spec).value_format(spec)
+
+
+COMMON = ("bits", "k_bits", "v_bits", "sink", "recent", "group", "center", "paper")
+
+
+# ---- the grammar -----------------------------------------------------------------------------------------------------
+
+
+def is_recipe(text: str) -> bool:
+    """Whether a spec has parts or selectors."""
+    return bool(SELECTOR.match(text.strip()) or BETWEEN.search(text))
+
+
+def parse(text: str) -> Method:
+    """A spec of several parts; see the module.
+
+    Raises
+    ------
+    MethodError
+        For a part that is given twice, missing or not understood; as :func:`kvfold.methods.get`.
+    """
+    if wrong := WRONG.search(text):
+        raise MethodError(f"method: {text!r}: parts are joined by '+', not by {wrong[0][0]!r}")
+    base: Method | None = None
+    sides: dict[str, Method] = {}
+    keep: str | None = None
+    layers: dict[int, dict[str, Method]] = {}
+    for i, part in enumerate(BETWEEN.split(text.strip())):
+        found = SELECTOR.match(part)
+        if found is None:
+            assert i == 0
+            base = _single(part, "method")
+            continue
+        what, rest = found["what"].lower(), part[found.end() :].strip()
+        if what == "keep":
+            if keep is not None:
+                raise MethodError(f"keep: it is given twice; write keep={keep},{rest}")
+            if not rest:
+                raise MethodError("keep: no layer is named; write keep=0,1,31")
+            keep = rest
+        elif what in ("k", "v"):
+            if what in sides:
+                raise MethodError(f"{what}: it is given twice")
+            sides[what] = _single(rest, what)
+        else:
+            side = (found["side"] or "").lower()
+            for index in numbers(found["layers"], "layers"):
+                taken = layers.setdefault(index, {})
+                if side in taken or "" in taken or (taken and not side):
+                    raise MethodError(f"layer {index}: it is named twice")
+                taken[side] = _single(rest, what)
+    method = _joined(base, sides, "")
+    others = {index: named.get("") or _joined(method, named, f"layer {index}: ") for index, named in layers.items()}
+    return Recipe(method, keep or "", others) if keep is not None or others else method
+
+
+def _joined(base: Method | None, sides: Mapping[str, Method], where: str) -> Method:
+    """Keys and values of their own; what is missing is that of ``base``."""
+    if not sides:
+        if base is None:
+            raise MethodError("method: no part names one; write it first, e.g. fold:bits=2+keep=0,1")
+        return base
+    if base is None and len(sides) < 2:
+        other = "v" if "k" in sides else "k"
+        raise MethodError(f"{where}{other}= is missing; write k=METHOD+v=METHOD")
+    mine, theirs = (base.keys, base.values) if isinstance(base, Pair) else (base, base)
+    return Pair(sides.get("k") or mine, sides.get("v") or theirs)  # type: ignore[arg-type]
+
+
+def numbers(layers: Layers, what: str) -> list[int]:
+    """Layers as a list without repetition, in the order given.
+
+    Raises
+    ------
+    MethodError
+        If a layer is named twice, or there is something else than numbers and ranges.
+    """
+    found: list[int] = []
+    if isinstance(layers, str):
+        for item in filter(None, (part.strip() for part in layers.split(","))):
+            first, dash, last = item.partition("-")
+            if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
+                raise MethodError(
+                    f"{what}={layers}: {item!r} is not a layer; allowed: numbers and ranges, as in 0,1,28-31"
+                )
+            if int(last or first) >= MOST_LAYERS:
+                raise MethodError(f"{what}={layers}: {item!r} is not a layer; allowed: below {MOST_LAYERS}")
+            found += range(int(first), int(last or first) + 1)
+    else:
+        found = [layers] if isinstance(layers, int) else list(layers)
+        for index in found:
+            if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+                raise MethodError(f"{what}: {index!r} is not a layer; allowed: numbers from 0 on")
+    for one, other in pairwise(sorted(found)):
+        if one == other:
+            raise MethodError(f"{what}: layer {one} is named twice")
+    return found
+
+
+def spelled(layers: Iterable[int]) -> str:
+    """``0,1,28-31``: three and more in a row as a range."""
+    runs: list[list[int]] = []
+    for index in sorted(layers):
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def _plain(method: Method | str, what: str) -> Method:
+    from kvfold.methods import get
+
+    found = get(method)
+    if isinstance(found, Recipe):
+        raise MethodError(f"{what}: {found} speaks of layers itself; allowed: a method, or k=METHOD+v=METHOD")
+    return found
+
+
+def _single(method: Method | str, what: str) -> Method:
+    found = _plain(method, what)
+    if isinstance(found, Pair):
+        raise MethodError(f"{what}: {found} speaks of keys and values itself; allowed: a method")
+    return found
+
+
+def _windowed(method: Method, other: Method) -> Method:
+    """Full precision has no windows of its own and takes the other side's."""
+    from kvfold.methods.none import NoFolding
+
+    if not isinstance(method, NoFolding) or isinstance(other, NoFolding) or (method.sink, method.recent) != (0, 0):
+        return method
+    return replace(method, sink=other.sink, recent=other.recent, group=other.group)
