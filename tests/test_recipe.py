@@ -367,6 +367,18 @@ def test_rows_of_the_command_line_have_the_canonical_string(tmp_path, capsys):
     assert "layer 9: the model has 2 layers" in capsys.readouterr().err
 
 
+def test_shapes_are_refused_for_the_side_that_has_them():
+    """Groups of 64 along a token's 96 channels do not suit values; along tokens they suit keys."""
+    odd = spec(96)
+    with pytest.raises(MethodError, match=r"kivi: group=64: head_dim=96 .*allowed: 16, 32, 96"):
+        get("kivi:group=64").check_shape(odd)
+    get("k=kivi:group=64+v=turboquant:group=64").check_shape(odd)
+    with pytest.raises(MethodError, match=r"kivi: group=64: head_dim=96 .*allowed: 16, 32, 96"):
+        get("k=turboquant:group=64+v=kivi:group=64").check_shape(odd)
+    with pytest.raises(MethodError, match=r"squat: rank=97 is not allowed.*allowed: 0 to 96"):
+        get("k=squat:rank=97+v=fold").check_shape(odd)
+
+
 def test_specs_of_a_layer_that_is_kept_are_refused():
     with pytest.raises(MethodError, match="layer 0: it stays in full precision"):
         Recipe("fold", 0).key_format(spec())

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvfold import kernels, originals
 from kvfold.arithmetic import outside_autocast
 from kvfold.cache import AnyLayer, FoldedCache, FoldedLayer, warn_once
-from kvfold.errors import KVFoldError, UnsupportedModelError
+from kvfold.errors import KVFoldError, MethodError, UnsupportedModelError
 from kvfold.formats.paged import plain
 from kvfold.kernels.prompt import attend_prompt
 from kvfold.methods import DEFAULT_METHOD, LayerSpec, Method, get

@@ -144,6 +144,20 @@ class Pair(Method):
     def value_format(self, spec: LayerSpec) -> Format:
         return self.values.value_format(spec)
 
+    def check_shape(self, spec: LayerSpec) -> None:
+        for method, formats in (
+            (self.keys, (self.keys.key_format, lambda spec: self.keys.slice_width(spec.head_dim))),
+            (self.values, (self.values.value_format,)),
+        ):
+            for problem in method.shape_problems(spec):
+                raise method.refusal(problem, spec)
+            try:
+                for make in formats:
+                    make(spec)
+            except MethodError:
+                method.check_shape(spec)  # says what suits
+                raise
+
     def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
         keys, values = (
             {f"{side}: {name}": t for name, t in method.tables(spec, device).items() if not name.startswith(other)}
