@@ -185,11 +185,14 @@ class FoldedLayer(CacheLayerMixin):
 
     def _choose(self) -> None:
         """What attends and what encodes on the layer's device."""
-        formats = plain(self.key_format), self.value_format
-        self.kernel = kernels.choose(
-            *formats, self.device, self.method.pre_rope, self.kernel_name, self.dtype, self.spec.softcap
-        ).kernel
+        self.kernel = self._kernel_on(self.device)
         self.encoder = choose_encoder(self.method, self.spec, self.device)
+
+    def _kernel_on(self, device: torch.device) -> kernels.AttentionKernel:
+        formats = plain(self.key_format), self.value_format
+        return kernels.choose(
+            *formats, device, self.method.pre_rope, self.kernel_name, self.dtype, self.spec.softcap
+        ).kernel
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -296,9 +299,7 @@ class FoldedLayer(CacheLayerMixin):
         target = torch.empty(0, device=device).device
         if target == self.device:
             return
-        kernels.choose(  # where a kernel is insisted on that the device does not have, nothing moves
-            plain(self.key_format), self.value_format, target, self.method.pre_rope, self.kernel_name, self.dtype
-        )
+        self._kernel_on(target)  # where a kernel is insisted on that the device does not have, nothing moves
         for name in ("sink", "ring", "shared", "calls"):
             setattr(self, name, moved(getattr(self, name), target))
         for slab in self.slabs:
