@@ -297,7 +297,7 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
     config = model.config.get_text_config(decoder=True)
     method.check_model(config)
     find_rotary_module(model)
-    rope = rope_of(model) if any(part.pre_rope for part in method.parts()) else None
+    rope = rope_of(model) if method.pre_rope else None
     count = config.num_hidden_layers
     method.check_layers(count)
     heads = config.num_attention_heads

@@ -283,6 +283,10 @@ class Recipe(Method):
         return None if layer_idx in self.keep else dict(self.layers).get(layer_idx, self.method)
 
     @property
+    def pre_rope(self) -> bool:  # type: ignore[override]
+        return self.method.pre_rope or any(method.pre_rope for _, method in self.layers)
+
+    @property
     def named(self) -> tuple[int, ...]:
         """Layers with a method of their own."""
         return tuple(index for index, _ in self.layers)
