@@ -11,12 +11,14 @@ import click
 
 from kvfold.errors import KVFoldError
 from kvfold.terminal import (
+    check_temperature,
+    check_text,
     complete_method,
     json_target,
     load,
     model_options,
-    print_json,
-    write_json,
+    publish,
+    seed_option,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ Ctrl-C stops an answer and keeps what was said; again, at once."""
     show_default=True,
     help="0: always the likeliest token; above: sample.",
 )
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the sampling.")
+@seed_option("Seed of the sampling.")
 @click.option(
     "--json",
     "json_path",
@@ -80,8 +82,8 @@ def chat(
     """
     if max_new_tokens < 1:
         raise KVFoldError(f"max-new-tokens: {max_new_tokens}; give at least 1")
-    if not 0 <= temperature < float("inf"):
-        raise KVFoldError(f"temperature: {temperature}; give 0 or more")
+    check_temperature(temperature)
+    check_text(system or "", "system")
     import torch
 
     from kvfold import methods
@@ -96,10 +98,7 @@ def chat(
     try:
         session.run()
     finally:
-        if target:
-            write_json(target, session.transcript())
-        if json_path == "-":
-            print_json(session.transcript())
+        publish(session.transcript(), json_path, target, lambda: None)
 
 
 class _Session:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -11,22 +13,24 @@ from typing import Any
 import click
 
 import kvfold
-from kvfold.errors import KVFoldError
+from kvfold import outlet
+from kvfold.errors import KVFoldError, OutputError
 from kvfold.sheet import Column, Sheet
 from kvfold.terminal import (
     JSON_HELP,
     Stream,
+    check_temperature,
     complete_method,
     console,
     json_target,
     load,
     model_options,
-    print_json,
     prompt_text,
+    publish,
     say,
+    seed_option,
     show,
     spread,
-    write_json,
 )
 from kvfold.threads import settle
 
@@ -45,11 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: 0, 2 for wrong input, 130 when interrupted.
+        Exit status: 0, 1 where a result or standard output cannot be written or memory does not suffice, 2 for wrong input, 130
+        when interrupted.
     """
     arguments = spread(list(sys.argv[1:] if argv is None else argv))
-    _settle(arguments)
+    with outlet.forgiving():
+        status = _run(arguments)
+        if (failed := outlet.finish()) is not None and not status:
+            status = 1 if failed.errno == errno.EPIPE else _fail(f"standard output: {failed.strerror}", 1)
+    return status
+
+
+def _run(arguments: list[str]) -> int:
     try:
+        _settle(arguments)
         result = cli(arguments, prog_name="kvfold", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
@@ -59,10 +72,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "kvfold"
         return _fail(f"{_line(error.format_message())} (see {command} --help)")
     except KVFoldError as error:
-        return _fail(_line(str(error)))
-    except click.Abort:  # what click makes of KeyboardInterrupt, once it has ended the line
+        return _fail(_line(str(error)), 1 if isinstance(error, OutputError) else 2)
+    except (click.Abort, KeyboardInterrupt):  # click makes the one of the other, once it has ended the line
         print("kvfold: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as stop:  # what click makes of a closed pipe
+        return stop.code if isinstance(stop.code, int) else 1
+    except OSError as error:
+        return _fail(f"{error.filename or 'standard output'}: {error.strerror or error}", 1)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _fail(f"memory: {_line(str(error)) or 'not enough'}; give a smaller model, context or window", 1)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )
 
 
 def _settle(arguments: Sequence[str]) -> None:
@@ -73,9 +102,10 @@ def _settle(arguments: Sequence[str]) -> None:
         print(f"kvfold: {said}", file=sys.stderr)
 
 
-def _fail(message: str) -> int:
-    print(f"kvfold: error: {message}", file=sys.stderr)
-    return 2
+def _fail(message: str, status: int = 2) -> int:
+    with contextlib.suppress(OSError):
+        print(f"kvfold: error: {message}", file=sys.stderr)
+    return status
 
 
 def _line(message: str) -> str:
@@ -115,7 +145,7 @@ def cli() -> None:
     show_default=True,
     help="0: always the likeliest token; above: sample.",
 )
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of the sampling.")
+@seed_option("Seed of the sampling.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it stands, without the model's chat template.")
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
 def generate(
@@ -142,8 +172,7 @@ def generate(
     prompt = prompt_text(prompt)
     if max_new_tokens < 1:
         raise KVFoldError(f"max-new-tokens: {max_new_tokens}; give at least 1")
-    if not 0 <= temperature < float("inf"):
-        raise KVFoldError(f"temperature: {temperature}; give 0 or more")
+    check_temperature(temperature)
     method = methods.get(spec)
     target = json_target(json_path)
     loaded, tokenizer, info = load(model, dtype, device)
@@ -162,7 +191,7 @@ def generate(
         sampling["pad_token_id"] = tokenizer.eos_token_id
     on_gpu = loaded.device.type == "cuda"
     cache = kvfold.fold(loaded, method, max_length=prompt_tokens + max_new_tokens if on_gpu else None)
-    streamer = Stream(tokenizer, sys.stderr if json_path == "-" else sys.stdout)
+    streamer = Stream(tokenizer, sys.stderr if json_path == "-" else sys.stdout, needed=json_path is None)
     graphs = decoding(loaded, cache, max_new_tokens, required=False) if on_gpu else nullcontext()
     with torch.inference_mode(), graphs as steps:
         output = loaded.generate(
@@ -180,16 +209,17 @@ def generate(
         "decoding": "step by step" if steps is None else str(steps),
         **sizes.to_dict(cache, loaded.dtype, info.max_context),
     }
-    if target:
-        write_json(target, result)
-    if json_path == "-":
-        print_json(result)
-        return
-    speed = "" if result["tokens_per_s"] is None else f", {result['tokens_per_s']:.1f} tokens/s"
-    click.echo()
-    say(f"[{method}] {len(new)} tokens{speed}; {sizes.said(cache, loaded.dtype)}" + (f"; {steps}" if steps else ""))
-    if ahead := sizes.ahead(cache, loaded.dtype, info.max_context):
-        say(ahead)
+
+    def summary() -> None:
+        if streamer.failed is not None:
+            raise streamer.failed
+        speed = "" if result["tokens_per_s"] is None else f", {result['tokens_per_s']:.1f} tokens/s"
+        click.echo()
+        say(f"[{method}] {len(new)} tokens{speed}; {sizes.said(cache, loaded.dtype)}" + (f"; {steps}" if steps else ""))
+        if ahead := sizes.ahead(cache, loaded.dtype, info.max_context):
+            say(ahead)
+
+    publish(result, json_path, target, summary)
 
 
 @cli.command(short_help="Say what a method does to a model's cache, layer by layer.")
@@ -212,15 +242,15 @@ def explain(model: str | None, dtype: str | None, device: str | None, spec: str,
     target = json_target(json_path)
     loaded, _, info = load(model, dtype, device)
     plan = kvfold.explain(loaded, method)
-    if target:
-        write_json(target, plan.to_dict())
-    if json_path == "-":
-        print_json(plan.to_dict())
-        return
-    show(plan.sheet(f"{info.name} with {method}"))
-    for line in plan.summary():
-        say(line)
-    say("context: " + (f"up to {info.max_context:,} tokens" if info.max_context else "the configuration does not say"))
+
+    def table() -> None:
+        show(plan.sheet(f"{info.name} with {method}"))
+        for line in plan.summary():
+            say(line)
+        limit = f"up to {info.max_context:,} tokens" if info.max_context else "the configuration does not say"
+        say(f"context: {limit}")
+
+    publish(plan.to_dict(), json_path, target, table)
 
 
 @cli.command("methods", short_help="List every method and its options.")
@@ -243,11 +273,10 @@ def list_methods(json_path: str | None) -> None:
                 "presets": {key: spec for key, spec in methods.PRESETS.items() if methods.get(spec).name == name},
             }
         )
-    if target:
-        write_json(target, entries)
-    if json_path == "-":
-        print_json(entries)
-        return
+    publish(entries, json_path, target, lambda: _show_methods(entries))
+
+
+def _show_methods(entries: Sequence[dict[str, Any]]) -> None:
     columns = (
         Column("method", key=True),
         Column("bits", right=True),

@@ -265,8 +265,8 @@ def _device(device: torch.device | str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
+        torch.empty(0, device=place).cpu()
+    except (RuntimeError, AssertionError) as error:  # NotImplementedError of meta is one: it computes nothing
         raise ModelError(f"device: {str(device)!r} is unknown or not there; give cpu, cuda or cuda:N") from error
     return place
 

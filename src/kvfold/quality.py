@@ -6,30 +6,34 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvfold.errors import KVFoldError
+from kvfold.errors import KVFoldError, OutputError
 from kvfold.sheet import Column, Sheet
 from kvfold.terminal import (
     JSON_HELP,
     as_bytes,
+    check_text,
     complete_method,
     json_target,
     load,
     model_options,
-    print_json,
+    publish,
     say,
+    seed_option,
     show,
 )
 
 if TYPE_CHECKING:
-    from kvfold.evaluation.compare import Job
+    from kvfold.evaluation.compare import Comparison, Job
     from kvfold.evaluation.domains import DomainRow, Mean
     from kvfold.evaluation.schema import Header, Row
 
 MORE = "a wider terminal, a pipe or --json has them"
+MOST_WINDOWS = 10_000
+"""Of a text: what a person may wait for."""
 RESUME = JSON_HELP + " A killed run with a FILE goes on where it stopped."
 
 
@@ -73,7 +77,7 @@ RESUME = JSON_HELP + " A killed run with a FILE goes on where it stopped."
     show_default=True,
     help="Tokens generated to measure the decode speed, at least 2.",
 )
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed given to torch.")
+@seed_option("Seed given to torch.")
 @click.option("--json", "json_path", metavar="FILE", help=RESUME)
 def compare(
     model: str | None,
@@ -108,31 +112,36 @@ def compare(
     chosen += _artefact_methods(artefacts, loaded)
     encode(tokenizer, text, prefixes, tokens, new_tokens, info.max_context)
     progress = _CompareProgress(tokens, new_tokens, target)
-    with progress:
-        result = run(
-            loaded,
-            tokenizer,
-            info,
-            chosen,
-            text,
-            prefix=prefixes,
-            tokens=tokens,
-            new_tokens=new_tokens,
-            chunk=chunk,
-            seed=seed,
-            json_path=target,
-            on_start=progress.start,
-            on_tokens=progress.tokens,
-            on_row=progress.row,
-        )
-    if json_path == "-":
-        print_json(result.to_dict())
-        return
-    show(_compare_table(result.header, result.rows))
-    for line in _compare_notes(result.header, result.rows):
-        say(line)
-    if target:
-        click.echo(f"written: {target}")
+    failure = None
+    try:
+        with progress:
+            result = run(
+                loaded,
+                tokenizer,
+                info,
+                chosen,
+                text,
+                prefix=prefixes,
+                tokens=tokens,
+                new_tokens=new_tokens,
+                chunk=chunk,
+                seed=seed,
+                json_path=target,
+                on_start=progress.start,
+                on_tokens=progress.tokens,
+                on_row=progress.row,
+            )
+    except OutputError as error:
+        result, failure = cast("Comparison", error.result), error
+
+    def table() -> None:
+        show(_compare_table(result.header, result.rows))
+        for line in _compare_notes(result.header, result.rows):
+            say(line)
+        if target and not failure:
+            click.echo(f"written: {target}")
+
+    publish(result.to_dict(), json_path, target, table, written=True, failure=failure)
 
 
 @click.command(short_help="Score methods on several kinds of text.")
@@ -205,11 +214,14 @@ def domains(
         name, equals, path = text.partition("=")
         if not (name and equals and path):
             raise KVFoldError(f"text: {text!r} is not NAME=FILE, for example gsm8k=test.jsonl")
+        check_text(name, "text: a domain's name")
         given[name] = path
     lengths = as_prefixes(prefixes)
     for value, what, least in ((windows, "windows", 1), (lengths[0], "prefix", 64), (tokens, "tokens", 32)):
         if value < least:
             raise KVFoldError(f"{what}: {value}; give at least {least}")
+    if windows > MOST_WINDOWS:
+        raise KVFoldError(f"windows: {windows}; give at most {MOST_WINDOWS}")
     _check_chunk(chunk)
     target = json_target(json_path)
     chosen = [methods.get(spec) for spec in specs or ("none", "kivi:bits=1", "kivi:bits=2")]
@@ -218,30 +230,35 @@ def domains(
     chosen += _artefact_methods(artefacts, loaded)
     check_context(lengths, tokens, 0, info.max_context)
     pieces = make_windows(tokenizer, texts, lengths, tokens, windows)
-    with _DomainsProgress(target) as progress:
-        header, rows = run.run(
-            loaded,
-            info,
-            chosen,
-            pieces,
-            texts=texts,
-            chunk=chunk,
-            json_path=target,
-            on_start=progress.start,
-            on_row=progress.row,
+    failure = None
+    try:
+        with _DomainsProgress(target) as progress:
+            header, rows = run.run(
+                loaded,
+                info,
+                chosen,
+                pieces,
+                texts=texts,
+                chunk=chunk,
+                json_path=target,
+                on_start=progress.start,
+                on_row=progress.row,
+            )
+    except OutputError as error:
+        (header, rows), failure = cast("tuple[Header, list[DomainRow]]", error.result), error
+
+    def table() -> None:
+        show(_domains_table(header, rows))
+        say(
+            f"{windows} windows a text, {_counts(header.prefixes)} tokens prefilled and {tokens} scored; {header.dtype}, "
+            f"{header.device}; bits: without the tables that all sequences share"
         )
-    if json_path == "-":
-        print_json(run.to_dict(header, rows))
-        return
-    show(_domains_table(header, rows))
-    say(
-        f"{windows} windows a text, {_counts(header.prefixes)} tokens prefilled and {tokens} scored; {header.dtype}, "
-        f"{header.device}; bits: without the tables that all sequences share"
-    )
-    for line in _untested(rows, chosen):
-        say(line)
-    if target:
-        click.echo(f"written: {target}")
+        for line in _untested(rows, chosen):
+            say(line)
+        if target and not failure:
+            click.echo(f"written: {target}")
+
+    publish(run.to_dict(header, rows), json_path, target, table, written=True, failure=failure)
 
 
 def _check_chunk(chunk: int) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvfold import files
-from kvfold.errors import KVFoldError
+from kvfold import files, outlet
+from kvfold.errors import KVFoldError, OutputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 JSON_HELP = "Also write the result to FILE as JSON; - prints it instead of the table."
 LISTS = ("--methods", "--prefix", "--domains")
 """Flags that take several values, one after the other."""
+SEEDS = (1 << 63) - 1
+"""The largest seed: what every generator takes."""
 
 
 def spread(arguments: Sequence[str], flags: Sequence[str] = LISTS) -> list[str]:
@@ -80,6 +82,29 @@ def model_options(command: Any) -> Any:
     return command
 
 
+def check_temperature(value: float) -> None:
+    """Refuse a temperature at which nothing can be sampled.
+
+    Raises
+    ------
+    KVFoldError
+        Names those that serve.
+    """
+    if value and not 0.001 <= value <= 1000:
+        raise KVFoldError(f"temperature: {value}; give 0, or 0.001 to 1000")
+
+
+def seed_option(text: str) -> Any:
+    """Add ``--seed``."""
+
+    def check(_context: Any, _parameter: Any, value: int) -> int:
+        if not 0 <= value <= SEEDS:
+            raise click.BadParameter(f"{value} is not allowed; allowed: 0 to {SEEDS}")
+        return value
+
+    return click.option("--seed", metavar="N", type=int, default=0, show_default=True, callback=check, help=text)
+
+
 def load(model: str | None, dtype: str | None, device: str | None) -> Any:
     """As :func:`kvfold.models.load`, without the loaders' own talk."""
     from transformers.utils import logging
@@ -88,6 +113,20 @@ def load(model: str | None, dtype: str | None, device: str | None) -> Any:
 
     logging.set_verbosity_error()
     return models.load(model, dtype, device)
+
+
+def check_text(text: str, field: str) -> None:
+    """Refuse an argument of bytes that are no text, which Python has as half characters.
+
+    Raises
+    ------
+    KVFoldError
+        Names the place of the first.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise KVFoldError(f"{field}: it is not UTF-8 text (character {error.start})") from None
 
 
 def prompt_text(given: str | None) -> str:
@@ -106,19 +145,27 @@ def prompt_text(given: str | None) -> str:
             text = sys.stdin.buffer.read().decode("utf-8")
         except UnicodeDecodeError as error:
             raise KVFoldError(f"prompt: standard input is not UTF-8 text (byte {error.start})") from None
+        except OSError as error:
+            raise KVFoldError(f"prompt: cannot read standard input: {error.strerror}") from None
     if not text or not text.strip():
         raise KVFoldError("prompt: it is empty; give some text")
+    check_text(text, "prompt")
     return text if given == text else text.removesuffix("\n").removesuffix("\r")
 
 
 class Stream:
-    """A streamer for ``generate``: prints tokens as words as they come, and keeps the times of the decode steps."""
+    """A streamer for ``generate``: prints tokens as words as they come, and keeps the times of the decode steps.
 
-    def __init__(self, tokenizer: Any, file: Any) -> None:
+    Where they cannot be printed (:attr:`failed`) generation goes on unless the text is ``needed`` there.
+    """
+
+    def __init__(self, tokenizer: Any, file: Any, needed: bool = True) -> None:
         from transformers import TextStreamer
 
         self.times: list[float] = []
         self.file = file
+        self.needed = needed
+        self.failed: OSError | None = None
         outer = self
 
         class Printer(TextStreamer):
@@ -133,7 +180,14 @@ class Stream:
 
     def show(self, text: str, end: str) -> None:
         """Print a piece of the answer."""
-        print(text, end=end, file=self.file, flush=True)
+        if self.failed is not None:
+            return
+        try:
+            print(text, end=end, file=self.file, flush=True)
+        except OSError as error:
+            if self.needed:
+                raise
+            self.failed = error
 
     def end(self) -> None:
         self.printer.end()
@@ -162,7 +216,36 @@ def write_json(path: Path, value: Any) -> None:
 
 def print_json(value: Any) -> None:
     """Print a result as JSON."""
-    click.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+    click.echo(outlet.as_json(value, sys.stdout.encoding))
+
+
+def publish(
+    value: Any,
+    json_path: str | None,
+    target: Path | None,
+    table: Callable[[], None],
+    written: bool = False,
+    failure: OutputError | None = None,
+) -> None:
+    """Write a command's result where ``--json`` says and print it, so that neither is lost with the other.
+
+    Parameters
+    ----------
+    json_path, target
+        What ``--json`` says, and the file that it names.
+    table
+        Prints the result for people.
+    written, failure
+        Whether it has been written already, or why that failed.
+
+    Raises
+    ------
+    OutputError, OSError
+        As :func:`kvfold.outlet.publish`.
+    """
+    write = None if written or failure or target is None else partial(write_json, target, value)
+    show = partial(print_json, value) if json_path == "-" else table
+    outlet.publish(value, show, write, target, failure)
 
 
 def console(width: int | None = None) -> Console:

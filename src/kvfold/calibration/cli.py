@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvfold.errors import KVFoldError
+from kvfold.terminal import check_text, print_json, seed_option
 
 if TYPE_CHECKING:
     from kvfold.calibration.run import LayerDone
@@ -55,9 +55,8 @@ class _Calibrate(click.Command):
 @click.option(
     "--preset",
     metavar="NAME",
-    default="fast",
-    show_default=True,
-    help="Of commvq. fast: minutes on a CPU. long: the same with more steps, for a GPU. paper: as published, for a GPU.",
+    help="Of commvq. fast: minutes on a CPU. long: the same with more steps, for a GPU. paper: as published, for a GPU.  "
+    "[default: fast]",
 )
 @click.option(
     "--encoder",
@@ -65,7 +64,7 @@ class _Calibrate(click.Command):
     help="Of commvq's values. scalar: closed form, seconds a layer. mlp: the paper's network, better at 1 bit, a minute a "
     "layer on a CPU.  [default: the preset's: scalar, for paper mlp]",
 )
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Same seed, same artefact.")
+@seed_option("Same seed, same artefact.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 def calibrate(
     model: str | None,
@@ -74,7 +73,7 @@ def calibrate(
     tokens: int,
     out: str,
     device: str | None,
-    preset: str,
+    preset: str | None,
     encoder: str | None,
     seed: int,
     force: bool,
@@ -93,7 +92,15 @@ def calibrate(
     if not isinstance(method, LearnedMethod):
         learn_something = [name for name, kind in methods.REGISTRY.items() if issubclass(kind, LearnedMethod)]
         raise KVFoldError(f"method: {method.name} learns nothing beforehand; allowed: {', '.join(learn_something)}")
+    if method.artefact:
+        raise KVFoldError(
+            f"method: artefact={method.artefact} is what calibrate makes; leave it out, and name it with --out"
+        )
+    for option, value in (("preset", preset), ("encoder", encoder)):
+        if value is not None and method.name != "commvq":
+            raise KVFoldError(f"{option}: {method.name} has none; allowed: leave it out, or method commvq")
     target = Path(out).expanduser()
+    check_text(out, "out")
     if "," in out:
         raise KVFoldError(f"out: {out} has a comma, which ends an option of --method; give a name without one")
     check_target(target, force)
@@ -103,7 +110,7 @@ def calibrate(
     from kvfold.calibration.run import calibrate as learn
     from kvfold.models import load
 
-    if preset not in PRESETS:
+    if preset is not None and preset not in PRESETS:
         raise KVFoldError(f"preset: {preset!r} is not known; allowed: {', '.join(PRESETS)}")
     if encoder is not None and encoder not in ENCODERS:
         raise KVFoldError(f"encoder: {encoder!r} is not known; allowed: {', '.join(ENCODERS)}")
@@ -117,7 +124,7 @@ def calibrate(
         texts,
         tokens,
         target,
-        preset=preset,
+        preset=preset or "fast",
         encoder=encoder,
         seed=seed,
         force=force,
@@ -185,7 +192,7 @@ def info(location: str, as_json: bool) -> None:
 
     found = load(location)
     if as_json:
-        click.echo(json.dumps({**found.metadata(), "bytes": found.nbytes}, indent=2, ensure_ascii=False))
+        print_json({**found.metadata(), "bytes": found.nbytes})
         return
     about: dict[str, Any] = found.calibration
     texts = ", ".join(f"{t['name']} ({t['sha256'][:12]})" for t in about["texts"])

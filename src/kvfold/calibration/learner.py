@@ -50,7 +50,7 @@ class Learner(ABC):
 
     def generator(self, layer: int) -> torch.Generator:
         """One per layer: a resumed run draws what an uninterrupted one would have drawn."""
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
+        return torch.Generator().manual_seed((self.seed * 1_000_003 + layer) % (1 << 63))
 
 
 class LayerwiseLearner(Learner):

@@ -21,7 +21,7 @@ from kvfold.calibration.kvquant import KVQuantLearner
 from kvfold.calibration.learner import Learner
 from kvfold.calibration.state import State
 from kvfold.calibration.vqllm import VQLLMLearner
-from kvfold.errors import KVFoldError
+from kvfold.errors import KVFoldError, OutputError
 from kvfold.evaluation.text import Text
 from kvfold.methods.commvq import CommVQ
 from kvfold.methods.kvquant import KVQuant
@@ -208,6 +208,9 @@ def calibrate(
         tensors={f"layers.{layer}.{name}": t for layer, fit in fits.items() for name, t in fit.tensors.items()},
         weights_hash=weights,
     )
-    artefacts.save(result, out)
+    try:
+        artefacts.save(result, out)
+    except artefacts.ArtefactError as error:
+        raise OutputError(f"{error}; finished layers are kept in {state.folder}", result) from error
     state.remove()
     return result

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from kvfold import files
+from kvfold import files, outlet
 from kvfold.errors import KVFoldError, OutputError
 
 
@@ -172,11 +172,7 @@ def write_json(path: Path, value: Any, result: object = None) -> None:
     OutputError
         It cannot be written; carries ``result``, or the value.
     """
-    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a name that is no text, such as a path in another encoding
-        text = json.dumps(value, indent=2, allow_nan=False)
+    text = outlet.as_json(value)  # a name may be no text, such as a path in another encoding
     try:
         files.write(path, text + "\n")
     except OSError as error:

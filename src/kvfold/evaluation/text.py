@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import hashlib
 import re
 from pathlib import Path
+from typing import BinaryIO
 
 from kvfold.errors import KVFoldError
 
@@ -49,18 +51,32 @@ def load_text(path: str | Path | None = None) -> Text:
     if path is None:
         return Text(python_prose(), DEFAULT_SOURCE)
     try:
-        raw = Path(path).expanduser().read_bytes()
+        with Path(path).expanduser().open("rb") as file:
+            text = _decoded(file, path)
     except OSError as error:
-        raise TextError(f"text: cannot read {path}: {error.strerror or error}") from error
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TextError(f"text: {path} is not UTF-8 text (byte {error.start}); give a plain text file") from error
-    if "\0" in text:
-        raise TextError(f"text: {path} holds zero bytes: it is not text; give a plain text file")
+        raise TextError(f"text: cannot read {str(path)!r}: {error.strerror or error}") from error
     if not text.strip():
         raise TextError(f"text: {path} is empty; give a plain text file")
     return Text(text, str(path))
+
+
+def _decoded(file: BinaryIO, path: str | Path) -> str:
+    """Piece by piece, so that a device without an end is refused at its beginning."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    parts, at = [], 0
+    while True:
+        piece = file.read(1 << 20)
+        begun = at - len(decoder.getstate()[0])
+        try:
+            parts.append(decoder.decode(piece, final=not piece))
+        except UnicodeDecodeError as error:
+            where = f"byte {max(begun, 0) + error.start}"
+            raise TextError(f"text: {path} is not UTF-8 text ({where}); give a plain text file") from error
+        if "\0" in parts[-1]:
+            raise TextError(f"text: {path} holds zero bytes: it is not text; give a plain text file")
+        if not piece:
+            return "".join(parts)
+        at += len(piece)
 
 
 def python_prose() -> str:

@@ -154,8 +154,8 @@ def windows_of(
         enough = all(len(ids) >= length for ids in encoded)
     else:
         (ids,) = encoded
-        middles = [(ids, (2 * i + 1) * len(ids) // (2 * count)) for i in range(count)]
         enough = len(ids) >= count * length
+        middles = [(ids, (2 * i + 1) * len(ids) // (2 * count)) for i in range(count if enough else 0)]
     if not enough:
         most = len(encoded[0]) // length
         raise KVFoldError(
