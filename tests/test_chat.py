@@ -488,7 +488,8 @@ def test_a_chat_with_the_demo_model_on_a_terminal(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_piped_turns_and_the_transcript_is_kept(folder, tmp_path):
-    command = [sys.executable, "-m", "kvfold", "chat", "--model", folder, "--json", str(tmp_path / "x.json")]
+    command = [sys.executable, "-m", "kvfold", "chat", "--model", folder, "--max-new-tokens", "8"]
+    command += ["--json", str(tmp_path / "x.json")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     process.stdin.write(b"Hello\n")
     process.stdin.flush()
