@@ -1,5 +1,6 @@
 """The attention function that Transformers calls, and switching a model to it and back."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,10 +18,11 @@ from kvfold.arithmetic import outside_autocast
 from kvfold.cache import AnyLayer, FoldedCache, FoldedLayer, warn_once
 from kvfold.errors import KVFoldError, MethodError, UnsupportedModelError
 from kvfold.formats.paged import plain
+from kvfold.hybrid import FoldedHybridLayer
 from kvfold.kernels.prompt import attend_prompt
 from kvfold.methods import DEFAULT_METHOD, LayerSpec, Method, get
 from kvfold.originals import IMPLEMENTATION
-from kvfold.rope import Rope, find_rotary_module, rope_of
+from kvfold.rope import Rope, rope_of
 
 # arguments of attention functions that change the scores in ways a folded layer does not compute
 REFUSED = ("position_bias", "sliding_window")
@@ -195,7 +197,6 @@ def fold(
     *,
     kernel: str | None = None,
     max_length: int | None = None,
-    always: bool = False,
 ) -> FoldedCache:
     """Make a folded cache for ``model`` and switch the model's attention to the one that reads it.
 
@@ -210,10 +211,6 @@ def fold(
         Insist on an attention kernel; None takes the first that supports each layer (``explain`` shows which).
     max_length : int or None
         Allocate packed storage for this many tokens at the first packing, instead of growing.
-    always : bool
-        Have the model make such a cache by itself for every call that would make one and is given none: ``model(ids)``,
-        ``model.generate``, a pipeline. A cache that is passed stays what it is; ``use_cache=False`` and training make none.
-        Until :func:`unfold`; :func:`kvfold.folding` is the same for a ``with`` block.
 
     Returns
     -------
@@ -235,16 +232,7 @@ def fold(
     Layers that cannot be folded (sliding windows, linear attention, latent attention) keep Transformers' own cache in
     full precision; a warning says so once, and :func:`kvfold.explain` says which.
     """
-    cache = make_cache(model, get(method), kernel, max_length)
-    if always:
-        from kvfold.always import Wish, begin
-
-        begin(model, Wish(cache.method, kernel, max_length))
-    return cache
-
-
-def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_length: int | None) -> FoldedCache:
-    """See :func:`fold`."""
+    method = get(method)
     plan = plan_layers(model, method, kernel)
     layers: list[AnyLayer] = []
     for item in plan:
@@ -260,7 +248,7 @@ def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_l
                 model.dtype,
                 item.spec.softcap,
             )
-            layers.append(FoldedLayer(item.method, item.spec, kernel, max_length))
+            layers.append(_folded(item, kernel, max_length))
     kept = [str(i) for i, item in enumerate(plan) if item.spec is None and item.reason != KEPT]
     if kept:
         reasons = "; ".join(sorted({item.reason for item in plan if item.spec is None and item.reason != KEPT}))
@@ -278,17 +266,21 @@ def _switch(model: nn.Module, attentions: list[nn.Module]) -> None:
 
 
 def unfold(model: nn.Module) -> None:
-    """Give a model back the attention it had before :func:`fold`, and the caches it made; nothing happens if it was not folded.
+    """Give a model back the attention it had before :func:`fold`; nothing happens if it was not folded.
 
     Parameters
     ----------
     model : nn.Module
         A folded model, a copy of one, or a module with one inside.
     """
-    from kvfold.always import end
-
-    end(model)
     originals.restore(model)
+
+
+def _folded(item: "LayerPlan", kernel: str | None, max_length: int | None) -> FoldedLayer:
+    assert item.spec is not None
+    if isinstance(item.own, LinearAttentionAndFullAttentionLayer):
+        return FoldedHybridLayer(item.method, item.spec, kernel, max_length, item.own)
+    return FoldedLayer(item.method, item.spec, kernel, max_length)
 
 
 KEPT = "kept in full precision, as the method says"
@@ -312,8 +304,8 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
         As :func:`fold`.
     """
     config = model.config.get_text_config(decoder=True)
+    _check_interface(model)
     method.check_model(config)
-    find_rotary_module(model)
     rope = rope_of(model) if method.pre_rope else None
     count = config.num_hidden_layers
     method.check_layers(count)
@@ -331,7 +323,7 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
         reason = ""
         if latent:
             reason = "latent attention (MLA) already stores a compressed cache"
-        elif type(layer) is not DynamicLayer:
+        elif type(layer) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer):
             reason = f"{_kind(layer)} is not folded"
         if reason and index in method.named:
             raise MethodError(f"layer {index}: {reason}; leave it out of the method")
@@ -347,6 +339,18 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
     if all(item.spec is None for item in plan) and any(item.reason == KEPT for item in plan):
         raise MethodError(f"keep: {method} folds no layer of this model; allowed: to leave some")
     return plan
+
+
+def _check_interface(model: nn.Module) -> None:
+    """Refuse a model none of whose modules attends through Transformers' attention functions."""
+    for kind in {type(module) for module in model.modules()}:
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        if code is not None and "get_interface" in code.co_names:
+            return
+    raise UnsupportedModelError(
+        f"model: {type(model).__name__} computes attention itself, or has none; kvfold folds models that attend through "
+        "Transformers' attention functions"
+    )
 
 
 def _attentions(model: nn.Module) -> dict[int, nn.Module]:
@@ -377,6 +381,9 @@ def _packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: s
 def _kind(layer: AnyLayer) -> str:
     if getattr(layer, "is_sliding", False):
         return "sliding-window attention"
+    named = {"DynamicIndexedLayer": "indexed attention", "DummyLayer": "a layer without keys of its own"}
+    if type(layer).__name__ in named:
+        return named[type(layer).__name__]
     return "linear attention" if "Linear" in type(layer).__name__ else type(layer).__name__
 
 

@@ -1083,6 +1083,19 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
+def states_of(layer: Any) -> list[torch.Tensor]:
+    """Convolution and recurrent states that a layer holds."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return []
+    return [t for states in (layer.conv_states, layer.recurrent_states) for t in states.values() if t is not None]
+
+
+def select_states(layer: Any, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Rearrange the batch of a layer's states."""
+    for states in (layer.conv_states, layer.recurrent_states):
+        states.update({index: pick(t) for index, t in states.items() if t is not None})
+
+
 class ModelReference:
     """The model that a cache was folded for, without keeping it alive. A copy refers to the same model, a pickle to none."""
 
@@ -1194,6 +1207,36 @@ class FoldedCache(Cache):
         sliding = getattr(self.layers[layer_idx], "is_sliding", False)
         return not sliding and any(isinstance(layer, FoldedLayer) for layer in self.layers)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """See :meth:`FoldedLayer.crop`.
+
+        Raises
+        ------
+        CacheStateError
+            If a layer holds a recurrent state, which tokens cannot be taken out of.
+        """
+        fixed = [i for i, layer in enumerate(self.layers) if states_of(layer) and not layer.is_croppable]
+        if tokens_to_remove != 0 and fixed:
+            raise CacheStateError(
+                f"cache: crop({int(tokens_to_remove)}) is not possible: layers {', '.join(map(str, fixed))} hold recurrent "
+                "states, which tokens cannot be taken out of; reset() the cache and prefill again"
+            )
+        super().crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda t: t.repeat_interleave(repeats, dim=0), lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._each(lambda t: t[indices.to(t.device), ...], lambda layer: layer.batch_select_indices(indices))
+
+    def _each(self, pick: Callable[[torch.Tensor], torch.Tensor], select: Callable[[Any], None]) -> None:
+        """Rearrange the batch of every layer; those of states alone have no method for it."""
+        for layer in self.layers:
+            if hasattr(layer, "batch_select_indices"):
+                select(layer)
+            else:
+                select_states(layer, pick)
+
     def activate_past_recording(self) -> None:
         """See :meth:`FoldedLayer.activate_past_recording`."""
         for layer in self.layers:
@@ -1201,11 +1244,12 @@ class FoldedCache(Cache):
                 layer.activate_past_recording()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the tensors that exist: ``packed``, ``windows`` (sink, recent, and layers kept in full precision),
+        """Bytes of the tensors that exist: ``packed``, ``windows`` (sink, recent, and what is kept in full precision),
         ``state`` (per sequence), ``tables`` (per model, shared ones once) and their ``total``."""
         sizes = {"packed": 0, "windows": 0, "state": 0, "tables": 0}
         tables: dict[int, torch.Tensor] = {}
         for layer in self.layers:
+            sizes["windows"] += sum(t.nbytes for t in states_of(layer))
             if isinstance(layer, FoldedLayer):
                 for name, tensors in layer.tensors().items():
                     sizes[name] += sum(t.nbytes for t in tensors)
@@ -1218,7 +1262,7 @@ class FoldedCache(Cache):
 
     def full_nbytes(self) -> int:
         """Bytes that the same tokens take in a full-precision cache of the model's dtype, without padding."""
-        total = 0
+        total = sum(t.nbytes for layer in self.layers for t in states_of(layer))
         for layer in self.layers:
             if isinstance(layer, FoldedLayer) and layer.is_initialized:
                 layer._own()

@@ -66,8 +66,7 @@ def find_rotary_module(model: nn.Module) -> nn.Module:
         if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
             return module
     raise UnsupportedModelError(
-        f"model: {type(model).__name__} has no rotary position embeddings; kvfold folds decoder models with RoPE "
-        "(Llama, Mistral, Qwen2, Qwen3, Phi-3, Granite, SmolLM3 and relatives)"
+        f"model: {type(model).__name__} has no rotary position embeddings; methods that store keys before RoPE do not fold it"
     )
 
 

@@ -24,6 +24,7 @@ from kvfold.cache import FoldedCache, FoldedLayer, Slab
 from kvfold.calibration.artefact import checksum, config_hash, load_cached, weights_hash
 from kvfold.errors import CacheFileError, CacheStateError, KVFoldError
 from kvfold.formats import Format, PagedFormat
+from kvfold.hybrid import FoldedHybridLayer
 from kvfold.methods import Method, get
 from kvfold.methods.learned import LearnedMethod
 
@@ -249,6 +250,8 @@ def _check_artefacts(path: Path, told: list[str], method: Method) -> None:
 
 def _described(layer: Any, at: str, tensors: Tensors) -> dict[str, Any]:
     """A layer as plain data; its tensors go into ``tensors`` under names that begin with ``at``."""
+    if isinstance(layer, FoldedHybridLayer):
+        return _folded(layer, at, tensors) | {"states": _plain_data(layer.states(), f"{at}states", tensors)}
     if isinstance(layer, FoldedLayer):
         return _folded(layer, at, tensors)
     attributes = {name: _plain_data(value, at + name, tensors) for name, value in vars(layer).items()}
@@ -267,6 +270,9 @@ def _restore(
         )
     if isinstance(layer, FoldedLayer):
         _refold(layer, told, at, tensors, device, max_length)
+        if isinstance(layer, FoldedHybridLayer):
+            for name, value in _revived(told["states"], tensors, device).items():
+                setattr(layer, name, value)
         return
     for name, value in told["attributes"].items():
         setattr(layer, name, _revived(value, tensors, device))

@@ -1,0 +1,185 @@
+"""Models that mix attention with recurrent states: attention is folded, with rotary embeddings or without; states stay."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
+)
+
+import kvfold
+from helpers import build, dynamic, logits, prompt, relative
+from kvfold.cache import FoldedLayer
+from kvfold.errors import CacheStateError, UnsupportedModelError
+
+CUTS = [150, 30, 1, 19]
+MAMBA = {"mamba_d_state": 16, "mamba_n_heads": 4, "mamba_chunk_size": 16}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SHARED = {"initializer_range": 0.1, "hidden_size": 128}
+
+
+def granite(**options):
+    return build(
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        **(SHARED | MAMBA | EXPERTS),
+        **{"mamba_d_head": 64, "shared_intermediate_size": 64, "attention_multiplier": 0.1},
+        layer_types=["linear_attention", "full_attention"],
+        **options,
+    )
+
+
+MODELS = {
+    "falcon_h1": lambda: build(
+        FalconH1ForCausalLM, FalconH1Config, **SHARED, **MAMBA, mamba_d_ssm=128, mamba_d_head=32, key_multiplier=0.5
+    ),
+    "zamba2": lambda: build(
+        Zamba2ForCausalLM, Zamba2Config, **SHARED, num_key_value_heads=4, mamba_d_state=16, n_mamba_heads=4, chunk_size=16,
+        mamba_headdim=64, layers_block_type=["mamba", "hybrid"],
+    ),
+    "zamba2-rope": lambda: build(
+        Zamba2ForCausalLM, Zamba2Config, **SHARED, num_key_value_heads=4, mamba_d_state=16, n_mamba_heads=4, chunk_size=16,
+        mamba_headdim=64, layers_block_type=["mamba", "hybrid"], use_mem_rope=True,
+    ),
+    "jamba": lambda: build(
+        JambaForCausalLM, JambaConfig, **SHARED, num_experts=2, num_experts_per_tok=1, attn_layer_period=2,
+        attn_layer_offset=1, mamba_d_state=16, use_mamba_kernels=False,
+    ),
+    "nemotron_h": lambda: build(
+        NemotronHForCausalLM, NemotronHConfig, **SHARED, layers_block_type=["linear_attention", "full_attention"],
+        ssm_state_size=16, mamba_num_heads=4, mamba_head_dim=64, n_groups=1, chunk_size=16,
+    ),
+    "granite": lambda: granite(position_embedding_type=None),
+    "granite-rope": lambda: granite(position_embedding_type="rope"),
+    "bamba": lambda: build(
+        BambaForCausalLM, BambaConfig, **SHARED, **MAMBA, mamba_d_head=64, attn_layer_indices=[1]
+    ),
+}  # fmt: skip
+FOLDED = {"falcon_h1": [0, 1]}
+NO_ROPE = ("zamba2", "jamba", "nemotron_h", "granite")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_full_precision_equals_the_models_own_cache(name):
+    model, ids = MODELS[name](), prompt(2, 200)
+    expected = logits(model, dynamic(model), ids, CUTS, torch.ones_like(ids))
+    cache = kvfold.fold(model, "none")
+    assert [i for i, of in enumerate(cache.layers) if isinstance(of, FoldedLayer)] == FOLDED.get(name, [1])
+    assert relative(logits(model, cache, ids, CUTS, torch.ones_like(ids)), expected) < 1e-5
+    assert all(of.packed == [192, 192] for of in cache.folded)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("method", ["kivi", "fold"])
+def test_eight_bits_are_near_full_precision(method, name):
+    model, ids = MODELS[name](), prompt(1, 200)
+    expected = logits(model, dynamic(model), ids, CUTS, torch.ones_like(ids))
+    cache = kvfold.fold(model, f"{method}:bits=8,sink=0,recent=0")
+    got = logits(model, cache, ids, CUTS, torch.ones_like(ids))
+    assert relative(got[:, :150], expected[:, :150]) < 1e-5
+    assert 1e-7 < relative(got[:, 150:], expected[:, 150:]) < 0.03
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_with_padding_and_beams_agrees(name):
+    model, ids = MODELS[name](), prompt(2, 60)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+    for more in ({}, {"num_beams": 2}):
+        expected = model.generate(ids, **options, **more)
+        cache = kvfold.fold(model, "none:recent=16")
+        assert torch.equal(model.generate(ids, past_key_values=cache, **options, **more), expected)
+        kvfold.unfold(model)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "zamba2", "jamba"])
+def test_sequences_are_rearranged_with_their_states(name):
+    model, ids = MODELS[name](), prompt(3, 100)
+    order = torch.tensor([2, 0, 0])
+
+    def after(change, rows):
+        cache = kvfold.fold(model, "kivi:recent=16")
+        with torch.no_grad():
+            model(ids[:, :90], past_key_values=cache)
+            change(cache)
+            positions = torch.arange(90, 100).expand(len(rows), -1)
+            return model(ids[rows][:, 90:], past_key_values=cache, position_ids=positions).logits
+
+    plain = after(lambda cache: None, torch.arange(3))
+    assert relative(after(lambda cache: cache.reorder_cache(order), order), plain[order]) < 1e-5
+    assert relative(after(lambda cache: cache.batch_select_indices(order[:2]), order[:2]), plain[order[:2]]) < 1e-5
+    twice = torch.arange(3).repeat_interleave(2)
+    assert relative(after(lambda cache: cache.batch_repeat_interleave(2), twice), plain[twice]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "zamba2"])
+def test_states_are_reset_copied_saved_and_counted(name, tmp_path):
+    model, ids = MODELS[name](), prompt(2, 120)
+    cache = kvfold.fold(model, "kivi:recent=16")
+
+    def go(cache, part):
+        with torch.no_grad():
+            positions = torch.arange(120)[part].expand(2, -1)
+            return model(ids[:, part], past_key_values=cache, position_ids=positions).logits
+
+    first = go(cache, slice(0, 100))
+    states = sum(
+        t.nbytes for of in cache.layers for kept in (of.conv_states, of.recurrent_states) for t in kept.values()
+    )
+    assert states and cache.nbytes()["windows"] > states and cache.full_nbytes() > states
+    copied = copy.deepcopy(cache)
+    cache.save(tmp_path / "prompt.safetensors")
+    loaded = kvfold.load_cache(tmp_path / "prompt.safetensors", model)
+    second = go(cache, slice(100, 120))
+    assert torch.equal(go(copied, slice(100, 120)), second) and torch.equal(go(loaded, slice(100, 120)), second)
+    cache.reset()
+    assert relative(go(cache, slice(0, 100)), first) < 1e-6
+
+
+def test_a_crop_that_states_cannot_follow_is_refused_before_anything_changes():
+    model, ids = MODELS["falcon_h1"](), prompt(1, 100)
+    cache = kvfold.fold(model, "none")
+    logits(model, cache, ids[:, :80])
+    with pytest.raises(CacheStateError, match=r"crop\(-3\) is not possible: layers 0, 1 hold recurrent states"):
+        cache.crop(-3)
+    assert cache.get_seq_length() == 80 and not cache.is_croppable
+    with pytest.raises(ValueError, match=r"assisted|rollback|stateful"):
+        model.generate(ids[:, :60], past_key_values=kvfold.fold(model, "none"), prompt_lookup_num_tokens=3)
+
+
+def test_convolutions_alone_are_cropped():
+    model = build(Lfm2ForCausalLM, Lfm2Config, layer_types=["conv", "full_attention"], block_ff_dim=64, hidden_size=128)
+    ids = prompt(1, 60)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "prompt_lookup_num_tokens": 3}
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, past_key_values=kvfold.fold(model, "none:recent=16"), **options), expected)
+
+
+@pytest.mark.parametrize("name", [*NO_ROPE, "gpt2"])
+def test_without_rotary_embeddings_only_methods_that_need_them_are_refused(name):
+    gpt2 = {"n_positions": 256, "hidden_size": 256, "n_layer": 2, "num_key_value_heads": 4}
+    model = build(GPT2LMHeadModel, GPT2Config, **gpt2) if name == "gpt2" else MODELS[name]()
+    with pytest.raises(
+        UnsupportedModelError, match="has no rotary position embeddings; methods that store keys before"
+    ):
+        kvfold.fold(model, "squat_pre")
+    ids = prompt(1, 200)
+    expected = logits(model, dynamic(model), ids, CUTS)
+    assert relative(logits(model, kvfold.fold(model, "none"), ids, CUTS), expected) < 1e-5
