@@ -486,6 +486,21 @@ def test_a_chat_with_the_demo_model_on_a_terminal(tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_ctrl_c_ends_piped_turns_and_the_transcript_is_kept(folder, tmp_path):
+    command = [sys.executable, "-m", "kvfold", "chat", "--model", folder, "--max-new-tokens", "8"]
+    command += ["--json", str(tmp_path / "x.json")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process.stdin.write(b"Hello\n")
+    process.stdin.flush()
+    while b"tokens read" not in (line := process.stderr.readline()):
+        assert line, "ended before its first turn"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in err and err.endswith(b"kvfold: interrupted\n")
+    assert [turn["user"] for turn in json.loads((tmp_path / "x.json").read_text())["turns"]] == ["Hello"]
+
+
 def test_conversations_take_every_default_method(begin):
     for spec in methods.DEFAULT:
         talk = begin(spec, max_new_tokens=4)

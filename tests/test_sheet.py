@@ -134,6 +134,11 @@ def test_columns_of_rank_0_follow_in_a_table_of_their_own():
     assert len(sheet.fit(200)[0]) == 1
 
 
+def test_numbers_are_not_wrapped_for_the_sake_of_a_long_name():
+    (widths,), _ = SHEETS["domains"].fit(80)
+    assert [widths[i] for i in (2, 3)] == [11, 11] and widths[4] == 18
+
+
 def test_a_column_of_text_that_is_left_out_is_listed_with_the_rows_that_have_it():
     sheet = Sheet([Column("layers", key=True), Column("kind", rank=1, below=True), Column("n" * 30)])
     sheet.add("0-3", "full", "a")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvfold.errors import CacheFileError, CacheStateError, KVFoldError, MethodError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from kvfold.always import folding
     from kvfold.attention import fold, unfold
     from kvfold.cache import FoldedCache
     from kvfold.explanation import Explanation, explain
@@ -29,12 +30,14 @@ __all__ = [
     "UnsupportedModelError",
     "explain",
     "fold",
+    "folding",
     "load_cache",
     "unfold",
 ]
 
 _MODULES = {
     "fold": "attention",
+    "folding": "always",
     "unfold": "attention",
     "FoldedCache": "cache",
     "Explanation": "explanation",

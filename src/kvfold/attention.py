@@ -197,6 +197,7 @@ def fold(
     *,
     kernel: str | None = None,
     max_length: int | None = None,
+    always: bool = False,
 ) -> FoldedCache:
     """Make a folded cache for ``model`` and switch the model's attention to the one that reads it.
 
@@ -211,6 +212,10 @@ def fold(
         Insist on an attention kernel; None takes the first that supports each layer (``explain`` shows which).
     max_length : int or None
         Allocate packed storage for this many tokens at the first packing, instead of growing.
+    always : bool
+        Have the model make such a cache by itself for every call that would make one and is given none: ``model(ids)``,
+        ``model.generate``, a pipeline. A cache that is passed stays what it is; ``use_cache=False`` and training make none.
+        Until :func:`unfold`; :func:`kvfold.folding` is the same for a ``with`` block.
 
     Returns
     -------
@@ -232,7 +237,16 @@ def fold(
     Layers that cannot be folded (sliding windows, linear attention, latent attention) keep Transformers' own cache in
     full precision; a warning says so once, and :func:`kvfold.explain` says which.
     """
-    method = get(method)
+    cache = make_cache(model, get(method), kernel, max_length)
+    if always:
+        from kvfold.always import Wish, begin
+
+        begin(model, Wish(cache.method, kernel, max_length))
+    return cache
+
+
+def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_length: int | None) -> FoldedCache:
+    """See :func:`fold`."""
     plan = plan_layers(model, method, kernel)
     layers: list[AnyLayer] = []
     for item in plan:
@@ -266,13 +280,16 @@ def _switch(model: nn.Module, attentions: list[nn.Module]) -> None:
 
 
 def unfold(model: nn.Module) -> None:
-    """Give a model back the attention it had before :func:`fold`; nothing happens if it was not folded.
+    """Give a model back the attention it had before :func:`fold`, and the caches it made; nothing happens if it was not folded.
 
     Parameters
     ----------
     model : nn.Module
         A folded model, a copy of one, or a module with one inside.
     """
+    from kvfold.always import end
+
+    end(model)
     originals.restore(model)
 
 

@@ -182,13 +182,17 @@ class Sheet:
         return needed + GAP * (len(shown) - 1) <= width
 
     def _widths(self, shown: Sequence[int], width: int) -> dict[int, int]:
-        """Least widths, and what is left over given to whom it helps most."""
+        """Least widths, and what is left over: first to columns that soon need no wrapping, then to whom it helps most."""
         found = {i: self._least(i) for i in shown}
         wanted = {i: self._natural(i) for i in shown}
         room = width - sum(found.values()) - GAP * (len(shown) - 1)
         while room < 0 and (wide := [i for i in shown if self.columns[i].wraps and found[i] > 4]):
             found[max(wide, key=lambda i: found[i])] -= 1
             room += 1
+        texts = [i for i in shown if self.columns[i].wraps]
+        while room > 0 and (soon := [i for i in texts if found[i] < min(wanted[i], COMFORTABLE)]):
+            found[min(soon, key=lambda i: min(wanted[i], COMFORTABLE) - found[i])] += 1
+            room -= 1
         while room > 0 and (narrow := [i for i in shown if found[i] < wanted[i]]):
             found[max(narrow, key=lambda i: wanted[i] / found[i])] += 1
             room -= 1

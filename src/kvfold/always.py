@@ -1,0 +1,153 @@
+"""Folded caches without passing one: what a model does by itself after ``fold(model, method, always=True)``.
+
+What a model is told lies on the model: copies of it know it, and :func:`kvfold.unfold` finds it within wrappers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvfold import originals
+from kvfold.cache import FoldedCache, warn_once
+from kvfold.errors import UnsupportedModelError
+from kvfold.methods import DEFAULT_METHOD, Method
+
+WISH = "_kvfold_always"
+PREPARES = "_prepare_cache_for_generation"
+"""Where Transformers' ``generate`` makes the cache of a call that brings none."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What caches to make."""
+
+    method: Method
+    kernel: str | None = None
+    max_length: int | None = None
+
+    def cache(self, model: PreTrainedModel) -> FoldedCache:
+        from kvfold.attention import make_cache
+
+        return make_cache(model, self.method, self.kernel, self.max_length)
+
+
+def begin(model: PreTrainedModel, wish: Wish) -> None:
+    """Have ``model`` make a folded cache for every call that needs one and brings none.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model takes no ``past_key_values``.
+    """
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        raise UnsupportedModelError(f"always: {type(model).__name__} takes no past_key_values; allowed: always=False")
+    end(model)
+    setattr(model, WISH, wish)
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    if hasattr(model, PREPARES):
+        setattr(model, PREPARES, MethodType(_prepare, model))
+
+
+def end(model: nn.Module) -> None:
+    """Take back what :func:`begin` did to a model, a copy of it, or one within ``model``."""
+    for module in model.modules():
+        module.__dict__.pop(WISH, None)
+        if getattr(module.__dict__.get(PREPARES), "__func__", None) is _prepare:
+            del module.__dict__[PREPARES]
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _before_forward:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+@contextmanager
+def folding(
+    model: PreTrainedModel,
+    method: str | Method = DEFAULT_METHOD,
+    *,
+    kernel: str | None = None,
+    max_length: int | None = None,
+) -> Iterator[PreTrainedModel]:
+    """Within it, ``model`` makes a folded cache for every call that brings none, ``generate`` and pipelines included.
+
+    Afterwards the model is what it was: unfolded, or folded as before.
+
+    Parameters
+    ----------
+    model, method, kernel, max_length
+        As for :func:`kvfold.fold`.
+
+    Raises
+    ------
+    MethodError, UnsupportedModelError
+        As :func:`kvfold.fold`.
+
+    Examples
+    --------
+    >>> with kvfold.folding(model, "fold:bits=2"):  # doctest: +SKIP
+    ...     pipeline("text-generation", model=model, tokenizer=tokenizer)("The KV cache")
+    """
+    from kvfold.attention import fold, unfold
+
+    before, was_folded = model.__dict__.get(WISH), originals.is_folded(model.config)
+    fold(model, method, kernel=kernel, max_length=max_length, always=True)
+    try:
+        yield model
+    finally:
+        if not was_folded:
+            unfold(model)
+        elif before is None:
+            end(model)
+        else:
+            begin(model, before)
+
+
+def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """A forward pre-hook: give a call that would make a cache a folded one. A cache that is passed stays what it is."""
+    given = kwargs
+    if len(args) > 1:
+        given = {**inspect.signature(type(model).forward).bind_partial(model, *args).arguments, **kwargs}
+    asked = given.get("use_cache")
+    wanted = asked if asked is not None else getattr(model.config.get_text_config(decoder=True), "use_cache", True)
+    if not wanted or model.training or given.get("past_key_values") is not None:
+        return None
+    cache = getattr(model, WISH).cache(model)
+    if "past_key_values" not in given or "past_key_values" in kwargs:
+        return args, {**kwargs, "past_key_values": cache}
+    names = list(inspect.signature(type(model).forward).parameters)[1:]  # None was passed by position
+    place = names.index("past_key_values")
+    return (*args[:place], cache, *args[place + 1 :]), kwargs
+
+
+def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of the model's own: make a folded cache for a ``generate`` that was given none.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the call asks for another kind of cache.
+    """
+    own = getattr(type(model), PREPARES)
+    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        return own(model, generation_config, model_kwargs, *args, **kwargs)
+    asked = generation_config.cache_implementation
+    if asked is not None and asked != model.generation_config.cache_implementation:
+        raise UnsupportedModelError(
+            f"cache_implementation: {asked!r} is asked for, and the model was folded with always=True; allowed: leave it out, "
+            "or pass such a cache as past_key_values, or call kvfold.unfold(model) first"
+        )
+    if asked is not None:  # nobody's wish for this call
+        warn_once(f"kvfold: a folded cache takes the place of the generation config's cache_implementation={asked!r}")
+        generation_config.cache_implementation = None
+    model_kwargs["past_key_values"] = cache = getattr(model, WISH).cache(model)
+    if getattr(generation_config, "is_assistant", False):  # its drafts are taken back
+        cache.activate_past_recording()
+    return None
