@@ -275,9 +275,21 @@ def test_the_method_that_is_printed_is_one_the_command_line_takes(spec, place, t
     unfold(model)
 
 
-def test_a_name_that_no_option_can_hold_is_refused(place, tmp_path, capsys):
-    assert main(command(place, "kvquant", tmp_path / "a,b.safetensors")) == 2
-    assert "has a comma" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["with blank", "a=b;c:d", "it's", 'say "x"', "$HOME", "\u00e9", "-dash", "100%"])
+def test_the_command_that_is_printed_works_as_pasted(name, place, tmp_path, monkeypatch, capsys):
+    """Through a shell's words, from the same folder."""
+    monkeypatch.chdir(tmp_path)
+    assert main(command(place, "vqllm:bits=1,vector=16,codes=16", Path(f"./{name}.safetensors"))) == 0
+    printed = capsys.readouterr().out.strip().splitlines()[-1].partition("use it with ")[2]
+    assert main(["explain", "--model", str(place / "model"), *shlex.split(printed)]) == 0
+    assert "artefact=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a,b", "a ", "a+v=kivi", "a+keep=0"])
+def test_a_name_that_no_option_can_hold_is_refused(name, place, tmp_path, capsys):
+    assert main(command(place, "kvquant", tmp_path / name)) == 2
+    error = capsys.readouterr().err
+    assert "out: kvquant: artefact=" in error and "allowed: a name without" in error
 
 
 def test_an_artefact_is_replaced_only_when_asked(place, tmp_path, capsys):
@@ -324,6 +336,33 @@ def test_verify_compares_weights(place, tmp_path, capsys):
     capsys.readouterr()
     assert main([*verify, str(tmp_path / "other")]) == 0
     assert "weights not compared" in capsys.readouterr().out
+
+
+def test_compare_leaves_artefacts_of_other_weights_out(place, tmp_path, capsys):
+    out = tmp_path / "a.safetensors"
+    assert main(command(place, "kvquant", out)) == 0
+    other = tiny_llama()
+    with torch.no_grad():
+        other.lm_head.weight[-1] += 0.05
+    folder = save(tmp_path / "other", other)
+    short = ["--methods", "none", "--prefix", "320", "--tokens", "64", "--new-tokens", "2", "--json", "-"]
+    for model, expected in ((place / "model", 2), (folder, 1)):
+        capsys.readouterr()
+        assert main(["compare", "--model", str(model), "--artefacts", str(tmp_path), *short]) == 0
+        printed = capsys.readouterr()
+        assert len(json.loads(printed.out)["rows"]) == expected
+    assert "the same shape but other weights; left out (name it to use it: --methods kvquant:" in printed.err
+
+
+def test_calibrate_refuses_options_that_a_method_has_not(place, tmp_path, capsys):
+    for method, more, says in (
+        ("kvquant", ("--preset", "paper"), "preset: kvquant has none"),
+        ("vqllm", ("--encoder", "mlp"), "encoder: vqllm has none"),
+        ("kvquant:artefact=x", (), "method: artefact=x is what calibrate makes"),
+    ):
+        assert main(command(place, method, tmp_path / "a", *more)) == 2
+        assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_value_network_is_an_option(place, tmp_path, capsys, monkeypatch):

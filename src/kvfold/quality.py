@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -285,9 +286,21 @@ def _artefact_methods(folder: str | None, model: Any) -> list[Any]:
         except KVFoldError:
             click.echo(f"kvfold: {file.name} was made for {found.model}; left out", err=True)
             continue
-        spec = found.method
-        chosen.append(methods.get(f"{spec}{',' if ':' in spec else ':'}artefact={file}"))
+        try:
+            found.check_weights(model)
+        except KVFoldError:
+            spec = shlex.quote(_with_artefact(found.method, file))
+            why = f"{found.model}, which has the same shape but other weights"
+            click.echo(
+                f"kvfold: {file.name} was made for {why}; left out (name it to use it: --methods {spec})", err=True
+            )
+            continue
+        chosen.append(methods.get(_with_artefact(found.method, file)))
     return chosen
+
+
+def _with_artefact(spec: str, file: Path) -> str:
+    return f"{spec}{',' if ':' in spec else ':'}artefact={file}"
 
 
 class _CompareProgress:

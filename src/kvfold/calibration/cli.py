@@ -101,8 +101,10 @@ def calibrate(
             raise KVFoldError(f"{option}: {method.name} has none; allowed: leave it out, or method commvq")
     target = Path(out).expanduser()
     check_text(out, "out")
-    if "," in out:
-        raise KVFoldError(f"out: {out} has a comma, which ends an option of --method; give a name without one")
+    try:
+        usable = dataclasses.replace(method, artefact=str(target))
+    except KVFoldError as error:
+        raise KVFoldError(f"out: {error}") from None
     check_target(target, force)
     texts = [load_text(path) for path in paths]
 
@@ -132,7 +134,6 @@ def calibrate(
         on_window=progress.window,
     )
     click.echo(f"held-out errors, mean over layers: {_errors(result.mean_errors())}")
-    usable = dataclasses.replace(method, artefact=str(target))
     click.echo(f"written: {target} ({result.nbytes / 1e6:.1f} MB); use it with --method {shlex.quote(str(usable))}")
 
 

@@ -247,7 +247,7 @@ class Method(ABC):
             if fits := [v for v in dict.fromkeys(others) if self._accepts(field.name, v, spec)]:
                 chosen = ", ".join(f"{field.name}={shown(v)}" for v in fits)
                 return MethodError(f"{text}; allowed with another option: {chosen}", field.name, fits)
-        return MethodError(text, problem.field)
+        return MethodError(f"{text}, and another option does not fit either", problem.field)
 
     def _accepts(self, field: str, value: Any, spec: LayerSpec | None) -> bool:
         """Whether another value of an option is right. Made without ``__post_init__``, which would ask again."""
