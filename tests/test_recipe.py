@@ -16,6 +16,7 @@ from kvfold import Pair, Recipe
 from kvfold.cli import main
 from kvfold.errors import MethodError, UnsupportedModelError
 from kvfold.formats import PagedFormat
+from kvfold.formats.paged import plain
 from kvfold.graph import _check_alike
 from kvfold.methods import DEFAULT, PRESETS, REGISTRY, Method, get
 from kvfold.methods.recipe import BETWEEN
@@ -213,18 +214,37 @@ def test_keys_and_values_are_those_of_their_methods(name):
         assert_same_content(of, once)
 
 
+@pytest.mark.targets
 @pytest.mark.parametrize("name", PAIRS)
-def test_attention_reads_the_pair_that_is_stored(name):
+def test_attention_reads_the_pair_that_is_stored(name, target):
     """Whichever kernel reads it, as the float32 reference does; calls of one and of many tokens, padded."""
     model = llama()
     ids = prompt(2, 420)
-    mask = torch.ones(2, 420, dtype=torch.long)
+    mask = torch.ones_like(ids)
     mask[1, :40] = 0
     out = {}
     for kernel in (None, "reference"):
         out[kernel] = logits(model, kvfold.fold(model, name, kernel=kernel), ids, [400, 1, 19], mask)
         kvfold.unfold(model)
-    assert relative(out[None][:, 400:], out["reference"][:, 400:]) < 1e-5
+    assert relative(out[None][:, 400:], out["reference"][:, 400:]) < target.logits
+
+
+def test_the_fused_kernel_takes_the_pairs_that_it_was_measured_on():
+    """Others go to the Triton kernel or the reference, which read in pairs what they read apart."""
+    pytest.importorskip("triton")
+    from kvfold.kernels.decode import unsupported
+
+    def why(name: str) -> str | None:
+        method, shape = get(name), spec(128)
+        return unsupported(plain(method.key_format(shape)), plain(method.value_format(shape)))
+
+    assert why("k=kivi:bits=4+v=kivi:bits=1") is None and why("k=squat+v=kivi") is None
+    assert why("k=innerq:paper=true+v=innerq:paper=true,bits=4") is None
+    assert why("k=kivi+v=innerq:paper=true") == (
+        "groups along tokens of keys and of values; allowed: along one's channels and the other's tokens"
+    )
+    inner = "innerq:paper=true,mode"
+    assert why(f"k={inner}=sym+v={inner}=asym") == "modes sym of keys and asym of values; allowed: the same"
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,11 @@ LIMIT = 2e-3
 
 
 def formats(method="kivi", head_dim=64, bits=2, value_bits=None, group=32, value_group=None):
-    """Formats of KIVI ("kivi") or of InnerQ in a mode ("asym", "sym", "hybrid")."""
+    """Formats of KIVI ("kivi") or of InnerQ in a mode ("asym", "sym", "hybrid"); "kivi+sym": keys of one, values of another."""
+    if "+" in method:
+        of_keys, _, of_values = method.partition("+")
+        key, _ = formats(of_keys, head_dim, bits, value_bits, group, value_group)
+        return key, formats(of_values, head_dim, bits, value_bits, group, value_group)[1]
     inner, mode = method != "kivi", "asym" if method == "kivi" else method
     block = max(32, group, value_group or 0)
     axes = ("channel", "token") if inner else ("token", "channel")
@@ -194,6 +198,10 @@ CASES = {
     "long-rope": {"tokens": 33, "rotary": 64, "packed": (64,), "slabs": (1, 1)},
     "large-queries": {"gain": 1e4},
     "small-queries": {"gain": 1e-6},
+    "kivi-keys-hybrid-values": {"method": "kivi+hybrid", "bits": 3, "value_bits": 2},
+    "kivi-keys-sym-values-long": {"method": "kivi+sym", "tokens": 35, "packed": (64,)},
+    "sym-keys-kivi-values": {"method": "sym+kivi", "bits": 4, "value_bits": 1, "bias": True},
+    "hybrid-keys-asym-values": {"method": "hybrid+asym", "tokens": 3, "in_place": True},
     "nothing-packed": {"packed": (0, 0), "slabs": (2,)},
     "4units-3splits": {"plan": tiles.Plan(16, 4, 2, 1, 3), "packed": (288, 32), "slabs": (9,)},
 }

@@ -40,6 +40,13 @@ def unsupported(key_format: Format, value_format: Format) -> str | None:
             return f"values: group={form.group} along tokens; allowed: 32"
         if form.operand != name[:-1]:  # after what makes a layer be stored in another order, so that reports name that
             return f"{name}: operand={form.operand}; allowed: {name[:-1]}"
+    assert isinstance(key_format, AffineGroups) and isinstance(value_format, AffineGroups)
+    if (
+        key_format.axis == value_format.axis
+    ):  # its numbers were compared with the reference for a method's own pairs only
+        return f"groups along {key_format.axis}s of keys and of values; allowed: along one's channels and the other's tokens"
+    if key_format.mode != value_format.mode:
+        return f"modes {key_format.mode} of keys and {value_format.mode} of values; allowed: the same"
     return None
 
 
