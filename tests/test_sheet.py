@@ -48,7 +48,7 @@ def sheets():
     yield "domains", quality._domains_table(header(1024), domain_rows(["prose", "code", "retrieval"]))
     many = ["prose", "code", "retrieval", "gsm8k", "wiki", "law", "a-name-of-its-own"]
     yield "many domains", quality._domains_table(header(1024, 4096), domain_rows(many, (1024, 4096)))
-    for name in ("fold", "kivi", "none", "squat", "qjl:paper=true,outliers=8,early_layers=1"):
+    for name in ("fold", "kivi", "none", "squat", "qjl:paper=true,outliers=8,early_layers=1", "fold+0=kivi:bits=4"):
         yield f"explain {name}", kvfold.explain(tiny_llama(), name).sheet("a model")
 
 
@@ -132,6 +132,10 @@ def test_columns_of_rank_0_follow_in_a_table_of_their_own():
     assert len(parts) > 1 and [sheet.columns[i].name for i in left] == ["bits"]
     assert all({0, 1} <= set(part) for part in parts)
     assert len(sheet.fit(200)[0]) == 1
+
+
+def test_an_explanation_is_one_table_at_60_columns():
+    assert all(len(SHEETS[name].fit(60)[0]) == 1 for name in SHEETS if name.startswith("explain"))
 
 
 def test_numbers_are_not_wrapped_for_the_sake_of_a_long_name():

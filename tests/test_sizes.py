@@ -7,6 +7,8 @@ import kvfold
 from kvfold import methods, sizes
 from tiny_model import tiny_llama
 
+OTHERS = ("kivi:group=64", "fold:sink=0,recent=0", "fold+keep=0", "k=fold:bits=3+v=kivi", "fold+1=kivi:bits=4,sink=0")
+
 
 def filled(model, spec, tokens):
     cache = kvfold.fold(model, spec)
@@ -20,7 +22,7 @@ def model():
     return tiny_llama()
 
 
-@pytest.mark.parametrize("spec", [*methods.DEFAULT, "kivi:group=64", "fold:sink=0,recent=0"])
+@pytest.mark.parametrize("spec", [*methods.DEFAULT, *OTHERS])
 def test_what_is_foretold_of_a_young_cache_is_what_comes(model, spec):
     young, later = filled(model, spec, 20), filled(model, spec, 600)
     foretold = sizes.foretold(young, 600, torch.float32)
@@ -29,7 +31,7 @@ def test_what_is_foretold_of_a_young_cache_is_what_comes(model, spec):
     assert sizes.now(later, torch.float32) == foretold
 
 
-@pytest.mark.parametrize("spec", methods.DEFAULT)
+@pytest.mark.parametrize("spec", [*methods.DEFAULT, *OTHERS])
 def test_packing_begins_where_it_is_said(model, spec):
     begins = sizes.packs_at(kvfold.fold(model, spec))
     assert not sizes.is_packed(filled(model, spec, begins - 1)) and sizes.is_packed(filled(model, spec, begins))

@@ -21,6 +21,8 @@ GAP = 2
 """Cells between columns."""
 COMFORTABLE = 20
 """Width below which columns of lower rank go before text is wrapped further."""
+TIGHT = 12
+"""Width down to which text is wrapped rather than a table continued in another."""
 LEAST = 16
 """Words longer than this are broken where there is no room for them."""
 
@@ -98,7 +100,7 @@ class Sheet:
         parts: list[list[int]] = [[]]
         keys = [i for i in shown if self.columns[i].key]
         for i in shown:
-            fits = self._fits([*parts[-1], i], width, LEAST)
+            fits = self._fits([*parts[-1], i], width, TIGHT)
             if not fits and set(parts[-1]) - set(keys) and i not in keys:
                 parts.append(list(keys))
             parts[-1].append(i)
@@ -190,8 +192,11 @@ class Sheet:
             found[max(wide, key=lambda i: found[i])] -= 1
             room += 1
         texts = [i for i in shown if self.columns[i].wraps]
-        while room > 0 and (soon := [i for i in texts if found[i] < min(wanted[i], COMFORTABLE)]):
-            found[min(soon, key=lambda i: min(wanted[i], COMFORTABLE) - found[i])] += 1
+        while room > 0 and (soon := [i for i in texts if found[i] < wanted[i] <= COMFORTABLE]):
+            found[min(soon, key=lambda i: wanted[i] - found[i])] += 1
+            room -= 1
+        while room > 0 and (low := [i for i in texts if found[i] < min(wanted[i], COMFORTABLE)]):
+            found[min(low, key=lambda i: found[i])] += 1
             room -= 1
         while room > 0 and (narrow := [i for i in shown if found[i] < wanted[i]]):
             found[max(narrow, key=lambda i: wanted[i] / found[i])] += 1
