@@ -27,7 +27,8 @@ def attend(of, new, valid=None, start=0, offset=None, **options):
     positions = positions if offset is None else positions - offset.unsqueeze(-1)
     mask = None
     if valid is not None:
-        mask = torch.cat([valid.new_ones(keys.shape[0], of.columns), valid], -1)
+        past = [valid.new_ones(keys.shape[0], n) if kept is None else kept for n, kept in of.calls]
+        mask = torch.cat([*past, valid], -1)
     k, v = of.update(keys.clone(), values.clone())
     out, weights = attention_forward(MODULE, queries, k, v, mask, position_ids=positions, **options)
     assert weights is None
@@ -279,7 +280,7 @@ def test_masks_that_do_not_fit_are_refused():
         (
             torch.ones(1, 31, device=new[0].device),
             CacheStateError,
-            "attention_mask: has 31 columns, the cache and the new tokens need 32",
+            "attention_mask: has 31 columns; the cache holds 30 and 2 are new, which needs 32",
         ),
         (torch.ones(1, 1, 2, 32, device=new[0].device), UnsupportedModelError, "attention_mask: .* not 4 dimensions"),
     ):

@@ -2,7 +2,10 @@
 
 import copy
 import math
+import warnings
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvfold
 from helpers import (
     OF_FIRST_PACKING,
     assert_same_content,
+    build,
     dynamic,
     feed,
     layer,
@@ -23,13 +28,15 @@ from helpers import (
     logits,
     packed_fields,
     prompt,
+    relative,
     same_bytes,
     stored_bytes,
     tokens,
     until_packed,
 )
+from kvfold import cache as cache_module
 from kvfold.cache import FoldedCache, FoldedLayer
-from kvfold.errors import CacheStateError
+from kvfold.errors import CacheStateError, KVFoldWarning
 from kvfold.formats import PagedFormat
 from kvfold.kernels import AttentionKernel
 from kvfold.methods import LayerSpec, Method
@@ -602,3 +609,333 @@ def test_extreme_keys_and_values_stay_finite(method, kind, dtype):
     for side in of.decoded(0):
         assert side.isfinite().all()
         assert side.abs().max() <= 3 * 8 * max(level, 1e-3)  # an estimate's norm is the vector's, spread over channels
+
+
+# ---- calls that die --------------------------------------------------------------------------------------------------
+
+SMALL = "sink=5,recent=7"
+FAULTY = ("fold", "squat", "squat_pre", "innerq:mode=hybrid_prefill", "zipcache", "squat:paper=true")
+
+
+def small(method: str, options: str = SMALL) -> str:
+    return method + ("," if ":" in method else ":") + options
+
+
+class Dies(Exception):
+    """What a test raises in the middle of a call."""
+
+
+@contextmanager
+def dying(module: torch.nn.Module, error: type[BaseException] = Dies):
+    """Calls die when they come to ``module``."""
+
+    def die(*_):
+        raise error
+
+    hook = module.register_forward_pre_hook(die)
+    try:
+        with pytest.raises(error):
+            yield
+    finally:
+        hook.remove()
+
+
+def step(model, cache, ids: torch.Tensor, start: int, stop: int, **options) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids[:, start:stop], past_key_values=cache, use_cache=True, **options).logits
+
+
+def places(model) -> dict[str, torch.nn.Module]:
+    return {
+        "the first layer": model.model.layers[0],
+        "after the first layer's attention": model.model.layers[0].mlp,
+        "the last layer": model.model.layers[-1],
+    }
+
+
+@pytest.mark.parametrize("place", ["the first layer", "after the first layer's attention", "the last layer"])
+@pytest.mark.parametrize("method", FAULTY)
+def test_a_call_that_dies_counts_for_nothing(method, place, target):
+    """In the first call, in a step that closes a block, in a turn over many blocks: a retry, cut otherwise or not, finds
+    what was there before."""
+    model, ids = llama(), prompt(2, 400)
+    cache, whole = (kvfold.fold(model, small(method), max_length=target.max_length) for _ in range(2))
+    cuts, at = [60, 12, *[1] * 33, 150, 20], 0
+    for count, size in enumerate(cuts):
+        expected = step(model, whole, ids, at, at + size)
+        dies = count % 3 == 0 or size > 1
+        if dies:
+            with dying(places(model)[place], (Dies, KeyboardInterrupt)[count % 2]):
+                step(model, cache, ids, at, at + size + 30 * (size > 1))
+            assert cache.get_seq_length() == at
+        changed = dies and place != "the first layer"
+        with pytest.warns(KVFoldWarning, match="it was taken back") if changed else nullcontext():
+            got = step(model, cache, ids, at, at + size)
+        assert torch.equal(got, expected)
+        at += size
+    for one, other in zip(cache.folded, whole.folded, strict=True):
+        for row in range(2):
+            assert_same_content(one, other, row, row)
+
+
+METHODS_OF_A_LAYER = ("_append", "_take", "_pack", "_encode", "_write_ring", "_fit_ring", "_log_columns", "_groups")
+
+
+@pytest.mark.parametrize("name", METHODS_OF_A_LAYER)
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_layer_that_dies_while_it_takes_tokens_is_what_it_was(name, nth, monkeypatch, target):
+    model, ids = llama(), prompt(3, 300)
+    mask = torch.ones_like(ids)
+    mask[1, :31] = mask[2, :77] = 0
+    cache, whole = (kvfold.fold(model, small("squat"), max_length=target.max_length) for _ in range(2))
+    for of in (cache, whole):
+        step(model, of, ids, 0, 130, attention_mask=mask[:, :130])
+    of, left = cache.folded[1], [nth]
+    real = getattr(of, name)
+
+    def interrupted(*args, **kwargs):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(of, name, interrupted)
+    with suppress(KeyboardInterrupt):
+        step(model, cache, ids, 130, 240, attention_mask=mask[:, :240])
+    died = left[0] <= 0
+    assert died or nth > 1
+    monkeypatch.undo()
+    assert cache.get_seq_length() == (130 if died else 240)
+    with pytest.warns(KVFoldWarning) if died else nullcontext():
+        cache.reorder_cache(torch.tensor([0, 1, 2], device=ids.device))
+    if not died:
+        cache.crop(-110)
+        return
+    for of in (cache, whole):
+        step(model, of, ids, 130, 300, attention_mask=mask)
+    for one, other in zip(cache.folded, whole.folded, strict=True):
+        for row in range(3):
+            assert_same_content(one, other, row, row)
+
+
+def test_what_a_snapshot_holds_is_gone_when_the_call_is_over():
+    model, ids = llama(), prompt(1, 400)
+    cache = kvfold.fold(model, "squat")
+    for a, b in ((0, 100), (100, 250), (250, 251), (251, 400)):
+        step(model, cache, ids, a, b)
+        held = sum(storages(cache, set(), {}).values())
+        assert held == cache.nbytes()["total"] - cache.nbytes()["tables"]
+
+
+def test_a_step_copies_no_window_in_case_it_dies():
+    """Also where the step closes a block: the ring has one slot more than what waits."""
+    model, ids = llama(), prompt(1, 400)
+    cache = kvfold.fold(model, "squat:sink=5,recent=40")
+    step(model, cache, ids, 0, 150)
+    rings = [(of.ring, of.following.ring) for of in cache.folded]
+    for at in range(150, 230):
+        step(model, cache, ids, at, at + 1)
+    assert cache.folded[0].packed == [160]
+    for of, (ring, queries) in zip(cache.folded, rings, strict=True):
+        assert of.ring is ring and of.following.ring is queries
+
+
+@pytest.mark.cpu_only("the layers beside the folded ones are Transformers' own")
+def test_layers_that_are_not_folded_go_back_too_or_the_call_is_refused():
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    options = {"sliding_window": 16, "layer_types": kinds, "num_hidden_layers": 4}
+    model, ids = build(Gemma3ForCausalLM, Gemma3TextConfig, **options), prompt(1, 100)
+    cache, whole = (kvfold.fold(model, "kivi:sink=0,recent=8") for _ in range(2))
+    for a, b in ((0, 50), (50, 51), (51, 100)):
+        with dying(model.model.layers[3].mlp):
+            step(model, whole, ids, a, b)  # the last layer has its tokens
+        with dying(model.model.layers[3]):
+            step(model, cache, ids, a, b)
+        with pytest.warns(KVFoldWarning):
+            got = step(model, cache, ids, a, b)
+        assert torch.equal(got, step(model, kvfold.fold(model, "kivi:sink=0,recent=8"), ids, 0, b)[:, a:]) or a
+        assert whole.get_seq_length() == cache.get_seq_length() == b
+    for one, other in zip(cache.folded, whole.folded, strict=True):
+        assert_same_content(one, other)
+    stuck = kvfold.fold(model, "kivi:sink=0,recent=8")
+    step(model, stuck, ids, 0, 50)
+
+    class Other(DynamicSlidingWindowLayer):
+        pass
+
+    stuck.layers[0].__class__ = Other
+    with dying(model.model.layers[3]):
+        step(model, stuck, ids, 50, 60)
+    for _ in range(2):
+        with pytest.raises(CacheStateError, match=r"layer 0 \(Other\) cannot go back to the 50 tokens.*reset\(\)"):
+            step(model, stuck, ids, 50, 60)
+    stuck.reset()
+    assert torch.isfinite(step(model, stuck, ids, 0, 50)).all()
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens_then", [1, 30])
+def test_a_mask_that_later_hides_cached_tokens_is_refused(tokens_then):
+    model, ids = llama(), prompt(2, 90)
+    cache = kvfold.fold(model, small("kivi"))
+    step(model, cache, ids, 0, 60)
+    mask = torch.ones_like(ids)[:, : 60 + tokens_then]
+    mask[1, :30] = 0
+    with pytest.raises(CacheStateError, match="hides a token that the cache holds, in column 0 of sequence 1"):
+        step(model, cache, ids, 60, 60 + tokens_then, attention_mask=mask)
+    mask[1] = 1
+    want = step(model, whole := kvfold.fold(model, small("kivi")), ids, 0, 60)
+    want = step(model, whole, ids, 60, 60 + tokens_then)
+    assert torch.equal(step(model, cache, ids, 60, 60 + tokens_then, attention_mask=mask), want)
+
+
+def test_a_mask_that_later_shows_padding_is_refused():
+    model, ids = llama(), prompt(2, 90)
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    for first in (60, 10):
+        cache = kvfold.fold(model, "kivi")
+        step(model, cache, ids, 0, first, attention_mask=mask[:, :first])
+        with pytest.raises(CacheStateError, match="shows what was padding, in column 0 of sequence 1"):
+            step(model, cache, ids, first, 61, attention_mask=torch.ones_like(ids)[:, :61])
+        step(model, cache, ids, first, 61, attention_mask=mask[:, :61])
+        for of in cache.folded:
+            assert of.lens == [61, 31]
+
+
+def test_the_first_step_after_a_longer_call_looks_at_the_mask_on_every_device(monkeypatch):
+    """Where to look costs a wait, once a turn is what it may cost."""
+    model, ids = llama(), prompt(1, 90)
+    cache = kvfold.fold(model, "kivi")
+    step(model, cache, ids, 0, 60)
+    looked = []
+    for of in cache.folded:
+        monkeypatch.setattr(of, "device", SimpleNamespace(type="elsewhere"))
+        monkeypatch.setattr(of, "check_mask", lambda mask: looked.append(mask.shape[1]))
+    ones = torch.ones(1, 100, dtype=torch.bool)
+    for of in cache.folded:
+        assert of.new_columns(ones, 1) is None
+        of.newest = 1
+        assert of.new_columns(ones, 1) is None
+    assert looked == [100, 100]
+
+
+# ---- who reads -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("how", ["unfold", "sdpa", "eager"])
+def test_other_attention_is_refused_before_logits_are_returned(layers, how):
+    model, ids = llama(num_hidden_layers=layers), prompt(1, 90)
+    cache, whole = (kvfold.fold(model, small("kivi")) for _ in range(2))
+    for of in (cache, whole):
+        step(model, of, ids, 0, 60)
+    kvfold.unfold(model) if how == "unfold" else model.set_attn_implementation(how)
+    for _ in range(2):
+        with pytest.raises(CacheStateError, match="did not attend through kvfold"):
+            step(model, cache, ids, 60, 90)
+    kvfold.fold(model, "kivi")
+    assert torch.equal(step(model, cache, ids, 60, 90), step(model, whole, ids, 60, 90))
+
+
+def test_a_folded_model_without_its_cache_says_so_once(monkeypatch):
+    monkeypatch.setattr(cache_module, "_warned", set())
+    model, ids = llama(), prompt(1, 40)
+    kvfold.fold(model, "kivi")
+    with torch.no_grad(), pytest.warns(KVFoldWarning, match="nothing is folded.*past_key_values") as said:
+        for _ in range(2):
+            model(ids)
+            model(ids, past_key_values=dynamic(model))
+    assert len(said) == 1
+    kvfold.unfold(model)
+    monkeypatch.setattr(cache_module, "_warned", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, dynamic(model), ids, 0, 40)
+        cache = kvfold.fold(model, "kivi")
+        step(model, cache, ids, 0, 40)
+
+
+# ---- inference mode --------------------------------------------------------------------------------------------------
+
+BETWEEN = {
+    "nothing": lambda cache: cache,
+    "copy": copy.deepcopy,
+    "reorder": lambda cache: (
+        cache.reorder_cache(torch.tensor([1, 0])) or cache.reorder_cache(torch.tensor([1, 0])) or cache
+    ),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([0, 1])) or cache,
+    "crop": lambda cache: cache.crop(-3) or cache,
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize(
+    "method", ["kivi", "fold", "squat", "zipcache", "innerq:paper=true", "turboquant", "squat_pre"]
+)
+def test_inference_mode_for_some_calls_and_not_for_others(method, between, target):
+    """In every order, what happens between the calls included; and gradients are followed through a call's own tokens."""
+    model, ids = llama(), prompt(2, 320)
+    modes = [torch.inference_mode, torch.no_grad, torch.enable_grad]
+    results = []
+    for turn in range(4):
+        cache, at, out = kvfold.fold(model, small(method), max_length=target.max_length), 0, []
+        for count, size in enumerate([20, 1, 120, 1, 1, 40, 1, 40, 1]):
+            mode = torch.no_grad if turn == 3 else modes[(count + turn) % 3]
+            with mode():
+                out.append(model(ids[:, at : at + size], past_key_values=cache, use_cache=True).logits.detach().clone())
+            at += size
+            with mode() if count % 2 else (torch.no_grad if turn == 3 else modes[(count + turn + 1) % 3])():
+                cache = BETWEEN[between](cache)
+            at = cache.get_seq_length()
+            assert not any(
+                t.is_inference() or t.requires_grad for of in cache.folded for ts in of.tensors().values() for t in ts
+            )
+        results.append(torch.cat(out, 1))
+    for got in results[:3]:
+        assert relative(got, results[3]) < target.logits
+
+
+# ---- young caches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("count", [1, 10, 30, 40, 60, 100, 130])
+def test_a_young_cache_is_no_larger_than_its_tokens(method, count):
+    """Before anything is packed: whole blocks of tokens, and of the queries that the method's encoder waits for."""
+    for cuts in ([count], one_by_one(count)):
+        of = feed(layer(method), tokens(1, count), cuts)
+        if any(of.packed):
+            continue
+        block = of.block
+        sink = min(count, of.method.sink)
+        slots = min(-(-sink // block) * block, of.method.sink) + -(-(count - sink) // block) * block
+        per_token = 2 * of.spec.num_kv_heads * of.spec.head_dim * of.dtype.itemsize
+        queries = min(-(-count // 32) * 32, of.following.most_slots) if of.following.active else 0
+        queries *= of.spec.num_heads * of.spec.head_dim * of.dtype.itemsize
+        assert sum(t.nbytes for t in of.tensors()["windows"]) <= slots * per_token + queries
+        assert slots <= count + 2 * block - 1
+
+
+# ---- prompts that a cache does not continue --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("length", [20, 100])
+def test_a_used_cache_and_a_prompt_that_is_not_longer(length, masked):
+    model, ids = llama(), prompt(1, 100)
+    cache = kvfold.fold(model, "kivi")
+    step(model, cache, ids, 0, 100)
+    options = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    if masked:
+        options["attention_mask"] = torch.ones_like(ids[:, :length])
+    with pytest.raises(CacheStateError, match=r"cache holds.*begins with.*cache\.reset\(\)"):
+        model.generate(ids[:, :length], **options)
+    assert cache.get_seq_length() == 100
+    cache.crop(-(100 - length + 1))
+    model.generate(ids[:, :length], **options)
+    assert cache.get_seq_length() == length + 3

@@ -1,13 +1,17 @@
 """generate(): under full precision the same tokens as with Transformers' own cache, in every mode; folded ones agree
 with themselves however they are called."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 import kvfold
 from helpers import dynamic, left_padding, llama, logits, prompt, relative
 from kvfold.cache import FoldedCache
+from kvfold.errors import KVFoldWarning
 from targets import current
 
 pytestmark = pytest.mark.targets
@@ -197,3 +201,45 @@ def test_beams_on_a_folded_cache_score_what_their_sequences_do(model, target):
     total = float(scores.gather(-1, out.sequences[0, 70:, None]).sum())
     off = max(1e-3, target.scores * NEW**0.5 * float(scores.std()))
     assert total == pytest.approx(float(out.sequences_scores[0]), abs=off)
+
+
+@pytest.mark.float32("what is generated again is compared to the token")
+@pytest.mark.parametrize("place", ["streamer", "layer"])
+@pytest.mark.parametrize("tokens_before", [1, 20])
+def test_a_generation_that_is_interrupted_goes_on_with_the_same_cache(model, tokens_before, place):
+    ids, method = prompt(1, 70), "fold:sink=4,recent=8"
+    expected = generate(model, fold(model, method), ids)
+    seen: list[int] = []
+
+    class Streamer(BaseStreamer):
+        def put(self, value):
+            seen.extend(value.flatten().tolist())
+            if place == "streamer" and len(seen) == 70 + tokens_before:
+                raise KeyboardInterrupt
+
+        def end(self):
+            pass
+
+    def die(*_):
+        if len(seen) == 70 + tokens_before:
+            raise KeyboardInterrupt
+
+    cache = fold(model, method)
+    hook = model.model.layers[1].register_forward_pre_hook(die) if place == "layer" else None
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, cache, ids, streamer=Streamer())
+    if hook is not None:
+        hook.remove()
+    assert len(seen) == 70 + tokens_before and cache.get_seq_length() == len(seen) - 1
+    with pytest.warns(KVFoldWarning, match="taken back") if place == "layer" else nullcontext():
+        again = generate(model, cache, torch.tensor([seen], device=ids.device), max_new_tokens=NEW - tokens_before)
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.cpu_only("compiles the model's own code for the CPU")
+def test_a_compiled_model_reads_its_folded_cache():
+    one, ids, cuts = llama(num_hidden_layers=1), prompt(1, 83), [80, 1, 1, 1]
+    want = logits(one, fold(one, "fold:sink=4,recent=8"), ids, cuts)
+    cache = fold(one, "fold:sink=4,recent=8")
+    got = logits(torch.compile(one, backend="eager"), cache, ids, cuts)
+    assert relative(got, want) < 1e-5 and cache.folded[0].lens == [83]

@@ -9,7 +9,8 @@ import torch
 import kvfold
 from helpers import llama, prompt
 from kvfold import graph
-from kvfold.errors import CacheStateError, UnsupportedModelError
+from kvfold.cache import FoldedLayer
+from kvfold.errors import CacheStateError, KVFoldWarning, UnsupportedModelError
 
 
 class Steps:
@@ -182,7 +183,7 @@ def test_a_warm_up_writes_no_token_but_the_next(monkeypatch):
 def test_a_graph_needs_a_ring_for_tokens_even_where_none_waits():
     _, cache = prefilled("kivi:sink=0,recent=0", 64)
     layer = cache.folded[0]
-    assert layer.ring[0].shape[-2] == 0
+    assert layer.packed == [64]
     layer.enter_static(graph.StaticLengths(None, None))
     assert layer.ring[0].shape[-2] == layer._base_capacity > 0
 
@@ -316,3 +317,130 @@ def test_outputs_that_the_configuration_asks_for_are_refused_too(monkeypatch):
         for cut in (ids, ids[:, :1]):
             assert model(cut, past_key_values=cache, use_cache=True).hidden_states is not None
     assert steps.replayed == 0
+
+
+def counted(model, cache, monkeypatch, room=40):
+    """A graph whose step, on the host, does to lengths what the captured one does, and nothing else."""
+    monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
+    monkeypatch.setattr(graph.DecodeGraph, "_capture", lambda self: None)
+    monkeypatch.setattr(FoldedLayer, "_close", lambda *args: None)
+    made = graph.DecodeGraph(model, cache, room)
+    made.logits = None
+
+    def replay():
+        made.lengths.begin(1, made.method.sink, made.method.recent, made.method.block)
+        made.lengths.end()
+        made.positions.add_(1)
+
+    made.graph = SimpleNamespace(replay=replay)
+    return made
+
+
+def on_device(made):
+    of = made.lengths.before
+    return [t.tolist() for t in (of.total, of.packed, of.sink, of.recent, made.positions)]
+
+
+@pytest.mark.parametrize("ran", [False, True], ids=["before it ran", "after it ran"])
+@pytest.mark.parametrize("died_at", range(0, 40, 3))
+def test_a_step_that_dies_counts_for_nothing(died_at, ran, monkeypatch):
+    """Host and device agree again, whether the device ran the step or not, also where it closed a block."""
+    (model, cache), (_, whole) = (prefilled("squat:sink=4,recent=16", batch=2) for _ in range(2))
+    made, expected = (counted(model, of, monkeypatch) for of in (cache, whole))
+    token = prompt(2, 1)
+    for step in range(40):
+        if step == died_at:
+            replay = made.graph.replay
+
+            def dies(replay=replay):
+                if ran:
+                    replay()
+                raise KeyboardInterrupt
+
+            made.graph.replay = dies
+            with pytest.raises(KeyboardInterrupt):
+                made(token)
+            made.graph.replay = replay
+        made(token)
+        expected(token)
+        assert made.steps == expected.steps == step + 1
+        assert on_device(made) == on_device(expected)
+    for of in (made, expected):
+        of.finish()
+        of.finish()
+    for one, other in zip(cache.folded, whole.folded, strict=True):
+        for name in ("lens", "packed", "columns", "calls", "static"):
+            assert getattr(one, name) == getattr(other, name)
+        assert one.following.kept == other.following.kept and one.lens == [190, 190]
+
+
+def test_a_step_that_dies_last_is_not_in_the_cache(monkeypatch):
+    model, cache = prefilled("kivi:sink=4,recent=16")
+    made = counted(model, cache, monkeypatch)
+    replay, token = made.graph.replay, prompt(1, 1)
+    made(token)
+
+    def dies():
+        replay()
+        raise KeyboardInterrupt
+
+    made.graph.replay = dies
+    with pytest.raises(KeyboardInterrupt):
+        made(token)
+    assert cache.get_seq_length() == 151
+    made.finish()
+    assert [of.lens for of in cache.folded] == [[151]] * 2 and cache.get_seq_length() == 151
+
+
+def test_giving_the_cache_back_survives_an_interrupt(monkeypatch):
+    """Half of the layers were given back: the rest follows, and none counts twice."""
+    model, cache = prefilled("kivi:sink=4,recent=16")
+    token, left = prompt(1, 1), [2]
+    own = graph.DecodeGraph.__init__
+
+    def made(self, *args):
+        own(self, *args)
+        self.graph, self.logits = SimpleNamespace(replay=lambda: None), torch.zeros(1, 1, 96)
+
+    def closing(*args):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
+    monkeypatch.setattr(graph.DecodeGraph, "_capture", lambda self: None)
+    monkeypatch.setattr(graph.DecodeGraph, "__init__", made)
+    monkeypatch.setattr(FoldedLayer, "_close", closing)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt), graph.decoding(model, cache, 9):
+        for _ in range(3):
+            model(token, past_key_values=cache, use_cache=True)
+    assert [(of.lens, of.columns, of.static) for of in cache.folded] == [([153], 153, None)] * 2
+
+
+def test_a_graph_is_not_made_for_a_mask_that_hides_cached_tokens(monkeypatch):
+    monkeypatch.setattr(graph, "DecodeGraph", Steps)
+    model, cache = prefilled()
+    mask = torch.ones(1, 151, dtype=torch.long)
+    mask[0, :30] = 0
+    with torch.no_grad(), graph.decoding(model, cache, 9) as steps:
+        with pytest.raises(CacheStateError, match="hides a token that the cache holds"):
+            model(prompt(1, 1), attention_mask=mask, past_key_values=cache, use_cache=True)
+        model(prompt(1, 1), attention_mask=torch.ones_like(mask), past_key_values=cache, use_cache=True)
+    assert steps.replayed == 1
+
+
+def test_a_graph_is_made_of_whole_calls(monkeypatch):
+    """A call that died before is taken back first."""
+    model, cache = prefilled()
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(die)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(prompt(1, 20), past_key_values=cache, use_cache=True)
+    hook.remove()
+    assert [of.lens for of in cache.folded] == [[170], [150]]
+    with pytest.warns(KVFoldWarning, match="taken back"):
+        made = counted(model, cache, monkeypatch)
+    assert made.lengths.before.total.tolist() == [150] and [of.lens for of in cache.folded] == [[150]] * 2

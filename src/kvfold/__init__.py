@@ -4,7 +4,14 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from kvfold.errors import CacheFileError, CacheStateError, KVFoldError, MethodError, UnsupportedModelError
+from kvfold.errors import (
+    CacheFileError,
+    CacheStateError,
+    KVFoldError,
+    KVFoldWarning,
+    MethodError,
+    UnsupportedModelError,
+)
 
 if TYPE_CHECKING:
     from kvfold.always import folding
@@ -23,6 +30,7 @@ __all__ = [
     "Explanation",
     "FoldedCache",
     "KVFoldError",
+    "KVFoldWarning",
     "Method",
     "MethodError",
     "Pair",

@@ -28,6 +28,7 @@ from kvfold.rope import Rope, rope_of
 REFUSED = ("position_bias", "sliding_window")
 
 
+@torch.compiler.disable
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -66,6 +67,11 @@ def attention_forward(
     if layer is None:
         if getattr(key, "_kvfold_kept", False):
             attention_mask = _square_mask(previous, module, attention_mask, query, key.shape[-2])
+        elif getattr(module, "kvfold_folds", False):
+            warn_once(
+                "kvfold: a folded model was called without its folded cache: nothing is folded. Pass the cache as "
+                "past_key_values, or call kvfold.unfold(model)"
+            )
         return originals.attend(previous, module, query, key, value, attention_mask, **options)
     out = _folded_attention(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
     return out.to(query.dtype), None
@@ -111,6 +117,7 @@ def _folded_attention(
         )
     tokens = query.shape[-2]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer.check_prompt(options.get("position_ids"), tokens)
     valid = layer.new_columns(attention_mask, tokens)
     if layer.is_empty and (own_mask is not attention_mask or not _is_causal(module, options)):
         mask = _square_mask(previous, module, own_mask, query, tokens)
@@ -125,11 +132,13 @@ def _folded_attention(
         layer.append(key, value, query, valid, options.get("position_ids"), pack=False)
         out = layer.kernel.attend_in_place(layer, query, scale, sinks=sinks).transpose(1, 2).contiguous()
         layer.pack_due()
+        layer.finish()
         return out
     else:
         rows = layer.kernel.attend(layer.call(query, key, value, valid, scale, softcap, sinks))
         out = rows.unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2).to(query.dtype).contiguous()
     layer.append(key, value, query, valid, options.get("position_ids"))
+    layer.finish()
     return out
 
 
@@ -232,7 +241,8 @@ def fold(
 
     Notes
     -----
-    A later call's ``attention_mask`` says which of its own tokens are padding; tokens already cached stay visible.
+    A later call's ``attention_mask`` says which of its own tokens are padding; tokens already cached stay visible, and a mask
+    that hides them is refused.
 
     Layers that cannot be folded (sliding windows, linear attention, latent attention) keep Transformers' own cache in
     full precision; a warning says so once, and :func:`kvfold.explain` says which.
@@ -268,7 +278,10 @@ def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_l
         reasons = "; ".join(sorted({item.reason for item in plan if item.spec is None and item.reason != KEPT}))
         warn_once(f"kvfold: {len(kept)} of {len(plan)} layers stay in full precision ({reasons}): {', '.join(kept)}")
     attentions = _attentions(model)
-    _switch(model, [attentions[i] for i, item in enumerate(plan) if item.spec is not None and i in attentions])
+    folded = [attentions[i] for i, item in enumerate(plan) if item.spec is not None and i in attentions]
+    _switch(model, folded)
+    for module in folded:
+        module.kvfold_folds = True  # type: ignore[assignment]
     return FoldedCache(layers, method, model)
 
 

@@ -7,6 +7,7 @@ anything is packed. How many are packed follows from n alone, so the content doe
 Packed storage is a list of slabs that are filled in place and never copied; a new slab is an eighth of what exists.
 """
 
+import copy
 import os
 import warnings
 import weakref
@@ -21,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from kvfold import kernels
 from kvfold.arithmetic import autocast_dtype, outside_autocast
-from kvfold.errors import CacheStateError
+from kvfold.errors import CacheStateError, KVFoldWarning
 from kvfold.following import Following
 from kvfold.formats import AffineGroups, Fields, Format, PagedFormat
 from kvfold.formats.paged import norms, plain
@@ -29,6 +30,8 @@ from kvfold.graph import StaticLengths
 from kvfold.kernels import AttentionCall, Span, Windows
 from kvfold.methods import LayerSpec, Method
 from kvfold.methods.base import PIECE, finite
+from kvfold.originals import is_folded
+from kvfold.rollback import Call, attending, fed, storing
 
 AnyLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 
@@ -92,6 +95,7 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
 
 
 @lru_cache(maxsize=8)
+@storing
 def _device_lengths(total: tuple[int, ...], packed: tuple[int, ...], sink: int, device: torch.device) -> Lengths:
     """Made once a step, not once a layer, and without waiting for the device."""
     rows = [
@@ -104,6 +108,7 @@ def _device_lengths(total: tuple[int, ...], packed: tuple[int, ...], sink: int, 
 
 
 @lru_cache(maxsize=64)
+@storing
 def _on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int64, made once for all layers and steps; not to be written to."""
     return _send(torch.tensor(values, device="cpu"), device)
@@ -114,6 +119,17 @@ def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+NOT_READ = (
+    "cache: the model did not attend through kvfold, so its folded cache was not read; call kvfold.fold(model, method) on "
+    "this model, and do not change its attention implementation afterwards"
+)
+
+AS_IT_BEGINS = (
+    "generate() takes a prompt that begins with what the cache holds and is longer. For another prompt call cache.reset(), "
+    "or make a new cache; to go back in this one, cache.crop(-number of tokens)"
+)
 
 
 class FoldedLayer(CacheLayerMixin):
@@ -149,6 +165,7 @@ class FoldedLayer(CacheLayerMixin):
         self._clear()
 
     def _clear(self) -> None:
+        self.running: tuple[Call, int] | None = None  # the model's call that is under way, and this layer's index
         self.columns = 0  # of the padded batch, as the model counts
         self.lens: list[int] = []  # real tokens
         self.packed: list[int] = []  # tokens in packed storage
@@ -171,6 +188,7 @@ class FoldedLayer(CacheLayerMixin):
 
     # ---- Transformers' interface -------------------------------------------------------------------------------------
 
+    @storing
     @outside_autocast
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch = key_states.shape[0]
@@ -179,7 +197,7 @@ class FoldedLayer(CacheLayerMixin):
         self.lens, self.packed, self.prompt = [0] * batch, [0] * batch, [0] * batch
         self.first_position, self.fixed = [0] * batch, [not self._of_sequence] * batch
         self.following.start(batch, self.dtype, self.device)
-        self.sink = self._dense(batch, self.method.sink)
+        self.sink = self._dense(batch, 0)
         self.ring = self._dense(batch, 0)
         self.is_initialized = True
 
@@ -207,10 +225,7 @@ class FoldedLayer(CacheLayerMixin):
             If the attention function did not pick up the previous call's: the model does not attend through kvfold.
         """
         if self.pending:
-            raise CacheStateError(
-                "cache: the model did not attend through kvfold, so its folded cache was not read; call "
-                "kvfold.fold(model, method) on this model, and do not change its attention implementation afterwards"
-            )
+            raise CacheStateError(NOT_READ)
         if self.static is None or not self.static.running:
             self._own()
         dtype = self.dtype if self.is_initialized else autocast_dtype(key_states.device) or key_states.dtype
@@ -261,6 +276,7 @@ class FoldedLayer(CacheLayerMixin):
         self._own()
         self.recording = True
 
+    @storing
     @outside_autocast
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` columns (a negative number, as in Transformers).
@@ -280,14 +296,19 @@ class FoldedLayer(CacheLayerMixin):
             if count:
                 self._truncate(row, self.lens[row] - count)
 
+    @storing
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(beam_idx.tolist(), lambda t: t.index_select(0, beam_idx.to(t.device)))
 
+    @storing
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = [row for row in range(len(self.lens)) for _ in range(repeats)]
         self._select(rows, lambda t: t.repeat_interleave(repeats, dim=0))
 
+    @storing
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if not self.is_initialized:
+            return
         rows = torch.arange(len(self.lens), device="cpu")[indices.cpu()].tolist()
         self._select(rows, lambda t: t[indices.to(t.device), ...])
 
@@ -335,15 +356,57 @@ class FoldedLayer(CacheLayerMixin):
         """Which of the next ``count`` columns hold real tokens: bool [batch, count], or None for all of them.
 
         A single new column is taken for a real token on accelerators: to look would stall the device in every step.
+
+        Raises
+        ------
+        CacheStateError
+            If the mask is too short, or if its older columns are not those of the calls before. On accelerators only calls
+            of several tokens, and the first step after one, are looked at.
         """
-        if mask is None or (count == 1 and self.columns and self.device.type != "cpu"):
+        if mask is None:
+            return None
+        if mask.shape[1] < self.columns + count:
+            raise CacheStateError(
+                f"attention_mask: has {mask.shape[1]} columns; the cache holds {self.columns} and {count} are new, which "
+                f"needs {self.columns + count}; {AS_IT_BEGINS}"
+            )
+        step = count == 1 and self.columns > 0 and self.device.type != "cpu"
+        if not step or self.newest > 1:
+            self.check_mask(mask)
+        if step:
             return None
         valid = mask[:, self.columns : self.columns + count].bool()
-        if valid.shape[1] < count:
-            raise CacheStateError(
-                f"attention_mask: has {mask.shape[1]} columns, the cache and the new tokens need {self.columns + count}"
-            )
         return None if bool(valid.all()) else valid
+
+    def check_prompt(self, position_ids: torch.Tensor | None, count: int) -> None:
+        """Refuse a prompt that the cache holds already: ``generate`` passes it on whole, to be read a second time."""
+        if count != self.columns or position_ids is None or position_ids.ndim != 2:
+            return
+        if int(position_ids[0, 0]) == 0 and int(position_ids[0, -1]) == count - 1:
+            raise CacheStateError(
+                f"input_ids: the {count} tokens have the positions of the {count} that the cache holds; {AS_IT_BEGINS}"
+            )
+
+    def check_mask(self, mask: torch.Tensor) -> None:
+        """Refuse a mask, bool [batch, columns], that says otherwise of cached columns than the calls they came with."""
+        call = self.running[0] if self.running is not None else None
+        if call is not None and call.mask is mask:
+            return  # another layer has looked
+        at = 0
+        for columns, valid in self.calls:
+            shown = mask[:, at : at + columns].to(self.device).bool()
+            if not (bool(shown.all()) if valid is None else torch.equal(shown, valid)):
+                before = torch.ones_like(shown) if valid is None else valid
+                row, column = (shown != before).nonzero()[0].tolist()
+                hides = "hides a token that the cache holds" if before[row, column] else "shows what was padding"
+                raise CacheStateError(
+                    f"attention_mask: {hides}, in column {at + column} of sequence {row}; allowed: the mask of the calls "
+                    "before, with columns for the new tokens. What a folded cache holds stays visible; crop() takes the "
+                    "newest tokens away"
+                )
+            at += columns
+        if call is not None:
+            call.mask = mask
 
     def call(
         self,
@@ -466,6 +529,7 @@ class FoldedLayer(CacheLayerMixin):
 
     # ---- appending ---------------------------------------------------------------------------------------------------
 
+    @storing
     def append(
         self,
         key: torch.Tensor,
@@ -494,6 +558,8 @@ class FoldedLayer(CacheLayerMixin):
         first_call = self.is_empty
         if not pack:
             self.longest = max(self.longest, tokens)
+        if self.running is not None and not self.is_empty:
+            self._keep_old(tokens)
         if self.method.pre_rope:
             self._note_positions(position_ids, valid, tokens)
         for ids, rows, columns in self._groups(valid, tokens):
@@ -553,13 +619,14 @@ class FoldedLayer(CacheLayerMixin):
         assert self.static is not None
         self.follow_static(steps)
         self._close(None, None, self.static.before)
+        lens = [n + steps for n in self.lens]
+        packed = [max(p, self.packed_length(n)) for n, p in zip(lens, self.packed, strict=True)]
+        kept = [max(k, n - self.following.slots) for k, n in zip(self.following.kept, lens, strict=True)]
+        calls, columns = [*self.calls, (steps, None)], self.columns + steps
+        # together, without a call in between at which an interrupt could come
+        self.lens, self.packed, self.following.kept = lens, packed, kept
+        self.calls, self.columns, self.newest = calls, columns, 1
         self.static = self.static_boundary = None
-        self.lens = [n + steps for n in self.lens]
-        self.packed = [max(p, self.packed_length(n)) for n, p in zip(self.lens, self.packed, strict=True)]
-        self.following.kept = [
-            max(k, n - self.following.slots) for k, n in zip(self.following.kept, self.lens, strict=True)
-        ]
-        self._log_columns(steps, None)
 
     def follow_static(self, steps: int) -> None:
         """Within a decode graph, after ``steps`` decoded tokens: make the encoder's states that are due now, in place."""
@@ -570,8 +637,9 @@ class FoldedLayer(CacheLayerMixin):
             if at := self.following.latest(tokens):
                 nothing = self.following.ring[:1, :, :0]
                 self.following.kept[row] = max(self.following.kept[row], tokens - self.following.slots)
-                self.following.make([row], at, tokens, nothing, tokens, self.first_position)
+                self.following.make([row], at, tokens, nothing, tokens, self.first_position, in_place=True)
 
+    @storing
     def pack_due(self) -> None:
         """Pack the blocks that became full, from the ring; while past recording is on, without the newest call's tokens."""
         assert self.ring is not None
@@ -623,6 +691,7 @@ class FoldedLayer(CacheLayerMixin):
         sink = self.method.sink
         if before < sink:
             stop = min(after, sink)
+            self._fit_sink(stop)
             for window, new in zip(self.sink, (key, value), strict=True):
                 window[rows, :, before:stop] = new[:, :, : stop - before]
         # indices from here on count from the end of the sink
@@ -946,13 +1015,28 @@ class FoldedLayer(CacheLayerMixin):
 
     @property
     def _base_capacity(self) -> int:
-        """Slots that hold the window, what waits for a whole block, and the longest call so far that was written first."""
-        return self.method.recent + self.block - 1 + min(self.longest, self.kernel.in_place_tokens)
+        """Slots that hold the window, what waits for a whole block, and the longest call so far that was written first, or
+        one token: when a single token closes a block, nothing of the block is overwritten, and it can be taken back."""
+        return self.method.recent + self.block - 1 + max(1, min(self.longest, self.kernel.in_place_tokens))
 
     def _fit_ring(self, needed: int) -> None:
+        """Have ``needed`` slots. A sequence that packs nothing yet has no more of them than it needs, in whole blocks."""
         assert self.ring is not None
-        if needed > self.ring[0].shape[-2]:
-            self._resize_ring(max(self._base_capacity, -(-needed // self.block) * self.block))
+        base = self._base_capacity
+        least = base if any(self.packed) else 0
+        if max(needed, least) > self.ring[0].shape[-2]:
+            whole = -(-needed // self.block) * self.block
+            self._resize_ring(max(least, min(whole, base) if needed <= base else whole))
+
+    def _fit_sink(self, needed: int) -> None:
+        """Have ``needed`` slots in the sink window, which grows by blocks up to its length."""
+        assert self.sink is not None
+        have = self.sink[0].shape[-2]
+        if needed > have:
+            sink = self._dense(len(self.lens), min(self.method.sink, -(-needed // self.block) * self.block))
+            for new, old in zip(sink, self.sink, strict=True):
+                new[:, :, :have] = old
+            self.sink = sink
 
     def _shrink_ring(self) -> None:
         """Give back what waiting for a sequence's state needed beyond the window."""
@@ -1056,6 +1140,61 @@ class FoldedLayer(CacheLayerMixin):
             slab.keys = {name: pick(t) for name, t in slab.keys.items()}
             slab.values = {name: pick(t) for name, t in slab.values.items()}
 
+    # ---- calls that die ----------------------------------------------------------------------------------------------
+
+    KEPT = (
+        "columns",
+        "lens",
+        "packed",
+        "prompt",
+        "first_position",
+        "fixed",
+        "slabs",
+        "sink",
+        "ring",
+        "calls",
+        "newest",
+        "longest",
+    )
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the layer is; tensors are not copied. See :meth:`_keep_old`."""
+        if not self.is_initialized:
+            return {"columns": 0, "is_initialized": False}
+        kept = {name: getattr(self, name) for name in self.KEPT}
+        kept = {name: list(value) if isinstance(value, list) else value for name, value in kept.items()}
+        shared = tuple(dict(side) for side in self.shared)
+        return {**kept, "is_initialized": True, "shared": shared, "queries": self.following.snapshot()}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Be again what :meth:`snapshot` saw."""
+        if not snapshot["is_initialized"]:
+            self._clear()
+            return
+        self.following.restore(snapshot["queries"])
+        for name, value in snapshot.items():
+            if name != "queries":
+                setattr(self, name, value)
+        self.pending = False
+
+    def _keep_old(self, tokens: int) -> None:
+        """Before a call of ``tokens`` writes over what its snapshot refers to, go on with copies.
+
+        One token overwrites nothing, and of a few tokens' queries enough remain, so steps of a decode copy nothing.
+        """
+        assert self.ring is not None and self.running is not None
+        call, index = self.running
+        held = max(n - self.method.sink - p for n, p in zip(self.lens, self.packed, strict=True))
+        if held + tokens > self.ring[0].shape[-2]:
+            self.ring = (self.ring[0].clone(), self.ring[1].clone())
+        self.following.keep_old(call.before[index]["queries"], self.lens, tokens, self.recording)
+
+    def finish(self) -> None:
+        """The layer has a call's tokens and attended to them."""
+        if self.running is not None:
+            call, index = self.running
+            call.finish(index)
+
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
@@ -1121,13 +1260,22 @@ class FoldedCache(Cache):
         One per layer of the model: :class:`FoldedLayer`, or Transformers' own where a layer stays in full precision.
     method : Method
     model : Module or None
-        Whose cache it is; only :meth:`save` asks.
+        Whose cache it is: :meth:`save` asks, and its configuration is looked at when a call begins.
+
+    Notes
+    -----
+    A call of the model that dies (out of memory, an interrupt, an error in a hook) before every layer has its tokens counts
+    for nothing: the next call finds the cache as it was, with a :class:`~kvfold.errors.KVFoldWarning`. A call that dies
+    after its last layer is in the cache; ``get_seq_length()`` counts whole calls only, and says how many tokens to pass on.
     """
 
     def __init__(self, layers: "list[AnyLayer]", method: Method, model: torch.nn.Module | None = None) -> None:
         super().__init__(layers=list(layers))
         self.method = method
         self._model = ModelReference(model)
+        self._config = attending(model)
+        self._fed = fed(model, self.layers)
+        self._call: Call | None = None
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -1154,8 +1302,10 @@ class FoldedCache(Cache):
         """
         from kvfold.saving import save
 
+        self.settle()
         save(self, path)
 
+    @storing
     def to(self, device: torch.device | str | int) -> "FoldedCache":
         """Move the cache to a device, in place, and choose what attends and encodes there; returns itself.
 
@@ -1173,6 +1323,7 @@ class FoldedCache(Cache):
             raise CacheStateError(
                 f"cache: to({device}) is not allowed: windows have the model's dtype, and codes have none; allowed: a device"
             )
+        self.settle()
         target = torch.empty(0, device=device).device
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):
@@ -1187,25 +1338,106 @@ class FoldedCache(Cache):
         """The layers that are folded."""
         return [layer for layer in self.layers if isinstance(layer, FoldedLayer)]
 
+    # ---- calls of the model ------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`FoldedLayer.update`; marks keys of layers that are not folded and share the folded layers' mask."""
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._shares_mask(layer_idx) and not isinstance(self.layers[layer_idx], FoldedLayer):
-            keys._kvfold_kept = True  # type: ignore[attr-defined]
-        return keys, values
+        """See :meth:`FoldedLayer.update`; a call that died is taken back before the next one begins.
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Columns and their offset. An offset of False, which counts as 0, tells the mask function that a folded layer will
-        read the mask."""
-        columns, offset = super().get_mask_sizes(query_length, layer_idx)
-        return columns, False if self._shares_mask(layer_idx) else offset
+        Keys of layers that are not folded and share the folded layers' mask are marked.
+
+        Raises
+        ------
+        CacheStateError
+            If the model does not attend through kvfold, or if a call that died cannot be taken back.
+        """
+        layer = self.layers[layer_idx]
+        if isinstance(layer, FoldedLayer) and layer.static is not None:
+            return layer.update(key_states, value_states)
+        call = self._enter(layer_idx)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not isinstance(layer, FoldedLayer):
+            if call is not None:
+                call.finish(layer_idx)
+            if self._shares_mask(layer_idx):
+                keys._kvfold_kept = True  # type: ignore[attr-defined]
+        return keys, values
 
     def _shares_mask(self, layer_idx: int) -> bool:
         """Whether a layer gets the mask that folded layers get."""
         sliding = getattr(self.layers[layer_idx], "is_sliding", False)
         return not sliding and any(isinstance(layer, FoldedLayer) for layer in self.layers)
+
+    def _enter(self, index: int) -> Call | None:
+        """The call in which layer ``index`` gets tokens: the one under way, or a new one. None for layers outside of calls."""
+        if index not in self._fed:
+            return None
+        call = self._call
+        if call is None or not call.missing or index in call.before:
+            self.settle()
+            self._check_attention()
+            call = self._call = Call(self.layers, self._fed, super().get_seq_length())
+        elif call.last is not None and getattr(self.layers[call.last], "pending", False):
+            raise CacheStateError(NOT_READ)
+        call.reach(index)
+        return call
+
+    def settle(self) -> None:
+        """If the newest call died, take it back.
+
+        Raises
+        ------
+        CacheStateError
+            If a layer that is not folded cannot go back; ``reset()`` remains.
+        """
+        call = self._call
+        if call is None or not call.missing:
+            return
+        if call.take_back():
+            warnings.warn(
+                "kvfold: the last call of the model ended before all layers had its tokens; it was taken back, and the "
+                f"cache holds the {call.length} tokens before it",
+                KVFoldWarning,
+                stacklevel=3,
+            )
+        self._call = None
+
+    def _check_attention(self) -> None:
+        """Refuse before anything is computed, where the model's configuration says already who will attend."""
+        if self._config is not None and not is_folded(self._config):
+            raise CacheStateError(NOT_READ)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the calls that all layers took; of a call under way, or one that died, none."""
+        if self._call is not None and self._call.missing:
+            return self._call.length
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns and their offset. An offset of False, which counts as 0, tells the mask function that a folded layer will
+        read the mask.
+
+        Raises
+        ------
+        CacheStateError
+            If a call has no tokens: ``generate`` was given a prompt that is not longer than what the cache holds.
+        """
+        if query_length == 0:
+            raise CacheStateError(
+                f"input_ids: no new token follows the {self.get_seq_length()} that the cache holds; {AS_IT_BEGINS}"
+            )
+        if self._call is not None and self._call.missing and layer_idx in self._call.before:
+            columns, offset = self._call.layer_before(layer_idx).get_mask_sizes(query_length)
+        else:
+            columns, offset = super().get_mask_sizes(query_length, layer_idx)
+        return columns, False if self._shares_mask(layer_idx) else offset
+
+    def reset(self) -> None:
+        """Forget everything, also a call that died."""
+        super().reset()
+        self._call = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """See :meth:`FoldedLayer.crop`.
@@ -1215,6 +1447,7 @@ class FoldedCache(Cache):
         CacheStateError
             If a layer holds a recurrent state, which tokens cannot be taken out of.
         """
+        self.settle()
         fixed = [i for i, layer in enumerate(self.layers) if states_of(layer) and not layer.is_croppable]
         if tokens_to_remove != 0 and fixed:
             raise CacheStateError(
@@ -1223,14 +1456,22 @@ class FoldedCache(Cache):
             )
         super().crop(tokens_to_remove)
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Make sequence ``beam_idx[i]`` the i-th; int64 [batch]."""
+        self.settle()
+        super().reorder_cache(beam_idx)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have every sequence ``repeats`` times, one after the other."""
         self._each(lambda t: t.repeat_interleave(repeats, dim=0), lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences ``indices``, int64 [new batch] or bool [batch]."""
         self._each(lambda t: t[indices.to(t.device), ...], lambda layer: layer.batch_select_indices(indices))
 
     def _each(self, pick: Callable[[torch.Tensor], torch.Tensor], select: Callable[[Any], None]) -> None:
         """Rearrange the batch of every layer; those of states alone have no method for it."""
+        self.settle()
         for layer in self.layers:
             if hasattr(layer, "batch_select_indices"):
                 select(layer)
@@ -1239,9 +1480,21 @@ class FoldedCache(Cache):
 
     def activate_past_recording(self) -> None:
         """See :meth:`FoldedLayer.activate_past_recording`."""
+        self.settle()
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
+
+    @storing
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FoldedCache":
+        self.settle()
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, value if name == "_config" else copy.deepcopy(value, memo))
+        return twin
+
+    # ---- sizes -------------------------------------------------------------------------------------------------------
 
     def nbytes(self) -> dict[str, int]:
         """Bytes of the tensors that exist: ``packed``, ``windows`` (sink, recent, and what is kept in full precision),
@@ -1301,4 +1554,4 @@ def warn_once(message: str) -> None:
     """Warn, the first time only."""
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, KVFoldWarning, stacklevel=3)

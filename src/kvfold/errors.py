@@ -47,3 +47,7 @@ class CacheStateError(KVFoldError):
 
 class CacheFileError(KVFoldError):
     """A saved cache cannot be found, read or written, is damaged, or belongs to another model or method."""
+
+
+class KVFoldWarning(UserWarning):
+    """Something works otherwise than one might expect: layers that are not folded, a call that was taken back."""

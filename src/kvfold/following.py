@@ -7,17 +7,22 @@ there. So what is stored depends on the tokens alone, not on how calls were cut.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from kvfold.methods import LayerSpec, Method, Observation, State
 from kvfold.methods.base import boundary
+from kvfold.rollback import storing
 
 Rows = slice | torch.Tensor
 
 ONCE = 1
 """In place of a boundary under ``paper=true``: the state is made at the first packing and stays."""
 
+
+STEP = 32
+"""Slots by which the ring of a young sequence grows."""
 
 SPARE = 32
 """Queries that the ring holds beyond those of a state: more than a draft of assisted generation has tokens."""
@@ -51,8 +56,20 @@ class Following:
 
     def _allocate(self) -> None:
         if self.active and self.ring is None:
-            shape = (len(self.made), self.spec.num_heads, self.slots, self.spec.head_dim)
+            shape = (len(self.made), self.spec.num_heads, 0, self.spec.head_dim)
             self.ring = torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def make_room(self, tokens: int | None = None) -> None:
+        """Have slots for sequences of ``tokens`` tokens, or (None) all that will ever be needed. While there are fewer, token t
+        lies in slot t."""
+        if self.ring is None:
+            return
+        most, have = self.most_slots, self.ring.shape[2]
+        wanted = most if tokens is None else min(most, -(-tokens // STEP) * STEP)
+        if wanted > have:
+            ring = self.ring.new_empty(*self.ring.shape[:2], wanted, self.ring.shape[3])
+            ring[:, :, :have] = self.ring
+            self.ring = ring
 
     @property
     def _packs_at(self) -> int:
@@ -60,10 +77,13 @@ class Following:
         return self.method.sink + self.method.recent + self.method.block
 
     @property
-    def slots(self) -> int:
-        if self.ring is not None:
-            return self.ring.shape[2]
+    def most_slots(self) -> int:
+        """Slots of the ring once a sequence is long enough."""
         return self._packs_at if self.method.paper else self.method.query_window + SPARE
+
+    @property
+    def slots(self) -> int:
+        return self.most_slots if self.ring is None else self.ring.shape[2]
 
     def boundary(self, tokens: int) -> int:
         """Boundary of the state for what is encoded when a sequence has ``tokens`` tokens."""
@@ -84,7 +104,17 @@ class Following:
                 found.append((end, at))
         return found
 
-    def make(self, ids: list[int], at: int, tokens: int, query: torch.Tensor, before: int, first: list[int]) -> None:
+    @storing
+    def make(
+        self,
+        ids: list[int],
+        at: int,
+        tokens: int,
+        query: torch.Tensor,
+        before: int,
+        first: list[int],
+        in_place: bool = False,
+    ) -> None:
         """Have the states of boundary ``at`` for the sequences ``ids``, each from its own queries.
 
         Parameters
@@ -95,9 +125,14 @@ class Following:
             Of the tokens from ``before`` on, which the ring does not hold yet.
         first : list of int
             Position of each sequence's first token.
+        in_place : bool
+            Write into the tensors that hold the states; a decode graph knows their addresses. If not, what a snapshot refers
+            to stays as it is.
         """
         if not self.active or not at:
             return
+        if not in_place:
+            self.state = {name: tensor.clone() for name, tensor in self.state.items()}
         stop = tokens if at == ONCE else at
         start = 0 if at == ONCE else max(0, at - self.method.query_window)
         for i, row in enumerate(ids):
@@ -130,6 +165,7 @@ class Following:
 
     def remember(self, ids: list[int], rows: Rows, query: torch.Tensor, before: int) -> None:
         """Take the queries of tokens ``before`` and after, float [len(ids), num_heads, n, head_dim], into the ring."""
+        self.make_room(before + query.shape[-2])
         if self.ring is None:
             return
         slots, count = self.ring.shape[2], query.shape[-2]
@@ -170,6 +206,25 @@ class Following:
         self.made, self.kept = [self.made[row] for row in rows], [self.kept[row] for row in rows]
         self.state = {name: pick(t) for name, t in self.state.items()}
         self.ring = pick(self.ring) if self.ring is not None else None
+
+    def snapshot(self) -> dict[str, Any]:
+        """What there is; tensors are not copied. See :meth:`keep_old`."""
+        return {"made": list(self.made), "kept": list(self.kept), "ring": self.ring, "state": dict(self.state)}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Be again what :meth:`snapshot` saw."""
+        for name, value in snapshot.items():
+            setattr(self, name, value)
+
+    def keep_old(self, snapshot: dict[str, Any], lens: list[int], tokens: int, recording: bool) -> None:
+        """Before the queries of ``tokens`` more tokens write over what ``snapshot`` refers to, go on with a copy; or, where
+        enough of the old ones remain for the next state, note in the snapshot which do."""
+        if self.ring is None or max(lens) + tokens <= self.slots:
+            return
+        if self.method.paper or recording or tokens > self.slots - self.method.query_window:
+            self.ring = self.ring.clone()
+        else:
+            snapshot["kept"] = [max(k, n + tokens - self.slots) for k, n in zip(snapshot["kept"], lens, strict=True)]
 
     def of(self, rows: Rows) -> State:
         """States of some sequences, as a dict of the caller's own."""

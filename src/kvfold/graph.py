@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvfold.errors import UnsupportedModelError
+from kvfold.rollback import storing
 
 if TYPE_CHECKING:
     from kvfold.cache import FoldedCache, FoldedLayer
@@ -118,18 +119,23 @@ class DecodeGraph:
 
     Notes
     -----
-    Sequences may have different lengths. Every call decodes one token per sequence.
+    Sequences may have different lengths. Every call decodes one token per sequence. A call that dies (an interrupt) counts for
+    nothing: the next one decodes the same token again.
     """
 
+    @storing
     def __init__(self, model: PreTrainedModel, cache: "FoldedCache", room: int) -> None:
         from kvfold.kernels.encode import Lengths
 
+        cache.settle()
         folded = cache.folded
         if len(folded) != len(cache.layers):
             raise UnsupportedModelError("decode graph: every layer must be folded")
         for layer in folded:
             if why := why_not(layer, room):
                 raise UnsupportedModelError(f"decode graph: layer {layer.spec.layer_idx}: {why}")
+        for layer in folded:
+            layer.following.make_room()
         first = folded[0]
         _check_alike(folded)
         self.model, self.cache, self.room = model, cache, room
@@ -143,6 +149,7 @@ class DecodeGraph:
             self.lengths.slots = torch.zeros(len(first.lens), 1, 1, 1, dtype=torch.int64, device=first.device)
         self.ids = torch.zeros(len(first.lens), 1, dtype=torch.long, device=first.device)
         self.positions = torch.tensor([[n] for n in first.lens], device=first.device)
+        self._began: int | None = None  # steps before the one under way
         try:
             for layer in folded:
                 layer.enter_static(self.lengths)
@@ -218,6 +225,8 @@ class DecodeGraph:
             raise ValueError(
                 f"decode graph: input_ids {list(ids.shape)} is not allowed; allowed: {list(self.ids.shape)}"
             )
+        self._take_back()
+        self._began = self.steps
         self.ids.copy_(ids)
         if positions is not None:
             self.positions.copy_(positions)
@@ -225,12 +234,30 @@ class DecodeGraph:
             layer.follow_static(self.steps)
         self.graph.replay()
         self.lengths.steps += 1
+        self._began = None
         return self.logits
 
+    def _take_back(self) -> None:
+        """If a step died, go back to before it, whether or not the device ran it. The host does not wait to know: a block that
+        the step closed was due anyway, and its token will be written over."""
+        if self._began is None:
+            return
+        before, (layer, *_) = self.lengths.before, self.cache.folded
+        counts = [n + self._began for n in layer.lens]
+        total = torch.tensor(counts, dtype=before.total.dtype, device="cpu").to(before.total.device)
+        self.positions.sub_((before.total - total).unsqueeze(-1))
+        before.total.copy_(total)
+        before.sink.copy_(total.clamp_max(self.method.sink))
+        before.recent.copy_(total - before.sink - before.packed)
+        self.lengths.steps, self._began = self._began, None
+
     def finish(self) -> None:
-        """Give the cache back: close what is due and bring its lengths on the host up to date."""
+        """Give the cache back: close what is due and bring its lengths on the host up to date. If it is interrupted, call it
+        again."""
+        self._take_back()
         for layer in self.cache.folded:
-            layer.leave_static(self.steps)
+            if layer.static is self.lengths:
+                layer.leave_static(self.steps)
 
 
 REFUSED = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
@@ -272,6 +299,8 @@ class Decoding:
         asked = [name for name in REFUSED if self._asks(name, kwargs)]
         if single and asked and self.required:
             raise UnsupportedModelError(f"decode graph: {asked[0]} is not supported; allowed: input_ids")
+        if single and self.graph is None:
+            self._look(kwargs.get("attention_mask"))
         if asked or ids is None or not single or not self._ready():
             self.finish()
             return self._plain(*args, **kwargs)
@@ -286,6 +315,12 @@ class Decoding:
         if as_dict is None:
             as_dict = getattr(self.model.config, "return_dict", True)
         return out if as_dict else out.to_tuple()
+
+    def _look(self, mask: torch.Tensor | None) -> None:
+        """Before steps that look at no mask, look at this one: what it says of cached tokens must be what the cache knows."""
+        self.cache.settle()
+        if mask is not None and mask.ndim == 2 and self.cache.folded and self.cache.folded[0].is_initialized:
+            self.cache.folded[0].check_mask(mask)
 
     def _asks(self, name: str, kwargs: dict[str, Any]) -> bool:
         """Whether a call, or where it is silent the model's configuration, asks for what a graph does not have."""
@@ -371,4 +406,8 @@ def decoding(model: PreTrainedModel, cache: "FoldedCache", room: int, required: 
         model.__dict__.pop("forward", None)
         if own is not None:
             model.forward = own
-        state.finish()
+        try:
+            state.finish()
+        except KeyboardInterrupt:
+            state.finish()  # nobody else could
+            raise

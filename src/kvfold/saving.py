@@ -27,6 +27,7 @@ from kvfold.formats import Format, PagedFormat
 from kvfold.hybrid import FoldedHybridLayer
 from kvfold.methods import Method, get
 from kvfold.methods.learned import LearnedMethod
+from kvfold.rollback import storing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,6 +75,7 @@ def save(cache: FoldedCache, path: str | os.PathLike[str]) -> None:
     _write(Path(path).expanduser(), tensors, {KEY: json.dumps(fields, sort_keys=True)})
 
 
+@storing
 def load_cache(
     path: str | os.PathLike[str],
     model: PreTrainedModel,
@@ -346,6 +348,7 @@ def _refold(
     for name in COUNTS:
         setattr(layer, name, told[name])
     sinks, recents = ([tensors[f"{at}{side}.{name}"].to(device) for side in SIDES] for name in ("sink", "recent"))
+    layer._fit_sink(sinks[0].shape[2])
     assert layer.sink is not None
     for window, sink in zip(layer.sink, sinks, strict=True):
         window[:, :, : sink.shape[2]] = sink

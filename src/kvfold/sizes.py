@@ -136,7 +136,7 @@ def _layer_bytes(layer: FoldedLayer, tokens: int) -> int:
         )
         total += sum(t.nbytes for t in method.observe(seen, spec).values())
         if not method.paper:
-            total += spec.num_heads * spec.head_dim * item * layer.following.slots
+            total += spec.num_heads * spec.head_dim * item * layer.following.most_slots
     return total
 
 

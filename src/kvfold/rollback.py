@@ -1,0 +1,173 @@
+"""Calls of a model over a cache: a call that dies before all layers have its tokens is taken back.
+
+The first layer that gets tokens begins a call, and what every layer was before it is kept until the last layer is done.
+If the next call begins earlier than that, the one before died. Everything is decided from what the host knows.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import nn
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from kvfold.errors import CacheStateError
+from kvfold.originals import is_folded
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Reversible(Protocol):
+    """A layer that can be as it was."""
+
+    running: "tuple[Call, int] | None"
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+    def restore(self, snapshot: dict[str, Any]) -> None: ...
+
+
+class Call:
+    """One call of a model: what its layers were before it.
+
+    Parameters
+    ----------
+    layers : sequence of cache layers
+    expected : set of int
+        Layers that get every call's tokens.
+    length : int
+        Columns the cache held before.
+
+    Attributes
+    ----------
+    missing : set of int
+        Layers that do not have the call's tokens yet; the call is over when there are none.
+    mask : Tensor or None
+        Attention mask whose older columns were found to be those of the cache.
+    """
+
+    def __init__(self, layers: Sequence[Any], expected: set[int], length: int) -> None:
+        self.layers, self.length = layers, length
+        self.missing = set(expected)
+        self.before: dict[int, dict[str, Any]] = {}
+        self.last: int | None = None
+        self.mask: torch.Tensor | None = None
+
+    def reach(self, index: int) -> None:
+        """Layer ``index`` is about to get the call's tokens."""
+        layer = self.layers[index]
+        self.before[index] = layer.snapshot() if hasattr(layer, "snapshot") else dict(vars(layer))
+        self.last = index
+        if hasattr(layer, "running"):
+            layer.running = self, index
+
+    def finish(self, index: int) -> None:
+        """Layer ``index`` has the call's tokens and attended to them."""
+        self.missing.discard(index)
+        if not self.missing:
+            self._forget()
+
+    def _forget(self) -> None:
+        for index in self.before:
+            if hasattr(self.layers[index], "running"):
+                self.layers[index].running = None
+        self.before.clear()
+        self.mask = None
+
+    def layer_before(self, index: int) -> Any:
+        """Layer ``index`` as it was, to be asked for its lengths; the layer itself stays as it is."""
+        layer = self.layers[index]
+        if index not in self.before:
+            return layer
+        twin = object.__new__(type(layer))
+        vars(twin).update({**vars(layer), **self.before[index]})
+        return twin
+
+    def take_back(self) -> bool:
+        """Make every layer what it was; returns whether any had taken tokens.
+
+        Raises
+        ------
+        CacheStateError
+            If a layer that is not folded has overwritten what it was.
+        """
+        stuck = [index for index, layer in enumerate(self.layers) if not _reversible(layer)]
+        if stuck and self.length:
+            raise CacheStateError(
+                f"cache: the last call of the model ended before all layers had its tokens, and layer {stuck[0]} "
+                f"({type(self.layers[stuck[0]]).__name__}) cannot go back to the {self.length} tokens before it; call "
+                "reset() and pass all tokens again"
+            )
+        for index in stuck:
+            self.layers[index].reset()
+        changed = bool(stuck)
+        for index, before in self.before.items():
+            layer = self.layers[index]
+            if index in stuck:
+                continue
+            if hasattr(layer, "restore"):
+                changed |= layer.columns != before["columns"]
+                layer.restore(before)
+            else:
+                changed = True
+                vars(layer).clear()
+                vars(layer).update(before)
+        self.missing.clear()
+        self._forget()
+        return changed
+
+
+def _reversible(layer: Any) -> bool:
+    """Whether a snapshot of a layer stays what it is while the layer goes on: what it holds is replaced, never written to."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return False
+    if hasattr(layer, "snapshot") or type(layer).__name__ == "DummyLayer":
+        return True
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def fed(model: nn.Module | None, layers: Sequence[Any]) -> set[int]:
+    """Layers that get keys and values in every call. Not those of which the model says that nothing attends there, or that only
+    cross-attention does, which may have nothing to look at."""
+    named: dict[int, list[str]] = {}
+    for module in model.modules() if model is not None else ():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int):
+            named.setdefault(index, []).append(type(module).__name__)
+    attends = {i: [n for n in names if "attention" in n.lower() or "attn" in n.lower()] for i, names in named.items()}
+
+    def idle(index: int, layer: Any) -> bool:
+        if isinstance(layer, LinearAttentionCacheLayerMixin) or not any(attends.values()):
+            return False
+        return index in named and all("Cross" in name for name in attends[index])
+
+    found = [(i, layer) for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+    return {i for i, layer in found if not idle(i, layer)}
+
+
+def attending(model: nn.Module | None) -> Any:
+    """Configuration that says how the model's decoder attends; None where it does not say that kvfold does."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    return text if is_folded(text) else None
+
+
+def storing(function: Callable[P, R]) -> Callable[P, R]:
+    """For what makes tensors that last: they are ordinary ones, also where the caller's are made in inference mode, which
+    nobody could write to later, or are traced for gradients."""
+
+    @wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return outside

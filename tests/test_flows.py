@@ -1,0 +1,359 @@
+"""Random flows: whatever is done with a cache, it holds what its tokens say, and attention reads what it holds.
+
+Sequences of calls, steps, padding, crops, drafts, reordered, repeated and selected sequences, copies, resets, calls that die
+anywhere and are tried again (or not), masks that are refused, inference mode on and off. Two attention layers are driven
+through Transformers' interfaces, as a model does it; a token's keys, values and queries follow from its id and position. So
+what a cache must hold is what a fresh one holds after one call with each sequence's tokens alone.
+
+``make fuzz`` runs 100,000 cases (``KVFOLD_FUZZ``: how many; ``KVFOLD_FUZZ_SEED``: others than those of the checks).
+"""
+
+import copy
+import os
+import random
+import warnings
+from contextlib import contextmanager, nullcontext, suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+import kvfold
+from helpers import assert_same_content, relative, rope, spec
+from kvfold.attention import attention_forward, padding_mask
+from kvfold.cache import FoldedCache, FoldedLayer
+from kvfold.errors import CacheStateError, KVFoldWarning
+
+METHODS = (
+    "none:sink=3,recent=5",
+    "fold:sink=3,recent=5",
+    "fold:bits=3,sink=0,recent=0",
+    "kivi:sink=4,recent=0",
+    "kivi:group=64,sink=0,recent=40",
+    "innerq:sink=5,recent=7",
+    "squat:sink=3,recent=9",
+    "squat_pre:sink=1,recent=20",
+    "zipcache:sink=0,recent=12",
+    "turboquant:sink=2,recent=2",
+    "qjl:sink=3,recent=5",
+    "gear:sink=0,recent=30",
+)
+CASES = int(os.environ.get("KVFOLD_FUZZ", "2000"))
+DIM, HEADS, LAYERS, VOCABULARY, MOST = 32, 2, 2, 61, 400
+WIDTH = {"qjl": 64, "turboquant": 64, "kivi": 64}  # others are as narrow as formats allow
+
+
+class Stop(BaseException):
+    """What ends a call in its middle; not an Exception, as an interrupt is none."""
+
+
+class Model:
+    """Two attention layers whose keys, values and queries are tables of (token, position)."""
+
+    def __init__(self, method: str) -> None:
+        self.method = kvfold.methods.get(method)
+        self.dim = WIDTH.get(self.method.name, DIM)
+        generator = torch.Generator().manual_seed(0)
+
+        def table(heads: int, *rows: int) -> torch.Tensor:
+            return torch.randn(LAYERS, *rows, heads, self.dim, generator=generator)
+
+        self.token = [table(heads, VOCABULARY) for heads in (1, 1, HEADS)]
+        self.place = [table(heads, MOST) for heads in (1, 1, HEADS)]
+        self.module = SimpleNamespace(training=False, is_causal=True, config=None)
+        self.shapes = [
+            spec(self.dim, HEADS, 1, layer_idx=i, num_layers=LAYERS, rope=rope(self.dim), fragments=False)
+            for i in range(LAYERS)
+        ]
+
+    def cache(self) -> FoldedCache:
+        return FoldedCache([FoldedLayer(self.method, shape) for shape in self.shapes], self.method)
+
+    def states(self, layer: int, ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+        """Keys, values and queries [batch, heads, tokens, dim]; some channels are large, as real ones are."""
+        both = zip(self.token, self.place, strict=True)
+        made = [(t[layer][ids] + p[layer][positions]).transpose(1, 2) for t, p in both]
+        made[0] = made[0] * torch.linspace(0.3, 4, self.dim) + torch.linspace(-2, 2, self.dim)
+        return made
+
+    def __call__(self, cache, ids, positions, mask=None, fault=None) -> list[torch.Tensor]:
+        """One call; ``fault`` is called with a place's name at every place where it may die."""
+        died = fault or (lambda place: None)
+        count = ids.shape[1]
+        columns, offset = cache.get_mask_sizes(count, 0)
+        assert columns == cache.get_seq_length() + count
+        shown = padding_mask(
+            attention_mask=mask, q_length=count, kv_length=columns, q_offset=columns - count, kv_offset=offset
+        )
+        outputs = []
+        for layer in range(LAYERS):
+            died(f"before layer {layer}")
+            key, value, query = self.states(layer, ids, positions)
+            key, value = cache.update(key, value, layer)
+            died(f"attention of layer {layer}")
+            outputs.append(attention_forward(self.module, query, key, value, shown, position_ids=positions)[0])
+        return outputs
+
+
+class Flow:
+    """A cache, and what its sequences must be: (tokens, how many are cut afterwards) one after the other."""
+
+    def __init__(self, model: Model, batch: int) -> None:
+        self.model, self.cache = model, model.cache()
+        self.history: list[list[list]] = [[] for _ in range(batch)]
+        self.shown = torch.zeros(batch, 0, dtype=torch.bool)
+        self.dice = random.Random(0)
+        self.remembered: list | None = None
+
+    # ---- what a sequence is ------------------------------------------------------------------------------------------
+
+    def length(self, row: int) -> int:
+        return sum(len(tokens) - cut for tokens, cut in self.history[row])
+
+    def fed(self, row: int, tokens: list[int]) -> None:
+        past = self.history[row]
+        if past and not past[-1][1]:
+            past[-1][0].extend(tokens)
+        elif tokens:
+            past.append([list(tokens), 0])
+
+    def cut(self, row: int, count: int, packed: int) -> None:
+        """A cut that leaves all that is packed leaves no trace; one beyond it decodes, so it belongs to the history."""
+        left = self.length(row) - count
+        if not left:
+            self.history[row] = []
+            return
+        past, of = self.history[row], self.cache.folded[0]
+        if packed <= of.packed_length(left) and count <= len(past[-1][0]) - past[-1][1] and not past[-1][1]:
+            del past[-1][0][len(past[-1][0]) - count :]
+            if not past[-1][0]:
+                past.pop()
+        elif count:
+            past[-1][1] += count
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+
+    def call(self, count: int, padded: bool = False, draft: bool = False) -> tuple:
+        """Ids, positions, mask and what becomes of the sequences."""
+        batch = len(self.history)
+        real = torch.ones(batch, count, dtype=torch.bool)
+        if padded and batch > 1:
+            for row in range(1, batch):
+                pad = self.dice.randrange(count)
+                real[row, :pad] = False
+        ids = torch.tensor([[self.dice.randrange(VOCABULARY) for _ in range(count)] for _ in range(batch)])
+        lens = torch.tensor([[self.length(row)] for row in range(batch)])
+        positions = (lens + real.long().cumsum(-1) - 1).clamp_min(0)
+        return ids, positions, torch.cat((self.shown, real), 1)
+
+    def held(self) -> list | None:
+        """What the first layer holds of every sequence, decoded; of a call that died, nothing."""
+        call = self.cache._call
+        if call is None or not call.missing:
+            of = self.cache.folded[0]
+            self.remembered = [of.decoded(row) for row in range(len(self.history))] if of.columns else None
+        return self.remembered
+
+    def run(self, call: tuple, look: bool) -> None:
+        """A call that lives, and what it must be: attention over what the cache held before, decoded."""
+        ids, positions, shown = call
+        before = self.held()
+        outputs = self.model(self.cache, ids, positions, None if bool(shown.all()) else shown)
+        real = shown[:, self.shown.shape[1] :]
+        if look:
+            self.compare(outputs[0], ids, positions, real, before)
+        for row in range(len(self.history)):
+            self.fed(row, ids[row][real[row]].tolist())
+        self.shown = shown
+
+    def compare(self, output, ids, positions, real, before) -> None:
+        key, value, query = self.model.states(0, ids, positions)
+        count = ids.shape[1]
+        for row in range(len(self.history)):
+            old = before[row] if before and self.length(row) else (key[row][:, :0], value[row][:, :0])
+            keys, values = (torch.cat((o, n[row].float()), 1) for o, n in zip(old, (key, value), strict=True))
+            past = old[0].shape[1]
+            sees = torch.cat((torch.ones(count, past, dtype=torch.bool), real[row].expand(count, -1)), 1)
+            sees &= torch.ones(count, past + count, dtype=torch.bool).tril(past)
+            scores = query[row].float() @ keys.transpose(1, 2) * self.model.dim**-0.5
+            weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+            expected = (weights @ values).transpose(0, 1)[real[row]]
+            assert relative(output[row][real[row]], expected) < 1e-4
+
+    def hides(self) -> None:
+        """A mask that says otherwise of what is cached is refused, and nothing has changed."""
+        if not self.shown.shape[1]:
+            return
+        self.held()
+        ids, positions, shown = self.call(1 + self.dice.randrange(3))
+        row, column = self.dice.randrange(len(self.history)), self.dice.randrange(self.shown.shape[1])
+        shown[row, column] = ~shown[row, column]
+        with pytest.raises(CacheStateError, match="attention_mask"):
+            self.model(self.cache, ids, positions, shown)
+
+    def dies(self, call: tuple, places: int) -> bool:
+        """A call that dies after ``places`` places, or in a layer's own work; returns whether it did."""
+        ids, positions, shown = call
+        left = [places]
+
+        def fault(place: str) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise Stop
+
+        self.held()
+        of = self.cache.folded[self.dice.randrange(LAYERS)]
+        name = self.dice.choice(("_take", "_encode", "_write_ring", "_log_columns", "_fit_ring", "_fit_sink", "_alike"))
+        inside = places > 2 * LAYERS
+        with self.breaking(of, name, fault) if inside else nullcontext():
+            if inside:
+                left[0] = places - 2 * LAYERS
+            with suppress(Stop):
+                self.model(self.cache, ids, positions, None if bool(shown.all()) else shown, None if inside else fault)
+                real = shown[:, self.shown.shape[1] :]
+                for row in range(len(self.history)):
+                    self.fed(row, ids[row][real[row]].tolist())
+                self.shown = shown
+                return False
+        return True
+
+    @contextmanager
+    def breaking(self, of: FoldedLayer, name: str, fault):
+        whole = getattr(of, name)
+
+        def broken(*args, **kwargs):
+            fault(name)
+            return whole(*args, **kwargs)
+
+        setattr(of, name, broken)
+        try:
+            yield
+        finally:
+            delattr(of, name)
+
+    def crop(self, count: int) -> None:
+        count = min(count, self.shown.shape[1])
+        packed = list(self.cache.folded[0].packed)
+        self.cache.crop(-count)
+        for row in range(len(self.history)):
+            lost = int(self.shown[row, self.shown.shape[1] - count :].sum())
+            if lost:
+                self.cut(row, lost, packed[row])
+        self.shown = self.shown[:, : self.shown.shape[1] - count]
+
+    def pick(self, rows: list[int]) -> None:
+        self.history = [copy.deepcopy(self.history[row]) for row in rows]
+        self.shown = self.shown[rows]
+
+    def do(self, kind: str, number: int) -> None:
+        batch, room = len(self.history), MOST - self.shown.shape[1]
+        self.dice = random.Random(number)
+        sizes = {"step": 1, "few": 1 + number % 5, "turn": 1 + number % 90, "prompt": 1 + number % 200}
+        if kind in sizes:
+            size = min(sizes[kind], room)
+            if size:
+                self.run(self.call(size, padded=number % 3 == 0), look=number % 2 == 0)
+        elif kind == "steps":
+            for _ in range(min(number % 40, room)):
+                self.run(self.call(1), look=False)
+        elif kind in ("dies", "dies and again"):
+            size = min(1 if number % 3 == 0 else 1 + number % 90, room)
+            if size:
+                call = self.call(size, padded=number % 4 == 0)
+                died = self.dies(call, 1 + number % 11)
+                if died:
+                    assert self.cache.get_seq_length() == self.shown.shape[1]
+                if died and kind == "dies and again":
+                    self.run(call, look=True)
+        elif kind == "draft":
+            size = min(1 + number % 40, room)
+            if size:
+                self.cache.activate_past_recording()
+                self.run(self.call(size), look=False)
+                self.crop(number % (size + 1))
+                for of in self.cache.folded:
+                    of.recording = False
+        elif kind == "crop":
+            self.crop(number % 70)
+        elif kind == "hides":
+            self.hides()
+        elif kind == "reorder":
+            rows = [self.dice.randrange(batch) for _ in range(batch)]
+            self.cache.reorder_cache(torch.tensor(rows))
+            self.pick(rows)
+        elif kind == "repeat" and batch == 1:
+            self.cache.batch_repeat_interleave(2)
+            self.pick([0, 0])
+        elif kind == "select":
+            rows = self.dice.sample(range(batch), self.dice.randint(1, batch))
+            self.cache.batch_select_indices(torch.tensor(rows))
+            self.pick(rows)
+        elif kind == "copy":
+            old, self.cache = self.cache, copy.deepcopy(self.cache)
+            if room > 60:  # what becomes of the one is nothing to the other
+                ids, positions, shown = self.call(60)
+                self.model(old, ids, positions, None if bool(shown.all()) else shown)
+        elif kind == "reset" and number % 4 == 0:
+            self.cache.reset()
+            self.history, self.shown = [[] for _ in range(batch)], torch.zeros(batch, 0, dtype=torch.bool)
+
+    # ---- what it must be ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.cache.settle()
+        assert self.cache.get_seq_length() == self.shown.shape[1]
+        for row, past in enumerate(self.history):
+            length = self.length(row)
+            alone, at = self.model.cache(), 0
+            for tokens, cut in past:
+                if tokens:
+                    positions = torch.arange(at, at + len(tokens))[None]
+                    self.model(alone, torch.tensor([tokens]), positions)
+                if cut:
+                    alone.crop(-cut)
+                at += len(tokens) - cut
+            for of, expected in zip(self.cache.folded, alone.folded, strict=True):
+                assert not self.shown.shape[1] or of.lens[row] == length
+                if length:
+                    assert_same_content(of, expected, row, 0)
+        for of in self.cache.folded:
+            assert of.running is None and not of.pending
+            tensors = [t for kept in of.tensors().values() for t in kept]
+            assert not any(t.is_inference() or t.requires_grad for t in tensors)
+
+
+KINDS = (
+    *("step", "steps", "few", "turn", "prompt", "dies", "dies and again", "draft", "crop"),
+    *("hides", "reorder", "repeat", "select", "copy", "reset"),
+)
+MODES = (torch.no_grad, torch.inference_mode, torch.enable_grad)
+operations = st.tuples(st.sampled_from(KINDS), st.integers(0, 5039), st.sampled_from(MODES))
+_models: dict[str, Model] = {}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@seed(int(os.environ.get("KVFOLD_FUZZ_SEED", "0")))
+@settings(
+    max_examples=-(-CASES // len(METHODS)),
+    deadline=None,
+    database=None,
+    derandomize=False,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    batch=st.integers(1, 3),
+    first=st.tuples(st.sampled_from(("prompt", "turn", "few", "dies")), st.integers(0, 5039), st.sampled_from(MODES)),
+    flow=st.lists(operations, min_size=1, max_size=7),
+)
+def test_flows(method, batch, first, flow):
+    model = _models.setdefault(method, Model(method))
+    of = Flow(model, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KVFoldWarning)
+        for kind, number, mode in (first, *flow):
+            with mode():
+                of.do(kind, number)
+        with torch.no_grad():
+            of.check()
