@@ -188,6 +188,16 @@ def test_a_full_disk_behind_standard_output_is_one_line(tmp_path):
     assert done.stderr.endswith("kvfold: error: standard output: File too large; the result is above\n")
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_closed_standard_output_or_error_is_none(closed, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, closed, None)
+    assert main(["explain", "--model", tiny, "--json", str(tmp_path / "x.json")]) == 0
+    assert getattr(sys, closed) is None and json.loads((tmp_path / "x.json").read_text())
+    assert main(["explain", "--model", tiny, "--json", str(tmp_path)]) == 2
+    shown = capsys.readouterr()
+    assert "is a folder" in shown.err if closed == "stdout" else "bytes per token" in shown.out
+
+
 def test_a_closed_pipe_ends_quietly():
     reading, writing = os.pipe()
     os.close(reading)

@@ -42,7 +42,8 @@ def main() -> int:
         try:
             if not said:
                 print("\nkvfold: interrupted", file=sys.stderr)
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except OSError:  # nobody listens
             pass
         os._exit(130)  # past what a library that was half imported would say at the end

@@ -17,8 +17,12 @@ from kvfold.errors import OutputError
 
 @contextlib.contextmanager
 def forgiving() -> Iterator[None]:
-    r"""Within, letters that standard output or error cannot show are printed as escapes (``\xe9``) and break nothing."""
+    r"""Within, letters that standard output or error cannot show are printed as escapes (``\xe9``); one that was closed takes
+    what is printed nowhere."""
     changed = []
+    closed = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        setattr(sys, name, open(os.devnull, "w"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             with contextlib.suppress(OSError):  # what is still in its buffer cannot be written
@@ -31,6 +35,9 @@ def forgiving() -> Iterator[None]:
         for stream, before in changed:
             with contextlib.suppress(OSError, ValueError):
                 stream.reconfigure(errors=before)
+        for name in closed:
+            getattr(sys, name).close()
+            setattr(sys, name, None)
 
 
 def as_json(value: Any, encoding: str | None = "utf-8") -> str:

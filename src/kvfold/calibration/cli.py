@@ -227,9 +227,9 @@ def verify(location: str, model: str | None) -> None:
 
         loaded, _, _ = load_model(model, None, "cpu")
         found.check_model(loaded.config)
-        fits = f"; fits {model}"
+        fits = f"; fits {model}'s configuration and weights (some elements of each are compared)"
         if not found.check_weights(loaded):
-            fits += "'s configuration (weights not compared: a file of schema 1 has no hash of them)"
+            fits = f"; fits {model}'s configuration (weights not compared: a file of schema 1 has no hash of them)"
     click.echo(f"sound: {found.method} for {found.model}{fits}")
 
 
