@@ -354,6 +354,14 @@ def test_compare_leaves_artefacts_of_other_weights_out(place, tmp_path, capsys):
     assert "the same shape but other weights; left out (name it to use it: --methods kvquant:" in printed.err
 
 
+def test_a_folder_of_other_files_is_left_alone(place, tmp_path, capsys):
+    (tmp_path / "a.partial").mkdir()
+    (tmp_path / "a.partial" / "weights.safetensors").write_text("mine")
+    assert main(command(place, "kvquant", tmp_path / "a")) == 2
+    assert "a.partial, where finished layers go, has other files" in capsys.readouterr().err
+    assert (tmp_path / "a.partial" / "weights.safetensors").read_text() == "mine" and not (tmp_path / "a").exists()
+
+
 def test_calibrate_refuses_options_that_a_method_has_not(place, tmp_path, capsys):
     for method, more, says in (
         ("kvquant", ("--preset", "paper"), "preset: kvquant has none"),

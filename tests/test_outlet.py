@@ -124,6 +124,13 @@ def test_rows_are_kept_when_the_result_cannot_be_written_and_the_same_command_wr
     assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == 1
 
 
+def test_a_file_that_no_run_left_is_not_replaced_by_rows(tiny, tmp_path, capsys):
+    (tmp_path / "x.json.partial").write_text("mine")
+    assert main([*COMPARE, "--model", tiny, "--json", str(tmp_path / "x.json")]) == 2
+    assert "x.json.partial, where rows are kept, is another file" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.json.partial", "mine")]
+
+
 def test_a_run_whose_rows_cannot_be_kept_goes_on(tiny, tmp_path, capsys):
     """The disk takes what comes before the first row; without any room the run is refused before the work."""
     command = [*COMPARE[:3], "kivi", *COMPARE[3:], "--model", tiny, "--json", str(tmp_path / "x.json")]

@@ -40,7 +40,7 @@ class State:
     Raises
     ------
     KVFoldError
-        If the folder cannot be written.
+        If the folder cannot be written, or has files that no run left.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
@@ -50,6 +50,12 @@ class State:
         with contextlib.suppress(OSError, ValueError):
             known = json.loads(about.read_text(encoding="utf-8"))
         if known != json.loads(json.dumps(identity)):
+            if (
+                folder.is_dir()
+                and not about.exists()
+                and any(not p.name.startswith(".kvfold-") for p in folder.iterdir())
+            ):
+                raise KVFoldError(f"out: {folder}, where finished layers go, has other files; give another name")
             self.remove()
         try:
             folder.mkdir(exist_ok=True)

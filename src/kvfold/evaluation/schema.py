@@ -213,11 +213,18 @@ class Sidecar(Generic[RowType]):
         Raises
         ------
         KVFoldError
-            Nothing can be written there.
+            Nothing can be written there, or a file is that no run left.
         """
         rows: dict[str, RowType] = {}
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+        held = b""
+        with contextlib.suppress(OSError):
+            held = self.path.read_bytes()
+        if held and not held.startswith(b'{"versions": '):  # with what every header begins
+            raise KVFoldError(
+                f"json: {self.path}, where rows are kept, is another file; move it away, or give another name"
+            )
+        with contextlib.suppress(ValueError, TypeError):
+            lines = held.decode("utf-8").splitlines()
             if lines and json.loads(lines[0]) == header.identity():
                 for line in lines[1:]:
                     row = read_row(self.kind, json.loads(line))
