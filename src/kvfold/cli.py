@@ -164,17 +164,17 @@ def generate(
 
     Without PROMPT, or with -, it is read from standard input: echo Hello | kvfold generate
     """
+    prompt = prompt_text(prompt)
+    if max_new_tokens < 1:
+        raise KVFoldError(f"max-new-tokens: {max_new_tokens}; give at least 1")
+    check_temperature(temperature)
+    target = json_target(json_path)
     import torch
 
     from kvfold import methods, sizes
     from kvfold.graph import decoding
 
-    prompt = prompt_text(prompt)
-    if max_new_tokens < 1:
-        raise KVFoldError(f"max-new-tokens: {max_new_tokens}; give at least 1")
-    check_temperature(temperature)
     method = methods.get(spec)
-    target = json_target(json_path)
     loaded, tokenizer, info = load(model, dtype, device)
     inputs = _prompt_inputs(tokenizer, prompt, raw).to(loaded.device)
     prompt_tokens = inputs["input_ids"].shape[1]
