@@ -1,6 +1,7 @@
 """Models that make folded caches by themselves: every call that would make a cache, no other, and an end to it."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -167,12 +168,47 @@ def test_a_copy_makes_its_own_caches_and_ends_alone(model):
     ids = prompt(1, 40)
     options = {**NEW, "attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
     out = twin.generate(ids, **options)
-    assert out.past_key_values.model is twin and not out.past_key_values.folded[0].sink[0].any()
+    assert out.past_key_values.model is twin
+    third = pickle.loads(pickle.dumps(twin))
+    assert (
+        third.generate(ids, **options).past_key_values.model is third
+        and not out.past_key_values.folded[0].sink[0].any()
+    )
     kvfold.unfold(twin)
+    assert kinds(third) is FoldedCache
     assert kinds(twin) is DynamicCache and kinds(model) is FoldedCache
     wrapped = torch.nn.ModuleDict({"inner": model})
     kvfold.unfold(wrapped)
     assert kinds(model) is DynamicCache
+
+
+class Wrapper(torch.nn.Module):
+    """As adapters wrap a model: its attributes show through, and its forward takes anything."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_a_wrapped_model_makes_them_too(model):
+    wrapper, ids = Wrapper(model), prompt(1, 60)
+    options = {**NEW, "attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
+    with kvfold.folding(wrapper, METHOD):
+        assert kinds(wrapper) is FoldedCache and kinds(model) is FoldedCache
+        assert isinstance(wrapper.generate(ids, **options).past_key_values, FoldedCache)
+        with kvfold.folding(model, "kivi"):
+            pass
+        assert str(wrapper(ids).past_key_values.method) == METHOD
+    assert kinds(wrapper) is DynamicCache
 
 
 def test_a_with_block_leaves_the_model_as_it_was(model):

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors
@@ -467,6 +468,18 @@ def test_an_insisted_kernel_must_exist_where_a_cache_goes():
     with pytest.raises(KVFoldError, match="kernel: cpu does not support this layer"):
         of.to("meta")
     assert of.device.type == "cpu" and not any(t.is_meta for some in of.tensors().values() for t in some)
+
+
+def test_layers_lie_where_the_models_layers_compute(model):
+    split = copy.deepcopy(model)
+    split.model.layers[1].self_attn.to("meta")
+    assert [d.type for d in saving.layer_devices(split, 3)] == [
+        "cpu",
+        "cpu",
+        "cpu",
+    ]  # offloaded weights compute elsewhere
+    split.model.layers[1].self_attn._hf_hook = SimpleNamespace(execution_device="meta")
+    assert [d.type for d in saving.layer_devices(split, 3)] == ["cpu", "meta", "cpu"]
 
 
 def test_a_model_without_weights_in_memory_is_refused(path):

@@ -9,9 +9,9 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -47,20 +47,24 @@ def begin(model: PreTrainedModel, wish: Wish) -> None:
     UnsupportedModelError
         If the model takes no ``past_key_values``.
     """
+    whole, model = (
+        model,
+        next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model),
+    )  # within a wrapper
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         raise UnsupportedModelError(f"always: {type(model).__name__} takes no past_key_values; allowed: always=False")
-    end(model)
+    end(whole)
     setattr(model, WISH, wish)
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     if hasattr(model, PREPARES):
-        setattr(model, PREPARES, MethodType(_prepare, model))
+        setattr(model, PREPARES, _Preparing(model))
 
 
 def end(model: nn.Module) -> None:
     """Take back what :func:`begin` did to a model, a copy of it, or one within ``model``."""
     for module in model.modules():
         module.__dict__.pop(WISH, None)
-        if getattr(module.__dict__.get(PREPARES), "__func__", None) is _prepare:
+        if isinstance(module.__dict__.get(PREPARES), _Preparing):
             del module.__dict__[PREPARES]
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is _before_forward:
@@ -97,7 +101,8 @@ def folding(
     """
     from kvfold.attention import fold, unfold
 
-    before, was_folded = model.__dict__.get(WISH), originals.is_folded(model.config)
+    before = next((m.__dict__[WISH] for m in model.modules() if WISH in m.__dict__), None)
+    was_folded = originals.is_folded(model.config)
     fold(model, method, kernel=kernel, max_length=max_length, always=True)
     try:
         yield model
@@ -110,6 +115,7 @@ def folding(
             begin(model, before)
 
 
+@torch.compiler.disable  # a cache is planned, not traced
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """A forward pre-hook: give a call that would make a cache a folded one. A cache that is passed stays what it is."""
     given = kwargs
@@ -127,27 +133,31 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return (*args[:place], cache, *args[place + 1 :]), kwargs
 
 
-def _prepare(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of the model's own: make a folded cache for a ``generate`` that was given none.
+class _Preparing:
+    """In place of a model's own :data:`PREPARES`: make a folded cache for a ``generate`` that was given none.
 
-    Raises
-    ------
-    UnsupportedModelError
-        If the call asks for another kind of cache.
+    An object, so that a copy or a pickle of a model has one of its own.
     """
-    own = getattr(type(model), PREPARES)
-    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
-        return own(model, generation_config, model_kwargs, *args, **kwargs)
-    asked = generation_config.cache_implementation
-    if asked is not None and asked != model.generation_config.cache_implementation:
-        raise UnsupportedModelError(
-            f"cache_implementation: {asked!r} is asked for, and the model was folded with always=True; allowed: leave it out, "
-            "or pass such a cache as past_key_values, or call kvfold.unfold(model) first"
-        )
-    if asked is not None:  # nobody's wish for this call
-        warn_once(f"kvfold: a folded cache takes the place of the generation config's cache_implementation={asked!r}")
-        generation_config.cache_implementation = None
-    model_kwargs["past_key_values"] = cache = getattr(model, WISH).cache(model)
-    if getattr(generation_config, "is_assistant", False):  # its drafts are taken back
-        cache.activate_past_recording()
-    return None
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.model
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            return getattr(type(model), PREPARES)(model, generation_config, model_kwargs, *args, **kwargs)
+        asked = generation_config.cache_implementation
+        if asked is not None and asked != model.generation_config.cache_implementation:
+            raise UnsupportedModelError(
+                f"cache_implementation: {asked!r} is asked for, and the model was folded with always=True; allowed: leave it "
+                "out, or pass such a cache as past_key_values, or call kvfold.unfold(model) first"
+            )
+        if asked is not None:  # nobody's wish for this call
+            warn_once(
+                f"kvfold: a folded cache takes the place of the generation config's cache_implementation={asked!r}"
+            )
+            generation_config.cache_implementation = None
+        model_kwargs["past_key_values"] = cache = getattr(model, WISH).cache(model)
+        if getattr(generation_config, "is_assistant", False):  # its drafts are taken back
+            cache.activate_past_recording()
+        return None

@@ -253,7 +253,7 @@ class Recipe(Method):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return self.method.name
+        return str(self)
 
     def __str__(self) -> str:
         parts = [str(self.method)]
