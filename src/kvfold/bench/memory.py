@@ -393,6 +393,8 @@ def place(whole: FoldedLayer, part: FoldedLayer, first: int, batch: int) -> None
         keys, values = ({n: rows(x) for n, x in side.items()} for side in part.shared)
         whole.shared = (keys, values)
         whole.following.state = {n: rows(x) for n, x in part.following.state.items()}
+        if part.following.ring is not None:  # as long as the prompt made it
+            whole.following.ring = rows(part.following.ring)
         for name in ("lens", "packed", "prompt", "first_position", "fixed"):
             setattr(whole, name, getattr(part, name)[:1] * batch)
         whole.following.made = part.following.made[:1] * batch
