@@ -1,5 +1,6 @@
 """Chats on one folded cache: against plain generation from scratch, interrupted, cut, refolded; in a process and a terminal."""
 
+import fcntl
 import io
 import json
 import os
@@ -7,8 +8,10 @@ import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 
@@ -416,6 +419,7 @@ class Terminal:
 
     def __init__(self, *arguments):
         self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 500, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvfold", "chat", *arguments],
             stdin=theirs,
@@ -423,7 +427,7 @@ class Terminal:
             stderr=theirs,
             start_new_session=True,
             preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # the session's terminal: Ctrl-C reaches it
-            env={**os.environ, "TERM": "dumb"},
+            env={name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "dumb"},
         )
         os.close(theirs)
         self.seen = ""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -98,7 +101,32 @@ def chat(
     try:
         session.run()
     finally:
-        publish(session.transcript(), json_path, target, lambda: None)
+
+        def keep() -> None:
+            publish(session.transcript(), json_path, target, lambda: None)
+
+        try:
+            interrupted = _undisturbed(keep)
+        except (
+            KeyboardInterrupt
+        ):  # of a pipe's end and Ctrl-C at once the end is seen first: it came before it was put off
+            interrupted = _undisturbed(keep) or True
+        if interrupted:
+            raise KeyboardInterrupt
+
+
+def _undisturbed(work: Callable[[], None]) -> bool:
+    """Do what Ctrl-C must not cut short; returns whether it was pressed meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return False
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        work()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return bool(pressed)
 
 
 class _Session:
@@ -179,7 +207,12 @@ class _Session:
 
     def tell(self, line: str) -> None:
         """Say something beside the answers."""
-        click.secho(f"[{self.talk.method}] {line}" if self.turns else f"kvfold: {line}", err=True, dim=self.at_terminal)
+        from kvfold.sheet import wrap
+
+        line = f"[{self.talk.method}] {line}" if self.turns else f"kvfold: {line}"
+        if sys.stderr.isatty():
+            line = "\n".join(wrap(line, max(shutil.get_terminal_size().columns, 20)))
+        click.secho(line, err=True, dim=self.at_terminal)
 
     def lines(self) -> Iterator[str]:
         """Turns and commands, typed or piped."""
