@@ -25,6 +25,7 @@ from helpers import assert_same_content, relative, rope, spec
 from kvfold.attention import attention_forward, padding_mask
 from kvfold.cache import FoldedCache, FoldedLayer
 from kvfold.errors import CacheStateError, KVFoldWarning
+from kvfold.following import SPARE
 
 METHODS = (
     "none:sink=3,recent=5",
@@ -103,6 +104,7 @@ class Flow:
     def __init__(self, model: Model, batch: int) -> None:
         self.model, self.cache = model, model.cache()
         self.history: list[list[list]] = [[] for _ in range(batch)]
+        self.most = [0] * batch  # tokens that a sequence ever had
         self.shown = torch.zeros(batch, 0, dtype=torch.bool)
         self.dice = random.Random(0)
         self.remembered: list | None = None
@@ -114,6 +116,7 @@ class Flow:
 
     def fed(self, row: int, tokens: list[int]) -> None:
         past = self.history[row]
+        self.most[row] = max(self.most[row], self.length(row) + len(tokens))
         if past and not past[-1][1]:
             past[-1][0].extend(tokens)
         elif tokens:
@@ -123,7 +126,7 @@ class Flow:
         """A cut that leaves all that is packed leaves no trace; one beyond it decodes, so it belongs to the history."""
         left = self.length(row) - count
         if not left:
-            self.history[row] = []
+            self.history[row], self.most[row] = [], 0
             return
         past, of = self.history[row], self.cache.folded[0]
         if packed <= of.packed_length(left) and count <= len(past[-1][0]) - past[-1][1] and not past[-1][1]:
@@ -234,7 +237,13 @@ class Flow:
             delattr(of, name)
 
     def crop(self, count: int) -> None:
+        """Where an encoder follows queries: no further back than those it keeps, beyond which a state is made of fewer."""
         count = min(count, self.shown.shape[1])
+        if self.cache.folded[0].following.active:
+            self.cache.settle()
+            count = min(count, *(SPARE - most + self.length(row) for row, most in enumerate(self.most)), SPARE)
+        if count <= 0:
+            return
         packed = list(self.cache.folded[0].packed)
         self.cache.crop(-count)
         for row in range(len(self.history)):
@@ -245,6 +254,7 @@ class Flow:
 
     def pick(self, rows: list[int]) -> None:
         self.history = [copy.deepcopy(self.history[row]) for row in rows]
+        self.most = [self.most[row] for row in rows]
         self.shown = self.shown[rows]
 
     def do(self, kind: str, number: int) -> None:
@@ -256,7 +266,7 @@ class Flow:
             if size:
                 self.run(self.call(size, padded=number % 3 == 0), look=number % 2 == 0)
         elif kind == "steps":
-            for _ in range(min(number % 40, room)):
+            for _ in range(min(number % 12, room)):
                 self.run(self.call(1), look=False)
         elif kind in ("dies", "dies and again"):
             size = min(1 if number % 3 == 0 else 1 + number % 90, room)
@@ -298,6 +308,7 @@ class Flow:
         elif kind == "reset" and number % 4 == 0:
             self.cache.reset()
             self.history, self.shown = [[] for _ in range(batch)], torch.zeros(batch, 0, dtype=torch.bool)
+            self.most = [0] * batch
 
     # ---- what it must be ---------------------------------------------------------------------------------------------
 
