@@ -5,13 +5,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvfold-installed
 WORKERS ?= 2
 
-.PHONY: demo test lint format artefacts table lengths learned ablation clean
+.PHONY: demo test fuzz lint format artefacts table lengths learned ablation clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(ARGS)
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+# Flows of a cache at random, against fresh caches of the same tokens: CASES of them, others with another SEED
+CASES ?= 100000
+SEED ?= 0
+fuzz: $(STAMP)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 KVFOLD_FUZZ=$(CASES) KVFOLD_FUZZ_SEED=$(SEED) \
+		$(BIN)/pytest -n $(WORKERS) tests/test_flows.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -939,3 +939,15 @@ def test_a_used_cache_and_a_prompt_that_is_not_longer(length, masked):
     cache.crop(-(100 - length + 1))
     model.generate(ids[:, :length], **options)
     assert cache.get_seq_length() == length + 3
+
+
+def test_a_padded_prompt_in_chunks_is_not_taken_for_the_cached_one():
+    """Each of these calls is as long as the ones before together; positions begin at 0 where padding ends."""
+    model, ids = llama(), prompt(2, 80)
+    for start, row in ((40, 0), (30, 0), (40, 1), (10, 1)):
+        mask = torch.ones_like(ids)
+        mask[row, :start] = 0
+        whole, cut = (kvfold.fold(model, small("kivi")) for _ in range(2))
+        logits(model, whole, ids, [80], mask)
+        logits(model, cut, ids, [40, 40], mask)
+        assert cut.folded[0].lens == whole.folded[0].lens

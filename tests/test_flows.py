@@ -258,7 +258,7 @@ class Flow:
         self.shown = self.shown[rows]
 
     def do(self, kind: str, number: int) -> None:
-        batch, room = len(self.history), MOST - self.shown.shape[1]
+        batch, room = len(self.history), MOST - 1 - self.shown.shape[1]
         self.dice = random.Random(number)
         sizes = {"step": 1, "few": 1 + number % 5, "turn": 1 + number % 90, "prompt": 1 + number % 200}
         if kind in sizes:
@@ -313,7 +313,7 @@ class Flow:
     # ---- what it must be ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        self.cache.settle()
+        self.run(self.call(1), look=True)  # after a draft, packing lags by a call
         assert self.cache.get_seq_length() == self.shown.shape[1]
         for row, past in enumerate(self.history):
             length = self.length(row)

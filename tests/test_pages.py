@@ -258,7 +258,9 @@ def test_hadamard_is_orthonormal_and_its_rows_do_not_mix(dim, block):
 
 def test_hadamard_refuses_blocks_by_name():
     for dim, block in ((64, 128), (80, 32), (64, 24)):
-        with pytest.raises(ValueError, match=rf"rotation={block}: head_dim={dim} needs one of \[1, 2"):
+        with pytest.raises(
+            ValueError, match=rf"rotation={block}: head_dim={dim} is not divisible by it; allowed: \[1, 2"
+        ):
             Hadamard(dim, block)
 
 

@@ -382,7 +382,12 @@ class FoldedLayer(CacheLayerMixin):
         """Refuse a prompt that the cache holds already: ``generate`` passes it on whole, to be read a second time."""
         if count != self.columns or position_ids is None or position_ids.ndim != 2:
             return
-        if int(position_ids[0, 0]) == 0 and int(position_ids[0, -1]) == count - 1:
+        if self.running is not None and len(self.running[0].before) > 1:
+            return  # the first layer has looked
+        held = self.lens[0]
+        if held < min(count, 2):  # padding, or a token that padding follows
+            return
+        if int(position_ids[0, 0]) == 0 and int(position_ids[0, -1]) == held - 1:
             raise CacheStateError(
                 f"input_ids: the {count} tokens have the positions of the {count} that the cache holds; {AS_IT_BEGINS}"
             )

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvfold.errors import UnsupportedModelError
+from kvfold.errors import CacheStateError, UnsupportedModelError
 from kvfold.rollback import storing
 
 if TYPE_CHECKING:
@@ -299,9 +299,7 @@ class Decoding:
         asked = [name for name in REFUSED if self._asks(name, kwargs)]
         if single and asked and self.required:
             raise UnsupportedModelError(f"decode graph: {asked[0]} is not supported; allowed: input_ids")
-        if single and self.graph is None:
-            self._look(kwargs.get("attention_mask"))
-        if asked or ids is None or not single or not self._ready():
+        if asked or ids is None or not single or not self._ready(kwargs.get("attention_mask")):
             self.finish()
             return self._plain(*args, **kwargs)
         assert self.graph is not None
@@ -316,12 +314,6 @@ class Decoding:
             as_dict = getattr(self.model.config, "return_dict", True)
         return out if as_dict else out.to_tuple()
 
-    def _look(self, mask: torch.Tensor | None) -> None:
-        """Before steps that look at no mask, look at this one: what it says of cached tokens must be what the cache knows."""
-        self.cache.settle()
-        if mask is not None and mask.ndim == 2 and self.cache.folded and self.cache.folded[0].is_initialized:
-            self.cache.folded[0].check_mask(mask)
-
     def _asks(self, name: str, kwargs: dict[str, Any]) -> bool:
         """Whether a call, or where it is silent the model's configuration, asks for what a graph does not have."""
         value = kwargs.get(name)
@@ -329,8 +321,9 @@ class Decoding:
             value = getattr(self.model.config, name, None)
         return value is not None and value is not False
 
-    def _ready(self) -> bool:
-        """Have a graph, if that is possible by now."""
+    def _ready(self, mask: torch.Tensor | None) -> bool:
+        """Have a graph, if that is possible by now. Its steps look at no mask, so this one is looked at: of cached tokens it must
+        say what the cache knows."""
         if self.done >= self.room:
             self.reason = f"room={self.room} tokens were decoded before"
             if self.required:
@@ -338,6 +331,7 @@ class Decoding:
             return False
         if self.graph is not None:
             return True
+        self.cache.settle()
         folded = self.cache.folded
         if folded and not all(map(is_packed, folded)):
             self.reason, self.done = "nothing is packed yet", self.done + 1
@@ -353,6 +347,12 @@ class Decoding:
         finally:
             self._busy = False
         self.reason = None
+        if mask is not None and mask.ndim == 2:
+            try:
+                folded[0].check_mask(mask)
+            except CacheStateError:
+                self.finish()
+                raise
         return True
 
     def finish(self) -> None:

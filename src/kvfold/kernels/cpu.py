@@ -116,7 +116,7 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the po
 def _sinks(sinks: torch.Tensor | None, heads: int, tokens: int) -> torch.Tensor:
     """Learned sinks, one per query row: float32 [num_kv_heads, rows]; no rows where there are none."""
     if sinks is None:
-        return torch.empty(heads, 0)
+        return torch.empty(heads, 0, dtype=torch.float32, device="cpu")
     return sinks.detach().float().view(heads, -1).repeat_interleave(tokens, 1)
 
 
