@@ -1,14 +1,15 @@
 """Random flows: whatever is done with a cache, it holds what its tokens say, and attention reads what it holds.
 
-Sequences of calls, steps, padding, crops, drafts, reordered, repeated and selected sequences, copies, resets, calls that die
-anywhere and are tried again (or not), masks that are refused, inference mode on and off. Two attention layers are driven
-through Transformers' interfaces, as a model does it; a token's keys, values and queries follow from its id and position. So
-what a cache must hold is what a fresh one holds after one call with each sequence's tokens alone.
+Sequences of calls, steps, padding, crops, drafts, reordered, repeated and selected sequences, copies, saving and loading,
+resets, calls that die anywhere and are tried again (or not), masks that are refused, inference mode on and off. Two attention
+layers are driven through Transformers' interfaces, as a model does it; a token's keys, values and queries follow from its id
+and position. So what a cache must hold is what a fresh one holds after one call with each sequence's tokens alone.
 
 ``make fuzz`` runs 100,000 cases (``KVFOLD_FUZZ``: how many; ``KVFOLD_FUZZ_SEED``: others than those of the checks).
 """
 
 import copy
+import json
 import os
 import random
 import warnings
@@ -26,6 +27,8 @@ from kvfold.attention import attention_forward, padding_mask
 from kvfold.cache import FoldedCache, FoldedLayer
 from kvfold.errors import CacheStateError, KVFoldWarning
 from kvfold.following import SPARE
+from kvfold.rollback import storing
+from kvfold.saving import _described, _restore
 
 METHODS = (
     "none:sink=3,recent=5",
@@ -305,10 +308,23 @@ class Flow:
             if room > 60:  # what becomes of the one is nothing to the other
                 ids, positions, shown = self.call(60)
                 self.model(old, ids, positions, None if bool(shown.all()) else shown)
+        elif kind == "save":
+            self.load()
         elif kind == "reset" and number % 4 == 0:
             self.cache.reset()
             self.history, self.shown = [[] for _ in range(batch)], torch.zeros(batch, 0, dtype=torch.bool)
             self.most = [0] * batch
+
+    @storing
+    def load(self) -> None:
+        """As ``cache.save`` and ``kvfold.load_cache`` write and read layers, but for the file and the model's hashes."""
+        self.cache.settle()
+        twin, tensors = self.model.cache(), {}
+        for i, (of, new) in enumerate(zip(self.cache.folded, twin.folded, strict=True)):
+            told = json.loads(json.dumps(_described(of, f"{i}.", tensors)))
+            own = {name: t.clone() for name, t in tensors.items()}
+            _restore(new, told, f"{i}.", own, torch.device("cpu"), 0)
+        self.cache = twin
 
     # ---- what it must be ---------------------------------------------------------------------------------------------
 
@@ -337,7 +353,7 @@ class Flow:
 
 KINDS = (
     *("step", "steps", "few", "turn", "prompt", "dies", "dies and again", "draft", "crop"),
-    *("hides", "reorder", "repeat", "select", "copy", "reset"),
+    *("hides", "reorder", "repeat", "select", "copy", "save", "reset"),
 )
 MODES = (torch.no_grad, torch.inference_mode, torch.enable_grad)
 operations = st.tuples(st.sampled_from(KINDS), st.integers(0, 5039), st.sampled_from(MODES))

@@ -322,8 +322,10 @@ class Decoding:
         return value is not None and value is not False
 
     def _ready(self, mask: torch.Tensor | None) -> bool:
-        """Have a graph, if that is possible by now. Its steps look at no mask, so this one is looked at: of cached tokens it must
-        say what the cache knows."""
+        """Have a graph, if that is possible by now.
+
+        Its steps look at no mask, so this one is looked at: of cached tokens it must say what the cache knows.
+        """
         if self.done >= self.room:
             self.reason = f"room={self.room} tokens were decoded before"
             if self.required:
