@@ -252,7 +252,6 @@ def test_a_prompt_of_one_token(method, target):
     ("options", "message"),
     [
         ({"softcap": 30.0}, "does not support attention with softcap"),
-        ({"s_aux": torch.zeros(4)}, "does not support attention with s_aux"),
         ({"position_bias": torch.zeros(1)}, "does not support attention with position_bias"),
         ({"sliding_window": 16}, "does not support attention with sliding_window"),
         ({"is_causal": False}, "does not support attention with is_causal=False"),

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvfold import kernels, originals
+from kvfold import attentions, kernels, originals
 from kvfold.arithmetic import outside_autocast
 from kvfold.cache import AnyLayer, FoldedCache, FoldedLayer, warn_once
 from kvfold.errors import KVFoldError, MethodError, UnsupportedModelError
@@ -247,6 +247,7 @@ def fold(
     Layers that cannot be folded (sliding windows, linear attention, latent attention) keep Transformers' own cache in
     full precision; a warning says so once, and :func:`kvfold.explain` says which.
     """
+    model = transformer(model)
     cache = make_cache(model, get(method), kernel, max_length)
     if always:
         from kvfold.always import Wish, begin
@@ -257,37 +258,51 @@ def fold(
 
 def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_length: int | None) -> FoldedCache:
     """See :func:`fold`."""
+    if all(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} is on the meta device, without weights; load it before it is folded "
+            "(kvfold.explain needs none)"
+        )
     plan = plan_layers(model, method, kernel)
-    layers: list[AnyLayer] = []
-    for item in plan:
-        if item.spec is None:
-            layers.append(item.own)
-        else:
-            kernels.choose(
-                plain(item.method.key_format(item.spec)),
-                item.method.value_format(item.spec),
-                model.device,
-                item.method.pre_rope,
-                kernel,
-                model.dtype,
-                item.spec.softcap,
-            )
-            layers.append(_folded(item, kernel, max_length))
+    layers = _layers(plan, model, kernel, max_length)
     kept = [str(i) for i, item in enumerate(plan) if item.spec is None and item.reason != KEPT]
     if kept:
         reasons = "; ".join(sorted({item.reason for item in plan if item.spec is None and item.reason != KEPT}))
         warn_once(f"kvfold: {len(kept)} of {len(plan)} layers stay in full precision ({reasons}): {', '.join(kept)}")
-    attentions = _attentions(model)
-    folded = [attentions[i] for i, item in enumerate(plan) if item.spec is not None and i in attentions]
-    _switch(model, folded)
-    for module in folded:
+    folded = [item for item in plan if item.spec is not None]
+    if folded:
+        _switch(model, attentions.storing(model))
+    for module in (item.module for item in folded if item.module is not None):
         module.kvfold_folds = True  # type: ignore[assignment]
     return FoldedCache(layers, method, model)
 
 
-def _switch(model: nn.Module, attentions: list[nn.Module]) -> None:
+@outside_autocast
+def _layers(
+    plan: list["LayerPlan"], model: PreTrainedModel, kernel: str | None, max_length: int | None
+) -> list[AnyLayer]:
+    """The cache layers of a plan; refused where no kernel serves one."""
+    layers: list[AnyLayer] = []
+    for item in plan:
+        if item.spec is None:
+            layers.append(item.own)
+            continue
+        kernels.choose(
+            plain(item.method.key_format(item.spec)),
+            item.method.value_format(item.spec),
+            model.device,
+            item.method.pre_rope,
+            kernel,
+            model.dtype,
+            item.spec.softcap,
+        )
+        layers.append(_folded(item, kernel, max_length))
+    return layers
+
+
+def _switch(model: nn.Module, modules: list[nn.Module]) -> None:
     """Have these modules attend through kvfold."""
-    for config in list(originals.configurations(model, attentions)):
+    for config in list(originals.configurations(model, modules)):
         if not originals.is_folded(config):
             config._attn_implementation_internal = _register(config._attn_implementation)
 
@@ -299,11 +314,19 @@ def unfold(model: nn.Module) -> None:
     ----------
     model : nn.Module
         A folded model, a copy of one, or a module with one inside.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If there is no Transformers model inside.
     """
     from kvfold.always import end
 
+    if not isinstance(model, nn.Module) or not originals.restore(model):
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} object has no Transformers model inside; allowed: what fold() was given"
+        )
     end(model)
-    originals.restore(model)
 
 
 def _folded(item: "LayerPlan", kernel: str | None, max_length: int | None) -> FoldedLayer:
@@ -317,10 +340,12 @@ KEPT = "kept in full precision, as the method says"
 
 
 class LayerPlan:
-    """Whether a layer is folded: its method and spec, or the cache layer it keeps and why."""
+    """Whether a layer is folded: its method, spec and attention module, or the cache layer it keeps and why."""
 
-    def __init__(self, spec: LayerSpec | None, own: AnyLayer, reason: str, method: Method) -> None:
-        self.spec, self.own, self.reason, self.method = spec, own, reason, method
+    def __init__(
+        self, spec: LayerSpec | None, own: AnyLayer, reason: str, method: Method, module: nn.Module | None = None
+    ) -> None:
+        self.spec, self.own, self.reason, self.method, self.module = spec, own, reason, method, module
 
 
 @outside_autocast
@@ -333,39 +358,42 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
     UnsupportedModelError, MethodError
         As :func:`fold`.
     """
+    model = transformer(model)
     config = model.config.get_text_config(decoder=True)
+    _check_kind(model, config)
     _check_interface(model)
     method.check_model(config)
     rope = rope_of(model) if method.pre_rope else None
     count = config.num_hidden_layers
     method.check_layers(count)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     own: list[Any] = list(DynamicCache(config=config).layers)
     own += [DynamicLayer() for _ in range(count - len(own))]
-    modules = _attentions(model)
+    modules = attentions.of_decoder(model)
     latent = getattr(config, "kv_lora_rank", None) is not None
-    if shared := getattr(config, "num_kv_shared_layers", None):
-        raise UnsupportedModelError(f"num_kv_shared_layers={shared}: models with shared keys are not folded")
     plan = []
     for index, layer in enumerate(own):
-        reason = ""
+        module = modules.get(index, modules.get(-1))
+        shape = attentions.shape_of(module, config)
+        reason = shape.why_not
         if latent:
             reason = "latent attention (MLA) already stores a compressed cache"
         elif type(layer) not in (DynamicLayer, LinearAttentionAndFullAttentionLayer):
             reason = f"{_kind(layer)} is not folded"
+        elif module is not None and (why := attentions.why_not(module)):
+            raise UnsupportedModelError(f"model: {type(model).__name__} is not folded: {why}")
         if reason and index in method.named:
             raise MethodError(f"layer {index}: {reason}; leave it out of the method")
         chosen = method.at(index)
         if reason or chosen is None:
             plan.append(LayerPlan(None, layer, reason or KEPT, method))
             continue
-        layer_rope = rope if chosen.pre_rope and getattr(modules.get(index), "use_rope", True) else None
-        softcap = getattr(modules.get(index), "attn_logit_softcapping", None)
-        spec = LayerSpec(index, count, heads, kv_heads, head_dim, model.dtype, layer_rope, softcap=softcap)
+        layer_rope = rope if chosen.pre_rope and getattr(module, "use_rope", True) else None
+        softcap = getattr(module, "attn_logit_softcapping", None)
+        spec = LayerSpec(
+            index, count, shape.heads, shape.kv_heads, shape.head_dim, model.dtype, layer_rope, softcap=softcap
+        )
         _check_shapes(chosen, spec)
-        plan.append(LayerPlan(_packed_for(chosen, spec, model.device, kernel), layer, "", chosen))
+        plan.append(LayerPlan(_packed_for(chosen, spec, model.device, kernel), layer, "", chosen, module))
     if all(item.spec is None for item in plan) and any(item.reason == KEPT for item in plan):
         raise MethodError(f"keep: {method} folds no layer of this model; allowed: to leave some")
     return plan
@@ -383,13 +411,67 @@ def _check_interface(model: nn.Module) -> None:
     )
 
 
-def _attentions(model: nn.Module) -> dict[int, nn.Module]:
-    """Attention modules by layer."""
-    return {
-        int(module.layer_idx): module  # type: ignore[arg-type]
-        for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "o_proj")
-    }
+def transformer(model: Any) -> PreTrainedModel:
+    """The Transformers model that is meant: itself, or inside a compiled model, a PEFT model or another module.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If there is none, or one of several copies.
+    """
+    wanted = "allowed: a model that Transformers loaded, or a PEFT model of one"
+    if isinstance(model, str):
+        raise UnsupportedModelError(
+            f"model: {model!r} is a name; load it first: transformers.AutoModelForCausalLM.from_pretrained({model!r})"
+        )
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} object"
+        raise UnsupportedModelError(f"model: {'None' if model is None else what} is not a model; {wanted}")
+    if isinstance(model, nn.DataParallel):
+        raise UnsupportedModelError(
+            "model: DataParallel runs copies of a model, which cannot share one cache; allowed: the model inside, "
+            "fold(model.module)"
+        )
+    inside = _models_in(model)
+    if not inside:
+        raise UnsupportedModelError(f"model: {type(model).__name__} is not a Transformers model; {wanted}")
+    if len(inside) > 1:
+        names = ", ".join(type(found).__name__ for found in inside)
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} has several models inside ({names}); give one of them"
+        )
+    return inside[0]
+
+
+def _models_in(module: nn.Module) -> list[PreTrainedModel]:
+    """Transformers' models within a module, without those within these."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return [found for child in module.children() for found in _models_in(child)]
+
+
+def _check_kind(model: PreTrainedModel, config: Any) -> None:
+    """Refuse, by name, what no layer of a model could serve."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"model: {name} is an encoder-decoder model, whose cache also holds what the encoder gave; kvfold folds decoder "
+            "models"
+        )
+    if getattr(config, "is_causal", True) is False:
+        raise UnsupportedModelError(
+            f"is_causal=False: {name} sees later tokens in every call; a folded cache holds what was seen before"
+        )
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(f"num_kv_shared_layers={shared}: models with shared keys are not folded")
+    if getattr(config, "cross_attention_layers", None) is not None:
+        raise UnsupportedModelError(
+            f"cross_attention_layers={config.cross_attention_layers}: {name} keeps an image's keys in its cache; models with "
+            "cross-attention are not folded"
+        )
+    for field in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        if not isinstance(getattr(config, field, None), int):
+            raise UnsupportedModelError(f"model: {name} has no {field} in its text configuration: no attention to fold")
 
 
 def _packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> LayerSpec:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvfold import kernels
 from kvfold.arithmetic import outside_autocast
-from kvfold.attention import KEPT, plan_layers
+from kvfold.attention import KEPT, plan_layers, transformer
 from kvfold.cache import choose_encoder
 from kvfold.formats import Format, PagedFormat
 from kvfold.formats.paged import plain
@@ -119,7 +119,7 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
     MethodError, UnsupportedModelError
         As :func:`kvfold.fold`.
     """
-    method = get(method)
+    method, model = get(method), transformer(model)
     item_bits = 8 * model.dtype.itemsize
     rows: list[LayerReport] = []
     said: list[str] = []

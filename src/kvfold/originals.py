@@ -69,12 +69,15 @@ def configurations(model: nn.Module, attentions: list[nn.Module]) -> Iterator[Pr
             yield config
 
 
-def restore(model: nn.Module) -> None:
-    """Give every configuration within a model the implementation that it had."""
+def restore(model: nn.Module) -> bool:
+    """Give every configuration within a model the implementation that it had; returns whether there is any configuration."""
+    found = False
     for module in model.modules():
         config = getattr(module, "config", None)
+        found |= isinstance(config, PreTrainedConfig)
         if isinstance(config, PreTrainedConfig) and is_folded(config):
             config._attn_implementation_internal = _before[config._attn_implementation]
+    return found
 
 
 def attention_of(module: nn.Module, previous: str | None) -> Callable:

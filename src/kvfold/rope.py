@@ -91,6 +91,11 @@ def rope_of(model: nn.Module) -> Rope:
             f"rope_type={kind}: methods that store keys before RoPE need frequencies that do not change with length; "
             f"allowed: {', '.join(FIXED_ROPE_TYPES)}"
         )
+    if module.inv_freq.device.type == "meta":
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} is on the meta device, without numbers to rotate by; load it for methods that "
+            "store keys before RoPE"
+        )
     scaling = float(getattr(module, "attention_scaling", 1.0))
     rope = Rope(module.inv_freq.detach().float().clone(), scaling)
     theirs = getattr(sys.modules.get(type(module).__module__), "apply_rotary_pos_emb", None)
