@@ -290,6 +290,14 @@ def test_a_copy_can_be_saved_and_a_cache_whose_model_is_gone_says_so(model, tmp_
     assert_same_cache(cache, pickle.loads(pickle.dumps(cache)))
 
 
+def test_what_is_loaded_in_inference_mode_lives_outside_of_it(model, tmp_path):
+    cache = filled(model, "squat")
+    with torch.inference_mode():
+        twin = again(cache, model, tmp_path / "cache.safetensors")
+    assert not any(t.is_inference() for layer in twin.folded for some in layer.tensors().values() for t in some)
+    assert torch.equal(continued(model, cache), continued(model, twin))
+
+
 def test_generate_goes_on_from_a_loaded_prompt(model, tmp_path):
     ids = prompt(1, 260)
     cache = kvfold.fold(model, "fold")
@@ -385,7 +393,7 @@ def test_damaged_and_foreign_files_are_refused(path, model, tmp_path):
         kvfold.load_cache(rewrite(path, target, lambda f: f.update(schema=2)), model)
     with pytest.raises(CacheFileError, match="no schema version"):
         kvfold.load_cache(rewrite(path, target, lambda f: f.pop("schema")), model)
-    with pytest.raises(CacheFileError, match="is damaged: layer 1 does not fit together"):
+    with pytest.raises(CacheFileError, match="is damaged: its layers do not fit together"):
         kvfold.load_cache(rewrite(path, target, lambda f: f["layers"][1].update(lens=[900, 900])), model)
     with pytest.raises(CacheFileError, match="layers"):
         kvfold.load_cache(rewrite(path, target, lambda f: f["layers"].pop()), model)

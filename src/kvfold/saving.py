@@ -56,8 +56,7 @@ def save(cache: FoldedCache, path: str | os.PathLike[str]) -> None:
             "cache: the model that it was folded for is gone, so the file could not say whose it is; save while the model "
             "exists"
         )
-    tensors: Tensors = {}
-    layers = [_described(layer, f"layers.{i}.", tensors) for i, layer in enumerate(cache.layers)]
+    layers, tensors = contents(cache)
     fields = {
         "schema": SCHEMA,
         "method": str(cache.method),
@@ -70,11 +69,11 @@ def save(cache: FoldedCache, path: str | os.PathLike[str]) -> None:
         },
         "layers": layers,
     }
-    tensors = {name: t.contiguous() for name, t in tensors.items()}
     fields["sha256"] = checksum(fields, tensors)
     _write(Path(path).expanduser(), tensors, {KEY: json.dumps(fields, sort_keys=True)})
 
 
+@storing
 @storing
 def load_cache(
     path: str | os.PathLike[str],
@@ -128,19 +127,32 @@ def load_cache(
     cache = kvfold.fold(model, chosen, kernel=kernel, max_length=max_length or told_length)
     if len(cache.layers) != len(fields["layers"]):
         raise CacheFileError(f"cache: {path} has {len(fields['layers'])} layers, the model {len(cache.layers)}")
-    devices = layer_devices(model, len(cache.layers))
-    for i, (layer, told) in enumerate(zip(cache.layers, fields["layers"], strict=True)):
-        try:
-            _restore(layer, told, f"layers.{i}.", tensors, devices[i], max_length or 0)
-        except KVFoldError:
-            raise
-        except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise CacheFileError(
-                f"cache: {path} is damaged: layer {i} does not fit together ({_first(error)})"
-            ) from error
+    try:
+        fill(cache, fields["layers"], tensors, layer_devices(model, len(cache.layers)), max_length or 0)
+    except KVFoldError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CacheFileError(f"cache: {path} is damaged: its layers do not fit together ({_first(error)})") from error
     return cache
 
 
+def contents(cache: FoldedCache) -> tuple[list[dict[str, Any]], Tensors]:
+    """What a cache holds: a layer's counts as plain data, one dict each, and tensors on the CPU."""
+    tensors: Tensors = {}
+    layers = [_described(layer, f"layers.{i}.", tensors) for i, layer in enumerate(cache.layers)]
+    return layers, {name: t.contiguous() for name, t in tensors.items()}
+
+
+@storing
+def fill(
+    cache: FoldedCache, layers: list[dict[str, Any]], tensors: Tensors, devices: list[torch.device], max_length: int = 0
+) -> None:
+    """Make a fresh cache what :func:`contents` saw, each layer on its device; see :func:`load_cache` for ``max_length``."""
+    for i, (layer, told) in enumerate(zip(cache.layers, layers, strict=True)):
+        _restore(layer, told, f"layers.{i}.", tensors, devices[i], max_length)
+
+
+@storing
 def read(path: Path) -> tuple[dict[str, Any], Tensors]:
     """Metadata and tensors of a file that is whole.
 
@@ -359,7 +371,7 @@ def _refold(
             layer._write_ring(slice(row, row + 1), start, stop, *(t[row : row + 1] for t in recents))
     _fill(layer, told["slabs"], at, tensors, max_length)
     keys, values = (
-        {name: tensors[f"{at}{side}.shared.{name}"].to(device) for name in names}
+        {name: tensors[f"{at}{side}.shared.{name}"].to(device, copy=True) for name in names}
         for side, names in zip(SIDES, told["shared"], strict=True)
     )
     layer.shared = (keys, values)
@@ -370,11 +382,13 @@ def _refold(
         layer.calls.append((count, valid))
     following = layer.following
     following.made, following.kept = told["made"], told["kept"]
-    following.state = {name: tensors[f"{at}state.{name}"].to(device) for name in told["state"]}
+    following.state = {name: tensors[f"{at}state.{name}"].to(device, copy=True) for name in told["state"]}
     following.ring = None
     if told["slots"] is not None:
         queries = tensors[f"{at}queries"].to(device)
-        following.ring = queries.new_empty(batch, queries.shape[1], told["slots"], queries.shape[3])
+        following.ring = torch.empty(
+            batch, queries.shape[1], told["slots"], queries.shape[3], dtype=queries.dtype, device=device
+        )
         for row, (kept, length) in enumerate(_spans(layer)):
             slots = torch.arange(kept, max(length, kept), device=device) % told["slots"]
             following.ring[row, :, slots] = queries[row, :, : len(slots)]
@@ -490,7 +504,7 @@ def _revived(value: Any, tensors: Tensors, device: torch.device) -> Any:
         return value
     ((kind, inner),) = value.items()
     if kind == "tensor":
-        return tensors[inner].to(device)
+        return tensors[inner].to(device, copy=True)
     if kind == "dtype":
         return getattr(torch, inner)
     if kind == "device":
