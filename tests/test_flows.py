@@ -288,6 +288,7 @@ class Flow:
                 self.crop(number % (size + 1))
                 for of in self.cache.folded:
                     of.recording = False
+                    of.pack_due()  # what waited for a crop
         elif kind == "crop":
             self.crop(number % 70)
         elif kind == "hides":
