@@ -43,6 +43,7 @@ METHODS = (
     "turboquant:sink=2,recent=2",
     "qjl:sink=3,recent=5",
     "gear:sink=0,recent=30",
+    "k=squat:sink=3,recent=9+v=fold:sink=3,recent=9",
 )
 CASES = int(os.environ.get("KVFOLD_FUZZ", "2000"))
 DIM, HEADS, LAYERS, VOCABULARY, MOST = 32, 2, 2, 61, 400
@@ -288,7 +289,6 @@ class Flow:
                 self.crop(number % (size + 1))
                 for of in self.cache.folded:
                     of.recording = False
-                    of.pack_due()  # what waited for a crop
         elif kind == "crop":
             self.crop(number % 70)
         elif kind == "hides":
