@@ -183,3 +183,29 @@ def test_without_rotary_embeddings_only_methods_that_need_them_are_refused(name)
     ids = prompt(1, 200)
     expected = logits(model, dynamic(model), ids, CUTS)
     assert relative(logits(model, kvfold.fold(model, "none"), ids, CUTS), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "jamba"])
+def test_after_a_call_that_died_only_reset_remains(name):
+    """A recurrent state is written over: nothing can take tokens out of it."""
+    model, ids = MODELS[name](), prompt(1, 60)
+    cache = kvfold.fold(model, "kivi:sink=0,recent=8")
+    expected = logits(model, kvfold.fold(model, "kivi:sink=0,recent=8"), ids, [40, 20])
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    last = cache.folded[-1]
+    for start, stop in ((0, 40), (40, 60)):
+        if start:
+            logits(model, cache, ids[:, :start])
+        real, last.finish = last.finish, die
+        with pytest.raises(KeyboardInterrupt):
+            logits(model, cache, ids[:, start:stop])
+        last.finish = real
+        assert cache.get_seq_length() == start
+        for _ in range(2):
+            with pytest.raises(CacheStateError, match=rf"cannot go back to the {start} tokens.*; call reset\(\)"):
+                logits(model, cache, ids[:, start:stop])
+        cache.reset()
+    assert relative(logits(model, cache, ids, [40, 20]), expected) < 1e-5

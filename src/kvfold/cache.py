@@ -1381,7 +1381,7 @@ class FoldedCache(Cache):
             return None
         call = self._call
         if call is None or not call.missing or index in call.before:
-            self.settle()
+            self.settle(within=True)
             self._check_attention()
             call = self._call = Call(self.layers, self._fed, super().get_seq_length())
         elif call.last is not None and getattr(self.layers[call.last], "pending", False):
@@ -1389,8 +1389,8 @@ class FoldedCache(Cache):
         call.reach(index)
         return call
 
-    def settle(self) -> None:
-        """If the newest call died, take it back.
+    def settle(self, within: bool = False) -> None:
+        """If the newest call died, take it back; ``within`` the next call, or between calls.
 
         Raises
         ------
@@ -1400,7 +1400,7 @@ class FoldedCache(Cache):
         call = self._call
         if call is None or not call.missing:
             return
-        if call.take_back():
+        if call.take_back(within):
             warnings.warn(
                 "kvfold: the last call of the model ended before all layers had its tokens; it was taken back, and the "
                 f"cache holds the {call.length} tokens before it",

@@ -90,8 +90,10 @@ class Call:
         vars(twin).update({**vars(layer), **self.before[index]})
         return twin
 
-    def take_back(self) -> bool:
+    def take_back(self, within: bool = False) -> bool:
         """Make every layer what it was; returns whether any had taken tokens.
+
+        ``within`` the next call, layers that are not folded may have begun with it: they are not even emptied then.
 
         Raises
         ------
@@ -99,7 +101,7 @@ class Call:
             If a layer that is not folded has overwritten what it was.
         """
         stuck = [index for index, layer in enumerate(self.layers) if not _reversible(layer)]
-        if stuck and self.length:
+        if stuck and (self.length or within):
             raise CacheStateError(
                 f"cache: the last call of the model ended before all layers had its tokens, and layer {stuck[0]} "
                 f"({type(self.layers[stuck[0]]).__name__}) cannot go back to the {self.length} tokens before it; call "
