@@ -369,11 +369,13 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
     own: list[Any] = list(DynamicCache(config=config).layers)
     own += [DynamicLayer() for _ in range(count - len(own))]
     modules = attentions.of_decoder(model)
-    latent = getattr(config, "kv_lora_rank", None) is not None
+    sizes = list(getattr(config, "per_layer_config", None) or [])
     plan = []
     for index, layer in enumerate(own):
         module = modules.get(index, modules.get(-1))
-        shape = attentions.shape_of(module, config)
+        own_config = sizes[index] if index < len(sizes) else config
+        shape = attentions.shape_of(module, own_config)
+        latent = getattr(own_config, "kv_lora_rank", None) is not None
         reason = shape.why_not
         if latent:
             reason = "latent attention (MLA) already stores a compressed cache"
@@ -469,7 +471,10 @@ def _check_kind(model: PreTrainedModel, config: Any) -> None:
             f"cross_attention_layers={config.cross_attention_layers}: {name} keeps an image's keys in its cache; models with "
             "cross-attention are not folded"
         )
-    for field in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+    dynamic = getattr(model, "_supports_default_dynamic_cache", None)
+    if dynamic is not None and not dynamic():
+        raise UnsupportedModelError(f"model: {name} takes a cache of its own only, which is not folded")
+    for field in ("num_hidden_layers", "hidden_size"):
         if not isinstance(getattr(config, field, None), int):
             raise UnsupportedModelError(f"model: {name} has no {field} in its text configuration: no attention to fold")
 

@@ -107,6 +107,8 @@ def _why_not(kind: type[nn.Module], tree: ast.AST, line: int, stored: list[str])
     }
     if [key, value] != stored[:2] or between & set(stored):
         return f"{name} changes keys or values after the cache returned them", ""
+    if "position_bias" in named:
+        return f"{name} adds a bias of positions to its scores", ""
     own = f"{name} makes an attention mask of its own"
     if mask not in ("attention_mask", "causal_mask"):
         return own, ""
@@ -192,7 +194,8 @@ class Shape:
 def shape_of(module: nn.Module | None, config: Any) -> Shape:
     """Heads and their size, from the module where it says, and otherwise from the configuration."""
     heads = _count(module, "num_heads", "num_attention_heads") or config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = _count(module, "num_key_value_heads", "num_kv_heads", "kv_heads")
+    kv_heads = kv_heads or getattr(config, "num_key_value_heads", None) or heads
     dim = _count(module, "head_dim", "head_size") or getattr(config, "head_dim", None)
     dim = dim or config.hidden_size // config.num_attention_heads
     keys, values = (_count(getattr(module, name, None), "out_features") for name in ("k_proj", "v_proj"))
