@@ -21,14 +21,14 @@ from kvfold.errors import KVFoldError
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 VOCABULARY = 96
-CUTS = [150, 30, 1, 19]
+CUTS = [70, 30, 1, 9]
 """Tokens of the calls: a first one, and later ones of many, one and few."""
-PLAIN = "none"
+PLAIN = "none:sink=0,recent=0"
 EIGHT = "kivi:bits=8,sink=0,recent=0"
 BEFORE_ROPE = "squat_pre:sink=0,recent=0"
 
 SMALL = {
-    VOCABULARY: "vocab_size decoder_vocab_size unpadded_vocab_size audio_vocab_size",
+    VOCABULARY: "vocab_size decoder_vocab_size unpadded_vocab_size audio_vocab_size vocab_size_per_layer_input",
     128: "hidden_size d_model n_embd emb_dim embedding_size input_embedding_size output_embedding_size word_embed_proj_dim "
     "lru_width embedding_dim hidden_size_global",
     64: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dff dim_ff d_inner n_inner "
@@ -43,6 +43,7 @@ SMALL = {
     "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads num_experts n_routed_experts "
     "num_local_experts moe_num_experts linear_num_key_heads linear_num_value_heads linear_num_heads mamba_num_heads "
     "mamba_n_heads n_mamba_heads zero_expert_num",
+    8: "hidden_size_per_layer_input",
     2: "num_key_value_heads num_kv_heads swa_num_key_value_heads num_experts_per_tok moe_topk moe_top_k moe_k "
     "num_experts_per_token",
     1: "depth n_group topk_group num_expert_group first_k_dense_replace num_dense_layers",
@@ -160,7 +161,7 @@ def small(config: PretrainedConfig) -> dict[str, Any]:
             options[name] = list(value[:4]) if set(value[:4]) == set(kinds) else (kinds * 4)[:4]
         elif name == "mlp_layer_types" and value:
             options[name] = (list(dict.fromkeys(value)) * 4)[:4]
-        elif name in SIZES and isinstance(value, int | float) and not isinstance(value, bool):
+        elif name in SIZES and isinstance(value, int | float) and not isinstance(value, bool) and value:
             options[name] = SIZES[name]
         elif name in TOKENS and value is not None:
             options[name] = TOKENS[name]

@@ -183,9 +183,24 @@ def padding_mask(
     mask = originals.mask_of(previous, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     if folded and mask_function is bidirectional_mask_function:
         raise UnsupportedModelError("model: its attention looks ahead; a folded cache holds what was seen before")
+    if folded and mask is not None and _is_plain(mask, mask_function, attention_mask, previous, kwargs):
+        return attention_mask
     if folded and mask is not None:
         mask._kvfold_padding = (attention_mask,)
     return attention_mask if folded and mask is None else mask
+
+
+def _is_plain(
+    mask: torch.Tensor, mask_function: Callable, attention_mask: torch.Tensor | None, previous: str | None, options: Any
+) -> bool:
+    """Whether a later call's mask shows each query all before it and nothing else: what may see one another (tokens of an
+    image) is not among its own tokens. Of a single token that is known without looking."""
+    if not options["q_offset"]:
+        return False
+    if options["q_length"] == 1:
+        return mask_function.__name__ == "or_mask"  # adds to what is seen, and nothing is left to add
+    plain = originals.mask_of(previous, mask_function=causal_mask_function, attention_mask=attention_mask, **options)
+    return isinstance(plain, torch.Tensor) and torch.equal(mask, plain)
 
 
 def _register(previous: str | None) -> str:
@@ -383,6 +398,10 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
             reason = f"{_kind(layer)} is not folded"
         elif module is not None and (why := attentions.why_not(module)):
             raise UnsupportedModelError(f"model: {type(model).__name__} is not folded: {why}")
+        elif not modules:
+            raise UnsupportedModelError(
+                f"model: {type(model).__name__} is not folded: no module of layer {index} hands its keys to the cache"
+            )
         if reason and index in method.named:
             raise MethodError(f"layer {index}: {reason}; leave it out of the method")
         chosen = method.at(index)

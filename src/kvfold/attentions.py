@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")
+CACHES = ("past_key_values", "past_key_value", "layer_past", "curr_past_key_values", "current_past_key_values")
 """Names under which attention modules are given the cache."""
 
 
@@ -161,7 +161,8 @@ def of_decoder(model: PreTrainedModel) -> dict[int, nn.Module]:
     """
     by_layer: dict[int, nn.Module] = {}
     for module in storing(model):
-        by_layer.setdefault(int(module.layer_idx), module)  # type: ignore[arg-type]
+        index: Any = module.layer_idx
+        by_layer.setdefault(-1 if index is None else int(index), module)  # -1: told with every call which layer it is
     return by_layer
 
 
@@ -178,7 +179,7 @@ def _read(module: nn.Module) -> Reading:
 
 
 def _of_a_layer(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int) and not crosses(module)
+    return isinstance(getattr(module, "layer_idx", ""), int | None) and not crosses(module)
 
 
 @dataclass(frozen=True)
