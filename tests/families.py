@@ -121,8 +121,8 @@ OPTIONS |= {
     "qwen4_exp_text": {f"indexer_{name}": value for name, value in INDEXER.items()},
     "starcoder2": {"sliding_window": None},
     "youtu": {"head_dim": 16},
-    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 64},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_headdim": 64},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "initializer_range": 0.1, "attention_head_dim": 64},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "initializer_range": 0.1, "mamba_headdim": 64},
     "zaya": {"num_experts_per_tok": 1},
 }
 NESTED: dict[str, dict[str, dict[str, Any]]] = {
