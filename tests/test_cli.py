@@ -46,7 +46,7 @@ def test_version_and_help_of_every_command(run):
     assert run("--version") == (0, f"kvfold {kvfold.__version__}\n", "")
     status, out, _ = run("--help")
     assert status == 0
-    for command in ("compare", "domains", "generate", "explain", "methods"):
+    for command in ("compare", "domains", "eval", "generate", "explain", "methods"):
         assert command in out
         status, text, _ = run(command, "--help")
         assert status == 0 and "--json" in text

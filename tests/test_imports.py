@@ -27,7 +27,7 @@ def loaded(program, **environment):
     return int(count), heavy, "\n".join(printed)
 
 
-COMMANDS = ("generate", "chat", "explain", "methods", "compare", "domains", "calibrate", "artefact", "bench")
+COMMANDS = ("generate", "chat", "explain", "methods", "compare", "domains", "eval", "calibrate", "artefact", "bench")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_a_command_is_one(line):
 
 def test_every_command_is_shown():
     shown = {shlex.split(line, comments=True)[1] for line in COMMANDS}
-    assert shown >= {"generate", "chat", "explain", "methods", "compare", "domains", "calibrate", "bench"}
+    assert shown >= {"generate", "chat", "explain", "methods", "compare", "domains", "eval", "calibrate", "bench"}
 
 
 def test_a_command_that_is_none_would_be_found():

@@ -34,7 +34,7 @@ from kvfold.terminal import (
 )
 from kvfold.threads import settle
 
-COMPUTE = ("calibrate", "chat", "compare", "domains", "generate")
+COMPUTE = ("calibrate", "chat", "compare", "domains", "eval", "generate")
 """Commands whose threads are told how to wait; benchmarks measure what they find."""
 
 
@@ -310,11 +310,13 @@ def _cell(value: Any) -> str:
 from kvfold.bench.cli import bench  # noqa: E402
 from kvfold.calibration.cli import artefact_group, calibrate  # noqa: E402
 from kvfold.chat import chat  # noqa: E402
+from kvfold.evaluate import evaluate  # noqa: E402
 from kvfold.quality import compare, domains  # noqa: E402
 
 cli.add_command(chat)
 cli.add_command(compare)
 cli.add_command(domains)
+cli.add_command(evaluate)
 cli.add_command(calibrate)
 cli.add_command(artefact_group)
 cli.add_command(bench)

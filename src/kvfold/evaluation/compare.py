@@ -200,15 +200,8 @@ def compare(
 
 def make_header(model: PreTrainedModel, info: ModelInfo, **what: Any) -> Header:
     """A header of now, of this process and this model; ``what`` are the fields that say what is run."""
-    import kvfold
-
     return Header(
-        versions={
-            "kvfold": kvfold.__version__,
-            "torch": torch.__version__,
-            "transformers": importlib.metadata.version("transformers"),
-            "python": platform.python_version(),
-        },
+        versions=versions(),
         model=info.name,
         parameters=info.parameters,
         dtype=info.dtype,
@@ -217,6 +210,18 @@ def make_header(model: PreTrainedModel, info: ModelInfo, **what: Any) -> Header:
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **what,
     )
+
+
+def versions() -> dict[str, str]:
+    """Of what results depend on."""
+    import kvfold
+
+    return {
+        "kvfold": kvfold.__version__,
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "python": platform.python_version(),
+    }
 
 
 def _reference(

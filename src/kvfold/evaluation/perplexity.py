@@ -53,6 +53,9 @@ class Score:
         this one. Empty without a reference.
     agree
         ``[tokens]`` bool, whether both put the same token first. Empty without a reference.
+    among5
+        ``[tokens]`` bool, whether the full-precision cache's first choice is among this one's first five. Empty without a
+        reference.
     correct
         ``[tokens]`` bool, whether this cache's first choice is the text's token.
     tested
@@ -66,6 +69,7 @@ class Score:
     nll: torch.Tensor
     kl: torch.Tensor
     agree: torch.Tensor
+    among5: torch.Tensor
     correct: torch.Tensor
     tested: int
     last_logits: torch.Tensor
@@ -87,6 +91,11 @@ class Score:
     def top1(self) -> float:
         """Share of tokens where both caches lead to the same first choice, 0 to 1."""
         return float(self.agree.double().mean())
+
+    @property
+    def top5(self) -> float:
+        """Share of tokens where the full-precision cache's first choice is among this one's first five, 0 to 1."""
+        return float(self.among5.double().mean())
 
 
 def reference(
@@ -172,15 +181,15 @@ def score(
     prefill(model, input_ids, prefix, cache)
     prefilled = now(model)
     _say(on_tokens, prefix)
-    nll, kl, agree, correct = [], [], [], []
+    nll, kl, agree, among5, correct = [], [], [], [], []
     tested = 0
     logits = torch.empty(0)
     # Results stay on the device until the end: a copy per call would make the host wait for each of them.
     with torch.inference_mode():
-        packed = _packs(cache)
+        packed = packs(cache)
         for begin, targets, logits in _continue(model, input_ids, prefix, chunk, cache):
             tested += len(targets) if packed else 0
-            packed = _packs(cache)
+            packed = packs(cache)
             folded = torch.log_softmax(logits.float(), dim=-1)
             nll.append(-folded.gather(-1, targets[:, None]).squeeze(-1))
             correct.append(folded.argmax(-1) == targets)
@@ -188,13 +197,17 @@ def score(
                 at = begin - prefix
                 full = reference.logits[at : at + len(targets)].to(folded.device)
                 full = torch.log_softmax(full.float(), dim=-1)
-                agree.append(full.argmax(-1) == folded.argmax(-1))
+                first = full.argmax(-1)
+                agree.append(first == folded.argmax(-1))
+                five = folded.topk(min(5, folded.shape[-1]), dim=-1).indices
+                among5.append((five == first[:, None]).any(-1))
                 kl.append((full.exp() * (full - folded)).sum(-1))
             _say(on_tokens, len(targets))
     return Score(
         nll=torch.cat(nll).cpu(),
         kl=torch.cat(kl).cpu() if kl else torch.empty(0),
         agree=torch.cat(agree).cpu() if agree else torch.empty(0, dtype=torch.bool),
+        among5=torch.cat(among5).cpu() if among5 else torch.empty(0, dtype=torch.bool),
         correct=torch.cat(correct).cpu(),
         tested=tested,
         last_logits=logits[-1].float(),
@@ -203,7 +216,7 @@ def score(
     )
 
 
-def _packs(cache: Cache) -> bool:
+def packs(cache: Cache) -> bool:
     """Whether the cache holds anything packed."""
     return any(any(layer.packed) for layer in getattr(cache, "folded", ()))
 

@@ -176,40 +176,47 @@ def _around(text: str, length: int, count: int) -> list[str]:
 
 
 def retrieval(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: int, count: int) -> list[Window]:
-    """Windows of random key-value pairs, listed once and then asked for in another order.
+    """Windows of random key-value pairs, listed once and then asked for in another order; see :func:`retrieval_window`."""
+    return [retrieval_window(tokenizer, prefix, tokens, index) for index in range(count)]
+
+
+def retrieval_window(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: int, index: int) -> Window:
+    """One of them: ``index`` draws its pairs.
 
     The list fills the prefix as far as whole pairs do, the questions the scored tokens.
+
+    Raises
+    ------
+    KVFoldError
+        The scored tokens hold no question.
     """
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    windows = []
-    for index in range(count):
-        draw = random.Random(index)
-        ids = encode("Each key has a value.\n")
-        pairs = []
-        while True:
-            key, value = (f"{draw.randrange(1 << 16):04x}" for _ in range(2))
-            question, answer = encode(f"Key {key} has the value"), encode(f" {value}.\n")
-            if len(ids) + len(question) + len(answer) + 16 > prefix:
-                break
-            ids += question + answer
-            pairs.append((question, answer))
-        ids += encode("The same in another order:\n")
-        listed = len(ids)
-        answers: list[tuple[int, int]] = []
-        draw.shuffle(pairs)
-        for question, answer in pairs:
-            if len(ids) + len(question) + len(answer) > listed + tokens:
-                break
-            ids += question
-            answers.append((len(ids) - listed - 1, len(ids) + len(answer) - listed - 1))
-            ids += answer
-        if not answers:
-            raise KVFoldError(f"tokens: {tokens} holds no question of the retrieval text; give at least 32")
-        windows.append(Window("retrieval", index, torch.tensor([ids]), prefix, listed, tuple(answers)))
-    return windows
+    draw = random.Random(index)
+    ids = encode("Each key has a value.\n")
+    pairs = []
+    while True:
+        key, value = (f"{draw.randrange(1 << 16):04x}" for _ in range(2))
+        question, answer = encode(f"Key {key} has the value"), encode(f" {value}.\n")
+        if len(ids) + len(question) + len(answer) + 16 > prefix:
+            break
+        ids += question + answer
+        pairs.append((question, answer))
+    ids += encode("The same in another order:\n")
+    listed = len(ids)
+    answers: list[tuple[int, int]] = []
+    draw.shuffle(pairs)
+    for question, answer in pairs:
+        if len(ids) + len(question) + len(answer) > listed + tokens:
+            break
+        ids += question
+        answers.append((len(ids) - listed - 1, len(ids) + len(answer) - listed - 1))
+        ids += answer
+    if not answers:
+        raise KVFoldError(f"tokens: {tokens} holds no question of the retrieval text; give at least 32")
+    return Window("retrieval", index, torch.tensor([ids]), prefix, listed, tuple(answers))
 
 
 def library_source() -> Text:

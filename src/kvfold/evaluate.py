@@ -1,0 +1,362 @@
+"""The command ``kvfold eval``; mounted by :mod:`kvfold.cli`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvfold.errors import KVFoldError
+from kvfold.sheet import Column, Sheet
+from kvfold.terminal import (
+    JSON_HELP,
+    as_bytes,
+    complete_method,
+    json_target,
+    load,
+    model_options,
+    print_json,
+    say,
+    show,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from kvfold.evaluation.results import Result, ResultFile
+    from kvfold.evaluation.suites import Options, Suite
+    from kvfold.evaluation.summary import Cell
+
+SUITES = ("divergence", "ppl", "needle", "ruler", "retrieval", "gsm8k", "code")
+"""For the help and completion, which load no suite."""
+
+
+def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
+    return [name for name in SUITES if name.startswith(begun)]
+
+
+@click.command("eval", short_help="Evaluate methods on suites of tasks, item by item.")
+@model_options
+@click.option(
+    "--methods",
+    "specs",
+    metavar="A B ...",
+    multiple=True,
+    shell_complete=complete_method,
+    help="Methods to evaluate, one or more after the flag.  [default: fold kivi]",
+)
+@click.option(
+    "--baseline",
+    metavar="X",
+    default="none",
+    show_default=True,
+    shell_complete=complete_method,
+    help="Method that all others are compared with, on the same items; it is run too.",
+)
+@click.option(
+    "--suite",
+    "names",
+    metavar="A B ...",
+    multiple=True,
+    shell_complete=_complete_suite,
+    help=f"What is asked: {', '.join(SUITES)}.  [default: divergence]",
+)
+@click.option(
+    "--lengths",
+    metavar="N ...",
+    type=int,
+    multiple=True,
+    default=[1024],
+    show_default="1024",
+    help="Tokens of a prompt, one or more; gsm8k has its own.",
+)
+@click.option(
+    "--limit",
+    metavar="N",
+    type=int,
+    default=5,
+    show_default=True,
+    help="Items of every task, length and seed (of gsm8k: its first problems).",
+)
+@click.option(
+    "--seeds", metavar="K", type=int, default=1, show_default=True, help="Seeds; each draws as many items anew."
+)
+@click.option(
+    "--text",
+    "files",
+    metavar="NAME=FILE",
+    multiple=True,
+    help="Text to score (divergence, ppl), to hide things in (needle, ruler), or, named code, to go on with (code). May be "
+    "given again.  [default: prose and code that ship with Python]",
+)
+@click.option(
+    "--data", metavar="FILE", help="JSON lines: GSM8K's problems; questions, contexts and answers for ruler's qa."
+)
+@click.option("--examples", metavar="FILE", help="JSON lines with solved examples that gsm8k shows before a problem.")
+@click.option("--shots", metavar="N", type=int, help="So many of them.  [default: 5]")
+@click.option(
+    "--tokens",
+    metavar="N",
+    type=int,
+    default=256,
+    show_default=True,
+    help="Tokens scored (divergence, ppl, retrieval).",
+)
+@click.option("--max-new-tokens", metavar="N", type=int, help="Tokens of an answer.  [default: gsm8k 320, code 48]")
+@click.option("--depths", metavar="N ...", type=int, multiple=True, help="Needles' depths.  [default: 0 25 50 75 100]")
+@click.option(
+    "--tasks",
+    metavar="A B ...",
+    multiple=True,
+    help="Ruler's families.  [default: multikey multivalue tracking aggregation qa]",
+)
+@click.option("--raw", is_flag=True, help="Ask in plain text, without the model's chat template.")
+@click.option("--chunk", metavar="N", type=int, default=32, show_default=True, help="Query tokens per call.")
+@click.option(
+    "--own-windows", is_flag=True, help="Compare methods that keep different numbers of tokens in full precision."
+)
+@click.option(
+    "--out",
+    metavar="RESULTS/",
+    required=True,
+    help="Folder of results: a row per item and method. The same command goes on where it was stopped.",
+)
+@click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
+def evaluate(
+    model: str | None,
+    dtype: str | None,
+    device: str | None,
+    specs: tuple[str, ...],
+    baseline: str,
+    names: tuple[str, ...],
+    lengths: tuple[int, ...],
+    limit: int,
+    seeds: int,
+    files: tuple[str, ...],
+    data: str | None,
+    examples: str | None,
+    shots: int | None,
+    tokens: int,
+    max_new_tokens: int | None,
+    depths: tuple[int, ...],
+    tasks: tuple[str, ...],
+    raw: bool,
+    chunk: int,
+    own_windows: bool,
+    out: str,
+    json_path: str | None,
+) -> None:
+    """Evaluate methods on suites of tasks; say what is better, what is worse, and where no difference is shown.
+
+    A prompt's context is prefilled; its question, every scored token and every generated token read the folded cache.
+    Methods are compared with the baseline on the same items. Intervals are of 95%.
+    """
+    from kvfold import methods
+    from kvfold.evaluation import loop
+    from kvfold.evaluation.results import as_folder
+    from kvfold.evaluation.suites import Options, make
+    from kvfold.evaluation.summary import summarize, to_dict
+
+    chosen = [methods.get(spec) for spec in specs or ("fold", "kivi")]
+    base = methods.get(baseline)
+    chooses: dict[str, Any] = {"depths": depths} if depths else {}
+    chooses |= {"tasks": tuple(_words(tasks))} if tasks else {}
+    options = Options(_named(files), data, examples, tokens, max_new_tokens, shots, raw=raw, **chooses)
+    wanted = _words(names) or ["divergence"]
+    _check_names(wanted)
+    _check_used(wanted, options)
+    target = json_target(json_path)
+    folder = as_folder(Path(out).expanduser())
+    loaded, tokenizer, info = load(model, dtype, device)
+    suites = make(wanted, tokenizer, options)
+    planned = loop.plan(
+        loaded,
+        info,
+        chosen,
+        suites,
+        baseline=base,
+        lengths=lengths,
+        limit=limit,
+        seeds=seeds,
+        own_windows=own_windows,
+        chunk=chunk,
+    )
+    with _Progress() as progress:
+        found = loop.run(loaded, tokenizer, info, planned, folder, on_start=progress.start, on_row=progress.row)
+    cells: list[Cell] = []
+    for file, (_, items) in zip(found, planned.suites, strict=True):
+        cells += summarize(file, str(base), list(planned.methods), [item.name for item in items])
+    result = to_dict(found, cells, str(base))
+    if target:
+        write_json(target, result)
+    if json_path == "-":
+        print_json(result)
+        return
+    for file in found:
+        show(table(file, [cell for cell in cells if cell.suite == file.settings.suite], str(base)))
+    for line in notes(found, cells, str(base)):
+        say(line)
+    if target:
+        click.echo(f"written: {target}")
+
+
+def _words(given: Sequence[str]) -> list[str]:
+    """``a,b c`` as a, b and c."""
+    return [name for part in given for name in part.split(",") if name]
+
+
+def _named(files: Sequence[str]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for text in files:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise KVFoldError(f"text: {text!r} is not NAME=FILE, for example novel=moby-dick.txt")
+        given[name] = path
+    return given
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if unknown := [name for name in names if name not in SUITES]:
+        raise KVFoldError(f"suite: {unknown[0]!r} is unknown; known: {', '.join(SUITES)}")
+
+
+def _check_used(names: Sequence[str], options: Options) -> None:
+    """Refuse what no suite would look at, before a model is loaded."""
+    if "gsm8k" in names and options.data is None:
+        raise KVFoldError('data: gsm8k needs its problems; give JSON lines with "question" and "answer" as --data FILE')
+    users = (
+        ("data", options.data, ("gsm8k", "ruler")),
+        ("examples", options.examples, ("gsm8k",)),
+        ("shots", options.shots, ("gsm8k",)),
+        ("max-new-tokens", options.new_tokens, ("gsm8k", "code")),
+    )
+    for name, value, suites in users:
+        if value is not None and not set(suites) & set(names):
+            raise KVFoldError(
+                f"{name}: none of the suites {', '.join(names)} uses it; it is for {' and '.join(suites)}"
+            )
+
+
+class _Progress:
+    """A bar over all rows on a terminal; elsewhere a line per finished row."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        errors = Console(stderr=True)
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=errors,
+            transient=True,
+            disable=not errors.is_terminal,
+        )
+        self.done = self.total = 0
+
+    def __enter__(self) -> _Progress:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        self.bar.__exit__(kind, error, trace)
+        if kind is not None and self.done:
+            print(
+                f"kvfold: {self.done} of {self.total} rows are kept; the same command goes on from there",
+                file=sys.stderr,
+            )
+
+    def start(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+        if done:
+            print(f"kvfold: {done} of {total} rows taken over from earlier runs", file=sys.stderr)
+        self.task = self.bar.add_task("", total=total, completed=done)
+
+    def row(self, suite: Suite, row: Result, done: int, total: int) -> None:
+        self.done = done
+        self.bar.update(self.task, completed=done, description=f"{suite.name} {row.item}: {row.method}")
+        if self.bar.disable:
+            main = suite.measures[0].name
+            value = row.scores.get(main)
+            said = "nothing tested" if not row.tested else "not finite" if value is None else f"{main} {value:z.4g}"
+            print(
+                f"kvfold: [{done}/{total}] {suite.name} {row.item}: {row.method}: {said}, {row.seconds:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def table(found: ResultFile, cells: Sequence[Cell], baseline: str) -> Sheet:
+    """A row per task, length and method."""
+    from kvfold.evaluation.suites import REGISTRY
+    from kvfold.evaluation.summary import shown, shown_difference
+
+    measures = REGISTRY[found.settings.suite].measures
+    main = measures[0]
+    lengths = any(cell.length is not None for cell in cells)
+    columns = [Column("task", key=True), *([Column("length", right=True, key=True)] if lengths else [])]
+    columns += [Column("method", wraps=True, key=True), Column("bits", right=True, rank=1)]
+    columns += [Column("cache", right=True, rank=3), Column("items", right=True, rank=2)]
+    columns += [Column(main.name if main.shown != "perplexity" else "ppl", right=True)]
+    columns += [Column(f"{main.name} against {baseline}")]
+    columns += [
+        Column(measure.name if measure.shown != "perplexity" else "ppl", right=True, rank=5 + i)
+        for i, measure in enumerate(measures[1:])
+    ]
+    columns += [Column("s", right=True, rank=4)]
+    sheet = Sheet(columns, found.settings.suite, "a wider terminal, a pipe or --json has them")
+    last = None
+    for cell in cells:
+        if last is not None and (cell.task, cell.length) != last:
+            sheet.end_section()
+        where = [cell.task, *([f"{cell.length:,}" if cell.length is not None else ""] if lengths else [])]
+        if (cell.task, cell.length) == last:
+            where = ["" for _ in where]
+        last = (cell.task, cell.length)
+        none = "not finite" if cell.broken else "not tested"
+        values = [shown(m, cell.estimates[m.name]) if m.name in cell.estimates else none for m in measures]
+        difference = cell.differences.get(main.name)
+        against = "" if difference is None else shown_difference(main, difference)
+        sheet.add(
+            *where,
+            cell.method,
+            "-" if cell.effective_bits is None else f"{cell.effective_bits:.2f}",
+            as_bytes(cell.cache_bytes),
+            str(cell.items - cell.untested),
+            values[0],
+            against,
+            *values[1:],
+            f"{cell.seconds:.1f}",
+        )
+    return sheet
+
+
+def notes(found: Sequence[ResultFile], cells: Sequence[Cell], baseline: str) -> list[str]:
+    """What was run, and what a reader has to know of it."""
+    first = found[0].settings
+    windows = "each method's own" if first.windows is None else f"{first.windows[0]} + {first.windows[1]} tokens"
+    lines = [
+        f"{first.model} (weights {first.weights_sha256[:12]}), {first.dtype}, {first.device}; windows: {windows}",
+        f"means over items with 95% intervals; against {baseline}: mean difference on the same items (perplexity: ratio), and "
+        "what it shows",
+    ]
+    for cell in cells:
+        where = f"{cell.suite} {cell.task}" + ("" if cell.length is None else f" of {cell.length:,} tokens")
+        if cell.broken:
+            lines.append(f"{where}, {cell.method}: numbers of {cell.broken} of {cell.items} items are not finite")
+        if cell.untested:
+            lines.append(
+                f"{where}, {cell.method}: in {cell.untested} of {cell.items} items no token read anything packed"
+            )
+        elif cell.tested < cell.read:
+            lines.append(f"{where}, {cell.method}: {cell.tested} of {cell.read} tokens read something packed")
+    for file in found:
+        codes = {run["code"] for run in file.runs}
+        if len(codes) > 1:
+            lines.append(f"{file.path.name}: its rows were made by {len(codes)} states of the code; see its runs")
+    lines.append(f"rows: {', '.join(str(file.path) for file in found)}")
+    return lines

@@ -1,0 +1,315 @@
+"""The loop of every evaluation: item by item, under every method, a row each; it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.errors import KVFoldError
+from kvfold.evaluation.answer import answer
+from kvfold.evaluation.compare import device_name, room, versions
+from kvfold.evaluation.perplexity import CHUNK, Reference, now, reference, score
+from kvfold.evaluation.results import (
+    Result,
+    ResultFile,
+    Settings,
+    as_folder,
+    key_of,
+    prompt_sha256,
+    this_run,
+    weights_sha256,
+)
+from kvfold.evaluation.schema import finite
+from kvfold.evaluation.suites import Item, Outcome, Prompt, Suite
+from kvfold.evaluation.suites.base import LEAST
+from kvfold.models import ModelInfo
+
+if TYPE_CHECKING:
+    from kvfold.methods.base import Method
+
+LENGTHS = (1024,)
+LIMIT = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is to be run: every item of every suite, under every method.
+
+    Attributes
+    ----------
+    methods
+        By their strings, the baseline first.
+    suites
+        With their items, in order.
+    windows
+        Those of all methods, or None where each keeps its own.
+    """
+
+    methods: dict[str, Method]
+    suites: list[tuple[Suite, list[Item]]]
+    windows: tuple[int, int] | None
+    chunk: int
+
+    @property
+    def rows(self) -> int:
+        """How many there will be."""
+        return len(self.methods) * sum(len(items) for _, items in self.suites)
+
+
+def plan(
+    model: PreTrainedModel,
+    info: ModelInfo,
+    methods: Sequence[str | Method],
+    suites: Sequence[Suite],
+    *,
+    baseline: str | Method = "none",
+    lengths: Sequence[int] = LENGTHS,
+    limit: int = LIMIT,
+    seeds: int = 1,
+    own_windows: bool = False,
+    chunk: int = CHUNK,
+) -> Plan:
+    """Check everything that can be checked before the first item is run.
+
+    Parameters
+    ----------
+    methods
+        Method strings or objects; the baseline is added.
+    lengths
+        Tokens of a prompt, for suites that have lengths.
+    limit, seeds
+        Items of every task and length, and seeds that draw as many anew.
+    own_windows
+        Whether methods may keep different numbers of tokens in full precision.
+
+    Raises
+    ------
+    KVFoldError
+        A method does not fit the model, windows differ, or a length does not fit the model or the text.
+    """
+    import kvfold
+    from kvfold import methods as registry
+
+    for name, value, least in (("limit", limit, 1), ("seeds", seeds, 1), ("chunk", chunk, 1)):
+        if value < least:
+            raise KVFoldError(f"{name}: {value}; give at least {least}")
+    wanted = sorted(set(lengths))
+    if not wanted or wanted[0] < LEAST:
+        raise KVFoldError(f"lengths: {wanted[0] if wanted else 'none given'}; give at least {LEAST} tokens")
+    chosen = {str(m): m for m in (registry.get(m) if isinstance(m, str) else m for m in (baseline, *methods))}
+    for method in chosen.values():
+        kvfold.explain(model, method)
+    windows = _windows(chosen, own_windows)
+    found = [(suite, suite.items(wanted, limit, seeds)) for suite in suites]
+    for suite, items in found:
+        _check(suite, items, info.max_context)
+    return Plan(chosen, found, windows, chunk)
+
+
+def _windows(methods: dict[str, Method], own: bool) -> tuple[int, int] | None:
+    """The windows of all methods; ``none`` keeps everything in full precision, so it has none."""
+    if own:
+        return None
+    found: dict[tuple[int, int], str] = {}
+    for name, method in methods.items():
+        if method.name != "none":
+            found.setdefault((method.sink, method.recent), name)
+    if len(found) > 1:
+        (a, first), (b, second), *_ = found.items()
+        raise KVFoldError(
+            f"methods: {first} keeps {a[0]} + {a[1]} tokens in full precision, {second} {b[0]} + {b[1]}; give them equal "
+            "sink and recent, or --own-windows"
+        )
+    return next(iter(found), (0, 0))
+
+
+def _check(suite: Suite, items: Sequence[Item], max_context: int | None) -> None:
+    """Make the first prompt of every task and length."""
+    if not items:
+        raise KVFoldError(f"suite: {suite.name} has no items")
+    seen = set()
+    for item in items:
+        if (item.task, item.length) in seen:
+            continue
+        seen.add((item.task, item.length))
+        if max_context is not None and item.length is not None and item.length > max_context:
+            raise KVFoldError(f"lengths: {item.length} is beyond the model's context of {max_context}")
+        _fits(suite, item, suite.prompt(item), max_context)
+
+
+def _fits(suite: Suite, item: Item, prompt: Prompt, max_context: int | None) -> None:
+    total = prompt.ids.shape[1] + prompt.new_tokens
+    if max_context is not None and total > max_context:
+        what = "lengths" if item.length is not None else "shots"
+        raise KVFoldError(
+            f"{what}: {suite.name}'s {item.name} has {prompt.ids.shape[1]} tokens, with those to be generated {total}: beyond "
+            f"the model's context of {max_context}; give smaller --{what}"
+        )
+
+
+def run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    info: ModelInfo,
+    planned: Plan,
+    out: Path,
+    *,
+    on_start: Callable[[int, int], None] | None = None,
+    on_row: Callable[[Suite, Result, int, int], None] | None = None,
+) -> list[ResultFile]:
+    """Run what is planned and not in the folder yet.
+
+    Parameters
+    ----------
+    out
+        Folder of results; made if it is not there. Other results in it are left alone.
+    on_start
+        Called with the number of rows that are there already, and of all.
+    on_row
+        Called after every new row: its suite, the row, how many are done and how many there will be.
+
+    Returns
+    -------
+    list of ResultFile
+        One per suite. They may hold rows of other methods and items too, of earlier runs with the same settings.
+
+    Raises
+    ------
+    KVFoldError
+        The folder cannot be written, or somebody else is writing the same results.
+    """
+    folder = as_folder(out)
+    weights = weights_sha256(model)
+    found = [ResultFile.of(folder, settings_of(model, info, suite, planned, weights)) for suite, _ in planned.suites]
+    with contextlib.ExitStack() as stack:
+        for file in found:
+            stack.callback(file.lock().release, force=True)
+        found = [ResultFile.of(folder, file.settings) for file in found]  # what was added until we held the lock
+        done = sum(_count(file, planned, items) for file, (_, items) in zip(found, planned.suites, strict=True))
+        if on_start is not None:
+            on_start(done, planned.rows)
+        for file, (suite, items) in zip(found, planned.suites, strict=True):
+            for row in _rows(model, tokenizer, info, suite, items, planned, file):
+                done += 1
+                if on_row is not None:
+                    on_row(suite, row, done, planned.rows)
+    return found
+
+
+def _count(file: ResultFile, planned: Plan, items: Sequence[Item]) -> int:
+    names = {item.name for item in items}
+    return len(
+        {(row.method, row.item) for row in file.rows.values() if row.method in planned.methods and row.item in names}
+    )
+
+
+def settings_of(model: PreTrainedModel, info: ModelInfo, suite: Suite, planned: Plan, weights: str) -> Settings:
+    """What rows of a suite have to have alike."""
+    return Settings(
+        suite=suite.name,
+        options={"version": suite.version, **suite.options()},
+        texts=suite.texts(),
+        model=info.name,
+        parameters=info.parameters,
+        weights_sha256=weights,
+        dtype=info.dtype,
+        device=device_name(model.device),
+        windows=planned.windows,
+        chunk=planned.chunk,
+        versions=versions(),
+    )
+
+
+def _rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    info: ModelInfo,
+    suite: Suite,
+    items: Sequence[Item],
+    planned: Plan,
+    file: ResultFile,
+) -> Iterator[Result]:
+    """New rows of a suite, each on disk before it is given."""
+    this = this_run(torch.get_num_threads())
+    for item in items:
+        prompt = suite.prompt(item)
+        _fits(suite, item, prompt, info.max_context)
+        digest = prompt_sha256(prompt.ids[0].tolist(), prompt.prefilled)
+        missing = [name for name in planned.methods if key_of(name, item.name, digest) not in file.rows]
+        truth = None
+        for name in missing:
+            if suite.compares and truth is None:
+                truth = reference(model, prompt.ids.to(model.device), prompt.prefilled, planned.chunk)
+            torch.manual_seed(item.seed)
+            row = measure(
+                model, tokenizer, suite, item, prompt, planned.methods[name], planned.chunk, truth, digest, file.run
+            )
+            file.add(row, this)
+            yield row
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    suite: Suite,
+    item: Item,
+    prompt: Prompt,
+    method: Method,
+    chunk: int,
+    truth: Reference | None,
+    digest: str,
+    run: int,
+) -> Result:
+    """One method on one item."""
+    import kvfold
+
+    ids = prompt.ids.to(model.device)
+    started = now(model)
+    cache = kvfold.fold(model, method, max_length=room(model, ids.shape[1] + prompt.new_tokens))
+    try:
+        if prompt.new_tokens:
+            outcome, tested = answer(model, tokenizer, prompt, cache, chunk)
+            read = ids.shape[1] - prompt.prefilled + outcome.new_tokens
+        else:
+            outcome = Outcome(score(model, ids, prompt.prefilled, cache, chunk, truth))
+            assert outcome.score is not None
+            tested, read = outcome.score.tested, len(outcome.score.nll)
+    finally:
+        kvfold.unfold(model)
+    seconds = now(model) - started
+    sizes = cache.nbytes()
+    bits = [float(cache.effective_bits(tables)) if sizes["packed"] else None for tables in (False, True)]
+    grades = suite.grade(prompt, outcome)
+    return Result(
+        method=str(method),
+        item=item.name,
+        task=item.task,
+        length=item.length,
+        seed=item.seed,
+        tags=dict(item.tags),
+        prompt_sha256=digest,
+        prefilled=prompt.prefilled,
+        read=read,
+        tested=tested,
+        scores={key: _finite(value) if tested else None for key, value in grades.items()},
+        series={key: [_finite(v) for v in values] for key, values in suite.series(outcome).items()} if tested else {},
+        bits_without_tables=bits[0],
+        effective_bits=bits[1],
+        cache_bytes=int(sizes["total"]),
+        full_cache_bytes=int(cache.full_nbytes()),
+        sink=method.sink,
+        recent=method.recent,
+        seconds=round(seconds, 3),
+        run=run,
+        answer=outcome.text if prompt.new_tokens else None,
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None else finite(value)

@@ -1,0 +1,369 @@
+"""Where results are kept: a folder with one file per set of settings, one line per item and method.
+
+The first line of a file holds the settings: all that must be alike for two rows to stand in one comparison. A line before the
+rows of each process says when, with what code and on how many threads it ran. A row is on disk before the next item begins, so
+a kill loses one item, and the same command goes on behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvfold import files
+from kvfold.errors import KVFoldError
+from kvfold.evaluation.schema import read_row
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+    from transformers import PreTrainedModel
+
+SCHEMA = 1
+SUFFIX = ".jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What must be alike for rows to be compared.
+
+    Attributes
+    ----------
+    suite
+        Name of the suite.
+    options
+        Its own settings: tokens scored or generated, shots, templates, the version of its prompts.
+    texts
+        SHA-256 of every text and data file it reads, by name.
+    model, parameters, weights_sha256
+        Name, number of weights, and hash of their names, shapes and values.
+    dtype, device
+        Of the weights; the device's name.
+    windows
+        Tokens that every method keeps in full precision, (sink, recent), or None where each keeps its own.
+    chunk
+        Query tokens per call.
+    versions
+        Of kvfold, torch, transformers and python.
+    """
+
+    suite: str
+    options: dict[str, Any]
+    texts: dict[str, str]
+    model: str
+    parameters: int
+    weights_sha256: str
+    dtype: str
+    device: str
+    windows: tuple[int, int] | None
+    chunk: int
+    versions: dict[str, str]
+    schema: int = SCHEMA
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON gives it back."""
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return found
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits of all of it: part of the file's name."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Settings:
+        """Of what :meth:`to_dict` gave.
+
+        Raises
+        ------
+        KVFoldError
+            A field is missing or unknown.
+        """
+        found = read_row(cls, fields)  # type: ignore[type-var]
+        return dataclasses.replace(
+            found, windows=None if found.windows is None else (found.windows[0], found.windows[1])
+        )
+
+
+def differing(a: Settings, b: Settings) -> list[str]:
+    """What differs between two sets of settings: ``dtype float32 and bfloat16``, most telling first."""
+    lines = []
+    for field in dataclasses.fields(Settings):
+        left, right = getattr(a, field.name), getattr(b, field.name)
+        if left == right:
+            continue
+        if isinstance(left, dict) and isinstance(right, dict):
+            for key in dict.fromkeys((*left, *right)):
+                if left.get(key) != right.get(key):
+                    lines.append(f"{field.name} {key} {_short(left.get(key))} and {_short(right.get(key))}")
+        else:
+            lines.append(f"{field.name} {_short(left)} and {_short(right)}")
+    return lines
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else str(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One method on one item. Numbers that are not finite, or do not apply, are None.
+
+    Attributes
+    ----------
+    method, item
+        Canonical string of the method; what it was asked, within the suite.
+    task, length, seed, tags
+        Kind of item, tokens of its prompt as asked for (None where a suite has no lengths), its seed, and what else places
+        it (a needle's depth).
+    prompt_sha256
+        Of the token ids and of how many of them were prefilled: rows are paired only where it is alike.
+    prefilled, read
+        Tokens prefilled in the first call, which attends exactly, and tokens scored or generated after it through the cache.
+    tested
+        Those of them whose call found packed keys and values; where there are none, nothing was tested and `scores` are None.
+    scores
+        By measure.
+    series
+        By measure, along the scored tokens: means of pieces of equal length.
+    bits_without_tables, effective_bits
+        Bits per cached element of the packed part, without and with the tables that all sequences share; None when nothing
+        was packed.
+    cache_bytes, full_cache_bytes
+        Of the cache's tensors at the end, and of a full-precision cache of the same tokens in the model's dtype.
+    sink, recent
+        The method's windows.
+    seconds
+        Wall-clock time, the prefill included, without the full-precision reference.
+    run
+        Which process made it: the ``run`` of a line above.
+    answer
+        What was generated; None where nothing was.
+    """
+
+    method: str
+    item: str
+    task: str
+    length: int | None
+    seed: int
+    tags: dict[str, Any]
+    prompt_sha256: str
+    prefilled: int
+    read: int
+    tested: int
+    scores: dict[str, float | None]
+    series: dict[str, list[float | None]]
+    bits_without_tables: float | None
+    effective_bits: float | None
+    cache_bytes: int
+    full_cache_bytes: int
+    sink: int
+    recent: int
+    seconds: float
+    run: int
+    answer: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Identifies the row within its file."""
+        return key_of(self.method, self.item, self.prompt_sha256)
+
+
+def key_of(method: str, item: str, prompt_sha256: str) -> str:
+    """The key of a row that is not there yet."""
+    return f"{method}|{item}|{prompt_sha256}"
+
+
+class ResultFile:
+    """The rows of one set of settings.
+
+    Attributes
+    ----------
+    rows
+        By key, in the order in which they were made.
+    runs
+        What the lines before the rows say of the processes that made them.
+    """
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        self.path, self.settings = path, settings
+        self.rows: dict[str, Result] = {}
+        self.runs: list[dict[str, Any]] = []
+        self._begun = False
+
+    @classmethod
+    def of(cls, folder: Path, settings: Settings) -> ResultFile:
+        """That of some settings in a folder, with what is in it already.
+
+        Raises
+        ------
+        KVFoldError
+            The file is there and is damaged, or holds rows of other settings.
+        """
+        path = folder / f"{settings.suite}-{settings.digest}{SUFFIX}"
+        if not path.is_file() or not path.stat().st_size:
+            return cls(path, settings)
+        found = cls.read(path)
+        if found.settings != settings:
+            raise KVFoldError(f"out: {path} holds other settings than its name says; move it away")
+        return found
+
+    @classmethod
+    def read(cls, path: Path) -> ResultFile:
+        """Read a file; a last line that a kill cut short is left out.
+
+        Raises
+        ------
+        KVFoldError
+            It cannot be read, or is no file of results; names the line.
+        """
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise KVFoldError(f"results: cannot read {path}: {error}") from error
+        found: ResultFile | None = None
+        for number, line in enumerate(lines, 1):
+            if not line:
+                continue
+            try:
+                fields = json.loads(line)
+                if found is None:
+                    found = cls(path, Settings.read(fields["settings"]))
+                elif "run" in fields and "method" not in fields:
+                    found.runs.append(fields)
+                else:
+                    row = read_row(Result, fields)
+                    found.rows[row.key] = row
+            except (ValueError, KeyError, TypeError) as error:
+                if found is not None and isinstance(error, json.JSONDecodeError):
+                    continue  # cut short by a kill; the next line stands for itself
+                raise KVFoldError(f"results: line {number} of {path} is none of kvfold eval's: {error}") from error
+        if found is None:
+            raise KVFoldError(f"results: {path} has no settings in its first line")
+        return found
+
+    def lock(self) -> BaseFileLock:
+        """Held while rows are added.
+
+        Raises
+        ------
+        KVFoldError
+            Another process adds rows, or the folder cannot be written.
+        """
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=0)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise KVFoldError(f"out: another process is writing {self.path}; wait, or give another folder") from error
+        except OSError as error:
+            raise KVFoldError(f"out: cannot write in {self.path.parent}: {error.strerror}") from error
+        return lock
+
+    @property
+    def run(self) -> int:
+        """Number of the process that adds rows now."""
+        return len(self.runs) - 1 if self._begun else len(self.runs)
+
+    def add(self, row: Result, run: dict[str, Any]) -> None:
+        """Put a row on disk; the first one of a process brings the settings, if they are not there, and ``run``.
+
+        Raises
+        ------
+        KVFoldError
+            It cannot be written.
+        """
+        lines: list[dict[str, Any]] = []
+        try:
+            if not self.runs and not self.rows:  # in one step: a file without settings would be nobody's
+                files.write(self.path, json.dumps({"settings": self.settings.to_dict()}) + "\n")
+        except OSError as error:
+            raise KVFoldError(f"out: cannot write {self.path}: {error.strerror}") from error
+        if not self._begun:
+            self.runs.append({"run": len(self.runs), **run})
+            lines.append(self.runs[-1])
+            self._begun = True
+        lines.append(dataclasses.asdict(row))
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        try:
+            files.append(self.path, text)
+        except OSError as error:
+            raise KVFoldError(f"out: cannot write {self.path}: {error.strerror}") from error
+        self.rows[row.key] = row
+
+
+def read_folder(folder: Path) -> list[ResultFile]:
+    """All results of a folder, by name.
+
+    Raises
+    ------
+    KVFoldError
+        It is no folder, has no results, or one of them is damaged.
+    """
+    found = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+    if not found:
+        raise KVFoldError(f"results: {folder} is not a folder with results; make some with kvfold eval --out {folder}")
+    return [ResultFile.read(path) for path in found]
+
+
+def as_folder(path: Path) -> Path:
+    """A folder for results; made if it is not there.
+
+    Raises
+    ------
+    KVFoldError
+        It cannot be made or written, or is a file.
+    """
+    if path.exists() and not path.is_dir():
+        raise KVFoldError(f"out: {path} is a file; give a folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KVFoldError(f"out: cannot make the folder {path}: {error.strerror}") from error
+    files.check(path / f"results{SUFFIX}", "out")
+    return path
+
+
+def weights_sha256(model: PreTrainedModel) -> str:
+    """Of all weights: names, types, shapes and bytes. Shared ones count once."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def prompt_sha256(ids: Sequence[int], prefilled: int) -> str:
+    """Sixteen hexadecimal digits of a prompt's tokens and of how it is cut."""
+    return hashlib.sha256(json.dumps([prefilled, list(ids)]).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def code_sha256() -> str:
+    """Twelve hexadecimal digits of the package's source: versions name releases, rows are also made between them."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent.parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def this_run(threads: int) -> dict[str, Any]:
+    """What is written down of this process."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": date, "threads": threads, "code": code_sha256()}
+
+
+def rows_of(found: Sequence[ResultFile]) -> Iterator[Result]:
+    """All rows, file by file."""
+    for file in found:
+        yield from file.rows.values()

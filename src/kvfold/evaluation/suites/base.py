@@ -1,0 +1,371 @@
+"""What a suite is: items, a prompt for each, and how an outcome is graded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.errors import KVFoldError
+from kvfold.evaluation.perplexity import Score
+from kvfold.evaluation.text import Text, load_text
+
+LEAST = 64
+"""Shortest prompt: of fewer tokens a method packs nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A number that a suite gives per item.
+
+    Attributes
+    ----------
+    name : str
+    higher_is_better : bool
+    shown : {"number", "percent", "perplexity"}
+        How tables print its mean; ``perplexity``: the exponential of a mean in nats.
+    """
+
+    name: str
+    higher_is_better: bool = True
+    shown: str = "percent"
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Something asked; equal ones ask the same, however many others there are.
+
+    Attributes
+    ----------
+    task : str
+        Kind of item within the suite.
+    length : int or None
+        Tokens of the prompt.
+    seed, index : int
+        What it is drawn by.
+    tags : tuple
+        What else places it: (name, value) pairs.
+    """
+
+    task: str
+    length: int | None
+    seed: int
+    index: int
+    tags: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Identifies it within its suite: ``needle/4096/depth=50/0.3`` for seed 0, index 3."""
+        parts = [self.task, *([str(self.length)] if self.length is not None else [])]
+        parts += [f"{name}={value}" for name, value in self.tags]
+        return "/".join([*parts, f"{self.seed}.{self.index}"])
+
+    def draw(self, what: str = "") -> random.Random:
+        """Random numbers of its own; the same for every method, and whatever else is run."""
+        return random.Random(f"{self.name}|{what}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """An item for a model.
+
+    Attributes
+    ----------
+    ids
+        ``[1, tokens]`` int64.
+    prefilled
+        Tokens of the first call, which attends exactly; fewer than there are.
+    new_tokens
+        Tokens to generate at most; 0: the tokens after the first call are scored.
+    expected
+        What an answer has to contain, or is compared with.
+    any_of
+        One of them is enough.
+    stop
+        Strings that end an answer.
+    answers
+        Where, among scored tokens, answers lie: (first, one after the last).
+    """
+
+    ids: torch.Tensor
+    prefilled: int
+    new_tokens: int = 0
+    expected: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    any_of: bool = False
+    answers: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a method made of a prompt.
+
+    Attributes
+    ----------
+    score
+        Of scored tokens; None where tokens were generated.
+    text, new_tokens, capped
+        What was generated, how many tokens, and whether it ended because ``new_tokens`` were there.
+    """
+
+    score: Score | None = None
+    text: str = ""
+    new_tokens: int = 0
+    capped: bool = False
+
+
+class Suite:
+    """Items, prompts and grades.
+
+    A suite is a frozen dataclass of its settings and the tokenizer. Its subclass sets `name`, `summary`, `measures` (the first
+    is the one that verdicts are about) and defines :meth:`items`, :meth:`prompt` and :meth:`grade`.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    measures: ClassVar[tuple[Measure, ...]]
+    compares: ClassVar[bool] = False
+    """Whether outcomes are compared with the full-precision cache's logits, which are then made once per item."""
+    version: ClassVar[int] = 1
+    """Of its prompts and grades; a change makes other settings."""
+    tokenizer: PreTrainedTokenizerBase
+
+    def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
+        """All items: ``limit`` of every task, length and seed."""
+        raise NotImplementedError
+
+    def prompt(self, item: Item) -> Prompt:
+        """What the model is given.
+
+        Raises
+        ------
+        KVFoldError
+            The text is too short for the length, or the length for the task.
+        """
+        raise NotImplementedError
+
+    def grade(self, prompt: Prompt, outcome: Outcome) -> dict[str, float | None]:
+        """A number per measure."""
+        raise NotImplementedError
+
+    def series(self, outcome: Outcome) -> dict[str, list[float]]:
+        """Numbers along the scored tokens."""
+        return {}
+
+    def options(self) -> dict[str, Any]:
+        """What must be alike for two rows of the suite to be compared, besides texts."""
+        raise NotImplementedError
+
+    def texts(self) -> dict[str, str]:
+        """SHA-256 of what it reads, by name."""
+        return {}
+
+
+def place(item: Item) -> float:
+    """Where in a text an item lies, 0 to 1: spread evenly over its seeds' items, however many of them there are."""
+    return ((item.index + 0.5) * (5**0.5 - 1) / 2 + item.seed * 2**0.5) % 1
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:
+    """Token ids of a text."""
+    return list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a question is put: as a message of the model's chat template, or as plain text that is continued.
+
+    Attributes
+    ----------
+    tokenizer
+    chat : bool
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: bool
+
+    def text(self, context: str, question: str, lead: str) -> str:
+        """All of a prompt.
+
+        Parameters
+        ----------
+        context, question : str
+            They follow each other in the user's message.
+        lead : str
+            How the answer begins.
+        """
+        if not self.chat:
+            return f"{context}{question}\n{lead}"
+        message = [{"role": "user", "content": context + question}]
+        rendered = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        assert isinstance(rendered, str)
+        return f"{rendered}{lead}"
+
+    def ids(self, text: str) -> list[int]:
+        """A template brings its own special tokens."""
+        return encode(self.tokenizer, text, special=not self.chat)
+
+    def cut(self, text: str, question: str, ids: list[int]) -> int:
+        """Tokens that end before the question begins: those that the first call prefills. The rest, the question too, reads the
+        folded cache."""
+        before = self.ids(text[: text.rindex(question.strip())])  # templates strip what they are given
+        return max(1, min(common(before, ids), len(ids) - 1))
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def as_prompt(
+    form: Form,
+    context: str,
+    question: str,
+    lead: str,
+    new_tokens: int,
+    expected: Sequence[str],
+    stop: Sequence[str] = (),
+) -> Prompt:
+    """A prompt whose context is prefilled and whose question is read through the folded cache."""
+    text = form.text(context, question, lead)
+    ids = form.ids(text)
+    cut = form.cut(text, question, ids)
+    return Prompt(torch.tensor([ids]), cut, new_tokens, tuple(expected), tuple(stop))
+
+
+# ---- text to fill prompts with ---------------------------------------------------------------------------------------
+
+PIECE = 400
+"""Characters at most of a piece; needles lie between pieces."""
+
+
+class Haystack:
+    """A text in pieces (sentences, lines) that keep their white space, and how many tokens each has."""
+
+    def __init__(self, text: Text, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.source = text.source
+        self.pieces = pieces_of(text.text)
+        counts = tokenizer(self.pieces, add_special_tokens=False, verbose=False).input_ids
+        self.counts = [len(ids) for ids in counts]
+
+    def fill(
+        self, form: Form, length: int, draw: random.Random, make: Callable[[list[str]], Sequence[str]]
+    ) -> list[str]:
+        """As many pieces, one after the other from somewhere in the text, as a prompt of ``length`` tokens takes.
+
+        Parameters
+        ----------
+        make : callable
+            Context, question and lead of a prompt with such pieces.
+
+        Returns
+        -------
+        list of str
+            So many that the prompt has ``length`` tokens, or as few less as a piece has.
+
+        Raises
+        ------
+        KVFoldError
+            The text is too short, or the prompt too long without any.
+        """
+
+        def tokens(pieces: list[str]) -> int:
+            return len(form.ids(form.text(*make(pieces))))
+
+        room = length - tokens([])
+        if room < 0:
+            raise KVFoldError(f"lengths: {length} tokens hold no prompt of this task; give at least {length - room}")
+        total = sum(self.counts)
+        if room > total:
+            raise KVFoldError(
+                f"text: {self.source} has {total} tokens, and a prompt of {length} needs {room}; give a longer text with "
+                "--text, or smaller --lengths"
+            )
+        start = draw.randrange(len(self.pieces))
+        rotated = self.pieces[start:] + self.pieces[:start]
+        ends = list(accumulate(self.counts[start:] + self.counts[:start]))
+        count = bisect_right(ends, room)
+        while count and (over := tokens(rotated[:count]) - length) > 0:
+            count = min(count - 1, bisect_right(ends, ends[count - 1] - over))
+        return rotated[: max(count, 0)]
+
+
+def pieces_of(text: str) -> list[str]:
+    """Sentences or lines with the white space after them; longer ones are cut."""
+    found = re.findall(r".+?(?:[.!?][\"'”’)]*\s+|\n\s*|$)", text, re.S)
+    return [piece[at : at + PIECE] for piece in found for at in range(0, len(piece), PIECE)]
+
+
+def inserted(pieces: Sequence[str], needles: Sequence[str], places: Sequence[float]) -> str:
+    """Pieces with needles between them.
+
+    Parameters
+    ----------
+    places : sequence of float
+        Of each needle, 0 (before everything) to 1 (after everything).
+    """
+    at: dict[int, list[str]] = {}
+    for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
+        at.setdefault(round(place * len(pieces)), []).append(needle)
+    found: list[str] = []
+    for i in range(len(pieces) + 1):
+        for needle in at.get(i, ()):
+            if found and not found[-1][-1:].isspace():
+                found.append(" ")
+            found.append(f"{needle} ")
+        if i < len(pieces):
+            found.append(pieces[i])
+    return "".join(found).rstrip() + "\n\n"
+
+
+def digits(draw: random.Random, count: int) -> list[str]:
+    """Different numbers of seven digits, as text."""
+    return [str(number) for number in draw.sample(range(1_000_000, 10_000_000), count)]
+
+
+# ---- data files ------------------------------------------------------------------------------------------------------
+
+
+def load_records(path: str | Path, field: str, needs: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
+    """Objects of a JSON-lines file, and the SHA-256 of its text.
+
+    Parameters
+    ----------
+    field : str
+        The option that named it; errors begin with it.
+    needs : sequence of str
+        Keys that every object has.
+
+    Raises
+    ------
+    KVFoldError
+        It cannot be read, or a line has no such object; names the line.
+    """
+    text = load_text(path)
+    found = []
+    for number, line in enumerate(text.text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise KVFoldError(f"{field}: line {number} of {path} is not JSON; give JSON lines") from error
+        missing = [key for key in needs if not isinstance(record, dict) or key not in record]
+        if missing:
+            raise KVFoldError(
+                f"{field}: line {number} of {path} has no {', '.join(missing)}; needed: {', '.join(needs)}"
+            )
+        found.append(record)
+    return found, text.sha256

@@ -1,0 +1,140 @@
+"""Tokens of texts, scored through the cache: divergence, perplexity, and key-value retrieval."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.errors import KVFoldError
+from kvfold.evaluation.suites.base import Item, Measure, Outcome, Prompt, Suite, encode, place
+from kvfold.evaluation.text import Text
+from kvfold.evaluation.windows import LONG, bos_of, retrieval_window, tail
+
+PIECES = 8
+"""Parts of the scored tokens that ``series`` has a mean of."""
+SEED_STEP = 1_000_003
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence(Suite):
+    """Every token of a text against the same model with a full-precision cache.
+
+    Attributes
+    ----------
+    tokenizer
+    by_name
+        The texts; each is a task.
+    tokens
+        Tokens scored after the prefilled ones.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    by_name: dict[str, Text]
+    tokens: int = 256
+
+    name = "divergence"
+    summary = "KL divergence, top-1, top-5 and perplexity of texts, also by position"
+    measures: ClassVar[tuple[Measure, ...]] = (
+        Measure("kld", higher_is_better=False, shown="number"),
+        Measure("top1"),
+        Measure("top5"),
+        Measure("nll", higher_is_better=False, shown="perplexity"),
+    )
+    compares = True
+
+    @cached_property
+    def _ids(self) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(encode(self.tokenizer, t.text[:LONG])) for name, t in self.by_name.items()}
+
+    def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
+        return [
+            Item(task, length, seed, i)
+            for task in self.by_name
+            for length in lengths
+            for seed in range(seeds)
+            for i in range(limit)
+        ]
+
+    def prompt(self, item: Item) -> Prompt:
+        """A window of the text's second half, so that its scored tokens are the same at every length that fits before it."""
+        assert item.length is not None
+        ids = self._ids[item.task]
+        first = max(len(ids) // 2, item.length)
+        last = len(ids) - self.tokens - 1
+        if last < first:
+            raise KVFoldError(
+                f"text: {self.by_name[item.task].source} has {len(ids)} tokens, and {item.length + self.tokens + 1} are "
+                f"needed (length {item.length} + tokens {self.tokens} + 1); give a longer text with --text, or smaller "
+                "--lengths or --tokens"
+            )
+        begin = first + int(place(item) * (last - first))
+        window = tail(ids[: begin + self.tokens + 1], item.length + self.tokens + 1, bos_of(self.tokenizer, ids))
+        return Prompt(window, item.length)
+
+    def grade(self, prompt: Prompt, outcome: Outcome) -> dict[str, float | None]:
+        score = outcome.score
+        assert score is not None
+        nll = float(score.nll.double().mean())
+        if not self.compares:
+            return {"nll": nll}
+        return {"kld": score.kld, "top1": score.top1, "top5": score.top5, "nll": nll}
+
+    def series(self, outcome: Outcome) -> dict[str, list[float]]:
+        score = outcome.score
+        assert score is not None
+        found = {"nll": score.nll, **({"kld": score.kl} if self.compares else {})}
+        return {name: [float(part.double().mean()) for part in value.chunk(PIECES)] for name, value in found.items()}
+
+    def options(self) -> dict[str, Any]:
+        return {"tokens": self.tokens}
+
+    def texts(self) -> dict[str, str]:
+        return {f"{name}: {text.source}": text.sha256 for name, text in self.by_name.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity(Divergence):
+    """Perplexity alone: no full-precision logits are held."""
+
+    name = "ppl"
+    summary = "perplexity of texts, without the full-precision logits that divergence holds"
+    measures = (Measure("nll", higher_is_better=False, shown="perplexity"),)
+    compares = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Retrieval(Suite):
+    """Random key-value pairs, listed once and then asked for in another order; each window has many questions.
+
+    An answer is right when the model's first choice is right for each of its tokens, read through the cache.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    tokens: int = 256
+
+    name = "retrieval"
+    summary = "random key-value pairs, listed once and then asked for"
+    measures = (Measure("exact"), Measure("nll", higher_is_better=False, shown="perplexity"))
+
+    def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
+        return [Item("pairs", length, seed, i) for length in lengths for seed in range(seeds) for i in range(limit)]
+
+    def prompt(self, item: Item) -> Prompt:
+        assert item.length is not None
+        window = retrieval_window(self.tokenizer, item.length, self.tokens, item.index + SEED_STEP * item.seed)
+        return Prompt(window.ids, window.prefilled, answers=window.answers)
+
+    def grade(self, prompt: Prompt, outcome: Outcome) -> dict[str, float | None]:
+        score = outcome.score
+        assert score is not None
+        right = [bool(score.correct[first:stop].all()) for first, stop in prompt.answers]
+        asked = torch.cat([score.nll[first:stop] for first, stop in prompt.answers])
+        return {"exact": sum(right) / len(right), "nll": float(asked.double().mean())}
+
+    def options(self) -> dict[str, Any]:
+        return {"tokens": self.tokens}

@@ -1,0 +1,202 @@
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+
+from kvfold.errors import KVFoldError
+from kvfold.evaluation.results import (
+    Result,
+    ResultFile,
+    Settings,
+    as_folder,
+    code_sha256,
+    differing,
+    prompt_sha256,
+    read_folder,
+    this_run,
+    weights_sha256,
+)
+from kvfold.evaluation.summary import compared, summarize, to_dict
+from tiny_model import tiny_llama
+
+SETTINGS = Settings(
+    suite="needle",
+    options={"new_tokens": 24},
+    texts={"a.txt": "0" * 64},
+    model="tiny",
+    parameters=1,
+    weights_sha256="1" * 64,
+    dtype="float32",
+    device="a cpu",
+    windows=(32, 96),
+    chunk=32,
+    versions={"kvfold": "0", "torch": "2"},
+)
+
+
+def result(method="kivi", index=0, exact=1.0, **options):
+    fields = {
+        "item": f"needle/512/{index}",
+        "task": "needle",
+        "length": 512,
+        "seed": 0,
+        "tags": {"depth": 50},
+        "prompt_sha256": f"{index:016x}",
+        "prefilled": 480,
+        "read": 40,
+        "tested": 40,
+        "scores": {"exact": exact},
+        "series": {},
+        "bits_without_tables": 2.5,
+        "effective_bits": 2.5,
+        "cache_bytes": 100,
+        "full_cache_bytes": 800,
+        "sink": 32,
+        "recent": 96,
+        "seconds": 0.5,
+        "run": 0,
+        "answer": " 123",
+    }
+    return Result(method=method, **{**fields, **options})
+
+
+def filled(folder, rows, settings=SETTINGS):
+    file = ResultFile.of(folder, settings)
+    for row in rows:
+        file.add(row, this_run(1))
+    return file
+
+
+def test_rows_come_back_as_they_were_written(tmp_path):
+    rows = [result(index=i) for i in range(3)]
+    file = filled(tmp_path, rows)
+    assert file.path.name == f"needle-{SETTINGS.digest}.jsonl"
+    again = ResultFile.of(tmp_path, SETTINGS)
+    assert list(again.rows.values()) == rows and again.settings == SETTINGS
+    assert [r["run"] for r in again.runs] == [0] and again.runs[0]["code"] == code_sha256()
+    lines = file.path.read_text().splitlines()
+    assert len(lines) == 5 and "settings" in json.loads(lines[0])
+
+
+def test_every_setting_has_a_file_of_its_own(tmp_path):
+    changes = [
+        {"dtype": "bfloat16"},
+        {"weights_sha256": "2" * 64},
+        {"windows": None},
+        {"windows": (0, 128)},
+        {"texts": {"a.txt": "3" * 64}},
+        {"options": {"new_tokens": 25}},
+        {"versions": {"kvfold": "1", "torch": "2"}},
+        {"chunk": 16},
+        {"device": "another"},
+    ]
+    others = [dataclasses.replace(SETTINGS, **change) for change in changes]
+    for settings in (SETTINGS, *others):
+        filled(tmp_path, [result()], settings)
+    assert len(read_folder(tmp_path)) == 10
+    for change, settings in zip(changes, others, strict=True):
+        (line,) = differing(SETTINGS, settings)
+        assert line.startswith(next(iter(change)))
+
+
+def test_a_line_that_a_kill_cut_short_is_made_again(tmp_path):
+    file = filled(tmp_path, [result(index=0), result(index=1)])
+    whole = file.path.read_bytes()
+    file.path.write_bytes(whole[:-30])
+    again = ResultFile.of(tmp_path, SETTINGS)
+    assert [row.item for row in again.rows.values()] == ["needle/512/0"]
+    again.add(result(index=1), this_run(1))
+    rows = ResultFile.of(tmp_path, SETTINGS).rows
+    assert [row.item for row in rows.values()] == ["needle/512/0", "needle/512/1"]
+    assert {row.run for row in rows.values()} == {0} and again.run == 1
+
+
+def test_what_is_no_file_of_results_is_refused_by_its_line(tmp_path):
+    file = filled(tmp_path, [result()])
+    file.path.write_text(file.path.read_text() + '{"method": "kivi"}\n')
+    with pytest.raises(KVFoldError, match=r"^results: line 4 of .*needle-.*missing"):
+        ResultFile.of(tmp_path, SETTINGS)
+    (tmp_path / "x.jsonl").write_text('{"question": "?"}\n')
+    with pytest.raises(KVFoldError, match=r"^results: line 1 of .*x.jsonl"):
+        ResultFile.read(tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_text("")
+    with pytest.raises(KVFoldError, match="no settings"):
+        ResultFile.read(tmp_path / "x.jsonl")
+
+
+def test_a_folder_is_made_and_a_file_is_refused(tmp_path):
+    assert as_folder(tmp_path / "a" / "b").is_dir()
+    (tmp_path / "f").write_text("x")
+    with pytest.raises(KVFoldError, match=r"^out: .* is a file"):
+        as_folder(tmp_path / "f")
+    with pytest.raises(KVFoldError, match=r"^results: .* not a folder with results"):
+        read_folder(tmp_path / "a")
+
+
+def test_only_one_process_adds_rows(tmp_path):
+    file = ResultFile.of(tmp_path, SETTINGS)
+    lock = file.lock()
+    with pytest.raises(KVFoldError, match=r"^out: another process is writing .*; wait"):
+        ResultFile.of(tmp_path, SETTINGS).lock()
+    lock.release(force=True)
+    ResultFile.of(tmp_path, SETTINGS).lock().release(force=True)
+
+
+def test_weights_and_prompts_are_told_apart():
+    one, other = tiny_llama(), tiny_llama()
+    assert weights_sha256(one) == weights_sha256(other)
+    other.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    assert weights_sha256(one) != weights_sha256(other)
+    assert len({prompt_sha256([1, 2], 1), prompt_sha256([1, 2], 2), prompt_sha256([1, 3], 1)}) == 3
+
+
+# ---- summaries -------------------------------------------------------------------------------------------------------
+
+
+def test_methods_are_paired_on_the_items_that_both_have(tmp_path):
+    rows = [result("none", i) for i in range(10)]
+    rows += [result("kivi", i, exact=0.0) for i in range(3, 12)]
+    cells = {cell.method: cell for cell in summarize(filled(tmp_path, rows))}
+    assert cells["kivi"].items == 9 and cells["kivi"].differences["exact"].items == 7
+    assert cells["kivi"].differences["exact"].verdict == "worse"
+    assert cells["kivi"].estimates["exact"].mean == 0 and cells["none"].differences == {}
+    json.dumps(to_dict([filled(tmp_path, [])], list(cells.values()), "none"), allow_nan=False)
+
+
+def test_items_with_another_prompt_are_no_pair(tmp_path):
+    rows = [result("none", i) for i in range(8)]
+    rows += [result("kivi", i, exact=0.0, prompt_sha256="f" * 16) for i in range(8)]
+    cells = {cell.method: cell for cell in summarize(filled(tmp_path, rows))}
+    assert cells["kivi"].differences == {} and cells["kivi"].estimates["exact"].items == 8
+
+
+def test_rows_of_different_settings_are_refused(tmp_path):
+    here = filled(tmp_path, [result("kivi", i) for i in range(8)])
+    there = filled(tmp_path, [result("none", i) for i in range(8)], dataclasses.replace(SETTINGS, dtype="bfloat16"))
+    with pytest.raises(KVFoldError, match=r"needle of kivi and of none are not compared.*dtype float32 and bfloat16"):
+        compared(here, list(here.rows.values()), there, list(there.rows.values()))
+
+
+def test_untested_items_are_in_no_mean_and_broken_ones_leave_none(tmp_path):
+    rows = [result("kivi", 0), result("kivi", 1, exact=None, tested=0)]
+    rows += [result("squat", 0), result("squat", 1, exact=None)]
+    cells = {cell.method: cell for cell in summarize(filled(tmp_path, rows))}
+    assert (cells["kivi"].untested, cells["kivi"].broken) == (1, 0) and cells["kivi"].estimates["exact"].items == 1
+    assert (cells["squat"].untested, cells["squat"].broken) == (0, 1) and cells["squat"].estimates == {}
+
+
+def test_a_killed_process_keeps_its_rows_and_holds_no_lock(tmp_path):
+    child = os.fork()
+    if not child:
+        file = ResultFile.of(tmp_path, SETTINGS)
+        file.lock()
+        for i in range(5):
+            file.add(result(index=i), this_run(1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    again = ResultFile.of(tmp_path, SETTINGS)
+    again.lock().release(force=True)
+    assert len(again.rows) == 5
