@@ -276,7 +276,7 @@ def test_the_command_says_where_nothing_was_tested(run, folder, tmp_path):
         (["--data", "x.jsonl"], "data: none of the suites divergence uses it; it is for gsm8k and ruler"),
         (["--shots", "2"], "shots: none of the suites"),
         (["--text", "x.txt"], "text: 'x.txt' is not NAME=FILE"),
-        (["--text", "a=/nowhere/x.txt"], "text: cannot read /nowhere/x.txt"),
+        (["--text", "a=/nowhere/x.txt"], "text: cannot read '/nowhere/x.txt'"),
         (["--methods", "abacus"], "abacus"),
         (["--baseline", "abacus"], "abacus"),
         (["--tokens", "3"], "tokens: 3; give at least 32"),
