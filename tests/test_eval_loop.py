@@ -136,8 +136,13 @@ def test_tokens_that_read_nothing_packed_are_not_counted(tiny):
 
 
 def test_every_suite_makes_a_row_per_item_and_method(tiny, tmp_path):
-    names = [name for name in REGISTRY if name != "gsm8k"]
-    found = rows_of(tiny, tmp_path, names, limit=1)
+    names = list(REGISTRY)
+    problem = {"question": "Ann has 3 eggs and " + "then again " * 40 + "buys 4. How many?", "answer": "#### 7"}
+    (tmp_path / "problems").write_text(json.dumps(problem) + "\n")
+    options = Options(
+        tokens=32, tasks=("multivalue", "aggregation"), depths=(50,), data=str(tmp_path / "problems"), new_tokens=9
+    )
+    found = rows_of(tiny, tmp_path, names, limit=1, options=options)
     assert [file.settings.suite for file in found] == names
     for file in found:
         by_method = {}
@@ -259,6 +264,41 @@ def test_the_command_prints_means_and_verdicts_and_goes_on(run, folder, tmp_path
     (cell,) = (c for c in result["cells"] if c["task"] == "code" and c["method"] != "none")
     assert cell["differences"]["nll"]["verdict"] == "too few items" and cell["items"] == 2
     assert result["baseline"] == "none" and len(result["runs"]) == 2
+
+
+def test_the_command_says_what_is_not_compared_and_what_an_interrupt_keeps(run, folder, tmp_path, monkeypatch):
+    arguments = [
+        "--model",
+        folder,
+        "--methods",
+        "kivi:recent=32,sink=0",
+        "--suite",
+        "ppl",
+        "--lengths",
+        "400",
+        "--limit",
+        "1",
+    ]
+    arguments += ["--out", str(tmp_path), "--tokens"]
+    assert run(*arguments, "32")[0] == 0
+    status, out, _ = run(*arguments, "48")
+    (line,) = (line for line in out.splitlines() if "not compared" in line)
+    assert status == 0 and re.fullmatch(r"not compared with ppl-\w{8}\.jsonl: options tokens 48 and 32", line)
+    measure = loop.measure
+
+    def interrupted(model, tokenizer, suite, item, *args):
+        if item.task == "code":
+            raise KeyboardInterrupt
+        return measure(model, tokenizer, suite, item, *args)
+
+    monkeypatch.setattr(loop, "measure", interrupted)
+    status, out, err = run(*arguments, "64")
+    assert status == 130 and "2 of 4 rows are kept; the same command goes on from there" in err
+    monkeypatch.undo()
+    (tmp_path / "ppl-mine.jsonl").write_text("notes\n")
+    status, out, err = run(*arguments, "64")
+    assert status == 0 and "2 of 4 rows taken over" in err
+    assert "not compared with ppl-mine.jsonl: results: line 1 of" in out
 
 
 def test_the_command_says_where_nothing_was_tested(run, folder, tmp_path):

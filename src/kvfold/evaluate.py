@@ -335,6 +335,23 @@ def table(found: ResultFile, cells: Sequence[Cell], baseline: str) -> Sheet:
     return sheet
 
 
+def _apart(found: Sequence[ResultFile]) -> list[str]:
+    """Lines that say which rows of the same suites lie beside these and are not compared with them, and why."""
+    from kvfold.evaluation.results import SUFFIX, ResultFile, differing
+
+    lines = []
+    for file in found:
+        for path in sorted(file.path.parent.glob(f"{file.settings.suite}-*{SUFFIX}")):
+            if path == file.path:
+                continue
+            try:
+                why = "; ".join(differing(file.settings, ResultFile.read(path).settings))
+            except KVFoldError as error:  # it lies beside; what was run is shown all the same
+                why = str(error)
+            lines.append(f"not compared with {path.name}: {why}")
+    return lines
+
+
 def notes(found: Sequence[ResultFile], cells: Sequence[Cell], baseline: str) -> list[str]:
     """What was run, and what a reader has to know of it."""
     first = found[0].settings
@@ -358,5 +375,6 @@ def notes(found: Sequence[ResultFile], cells: Sequence[Cell], baseline: str) -> 
         codes = {run["code"] for run in file.runs}
         if len(codes) > 1:
             lines.append(f"{file.path.name}: its rows were made by {len(codes)} states of the code; see its runs")
+    lines += _apart(found)
     lines.append(f"rows: {', '.join(str(file.path) for file in found)}")
     return lines
