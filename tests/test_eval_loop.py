@@ -256,7 +256,7 @@ def test_the_command_prints_means_and_verdicts_and_goes_on(run, folder, tmp_path
     status, out, err = run(*arguments)
     assert status == 0, err
     assert "kvfold: [1/12] ppl prose/600/0.0: none: nll" in err and "too few items" in out
-    assert re.search(r"prose +600 +none", out) and "windows: 0 + 32 tokens" in out and "nll against none" in out
+    assert re.search(r"prose +600 +none", out) and "windows: 0 + 32 tokens" in out and "ppl against none" in out
     status, text, err = run(*arguments, "--json", "-")
     assert status == 0 and "12 of 12 rows taken over" in err
     result = json.loads(text)

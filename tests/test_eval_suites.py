@@ -145,6 +145,26 @@ def test_a_needle_lies_at_its_depth_before_the_cut_and_only_there(texts):
     assert places[0] < 0.1 and 0.3 < places[1] < 0.7 and places[2] > 0.85
 
 
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no users') }}", "refuses a question .*no users.*; give --raw"),
+        ("{{ messages[0]['content'] | upper }}", "rewrites the question; give --raw"),
+    ],
+)
+def test_chat_templates_that_do_not_fit_are_refused(texts, template, says):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    for raw in (False, True):
+        (some,) = make(["needle"], tokenizer, Options(texts=texts, raw=raw))
+        (item, *_) = some.items([1000], 1, 1)
+        if raw:
+            assert TOKENIZER.decode(some.prompt(item).ids[0]).endswith(" is")
+            continue
+        with pytest.raises(KVFoldError, match=f"^model: its chat template {says}"):
+            some.prompt(item)
+
+
 def test_a_haystack_goes_round():
     hay = Haystack(Text("".join(f"Sentence {i}. " for i in range(30)), "t"), TOKENIZER)
     form = Form(TOKENIZER, chat=False)

@@ -301,12 +301,9 @@ def table(found: ResultFile, cells: Sequence[Cell], baseline: str) -> Sheet:
     columns = [Column("task", key=True), *([Column("length", right=True, key=True)] if lengths else [])]
     columns += [Column("method", wraps=True, key=True), Column("bits", right=True, rank=1)]
     columns += [Column("cache", right=True, rank=3), Column("items", right=True, rank=2)]
-    columns += [Column(main.name if main.shown != "perplexity" else "ppl", right=True)]
-    columns += [Column(f"{main.name} against {baseline}")]
-    columns += [
-        Column(measure.name if measure.shown != "perplexity" else "ppl", right=True, rank=5 + i)
-        for i, measure in enumerate(measures[1:])
-    ]
+    names = {measure: "ppl" if measure.shown == "perplexity" else measure.name for measure in measures}
+    columns += [Column(names[main], right=True), Column(f"{names[main]} against {baseline}")]
+    columns += [Column(names[measure], right=True, rank=5 + i) for i, measure in enumerate(measures[1:])]
     columns += [Column("s", right=True, rank=4)]
     sheet = Sheet(columns, found.settings.suite, "a wider terminal, a pipe or --json has them")
     last = None

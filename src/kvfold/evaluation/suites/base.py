@@ -205,11 +205,19 @@ class Form:
             They follow each other in the user's message.
         lead : str
             How the answer begins.
+
+        Raises
+        ------
+        KVFoldError
+            The model's chat template refuses it.
         """
         if not self.chat:
             return f"{context}{question}\n{lead}"
         message = [{"role": "user", "content": context + question}]
-        rendered = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        try:
+            rendered = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates raise what they like
+            raise KVFoldError(f"model: its chat template refuses a question ({error}); give --raw") from error
         assert isinstance(rendered, str)
         return f"{rendered}{lead}"
 
@@ -220,7 +228,10 @@ class Form:
     def cut(self, text: str, question: str, ids: list[int]) -> int:
         """Tokens that end before the question begins: those that the first call prefills. The rest, the question too, reads the
         folded cache."""
-        before = self.ids(text[: text.rindex(question.strip())])  # templates strip what they are given
+        at = text.rfind(question.strip())  # templates strip what they are given
+        if at < 0:
+            raise KVFoldError("model: its chat template rewrites the question; give --raw")
+        before = self.ids(text[:at])
         return max(1, min(common(before, ids), len(ids) - 1))
 
 
