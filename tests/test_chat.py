@@ -165,7 +165,17 @@ def test_turns_that_are_rendered_otherwise_are_read_again(begin):
     messages = [*talk.messages, user("And?")]
     turn = talk.ask("And?", io.StringIO())
     assert turn.text == replayed(talk, (messages, 100))
-    assert turn.read_tokens == turn.prompt_tokens and turn.dropped > 300 and "earlier turns" in turn.why_dropped
+    assert turn.read_tokens == turn.prompt_tokens and turn.dropped > 300 and "the last answer" in turn.why_dropped
+
+
+def test_a_template_that_forgets_earlier_turns_is_said_to(begin):
+    talk = begin(template=TEMPLATE.replace("messages", "messages[-2:]"))
+    for text in ("One", "Two"):
+        talk.ask(text, io.StringIO())
+    messages = [*talk.messages, user("And?")][-2:]
+    turn = talk.ask("And?", io.StringIO())
+    assert turn.text == replayed(talk, (messages, 24)) and turn.prompt_tokens == len(rendered(talk, messages))
+    assert "earlier turns" in turn.why_dropped and turn.dropped > 0
 
 
 def test_another_method_folds_the_conversation_anew(begin):
@@ -233,6 +243,7 @@ def test_an_answer_that_the_model_ends(begin):
         ("{{ raise_exception('no system') if messages[0].role == 'system' }}" + TEMPLATE, "x", "system: "),
         ("", None, "no chat template; take an instruct model, or kvfold generate --raw"),
         ("{{ raise_exception('never') }}", None, "model: the chat template .* never"),
+        ("{% if false %}x{% endif %}", None, "prompt: the tokenizer of .* makes no tokens of it"),
     ],
 )
 def test_templates_that_refuse(begin, template, system, says):

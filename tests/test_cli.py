@@ -13,7 +13,7 @@ import pytest
 import kvfold
 from kvfold import kernels, methods, quality, terminal
 from kvfold.cli import main
-from tiny_model import CONTEXT, save, tiny_llama
+from tiny_model import CONTEXT, byte_tokenizer, save, tiny_llama
 
 SMALL = ["--prefix", "320", "--tokens", "64", "--new-tokens", "4"]
 
@@ -315,6 +315,23 @@ def test_generate_is_the_models_own_text_without_folding(run, tiny):
     result = json.loads(out)
     assert result["text"] == tokenizer.decode(expected, skip_special_tokens=True)
     assert result["prompt_tokens"] == inputs["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ messages[5].content }}", "model: the chat template .* refuses this chat"),
+        ("{% if 0 %}{% endif %}", "no tokens"),
+    ],
+)
+def test_a_template_that_refuses_the_prompt_is_one_line(run, tmp_path, template, says):
+    tokenizer = byte_tokenizer()
+    save(tmp_path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    status, out, err = run("generate", "Hello", "--model", str(tmp_path))
+    assert status == 2 and not out and re.search(says, err) and "Traceback" not in err
+    assert run("generate", "Hello", "--raw", "--model", str(tmp_path), "--max-new-tokens", "1")[0] == 0
 
 
 def test_raw_prompts_and_sampling(run, tiny):

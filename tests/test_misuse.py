@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import kvfold
 from kvfold.cli import main
-from tiny_model import save
+from kvfold.errors import KVFoldError, MethodError
+from kvfold.methods import REGISTRY
+from tiny_model import save, tiny_llama
 
 HUGE = str(10**30)
 
@@ -154,3 +157,37 @@ def test_bad_input_is_one_line(command, says, place, monkeypatch, capsys):
     assert status == 2 and out == "", err
     assert len(lines) == 1 and lines[0].startswith("kvfold: error: ") and re.search(says, lines[0]), err
     assert held(place) == before
+
+
+@pytest.mark.parametrize("value", [None, 5, b"fold", ["fold"], REGISTRY["fold"]], ids=str)
+def test_a_method_of_another_type_is_refused(value):
+    model = tiny_llama()
+    for give in (
+        lambda: kvfold.fold(model, value),
+        lambda: kvfold.explain(model, value),
+        lambda: kvfold.Pair("fold", value),
+        lambda: kvfold.Recipe(value),
+        lambda: kvfold.Recipe("fold", layers={1: value}),
+        lambda: kvfold.folding(model, value).__enter__(),
+    ):
+        with pytest.raises(
+            MethodError, match=r"is not a method; allowed: text as in 'fold:bits=2', or a kvfold.Method"
+        ):
+            give()
+
+
+@pytest.mark.parametrize("value", [1.5, None, b"01", -1, True, [0.0]], ids=str)
+def test_layers_of_another_type_are_refused(value):
+    with pytest.raises(MethodError, match="is not a layer; allowed: numbers"):
+        kvfold.Recipe("fold", keep=value)
+    with pytest.raises(MethodError, match=r"is not a mapping; allowed: \{5: METHOD"):
+        kvfold.Recipe("fold", layers=[value])
+
+
+@pytest.mark.parametrize("value", ["9", 1.5, True, 0, -1], ids=str)
+@pytest.mark.parametrize("always", [False, True])
+def test_a_max_length_that_is_none_is_refused_before_anything_changes(value, always):
+    model = tiny_llama()
+    with pytest.raises(KVFoldError, match=r"max_length: .* allowed: a number of tokens from 1 on, or None"):
+        kvfold.fold(model, max_length=value, always=always)
+    assert model.config._attn_implementation == "sdpa"

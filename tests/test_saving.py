@@ -332,6 +332,52 @@ def test_another_model_is_refused(path):
     assert other.config._attn_implementation != "kvfold"
 
 
+@pytest.mark.parametrize(
+    "given", [None, 5, "name/of-a-model", torch.nn.Linear(1, 1)], ids=["none", "number", "name", "torch"]
+)
+def test_what_is_no_model_is_refused(given, path):
+    with pytest.raises(UnsupportedModelError, match=r"^model: "):
+        kvfold.load_cache(path, given)
+
+
+@pytest.mark.parametrize("given", [None, 5, b"cache.safetensors"])
+def test_what_is_no_file_name_is_refused(given, path, model):
+    with pytest.raises(CacheFileError, match="is not a file name; allowed: text, or a path"):
+        kvfold.load_cache(given, model)
+    with pytest.raises(CacheFileError, match="is not a file name"):
+        kvfold.load_cache(path, model).save(given)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+
+def test_a_wrapped_model_is_the_model_inside(path, model):
+    assert kvfold.load_cache(path, Wrapper(model)).model is model
+
+
+class Adapted(torch.nn.Linear):
+    """A layer with what PEFT's layers say of their adapters."""
+
+    disable_adapters, active_adapters = False, ("french",)
+
+
+def test_other_adapters_are_refused(model, tmp_path):
+    tuned = copy.deepcopy(model)
+    tuned.extra = Adapted(2, 2)
+    cache = filled(tuned, "fold")
+    cache.save(tmp_path / "french")
+    kvfold.load_cache(tmp_path / "french", tuned)
+    tuned.extra.active_adapters = ("german",)
+    with pytest.raises(CacheFileError, match="with the adapters french, and this model has german switched on"):
+        kvfold.load_cache(tmp_path / "french", tuned)
+    tuned.extra.disable_adapters = True
+    with pytest.raises(CacheFileError, match="this model has none switched on"):
+        kvfold.load_cache(tmp_path / "french", tuned)
+
+
 def test_another_method_is_refused_and_the_same_one_is_not(path, model):
     with pytest.raises(CacheFileError, match="is folded with kivi, and kivi:bits=4 is asked for"):
         kvfold.load_cache(path, model, "kivi:bits=4")
@@ -433,6 +479,9 @@ def test_a_cache_goes_to_another_device_as_a_whole(model):
         continued(model, twin)
     with pytest.raises(CacheStateError, match=r"to\(torch.float16\) is not allowed.*allowed: a device"):
         cache.to(torch.float16)
+    for nowhere in ("gpu", "cuda:77", None, -1, [0]):
+        with pytest.raises(CacheStateError, match=r"there is no such device here; allowed: 'cpu'"):
+            cache.to(nowhere)
     kept = dataclasses.asdict(cache.method)
     continued(model, cache)
     assert dataclasses.asdict(cache.method) == kept

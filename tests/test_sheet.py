@@ -173,6 +173,7 @@ def test_a_row_has_a_cell_for_each_column():
         ("x " + "y" * 7, 4, ["x", "yyyy", "yyy"]),
         ("漢字漢字", 4, ["漢字", "漢字"]),
         ("one\ntwo", 9, ["one", "two"]),
+        ("k=fold:bits=3+v=kivi+keep=0", 24, ["k=fold:bits=3+v=kivi+", "keep=0"]),
     ],
 )
 def test_wrapping(text, width, lines):

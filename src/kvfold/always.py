@@ -39,21 +39,20 @@ class Wish:
         return make_cache(model, self.method, self.kernel, self.max_length)
 
 
-def begin(model: PreTrainedModel, wish: Wish) -> None:
-    """Have ``model`` make a folded cache for every call that needs one and brings none.
+def check(model: PreTrainedModel) -> None:
+    """Refuse a model that takes no ``past_key_values``.
 
     Raises
     ------
     UnsupportedModelError
-        If the model takes no ``past_key_values``.
     """
-    whole, model = (
-        model,
-        next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model),
-    )  # within a wrapper
     if "past_key_values" not in inspect.signature(type(model).forward).parameters:
         raise UnsupportedModelError(f"always: {type(model).__name__} takes no past_key_values; allowed: always=False")
-    end(whole)
+
+
+def begin(model: PreTrainedModel, wish: Wish) -> None:
+    """Have ``model`` make a folded cache for every call that needs one and brings none."""
+    end(model)
     setattr(model, WISH, wish)
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     if hasattr(model, PREPARES):
@@ -99,7 +98,7 @@ def folding(
     >>> with kvfold.folding(model, "fold:bits=2"):  # doctest: +SKIP
     ...     pipeline("text-generation", model=model, tokenizer=tokenizer)("The KV cache")
     """
-    from kvfold.attention import fold, unfold
+    from kvfold.attention import fold, transformer, unfold
 
     before = next((m.__dict__[WISH] for m in model.modules() if WISH in m.__dict__), None)
     was_folded = originals.is_folded(model.config)
@@ -112,7 +111,7 @@ def folding(
         elif before is None:
             end(model)
         else:
-            begin(model, before)
+            begin(transformer(model), before)
 
 
 @torch.compiler.disable  # a cache is planned, not traced

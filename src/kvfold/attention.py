@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -263,16 +264,21 @@ def fold(
     full precision; a warning says so once, and :func:`kvfold.explain` says which.
     """
     model = transformer(model)
+    if always:
+        from kvfold.always import Wish, begin, check
+
+        check(model)
     cache = make_cache(model, get(method), kernel, max_length)
     if always:
-        from kvfold.always import Wish, begin
-
         begin(model, Wish(cache.method, kernel, max_length))
     return cache
 
 
 def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_length: int | None) -> FoldedCache:
     """See :func:`fold`."""
+    given: Any = max_length
+    if given is not None and (isinstance(given, bool) or not isinstance(given, Integral) or given < 1):
+        raise KVFoldError(f"max_length: {max_length!r} is not allowed; allowed: a number of tokens from 1 on, or None")
     if all(parameter.device.type == "meta" for parameter in model.parameters()):
         raise UnsupportedModelError(
             f"model: {type(model).__name__} is on the meta device, without weights; load it before it is folded "

@@ -317,7 +317,7 @@ class FoldedLayer(CacheLayerMixin):
         self._own()
         if not self.is_initialized:
             return
-        target = torch.empty(0, device=device).device
+        target = present(device)
         if target == self.device:
             return
         self._kernel_on(target)  # where a kernel is insisted on that the device does not have, nothing moves
@@ -1216,6 +1216,21 @@ class FoldedLayer(CacheLayerMixin):
         return list(self.method.tables(self.spec, self.device).values()) if self.is_initialized else []
 
 
+def present(device: torch.device | str | int) -> torch.device:
+    """A device that is there, by its full name ("cuda" is "cuda:0").
+
+    Raises
+    ------
+    CacheStateError
+    """
+    try:
+        if device is not None:  # which torch takes for its default
+            return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError):
+        pass
+    raise CacheStateError(f"cache: to({device!r}): there is no such device here; allowed: 'cpu', 'cuda', 'cuda:1'")
+
+
 def moved(value: Any, device: torch.device) -> Any:
     """Tensors, also in tuples, lists and dicts, on another device."""
     if isinstance(value, torch.Tensor):
@@ -1320,7 +1335,7 @@ class FoldedCache(Cache):
         Raises
         ------
         CacheStateError
-            For a dtype: windows have the model's, and codes none.
+            For a dtype: windows have the model's, and codes none. For what is no device, or none that is there.
         KVFoldError
             If a kernel was insisted on that the device does not have.
         """
@@ -1329,7 +1344,7 @@ class FoldedCache(Cache):
                 f"cache: to({device}) is not allowed: windows have the model's dtype, and codes have none; allowed: a device"
             )
         self.settle()
-        target = torch.empty(0, device=device).device
+        target = present(device)
         for layer in self.layers:
             if isinstance(layer, FoldedLayer):
                 layer.to(target)

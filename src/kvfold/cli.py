@@ -171,13 +171,14 @@ def generate(
     target = json_target(json_path)
     import torch
 
-    from kvfold import methods, sizes
+    from kvfold import methods, models, sizes
     from kvfold.graph import decoding
 
     method = methods.get(spec)
     loaded, tokenizer, info = load(model, dtype, device)
-    inputs = _prompt_inputs(tokenizer, prompt, raw).to(loaded.device)
-    prompt_tokens = inputs["input_ids"].shape[1]
+    chat = prompt if raw or not tokenizer.chat_template else [{"role": "user", "content": prompt}]
+    ids = torch.tensor([models.prompt_tokens(tokenizer, chat, info.name)], device=loaded.device)
+    prompt_tokens = ids.shape[1]
     if info.max_context is not None and prompt_tokens + max_new_tokens > info.max_context:
         raise KVFoldError(
             f"max-new-tokens: prompt {prompt_tokens} + {max_new_tokens} tokens is beyond the model's context "
@@ -195,7 +196,12 @@ def generate(
     graphs = decoding(loaded, cache, max_new_tokens, required=False) if on_gpu else nullcontext()
     with torch.inference_mode(), graphs as steps:
         output = loaded.generate(
-            **inputs, past_key_values=cache, max_new_tokens=max_new_tokens, streamer=streamer, **sampling
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            **sampling,
         )
     new = output[0, prompt_tokens:]
     result = {
@@ -292,13 +298,6 @@ def _show_methods(entries: Sequence[dict[str, Any]]) -> None:
         sheet.add(entry["name"], f"{entry['effective_bits']:.2f}", what, options + presets)
     console().print(sheet)
     say("bits: effective bits per cached value with the defaults, head_dim 128, everything but the windows included")
-
-
-def _prompt_inputs(tokenizer: Any, prompt: str, raw: bool) -> Any:
-    if tokenizer.chat_template and not raw:
-        message = [{"role": "user", "content": prompt}]
-        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    return tokenizer(prompt, return_tensors="pt")
 
 
 def _cell(value: Any) -> str:

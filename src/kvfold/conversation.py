@@ -20,7 +20,7 @@ from kvfold.cache import FoldedCache, FoldedLayer
 from kvfold.errors import KVFoldError
 from kvfold.following import SPARE
 from kvfold.graph import decoding
-from kvfold.models import ModelInfo
+from kvfold.models import ModelInfo, prompt_tokens
 from kvfold.terminal import Stream
 
 RESERVED = 16_384
@@ -100,6 +100,7 @@ class Conversation:
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.system = system
         self.held: list[int] = []
+        self.asked = 0  # tokens of the conversation up to the last answer
         self.why_forgotten, self.forgotten = "", 0
         self.use(method)
         self.reset()
@@ -170,18 +171,14 @@ class Conversation:
         said = self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(said, str)
         self._hold(output[: int(self.cache.get_seq_length())], "", 0)
+        self.asked = len(ids)
         self._remember(messages, said, keep=bool(said) or ended != "interrupted")
         return Turn(said, len(new), stream.tokens_per_s(), len(ids), read, dropped, why, ended)
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def _render(self, messages: list[dict[str, str]]) -> list[int]:
-        try:
-            rendered: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # templates raise what they like
-            what = "system" if self.system is not None and len(messages) == 2 else "model"
-            raise KVFoldError(f"{what}: the chat template of {self.info.name} refuses this chat: {error}") from error
-        return list(rendered["input_ids"])
+        return prompt_tokens(self.tokenizer, messages, self.info.name)
 
     def _make_room_for(self, ids: list[int]) -> tuple[int, int, str]:
         """Have the cache hold a beginning of ``ids`` and nothing else.
@@ -198,15 +195,15 @@ class Conversation:
         if common is None:
             common = min(len(self.held), len(ids) - 1)
         if common < len(self.held):
-            dropped, why = (
-                len(self.held) - common,
-                "the chat template renders the last answer otherwise than it was made",
-            )
+            why = "the chat template renders earlier turns otherwise than before"
+            if common >= self.asked:
+                why = "the chat template renders the last answer otherwise than it was made"
+            dropped = len(self.held)
             if self._crops_exactly(common):
-                self.cache.crop(common - len(self.held))
+                dropped -= common
+                self.cache.crop(-dropped)
                 self.held = self.held[:common]
             else:
-                dropped, why = len(self.held), "the chat template renders earlier turns otherwise than before"
                 self._forget("")
         return len(ids) - len(self.held), dropped, why if dropped else ""
 

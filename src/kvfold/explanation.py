@@ -160,7 +160,9 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
     notes += [f"encoded by {text}" for text in sorted({row.encoder for row in rows if row.folded})]
     kept = [row for row in rows if not row.folded]
     if kept:
-        notes.append(f"{len(kept)} of {len(rows)} layers stay in full precision: {sorted({r.reason for r in kept})}")
+        notes.append(
+            f"{len(kept)} of {len(rows)} layers stay in full precision: {'; '.join(sorted({r.reason for r in kept}))}"
+        )
     # layers kept by wish grow with every token, as folded ones do; those that cannot be folded do not count
     wished = max(own, default=0) * sum(row.reason == KEPT for row in kept)
     notes += said

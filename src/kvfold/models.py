@@ -61,6 +61,36 @@ class ModelInfo:
     parameters: int
 
 
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]], name: str) -> list[int]:
+    """Tokens of a text, or of a chat as its template renders it, up to where the answer begins.
+
+    Parameters
+    ----------
+    prompt : str or list of messages
+    name : str
+        The model's, for errors.
+
+    Raises
+    ------
+    KVFoldError
+        The template refuses the chat, or nothing is left of the prompt.
+    """
+    found: Any
+    if isinstance(prompt, str):
+        found = tokenizer(prompt)
+    else:
+        try:
+            found = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # templates raise what they like
+            what = "system" if [message["role"] for message in prompt] == ["system", "user"] else "model"
+            raise KVFoldError(f"{what}: the chat template of {name} refuses this chat: {error}") from error
+    if not (tokens := [int(token) for token in found["input_ids"]]):
+        raise KVFoldError(
+            f"prompt: the tokenizer of {name} makes no tokens of it; give some text, or another chat template"
+        )
+    return tokens
+
+
 def load(
     model: str | None = None,
     dtype: torch.dtype | str | None = None,

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import kvfold
 from kvfold import files
+from kvfold.attention import transformer
 from kvfold.cache import FoldedCache, FoldedLayer, Slab
 from kvfold.calibration.artefact import checksum, config_hash, load_cached, weights_hash
 from kvfold.errors import CacheFileError, CacheStateError, KVFoldError
@@ -70,10 +71,9 @@ def save(cache: FoldedCache, path: str | os.PathLike[str]) -> None:
         "layers": layers,
     }
     fields["sha256"] = checksum(fields, tensors)
-    _write(Path(path).expanduser(), tensors, {KEY: json.dumps(fields, sort_keys=True)})
+    _write(_path(path), tensors, {KEY: json.dumps(fields, sort_keys=True)})
 
 
-@storing
 @storing
 def load_cache(
     path: str | os.PathLike[str],
@@ -118,13 +118,13 @@ def load_cache(
     >>> cache.save("prompt.safetensors")  # doctest: +SKIP
     >>> cache = kvfold.load_cache("prompt.safetensors", model)  # doctest: +SKIP
     """
-    path = Path(path).expanduser()
+    path, model = _path(path), transformer(model)
     fields, tensors = read(path)
     chosen = _method(path, fields, method)
     _check_model(path, fields["model"], model)
     _check_artefacts(path, fields["artefacts"], chosen)
     told_length = next((layer["max_length"] for layer in fields["layers"] if layer["class"] == "folded"), None)
-    cache = kvfold.fold(model, chosen, kernel=kernel, max_length=max_length or told_length)
+    cache = kvfold.fold(model, chosen, kernel=kernel, max_length=told_length if max_length is None else max_length)
     if len(cache.layers) != len(fields["layers"]):
         raise CacheFileError(f"cache: {path} has {len(fields['layers'])} layers, the model {len(cache.layers)}")
     try:
@@ -192,7 +192,6 @@ def read(path: Path) -> tuple[dict[str, Any], Tensors]:
 
 def _identity(model: torch.nn.Module) -> dict[str, str]:
     """What must agree for a cache to mean the same to another model."""
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     config: Any = model.config
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CacheFileError(
@@ -204,7 +203,14 @@ def _identity(model: torch.nn.Module) -> dict[str, str]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "config_hash": config_hash(config),
         "weights_hash": weights_hash(model),
+        "adapters": ",".join(_adapters(model)),
     }
+
+
+def _adapters(model: torch.nn.Module) -> list[str]:
+    """PEFT's adapters that take part in the model's calls; those of which there are weights only do not."""
+    tuned: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)]
+    return sorted({name for m in tuned if not m.disable_adapters for name in m.active_adapters})
 
 
 def _check_model(path: Path, told: dict[str, str], model: torch.nn.Module) -> None:
@@ -215,6 +221,11 @@ def _check_model(path: Path, told: dict[str, str], model: torch.nn.Module) -> No
                 f"cache: {path} was made with {told['name']}, and this model has {what} ({found[field][:12]} instead of "
                 f"{told[field][:12]}); load it with the model it was made with, or prefill again"
             )
+    if found["adapters"] != told["adapters"]:
+        raise CacheFileError(
+            f"cache: {path} was made with the adapters {told['adapters'] or '(none)'}, and this model has "
+            f"{found['adapters'] or 'none'} switched on; switch on those that it was made with, or prefill again"
+        )
     if found["dtype"] != told["dtype"]:
         raise CacheFileError(
             f"cache: {path} was made in dtype {told['dtype']}, and this model is in {found['dtype']}; "
@@ -227,7 +238,7 @@ def _method(path: Path, fields: dict[str, Any], asked: str | Method | None) -> M
     if asked is None:
         return told
     asked = get(asked)
-    if _without_places(asked) != _without_places(told):
+    if str(_without_places(asked)) != str(_without_places(told)):
         raise CacheFileError(
             f"cache: {path} is folded with {told}, and {asked} is asked for; packed tokens cannot change their method: "
             "leave method out, or prefill again"
@@ -531,6 +542,13 @@ def layer_devices(model: torch.nn.Module, count: int) -> list[torch.device]:
                 found[index] = parameter.device
     default: Any = model.device
     return [found.get(i, default) for i in range(count)]
+
+
+def _path(given: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(given).expanduser()
+    except TypeError:
+        raise CacheFileError(f"cache: {given!r:.80} is not a file name; allowed: text, or a path") from None
 
 
 def _write(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:

@@ -252,8 +252,8 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def _pieces(word: str) -> list[str]:
-    """``kivi:bits=4,recent=32`` as ``kivi:``, ``bits=4,`` and ``recent=32``."""
-    return re.findall(r"[^,:;/]*[,:;/]+|[^,:;/]+", word)
+    """``kivi:bits=4,sink=0+keep=0`` as ``kivi:``, ``bits=4,``, ``sink=0+`` and ``keep=0``."""
+    return re.findall(r"[^,:;/+]*[,:;/+]+|[^,:;/+]+", word)
 
 
 def _length(text: str) -> int:

@@ -102,6 +102,8 @@ def get(spec: "str | Method") -> Method:
     """
     if isinstance(spec, Method):
         return spec
+    if not isinstance(spec, str):
+        raise MethodError(f"method: {spec!r} is not a method; allowed: text as in 'fold:bits=2', or a kvfold.Method")
     if is_recipe(spec):
         return parse(spec)
     name, _, options = spec.strip().partition(":")

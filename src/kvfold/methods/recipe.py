@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -238,6 +239,8 @@ class Recipe(Method):
     def __init__(
         self, method: Method | str, keep: Layers = (), layers: Mapping[Any, Method | str] | None = None
     ) -> None:
+        if not isinstance(layers, Mapping | None):
+            raise MethodError(f"layers: {layers!r} is not a mapping; allowed: {{5: METHOD, '8-11': METHOD}}")
         method = _plain(method, "method")
         kept = tuple(sorted(numbers(keep, "keep")))
         found: dict[int, Method] = {}
@@ -404,10 +407,11 @@ def numbers(layers: Layers, what: str) -> list[int]:
                 raise MethodError(f"{what}={layers}: {item!r} is not a layer; allowed: below {MOST_LAYERS}")
             found += range(int(first), int(last or first) + 1)
     else:
-        found = [layers] if isinstance(layers, int) else list(layers)
-        for index in found:
-            if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        several = isinstance(layers, Iterable) and not isinstance(layers, bytes)
+        for index in layers if several else (layers,):  # type: ignore[union-attr]
+            if isinstance(index, bool) or not isinstance(index, Integral) or index < 0:
                 raise MethodError(f"{what}: {index!r} is not a layer; allowed: numbers from 0 on")
+            found.append(int(index))
     for one, other in pairwise(sorted(found)):
         if one == other:
             raise MethodError(f"{what}: layer {one} is named twice")
