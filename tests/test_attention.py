@@ -5,7 +5,7 @@ import torch
 
 import kvfold
 from helpers import dynamic, feed, layer, left_padding, llama, logits, prompt, relative, spec, tokens
-from kvfold import kernels
+from kvfold import kernels, originals
 from kvfold.attention import attention_forward
 from kvfold.errors import CacheStateError, KVFoldError, MethodError, UnsupportedModelError
 from kvfold.kernels import Partial
@@ -366,3 +366,52 @@ def test_unrotating_undoes_rotating_also_far_out(rotary, scaling):
     assert turned[1, ..., :rotary].norm() == pytest.approx(scaling * float(x[1, ..., :rotary].norm()), rel=1e-5)
     a, b = rotation.rotate(x, positions), rotation.rotate(x, positions + 7)  # scores depend on distances alone
     assert relative(b @ b.transpose(-1, -2), a @ a.transpose(-1, -2)) < 5e-3
+
+
+@pytest.mark.parametrize("size", [1, 20])
+@pytest.mark.parametrize("prefill", [60, 260])
+def test_gradients_pass_a_later_call(prefill, size, target):
+    """Young and packed; what the cache holds is constant. Of kernels that make none, asking for them is an error."""
+    model, ids = llama(), prompt(1, prefill + size)
+
+    def loss(moved=0.0):
+        cache = kvfold.fold(model, "kivi", kernel="reference")
+        with torch.no_grad():
+            model(ids[:, :prefill], past_key_values=cache)
+        inputs = (model.get_input_embeddings()(ids[:, prefill:]).detach() + moved).requires_grad_()
+        return inputs, model(inputs_embeds=inputs, past_key_values=cache).logits[:, -1].double().pow(2).sum()
+
+    inputs, at = loss()
+    (gradient,) = torch.autograd.grad(at, inputs)
+    along = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(0)).to(inputs) * 1e-3
+    with torch.no_grad():
+        ahead, behind = (loss(side * along)[1] for side in (1, -1))
+    slope = (gradient * along).sum().item()
+    assert slope == pytest.approx((ahead - behind).item() / 2, rel=2e-2)
+
+
+def test_gradients_that_a_kernel_does_not_make_are_refused(monkeypatch):
+    """As kernels of accelerators do: they give what autograd knows nothing of."""
+    model, ids = llama(), prompt(1, 61)
+    cache = kvfold.fold(model, "kivi", kernel="reference")
+    with torch.no_grad():
+        model(ids[:, :60], past_key_values=cache)
+    made = ReferenceKernel.attend
+    monkeypatch.setattr(ReferenceKernel, "attend", lambda self, call: made(self, call).detach())
+    out = model(ids[:, 60:], past_key_values=cache).logits
+    with pytest.raises(UnsupportedModelError, match=r"backward: .*kernel='reference'"):
+        out.sum().backward()
+
+
+def test_layers_kept_in_full_precision_look_at_a_mask_once(monkeypatch):
+    """To look at it waits for the device."""
+    model, ids = llama(num_hidden_layers=4), prompt(2, 90)
+    cache = kvfold.fold(model, "kivi+keep=0,2,3")
+    _, mask = left_padding([90, 70], 90)
+    looked = []
+    made = originals.causal_mask
+    monkeypatch.setattr(originals, "causal_mask", lambda *args: looked.append(args[-1]) or made(*args))
+    with torch.no_grad():
+        for start, stop in ((0, 60), (60, 61), (61, 89), (89, 90)):
+            model(ids[:, start:stop], past_key_values=cache, attention_mask=mask[:, :stop])
+    assert looked == [60, 61, 89, 90]

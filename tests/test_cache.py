@@ -860,6 +860,45 @@ def test_a_folded_model_without_its_cache_says_so_once(monkeypatch):
         step(model, cache, ids, 0, 40)
 
 
+@pytest.mark.parametrize("tokens", [103, 110, 153, 199, 203, 204])
+def test_generate_with_a_prompt_no_longer_than_the_cache_is_refused(tokens):
+    """It passes on the tokens from ``held - tokens`` on, which the cache holds already."""
+    model, ids = llama(), prompt(1, 240)
+    cache = kvfold.fold(model, "kivi")
+    step(model, cache, ids, 0, 204)
+    with pytest.raises(CacheStateError, match=f"input_ids: .* {tokens} tokens.* the 204 that the cache holds"):
+        model.generate(ids[:, :tokens], past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert cache.get_seq_length() == 204
+    out = model.generate(ids[:, :205], past_key_values=cache, max_new_tokens=2, min_new_tokens=2, do_sample=False)
+    whole = kvfold.fold(model, "kivi")
+    step(model, whole, ids, 0, 204)
+    assert torch.equal(step(model, whole, ids, 204, 205)[:, -1].argmax(-1), out[:, 205])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_key_value_heads": 4}, "layer 0 was folded for 2 heads of 64 channels, the model passes 4 of 64"),
+        ({"num_hidden_layers": 3}, "has 2 layers, the model passes layer 2"),
+    ],
+)
+def test_a_cache_meets_a_model_of_another_shape(options, message):
+    model, other, ids = llama(), llama(**options), prompt(1, 80)
+    cache = kvfold.fold(model, "kivi")
+    kvfold.fold(other, "kivi")
+    with pytest.raises(CacheStateError, match=f"{message}.*kvfold.fold\\(model, method\\)"):
+        step(other, cache, ids, 0, 60)
+
+
+def test_a_cache_meets_a_model_of_fewer_layers():
+    model, other, ids = llama(num_hidden_layers=3), llama(num_hidden_layers=2), prompt(1, 80)
+    cache = kvfold.fold(model, "kivi")
+    kvfold.fold(other, "kivi")
+    step(other, cache, ids, 0, 60)
+    with pytest.warns(KVFoldWarning, match="the model has fewer layers than the cache"):
+        step(other, cache, ids, 60, 61)
+
+
 # ---- inference mode --------------------------------------------------------------------------------------------------
 
 BETWEEN = {

@@ -20,9 +20,9 @@ def outside_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def as_declared(*args: P.args, **kwargs: P.kwargs) -> R:
-        around = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
-        if not around:
+        if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
             return function(*args, **kwargs)
+        around = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
         with torch.autocast(around[0], enabled=False), torch.autocast(around[-1], enabled=False):
             return function(*args, **kwargs)
 

@@ -75,7 +75,24 @@ def attention_forward(
             )
         return originals.attend(previous, module, query, key, value, attention_mask, **options)
     out = _folded_attention(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
+    if query.requires_grad and not out.requires_grad and torch.is_grad_enabled():
+        out = _NoGradients.apply(out, query)
     return out.to(query.dtype), None
+
+
+class _NoGradients(torch.autograd.Function):
+    """What a kernel computed without gradients: to ask for them is an error, not a part of them."""
+
+    @staticmethod
+    def forward(_: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> Any:
+        raise UnsupportedModelError(
+            "backward: gradients do not pass a folded cache's kernels; allowed: the first call on a cache, or "
+            "kernel='reference'"
+        )
 
 
 @outside_autocast
@@ -161,9 +178,16 @@ def _square_mask(
     previous: str | None, module: nn.Module, mask: torch.Tensor | None, query: torch.Tensor, columns: int
 ) -> Any:
     """The mask that the implementation of before would have made, where :func:`padding_mask` left it out."""
-    if mask is not None and mask.ndim != 2:
-        return mask
-    return originals.causal_mask(previous, module, mask, query, columns)
+    if mask is None or mask.ndim != 2:
+        return mask if mask is not None else originals.causal_mask(previous, module, mask, query, columns)
+    made = getattr(mask, "_kvfold_square", None)  # to look at a mask, as sdpa's does, waits for the device
+    if made is None or made[0] != (previous, columns, query.shape, query.dtype):
+        made = (
+            (previous, columns, query.shape, query.dtype),
+            originals.causal_mask(previous, module, mask, query, columns),
+        )
+        mask._kvfold_square = made  # type: ignore[attr-defined]
+    return made[1]
 
 
 def padding_mask(
@@ -229,7 +253,7 @@ def fold(
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder, as Transformers loads it, or what wraps one (a compiled or a PEFT model).
+        A decoder with rotary position embeddings, as Transformers loads it.
     method : str or Method
         ``name`` or ``name:key=value,key=value``; several joined by ``+``, as in ``k=fold:bits=3+v=kivi+keep=0,1``, or
         :class:`kvfold.Pair` and :class:`kvfold.Recipe`; see :func:`kvfold.methods.get`.
@@ -253,9 +277,7 @@ def fold(
     MethodError
         For an unknown or unfitting method.
     UnsupportedModelError
-        For a model that cannot be folded; the message says why. Some methods need rotary embeddings, whose rotation they undo.
-    KVFoldError
-        For an unknown kernel, or a ``max_length`` that is none.
+        For a model without rotary embeddings, whose rotation the method cannot undo, or whose layers share keys.
 
     Notes
     -----

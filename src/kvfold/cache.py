@@ -126,6 +126,8 @@ NOT_READ = (
     "this model, and do not change its attention implementation afterwards"
 )
 
+ANOTHER_MODEL = "make a cache for this model: kvfold.fold(model, method)"
+
 AS_IT_BEGINS = (
     "generate() takes a prompt that begins with what the cache holds and is longer. For another prompt call cache.reset(), "
     "or make a new cache; to go back in this one, cache.crop(-number of tokens)"
@@ -240,6 +242,11 @@ class FoldedLayer(CacheLayerMixin):
             )
         if key_states.shape[0] != len(self.lens):
             raise CacheStateError(f"cache: holds a batch of {len(self.lens)}, the model passes {key_states.shape[0]}")
+        if (key_states.shape[1], key_states.shape[3]) != (self.spec.num_kv_heads, self.spec.head_dim):
+            raise CacheStateError(
+                f"cache: layer {self.spec.layer_idx} was folded for {self.spec.num_kv_heads} heads of {self.spec.head_dim} "
+                f"channels, the model passes {key_states.shape[1]} of {key_states.shape[3]}; {ANOTHER_MODEL}"
+            )
         self.pending = True
         key_states._kvfold_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
@@ -379,17 +386,29 @@ class FoldedLayer(CacheLayerMixin):
         return None if bool(valid.all()) else valid
 
     def check_prompt(self, position_ids: torch.Tensor | None, count: int) -> None:
-        """Refuse a prompt that the cache holds already: ``generate`` passes it on whole, to be read a second time."""
-        if count != self.columns or position_ids is None or position_ids.ndim != 2:
+        """Refuse a prompt that is not longer than what the cache holds: of ``n`` tokens that follow ``columns`` others,
+        ``generate`` passes on those from ``columns - n`` on, to be read a second time. Steps on accelerators are not looked at.
+        """
+        skipped = (self.columns - count) // 2
+        if (
+            position_ids is None
+            or position_ids.ndim != 2
+            or count > self.columns
+            or 2 * skipped != self.columns - count
+        ):
+            return
+        if count == 1 and self.columns > 1 and self.device.type != "cpu":
             return
         if self.running is not None and len(self.running[0].before) > 1:
             return  # the first layer has looked
         held = self.lens[0]
         if held < min(count, 2):  # padding, or a token that padding follows
             return
-        if int(position_ids[0, 0]) == 0 and int(position_ids[0, -1]) == held - 1:
+        ends = position_ids[0, :: max(count - 1, 1)].tolist()
+        if (ends[0], ends[-1]) == (skipped, held - 1 - skipped):
             raise CacheStateError(
-                f"input_ids: the {count} tokens have the positions of the {count} that the cache holds; {AS_IT_BEGINS}"
+                f"input_ids: a prompt of {skipped + count} tokens, not more than the {self.columns} that the cache holds: "
+                f"they have the positions of tokens that it holds; {AS_IT_BEGINS}"
             )
 
     def check_mask(self, mask: torch.Tensor) -> None:
@@ -565,6 +584,8 @@ class FoldedLayer(CacheLayerMixin):
             self.longest = max(self.longest, tokens)
         if self.running is not None and not self.is_empty:
             self._keep_old(tokens)
+        if query.requires_grad and not self.is_empty:  # what was attended to is read again for gradients
+            self.sink, self.ring = _copies(self.sink), _copies(self.ring)
         if self.method.pre_rope:
             self._note_positions(position_ids, valid, tokens)
         for ids, rows, columns in self._groups(valid, tokens):
@@ -1147,36 +1168,35 @@ class FoldedLayer(CacheLayerMixin):
 
     # ---- calls that die ----------------------------------------------------------------------------------------------
 
-    KEPT = (
-        "columns",
-        "lens",
-        "packed",
-        "prompt",
-        "first_position",
-        "fixed",
-        "slabs",
-        "sink",
-        "ring",
-        "calls",
-        "newest",
-        "longest",
-    )
-
     def snapshot(self) -> dict[str, Any]:
         """What the layer is; tensors are not copied. See :meth:`_keep_old`."""
         if not self.is_initialized:
             return {"columns": 0, "is_initialized": False}
-        kept = {name: getattr(self, name) for name in self.KEPT}
-        kept = {name: list(value) if isinstance(value, list) else value for name, value in kept.items()}
-        shared = tuple(dict(side) for side in self.shared)
-        return {**kept, "is_initialized": True, "shared": shared, "queries": self.following.snapshot()}
+        return {  # in every step, for every layer
+            "is_initialized": True,
+            "columns": self.columns,
+            "lens": self.lens.copy(),
+            "packed": self.packed.copy(),
+            "prompt": self.prompt.copy(),
+            "first_position": self.first_position.copy(),
+            "fixed": self.fixed.copy(),
+            "slabs": self.slabs.copy(),
+            "sink": self.sink,
+            "ring": self.ring,
+            "calls": self.calls.copy(),
+            "newest": self.newest,
+            "longest": self.longest,
+            "shared": (self.shared[0].copy(), self.shared[1].copy()),
+            "queries": self.following.snapshot() if self.following.active else None,
+        }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Be again what :meth:`snapshot` saw."""
         if not snapshot["is_initialized"]:
             self._clear()
             return
-        self.following.restore(snapshot["queries"])
+        if snapshot["queries"] is not None:
+            self.following.restore(snapshot["queries"])
         for name, value in snapshot.items():
             if name != "queries":
                 setattr(self, name, value)
@@ -1191,8 +1211,9 @@ class FoldedLayer(CacheLayerMixin):
         call, index = self.running
         held = max(n - self.method.sink - p for n, p in zip(self.lens, self.packed, strict=True))
         if held + tokens > self.ring[0].shape[-2]:
-            self.ring = (self.ring[0].clone(), self.ring[1].clone())
-        self.following.keep_old(call.before[index]["queries"], self.lens, tokens, self.recording)
+            self.ring = _copies(self.ring)
+        if self.following.ring is not None:
+            self.following.keep_old(call.before[index]["queries"], self.lens, tokens, self.recording)
 
     def finish(self) -> None:
         """The layer has a call's tokens and attended to them."""
@@ -1214,6 +1235,11 @@ class FoldedLayer(CacheLayerMixin):
     def tables(self) -> list[torch.Tensor]:
         """Constant tensors the layer reads; layers may share them."""
         return list(self.method.tables(self.spec, self.device).values()) if self.is_initialized else []
+
+
+def _copies(window: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor]:
+    assert window is not None
+    return window[0].clone(), window[1].clone()
 
 
 def present(device: torch.device | str | int) -> torch.device:
@@ -1305,8 +1331,8 @@ class FoldedCache(Cache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what the cache holds to a safetensors file, in one step; :func:`kvfold.load_cache` reads it.
 
-        Stored are the tokens (no spare capacity), padding, what an encoder follows, the method, hashes of the model as it is
-        now and of what the method learned, and a checksum.
+        Stored are the tokens (no spare capacity), padding, what an encoder follows, the method, hashes of the model and of
+        what the method learned, and a checksum.
 
         Parameters
         ----------
@@ -1373,6 +1399,10 @@ class FoldedCache(Cache):
         CacheStateError
             If the model does not attend through kvfold, or if a call that died cannot be taken back.
         """
+        if layer_idx >= len(self.layers):
+            raise CacheStateError(
+                f"cache: has {len(self.layers)} layers, the model passes layer {layer_idx}; {ANOTHER_MODEL}"
+            )
         layer = self.layers[layer_idx]
         if isinstance(layer, FoldedLayer) and layer.static is not None:
             return layer.update(key_states, value_states)
@@ -1418,7 +1448,7 @@ class FoldedCache(Cache):
         if call.take_back(within):
             warnings.warn(
                 "kvfold: the last call of the model ended before all layers had its tokens; it was taken back, and the "
-                f"cache holds the {call.length} tokens before it",
+                f"cache holds the {call.length} tokens before it. If it did not die, the model has fewer layers than the cache",
                 KVFoldWarning,
                 stacklevel=3,
             )

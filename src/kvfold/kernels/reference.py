@@ -29,6 +29,8 @@ class ReferenceKernel(AttentionKernel):
         positions = torch.arange(keys.shape[-2], device=keys.device) + span.start  # within the packed part
         if call.rope is not None:
             keys = call.rope.rotate(keys, (call.first_position.unsqueeze(-1) + positions).unsqueeze(1))
+        if not call.uniform:
+            keys = _seen(call, keys, positions < call.packed_len.unsqueeze(-1))
         scores = call.packed_queries @ keys.transpose(-1, -2)
         if call.packed_bias is not None:
             scores = scores + call.packed_bias.unsqueeze(-1)
@@ -39,7 +41,8 @@ class ReferenceKernel(AttentionKernel):
         return part
 
     def _dense(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor) -> Partial:
-        scores = _capped(call.rows @ keys.float().transpose(-1, -2) * call.scale, call.softcap)
+        keys = _seen(call, keys.float(), valid)
+        scores = _capped(call.rows @ keys.transpose(-1, -2) * call.scale, call.softcap)
         return Partial.of(scores, valid[:, None, None], values.float())
 
     def _newest(self, call: AttentionCall) -> Partial:
@@ -49,6 +52,11 @@ class ReferenceKernel(AttentionKernel):
         causal = causal.repeat(scores.shape[-2] // tokens, 1)  # rows are query heads x tokens
         valid = causal if call.new_valid is None else causal & call.new_valid[:, None, None]
         return Partial.of(scores, valid, call.new_values.float())
+
+
+def _seen(call: AttentionCall, keys: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """For gradients, keys [batch, num_kv_heads, n, d] with 0 in what may hold anything: 0 x NaN would be NaN."""
+    return keys.masked_fill(~valid[:, None, :, None], 0.0) if call.rows.requires_grad else keys
 
 
 def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
