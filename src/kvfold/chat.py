@@ -249,7 +249,7 @@ class _Session:
             yield line
 
     def transcript(self) -> dict[str, Any]:
-        """The whole session, for JSON."""
+        """The whole chat, for JSON."""
         info = self.talk.info
         return {
             "model": info.name,
