@@ -47,6 +47,14 @@ def test_a_command_is_one(line):
             methods.get(spec)
 
 
+def test_recipes_are_understood():
+    shown = [line.split()[0] for line in LINES if re.match(r"\S+=\S+ +#", line)]
+    assert len(shown) == 3
+    for spec in shown:
+        again = str(methods.get(spec))
+        assert methods.get(again) == methods.get(spec)
+
+
 def test_every_command_is_shown():
     shown = {shlex.split(line, comments=True)[1] for line in COMMANDS}
     assert shown >= {"generate", "chat", "explain", "methods", "compare", "domains", "eval", "calibrate", "bench"}

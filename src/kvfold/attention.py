@@ -253,7 +253,7 @@ def fold(
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder with rotary position embeddings, as Transformers loads it.
+        A decoder, as Transformers loads it, or what wraps one (a compiled or a PEFT model).
     method : str or Method
         ``name`` or ``name:key=value,key=value``; several joined by ``+``, as in ``k=fold:bits=3+v=kivi+keep=0,1``, or
         :class:`kvfold.Pair` and :class:`kvfold.Recipe`; see :func:`kvfold.methods.get`.
@@ -277,7 +277,9 @@ def fold(
     MethodError
         For an unknown or unfitting method.
     UnsupportedModelError
-        For a model without rotary embeddings, whose rotation the method cannot undo, or whose layers share keys.
+        For a model that cannot be folded; the message says why. Some methods need rotary embeddings, whose rotation they undo.
+    KVFoldError
+        For an unknown kernel, or a ``max_length`` that is none.
 
     Notes
     -----

@@ -1331,8 +1331,8 @@ class FoldedCache(Cache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what the cache holds to a safetensors file, in one step; :func:`kvfold.load_cache` reads it.
 
-        Stored are the tokens (no spare capacity), padding, what an encoder follows, the method, hashes of the model and of
-        what the method learned, and a checksum.
+        Stored are the tokens (no spare capacity), padding, what an encoder follows, the method, hashes of the model as it is
+        now and of what the method learned, and a checksum.
 
         Parameters
         ----------

@@ -89,7 +89,7 @@ class Explanation:
         return [
             f"{folded:,.0f} bytes per token once packed, {full:,.0f} in {self.dtype or 'full precision'}: "
             f"{full / max(folded, 1e-9):.2f}x smaller",
-            f"not folded: {'layers ' + ', '.join(left) if left else 'nothing'}",
+            f"not folded: {('layers ' if len(left) > 1 else 'layer ') + ', '.join(left) if left else 'nothing'}",
             *(f"note: {note}" for note in self.notes),
         ]
 
