@@ -1254,7 +1254,8 @@ def present(device: torch.device | str | int) -> torch.device:
             return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError):
         pass
-    raise CacheStateError(f"cache: to({device!r}): there is no such device here; allowed: 'cpu', 'cuda', 'cuda:1'")
+    there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+    raise CacheStateError(f"cache: to({device!r}): there is no such device here; allowed: {there}")
 
 
 def moved(value: Any, device: torch.device) -> Any:
