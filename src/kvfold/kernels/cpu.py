@@ -116,8 +116,13 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the po
 def _sinks(sinks: torch.Tensor | None, heads: int, tokens: int) -> torch.Tensor:
     """Learned sinks, one per query row: float32 [num_kv_heads, rows]; no rows where there are none."""
     if sinks is None:
-        return torch.empty(heads, 0, dtype=torch.float32, device="cpu")
+        return _no_sinks(heads)
     return sinks.detach().float().view(heads, -1).repeat_interleave(tokens, 1)
+
+
+@cache
+def _no_sinks(heads: int) -> torch.Tensor:
+    return torch.empty(heads, 0, dtype=torch.float32, device="cpu")
 
 
 def _run(cached: int, arguments: tuple[Any, ...], out: torch.Tensor, sinks: torch.Tensor) -> None:
