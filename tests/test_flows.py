@@ -66,7 +66,7 @@ class Model:
             return torch.randn(LAYERS, *rows, heads, self.dim, generator=generator)
 
         self.token = [table(heads, VOCABULARY) for heads in (1, 1, HEADS)]
-        self.place = [table(heads, MOST) for heads in (1, 1, HEADS)]
+        self.place = [table(heads, MOST + 3) for heads in (1, 1, HEADS)]
         self.module = SimpleNamespace(training=False, is_causal=True, config=None)
         self.shapes = [
             spec(self.dim, HEADS, 1, layer_idx=i, num_layers=LAYERS, rope=rope(self.dim), fragments=False)
