@@ -11,14 +11,14 @@ demo: $(STAMP)
 	$(BIN)/kvfold compare $(ARGS)
 
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # Flows of a cache at random, against fresh caches of the same tokens: CASES of them, others with another SEED
 CASES ?= 100000
 SEED ?= 0
 fuzz: $(STAMP)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 KVFOLD_FUZZ=$(CASES) KVFOLD_FUZZ_SEED=$(SEED) \
-		$(BIN)/pytest -n $(WORKERS) tests/test_flows.py $(ARGS)
+		$(BIN)/pytest -n $(WORKERS) --dist worksteal tests/test_flows.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
