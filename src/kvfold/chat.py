@@ -16,12 +16,12 @@ from kvfold.errors import KVFoldError
 from kvfold.terminal import (
     check_temperature,
     check_text,
-    complete_method,
     json_target,
     load,
+    method_option,
     model_options,
     publish,
-    seed_option,
+    sampling_options,
 )
 
 if TYPE_CHECKING:
@@ -39,28 +39,9 @@ Ctrl-C stops an answer and keeps what was said; again, at once."""
 
 @click.command(short_help="Chat on one folded cache.")
 @model_options
-@click.option(
-    "--method",
-    "spec",
-    metavar="X",
-    default="fold",
-    show_default=True,
-    shell_complete=complete_method,
-    help="Method of the cache.",
-)
+@method_option("Method of the cache.")
 @click.option("--system", metavar="TEXT", help="System message.")
-@click.option(
-    "--max-new-tokens", metavar="N", type=int, default=512, show_default=True, help="Longest answer, in tokens."
-)
-@click.option(
-    "--temperature",
-    metavar="T",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="0: always the likeliest token; above: sample.",
-)
-@seed_option("Seed of the sampling.")
+@sampling_options(512, "Longest answer, in tokens.")
 @click.option(
     "--json",
     "json_path",

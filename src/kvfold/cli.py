@@ -20,15 +20,15 @@ from kvfold.terminal import (
     JSON_HELP,
     Stream,
     check_temperature,
-    complete_method,
     console,
     json_target,
     load,
+    method_option,
     model_options,
     prompt_text,
     publish,
+    sampling_options,
     say,
-    seed_option,
     show,
     spread,
 )
@@ -124,28 +124,9 @@ def cli() -> None:
 
 @cli.command(short_help="Answer a prompt with a folded cache.")
 @click.argument("prompt", required=False)
-@click.option(
-    "--method",
-    "spec",
-    metavar="X",
-    default="fold",
-    show_default=True,
-    shell_complete=complete_method,
-    help="Method of the cache.",
-)
+@method_option("Method of the cache.")
 @model_options
-@click.option(
-    "--max-new-tokens", metavar="N", type=int, default=128, show_default=True, help="Stop after so many tokens."
-)
-@click.option(
-    "--temperature",
-    metavar="T",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="0: always the likeliest token; above: sample.",
-)
-@seed_option("Seed of the sampling.")
+@sampling_options(128, "Stop after so many tokens.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it stands, without the model's chat template.")
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
 def generate(
@@ -230,15 +211,7 @@ def generate(
 
 @cli.command(short_help="Say what a method does to a model's cache, layer by layer.")
 @model_options
-@click.option(
-    "--method",
-    "spec",
-    metavar="X",
-    default="fold",
-    show_default=True,
-    shell_complete=complete_method,
-    help="Method to explain.",
-)
+@method_option("Method to explain.")
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
 def explain(model: str | None, dtype: str | None, device: str | None, spec: str, json_path: str | None) -> None:
     """Say, layer by layer, what a method does to a model's cache, and what stays as it is."""

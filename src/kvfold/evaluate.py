@@ -19,6 +19,7 @@ from kvfold.terminal import (
     load,
     model_options,
     print_json,
+    progress_bar,
     say,
     show,
     write_json,
@@ -243,19 +244,9 @@ class _Progress:
     """A bar over all rows on a terminal; elsewhere a line per finished row."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import MofNCompleteColumn
 
-        errors = Console(stderr=True)
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=errors,
-            transient=True,
-            disable=not errors.is_terminal,
-        )
+        self.bar = progress_bar(MofNCompleteColumn())
         self.done = self.total = 0
 
     def __enter__(self) -> _Progress:

@@ -21,6 +21,7 @@ from kvfold.terminal import (
     json_target,
     load,
     model_options,
+    progress_bar,
     publish,
     say,
     seed_option,
@@ -307,20 +308,10 @@ class _CompareProgress:
     """A bar over all tokens of all rows on a terminal; elsewhere a line per finished row."""
 
     def __init__(self, scored: int, new_tokens: int, target: Path | None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import TaskProgressColumn
 
         self.scored, self.new_tokens, self.target = scored, new_tokens, target
-        errors = Console(stderr=True)
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=errors,
-            transient=True,
-            disable=not errors.is_terminal,
-        )
+        self.bar = progress_bar(TaskProgressColumn())
         self.count = self.at = 0
         self.several = False
 

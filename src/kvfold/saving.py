@@ -22,7 +22,7 @@ import kvfold
 from kvfold import files
 from kvfold.attention import transformer
 from kvfold.cache import FoldedCache, FoldedLayer, Slab
-from kvfold.calibration.artefact import checksum, config_hash, load_cached, weights_hash
+from kvfold.calibration.artefact import checksum, config_hash, first_line, load_cached, read_checked, weights_hash
 from kvfold.errors import CacheFileError, CacheStateError, KVFoldError
 from kvfold.formats import Format, PagedFormat
 from kvfold.hybrid import FoldedHybridLayer
@@ -132,7 +132,9 @@ def load_cache(
     except KVFoldError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CacheFileError(f"cache: {path} is damaged: its layers do not fit together ({_first(error)})") from error
+        raise CacheFileError(
+            f"cache: {path} is damaged: its layers do not fit together ({first_line(error)})"
+        ) from error
     return cache
 
 
@@ -161,30 +163,9 @@ def read(path: Path) -> tuple[dict[str, Any], Tensors]:
     CacheFileError
         If it is missing, not a cache, of a newer schema, cut short or changed.
     """
-    if not path.is_file():
-        raise CacheFileError(f"cache: there is no file {path}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(KEY)
-            if text is None:
-                raise CacheFileError(f"cache: {path} is a safetensors file, but not one that cache.save wrote")
-            fields = json.loads(text)
-            schema = fields.get("schema") if isinstance(fields, dict) else None
-            if not isinstance(schema, int):
-                raise CacheFileError(f"cache: {path} is damaged: its metadata has no schema version")
-            if schema > SCHEMA:
-                raise CacheFileError(
-                    f"cache: {path} has schema {schema}, and this version of kvfold reads up to {SCHEMA}; upgrade kvfold, "
-                    "or prefill again"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except CacheFileError:
-        raise
-    except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CacheFileError(f"cache: {path} is cut short or not a safetensors file ({_first(error)})") from error
-    if fields.pop("sha256", None) != checksum(fields, tensors):
-        raise CacheFileError(f"cache: {path} is damaged or was changed: its checksum does not agree")
-    return fields, tensors
+    return read_checked(
+        path, KEY, SCHEMA, "cache", "cache.save wrote", "upgrade kvfold, or prefill again", CacheFileError
+    )
 
 
 # ---- whose it is -----------------------------------------------------------------------------------------------------
@@ -555,12 +536,7 @@ def _write(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
     try:
         files.write(path, lambda name: save_file(tensors, name, metadata=metadata))
     except (OSError, safetensors.SafetensorError) as error:  # safetensors wraps the system's errors
-        raise CacheFileError(f"cache: cannot write {path}: {_first(error)}") from error
-
-
-def _first(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+        raise CacheFileError(f"cache: cannot write {path}: {first_line(error)}") from error
 
 
 __all__ = ["SCHEMA", "layer_devices", "load_cache", "read", "save"]

@@ -105,6 +105,51 @@ def seed_option(text: str) -> Any:
     return click.option("--seed", metavar="N", type=int, default=0, show_default=True, callback=check, help=text)
 
 
+def method_option(text: str) -> Any:
+    """Add ``--method``."""
+    return click.option(
+        "--method", "spec", metavar="X", default="fold", show_default=True, shell_complete=complete_method, help=text
+    )
+
+
+def sampling_options(tokens: int, text: str) -> Any:
+    """Add ``--max-new-tokens``, ``--temperature`` and ``--seed``."""
+
+    def add(command: Any) -> Any:
+        for option in (
+            seed_option("Seed of the sampling."),
+            click.option(
+                "--temperature",
+                metavar="T",
+                type=float,
+                default=0.0,
+                show_default=True,
+                help="0: always the likeliest token; above: sample.",
+            ),
+            click.option("--max-new-tokens", metavar="N", type=int, default=tokens, show_default=True, help=text),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+def progress_bar(amount: Any) -> Any:
+    """A bar on standard error that goes when it is done; disabled where that is no terminal.
+
+    Parameters
+    ----------
+    amount : rich.progress.ProgressColumn
+        How much is done, after the bar.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+
+
 def load(model: str | None, dtype: str | None, device: str | None) -> Any:
     """As :func:`kvfold.models.load`, without the loaders' own talk."""
     from transformers.utils import logging

@@ -223,6 +223,58 @@ def check_target(path: Path, force: bool = False) -> None:
     raise ArtefactError(f"out: {path} exists ({what}); allowed: another name, or --force (force=True) to replace it")
 
 
+def read_checked(
+    path: Path, key: str, newest: int, what: str, made: str, remedy: str, error: type[KVFoldError]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Metadata and tensors of a safetensors file of kvfold's that is whole; artefacts and saved caches are such files.
+
+    Parameters
+    ----------
+    path
+    key
+        Entry of the metadata that holds the fields as JSON.
+    newest
+        Schema that is read, as are earlier ones.
+    what, made, remedy
+        For messages: what the file is, what writes such files, what helps against a newer schema.
+    error
+        What is raised.
+
+    Raises
+    ------
+    KVFoldError
+        If it is missing, of another kind, of a newer schema, cut short, or changed.
+    """
+    if not path.is_file():
+        raise error(f"{what}: there is no file {path}")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(key)
+            if text is None:
+                raise error(f"{what}: {path} is a safetensors file, but not one that {made}")
+            fields = json.loads(text)
+            schema = fields.get("schema") if isinstance(fields, dict) else None
+            if not isinstance(schema, int):
+                raise error(f"{what}: {path} is damaged: its metadata has no schema version")
+            if schema > newest:
+                raise error(
+                    f"{what}: {path} has schema {schema}, and this version of kvfold reads up to {newest}; {remedy}"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except error:
+        raise
+    except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as cause:
+        raise error(f"{what}: {path} is cut short or not a safetensors file ({first_line(cause)})") from cause
+    if fields.pop("sha256", None) != checksum(fields, tensors):
+        raise error(f"{what}: {path} is damaged or was changed: its checksum does not agree")
+    return fields, tensors
+
+
+def first_line(error: BaseException) -> str:
+    """Of an error's message; of none, the error's name."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def read(path: Path) -> Artefact:
     """Read and verify a file.
 
@@ -231,32 +283,10 @@ def read(path: Path) -> Artefact:
     ArtefactError
         If it is missing, not an artefact, of a newer schema, cut short, or changed.
     """
-    if not path.is_file():
-        raise ArtefactError(f"artefact: there is no file {path}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(KEY)
-            if text is None:
-                raise ArtefactError(f"artefact: {path} is a safetensors file, but not one that kvfold calibrate wrote")
-            fields = json.loads(text)
-            schema = fields.get("schema") if isinstance(fields, dict) else None
-            if not isinstance(schema, int):
-                raise ArtefactError(f"artefact: {path} is damaged: its metadata has no schema version")
-            if schema > SCHEMA:
-                raise ArtefactError(
-                    f"artefact: {path} has schema {schema}, and this version of kvfold reads up to {SCHEMA}; "
-                    "upgrade kvfold"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except ArtefactError:
-        raise
-    except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ArtefactError(f"artefact: {path} is cut short or not a safetensors file ({first})") from error
-    told = fields.pop("sha256", None)
-    if told != checksum(fields, tensors):
-        raise ArtefactError(f"artefact: {path} is damaged or was changed: its checksum does not agree")
-    fields.pop("schema")
+    fields, tensors = read_checked(
+        path, KEY, SCHEMA, "artefact", "kvfold calibrate wrote", "upgrade kvfold", ArtefactError
+    )
+    schema = fields.pop("schema")
     names = {f.name for f in dataclasses.fields(Artefact)} - {"tensors"}
     if schema < 2:
         names.remove("weights_hash")
