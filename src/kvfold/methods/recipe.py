@@ -46,7 +46,24 @@ def derived() -> Any:
 
 
 @dataclass(frozen=True, init=False)
-class Pair(Method):
+class _Composed(Method):
+    """Made of other methods: every option is one of theirs."""
+
+    bits: int = derived()
+    k_bits: int | None = derived()
+    v_bits: int | None = derived()
+    sink: int = derived()
+    recent: int = derived()
+    group: int = derived()
+    center: str = derived()
+    paper: bool = derived()
+
+    source = "-"
+    url = ""
+
+
+@dataclass(frozen=True, init=False)
+class Pair(_Composed):
     """One method for keys and another for values: ``k=METHOD+v=METHOD``.
 
     Windows (``sink``, ``recent``) and blocks are those of both, and must agree; ``none`` takes the other's.
@@ -61,20 +78,10 @@ class Pair(Method):
         If windows or blocks differ, or the method of the values needs to see keys (ZipCache).
     """
 
-    bits: int = derived()
-    k_bits: int | None = derived()
-    v_bits: int | None = derived()
-    sink: int = derived()
-    recent: int = derived()
-    group: int = derived()
-    center: str = derived()
-    paper: bool = derived()
     keys: Method = None  # type: ignore[assignment]  # __init__ asks for it
     values: Method = None  # type: ignore[assignment]  # __init__ asks for it
 
     summary = "one method for keys, another for values"
-    source = "-"
-    url = ""
 
     def __init__(self, keys: Method | str, values: Method | str) -> None:
         keys, values = _single(keys, "keys"), _single(values, "values")
@@ -202,7 +209,7 @@ class Pair(Method):
 
 
 @dataclass(frozen=True, init=False)
-class Recipe(Method):
+class Recipe(_Composed):
     """A method for most layers, others for some, and layers that stay in full precision: ``METHOD+keep=0,1+5=METHOD``.
 
     Parameters
@@ -220,21 +227,11 @@ class Recipe(Method):
         If a layer is named twice.
     """
 
-    bits: int = derived()
-    k_bits: int | None = derived()
-    v_bits: int | None = derived()
-    sink: int = derived()
-    recent: int = derived()
-    group: int = derived()
-    center: str = derived()
-    paper: bool = derived()
     method: Method = None  # type: ignore[assignment]  # __init__ asks for it
     keep: tuple[int, ...] = ()
     layers: tuple[tuple[int, Method], ...] = ()
 
     summary = "a method for most layers, others for some"
-    source = "-"
-    url = ""
 
     def __init__(
         self, method: Method | str, keep: Layers = (), layers: Mapping[Any, Method | str] | None = None
