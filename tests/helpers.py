@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvfold.attention import _packed_for
-from kvfold.cache import FoldedLayer
 from kvfold.formats import Fields, Format, PagedFormat
+from kvfold.layer import FoldedLayer
 from kvfold.methods import LayerSpec, Method, get
 from kvfold.rope import Rope
 from targets import current
@@ -114,7 +114,7 @@ def packed_fields(of: FoldedLayer, row: int) -> list[Fields]:
     blocks = of.packed[row] // of.block
     sides = []
     for side, form in (("keys", of.key_format), ("values", of.value_format)):
-        names = getattr(of.slabs[0], side) if of.slabs and blocks else {}
+        names = getattr(of.slabs[0], side) if len(of.slabs) and blocks else {}
         whole = {n: torch.cat([getattr(s, side)[n] for s in of.slabs], 2) for n in names}
         sides.append({n: t[row] for n, t in form.take(whole, blocks).items()})
     return sides

@@ -172,7 +172,7 @@ def test_a_copy_makes_its_own_caches_and_ends_alone(model):
     third = pickle.loads(pickle.dumps(twin))
     assert (
         third.generate(ids, **options).past_key_values.model is third
-        and not out.past_key_values.folded[0].sink[0].any()
+        and not out.past_key_values.folded[0].sink.keys.any()
     )
     kvfold.unfold(twin)
     assert kinds(third) is FoldedCache

@@ -31,10 +31,10 @@ from transformers import (
 )
 
 import kvfold
-import kvfold.cache
+import kvfold.errors
 from helpers import build, dynamic, llama, logits, prompt, relative
-from kvfold.cache import FoldedLayer
 from kvfold.errors import KVFoldError, UnsupportedModelError
+from kvfold.layer import FoldedLayer
 from kvfold.rope import rope_of
 
 pytestmark = pytest.mark.targets
@@ -176,7 +176,7 @@ def test_unrotated_keys_are_the_projections_own(name, target):
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("method", ["none", "kivi:sink=0,recent=0"])
 def test_layers_that_stay_are_reported_warned_of_once_and_equal_the_models_own(name, method, monkeypatch, target):
-    monkeypatch.setattr(kvfold.cache, "_warned", set())
+    monkeypatch.setattr(kvfold.errors, "_warned", set())
     model, ids = KEPT[name](), prompt(2, 200)
     expected = logits(model, dynamic(model), ids, CUTS)
     with pytest.warns(UserWarning, match="layers stay in full precision"):

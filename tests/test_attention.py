@@ -27,7 +27,7 @@ def attend(of, new, valid=None, start=0, offset=None, **options):
     positions = positions if offset is None else positions - offset.unsqueeze(-1)
     mask = None
     if valid is not None:
-        past = [valid.new_ones(keys.shape[0], n) if kept is None else kept for n, kept in of.calls]
+        past = [valid.new_ones(keys.shape[0], n) if kept is None else kept for n, kept in of.columns.calls]
         mask = torch.cat([*past, valid], -1)
     k, v = of.update(keys.clone(), values.clone())
     out, weights = attention_forward(MODULE, queries, k, v, mask, position_ids=positions, **options)

@@ -34,11 +34,12 @@ from helpers import (
     tokens,
     until_packed,
 )
-from kvfold import cache as cache_module
-from kvfold.cache import FoldedCache, FoldedLayer
+from kvfold import errors
+from kvfold.cache import FoldedCache
 from kvfold.errors import CacheStateError, KVFoldWarning
 from kvfold.formats import PagedFormat
 from kvfold.kernels import AttentionKernel
+from kvfold.layer import FoldedLayer
 from kvfold.methods import LayerSpec, Method
 
 pytestmark = pytest.mark.targets
@@ -250,7 +251,7 @@ def test_recording_takes_back_the_newest_call_exactly(method, in_place, first, d
         at += kept
         stayed.append(kept)
         assert speculating.lens == [at]
-    speculating.recording = False
+    speculating.writer.recording = False
     at += 1
     feed(speculating, cut(new, at - 1, at), start=at - 1)
     stayed = [n for n in (*stayed, 1) if n]
@@ -271,7 +272,7 @@ def test_recording_from_the_first_token_on(method):
     assert of.packed == [0]
     feed(of, cut(new, 1400, 1450), start=1400)
     assert of.packed == [of.packed_length(1400)]
-    of.recording = False
+    of.writer.recording = False
     feed(of, cut(new, 1450), start=1450)
     assert_same_content(of, feed(layer(method), new, [1400, 100]))
 
@@ -381,7 +382,13 @@ def test_rearranged_past_recording_is_cropped_by_each_sequences_own_columns():
 def test_reset_forgets_everything(method):
     of = feed(layer(method), tokens(3, 350, seed=8))
     of.reset()
-    assert of.is_empty and of.get_seq_length() == 0 and not of.slabs and not of.following.state and not any(of.shared)
+    assert (
+        of.is_empty
+        and of.get_seq_length() == 0
+        and not len(of.slabs)
+        and not of.following.state
+        and not any(of.slabs.shared)
+    )
     assert all(not tensors for tensors in of.tensors().values())
     new = tokens(1, 350)
     assert_same_content(feed(of, new), feed(layer(method), new))
@@ -466,12 +473,12 @@ def test_memory_grows_in_blocks(method):
         feed(of, cut(new, at, at + size), start=at)
         at += size
         used, have = of.packed[0] // of.block, sum(slab.blocks for slab in of.slabs)
-        assert used <= have <= used + max(1, used // 8) + of.page_blocks - 1
-        assert all(slab.first % of.page_blocks == slab.blocks % of.page_blocks == 0 for slab in of.slabs)
+        assert used <= have <= used + max(1, used // 8) + of.layout.page_blocks - 1
+        assert all(slab.first % of.layout.page_blocks == slab.blocks % of.layout.page_blocks == 0 for slab in of.slabs)
         expected = sum(stored_bytes(f, slab.blocks) for slab in of.slabs for f in (of.key_format, of.value_format))
         sizes.append(sum(t.nbytes for t in of.tensors()["packed"]))
         assert sizes[-1] == 2 * 2 * expected
-        assert of.ring[0].shape[-2] == of._base_capacity <= of.method.recent + 2 * of.block
+        assert of.ring.slots == of.ring.base <= of.method.recent + 2 * of.block
     assert sizes == sorted(sizes) and len(set(sizes)) < 30
     for before, after in pairwise(of.slabs):
         assert after.first == before.first + before.blocks
@@ -678,19 +685,29 @@ def test_a_call_that_dies_counts_for_nothing(method, place, target):
             assert_same_content(one, other, row, row)
 
 
-METHODS_OF_A_LAYER = ("_append", "_take", "_pack", "_encode", "_write_ring", "_fit_ring", "_log_columns", "_groups")
+PLACES = (
+    "writer._append",
+    "writer.take",
+    "writer._pack",
+    "writer._encode",
+    "ring.write",
+    "ring.fit",
+    "columns.log",
+    "sequences.groups",
+)
 
 
-@pytest.mark.parametrize("name", METHODS_OF_A_LAYER)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_layer_that_dies_while_it_takes_tokens_is_what_it_was(name, nth, monkeypatch, target):
+def test_a_layer_that_dies_while_it_takes_tokens_is_what_it_was(place, nth, monkeypatch, target):
     model, ids = llama(), prompt(3, 300)
     mask = torch.ones_like(ids)
     mask[1, :31] = mask[2, :77] = 0
     cache, whole = (kvfold.fold(model, small("squat"), max_length=target.max_length) for _ in range(2))
     for of in (cache, whole):
         step(model, of, ids, 0, 130, attention_mask=mask[:, :130])
-    of, left = cache.folded[1], [nth]
+    part, name = place.split(".")
+    of, left = getattr(cache.folded[1], part), [nth]
     real = getattr(of, name)
 
     def interrupted(*args, **kwargs):
@@ -732,12 +749,12 @@ def test_a_step_copies_no_window_in_case_it_dies():
     model, ids = llama(), prompt(1, 400)
     cache = kvfold.fold(model, "squat:sink=5,recent=40")
     step(model, cache, ids, 0, 150)
-    rings = [(of.ring, of.following.ring) for of in cache.folded]
+    rings = [(of.ring.pair, of.following.ring) for of in cache.folded]
     for at in range(150, 230):
         step(model, cache, ids, at, at + 1)
     assert cache.folded[0].packed == [160]
     for of, (ring, queries) in zip(cache.folded, rings, strict=True):
-        assert of.ring is ring and of.following.ring is queries
+        assert of.ring.pair is ring and of.following.ring is queries
 
 
 @pytest.mark.cpu_only("the layers beside the folded ones are Transformers' own")
@@ -819,7 +836,7 @@ def test_the_first_step_after_a_longer_call_looks_at_the_mask_on_every_device(mo
     ones = torch.ones(1, 100, dtype=torch.bool)
     for of in cache.folded:
         assert of.new_columns(ones, 1) is None
-        of.newest = 1
+        of.columns.newest = 1
         assert of.new_columns(ones, 1) is None
     assert looked == [100, 100]
 
@@ -843,7 +860,7 @@ def test_other_attention_is_refused_before_logits_are_returned(layers, how):
 
 
 def test_a_folded_model_without_its_cache_says_so_once(monkeypatch):
-    monkeypatch.setattr(cache_module, "_warned", set())
+    monkeypatch.setattr(errors, "_warned", set())
     model, ids = llama(), prompt(1, 40)
     kvfold.fold(model, "kivi")
     with torch.no_grad(), pytest.warns(KVFoldWarning, match="nothing is folded.*past_key_values") as said:
@@ -852,7 +869,7 @@ def test_a_folded_model_without_its_cache_says_so_once(monkeypatch):
             model(ids, past_key_values=dynamic(model))
     assert len(said) == 1
     kvfold.unfold(model)
-    monkeypatch.setattr(cache_module, "_warned", set())
+    monkeypatch.setattr(errors, "_warned", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(model, dynamic(model), ids, 0, 40)

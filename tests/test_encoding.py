@@ -20,9 +20,9 @@ from helpers import (
     tokens,
 )
 from kvfold import explain, kernels
-from kvfold.cache import Encoder, choose_encoder
 from kvfold.formats.paged import plain
 from kvfold.methods import get
+from kvfold.storage.encoders import Encoder, choose_encoder
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def pair(method, monkeypatch, shape=None, **options):
 
     def with_kernel(*args):
         initialize(*args)
-        by_kernel.encoder = Encoder("triton", "asked for")
+        by_kernel.writer.encoder = Encoder("triton", "asked for")
 
     monkeypatch.setattr(by_kernel, "lazy_initialization", with_kernel)
     launches = []
-    launch = by_kernel._launch
-    monkeypatch.setattr(by_kernel, "_launch", lambda *a, **k: (launches.append(a), launch(*a, **k)))
-    monkeypatch.setattr(by_kernel, "_encode_by_torch", None)  # it must not be called
+    launch = by_kernel.writer.by_kernel.launch
+    monkeypatch.setattr(by_kernel.writer.by_kernel, "launch", lambda *a, **k: (launches.append(a), launch(*a, **k)))
+    monkeypatch.setattr(by_kernel.writer, "by_torch", None)  # it must not be called
     return by_kernel, by_torch, launches
 
 

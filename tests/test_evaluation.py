@@ -192,16 +192,16 @@ def test_every_default_method_scores_finitely(tiny, ids, truth, method):
 
 def break_encoding(monkeypatch):
     """Folded layers now store noise of the same size as what they were given, whatever encodes and reads it."""
-    from kvfold.cache import FoldedLayer
+    from kvfold.storage.writer import Writer
 
-    encode = FoldedLayer._encode
+    encode = Writer._encode
 
-    def noisy(self, ids, rows, keys, values, *args):
-        generator = torch.Generator().manual_seed(0)
-        keys, values = (torch.randn(x.shape, generator=generator).to(x) * x.float().std().to(x) for x in (keys, values))
-        return encode(self, ids, rows, keys, values, *args)
+    def noisy(self, tokens, *args):
+        generator, sides = torch.Generator().manual_seed(0), (tokens.keys, tokens.values)
+        keys, values = (torch.randn(x.shape, generator=generator).to(x) * x.float().std().to(x) for x in sides)
+        return encode(self, dataclasses.replace(tokens, keys=keys, values=values), *args)
 
-    monkeypatch.setattr(FoldedLayer, "_encode", noisy)
+    monkeypatch.setattr(Writer, "_encode", noisy)
 
 
 @pytest.mark.targets
@@ -287,12 +287,13 @@ def test_compare_measures_what_it_says(tiny, tmp_path):
 def test_what_a_method_needs_first_is_in_no_speed(tiny, monkeypatch, method):
     """The first call that packs, the first that reads packed tokens and the first decoded token are slow, as where they are
     compiled: none of them is timed."""
-    from kvfold.cache import FoldedLayer
+    from kvfold.storage.reader import Reader
+    from kvfold.storage.writer import Writer
 
     seen = set()
 
-    def slowly(name):
-        own = getattr(FoldedLayer, name)
+    def slowly(kind, name):
+        own = getattr(kind, name)
 
         def slow(self, *args, **kwargs):
             if name not in seen:
@@ -302,8 +303,8 @@ def test_what_a_method_needs_first_is_in_no_speed(tiny, monkeypatch, method):
 
         return slow
 
-    for name in ("_encode", "call"):
-        monkeypatch.setattr(FoldedLayer, name, slowly(name))
+    for kind, name in ((Writer, "_encode"), (Reader, "call")):
+        monkeypatch.setattr(kind, name, slowly(kind, name))
     (row,) = run(tiny, methods=[method]).rows
     assert "call" in seen and row.prefill_tokens_per_s > PREFIX and row.decode_tokens_per_s > 4 and row.seconds < 2
 

@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 
 import kvfold
 from helpers import assert_same_content, relative, rope, spec
+from kvfold.arithmetic import storing
 from kvfold.attention import attention_forward, padding_mask
-from kvfold.cache import FoldedCache, FoldedLayer
+from kvfold.cache import FoldedCache
 from kvfold.errors import CacheStateError, KVFoldWarning
-from kvfold.following import SPARE
-from kvfold.rollback import storing
+from kvfold.layer import FoldedLayer
 from kvfold.saving import _described, _restore
+from kvfold.storage.following import SPARE
 
 METHODS = (
     "none:sink=3,recent=5",
@@ -160,7 +161,7 @@ class Flow:
         call = self.cache._call
         if call is None or not call.missing:
             of = self.cache.folded[0]
-            self.remembered = [of.decoded(row) for row in range(len(self.history))] if of.columns else None
+            self.remembered = [of.decoded(row) for row in range(len(self.history))] if of.columns.count else None
         return self.remembered
 
     def run(self, call: tuple, look: bool) -> None:
@@ -212,9 +213,9 @@ class Flow:
 
         self.held()
         of = self.cache.folded[self.dice.randrange(LAYERS)]
-        name = self.dice.choice(("_take", "_encode", "_write_ring", "_log_columns", "_fit_ring", "_fit_sink", "_alike"))
+        part, name = self.dice.choice(BREAKABLE).split(".")
         inside = places > 2 * LAYERS
-        with self.breaking(of, name, fault) if inside else nullcontext():
+        with self.breaking(getattr(of, part), name, fault) if inside else nullcontext():
             if inside:
                 left[0] = places - 2 * LAYERS
             with suppress(Stop):
@@ -227,7 +228,7 @@ class Flow:
         return True
 
     @contextmanager
-    def breaking(self, of: FoldedLayer, name: str, fault):
+    def breaking(self, of: object, name: str, fault):
         whole = getattr(of, name)
 
         def broken(*args, **kwargs):
@@ -288,7 +289,7 @@ class Flow:
                 self.run(self.call(size), look=False)
                 self.crop(number % (size + 1))
                 for of in self.cache.folded:
-                    of.recording = False
+                    of.writer.recording = False
         elif kind == "crop":
             self.crop(number % 70)
         elif kind == "hides":
@@ -356,6 +357,16 @@ KINDS = (
     *("step", "steps", "few", "turn", "prompt", "dies", "dies and again", "draft", "crop"),
     *("hides", "reorder", "repeat", "select", "copy", "save", "reset"),
 )
+BREAKABLE = (
+    "writer.take",
+    "writer._encode",
+    "ring.write",
+    "columns.log",
+    "ring.fit",
+    "sink.fit",
+    "sequences.alike",
+)
+"""Where a layer may die while it takes tokens in: its parts and their methods."""
 MODES = (torch.no_grad, torch.inference_mode, torch.enable_grad)
 operations = st.tuples(st.sampled_from(KINDS), st.integers(0, 5039), st.sampled_from(MODES))
 _models: dict[str, Model] = {}

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 pytest.importorskip("triton")
 
 import kvfold
-from kvfold.cache import FoldedLayer
 from kvfold.kernels.reference import ReferenceKernel
+from kvfold.layer import FoldedLayer
 from kvfold.methods import LayerSpec, get
 
 pytestmark = [

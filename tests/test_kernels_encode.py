@@ -324,7 +324,7 @@ class Batch:
                 for t in range(one.packed[0], max(self.at[row] - sink, 0)):
                     self.ring[side][row, :, t % slots] = new[side][0, :, sink + t].to(device)
         state = {n: torch.cat([one.following.state[n] for one in self.layers]) for n in first.following.state}
-        shared = {n: torch.cat([one.shared[0][n] for one in self.layers])[:, :, 0] for n in first.shared[0]}
+        shared = {n: torch.cat([one.slabs.shared[0][n] for one in self.layers])[:, :, 0] for n in first.slabs.shared[0]}
         state |= {n: t.float() if n == "mean" else norms(t) for n, t in shared.items()}
         self.first = torch.tensor([sink] * len(lengths))
         self.transform = transform(kernels, self.method, self.shape, state, device, self.first)

@@ -67,13 +67,15 @@ def test_what_goes_into_the_query_is_what_decoding_does(name):
     projected, bias = of.project(queries)
     assert (projected is queries) == (plain(of.key_format) is of.key_format)
     fields = of.key_format.take(span.keys, of.packed[0] // of.block)
-    own = {n: t for n, t in fields.items() if n not in of.shared[0]}
+    own = {n: t for n, t in fields.items() if n not in of.slabs.shared[0]}
     stored = plain(of.key_format).decode(own)
     scores = projected @ stored.transpose(-1, -2) + (0 if bias is None else bias.unsqueeze(-1))
     assert relative(scores, queries @ of.key_format.decode(fields).transpose(-1, -2)) < 1e-6
     if name == "innerq:paper=true,center=page":
         assert bias is not None and bias.abs().max() > 1
-        assert isinstance(of.key_format, PagedFormat) and of.shared[0].keys() == of.key_format.page_fields().keys()
+        assert (
+            isinstance(of.key_format, PagedFormat) and of.slabs.shared[0].keys() == of.key_format.page_fields().keys()
+        )
 
 
 @pytest.mark.targets
@@ -82,7 +84,7 @@ def test_innerqs_norm_is_the_papers_and_per_head_and_channel():
     new = tokens(2, 400, seed=3)
     of = feed(layer("innerq:paper=true"), new, [200, 200])
     expected = new[0][:, :, 32:200].float().abs().amax(-2).sqrt()
-    found = norms(of.shared[0]["norm"][:, :, 0])
+    found = norms(of.slabs.shared[0]["norm"][:, :, 0])
     expected = expected / expected.amax(-1, keepdim=True)
     assert ((found / expected).log2().abs() <= 0.5 / 48 + 1e-4).all()
     page = feed(layer("innerq"), new)
@@ -593,7 +595,7 @@ def test_the_papers_outlier_channels_are_those_of_the_whole_prompt():
     keys[..., 17] *= 12
     of = feed(layer("qjl:paper=true,outliers=1"), (keys, values, queries), [300, 100])
     expected = keys[0, :, :300].square().sum(-2).argmax(-1)
-    assert of.shared[0]["outlier"][0, :, 0, 0].long().equal(expected)
+    assert of.slabs.shared[0]["outlier"][0, :, 0, 0].long().equal(expected)
 
 
 @pytest.mark.targets

@@ -84,7 +84,7 @@ def test_a_sequences_state_is_not_read(name):
     before = [of.decoded(row) for row in range(2)]
     of.following.state = {n: torch.full_like(t, float("nan")) for n, t in of.following.state.items()}
     of.following.ring = None
-    assert not any(of.shared)
+    assert not any(of.slabs.shared)
     for row in range(2):
         assert all(torch.equal(a, b) for a, b in zip(before[row], of.decoded(row), strict=True))
 

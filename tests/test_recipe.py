@@ -264,7 +264,7 @@ def test_each_layer_has_its_method_and_kept_ones_the_models_cache():
     kvfold.fold(model, "fold")
     logits(model, whole, ids[:, :300])
     assert_same_content(cache.layers[1], whole.layers[1])  # a first call attends exactly, so later layers see the same
-    assert cache.layers[2].sink[0].shape[2] == 8
+    assert cache.layers[2].sink.slots == 8
 
 
 def test_layers_kept_need_no_warning_and_layers_that_cannot_be_folded_no_method(recwarn):

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvfold import originals
-from kvfold.cache import FoldedCache, warn_once
-from kvfold.errors import UnsupportedModelError
+from kvfold.cache import FoldedCache
+from kvfold.errors import UnsupportedModelError, warn_once
 from kvfold.methods import DEFAULT_METHOD, Method
 
 WISH = "_kvfold_always"

@@ -1,4 +1,4 @@
-"""Arithmetic in the dtypes that formats and kernels declare, whatever autocast is around the model."""
+"""What is computed and stored whatever is around the model: autocast, inference mode, gradients."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -27,3 +27,17 @@ def outside_autocast(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return as_declared
+
+
+def storing(function: Callable[P, R]) -> Callable[P, R]:
+    """For what makes tensors that last: they are ordinary ones, also where the caller's are made in inference mode, which
+    nobody could write to later, or are traced for gradients."""
+
+    @wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return outside

@@ -16,11 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold import attentions, kernels, originals
 from kvfold.arithmetic import outside_autocast
-from kvfold.cache import AnyLayer, FoldedCache, FoldedLayer, warn_once
-from kvfold.errors import KVFoldError, MethodError, UnsupportedModelError
+from kvfold.cache import AnyLayer, FoldedCache
+from kvfold.errors import KVFoldError, MethodError, UnsupportedModelError, warn_once
 from kvfold.formats.paged import plain
 from kvfold.hybrid import FoldedHybridLayer
 from kvfold.kernels.prompt import attend_prompt
+from kvfold.layer import FoldedLayer
 from kvfold.methods import DEFAULT_METHOD, LayerSpec, Method, get
 from kvfold.originals import IMPLEMENTATION
 from kvfold.rope import Rope, rope_of

@@ -16,11 +16,12 @@ from transformers.cache_utils import DynamicLayer
 
 import kvfold
 from kvfold import methods, sizes
-from kvfold.cache import FoldedCache, FoldedLayer
+from kvfold.cache import FoldedCache
 from kvfold.errors import KVFoldError
-from kvfold.following import SPARE
 from kvfold.graph import decoding
+from kvfold.layer import FoldedLayer
 from kvfold.models import ModelInfo, prompt_tokens
+from kvfold.storage.following import SPARE
 from kvfold.terminal import Stream
 
 RESERVED = 16_384

@@ -1,4 +1,6 @@
-"""Errors a user can cause. Each message names the field, the value, and what is allowed."""
+"""Errors a user can cause, and warnings. Each message names the field, the value, and what is allowed."""
+
+import warnings
 
 
 class KVFoldError(ValueError):
@@ -51,3 +53,13 @@ class CacheFileError(KVFoldError):
 
 class KVFoldWarning(UserWarning):
     """Something works otherwise than one might expect: layers that are not folded, a call that was taken back."""
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn, the first time only."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, KVFoldWarning, stacklevel=3)

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from kvfold import kernels
 from kvfold.arithmetic import outside_autocast
 from kvfold.attention import KEPT, plan_layers, transformer
-from kvfold.cache import choose_encoder
 from kvfold.formats import Format, PagedFormat
 from kvfold.formats.paged import plain
 from kvfold.methods import DEFAULT_METHOD, Method, get
 from kvfold.sheet import Column, Sheet
+from kvfold.storage.encoders import choose_encoder
 
 
 @dataclass(frozen=True)

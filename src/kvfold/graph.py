@@ -6,7 +6,6 @@ and attends; what every layer needs to know of the lengths is computed once, at 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -14,50 +13,19 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvfold.arithmetic import storing
 from kvfold.errors import CacheStateError, UnsupportedModelError
-from kvfold.rollback import storing
+from kvfold.storage.lengths import StaticLengths
 
 if TYPE_CHECKING:
-    from kvfold.cache import FoldedCache, FoldedLayer
-    from kvfold.kernels.encode import Lengths
-
-
-@dataclass
-class StaticLengths:
-    """Lengths before and after the step that runs; shared by all layers."""
-
-    before: "Lengths"
-    after: "Lengths"
-    slots: torch.Tensor | None = None
-    """Where the step's queries go in the rings that encoders follow, int64 [batch, 1, 1, 1]; None: nobody keeps queries."""
-    ring: int = 0
-    """Slots of these rings."""
-    steps: int = 0
-    """Steps replayed so far, for the host."""
-    running: bool = False
-    """Whether the model's step is being captured."""
-
-    def begin(self, tokens: int, sink: int, recent: int, block: int) -> None:
-        """Compute the lengths after a step of ``tokens`` (on the device)."""
-        before, after = self.before, self.after
-        if self.slots is not None:
-            self.slots.copy_((before.total % self.ring).view(-1, 1, 1, 1))
-        due = (before.total - sink - recent).clamp_min(0).div(block, rounding_mode="floor") * block
-        after.packed.copy_(torch.maximum(before.packed, due))
-        after.total.copy_(before.total + tokens)
-        after.sink.copy_(after.total.clamp_max(sink))
-        after.recent.copy_(after.total - after.sink - after.packed)
-
-    def end(self) -> None:
-        """The step is over: what was after it is before the next."""
-        for name in ("total", "packed", "sink", "recent"):
-            getattr(self.before, name).copy_(getattr(self.after, name))
+    from kvfold.cache import FoldedCache
+    from kvfold.layer import FoldedLayer
 
 
 def is_packed(layer: "FoldedLayer") -> bool:
     """Whether a layer has packed storage, and what it needs of every sequence: what a graph is captured with."""
     waits = layer.method.paper and layer.following.active and not all(layer.following.made)
-    return bool(layer.slabs) and all(layer.fixed) and not waits
+    return len(layer.slabs) > 0 and all(layer.slabs.fixed) and not waits
 
 
 def why_not(layer: "FoldedLayer", room: int) -> str | None:
@@ -66,7 +34,7 @@ def why_not(layer: "FoldedLayer", room: int) -> str | None:
         return "nothing is packed yet; prefill a longer prompt first"
     if layer.static is not None:
         return "another decode graph owns it"
-    if layer.recording:
+    if layer.writer.recording:
         return "it keeps the newest call's tokens for a crop (assisted generation)"
     if layer.kernel.name != "gluon":
         return f"its kernel is {layer.kernel.name}; needs gluon"
@@ -74,7 +42,7 @@ def why_not(layer: "FoldedLayer", room: int) -> str | None:
         return f"it is encoded by {layer.encoder.name}: {layer.encoder.reason}"
     if not is_packed(layer):
         return "nothing is packed yet; prefill a longer prompt first"
-    if not layer.is_contiguous:
+    if len(layer.slabs) > 1:  # a graph knows the addresses of one
         return f"its packed storage grew to {len(layer.slabs)} slabs; fold with a max_length"
     if layer.packed_length(max(layer.lens) + room) > layer.slabs[0].blocks * layer.block:
         return f"its packed storage ends at {layer.slabs[0].blocks * layer.block} tokens; fold with a larger max_length"

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from kvfold.cache import FoldedLayer, moved, select_states
+from kvfold.layer import FoldedLayer
 from kvfold.methods import LayerSpec, Method
+from kvfold.states import select_states
+from kvfold.storage.devices import moved
 
 STATES = (
     "number_of_states",

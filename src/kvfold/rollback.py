@@ -4,9 +4,8 @@ The first layer that gets tokens begins a call, and what every layer was before 
 If the next call begins earlier than that, the one before died. Everything is decided from what the host knows.
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,18 +19,15 @@ from transformers.cache_utils import (
 from kvfold.errors import CacheStateError
 from kvfold.originals import is_folded
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 class Reversible(Protocol):
     """A layer that can be as it was."""
 
     running: "tuple[Call, int] | None"
 
-    def snapshot(self) -> dict[str, Any]: ...
+    def snapshot(self) -> Any: ...
 
-    def restore(self, snapshot: dict[str, Any]) -> None: ...
+    def restore(self, snapshot: Any) -> None: ...
 
 
 class Call:
@@ -56,7 +52,7 @@ class Call:
     def __init__(self, layers: Sequence[Any], expected: set[int], length: int) -> None:
         self.layers, self.length = layers, length
         self.missing = set(expected)
-        self.before: dict[int, dict[str, Any]] = {}
+        self.before: dict[int, Any] = {}
         self.last: int | None = None
         self.mask: torch.Tensor | None = None
 
@@ -81,14 +77,14 @@ class Call:
         self.before.clear()
         self.mask = None
 
-    def layer_before(self, index: int) -> Any:
-        """Layer ``index`` as it was, to be asked for its lengths; the layer itself stays as it is."""
-        layer = self.layers[index]
-        if index not in self.before:
-            return layer
+    def mask_sizes(self, index: int, query_length: int) -> tuple[int, int]:
+        """Columns and their offset that layer ``index`` would have told before the call; the layer itself stays as it is."""
+        layer, before = self.layers[index], self.before[index]
+        if hasattr(layer, "snapshot"):
+            return before.columns + query_length, 0
         twin = object.__new__(type(layer))
-        vars(twin).update({**vars(layer), **self.before[index]})
-        return twin
+        vars(twin).update({**vars(layer), **before})
+        return twin.get_mask_sizes(query_length)
 
     def take_back(self, within: bool = False) -> bool:
         """Make every layer what it was; returns whether any had taken tokens.
@@ -115,7 +111,7 @@ class Call:
             if index in stuck:
                 continue
             if hasattr(layer, "restore"):
-                changed |= layer.columns != before["columns"]
+                changed |= layer.columns.count != before.columns
                 layer.restore(before)
             else:
                 changed = True
@@ -159,17 +155,3 @@ def attending(model: nn.Module | None) -> Any:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
     return text if is_folded(text) else None
-
-
-def storing(function: Callable[P, R]) -> Callable[P, R]:
-    """For what makes tensors that last: they are ordinary ones, also where the caller's are made in inference mode, which
-    nobody could write to later, or are traced for gradients."""
-
-    @wraps(function)
-    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return outside

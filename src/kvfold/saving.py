@@ -20,15 +20,18 @@ from safetensors.torch import save_file
 
 import kvfold
 from kvfold import files
+from kvfold.arithmetic import storing
 from kvfold.attention import transformer
-from kvfold.cache import FoldedCache, FoldedLayer, Slab
+from kvfold.cache import FoldedCache
 from kvfold.calibration.artefact import checksum, config_hash, first_line, load_cached, read_checked, weights_hash
 from kvfold.errors import CacheFileError, CacheStateError, KVFoldError
 from kvfold.formats import Format, PagedFormat
 from kvfold.hybrid import FoldedHybridLayer
+from kvfold.layer import FoldedLayer
 from kvfold.methods import Method, get
 from kvfold.methods.learned import LearnedMethod
-from kvfold.rollback import storing
+from kvfold.storage.sequences import COUNTS
+from kvfold.storage.slabs import Slab
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,9 +40,6 @@ SCHEMA = 1
 """Raised whenever a file's layout, or the meaning of any format's bytes, changes."""
 
 KEY = "kvfold_cache"
-
-COUNTS = ("columns", "lens", "packed", "prompt", "first_position", "fixed", "newest", "longest", "recording")
-"""What a layer counts on the host."""
 
 SIDES = ("key", "value")
 
@@ -285,31 +285,29 @@ def _restore(
 
 
 def _folded(layer: FoldedLayer, at: str, tensors: Tensors) -> dict[str, Any]:
-    layer._own()
+    layer.own()
     if layer.pending:
         raise CacheStateError("cache: a call is under way; save between calls")
     told: dict[str, Any] = {
         "class": "folded",
         "max_length": layer.max_length,
         "initialized": layer.is_initialized,
-        **{name: getattr(layer, name) for name in COUNTS},
+        **_counts(layer),
     }
     if not layer.is_initialized:
         return told
-    assert layer.sink is not None and layer.ring is not None
     tokens = [n - min(n, layer.method.sink) - p for n, p in zip(layer.lens, layer.packed, strict=True)]
     first = min(layer.method.sink, max(layer.lens, default=0))
-    for side, sink, form in zip(SIDES, layer.sink, _formats(layer), strict=True):
+    for side, sink, form in zip(SIDES, layer.sink, layer.layout.formats, strict=True):
         tensors[f"{at}{side}.sink"] = _rows(sink, [min(n, first) for n in layer.lens], first)
         for name, tensor in _packed(layer, side, form).items():
             tensors[f"{at}{side}.{name}"] = tensor
-    recent = [layer._read_ring(slice(i, i + 1), layer.packed[i], layer.packed[i] + n) for i, n in enumerate(tokens)]
+    recent = [layer.ring.read(slice(i, i + 1), layer.packed[i], layer.packed[i] + n) for i, n in enumerate(tokens)]
     for i, side in enumerate(SIDES):
         tensors[f"{at}{side}.recent"] = _stacked([pair[i] for pair in recent])
-    for side, shared in zip(SIDES, layer.shared, strict=True):
+    for side, shared in zip(SIDES, layer.slabs.shared, strict=True):
         tensors.update({f"{at}{side}.shared.{name}": t.cpu() for name, t in shared.items()})
-    masks = [valid for _, valid in layer.calls if valid is not None]
-    if masks:
+    if masks := layer.columns.tensors():
         tensors[f"{at}valid"] = torch.cat(masks, -1).cpu()
     following = layer.following
     tensors.update({f"{at}state.{name}": t.cpu() for name, t in following.state.items()})
@@ -322,11 +320,11 @@ def _folded(layer: FoldedLayer, at: str, tensors: Tensors) -> dict[str, Any]:
         **told,
         "dtype": str(layer.dtype).removeprefix("torch."),
         "fragments": layer.spec.fragments,
-        "formats": [_layout(form) for form in _formats(layer)],
-        "ring": layer.ring[0].shape[-2],
+        "formats": [_layout(form) for form in layer.layout.formats],
+        "ring": layer.ring.slots,
         "slabs": [[slab.first, slab.blocks] for slab in layer.slabs],
-        "calls": [[n, valid is not None] for n, valid in layer.calls],
-        "shared": [sorted(side) for side in layer.shared],
+        "calls": [[n, valid is not None] for n, valid in layer.columns.calls],
+        "shared": [sorted(side) for side in layer.slabs.shared],
         "state": sorted(following.state),
         "made": following.made,
         "kept": following.kept,
@@ -338,40 +336,35 @@ def _refold(
     layer: FoldedLayer, told: dict[str, Any], at: str, tensors: Tensors, device: torch.device, max_length: int
 ) -> None:
     if not told["initialized"]:
-        for name in COUNTS:
-            setattr(layer, name, told[name])
+        _count(layer, told)
         return
-    _pack_as(layer, told["fragments"])
-    if told["formats"] != [_layout(form) for form in _formats(layer)]:
+    layer.layout.pack_as(told["fragments"])
+    layer.following.spec = layer.spec
+    if told["formats"] != [_layout(form) for form in layer.layout.formats]:
         raise CacheFileError(f"cache: {at.rstrip('.')} has other storage formats than {layer.method} has here")
     batch = len(told["lens"])
-    empty = torch.empty(
-        batch, layer.spec.num_kv_heads, 0, layer.spec.head_dim, dtype=getattr(torch, told["dtype"]), device=device
-    )
-    layer.lazy_initialization(empty, empty)
-    for name in COUNTS:
-        setattr(layer, name, told[name])
+    layer.start(batch, getattr(torch, told["dtype"]), device)
+    _count(layer, told)
     sinks, recents = ([tensors[f"{at}{side}.{name}"].to(device) for side in SIDES] for name in ("sink", "recent"))
-    layer._fit_sink(sinks[0].shape[2])
-    assert layer.sink is not None
+    layer.sink.fit(sinks[0].shape[2])
     for window, sink in zip(layer.sink, sinks, strict=True):
         window[:, :, : sink.shape[2]] = sink
-    layer.ring = layer._dense(batch, told["ring"])
+    layer.ring.widen(told["ring"])
     for row in range(batch):
         start, stop = layer.packed[row], max(layer.lens[row] - layer.method.sink, 0)
         if stop > start:
-            layer._write_ring(slice(row, row + 1), start, stop, *(t[row : row + 1] for t in recents))
+            layer.ring.write(slice(row, row + 1), start, stop, *(t[row : row + 1] for t in recents))
     _fill(layer, told["slabs"], at, tensors, max_length)
     keys, values = (
         {name: tensors[f"{at}{side}.shared.{name}"].to(device, copy=True) for name in names}
         for side, names in zip(SIDES, told["shared"], strict=True)
     )
-    layer.shared = (keys, values)
-    layer.calls, column = [], 0
+    layer.slabs.shared = (keys, values)
+    layer.columns.calls, column = [], 0
     for count, masked in told["calls"]:
         valid = tensors[f"{at}valid"][:, column : column + count].to(device, copy=True) if masked else None
         column += count if masked else 0
-        layer.calls.append((count, valid))
+        layer.columns.calls.append((count, valid))
     following = layer.following
     following.made, following.kept = told["made"], told["kept"]
     following.state = {name: tensors[f"{at}state.{name}"].to(device, copy=True) for name in told["state"]}
@@ -386,12 +379,25 @@ def _refold(
             following.ring[row, :, slots] = queries[row, :, : len(slots)]
 
 
-def _pack_as(layer: FoldedLayer, fragments: bool) -> None:
-    """Have codes in the order in which the file has them: that of tensor cores, or the plain one."""
-    if layer.spec.fragments == fragments:
-        return
-    layer.spec = layer.following.spec = replace(layer.spec, fragments=fragments)
-    layer.key_format, layer.value_format = layer.method.key_format(layer.spec), layer.method.value_format(layer.spec)
+def _counts(layer: FoldedLayer) -> dict[str, Any]:
+    """What a layer counts on the host."""
+    return {
+        **{name: getattr(layer.sequences, name) for name in COUNTS},
+        "columns": layer.columns.count,
+        "newest": layer.columns.newest,
+        "fixed": layer.slabs.fixed,
+        "longest": layer.ring.longest,
+        "recording": layer.writer.recording,
+    }
+
+
+def _count(layer: FoldedLayer, told: dict[str, Any]) -> None:
+    """Inverse of :func:`_counts`."""
+    for name in COUNTS:
+        setattr(layer.sequences, name, told[name])
+    layer.columns.count, layer.columns.newest = told["columns"], told["newest"]
+    layer.slabs.fixed, layer.ring.longest = told["fixed"], told["longest"]
+    layer.writer.recording = told["recording"]
 
 
 def _fill(layer: FoldedLayer, slabs: list[list[int]], at: str, tensors: Tensors, max_length: int) -> None:
@@ -399,18 +405,18 @@ def _fill(layer: FoldedLayer, slabs: list[list[int]], at: str, tensors: Tensors,
     have = max(layer.packed) // layer.block
     if max_length and slabs:
         wanted = max(have, layer.packed_length(max_length) // layer.block)
-        slabs = [[0, -(-wanted // layer.page_blocks) * layer.page_blocks]]
+        slabs = [[0, -(-wanted // layer.layout.page_blocks) * layer.layout.page_blocks]]
     for first, blocks in slabs:
         sides = []
-        for side, form in zip(SIDES, _formats(layer), strict=True):
-            fields = form.allocate(len(layer.lens), layer.spec.num_kv_heads, blocks, layer.device)
+        for side, form in zip(SIDES, layer.layout.formats, strict=True):
+            fields = form.allocate(len(layer.sequences), layer.spec.num_kv_heads, blocks, layer.device)
             used = max(min(first + blocks, have) - first, 0)
             if used:
                 stored = {name: tensors[f"{at}{side}.{name}"] for name in fields}
                 for name, part in form.take(stored, used, first).items():
                     fields[name][:, :, : part.shape[2]] = part.to(layer.device)
             sides.append(fields)
-        layer.slabs.append(Slab(first, blocks, *sides))
+        layer.slabs.slabs.append(Slab(first, blocks, *sides))
 
 
 def _packed(layer: FoldedLayer, side: str, form: Format) -> Tensors:
@@ -431,10 +437,6 @@ def _packed(layer: FoldedLayer, side: str, form: Format) -> Tensors:
         counts = [form.pages(n) if name in pages and isinstance(form, PagedFormat) else n for n in blocks]
         found[name] = _rows(whole, counts, whole.shape[2])
     return found
-
-
-def _formats(layer: FoldedLayer) -> tuple[Format, Format]:
-    return layer.key_format, layer.value_format
 
 
 def _layout(form: Format) -> dict[str, list[Any]]:

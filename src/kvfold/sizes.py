@@ -13,7 +13,8 @@ from kvfold.methods import Observation
 from kvfold.terminal import as_bytes
 
 if TYPE_CHECKING:
-    from kvfold.cache import FoldedCache, FoldedLayer
+    from kvfold.cache import FoldedCache
+    from kvfold.layer import FoldedLayer
 
 HORIZON = 4096
 """Tokens at which a young cache's size is foretold, where the model's context reaches as far."""
@@ -88,7 +89,7 @@ def folds(cache: FoldedCache) -> bool:
 
 def is_packed(cache: FoldedCache) -> bool:
     """Whether anything is packed yet."""
-    return any(layer.slabs for layer in cache.folded)
+    return any(len(layer.slabs) for layer in cache.folded)
 
 
 def foretold(cache: FoldedCache, tokens: int, dtype: torch.dtype) -> Sizes:
@@ -119,8 +120,8 @@ def _layer_bytes(layer: FoldedLayer, tokens: int) -> int:
     """Packed storage, windows and encoder state of one sequence."""
     method, spec, heads = layer.method, layer.spec, layer.spec.num_kv_heads
     item = layer.dtype.itemsize
-    blocks = math.ceil(layer.packed_length(tokens) / layer.block / layer.page_blocks) * layer.page_blocks
-    total = 2 * heads * spec.head_dim * item * (method.sink + layer._base_capacity)
+    blocks = math.ceil(layer.packed_length(tokens) / layer.block / layer.layout.page_blocks) * layer.layout.page_blocks
+    total = 2 * heads * spec.head_dim * item * (method.sink + layer.ring.base)
     for form in (layer.key_format, layer.value_format):
         total += sum(t.nbytes for t in form.allocate(1, heads, blocks, "meta").values())
         if isinstance(form, PagedFormat) and not form.page:

@@ -37,9 +37,12 @@ import kvfold
 from kvfold import methods
 from kvfold.bench.decode import SHAPES, build, replay_times
 from kvfold.bench.rows import append, environment, need_gpu, options, progress, script, show
-from kvfold.cache import FoldedCache, FoldedLayer, Slab
+from kvfold.cache import FoldedCache
 from kvfold.errors import KVFoldError
 from kvfold.graph import DecodeGraph
+from kvfold.layer import FoldedLayer
+from kvfold.storage.sequences import COUNTS
+from kvfold.storage.slabs import Slab
 
 ROWS = Path("benchmarks/rows/memory.csv")
 STATIC, PLAIN = "bf16", "transformers"
@@ -376,36 +379,36 @@ def place(whole: FoldedLayer, part: FoldedLayer, first: int, batch: int) -> None
 
     Storage of ``whole`` is allocated by the first part; nothing is copied twice.
     """
-    assert part.sink is not None and part.ring is not None and len(part.slabs) <= 1
+    assert len(part.slabs) <= 1
     if not whole.is_initialized:
 
         def rows(x: torch.Tensor) -> torch.Tensor:
             return x.new_empty(batch, *x.shape[1:])
 
-        like = part.ring[0][:1].expand(batch, -1, -1, -1)
-        whole.lazy_initialization(like, like)
-        whole.sink = (rows(part.sink[0]), rows(part.sink[1]))
-        whole.ring = (rows(part.ring[0]), rows(part.ring[1]))
-        whole.slabs = [
+        whole.start(batch, part.dtype, part.device)
+        whole.sink.pair = (rows(part.sink.keys), rows(part.sink.values))
+        whole.ring.pair = (rows(part.ring.keys), rows(part.ring.values))
+        whole.slabs.slabs = [
             Slab(s.first, s.blocks, *({n: rows(x) for n, x in side.items()} for side in (s.keys, s.values)))
             for s in part.slabs
         ]
-        keys, values = ({n: rows(x) for n, x in side.items()} for side in part.shared)
-        whole.shared = (keys, values)
+        keys, values = ({n: rows(x) for n, x in side.items()} for side in part.slabs.shared)
+        whole.slabs.shared = (keys, values)
+        whole.slabs.fixed = part.slabs.fixed[:1] * batch
         whole.following.state = {n: rows(x) for n, x in part.following.state.items()}
         if part.following.ring is not None:  # as long as the prompt made it
             whole.following.ring = rows(part.following.ring)
-        for name in ("lens", "packed", "prompt", "first_position", "fixed"):
-            setattr(whole, name, getattr(part, name)[:1] * batch)
+        for name in COUNTS:
+            setattr(whole.sequences, name, getattr(part.sequences, name)[:1] * batch)
         whole.following.made = part.following.made[:1] * batch
         whole.following.kept = part.following.kept[:1] * batch
-        whole._log_columns(part.columns, None)
-    assert whole.sink is not None and whole.ring is not None
-    count = len(part.lens)
+        whole.columns.log(part.columns.count, None)
+    count = len(part.sequences)
     pairs = [*zip(whole.sink, part.sink, strict=True), *zip(whole.ring, part.ring, strict=True)]
     for a, b in zip(whole.slabs, part.slabs, strict=True):
         pairs += zip(a.tensors(), b.tensors(), strict=True)
-    for held, of in zip((*whole.shared, whole.following.state), (*part.shared, part.following.state), strict=True):
+    sides = (*whole.slabs.shared, whole.following.state), (*part.slabs.shared, part.following.state)
+    for held, of in zip(*sides, strict=True):
         pairs += [(held[n], x) for n, x in of.items()]
     if whole.following.ring is not None and part.following.ring is not None:
         pairs.append((whole.following.ring, part.following.ring))

@@ -11,7 +11,7 @@ from kvfold.formats import Fields, Format
 from kvfold.rope import Rope
 
 if TYPE_CHECKING:
-    from kvfold.cache import FoldedLayer
+    from kvfold.layer import FoldedLayer
 
 
 @dataclass

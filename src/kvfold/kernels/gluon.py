@@ -9,7 +9,7 @@ from kvfold.formats.paged import plain
 from kvfold.kernels.base import AttentionCall, AttentionKernel, Windows
 
 if TYPE_CHECKING:
-    from kvfold.cache import FoldedLayer
+    from kvfold.layer import FoldedLayer
 
 BLOCK = 32
 

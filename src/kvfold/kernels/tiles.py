@@ -16,8 +16,8 @@ from kvfold.kernels.base import AttentionCall, AttentionKernel, Span, Windows
 from kvfold.rope import Rope
 
 if TYPE_CHECKING:
-    from kvfold.cache import FoldedLayer
     from kvfold.kernels.partials import Partials
+    from kvfold.layer import FoldedLayer
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 MAX_DIM = 256

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from kvfold.arithmetic import storing
 from kvfold.methods import LayerSpec, Method, Observation, State
 from kvfold.methods.base import boundary
-from kvfold.rollback import storing
-
-Rows = slice | torch.Tensor
+from kvfold.storage.sequences import Rows
 
 ONCE = 1
 """In place of a boundary under ``paper=true``: the state is made at the first packing and stays."""
@@ -43,6 +42,9 @@ class Following:
     def __init__(self, method: Method, spec: LayerSpec) -> None:
         self.method, self.spec = method, spec
         self.active = method.query_window > 0
+        self.clear()
+
+    def clear(self) -> None:
         self.state: State = {}
         self.ring: torch.Tensor | None = None
         self.made: list[int] = []  # boundary of a sequence's state; 0: none
@@ -202,10 +204,15 @@ class Following:
             self._allocate()
 
     def select(self, rows: list[int], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Rearrange the batch; see ``FoldedLayer``."""
+        """Rearrange the batch: ``rows`` says which old sequence each new one is, ``pick`` does it to a tensor."""
         self.made, self.kept = [self.made[row] for row in rows], [self.kept[row] for row in rows]
         self.state = {name: pick(t) for name, t in self.state.items()}
         self.ring = pick(self.ring) if self.ring is not None else None
+
+    def move(self, device: torch.device) -> None:
+        self.device = device
+        self.state = {name: t.to(device) for name, t in self.state.items()}
+        self.ring = self.ring.to(device) if self.ring is not None else None
 
     def snapshot(self) -> dict[str, Any]:
         """What there is; tensors are not copied. See :meth:`keep_old`."""

@@ -1,0 +1,210 @@
+"""Closing blocks: with the method's and formats' own operations, or by the kernels that write the same bytes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvfold.formats import AffineGroups
+from kvfold.formats.paged import norms, plain
+from kvfold.methods import LayerSpec, Method
+from kvfold.methods.base import PIECE, finite
+from kvfold.storage.following import Following
+from kvfold.storage.reader import Reader
+from kvfold.storage.ring import Pair, Ring
+from kvfold.storage.sequences import ALL, Rows
+from kvfold.storage.slabs import Slab
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What encodes a layer, and why: the kernels of :mod:`kvfold.kernels.encode` ("triton") or the method's and formats'
+    own operations ("torch")."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Encoder:
+    """What encodes a layer on this device."""
+    if device.type == "cpu":
+        return Encoder("torch", "encoding kernels run on cuda")
+    if not method.kernel_encodes:
+        return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
+    from kvfold.kernels import encode
+
+    keys, values = plain(method.key_format(spec)), method.value_format(spec)
+    width = method.slice_width(spec.head_dim)
+    for side, form, cut in (("keys", keys, width), ("values", values, None)):
+        if why := encode.why_not(form, device, cut):
+            return Encoder("torch", f"{side}: {why}")
+    assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
+    if torch.cuda.is_available() and (wrong := encode.self_test(keys, values, width, device)):
+        return Encoder("torch", wrong)
+    return Encoder("triton", "first choice")
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Tokens of some sequences, alike in length and in what is packed, that are not packed yet.
+
+    Tokens count from the end of the sink: those up to ``old`` lie in the ring, those of a call follow.
+
+    Attributes
+    ----------
+    ids : list of int
+        The sequences.
+    rows : slice or Tensor
+        The same as an index.
+    old : int
+    keys, values : Tensor [len(ids), num_kv_heads, n, head_dim]
+        Of the call.
+    queries : Tensor or None [len(ids), num_heads, n, head_dim]
+        Of the call; None where the ring of queries has them all.
+    """
+
+    ids: list[int]
+    rows: Rows
+    old: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor | None
+
+    @property
+    def stop(self) -> int:
+        return self.old + self.keys.shape[-2]
+
+    def read(self, ring: Ring, start: int, stop: int) -> Pair:
+        """Keys and values of tokens ``start`` to ``stop``."""
+        part = slice(max(start - self.old, 0), max(stop - self.old, 0))
+        new = self.keys[:, :, part], self.values[:, :, part]
+        if start >= self.old:
+            return new
+        waiting = ring.read(self.rows, start, min(self.old, stop))
+        return torch.cat((waiting[0], new[0]), -2), torch.cat((waiting[1], new[1]), -2)
+
+
+class TorchEncoder:
+    """With the method's own operations, on float32 copies of :data:`~kvfold.methods.base.PIECE` tokens at a time."""
+
+    def __init__(self, reader: Reader, following: Following) -> None:
+        self.layout, self.sequences, self.slabs, self.ring = reader.layout, reader.sequences, reader.slabs, reader.ring
+        self.following = following
+
+    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool) -> None:
+        """Encode tokens ``start`` to ``stop`` into a slab.
+
+        Parameters
+        ----------
+        prompt : bool
+            Whether their blocks belong wholly to the sequences' first call.
+        """
+        layout, method, rows = self.layout, self.layout.method, tokens.rows
+        block, spec = layout.block, layout.spec
+        state = self.following.of(rows)
+        for low in range(start, stop, PIECE // block * block):
+            high = min(low + PIECE // block * block, stop)
+            first, last = low // block - slab.first, high // block - slab.first
+            far = self.slabs.seen(slab, first, last)  # statistics look beyond the blocks of a page that are due
+            k, v = (finite(t) for t in tokens.read(self.ring, low, max(high, far)))
+            pages = self.slabs.statistics(slab, rows, k, v, first, last)
+            k, v = k[:, :, : high - low], v[:, :, : high - low]
+            positions = self.sequences.positions(tokens.ids, low, high)
+            keys = method.encode_keys(k, state, spec, positions, prompt, pages[0])
+            values = method.encode_values(v, state, spec, prompt, pages[1])
+            for target, source in ((slab.keys, keys), (slab.values, values)):
+                for name, tensor in source.items():
+                    target[name][rows, :, first:last] = tensor
+
+
+class KernelEncoder:
+    """By kernels, straight from the ring and the call."""
+
+    def __init__(self, reader: Reader, following: Following) -> None:
+        self.layout, self.slabs, self.sink, self.ring = reader.layout, reader.slabs, reader.sink, reader.ring
+        self.following = following
+
+    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool) -> None:
+        """See :meth:`TorchEncoder.encode`. A block that begins in the ring and ends in the call is completed in the ring, where
+        those before it have made room."""
+        block, old, rows = self.layout.block, tokens.old, tokens.rows
+        whole = min(old // block * block, stop)
+        if start < whole:
+            self.launch(slab, rows, self.ring.pair, start, whole, prompt, ring=True)
+            start = whole
+        if start < min(old, stop):
+            end = start + block
+            self.ring.write(rows, old, end, tokens.keys[:, :, : end - old], tokens.values[:, :, : end - old])
+            self.launch(slab, rows, self.ring.pair, start, end, prompt, ring=True)
+            start = end
+        if start < stop:
+            part = slice(start - old, stop - old)
+            new = tokens.keys[:, :, part], tokens.values[:, :, part]
+            self.launch(slab, rows, new, start, stop, prompt, ring=False)
+
+    def launch(self, slab: Slab, rows: Rows, source: Pair, start: int, stop: int, prompt: bool, ring: bool) -> None:
+        """Encode whole blocks of the ring, or of a call's tokens from its first on."""
+        from kvfold.kernels import encode
+
+        layout, index = self.layout, None
+        if isinstance(rows, torch.Tensor):
+            index, rows = rows, ALL
+        for form, x, fields, how in zip(
+            layout.read_as, source, (slab.keys, slab.values), (self._transform(rows), None), strict=True
+        ):
+            encode.encode_blocks(
+                x[rows] if ring else x,
+                {name: t[rows] for name, t in fields.items()},
+                form,
+                start // layout.block - slab.first,
+                how,
+                layout.method.group_mode(prompt),
+                index,
+                slab.first,
+                (stop - start) // layout.block if ring else None,
+            )
+
+    def close(
+        self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Any, boundary: torch.Tensor | None
+    ) -> None:
+        """Close the block that is due and write the new token, by lengths on the device.
+
+        Parameters
+        ----------
+        keys, values : Tensor or None [batch, num_kv_heads, 1, head_dim]
+            Of the new token; None: there is none.
+        lengths : Lengths
+            Before the token.
+        boundary : Tensor or None, int32 [batch]
+            Packed tokens of the prompt, where groups' modes depend on that.
+        """
+        from kvfold.kernels.encode import append_and_close
+
+        (slab,) = self.slabs
+        key_format, value_format = self.layout.read_as
+        append_and_close(
+            keys,
+            values,
+            lengths,
+            self.sink.pair,
+            self.ring.pair,
+            self.layout.method.recent,
+            slab.keys,
+            key_format,
+            slab.values,
+            value_format,
+            self._transform(ALL),
+            boundary,
+        )
+
+    def _transform(self, rows: slice) -> Any:
+        """What the kernels do to keys before they encode them."""
+        from kvfold.kernels.encode import KeyTransform
+
+        shared, update = self.slabs.shared[0], self.following.state.get("update")
+        mean = shared["mean"][rows, :, 0].float() if "mean" in shared else None
+        norm = norms(shared["norm"][rows, :, 0]) if "norm" in shared else None
+        return KeyTransform(mean=mean, norm=norm, update=None if update is None else update[rows])

@@ -1,0 +1,228 @@
+"""Taking tokens in: the first into the sink window, the newest into the ring, and blocks that became full into slabs."""
+
+from itertools import pairwise
+
+import torch
+
+from kvfold.storage.columns import Columns
+from kvfold.storage.encoders import Encoder, KernelEncoder, TorchEncoder, Unpacked
+from kvfold.storage.following import Following
+from kvfold.storage.reader import Reader
+from kvfold.storage.sequences import ALL, Rows
+
+
+class Writer:
+    """Writes the tokens of calls into a layer's storage.
+
+    Parameters
+    ----------
+    reader : Reader
+        The layer's storage.
+    following : Following
+        What its encoder knows of queries.
+    max_length : int or None
+        Allocate packed storage for this many tokens at once instead of growing.
+
+    Attributes
+    ----------
+    encoder : Encoder
+        What encodes blocks.
+    recording : bool
+        Keep the newest call's tokens out of packed storage, so that they can be taken back exactly.
+    """
+
+    def __init__(self, reader: Reader, following: Following, max_length: int | None) -> None:
+        self.reader, self.following, self.max_length = reader, following, max_length
+        self.layout, self.sequences, self.slabs = reader.layout, reader.sequences, reader.slabs
+        self.sink, self.ring = reader.sink, reader.ring
+        self.by_torch, self.by_kernel = TorchEncoder(reader, following), KernelEncoder(reader, following)
+        self.encoder = Encoder("torch", "no device is known yet")
+        self.recording = False
+
+    def append(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query: torch.Tensor,
+        valid: torch.Tensor | None,
+        first_call: bool,
+        pack: bool,
+    ) -> None:
+        """Take a call's tokens in, and pack the blocks that became full.
+
+        Parameters
+        ----------
+        key, value : Tensor [batch, num_kv_heads, tokens, head_dim]
+            After RoPE.
+        query : Tensor [batch, num_heads, tokens, head_dim]
+        valid : Tensor or None, bool [batch, tokens]
+            False at padding.
+        first_call : bool
+            Whether nothing came before.
+        pack : bool
+            False: leave packing to :meth:`pack_due`.
+        """
+        for ids, rows, columns in self.sequences.groups(valid, key.shape[-2]):
+            if rows is ALL and columns is ALL:
+                self._append(ids, rows, key, value, query, first_call, pack)
+            else:
+                k, v, q = (t[rows][:, :, columns] for t in (key, value, query))
+                self._append(ids, rows, k, v, q, first_call, pack)
+
+    def _append(
+        self,
+        ids: list[int],
+        rows: Rows,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query: torch.Tensor,
+        first_call: bool,
+        pack: bool,
+    ) -> None:
+        """Take tokens of sequences of one length in."""
+        sequences, sink = self.sequences, self.sequences.sink
+        lens = list(sequences.lens)
+        before = lens[ids[0]]
+        after = before + key.shape[-2]
+        if first_call:
+            for row in ids:
+                sequences.prompt[row] = after
+        if before < sink:
+            stop = min(after, sink)
+            self.sink.fit(stop)
+            for window, new in zip(self.sink, (key, value), strict=True):
+                window[rows, :, before:stop] = new[:, :, : stop - before]
+            key, value = key[:, :, sink - before :], value[:, :, sink - before :]
+        # indices from here on count from the end of the sink
+        old, new_stop = max(before - sink, 0), max(after - sink, 0)
+        for group, some in sequences.alike(ids, rows):
+            tokens = Unpacked(group, some, old, key, value, query)
+            if len(group) != len(ids):
+                pick = sequences.index([ids.index(row) for row in group])
+                tokens = Unpacked(group, some, old, key[pick], value[pick], query[pick])
+            self.take(tokens, new_stop, pack)
+            for row in group:
+                sequences.lens[row] = after
+        if self.recording:  # states are made when the tokens are sure to stay, of queries that must last until then
+            self._follow(ids, before, None)
+            self.following.hold(ids, before, query.shape[-2], lens)
+        elif pack:
+            self._follow(ids, after, query)
+        self.following.remember(ids, rows, query, before)
+        if not self.recording:
+            self.ring.shrink()
+
+    def take(self, tokens: Unpacked, stop: int, pack: bool) -> None:
+        """Pack what is due of tokens up to ``stop``, and keep the rest in the ring."""
+        sequences, old = self.sequences, tokens.old
+        packed = sequences.packed[tokens.ids[0]]
+        due = packed
+        if pack:
+            due = max(packed, sequences.packed_length((old if self.recording else stop) + sequences.sink))
+        if due > packed:
+            self._pack(self._waiting(tokens.ids, tokens.rows, old) if self.recording else tokens, packed, due)
+        keep = max(due, old)
+        self.ring.fit(stop - due)
+        self.ring.write(tokens.rows, keep, stop, tokens.keys[:, :, keep - old :], tokens.values[:, :, keep - old :])
+
+    def _waiting(self, ids: list[int], rows: Rows, stop: int) -> Unpacked:
+        """Tokens up to ``stop`` alone, all in the ring: statistics, too, are those of the tokens that stay."""
+        none, nothing = (t[rows, :, :0] for t in self.ring)
+        return Unpacked(ids, rows, stop, none, nothing, None)
+
+    def pack_due(self, columns: Columns) -> None:
+        """Pack the blocks that became full, from the ring; while past recording is on, without the newest call's tokens."""
+        sequences = self.sequences
+        back = columns.newest if self.recording else 0
+        for ids, rows, _ in sequences.groups(None, 0):
+            stay = sequences.lens[ids[0]] - back
+            due = sequences.packed_length(stay)
+            for group, some in sequences.alike(ids, rows):
+                packed = sequences.packed[group[0]]
+                if due > packed:
+                    self._pack(self._waiting(group, some, stay - sequences.sink), packed, due)
+            self._follow(ids, stay, None)
+
+    def _pack(self, tokens: Unpacked, start: int, stop: int) -> None:
+        """Pack tokens ``start`` to ``stop``."""
+        sequences, ids = self.sequences, tokens.ids
+        self._fix(tokens, start)
+        self._reserve(stop // self.layout.block)  # at once, however often the encoder's state changes on the way
+        for end, at in self.following.segments(start, stop):
+            self._make(ids, at, tokens.stop + sequences.sink, tokens.queries)
+            self._encode(tokens, start, end)
+            start = end
+        for row in ids:
+            sequences.packed[row] = stop
+
+    def _reserve(self, blocks: int) -> None:
+        at_first = 0 if self.max_length is None else self.sequences.packed_length(self.max_length) // self.layout.block
+        self.slabs.reserve(blocks, at_first, len(self.sequences), self.sequences.device)
+
+    def _fix(self, tokens: Unpacked, start: int) -> None:
+        """Take the statistics of whole sequences that pack for the first time, each from all of its tokens by now."""
+        if all(self.slabs.fixed[row] for row in tokens.ids):
+            return
+        keys, values = tokens.read(self.ring, start, tokens.stop)
+        for i, row in enumerate(tokens.ids):
+            if not self.slabs.fixed[row]:
+                self.slabs.fix(row, keys[i : i + 1], values[i : i + 1])
+
+    def _encode(self, tokens: Unpacked, start: int, stop: int) -> None:
+        """Encode tokens ``start`` to ``stop`` into their slabs."""
+        block = self.layout.block
+        boundary = self.sequences.boundary(tokens.ids[0])
+        encoder = self.by_kernel if self.encoder.name == "triton" else self.by_torch
+        cuts = {start, stop, *(slab.first * block for slab in self.slabs), boundary}
+        for low, high in pairwise(sorted(cut for cut in cuts if start <= cut <= stop)):
+            encoder.encode(self.slabs.at(low), tokens, low, high, high <= boundary)
+
+    # ---- what the encoder follows ------------------------------------------------------------------------------------
+
+    def _follow(self, ids: list[int], tokens: int, query: torch.Tensor | None) -> None:
+        """Make the encoder's state of the last boundary, before the queries it is made of are forgotten."""
+        if at := self.following.latest(tokens):
+            self._make(ids, at, tokens, query)
+
+    def _make(self, ids: list[int], at: int, tokens: int, query: torch.Tensor | None) -> None:
+        """See :meth:`Following.make`; ``query``: of the newest tokens, None where the ring has them all."""
+        if not self.following.active or all(self.following.made[row] == at for row in ids):
+            return
+        if query is None:
+            spec = self.layout.spec
+            shape = (len(ids), spec.num_heads, 0, spec.head_dim)
+            query = torch.empty(shape, dtype=torch.float32, device=self.sequences.device)
+        before = tokens - query.shape[-2]
+        self.following.make(ids, at, tokens, query, before, self.sequences.first_position)
+
+    def follow_steps(self, steps: int) -> None:
+        """After ``steps`` tokens that a decode graph wrote: make the encoder's states that are due now, in place."""
+        following = self.following
+        if following.ring is None:
+            return
+        nothing = following.ring[:1, :, :0]
+        for row, before in enumerate(self.sequences.lens):
+            tokens = before + steps
+            if at := following.latest(tokens):
+                following.kept[row] = max(following.kept[row], tokens - following.slots)
+                following.make([row], at, tokens, nothing, tokens, self.sequences.first_position, in_place=True)
+
+    # ---- taking tokens back ------------------------------------------------------------------------------------------
+
+    def truncate(self, row: int, length: int) -> None:
+        """Shorten one sequence to ``length`` tokens. What is left of a packed block goes back into the ring, decoded."""
+        sequences, block = self.sequences, self.layout.block
+        body = max(length - sequences.sink, 0)
+        sequences.prompt[row] = min(sequences.prompt[row], length)
+        if body < sequences.packed[row]:
+            whole = body // block * block
+            if body > whole:
+                tail = self.reader.decode(row, whole, body)
+                sequences.packed[row], sequences.lens[row] = whole, whole + sequences.sink  # the ring holds nothing now
+                self.ring.fit(body - whole)
+                self.ring.write(slice(row, row + 1), whole, body, *(t.unsqueeze(0).to(self.ring.dtype) for t in tail))
+            sequences.packed[row] = whole
+        sequences.lens[row] = length
+        self.following.truncate(row, length)
+        if not sequences.packed[row]:
+            self.slabs.unfix(row)
