@@ -223,6 +223,7 @@ def test_explain_says_where_scores_are_capped(target):
 def test_a_cap_that_was_not_planned_for_is_refused():
     model = gemma2()
     cache = kvfold.fold(model, "kivi")
-    cache.layers[1].spec = replace(cache.layers[1].spec, softcap=None)
+    layout = cache.layers[1].layout
+    layout.spec = replace(layout.spec, softcap=None)
     with pytest.raises(UnsupportedModelError, match="does not support attention with softcap"):
         logits(model, cache, prompt_of(1, 20))
