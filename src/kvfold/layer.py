@@ -432,7 +432,8 @@ class FoldedLayer(CacheLayerMixin):
         position_ids : Tensor or None, int64 [batch or 1, tokens]
             Needed by methods that store keys before RoPE.
         pack : bool
-            False: leave packing to :meth:`pack_due`.
+            False: leave packing to :meth:`pack_due`; while past recording is on, only the blocks of earlier calls are due, and
+            are packed at once.
         """
         self.pending = False
         tokens, first_call = key.shape[-2], self.is_empty
@@ -452,8 +453,8 @@ class FoldedLayer(CacheLayerMixin):
 
     @storing
     def pack_due(self) -> None:
-        """Pack the blocks that became full, from the ring; while past recording is on, without the newest call's tokens."""
-        self.writer.pack_due(self.columns)
+        """Pack the blocks that became full, from the ring; while past recording is on, :meth:`append` packed what stays."""
+        self.writer.pack_due()
 
     # ---- in a decode graph -------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import torch
 
-from kvfold.storage.columns import Columns
 from kvfold.storage.encoders import Encoder, KernelEncoder, TorchEncoder, Unpacked
 from kvfold.storage.following import Following
 from kvfold.storage.reader import Reader
@@ -60,7 +59,8 @@ class Writer:
         first_call : bool
             Whether nothing came before.
         pack : bool
-            False: leave packing to :meth:`pack_due`.
+            False: leave packing to :meth:`pack_due`; while past recording is on, only the blocks of earlier calls are due, and
+            are packed at once.
         """
         for ids, rows, columns in self.sequences.groups(valid, key.shape[-2]):
             if rows is ALL and columns is ALL:
@@ -117,7 +117,7 @@ class Writer:
         sequences, old = self.sequences, tokens.old
         packed = sequences.packed[tokens.ids[0]]
         due = packed
-        if pack:
+        if pack or self.recording:  # recorded: before the states of later blocks are made
             due = max(packed, sequences.packed_length((old if self.recording else stop) + sequences.sink))
         if due > packed:
             self._pack(self._waiting(tokens.ids, tokens.rows, old) if self.recording else tokens, packed, due)
@@ -130,18 +130,19 @@ class Writer:
         none, nothing = (t[rows, :, :0] for t in self.ring)
         return Unpacked(ids, rows, stop, none, nothing, None)
 
-    def pack_due(self, columns: Columns) -> None:
-        """Pack the blocks that became full, from the ring; while past recording is on, without the newest call's tokens."""
+    def pack_due(self) -> None:
+        """Pack the blocks that became full, from the ring; while past recording is on, :meth:`append` packed what stays."""
         sequences = self.sequences
-        back = columns.newest if self.recording else 0
+        if self.recording:
+            return
         for ids, rows, _ in sequences.groups(None, 0):
-            stay = sequences.lens[ids[0]] - back
-            due = sequences.packed_length(stay)
+            tokens = sequences.lens[ids[0]]
+            due = sequences.packed_length(tokens)
             for group, some in sequences.alike(ids, rows):
                 packed = sequences.packed[group[0]]
                 if due > packed:
-                    self._pack(self._waiting(group, some, stay - sequences.sink), packed, due)
-            self._follow(ids, stay, None)
+                    self._pack(self._waiting(group, some, tokens - sequences.sink), packed, due)
+            self._follow(ids, tokens, None)
 
     def _pack(self, tokens: Unpacked, start: int, stop: int) -> None:
         """Pack tokens ``start`` to ``stop``."""
