@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import assert_same_content, feed, layer, left_padding, tokens
 from kvfold.methods import Observation, get
 from kvfold.methods.base import QUERY_WINDOW, boundary
+from kvfold.methods.squat import penalty_matrix, update_matrix
 
 FOLLOW = ("squat", "squat_pre", "squat:rank=5", "zipcache")
 WINDOWS = ("", "recent=0,sink=0", "recent=128", "recent=300", "sink=64", "sink=3,recent=17")
@@ -140,3 +142,38 @@ def test_a_short_prompts_state_comes_from_all_queries_under_paper(name, prompt):
     feed(of, cut(new, first), start=first)  # and stays
     assert all(torch.equal(made[n], t) for n, t in of.following.state.items())
     assert of.following.ring is None
+
+
+class NoQuestions(TorchDispatchMode):
+    """Fails where the host would wait for what the device found."""
+
+    WAITS = ("_local_scalar_dense", "_linalg_check_errors", "is_nonzero", "equal", "nonzero", "masked_select")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.WAITS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["squat", "squat_pre", "zipcache"])
+def test_a_state_is_made_without_waiting_for_the_device(name):
+    """A decode graph's steps go on while it is made."""
+    new = tokens(2, 256, seed=3)
+    of = feed(layer(name), cut(new, 0, 255))
+    of.following.remember([0, 1], slice(None), new[2][:, :, 255:], 255)
+    with NoQuestions():
+        for row in (0, 1):
+            of.following.make([row], 256, 256, new[2][:1, :, :0], 256, [0, 0], in_place=True)
+    assert of.following.made == [256, 256]
+
+
+def test_queries_of_any_size_steer_keys_or_leave_them():
+    """What has no factorization steers nothing; the other heads keep their own."""
+    queries = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    queries[:, 1] *= 1e18
+    queries[:, 2, 5, 7] = float("nan")
+    for rank, normalize in ((0, False), (0, True), (5, False)):
+        some = queries[:, :2] if rank else queries
+        update = update_matrix(penalty_matrix(some, rank, 1e-3, normalize), 32)
+        assert update.isfinite().all() and bool(update[:, :2].flatten(1).any())
+        assert rank or not update[:, 2].any()
+        assert torch.equal(update[:, :1], update_matrix(penalty_matrix(queries[:, :1], rank, 1e-3, normalize), 32))

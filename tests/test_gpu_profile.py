@@ -55,10 +55,16 @@ def test_a_replayed_step_neither_waits_nor_allocates(model, method, request):
     ids = torch.zeros(2, 1, dtype=torch.long, device="cuda")
     graph(ids)
     request.getfixturevalue("no_waiting")
-    before = profile.allocator_counts()
+    renewed = 0
     for _ in range(40):
+        made = [list(layer.following.made) for layer in cache.folded]
+        before = profile.allocator_counts()
         graph(ids)
-    assert profile.allocator_counts() == before
+        if made == [layer.following.made for layer in cache.folded]:
+            assert profile.allocator_counts() == before
+        else:  # from the queries before 1,024 tokens, outside of the graph
+            renewed += 1
+    assert renewed == (method == "squat")
 
 
 @pytest.mark.parametrize("method", ["kivi", "innerq:mode=asym,paper=true", "innerq:paper=true"])

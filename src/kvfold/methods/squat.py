@@ -11,6 +11,8 @@ from kvfold.methods.eigenpairs import top_eigenpairs
 from kvfold.methods.kivi import KIVI
 from kvfold.methods.options import Numbers, Problem
 
+HARD = 1e10
+"""Weight at which orthogonality is a hard constraint; more would only cost P its positive definiteness."""
 WEIGHT = Numbers(0, step=0, text="a finite number, 0 or more")
 
 
@@ -134,10 +136,11 @@ def penalty_matrix(
         size = gram.diagonal(dim1=-1, dim2=-2).mean(-1)[..., None, None]  # tokens x mean square
         gram = gram / size.clamp_min(torch.finfo(gram.dtype).tiny)
     if not rank:
-        return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + min(lam, 1e10) * gram
+        largest = gram.diagonal(dim1=-1, dim2=-2).amax(-1)[..., None, None]
+        weight = (100 * HARD / largest).clamp(max=min(lam, HARD))
+        return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + weight * gram
     values, vectors = top_eigenpairs(gram, rank, iterate)
-    # at a weight of 1e10 orthogonality is a hard constraint; more would only cost P its positive definiteness
-    weights = (lam * values).clamp(0, 1e10)
+    weights = (lam * values).clamp(0, HARD)
     top = vectors * weights.sqrt().unsqueeze(-2)
     return torch.eye(queries.shape[-1], dtype=top.dtype, device=top.device) + top @ top.transpose(-1, -2)
 
@@ -156,17 +159,20 @@ def update_matrix(penalty: torch.Tensor, width: int) -> torch.Tensor:
     Returns
     -------
     Tensor, float32 [..., d - width, d - width]
-        Rows are channels ``width...d``, columns channels ``0...d - width``; block lower triangular.
+        Rows are channels ``width...d``, columns channels ``0...d - width``; block lower triangular. Zero, which steers nothing,
+        where P is not finite: a query was NaN.
     """
     d = penalty.shape[-1]
-    lower = torch.linalg.cholesky(penalty.flip(-1, -2)).flip(-1, -2).transpose(-1, -2)  # P = lower' lower
+    factor, failed = torch.linalg.cholesky_ex(penalty.flip(-1, -2))  # does not wait for the device
+    lower = factor.flip(-1, -2).transpose(-1, -2)  # P = lower' lower
     update = penalty.new_zeros(*penalty.shape[:-2], d - width, d - width)
     for start in range(0, d - width, width):
         stop = start + width
         # P_rs = L_rr' L_rs, so -P_rr^-1 P_rs = -L_rr^-1 L_rs
         solved = torch.linalg.solve_triangular(lower[..., stop:, stop:], lower[..., stop:, start:stop], upper=False)
         update[..., start:, start:stop] = -solved
-    return update.float()
+    unusable = (failed != 0) | ~update.isfinite().all(-1).all(-1)
+    return update.masked_fill(unusable[..., None, None], 0.0).float()
 
 
 def steer(keys: torch.Tensor, update: torch.Tensor, width: int, bits: int, group: int) -> torch.Tensor:
