@@ -124,27 +124,37 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def assert_same_content(a: FoldedLayer, b: FoldedLayer, row_a: int = 0, row_b: int = 0) -> None:
-    """One sequence's content is the same in both layers, to the last bit.
+def difference(a: FoldedLayer, b: FoldedLayer, row_a: int = 0, row_b: int = 0) -> str | None:
+    """What of one sequence's content is not the same in both layers to the last bit; None if all of it is.
 
     On a GPU the last bit of a library's matrix product may depend on how many tokens it is given. So what such a product
-    encodes may differ there in a few elements, by no more than rounding does.
+    encodes (not what kvfold's kernels encode) may differ there in a few elements, by no more than rounding does.
     """
-    assert (a.lens[row_a], a.packed[row_a]) == (b.lens[row_b], b.packed[row_b])
+    if (a.lens[row_a], a.packed[row_a]) != (b.lens[row_b], b.packed[row_b]):
+        return f"{a.lens[row_a]} tokens, {a.packed[row_a]} packed; {b.lens[row_b]} tokens, {b.packed[row_b]} packed"
     rounds = current().is_gpu and not a.method.kernel_encodes
     for left, right in zip(packed_fields(a, row_a), packed_fields(b, row_b), strict=True):
         assert left.keys() == right.keys()
         for name in left:
             if rounds and left[name].shape == right[name].shape:
-                assert (left[name] != right[name]).sum() <= max(4, left[name].numel() // 1000), f"packed {name} differ"
+                same = (left[name] != right[name]).sum() <= max(4, left[name].numel() // 1000)
             else:
-                assert same_bytes(left[name], right[name]), f"packed {name} differ"
+                same = same_bytes(left[name], right[name])
+            if not same:
+                return f"packed {name} differ"
     if not a.lens[row_a]:
-        return
+        return None
     for name, left, right in zip(("keys", "values"), a.decoded(row_a), b.decoded(row_b), strict=True):
         assert not left.isnan().any(), f"{name} hold NaN"
-        same = relative(left, right) < 1e-2 if rounds else torch.equal(left, right)
-        assert same, f"decoded {name} differ by {(left - right).abs().max():.3g}"
+        if not (relative(left, right) < 1e-2 if rounds else torch.equal(left, right)):
+            return f"decoded {name} differ by {(left - right).abs().max():.3g}"
+    return None
+
+
+def assert_same_content(a: FoldedLayer, b: FoldedLayer, row_a: int = 0, row_b: int = 0) -> None:
+    """One sequence's content is the same in both layers: see :func:`difference`."""
+    found = difference(a, b, row_a, row_b)
+    assert found is None, found
 
 
 BASE = {

@@ -76,7 +76,7 @@ FOLDED = {
 }
 KEPT = {
     "gemma2": lambda: build(
-        Gemma2ForCausalLM, Gemma2Config, sliding_window=40, attn_logit_softcapping=2.0, layer_types=MIXED
+        Gemma2ForCausalLM, Gemma2Config, "eager", sliding_window=40, attn_logit_softcapping=2.0, layer_types=MIXED
     ),
     "gpt_oss": lambda: build(
         GptOssForCausalLM,

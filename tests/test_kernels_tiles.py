@@ -191,8 +191,8 @@ def test_float32_layers_go_to_the_reference(hopper):
         ("kivi", 96),
         ("kivi:bits=4,group=16", 80),
         ("kivi:group=64", 128),
-        ("innerq:group=16", 96),
-        ("innerq:mode=sym", 96),
+        ("innerq:paper=true,group=16", 96),
+        ("innerq:paper=true,mode=sym", 96),
     ],
 )
 def test_a_model_decodes_like_the_reference(method, head_dim):

@@ -1,6 +1,7 @@
 """Softmaxes that are not plain: soft-capped scores, and learned sinks in the denominator."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ import kvfold
 from helpers import build, dynamic, logits, relative
 from helpers import prompt as prompt_of
 from kvfold import kernels
-from kvfold.errors import UnsupportedModelError
+from kvfold.errors import KVFoldWarning, UnsupportedModelError
 from kvfold.formats import AffineGroups
 from kvfold.kernels import AttentionCall, prompt
 from kvfold.kernels.cpu import CPUKernel
@@ -152,8 +153,10 @@ def gpt_oss():
     return with_sinks(model)
 
 
-def gemma2():
-    return build(Gemma2ForCausalLM, Gemma2Config, sliding_window=16, attn_logit_softcapping=1.5, layer_types=MIXED)
+def gemma2(layer_types=MIXED):
+    """Eager: sdpa does not cap scores. Transformers 5.17 takes it for Gemma 2 by default all the same."""
+    options = {"sliding_window": 16, "attn_logit_softcapping": 1.5, "layer_types": layer_types}
+    return build(Gemma2ForCausalLM, Gemma2Config, "eager", **options)
 
 
 def granite():
@@ -183,6 +186,12 @@ def test_full_precision_equals_the_models_own_cache(name, target):
     assert relative(got[mask.bool()], padded[mask.bool()]) < target.logits
 
 
+def by_token(a, b):
+    """Relative difference of each token's logits [tokens]."""
+    a, b = a.cpu().double(), b.cpu().double()
+    return (a - b).norm(dim=-1) / b.norm(dim=-1)
+
+
 @pytest.mark.targets
 @pytest.mark.parametrize("method", ["kivi", "fold", "innerq", "turboquant", "squat_pre"])
 @pytest.mark.parametrize("name", MODELS)
@@ -194,7 +203,9 @@ def test_every_kind_of_storage_is_near_the_models_own(method, name, target):
     cache = kvfold.fold(model, f"{method}:{bits},sink=0,recent=0", max_length=512)
     got = logits(model, cache, ids, CUTS)
     assert relative(got[:, :150], expected[:, :150]) < target.logits  # the first call is exact
-    assert relative(got[:, 150:], expected[:, 150:]) < max(0.05, 1.5 * target.logits)
+    off = by_token(got[0, 150:], expected[0, 150:])
+    assert off.median() < max(0.03, 0.5 * target.logits)
+    assert (off > 0.15).sum() <= 5  # a router that all but hesitates between two experts takes the other
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -218,6 +229,24 @@ def test_explain_says_where_scores_are_capped(target):
     if target.is_gpu:
         assert "soft-capped scores" in row.reason
     assert not any("soft-capped" in note for note in kvfold.explain(gpt_oss(), "kivi").notes)
+
+
+def test_scores_are_capped_whatever_attention_the_model_had(monkeypatch):
+    """Also in place of sdpa, which does not cap them; that folded layers then differ from the model's own is said."""
+    monkeypatch.setattr(kvfold.cache, "_warned", set())
+    model, ids = gemma2(["full_attention"] * 2), prompt_of(1, 270)
+    expected = logits(model, dynamic(model), ids, CUTS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert relative(logits(model, kvfold.fold(model, "none"), ids, CUTS), expected) < 1e-5
+    kvfold.unfold(model)
+    model.config._attn_implementation_internal = "sdpa"
+    with pytest.warns(KVFoldWarning, match=r"sdpa attention does not compute.*attn_implementation='eager'"):
+        cache = kvfold.fold(model, "none")
+    assert relative(logits(model, cache, ids, CUTS), expected) < 1e-5
+    said = [note for note in kvfold.explain(model, "none").notes if "sdpa attention does not compute" in note]
+    assert len(said) == 1  # of a folded model as well
+    assert not any("sdpa" in note for note in kvfold.explain(gpt_oss(), "none").notes)
 
 
 def test_a_cap_that_was_not_planned_for_is_refused():

@@ -318,6 +318,8 @@ def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_l
         reasons = "; ".join(sorted({item.reason for item in plan if item.spec is None and item.reason != KEPT}))
         warn_once(f"kvfold: {len(kept)} of {len(plan)} layers stay in full precision ({reasons}): {', '.join(kept)}")
     folded = [item for item in plan if item.spec is not None]
+    if any(item.caps_alone for item in folded):
+        warn_once(f"kvfold: {CAPS_ALONE}; load the model with attn_implementation='eager'")
     if folded:
         _switch(model, attentions.storing(model))
     for module in (item.module for item in folded if item.module is not None):
@@ -385,6 +387,10 @@ def _folded(item: "LayerPlan", kernel: str | None, max_length: int | None) -> Fo
 
 
 KEPT = "kept in full precision, as the method says"
+CAPS_ALONE = (
+    "the model's scores are soft-capped, which Transformers' sdpa attention does not compute: folded layers cap them, the "
+    "model's own attention does not"
+)
 
 
 class LayerPlan:
@@ -394,6 +400,12 @@ class LayerPlan:
         self, spec: LayerSpec | None, own: AnyLayer, reason: str, method: Method, module: nn.Module | None = None
     ) -> None:
         self.spec, self.own, self.reason, self.method, self.module = spec, own, reason, method, module
+
+    @property
+    def caps_alone(self) -> bool:
+        """Whether the layer's scores are capped where it is folded, and not where it is not."""
+        capped = self.spec is not None and self.spec.softcap is not None
+        return capped and originals.previous_of(getattr(self.module, "config", None)) == "sdpa"
 
 
 @outside_autocast

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvfold import kernels
 from kvfold.arithmetic import outside_autocast
-from kvfold.attention import KEPT, plan_layers, transformer
+from kvfold.attention import CAPS_ALONE, KEPT, plan_layers, transformer
 from kvfold.formats import Format, PagedFormat
 from kvfold.formats.paged import plain
 from kvfold.methods import DEFAULT_METHOD, Method, get
@@ -155,7 +155,8 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
         tables.update({t.data_ptr(): t.nbytes for t in chosen.tables(spec, model.device).values()})
         stored.append(spec.num_kv_heads * spec.head_dim * (keys.bits + values.bits) / 8)
         own.append(2 * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize)
-        said += [note for note in _notes(chosen, keys, values, spec.softcap) if note not in said]
+        told = [*_notes(chosen, keys, values, spec.softcap), *([CAPS_ALONE] if item.caps_alone else [])]
+        said += [note for note in told if note not in said]
     notes = [f"kernel {name}: {text}" for name, text in limits.items()]
     notes += [f"encoded by {text}" for text in sorted({row.encoder for row in rows if row.folded})]
     kept = [row for row in rows if not row.folded]

@@ -53,6 +53,12 @@ def is_folded(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) in _before
 
 
+def previous_of(config: Any) -> str | None:
+    """Implementation that a configuration names, or named before its model was folded."""
+    name = getattr(config, "_attn_implementation", None)
+    return _before.get(name, name)  # type: ignore[arg-type]
+
+
 def configurations(model: nn.Module, attentions: list[nn.Module]) -> Iterator[PreTrainedConfig]:
     """Configurations that decide how these modules attend: their own, and those of the models around them."""
     wanted, seen = set(map(id, attentions)), set()
