@@ -233,7 +233,7 @@ def test_explain_says_where_scores_are_capped(target):
 
 def test_scores_are_capped_whatever_attention_the_model_had(monkeypatch):
     """Also in place of sdpa, which does not cap them; that folded layers then differ from the model's own is said."""
-    monkeypatch.setattr(kvfold.cache, "_warned", set())
+    monkeypatch.setattr(kvfold.errors, "_warned", set())
     model, ids = gemma2(["full_attention"] * 2), prompt_of(1, 270)
     expected = logits(model, dynamic(model), ids, CUTS)
     with warnings.catch_warnings():
