@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 pytest.importorskip("triton")
 
 import kvfold
+from kvfold.kernels import NewTokens
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.layer import FoldedLayer
 from kvfold.methods import LayerSpec, get
@@ -70,13 +71,11 @@ class Sequences:
         q, k, v = self.new(tokens)
         if valid is not None:
             k, v = (x.masked_fill(~valid[:, None, :, None], float("nan")) for x in (k, v))
-        call = self.layer.call(q, k, v, valid, q.shape[-1] ** -0.5)
+        call = self.layer.reader.call(q, NewTokens(k, v, valid), q.shape[-1] ** -0.5)
         got, want = self.layer.kernel.attend(call).float(), ReferenceKernel().attend(call)
         assert got.isfinite().all()
         if valid is not None:  # what a padding query gets has no meaning
-            got, want = (
-                x.unflatten(2, (-1, tokens)).masked_fill(~valid[:, None, None, :, None], 0.0) for x in (got, want)
-            )
+            got, want = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (got, want))
         assert (got - want).norm() < LIMIT[self.dtype] * want.norm()
         return q, k, v
 
@@ -131,16 +130,16 @@ def test_several_slabs(method):
     for tokens in (1, 5, 16):
         q, k, v = sequences.new(tokens)
         assert layer.writes_first(tokens, None)
-        want = ReferenceKernel().attend(layer.call(q, k, v, None, 0.1)).unflatten(2, (-1, tokens)).flatten(1, 2)
+        want = ReferenceKernel().attend(layer.reader.call(q, NewTokens(k, v), 0.1))
         sequences.append(q, k, v, pack=False)
-        got = layer.kernel.attend_in_place(layer, q, 0.1)
+        got = layer.kernel.attend(layer.reader.call(q, None, 0.1))
         assert (got.float() - want).norm() < LIMIT[FP16] * want.norm()
         layer.pack_due()
 
 
 def test_nothing_is_packed_yet():
     sequences = Sequences("innerq:paper=true", (150, 3, 70))
-    assert not sequences.layer.slabs
+    assert not len(sequences.layer.slabs)
     sequences.check(40)
     sequences.check(40, torch.rand(3, 40, device="cuda") > 0.5)
 
@@ -159,10 +158,10 @@ def test_a_long_call_does_not_wait_for_the_device(method):
     sequences = Sequences(method, (500, 500))
     q, k, v = sequences.new(48)
     layer = sequences.layer
-    layer.kernel.attend(layer.call(q, k, v, None, 0.1))  # compiles
+    layer.kernel.attend(layer.reader.call(q, NewTokens(k, v), 0.1))  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        layer.kernel.attend(layer.call(q, k, v, None, 0.1))
+        layer.kernel.attend(layer.reader.call(q, NewTokens(k, v), 0.1))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -172,7 +171,8 @@ def test_workspace_does_not_grow_with_the_context(method):
     needed = []
     for context in (2000, 16000):
         sequences = Sequences(method, (context,))
-        call = sequences.layer.call(*sequences.new(256), None, 0.1)
+        q, *new = sequences.new(256)
+        call = sequences.layer.reader.call(q, NewTokens(*new), 0.1)
         sequences.layer.kernel.attend(call)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -11,7 +11,7 @@ from helpers import llama, logits, prompt
 from kvfold import kernels
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups, Dense, Format
-from kvfold.kernels import AttentionCall, DensePart, Span
+from kvfold.kernels import AttentionCall, DensePart, NewTokens, Span
 from kvfold.kernels import cpu as module
 from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.reference import ReferenceKernel
@@ -71,21 +71,19 @@ def make(
         window = [randn(batch, kv_heads, slots, dim).to(dtype) for _ in range(2)]
         dense.append(DensePart(*(x.masked_fill(~valid[:, None, :, None], float("nan")) for x in window), valid))
     new = [randn(batch, tokens, kv_heads, dim).to(dtype).transpose(1, 2) for _ in range(2)]  # as models make them
+    bias = randn(batch, kv_heads, per_kv * tokens)
     return AttentionCall(
-        rows=rows,
-        packed_queries=1.1 * rows,
-        packed_bias=randn(batch, kv_heads, per_kv * tokens),
-        scale=dim**-0.5,
-        key_format=keys,
-        value_format=values,
-        spans=spans if longest else [],
-        packed_len=torch.tensor(lengths, dtype=torch.int32),
+        rows.unflatten(2, (per_kv, tokens)).flatten(1, 2),
+        dim**-0.5,
+        kv_heads,
+        keys,
+        values,
+        spans if longest else [],
+        torch.tensor(lengths, dtype=torch.int32),
+        dense,
+        NewTokens(*new),
         uniform=len(set(lengths)) == 1,
-        dense=dense,
-        new_keys=new[0],
-        new_values=new[1],
-        new_valid=None,
-        first_position=torch.zeros(batch, dtype=torch.int64),
+        project=lambda queries: (1.1 * queries, bias),
     )
 
 
@@ -157,25 +155,24 @@ def test_constants(axis, mode):
     form = affine(2, axis, mode)
     call = make(form, form, [64])
     constant = form.encode(torch.full((1, 2, 64, 64), 0.37))
-    call.spans = [Span(0, constant, constant)]
-    assert error(call) < 1e-5
+    assert error(dataclasses.replace(call, spans=[Span(0, constant, constant)])) < 1e-5
 
 
 def test_padding_among_new_tokens():
     """Columns that are padding are not seen; a row that sees nothing at all is 0."""
     call = make(affine(), affine(axis="channel"), [0, 64], tokens=3)
     valid = torch.tensor([[False, True, True], [True, True, True]])
-    nothing = [dataclasses.replace(d, valid=torch.zeros_like(d.valid)) for d in call.dense]
-    for dense in (call.dense, nothing):
-        new = [x.masked_fill(~valid[:, None, :, None], float("nan")) for x in (call.new_keys, call.new_values)]
-        some = dataclasses.replace(call, new_valid=valid, new_keys=new[0], new_values=new[1], dense=dense)
+    nothing = [dataclasses.replace(d, valid=torch.zeros_like(d.valid)) for d in call.windows]
+    for windows in (call.windows, nothing):
+        new = [x.masked_fill(~valid[:, None, :, None], float("nan")) for x in (call.new.keys, call.new.values)]
+        some = dataclasses.replace(call, new=NewTokens(*new, valid), windows=windows)
         assert error(some) < 1e-5
     assert CPUKernel().attend(some)[0, :, 0].eq(0).all()
 
 
 def test_without_bias_and_strided_storage():
     call = make(affine(), affine(axis="channel"), [128, 128])
-    call.packed_bias = None
+    call = dataclasses.replace(call, project=None)
     for span in call.spans:
         for side in (span.keys, span.values):
             for name, tensor in side.items():
@@ -186,16 +183,16 @@ def test_without_bias_and_strided_storage():
 def test_nan_is_not_hidden():
     """A NaN that belongs to a sequence shows, as in the reference, and in that sequence only."""
     call = make(affine(), affine(axis="channel"), [64, 64])
-    call.new_keys[0] = float("nan")
+    call.new.keys[0] = float("nan")
     got = CPUKernel().attend(call)
     assert got[0].isnan().all() and got[1].isfinite().all()
 
 
 def test_gradients_are_left_to_the_reference():
     call = make(affine(), affine(axis="channel"), [64])
-    call.rows.requires_grad_()
+    call.query.requires_grad_()
     CPUKernel().attend(call).sum().backward()
-    assert call.rows.grad is not None
+    assert call.query.grad is not None
 
 
 def test_what_it_does_not_serve_is_said(monkeypatch):

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 
 import helpers
-from kvfold.kernels import ReferenceKernel, decode
+from kvfold.kernels import NewTokens, ReferenceKernel, decode
 from kvfold.kernels.gluon import GluonKernel
 from kvfold.kernels.partials import Partials
 
@@ -108,12 +108,12 @@ def check(layer, tokens, valid=None):
     keys, values, queries = helpers.tokens(len(layer.lens), tokens, seed=1)
     if valid is not None:
         keys, values = (x.masked_fill(~valid[:, None, :, None], float("nan")) for x in (keys, values))
-    call = layer.call(queries, keys, values, valid, 0.125)
+    call = layer.reader.call(queries, NewTokens(keys, values, valid), 0.125)
     got, want = GluonKernel().attend(call), ReferenceKernel().attend(call)
     assert got.shape == want.shape
     if valid is not None:  # what a padding query gets has no meaning
         assert got.isfinite().all()
-        got, want = (x.unflatten(2, (-1, tokens)).masked_fill(~valid[:, None, None, :, None], 0.0) for x in (got, want))
+        got, want = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (got, want))
     assert helpers.relative(got, want) < 1e-5
 
 
@@ -143,10 +143,11 @@ def test_one_launch_per_slab(launches, method):
 
     launches.clear()
     keys, values, queries = helpers.tokens(3, 4, seed=2)
-    want = ReferenceKernel().attend(layer.call(queries, keys, values, None, 0.125)).unflatten(2, (-1, 4)).flatten(1, 2)
+    want = ReferenceKernel().attend(layer.reader.call(queries, NewTokens(keys, values), 0.125))
     layer.append(keys, values, queries, None, pack=False)
-    got = GluonKernel().attend_in_place(layer, queries, 0.125)
-    assert helpers.relative(got, want) < 1e-5
+    call = layer.reader.call(queries, None, 0.125)
+    for kernel in (GluonKernel(), ReferenceKernel()):
+        assert helpers.relative(kernel.attend(call), want) < 1e-5
     assert [bool(plan.dense_splits) for _, plan, _ in launches] == [True] + [False] * (len(layer.slabs) - 1)
 
 
@@ -190,7 +191,7 @@ def test_splits_fill_the_gpu_once():
 
 def test_storage_that_is_no_slab_is_refused():
     layer = sequences(METHODS[0], (300, 170))
-    (span,) = layer.spans()
+    (span,) = layer.slabs.spans()
     fields = {n: x.transpose(0, 1) for n, x in span.keys.items()}
     with pytest.raises(ValueError, match="slab"):
         decode._arrays(layer.key_format, fields)

@@ -63,9 +63,11 @@ def test_what_goes_into_the_query_is_what_decoding_does(name):
     new = tokens(2, 300)
     of = feed(layer(name), new)
     queries = new[2].unflatten(1, (2, -1)).flatten(2, 3)
-    (span,) = of.spans()
-    projected, bias = of.project(queries)
-    assert (projected is queries) == (plain(of.key_format) is of.key_format)
+    (span,) = of.slabs.spans()
+    call = of.reader.call(new[2], None, 0.125)
+    projected, bias = call.projected
+    assert torch.equal(call.rows, queries.float()) and (projected is call.rows) == (call.project is None)
+    assert (call.project is None) == (plain(of.key_format) is of.key_format)
     fields = of.key_format.take(span.keys, of.packed[0] // of.block)
     own = {n: t for n, t in fields.items() if n not in of.slabs.shared[0]}
     stored = plain(of.key_format).decode(own)

@@ -21,7 +21,7 @@ from helpers import prompt as prompt_of
 from kvfold import kernels
 from kvfold.errors import KVFoldWarning, UnsupportedModelError
 from kvfold.formats import AffineGroups
-from kvfold.kernels import AttentionCall, prompt
+from kvfold.kernels import AttentionCall, NewTokens, prompt
 from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.prompt import attend_prompt
 from kvfold.kernels.reference import ReferenceKernel
@@ -71,12 +71,11 @@ def test_the_reference_is_the_definition(kind):
     query = 3 * randn(batch, kv_heads * group, tokens, dim)
     new = [randn(batch, kv_heads, tokens, dim) for _ in range(2)]
     sinks = sinks_of(kv_heads * group) if sinks else None
-    rows = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
     call = AttentionCall(
-        rows, rows, None, 0.125, form, form, [kernels.Span(0, *stored)], torch.tensor([packed] * batch), True, [], *new, None,
-        torch.zeros(batch), softcap=softcap, sinks=sinks,
+        query, 0.125, kv_heads, form, form, [kernels.Span(0, *stored)], torch.tensor([packed] * batch), [], NewTokens(*new),
+        True, softcap=softcap, sinks=sinks,
     )  # fmt: skip
-    got = ReferenceKernel().attend(call).unflatten(2, (group, tokens)).flatten(1, 2)
+    got = ReferenceKernel().attend(call)
     sees = torch.ones(tokens, packed + tokens, dtype=torch.bool).tril(packed)
     whole = [torch.cat(pair, -2) for pair in ((keys, new[0]), (values, new[1]))]
     assert relative(got, by_definition(query, *whole, sees, 0.125, softcap, sinks)) < 1e-6

@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvfold
 from kvfold import kernels
 from kvfold.formats import AffineGroups
-from kvfold.kernels import tiles
-from kvfold.kernels.base import AttentionCall, Partial, Span, Windows
+from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, tiles
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.rope import Rope
 
@@ -108,26 +107,24 @@ class Case:
             valid = torch.ones(batch, tokens, dtype=torch.bool, device=device)
             valid[0, 0] = False
         rows = (rand(batch, heads, per_head * tokens, head_dim) * gain).to(dtype).float()
-        new = [rand(batch, heads, 0 if in_place else tokens, head_dim).to(dtype) for _ in range(2)]
+        new = [rand(batch, heads, tokens, head_dim).to(dtype) for _ in range(2)]
         for x in new if padded else ():
             x[0, :, 0] = float("nan")
         rope = None
         if rotary:
             rope = Rope(10000.0 ** (-torch.arange(0, rotary, 2, device=device).float() / rotary), scaling)
+        factor = 1.0 if rotary else torch.exp(0.3 * rand(head_dim))
+        shift = 3 * rand(batch, heads, per_head * tokens) if bias else None
         self.call = AttentionCall(
-            rows=rows,
-            packed_queries=rows if rotary else rows * torch.exp(0.3 * rand(head_dim)),
-            packed_bias=3 * rand(batch, heads, per_head * tokens) if bias else None,
-            scale=1 / math.sqrt(head_dim) / gain,
-            key_format=form[0],
-            value_format=form[1],
-            spans=spans,
-            packed_len=held.packed_len,
-            uniform=False,
-            dense=held,
-            new_keys=new[0],
-            new_values=new[1],
-            new_valid=valid,
+            rows.unflatten(2, (per_head, tokens)).flatten(1, 2),
+            1 / math.sqrt(head_dim) / gain,
+            heads,
+            *form,
+            spans,
+            held.packed_len,
+            held,
+            None if in_place else NewTokens(*new, valid),
+            project=lambda queries: (queries * factor, shift),
             first_position=torch.tensor([3, 70000][:batch], device=device),
             rope=rope,
         )
@@ -139,29 +136,14 @@ class Case:
             return {n: torch.nan_to_num(t) if t.is_floating_point() else t for n, t in fields.items()}
 
         spans = [Span(s.start, clean(s.keys), clean(s.values)) for s in self.call.spans]
-        call, kernel = replace(self.call, spans=spans), ReferenceKernel()
-        if not self.in_place:
-            return kernel.attend(call)
-        outs = []
-        for t in range(self.tokens):  # each sees the ring up to itself
-
-            def row(x, t=t):
-                return None if x is None else x.unflatten(2, (-1, self.tokens))[:, :, :, t]
-
-            held = replace(call.dense, recent_len=call.dense.recent_len - (self.tokens - 1 - t))
-            one = replace(
-                call, rows=row(call.rows), packed_queries=row(call.packed_queries), packed_bias=row(call.packed_bias)
-            )
-            parts = [kernel._packed(one, i) for i in range(len(spans))]
-            outs.append(Partial.merge(parts + [kernel._dense(one, d.keys, d.values, d.valid) for d in held]))
-        return torch.stack(outs, 3).flatten(2, 3)
+        return ReferenceKernel().attend(replace(self.call, spans=spans))
 
     def error(self):
         """Relative RMS error; every number is finite."""
-        got, want = tiles.attend(self.call, self.tokens, self.in_place, self.plan), self.expected()
+        got, want = tiles.attend(self.call, self.plan), self.expected()
         assert torch.isfinite(got).all()
         if self.padded:  # what a padding query gets has no meaning
-            got, want = (x.unflatten(2, (-1, self.tokens))[:, :, :, 1:] for x in (got, want))
+            got, want = (x[:, :, 1:] for x in (got, want))
         return float((got - want).norm() / want.norm())
 
 

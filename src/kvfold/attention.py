@@ -20,6 +20,7 @@ from kvfold.cache import AnyLayer, FoldedCache
 from kvfold.errors import KVFoldError, MethodError, UnsupportedModelError, warn_once
 from kvfold.formats.paged import plain
 from kvfold.hybrid import FoldedHybridLayer
+from kvfold.kernels import NewTokens
 from kvfold.kernels.prompt import attend_prompt
 from kvfold.layer import FoldedLayer
 from kvfold.methods import DEFAULT_METHOD, LayerSpec, Method, get
@@ -149,16 +150,28 @@ def _folded_attention(
             out = attend_prompt(query, key, value, mask, scale, softcap, sinks).transpose(1, 2).contiguous()
     elif layer.writes_first(tokens, valid):
         layer.append(key, value, query, valid, options.get("position_ids"), pack=False)
-        out = layer.kernel.attend_in_place(layer, query, scale, sinks=sinks).transpose(1, 2).contiguous()
+        out = _attend(layer, query, None, scale, None, sinks)
         layer.pack_due()
         layer.finish()
         return out
     else:
-        rows = layer.kernel.attend(layer.call(query, key, value, valid, scale, softcap, sinks))
-        out = rows.unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2).to(query.dtype).contiguous()
+        out = _attend(layer, query, NewTokens(key, value, valid), scale, softcap, sinks)
     layer.append(key, value, query, valid, options.get("position_ids"))
     layer.finish()
     return out
+
+
+def _attend(
+    layer: FoldedLayer,
+    query: torch.Tensor,
+    new: NewTokens | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """By the layer's kernel; [batch, tokens, num_heads, head_dim]."""
+    out = layer.kernel.attend(layer.reader.call(query, new, scale, softcap, sinks))
+    return out.transpose(1, 2).to(query.dtype).contiguous()
 
 
 def _causal(valid: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -15,6 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvfold.arithmetic import storing
 from kvfold.errors import CacheStateError, UnsupportedModelError
+from kvfold.kernels import REGISTRY
+from kvfold.kernels.lengths import Lengths
 from kvfold.storage.lengths import StaticLengths
 
 if TYPE_CHECKING:
@@ -36,9 +38,10 @@ def why_not(layer: "FoldedLayer", room: int) -> str | None:
         return "another decode graph owns it"
     if layer.writer.recording:
         return "it keeps the newest call's tokens for a crop (assisted generation)"
-    if layer.kernel.name != "gluon":
-        return f"its kernel is {layer.kernel.name}; needs gluon"
-    if layer.encoder.name != "triton":
+    if not layer.kernel.captures:
+        allowed = ", ".join(name for name, kernel in REGISTRY.items() if kernel.captures)
+        return f"its kernel is {layer.kernel.name}; allowed: {allowed}"
+    if not layer.encoder.captures:
         return f"it is encoded by {layer.encoder.name}: {layer.encoder.reason}"
     if not is_packed(layer):
         return "nothing is packed yet; prefill a longer prompt first"
@@ -93,8 +96,6 @@ class DecodeGraph:
 
     @storing
     def __init__(self, model: PreTrainedModel, cache: "FoldedCache", room: int) -> None:
-        from kvfold.kernels.encode import Lengths
-
         cache.settle()
         folded = cache.folded
         if len(folded) != len(cache.layers):

@@ -10,6 +10,7 @@ from kvfold import kernels
 from kvfold.arithmetic import autocast_dtype, outside_autocast, storing
 from kvfold.errors import CacheStateError
 from kvfold.formats import Format
+from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, Method
 from kvfold.rollback import Call
 from kvfold.storage.columns import AS_IT_BEGINS, Columns
@@ -373,31 +374,6 @@ class FoldedLayer(CacheLayerMixin):
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def call(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        valid: torch.Tensor | None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> kernels.AttentionCall:
-        """See :meth:`Reader.call`."""
-        return self.reader.call(query, key, value, valid, scale, softcap, sinks)
-
-    def project(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See :meth:`Reader.project`."""
-        return self.reader.project(queries)
-
-    def spans(self, blocks: int | None = None) -> list[kernels.Span]:
-        """See :meth:`Slabs.spans`."""
-        return self.slabs.spans(blocks)
-
-    def windows(self, lengths: Any = None) -> kernels.Windows:
-        """See :meth:`Reader.windows`."""
-        return self.reader.windows(lengths)
-
     def writes_first(self, tokens: int, valid: torch.Tensor | None) -> bool:
         """Whether a call of ``tokens`` new ones can be written to the windows before attending, so that one kernel reads
         everything: few tokens, no padding, something packed, and no statistics that wait for them."""
@@ -473,9 +449,9 @@ class FoldedLayer(CacheLayerMixin):
             assert lengths.slots is not None
             self.following.ring.scatter_(2, lengths.slots.expand(-1, *query.shape[1:]), query)
         self._close(key, value, lengths.before)
-        return self.kernel.attend_in_place(self, query, scale, lengths.after, sinks)
+        return self.kernel.attend(self.reader.call(query, None, scale, sinks=sinks, lengths=lengths.after))
 
-    def _close(self, key: torch.Tensor | None, value: torch.Tensor | None, lengths: Any) -> None:
+    def _close(self, key: torch.Tensor | None, value: torch.Tensor | None, lengths: Lengths) -> None:
         self.writer.by_kernel.close(key, value, lengths, self.static_boundary)
 
     def enter_static(self, lengths: StaticLengths) -> None:

@@ -18,7 +18,7 @@ import torch
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups
-from kvfold.kernels import AttentionCall, Span, Windows
+from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
 from kvfold.rope import Rope
 
 HBM_BYTES_PER_MS = 4.35e9
@@ -236,29 +236,21 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
 def _plain_call(work: Work, inputs: Inputs, scale: float) -> torch.Tensor:
     from kvfold.kernels.tiles import attend
 
-    q, windows = inputs.q, inputs.windows
-    rows = q.float().unflatten(1, (work.num_kv_heads, -1)).flatten(2, 3)
-    nothing = q[:, : work.num_kv_heads, :0]  # the call's tokens lie in the windows
-    new_keys, new_values = inputs.new or (nothing, nothing)
+    windows = inputs.windows
     given = AttentionCall(
-        rows=rows,
-        packed_queries=rows,
-        packed_bias=None,
-        scale=scale,
-        key_format=work.formats[0],
-        value_format=work.formats[1],
-        spans=[inputs.span],
-        packed_len=windows.packed_len,
+        inputs.q,
+        scale,
+        work.num_kv_heads,
+        *work.formats,
+        [inputs.span],
+        windows.packed_len,
+        windows,
+        None if inputs.new is None else NewTokens(*inputs.new, inputs.valid),
         uniform=True,
-        dense=windows,
-        new_keys=new_keys,
-        new_values=new_values,
-        new_valid=inputs.valid,
-        first_position=windows.sink_len.long(),
         rope=inputs.rope,
+        first_position=windows.sink_len.long(),
     )
-    out = attend(given, work.query_tokens, in_place=not work.long)
-    return out.unflatten(2, (-1, work.query_tokens)).flatten(1, 2).to(q.dtype)
+    return attend(given).to(inputs.q.dtype)
 
 
 def gate(work: Work, inputs: Inputs) -> float:

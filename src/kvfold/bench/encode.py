@@ -21,6 +21,7 @@ import torch
 from kvfold.bench.attention import COLD_BYTES, HBM_BYTES_PER_MS, times
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script, show
 from kvfold.formats import AffineGroups, Fields
+from kvfold.kernels.lengths import Lengths
 from kvfold.methods.squat import penalty_matrix, steer, update_matrix
 
 if TYPE_CHECKING:
@@ -173,8 +174,6 @@ class Step:
     """A decode step of one layer: state on the device, new tokens that never change."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
-        from kvfold.kernels.encode import Lengths
-
         self.work = work
         self.key_format, self.value_format = work.formats
         packed = (work.context - SINK - RECENT) // self.key_format.block * self.key_format.block

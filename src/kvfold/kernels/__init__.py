@@ -4,9 +4,11 @@ import torch
 
 from kvfold.errors import KVFoldError
 from kvfold.formats import Format
-from kvfold.kernels.base import AttentionCall, AttentionKernel, Choice, DensePart, Partial, Span, Windows
+from kvfold.kernels.base import AttentionKernel, Choice
+from kvfold.kernels.call import AttentionCall, DensePart, NewTokens, Span, Windows
 from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.gluon import GluonKernel
+from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.kernels.tiles import TilesKernel
 
@@ -73,6 +75,7 @@ __all__ = [
     "AttentionKernel",
     "Choice",
     "DensePart",
+    "NewTokens",
     "Partial",
     "Span",
     "Windows",

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from kvfold.formats import PAGE, AffineGroups, Dense, Fields, Format, Hadamard, Paged, UniformTokens
-from kvfold.kernels.base import AttentionCall, AttentionKernel, DensePart, Span
+from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.call import AttentionCall, DensePart, Span
 from kvfold.kernels.reference import ReferenceKernel
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
@@ -59,14 +60,16 @@ class CPUKernel(AttentionKernel):
         return None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        traced = call.rows.requires_grad or call.new_keys.requires_grad or call.new_values.requires_grad
-        if traced or call.unproject is not None or call.rope is not None or call.new_keys.dtype not in STORED:
+        new, tokens = call.new, call.tokens
+        if new is None or call.unproject is not None or call.rope is not None or new.keys.dtype not in STORED:
             return ReferenceKernel().attend(call)
-        tokens = call.new_keys.shape[-2]
+        if call.query.requires_grad or new.keys.requires_grad or new.values.requires_grad:
+            return ReferenceKernel().attend(call)
         if tokens > MAX_TOKENS:
             return ReferenceKernel().attend(replace(call, spans=_chunks(call)))
-        batch, heads, rows, _ = call.rows.shape
-        out = call.rows.new_empty(batch, heads, rows, call.new_values.shape[-1])
+        queries = call.rows.contiguous()
+        batch, heads, rows, _ = queries.shape
+        out = queries.new_empty(batch, heads, rows, new.values.shape[-1])
         keep: list[torch.Tensor] = []  # what addresses point to must live until the end
         parts, sides, pages = [], [], []
         for span in call.spans:
@@ -75,14 +78,14 @@ class CPUKernel(AttentionKernel):
             parts.append((count, span.start, 0, 0, 0))
             sides.append((keys, values))
             pages.append((_statistics(span.keys, keep), _statistics(span.values, keep)))
-        newest = DensePart(call.new_keys, call.new_values, call.new_valid)  # type: ignore[arg-type]
-        for kind, part in (*((1, d) for d in call.dense), (2, newest)):
+        newest = DensePart(new.keys, new.values, new.valid)  # type: ignore[arg-type]
+        for kind, part in (*((1, d) for d in call.windows), (2, newest)):
             sides.append((_dense(part.keys, keep), _dense(part.values, keep)))
             parts.append((part.keys.shape[-2], 0, kind, *_validity(part.valid, keep)))
             pages.append((NO_PAGES, NO_PAGES))
-        queries = call.rows.contiguous()
-        packed = queries if call.packed_queries is None else call.packed_queries.contiguous()
-        bias = queries.new_empty(batch, heads, 0) if call.packed_bias is None else call.packed_bias.contiguous()
+        packed, bias = call.projected if call.spans else (queries, None)
+        packed = packed.contiguous()
+        bias = queries.new_empty(batch, heads, 0) if bias is None else bias.contiguous()
         forms = [_form(call.key_format), _form(call.value_format)]
         tables = [torch.tensor(x, device="cpu").numpy() for x in (parts, sides, forms, pages)]
         tables.append(torch.stack([_signs(call.key_format), _signs(call.value_format)]).numpy())
@@ -90,7 +93,7 @@ class CPUKernel(AttentionKernel):
         cap = call.softcap or 0.0
         arguments = (packed.numpy(), queries.numpy(), bias.numpy(), call.scale, cap, *tables, lengths, tokens)
         _run(sum(part[0] for part in parts), arguments, out, _sinks(call.sinks, heads, tokens))
-        return out
+        return call.ungrouped(out)
 
 
 @cache

@@ -1,15 +1,10 @@
 """The fused kernels over affine groups as a choice of the registry."""
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 
 from kvfold.formats import AffineGroups, Format
-from kvfold.formats.paged import plain
-from kvfold.kernels.base import AttentionCall, AttentionKernel, Windows
-
-if TYPE_CHECKING:
-    from kvfold.layer import FoldedLayer
+from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.call import AttentionCall, Windows
 
 BLOCK = 32
 
@@ -23,6 +18,7 @@ class GluonKernel(AttentionKernel):
 
     name = "gluon"
     in_place_tokens = 16
+    captures = True
     dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
@@ -41,55 +37,35 @@ class GluonKernel(AttentionKernel):
         return unsupported(key_format, value_format)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels.decode import long_attention
+        from kvfold.kernels.decode import decode_attention, long_attention
 
-        assert isinstance(call.key_format, AffineGroups) and isinstance(call.value_format, AffineGroups)
-        assert isinstance(call.dense, Windows) and call.rope is None and call.unproject is None
-        dtype, tokens = call.new_keys.dtype, call.new_keys.shape[2]
-        packed, bias = call.packed_queries, call.packed_bias
-        out = long_attention(
-            _heads(call.rows, tokens).to(dtype),
-            call.key_format,
-            call.value_format,
-            call.spans,
-            call.dense,
-            call.new_keys,
-            call.new_values,
-            call.new_valid,
-            call.scale,
-            packed_q=None if packed is None or packed is call.rows else _heads(packed, tokens),
-            bias=None if bias is None else _heads(bias, tokens),
-            sinks=call.sinks,
-        )
-        return out.unflatten(1, (call.rows.shape[1], -1)).flatten(2, 3)
-
-    def attend_in_place(
-        self,
-        layer: "FoldedLayer",
-        query: torch.Tensor,
-        scale: float,
-        lengths: Any = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        from kvfold.kernels.decode import decode_attention
-
-        keys, values = plain(layer.key_format), layer.value_format
-        assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
-        rows = query.unflatten(1, (layer.spec.num_kv_heads, -1)).flatten(2, 3)
-        projected, bias = layer.project(rows)
-        return decode_attention(
-            query,
+        keys, values, windows, new, query = call.key_format, call.value_format, call.windows, call.new, call.query
+        assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups) and isinstance(windows, Windows)
+        assert call.rope is None and call.unproject is None
+        packed, bias = _projected(call)
+        if new is None:
+            return decode_attention(
+                query, keys, values, call.spans, windows, call.scale, packed, bias, sinks=call.sinks
+            )  # fmt: skip
+        return long_attention(
+            query.to(new.keys.dtype),
             keys,
             values,
-            layer.spans(),
-            layer.windows(lengths),
-            scale,
-            packed_q=None if projected is rows else _heads(projected, query.shape[2]),
-            bias=None if bias is None else _heads(bias, query.shape[2]),
-            sinks=sinks,
+            call.spans,
+            windows,
+            new.keys,
+            new.values,
+            new.valid,
+            call.scale,
+            packed_q=packed,
+            bias=bias,
+            sinks=call.sinks,
         )
 
 
-def _heads(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[batch, num_kv_heads, rows, ...] as queries lie: [batch, num_heads, tokens, ...]."""
-    return x.unflatten(2, (-1, tokens)).flatten(1, 2)
+def _projected(call: AttentionCall) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Queries as packed keys meet them, and their bias, as queries lie; None where nothing is put into them."""
+    if call.project is None or not call.spans:
+        return None, None
+    packed, bias = call.project(call.grouped(call.query if call.new is None else call.query.float()))
+    return call.ungrouped(packed), None if bias is None else call.ungrouped(bias)

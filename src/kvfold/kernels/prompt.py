@@ -6,7 +6,7 @@ Exact: nothing is packed yet, and keys and values are those of the call.
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvfold.kernels.base import Partial
+from kvfold.kernels.merge import Partial
 
 WORKSPACE = 256 << 20
 """Bytes of scores that exist at a time where they are capped."""

@@ -2,7 +2,9 @@
 
 import torch
 
-from kvfold.kernels.base import AttentionCall, AttentionKernel, Partial
+from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.call import AttentionCall, DensePart, NewTokens
+from kvfold.kernels.merge import Partial
 
 
 class ReferenceKernel(AttentionKernel):
@@ -16,42 +18,51 @@ class ReferenceKernel(AttentionKernel):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         parts = [self._packed(call, i) for i in range(len(call.spans))]
-        parts += [self._dense(call, d.keys, d.values, d.valid) for d in call.dense]
-        parts.append(self._newest(call))
+        parts += [self._dense(call, part) for part in call.parts()]
+        if call.new is not None:
+            parts.append(self._newest(call, call.new))
         if call.sinks is not None:
             parts.append(Partial.of_sinks(call.sinks, parts[-1]))
-        return Partial.merge(parts)
+        return call.ungrouped(Partial.merge(parts))
 
     def _packed(self, call: AttentionCall, index: int) -> Partial:
         span = call.spans[index]
-        assert call.packed_queries is not None
+        queries, bias = call.projected
         keys = call.key_format.decode(span.keys)
         positions = torch.arange(keys.shape[-2], device=keys.device) + span.start  # within the packed part
         if call.rope is not None:
+            assert call.first_position is not None
             keys = call.rope.rotate(keys, (call.first_position.unsqueeze(-1) + positions).unsqueeze(1))
         if not call.uniform:
             keys = _seen(call, keys, positions < call.packed_len.unsqueeze(-1))
-        scores = call.packed_queries @ keys.transpose(-1, -2)
-        if call.packed_bias is not None:
-            scores = scores + call.packed_bias.unsqueeze(-1)
+        scores = queries @ keys.transpose(-1, -2)
+        if bias is not None:
+            scores = scores + bias.unsqueeze(-1)
         valid = None if call.uniform else (positions < call.packed_len.unsqueeze(-1))[:, None, None]
         part = Partial.of(_capped(scores * call.scale, call.softcap), valid, call.value_format.decode(span.values))
         if call.unproject is not None:
             part.out = call.unproject(part.out)
         return part
 
-    def _dense(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor) -> Partial:
-        keys = _seen(call, keys.float(), valid)
+    def _dense(self, call: AttentionCall, part: DensePart) -> Partial:
+        valid = part.valid if part.valid.ndim == 3 else part.valid.unsqueeze(1)
+        keys = _seen(call, part.keys.float(), valid.any(1))
         scores = _capped(call.rows @ keys.transpose(-1, -2) * call.scale, call.softcap)
-        return Partial.of(scores, valid[:, None, None], values.float())
+        return Partial.of(scores, _of_rows(call, valid), part.values.float())
 
-    def _newest(self, call: AttentionCall) -> Partial:
-        tokens = call.new_keys.shape[-2]
-        scores = _capped(call.rows @ call.new_keys.float().transpose(-1, -2) * call.scale, call.softcap)
-        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device).tril()
-        causal = causal.repeat(scores.shape[-2] // tokens, 1)  # rows are query heads x tokens
-        valid = causal if call.new_valid is None else causal & call.new_valid[:, None, None]
-        return Partial.of(scores, valid, call.new_values.float())
+    def _newest(self, call: AttentionCall, new: NewTokens) -> Partial:
+        scores = _capped(call.rows @ new.keys.float().transpose(-1, -2) * call.scale, call.softcap)
+        valid = torch.ones(1, call.tokens, call.tokens, dtype=torch.bool, device=scores.device).tril()
+        if new.valid is not None:
+            valid = valid & new.valid.unsqueeze(1)
+        return Partial.of(scores, _of_rows(call, valid), new.values.float())
+
+
+def _of_rows(call: AttentionCall, valid: torch.Tensor) -> torch.Tensor:
+    """What query tokens see, bool [batch or 1, tokens or 1, n], as rows of query heads and tokens see it."""
+    if valid.shape[1] > 1:
+        valid = valid.repeat(1, call.query.shape[1] // call.num_kv_heads, 1)
+    return valid.unsqueeze(1)
 
 
 def _seen(call: AttentionCall, keys: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

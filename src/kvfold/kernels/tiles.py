@@ -4,20 +4,20 @@ Head sizes that are no power of two, any group size, blocks of any length, and k
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvfold.formats import AffineGroups, Fields, Format
-from kvfold.kernels.base import AttentionCall, AttentionKernel, Span, Windows
+from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.rope import Rope
 
 if TYPE_CHECKING:
     from kvfold.kernels.partials import Partials
-    from kvfold.layer import FoldedLayer
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 MAX_DIM = 256
@@ -51,23 +51,7 @@ class TilesKernel(AttentionKernel):
         return unsupported(key_format, value_format, pre_rope)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return attend(call, call.new_keys.shape[2])
-
-    def attend_in_place(
-        self,
-        layer: "FoldedLayer",
-        query: torch.Tensor,
-        scale: float,
-        lengths: Any = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        nothing = query[:, : layer.spec.num_kv_heads, :0]  # the call's tokens lie in the windows
-        call = layer.call(query, nothing, nothing, None, scale, sinks=sinks)
-        if lengths is not None:
-            windows = layer.windows(lengths)
-            call = replace(call, dense=windows, packed_len=windows.packed_len, spans=layer.spans())
-        out = attend(call, query.shape[2], in_place=True)
-        return out.unflatten(2, (-1, query.shape[2])).flatten(1, 2).to(query.dtype)
+        return attend(call)
 
 
 def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
@@ -201,7 +185,7 @@ def _rotation(rope: Rope, pairs: int, tokens: int, device: torch.device) -> Rota
     )
 
 
-def attend(call: AttentionCall, tokens: int, in_place: bool = False, plan: Plan | None = None) -> torch.Tensor:
+def attend(call: AttentionCall, plan: Plan | None = None) -> torch.Tensor:
     """Attention over packed spans, windows and new tokens; see :class:`AttentionCall`.
 
     Nothing depends on a value on the host. Beyond the output a call needs partial results of its query rows, at most
@@ -209,21 +193,19 @@ def attend(call: AttentionCall, tokens: int, in_place: bool = False, plan: Plan 
 
     Parameters
     ----------
-    tokens : int
-        Query tokens; rows are query heads times these.
-    in_place : bool
-        The call's own tokens are the newest of the windows; there are no new keys and values.
     plan : Plan or None
         Launch shape for every span; chosen from the shapes if None.
 
     Returns
     -------
-    Tensor, float32 [batch, num_kv_heads, rows, head_dim]
+    Tensor, float32 [batch, num_heads, tokens, head_dim]
     """
     batch, heads, rows, dim = call.rows.shape
+    tokens = call.tokens
+    projected, shift = call.projected if call.spans else (None, None)
     most = max(1, WORKSPACE // (4 * batch * heads * (rows // tokens) * dim * (len(call.spans) + 1)))
     if tokens <= most:
-        return _attend(call, call.rows, call.packed_queries, call.packed_bias, tokens, 0, in_place, plan)
+        return call.ungrouped(_attend(call, call.rows, projected, shift, tokens, 0, plan))
     out = torch.empty(batch, heads, rows // tokens, tokens, dim, dtype=torch.float32, device=call.rows.device)
 
     def cut(x: torch.Tensor | None, part: slice) -> torch.Tensor | None:
@@ -231,11 +213,11 @@ def attend(call: AttentionCall, tokens: int, in_place: bool = False, plan: Plan 
 
     for first in range(0, tokens, most):
         part = slice(first, min(first + most, tokens))
-        rows_of, packed, bias = (cut(x, part) for x in (call.rows, call.packed_queries, call.packed_bias))
+        rows_of, packed, bias = (cut(x, part) for x in (call.rows, projected, shift))
         assert rows_of is not None
-        piece = _attend(call, rows_of, packed, bias, part.stop - first, first, in_place, plan)
+        piece = _attend(call, rows_of, packed, bias, part.stop - first, first, plan)
         out[:, :, :, part] = piece.unflatten(2, (rows // tokens, -1))
-    return out.flatten(2, 3)
+    return out.flatten(1, 2)
 
 
 def _attend(
@@ -245,14 +227,13 @@ def _attend(
     bias: torch.Tensor | None,
     tokens: int,
     first: int,
-    in_place: bool,
     plan: Plan | None,
 ) -> torch.Tensor:
     """Attention of the query tokens ``first`` to ``first + tokens`` of a call."""
     from kvfold.kernels.partials import Partials
     from kvfold.kernels.windows import attend_windows
 
-    windows = call.dense
+    windows, new = call.windows, call.new
     assert isinstance(windows, Windows)
     batch, heads, count, dim = rows.shape
     plans = [plan or _plan(call, span, count) for span in call.spans]
@@ -271,9 +252,9 @@ def _attend(
         call.scale,
         partials,
         0,
-        None if in_place else call.new_keys,
-        None if in_place else call.new_values,
-        call.new_valid,
+        None if new is None else new.keys,
+        None if new is None else new.values,
+        None if new is None else new.valid,
         first,
     )
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -333,7 +314,7 @@ def attend_packed(
         *keys,
         *values,
         call.packed_len,
-        call.first_position,
+        call.packed_len if call.first_position is None else call.first_position,  # not read
         *turns,
         partials.out,
         partials.top,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvfold.kernels.base import Windows
+from kvfold.kernels.call import Windows
 from kvfold.kernels.partials import LOG2E, Partials
 
 

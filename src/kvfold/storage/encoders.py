@@ -7,6 +7,7 @@ import torch
 
 from kvfold.formats import AffineGroups
 from kvfold.formats.paged import norms, plain
+from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, Method
 from kvfold.methods.base import PIECE, finite
 from kvfold.storage.following import Following
@@ -23,6 +24,11 @@ class Encoder:
 
     name: str
     reason: str
+
+    @property
+    def captures(self) -> bool:
+        """Whether blocks can be closed in a CUDA graph, by lengths on the device."""
+        return self.name == "triton"
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -168,7 +174,7 @@ class KernelEncoder:
             )
 
     def close(
-        self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Any, boundary: torch.Tensor | None
+        self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Lengths, boundary: torch.Tensor | None
     ) -> None:
         """Close the block that is due and write the new token, by lengths on the device.
 

@@ -2,24 +2,11 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvfold.arithmetic import storing
-
-if TYPE_CHECKING:
-    from kvfold.kernels.encode import Lengths as KernelLengths
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths of a batch's sequences on the device, int32 [batch]: in all, packed, and in the windows."""
-
-    total: torch.Tensor
-    packed: torch.Tensor
-    sink: torch.Tensor
-    recent: torch.Tensor
+from kvfold.kernels.lengths import Lengths
 
 
 @lru_cache(maxsize=8)
@@ -53,8 +40,8 @@ def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 class StaticLengths:
     """Lengths before and after the step that runs; shared by all layers."""
 
-    before: "KernelLengths"
-    after: "KernelLengths"
+    before: Lengths
+    after: Lengths
     slots: torch.Tensor | None = None
     """Where the step's queries go in the rings that encoders follow, int64 [batch, 1, 1, 1]; None: nobody keeps queries."""
     ring: int = 0

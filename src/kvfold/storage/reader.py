@@ -1,11 +1,10 @@
 """Looking at what a layer holds: as kernels are given it, or decoded."""
 
-from typing import Any
-
 import torch
 
 from kvfold.formats.paged import norms
-from kvfold.kernels import AttentionCall, Windows
+from kvfold.kernels import AttentionCall, NewTokens, Windows
+from kvfold.kernels.lengths import Lengths
 from kvfold.storage.layout import Layout
 from kvfold.storage.ring import Ring, Sink
 from kvfold.storage.sequences import Sequences
@@ -27,36 +26,43 @@ class Reader:
     def call(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        valid: torch.Tensor | None,
+        new: NewTokens | None,
         scale: float,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        lengths: Lengths | None = None,
     ) -> AttentionCall:
-        """What a kernel needs to attend over cache and new tokens; ``query`` [batch, num_heads, tokens, head_dim]."""
-        sequences, spec, method = self.sequences, self.layout.spec, self.layout.method
-        rows = query.float().unflatten(1, (spec.num_kv_heads, -1)).flatten(2, 3)
-        longest = max(sequences.packed)
-        packed_queries, bias = self.project(rows) if longest else (None, None)
-        key_format, value_format = self.layout.read_as
-        windows = self.windows()
+        """What a kernel needs to attend over what is held and over a call's own tokens.
+
+        Parameters
+        ----------
+        query : Tensor [batch, num_heads, tokens, head_dim]
+        new : NewTokens or None
+            None: the call's tokens lie in the windows already.
+        scale, softcap, sinks
+            See :class:`AttentionCall`.
+        lengths : Lengths or None
+            On the device, where a decode graph keeps its own: all room of the storage is given then. None: those of now.
+        """
+        layout, sequences = self.layout, self.sequences
+        method = layout.method
+        blocks = None if lengths is not None else max(sequences.packed) // layout.block
+        now = lengths or sequences.lengths
+        key_format, value_format = layout.read_as
         return AttentionCall(
-            rows=rows,
-            packed_queries=packed_queries,
-            packed_bias=bias,
-            scale=scale,
-            key_format=key_format,
-            value_format=value_format,
-            spans=self.slabs.spans(longest // self.layout.block),
-            packed_len=windows.packed_len,
-            uniform=len(set(sequences.packed)) == 1,
-            dense=windows,
-            new_keys=key,
-            new_values=value,
-            new_valid=valid,
-            first_position=sequences.first_packed,
-            rope=spec.rope if method.pre_rope else None,
+            query,
+            scale,
+            layout.spec.num_kv_heads,
+            key_format,
+            value_format,
+            self.slabs.spans(blocks) if blocks != 0 else [],
+            now.packed,
+            Windows(self.sink.pair, self.ring.pair, now.sink, now.packed, now.recent),
+            new,
+            uniform=lengths is None and len(set(sequences.packed)) == 1,
+            project=None if key_format is layout.key_format else self.project,
+            rope=layout.spec.rope if method.pre_rope else None,
+            first_position=sequences.first_packed if method.pre_rope else None,
             unproject=self._unproject if method.maps_values else None,
             softcap=softcap,
             sinks=sinks,
@@ -75,8 +81,6 @@ class Reader:
         bias : Tensor or None, float32 [batch, num_kv_heads, rows]
             The score of a query and a packed key is ``projected . decoded + bias``.
         """
-        if self.layout.read_as[0] is self.layout.key_format:
-            return queries, None
         shared, bias = self.slabs.shared[0], None
         if "mean" in shared:
             bias = (queries * shared["mean"].float()).sum(-1)
@@ -84,11 +88,6 @@ class Reader:
 
     def _unproject(self, values: torch.Tensor) -> torch.Tensor:
         return self.layout.method.unproject_values(values, self.layout.spec)
-
-    def windows(self, lengths: Any = None) -> Windows:
-        """What is in full precision, as kernels read it; ``lengths``: others than the layer's own."""
-        lengths = lengths or self.sequences.lengths
-        return Windows(self.sink.pair, self.ring.pair, lengths.sink, lengths.packed, lengths.recent)
 
     def decoded(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of a sequence as attention sees them, float32 [num_kv_heads, len, head_dim]."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from kvfold.errors import CacheStateError
-from kvfold.storage.lengths import Lengths, lengths_of, on_device
+from kvfold.kernels.lengths import Lengths
+from kvfold.storage.lengths import lengths_of, on_device
 
 Rows = slice | torch.Tensor
 """Which sequences of a batch: all of them, or an int64 tensor of indices."""
