@@ -218,10 +218,29 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def interpreted_module(name: str) -> ModuleType:
-    """A second copy of a module whose Triton kernels run in the interpreter; the imported one keeps kernels that compile."""
+def interpreted_module(name: str, *uses: str) -> ModuleType:
+    """A second copy of a module whose Triton kernels run in the interpreter; the imported one keeps kernels that compile.
+
+    ``uses``: modules whose kernels it imports, in the order of their imports; they are copied alike.
+    """
     import triton
 
+    kept = {one: sys.modules.get(one) for one in uses}
+    before = triton.knobs.runtime.interpret
+    triton.knobs.runtime.interpret = True
+    try:
+        for one in uses:
+            sys.modules[one] = _copy_of_module(one)
+        return _copy_of_module(name)
+    finally:
+        triton.knobs.runtime.interpret = before
+        for one, module in kept.items():
+            sys.modules.pop(one, None)
+            if module is not None:
+                sys.modules[one] = module
+
+
+def _copy_of_module(name: str) -> ModuleType:
     found = importlib.util.find_spec(name)
     assert found is not None and found.origin is not None and found.loader is not None
     alias = name.replace(".", "_") + "_interpreted"
@@ -229,10 +248,5 @@ def interpreted_module(name: str) -> ModuleType:
     assert copy is not None and copy.loader is not None
     module = importlib.util.module_from_spec(copy)
     sys.modules[alias] = module  # the interpreter looks kernels up by their module's name
-    before = triton.knobs.runtime.interpret
-    triton.knobs.runtime.interpret = True
-    try:
-        copy.loader.exec_module(module)
-    finally:
-        triton.knobs.runtime.interpret = before
+    copy.loader.exec_module(module)
     return module

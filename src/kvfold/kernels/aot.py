@@ -13,8 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kvfold.formats import AffineGroups
-from kvfold.kernels import encode
+from kvfold.formats import AffineGroups, Format
+from kvfold.kernels import _encode_pages, encode, encode_pages
 from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels.decode import Plan, constants, make_plan
@@ -247,6 +247,76 @@ def _compile_encode(
         function, [n for n in names if n not in fixed and ("stride" in n or types.get(n, "")[:1] == "*")]
     )
     source = ASTSource(function, *_signature(function, fixed, types), aligned)
+    return _compile(source, capability, num_warps=warps, num_stages=1, enable_fp_fusion=False)
+
+
+def compile_encode_pages(
+    form: Format, statistics: bool = False, picked: bool = True, bf16: bool = True, capability: int = 90
+) -> Report:
+    """Compile the kernel that encodes a call's blocks of a format with statistics per page.
+
+    Parameters
+    ----------
+    statistics : bool
+        The kernel that makes the statistics, instead.
+    picked : bool
+        Sequences are picked by an index.
+    """
+    of = encode_pages.side(form)
+    fixed = {"D": of.inner.head_dim, "FORM": of.form, "PICKED": picked}
+    if statistics:
+        return _compile_pages(_encode_pages._statistics_kernel, fixed, {}, ("ring", "new"), bf16, 4, capability)
+    fixed |= {"VALUE": of.inner.operand == "value", "WARPS": of.warps}
+    return _compile_pages(
+        _encode_pages._blocks_kernel, fixed, _words(of, ""), ("ring", "new"), bf16, of.warps, capability
+    )
+
+
+def compile_pages_step(
+    key_format: Format,
+    value_format: Format,
+    tokens: int = 1,
+    boundary: bool = False,
+    advance: bool = False,
+    counts: bool = False,
+    bf16: bool = True,
+    capability: int = 90,
+) -> Report:
+    """Compile the kernel of a decode step of such formats, as :func:`compile_step`."""
+    k, v = encode_pages.side(key_format), encode_pages.side(value_format)
+    warps = max(k.warps, v.warps)
+    fixed = {"BLOCK": k.inner.block, "NEW": triton.next_power_of_2(tokens) if tokens else 0, "CLOSE": True}
+    fixed |= {"ADVANCE": advance, "COUNTS": counts, "BOUNDARY": boundary, "D": k.inner.head_dim}
+    fixed |= {"KEY": k.form, "VALUE": v.form, "WARPS": warps}
+    inputs = ("key", "value", "sink_k", "sink_v", "ring_k", "ring_v")
+    types = _words(k, "k_") | _words(v, "v_")
+    return _compile_pages(_encode_pages._step_kernel, fixed, types, inputs, bf16, warps, capability)
+
+
+def _words(of: encode_pages.Side, letter: str) -> dict[str, str]:
+    """Types of a side's codes and 32 bits of groups."""
+    uniform = of.form[0] == 1
+    return {f"{letter}codes": "*i16" if uniform else "*i32", f"{letter}aux": "*i16" if uniform else "*i32"}
+
+
+def _compile_pages(
+    function: Any,
+    fixed: dict[str, Any],
+    types: dict[str, str],
+    inputs: tuple[str, ...],
+    bf16: bool,
+    warps: int,
+    capability: int,
+) -> Report:
+    names = function.arg_names
+    fixed = fixed | {n: 1 for n in names if n.endswith("stride_c")}
+    types = types | {n: "i64" for n in names if "stride" in n} | dict.fromkeys(inputs, _width(bf16))
+    types |= {n: "*i32" for n in names if n.endswith("_len") or n in ("ticket", "counts", "boundary")} | {"rows": "*i64"}
+    for letter in ("", "k_", "v_"):
+        types |= dict.fromkeys((f"{letter}meta", f"{letter}mean"), "*fp16") | {f"{letter}norm": "*u8"}
+        types |= {f"{letter}signs": "*fp32", "table": "*fp32"}
+    aligned = [n for n in names if n not in fixed and ("stride" in n or types.get(n, "")[:1] == "*")]
+    source = ASTSource(function, *_signature(function, fixed, types), _aligned(function, aligned))
     return _compile(source, capability, num_warps=warps, num_stages=1, enable_fp_fusion=False)
 
 

@@ -534,23 +534,35 @@ def _transformed(x, mean, norm, inverse, MEAN: tl.constexpr, NORM: tl.constexpr)
 
 @triton.jit
 def _load_state(state, channel, MEAN: tl.constexpr, NORM: tl.constexpr, INVERSE: tl.constexpr):
-    """Mean, norm and its reciprocal of these channels; what is not there is 0."""
+    """Mean, norm and its reciprocal of these channels; what is not there is 0. Norms of a page are codes, and ``state[2]`` a
+    table: 256 norms, and then their reciprocals."""
     mean, norm, inverse = 0.0, 0.0, 0.0
     if MEAN:
-        mean = tl.load(state[0] + channel)
+        mean = tl.load(state[0] + channel).to(tl.float32)
     if NORM:
         norm = tl.load(state[1] + channel)
-        inverse = tl.load(state[2] + channel) if INVERSE else tl.math.div_rn(1.0, norm)
+        if norm.dtype == tl.uint8:
+            at = state[2] + norm.to(tl.int32)
+            norm, inverse = tl.load(at), tl.load(at + 256)
+        else:
+            inverse = tl.load(state[2] + channel) if INVERSE else tl.math.div_rn(1.0, norm)
     return mean, norm, inverse
 
 
 @triton.jit
 def _tokens_at(source, token, RING: tl.constexpr):
-    """Pointers to tokens [n] as [n, 1]; ``source``: pointer, strides of tokens and channels, first token, slots of a ring."""
+    """Pointers to tokens [n] as [n, 1]; ``source``: pointer, strides of tokens and channels, first token, slots of a ring.
+
+    RING 2: tokens from ``source[7]`` on lie elsewhere, from pointer ``source[5]`` on, ``source[6]`` apart.
+    """
     slot = source[3] + token
     if RING:
         slot = slot % source[4]
-    return source[0] + slot.to(tl.int64)[:, None] * source[1]
+    at = source[0] + slot.to(tl.int64)[:, None] * source[1]
+    if RING == 2:
+        late = (source[3] + token - source[7])[:, None]
+        at = tl.where(late < 0, at, source[5] + late.to(tl.int64) * source[6])
+    return at
 
 
 @triton.jit
@@ -971,8 +983,7 @@ def _close_and_append(
     of each group, first block, blocks; ``rope``: frequencies, first positions, half, factor; ``place``: sequence, head,
     heads; ``lengths``: in all, packed, blocks due, new tokens.
     """
-    new_tokens, stride_b, stride_h, stride_t, stride_c = new
-    sink_window, sinks, ring, slots = windows
+    _, _, ring, slots = windows
     codes, meta, aux, first_block, blocks = stored
     frequencies, first_position, half, factor = rope
     batch, head, heads = place
@@ -1004,17 +1015,44 @@ def _close_and_append(
             True,
             WARPS,
         )
-    tl.debug_barrier()  # the slots that new tokens take may be those just read
     if NEW > 0:
-        j = tl.arange(0, NEW)[:, None]
-        c = tl.arange(0, D)[None, :]
-        real = (j < count) & (c < D)
-        at = new_tokens + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + j * stride_t + c * stride_c
-        token = tl.load(at, mask=real, other=0.0).to(ring.dtype.element_ty)
-        to = length + j
-        tl.store(sink_window + (lane * sinks + to) * D + c, token, mask=real & (to < sinks))
-        slot = tl.maximum(to - sinks, 0) % slots
-        tl.store(ring + (lane * slots + slot) * D + c, token, mask=real & (to >= sinks))
+        _append(new, windows, batch, head, lane, length, count, NEW, D)
+
+
+@triton.jit
+def _append(new, windows, batch, head, lane, length, count, NEW: tl.constexpr, D: tl.constexpr):
+    """Write ``count`` new tokens of a sequence of ``length`` to its windows."""
+    tokens, stride_b, stride_h, stride_t, stride_c = new
+    sink_window, sinks, ring, slots = windows
+    tl.debug_barrier()  # the slots that new tokens take may be those just read
+    j = tl.arange(0, NEW)[:, None]
+    c = tl.arange(0, triton.next_power_of_2(D))[None, :]
+    real = (j < count) & (c < D)
+    at = tokens + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + j * stride_t + c * stride_c
+    token = tl.load(at, mask=real, other=0.0).to(ring.dtype.element_ty)
+    to = length + j
+    tl.store(sink_window + (lane * sinks + to) * D + c, token, mask=real & (to < sinks))
+    slot = tl.maximum(to - sinks, 0) % slots
+    tl.store(ring + (lane * slots + slot) * D + c, token, mask=real & (to >= sinks))
+
+
+@triton.jit
+def _blocks_due(length, packed, sinks, recent, first_block, blocks, BLOCK: tl.constexpr):
+    """Whole blocks older than the recent window; never past the end of the storage."""
+    due = tl.maximum(length - sinks - recent - packed, 0) // BLOCK
+    return tl.maximum(tl.minimum(due, first_block + blocks - packed // BLOCK), 0)
+
+
+@triton.jit
+def _advance(total_len, packed_len, sink_len, recent_len, ticket, batch, programs, after, closed, sinks):
+    """All ``programs`` of a sequence have read its lengths; the last one to get here advances them for the next launch."""
+    tl.debug_barrier()
+    if tl.atomic_add(ticket + batch, 1) == programs - 1:
+        tl.store(total_len + batch, after.to(total_len.dtype.element_ty))
+        tl.store(packed_len + batch, closed.to(packed_len.dtype.element_ty))
+        tl.store(sink_len + batch, tl.minimum(after, sinks))
+        tl.store(recent_len + batch, tl.maximum(after - sinks, 0) - closed)
+        tl.store(ticket + batch, 0)
 
 
 @triton.jit(do_not_specialize=["tokens", "first_block"])
@@ -1091,9 +1129,7 @@ def _step_kernel(
     count = tl.load(counts + batch).to(tl.int32) if COUNTS else tokens
     due = 0
     if CLOSE:
-        # whole blocks older than the recent window; never past the end of the storage
-        due = tl.maximum(length - sinks - recent - packed, 0) // BLOCK
-        due = tl.maximum(tl.minimum(due, first_block + blocks - packed // BLOCK), 0)
+        due = _blocks_due(length, packed, sinks, recent, first_block, blocks, BLOCK)
     state = (mean, norm, update)
     rope = (inv_freq, first_position, half, rope_factor)
     place = (batch, head, heads)
@@ -1151,16 +1187,18 @@ def _step_kernel(
             WARPS,
         )
     if ADVANCE:
-        # All programs of a sequence read its lengths above; the last one to get here advances them for the next launch.
-        tl.debug_barrier()
-        if tl.atomic_add(ticket + batch, 1) == 2 * heads - 1:
-            after = length + (count if NEW > 0 else 0)
-            closed = packed + due * BLOCK
-            tl.store(total_len + batch, after.to(total_len.dtype.element_ty))
-            tl.store(packed_len + batch, closed.to(packed_len.dtype.element_ty))
-            tl.store(sink_len + batch, tl.minimum(after, sinks))
-            tl.store(recent_len + batch, tl.maximum(after - sinks, 0) - closed)
-            tl.store(ticket + batch, 0)
+        _advance(
+            total_len,
+            packed_len,
+            sink_len,
+            recent_len,
+            ticket,
+            batch,
+            2 * heads,
+            length + (count if NEW > 0 else 0),
+            packed + due * BLOCK,
+            sinks,
+        )
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -1494,7 +1532,7 @@ def self_test(
     return None
 
 
-def _difference(fmt: AffineGroups, fields: Fields, x: torch.Tensor) -> float:
+def _difference(fmt: Format, fields: Fields, x: torch.Tensor) -> float:
     """Relative RMS between what is stored and what the format itself would store; infinite where that is not finite."""
     expected = fmt.decode(fmt.encode(x))
     error = float((fmt.decode(fields) - expected).square().mean().sqrt() / expected.square().mean().sqrt())
