@@ -34,6 +34,16 @@ def interpreted(monkeypatch):
     return module
 
 
+@pytest.fixture
+def pages_interpreted(monkeypatch):
+    """The same for formats with statistics per page."""
+    uses = "kvfold.kernels.encode", "kvfold.kernels._encode_pages"
+    module = interpreted_module("kvfold.kernels.encode_pages", *uses)
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_pages", module)
+    monkeypatch.setattr(kernels, "encode_pages", module, raising=False)
+    return module
+
+
 def pair(method, monkeypatch, shape=None, **options):
     """A layer encoded by kernels and one encoded by torch."""
     by_torch = layer(method, shape, **options)
@@ -146,6 +156,79 @@ def test_nothing_is_concatenated_or_widened(interpreted, monkeypatch):
     assert {t.untyped_storage().data_ptr() for t in launches[-1][2]} <= owners
 
 
+# ---- statistics per page ---------------------------------------------------------------------------------------------
+
+
+def assert_near(a, b, row=0):
+    """Packed bytes as Torch leaves them but for rounding, and what they decode to."""
+    assert (a.lens[row], a.packed[row]) == (b.lens[row], b.packed[row]) and a.packed[row]
+    for got, want in zip(packed_fields(a, row), packed_fields(b, row), strict=True):
+        for name in want:
+            assert (got[name] != want[name]).float().mean() < (2e-3 if name == "codes" else 2e-2), name
+    for got, want in zip(a.decoded(row), b.decoded(row), strict=True):
+        assert (got - want).norm() < 2e-3 * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("method", "cuts"),
+    [
+        ("fold", [300]),
+        ("fold:sink=3", [200, 1, 130, 60]),  # pages and blocks that begin in the ring and end in the call
+        ("fold:recent=20,sink=0,rotation=1", [70, 90, 31]),
+        ("innerq:recent=24,sink=4,mode=hybrid_prefill", [95, 40]),
+        ("k=fold+v=kivi", [250, 40]),
+    ],
+)
+def test_kernels_encode_pages_as_torch_does(pages_interpreted, monkeypatch, method, cuts):
+    by_kernel, by_torch, launches = pair(method, monkeypatch, SMALL)
+    new = tokens(1, sum(cuts), shape=SMALL)
+    for one in (by_kernel, by_torch):
+        feed(one, new, cuts)
+    assert launches
+    assert_near(by_kernel, by_torch)
+
+
+def test_pages_of_ragged_batches_in_storage_that_grows(pages_interpreted, monkeypatch):
+    lengths = (160, 190, 159, 190)
+    by_kernel, by_torch, _ = pair("fold:recent=32,sink=2", monkeypatch, SMALL)
+    offset, valid = left_padding(lengths, 190)
+    new, more = tokens(4, 190, shape=SMALL), tokens(4, 130, seed=1, shape=SMALL)
+    for one in (by_kernel, by_torch):
+        feed(one, new, valid=valid, offset=offset)
+        feed(one, more, [1, 129], start=190, offset=offset)
+    assert len(by_kernel.slabs) > 1
+    for row in range(4):
+        assert_near(by_kernel, by_torch, row)
+
+
+def test_a_page_goes_on_after_a_cut(pages_interpreted, monkeypatch):
+    """What is left of a page keeps the page's statistics, and later blocks take them."""
+    by_kernel, by_torch, _ = pair("fold:sink=0", monkeypatch, SMALL)
+    new = tokens(1, 400, shape=SMALL)
+    for one in (by_kernel, by_torch):
+        feed(one, tuple(t[:, :, :300] for t in new))
+        one.crop(-120)
+        feed(one, tuple(t[:, :, 180:] for t in new), start=180)
+    assert_near(by_kernel, by_torch)
+
+
+@pytest.mark.parametrize("method", ["fold"])
+def test_a_layers_steps_close_pages(pages_interpreted, monkeypatch, method):
+    """What a decode graph replays, step by step: the content is that of a layer that decides on the host."""
+    by_kernel, by_torch, _ = pair(method, monkeypatch, SMALL, max_length=512)
+    new = tokens(1, 300, shape=SMALL)
+    for one in (by_kernel, by_torch):
+        feed(one, tuple(t[:, :, :250] for t in new))
+    lengths = pages_interpreted.Lengths.of(by_kernel.lens, by_kernel.packed, 32, "cpu", True)
+    for at in range(250, 300):
+        key, value, _ = (t[:, :, at : at + 1] for t in new)
+        by_kernel.writer.by_kernel.close(key, value, lengths, None)
+    by_kernel.writer.by_kernel.close(None, None, lengths, None)
+    feed(by_torch, tuple(t[:, :, 250:300] for t in new), [10] * 5, start=250)
+    by_kernel.sequences.lens[0], by_kernel.sequences.packed[0] = 300, int(lengths.packed[0])
+    assert_near(by_kernel, by_torch)
+
+
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
@@ -155,13 +238,29 @@ def test_nothing_is_concatenated_or_widened(interpreted, monkeypatch):
         ("qjl", "qjl"),
         ("squat_pre", "squat_pre"),
         ("innerq:paper=true,group=16", "group=16"),
-        ("innerq", "paged"),
+        ("innerq:group=16", "group=16"),
+        ("turboquant", "turboquant"),
+        ("k=squat+v=fold", "update of following channels"),
+        ("k=innerq:paper=true+v=fold", "whole sequence"),
         ("squat:channels=8", "channels=8"),
     ],
 )
 def test_what_torch_encodes_on_a_gpu_is_named(method, reason):
     found = choose_encoder(get(method), spec(128), torch.device("cuda"))
     assert found.name == "torch" and reason in found.reason
+
+
+@pytest.mark.parametrize("method", ["fold", "fold:bits=1", "innerq", "innerq:mode=hybrid_prefill", "k=fold+v=kivi"])
+def test_what_kernels_encode_on_a_gpu(method, monkeypatch):
+    """Asked without a GPU, so the kernels cannot test themselves."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_encoder(get(method), spec(128), torch.device("cuda")) == Encoder("triton", "first choice")
+
+
+def test_pages_kernels_that_store_something_else_are_not_used(pages_interpreted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(pages_interpreted, "self_test", lambda *_: "keys differ")
+    assert choose_encoder(get("fold"), spec(64), torch.device("cuda")) == Encoder("torch", "keys differ")
 
 
 @pytest.mark.parametrize("method", ["kivi", "squat", "innerq:paper=true", "innerq:paper=true,mode=asym,bits=3"])
@@ -202,7 +301,8 @@ def test_explain_says_what_encodes():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "method", ["kivi", "kivi:bits=1", "squat", "innerq:paper=true", "innerq:paper=true,mode=hybrid_prefill"]
+    "method",
+    ["kivi", "kivi:bits=1", "squat", "innerq:paper=true", "innerq:paper=true,mode=hybrid_prefill", "fold", "innerq"],
 )
 def test_a_gpu_encodes_by_kernel(method):
     if not torch.cuda.is_available():

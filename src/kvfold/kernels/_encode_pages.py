@@ -5,9 +5,6 @@ contracted. So a block has the same bytes whether it came with a prompt, of what
 on a GPU and in the interpreter.
 """
 
-# mypy: disable-error-code="assignment"
-# (constants are computed in kernels)
-
 import triton
 import triton.language as tl
 
@@ -223,16 +220,15 @@ def _uniform_tile(source, page, signs, codes_out, scale_out, D: tl.constexpr, FO
         scale = tl.math.div_rn(_max(tl.abs(x), 1), tl.full((32,), MIDDLE, tl.float32))
     else:
         scale = tl.sqrt_rn(tl.math.div_rn(size, tl.full((32,), D, tl.float32))) * _step(WIDTH)
-    for _ in tl.static_range(2):  # kvfold.formats.uniform.ROUNDS
+    levels, along, squares = x, size, size
+    for _ in range(3):  # once more than kvfold.formats.uniform.ROUNDS: the last codes are stored
         levels = _levels(x, scale, real, MIDDLE)
-        scale = tl.math.div_rn(_across(x * levels, 32, DP), _across(levels * levels, 32, DP))
-    levels = _levels(x, scale, real, MIDDLE)
-    along = _across(x * levels, 32, DP)
+        along, squares = _across(x * levels, 32, DP), _across(levels * levels, 32, DP)
+        scale = tl.math.div_rn(along, squares)
+    if FORM[FIT] == 1:
+        scale = tl.sqrt_rn(tl.math.div_rn(size, squares))
     if FORM[FIT] == 2:
         scale = tl.where(along > 0.0, tl.math.div_rn(size, tl.where(along > 0.0, along, 1.0)), 0.0)
-    else:
-        squares = _across(levels * levels, 32, DP)
-        scale = tl.math.div_rn(along, squares) if FORM[FIT] == 0 else tl.sqrt_rn(tl.math.div_rn(size, squares))
     tl.store(scale_out + tl.arange(0, 32), _to_fp16(scale))
     codes = tl.reshape((levels + MIDDLE).to(tl.int32), (32 * DP,))
     if WIDTH == 3:
@@ -390,7 +386,8 @@ def _close_side(
     first_block, blocks, pages = storage
     batch, lane = place
     PER_BLOCK: tl.constexpr = BLOCK // FORM[TILE]
-    for i in range(0, due * PER_BLOCK):
+    # the loop seldom runs: nothing of it is to be made, and kept in registers, before it
+    for i in tl.range(0, due * PER_BLOCK, disable_licm=True):
         first = packed + i * FORM[TILE]
         at = (lane * pages + (first - first_block * BLOCK) // FORM[PAGE]) * D
         source = (ring + lane * slots * D, D, 1, first, slots)

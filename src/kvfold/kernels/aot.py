@@ -311,7 +311,9 @@ def _compile_pages(
     names = function.arg_names
     fixed = fixed | {n: 1 for n in names if n.endswith("stride_c")}
     types = types | {n: "i64" for n in names if "stride" in n} | dict.fromkeys(inputs, _width(bf16))
-    types |= {n: "*i32" for n in names if n.endswith("_len") or n in ("ticket", "counts", "boundary")} | {"rows": "*i64"}
+    types |= {n: "*i32" for n in names if n.endswith("_len") or n in ("ticket", "counts", "boundary")} | {
+        "rows": "*i64"
+    }
     for letter in ("", "k_", "v_"):
         types |= dict.fromkeys((f"{letter}meta", f"{letter}mean"), "*fp16") | {f"{letter}norm": "*u8"}
         types |= {f"{letter}signs": "*fp32", "table": "*fp32"}

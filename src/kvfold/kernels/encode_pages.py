@@ -21,7 +21,7 @@ import triton
 
 from kvfold.formats import AffineGroups, Fields, Format, Hadamard, Paged, UniformTokens
 from kvfold.formats.packing import UNIT
-from kvfold.formats.paged import norms, plain
+from kvfold.formats.paged import norms
 from kvfold.kernels._encode_pages import _blocks_kernel, _statistics_kernel, _step_kernel
 from kvfold.kernels.encode import MAX_TOKENS, MODES, TOLERANCE, Lengths, _difference, _or_any, _tile
 from kvfold.kernels.encode import _warps as affine_warps
@@ -40,12 +40,11 @@ def why_not(fmt: Format, device: torch.device) -> str | None:
 
 def unsupported(fmt: Format) -> str | None:
     """Like :func:`why_not`, whatever the device."""
-    fmt = plain(fmt)
     inner = fmt
     if isinstance(fmt, Paged):
         inner = fmt.inner
         if not fmt.page:
-            return "a basis with statistics of a whole sequence; allowed: page=128"
+            return "statistics of a whole sequence beside those of pages"
         if fmt.page % UNIT or fmt.page % fmt.block:
             return f"page={fmt.page}: must be a multiple of {UNIT} tokens and of the block's {fmt.block}"
         if fmt.basis is not None and not (isinstance(fmt.basis, Hadamard) and isinstance(inner, UniformTokens)):
@@ -105,18 +104,19 @@ def side(fmt: Format, mode: str | None = None) -> Side:
     """
     if why := unsupported(fmt):
         raise ValueError(f"encode: {why}")
-    fmt = plain(fmt)
     paged = fmt if isinstance(fmt, Paged) else None
     inner = fmt if paged is None else paged.inner
     assert isinstance(inner, UniformTokens | AffineGroups)
-    basis, names, statistics = None, (), (0, 0, inner.block, inner.block)
+    basis = None if paged is None else paged.basis
+    names = () if paged is None else tuple(paged.page_fields())
+    statistics = (0, 0, inner.block, inner.block)
     if paged is not None:
-        basis, names = paged.basis, tuple(paged.page_fields())
         statistics = (int(paged.mean), NORMS[paged.norm], paged.page, paged.seen)
     assert basis is None or isinstance(basis, Hadamard)
     if isinstance(inner, UniformTokens):
         form = (1, UNIT, inner.bits_per_code, *statistics, FITS[inner.fit], basis.block if basis else 0)
-        return Side(inner, form, basis, names, 8 if inner.head_dim > 128 else 4)
+        # 16 elements a thread: with more of them the compiler lays channels out so that sums need ten times the shuffles
+        return Side(inner, form, basis, names, max(1, triton.next_power_of_2(inner.head_dim) // 16))
     chosen = MODES["sym" if mode == "sym" and inner.mode == "hybrid" else inner.mode]
     groups = (inner.group, int(inner.axis == "channel"), chosen)
     warps = max(affine_warps(inner), 2 if names else 1)
@@ -373,7 +373,7 @@ def self_test(key_format: Format, value_format: Format, device: torch.device) ->
     count = max(side(form).page for form in (key_format, value_format))
     x = [torch.randn(1, 2, 2 * count, dim, generator=draw, dtype=torch.float32, device="cpu") for _ in "kv"]
     x = [(t * torch.exp(t[:, :, :1]) + 3 * t[:, :, 1:2]).half().to(device) for t in x]
-    prompt, closed = ([plain(f).allocate(1, 2, 2 * count // block, device) for f in (key_format, value_format)] for _ in "pc")
+    prompt, closed = ([f.allocate(1, 2, 2 * count // block, device) for f in (key_format, value_format)] for _ in "pc")
     for form, side_x, fields in zip((key_format, value_format), x, prompt, strict=True):
         encode_pages(side_x, fields, form, 0, 2 * count)
     empty = (x[0][:, :, :0].contiguous(), x[1][:, :, :0].contiguous())
@@ -382,7 +382,6 @@ def self_test(key_format: Format, value_format: Format, device: torch.device) ->
         None, None, lengths, empty, (x[0], x[1]), count - block, closed[0], key_format, closed[1], value_format
     )  # fmt: skip
     for form, side_x, *stored in zip((key_format, value_format), x, prompt, closed, strict=True):
-        form = plain(form)
         for fields, tokens, what in ((stored[0], 2 * count, "encoded"), (stored[1], count, "closed")):
             some = form.take({n: t.cpu() for n, t in fields.items()}, tokens // block)
             if (error := _difference(form, some, side_x[:, :, :tokens].float().cpu())) > TOLERANCE:

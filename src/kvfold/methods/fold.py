@@ -54,6 +54,10 @@ class Fold(Method):
             yield Problem("rotation", powers)
 
     @property
+    def kernel_encodes(self) -> bool:
+        return True
+
+    @property
     def key_bits(self) -> int:
         return self.k_bits or self.bits or 3
 

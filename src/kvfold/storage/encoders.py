@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kvfold.formats import AffineGroups
+from kvfold.formats import AffineGroups, Format
 from kvfold.formats.paged import norms, plain
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, Method
@@ -19,8 +19,8 @@ from kvfold.storage.slabs import Slab
 
 @dataclass(frozen=True)
 class Encoder:
-    """What encodes a layer, and why: the kernels of :mod:`kvfold.kernels.encode` ("triton") or the method's and formats'
-    own operations ("torch")."""
+    """What encodes a layer, and why: the kernels of :mod:`kvfold.kernels.encode` and :mod:`kvfold.kernels.encode_pages`
+    ("triton") or the method's and formats' own operations ("torch")."""
 
     name: str
     reason: str
@@ -40,17 +40,34 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
         return Encoder("torch", "encoding kernels run on cuda")
     if not method.kernel_encodes:
         return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
-    from kvfold.kernels import encode
+    why = _why_not(method, spec, device)
+    return Encoder("torch", why) if why else Encoder("triton", "first choice")
 
-    keys, values = plain(method.key_format(spec)), method.value_format(spec)
+
+def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | None:
+    """Why kernels cannot encode a layer; None if they can."""
+    from kvfold.kernels import encode, encode_pages
+
+    formats = method.key_format(spec), method.value_format(spec)
     width = method.slice_width(spec.head_dim)
+    if _has_pages(formats):
+        if width is not None:
+            return "keys: an update of following channels beside statistics per page"
+        for side, form in zip(("keys", "values"), formats, strict=True):
+            if why := encode_pages.why_not(form, device):
+                return f"{side}: {why}"
+        return encode_pages.self_test(*formats, device) if torch.cuda.is_available() else None
+    keys, values = plain(formats[0]), formats[1]
     for side, form, cut in (("keys", keys, width), ("values", values, None)):
         if why := encode.why_not(form, device, cut):
-            return Encoder("torch", f"{side}: {why}")
+            return f"{side}: {why}"
     assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
-    if torch.cuda.is_available() and (wrong := encode.self_test(keys, values, width, device)):
-        return Encoder("torch", wrong)
-    return Encoder("triton", "first choice")
+    return encode.self_test(keys, values, width, device) if torch.cuda.is_available() else None
+
+
+def _has_pages(formats: tuple[Format, Format]) -> bool:
+    """Whether the kernels for affine groups alone, whose statistics belong to a sequence, cannot serve these formats."""
+    return not all(isinstance(plain(form), AffineGroups) for form in formats)
 
 
 @dataclass(frozen=True)
@@ -214,3 +231,60 @@ class KernelEncoder:
         mean = shared["mean"][rows, :, 0].float() if "mean" in shared else None
         norm = norms(shared["norm"][rows, :, 0]) if "norm" in shared else None
         return KeyTransform(mean=mean, norm=norm, update=None if update is None else update[rows])
+
+
+class PagesEncoder:
+    """By kernels, where a format has statistics per page."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.layout, self.slabs, self.sink, self.ring = reader.layout, reader.slabs, reader.sink, reader.ring
+
+    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool) -> None:
+        """See :meth:`TorchEncoder.encode`. Ring and call are read where they lie; statistics look beyond ``stop``."""
+        self.launch(slab, tokens.rows, (tokens.keys, tokens.values), tokens.old, start, stop, prompt)
+
+    def launch(self, slab: Slab, rows: Rows, new: Pair, old: int, start: int, stop: int, prompt: bool) -> None:
+        from kvfold.kernels import encode_pages
+
+        layout, index = self.layout, None
+        if isinstance(rows, torch.Tensor):
+            index, rows = rows, ALL
+        for form, x, ring, fields in zip(layout.formats, new, self.ring.pair, (slab.keys, slab.values), strict=True):
+            encode_pages.encode_pages(
+                x,
+                {name: t[rows] for name, t in fields.items()},
+                form,
+                start,
+                stop,
+                slab.first,
+                ring[rows],
+                old,
+                layout.method.group_mode(prompt),
+                index,
+            )
+
+    def close(
+        self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Any, boundary: torch.Tensor | None
+    ) -> None:
+        """See :meth:`KernelEncoder.close`."""
+        from kvfold.kernels.encode_pages import append_and_close
+
+        (slab,) = self.slabs
+        append_and_close(
+            keys,
+            values,
+            lengths,
+            self.sink.pair,
+            self.ring.pair,
+            self.layout.method.recent,
+            slab.keys,
+            self.layout.formats[0],
+            slab.values,
+            self.layout.formats[1],
+            boundary,
+        )
+
+
+def kernel_encoder(reader: Reader, following: Following) -> KernelEncoder | PagesEncoder:
+    """What encodes by kernels, if :func:`choose_encoder` says so."""
+    return PagesEncoder(reader) if _has_pages(reader.layout.formats) else KernelEncoder(reader, following)

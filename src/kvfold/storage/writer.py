@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from kvfold.storage.encoders import Encoder, KernelEncoder, TorchEncoder, Unpacked
+from kvfold.storage.encoders import Encoder, TorchEncoder, Unpacked, kernel_encoder
 from kvfold.storage.following import Following
 from kvfold.storage.reader import Reader
 from kvfold.storage.sequences import ALL, Rows
@@ -34,7 +34,7 @@ class Writer:
         self.reader, self.following, self.max_length = reader, following, max_length
         self.layout, self.sequences, self.slabs = reader.layout, reader.sequences, reader.slabs
         self.sink, self.ring = reader.sink, reader.ring
-        self.by_torch, self.by_kernel = TorchEncoder(reader, following), KernelEncoder(reader, following)
+        self.by_torch, self.by_kernel = TorchEncoder(reader, following), kernel_encoder(reader, following)
         self.encoder = Encoder("torch", "no device is known yet")
         self.recording = False
 
