@@ -23,9 +23,10 @@ from kvfold.formats import AffineGroups, Fields, Format, Hadamard, Paged, Unifor
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import norms
 from kvfold.kernels._encode_pages import _blocks_kernel, _statistics_kernel, _step_kernel
-from kvfold.kernels.encode import MAX_TOKENS, MODES, TOLERANCE, Lengths, _difference, _or_any, _tile
+from kvfold.kernels.encode import MAX_TOKENS, MODES, TOLERANCE, _difference, _or_any, _tile
 from kvfold.kernels.encode import _warps as affine_warps
 from kvfold.kernels.encode import unsupported as affine_unsupported
+from kvfold.kernels.lengths import Lengths
 
 FITS = {"least": 0, "size": 1, "unbiased": 2}
 NORMS = {"": 0, "rms": 1, "max": 2}

@@ -264,7 +264,7 @@ class PagesEncoder:
             )
 
     def close(
-        self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Any, boundary: torch.Tensor | None
+        self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Lengths, boundary: torch.Tensor | None
     ) -> None:
         """See :meth:`KernelEncoder.close`."""
         from kvfold.kernels.encode_pages import append_and_close
