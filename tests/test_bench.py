@@ -5,8 +5,9 @@ import csv
 import importlib
 import itertools
 import json
+import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,6 +75,31 @@ def test_rows_go_to_the_file_that_is_named_and_to_no_other(run, tmp_path, monkey
     assert run("bench", name)[0] == 0
     assert run("bench", name, "--rows", "x.csv")[0] == 0
     assert given == [None, Path("x.csv")] and list(tmp_path.iterdir()) == []
+
+
+def test_what_encodes_pages_is_compared_before_it_is_timed(monkeypatch):
+    """On the CPU, with kernels in the interpreter: the gates of a prompt and of a step see a wrong code."""
+    pytest.importorskip("triton")
+    from helpers import interpreted_module
+    from kvfold import kernels
+    from kvfold.bench import encode
+
+    module = interpreted_module("kvfold.kernels.encode_pages", "kvfold.kernels.encode", "kvfold.kernels._encode_pages")
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_pages", module)
+    monkeypatch.setattr(kernels, "encode_pages", module, raising=False)
+    work = encode.Work("fold", bits=0, context=256, layers=1, num_heads=1, num_kv_heads=1, head_dim=64)
+    made = encode.make_layer(work, 256, torch.device("cpu"))
+    assert encode.gate(work, made, encode.make_transform(work, made.keys)) <= work.limit
+    step = encode.Step(replace(work, layers=0, context=256), torch.device("cpu"))
+    assert step.gate() <= work.limit
+
+    def encode_wrong(work, keys, values, how):
+        fields = [form.encode(x.float()) for form, x in zip(work.formats, (keys, values), strict=True)]
+        fields[1]["codes"][..., ::16] ^= -1
+        return tuple(fields)
+
+    monkeypatch.setattr(encode, "reference", encode_wrong)
+    assert encode.gate(work, made, encode.make_transform(work, made.keys)) > work.limit
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -1,7 +1,8 @@
 """Encoding a prompt, and a decode step's appending and closing, on the GPU.
 
-``kvfold bench encode`` measures the default shapes. Every shape is first compared with the formats' own
-``encode`` on the CPU; where more bytes differ than rounding explains, no time is taken.
+``kvfold bench encode`` measures the default shapes, those of fold and InnerQ with statistics per page among them. Every shape
+is first compared with the formats' own ``encode`` on the CPU; where more bytes differ than rounding explains, no time is
+taken.
 
 Rows have the columns of the attention rows with these meanings: ``error`` is the fraction of compared bytes that differ;
 ``context`` is the tokens encoded; times are those of all layers together (a step's: of one layer); ``baseline`` is the
@@ -20,8 +21,9 @@ import torch
 
 from kvfold.bench.attention import COLD_BYTES, HBM_BYTES_PER_MS, times
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script, show
-from kvfold.formats import AffineGroups, Fields
+from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.kernels.lengths import Lengths
+from kvfold.methods import LayerSpec, get
 from kvfold.methods.squat import penalty_matrix, steer, update_matrix
 
 if TYPE_CHECKING:
@@ -37,8 +39,11 @@ class Work:
 
     Parameters
     ----------
-    method : {"kivi", "squat", "innerq-asym", "innerq-sym", "innerq-hybrid"}
-        InnerQ's keys are centred and normalized.
+    method : {"kivi", "squat", "innerq-asym", "innerq-sym", "innerq-hybrid", "fold", "innerq"}
+        InnerQ's keys are centred and normalized: by statistics of a sequence where a mode is named. "fold" and "innerq" are the
+        methods' defaults, with statistics per page.
+    bits : int
+        0: those that ``method`` has by default.
     layers : int
         Layers whose time is summed; 0: a decode step of one layer, with ``context`` tokens in the cache.
     """
@@ -54,7 +59,17 @@ class Work:
     group: int = 32
 
     @property
-    def formats(self) -> tuple[AffineGroups, AffineGroups]:
+    def paged(self) -> bool:
+        """Whether statistics belong to pages."""
+        return self.method in PAGED
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        if self.paged:
+            spec = LayerSpec(0, 1, self.num_heads, self.num_kv_heads, self.head_dim)
+            bits = f"bits={self.bits}," if self.bits else ""
+            method = get(f"{self.method}:{bits}group={self.group}")
+            return method.key_format(spec), method.value_format(spec)
         inner = self.method.startswith("innerq")
         mode = self.method.partition("-")[2] or "asym"
 
@@ -65,22 +80,28 @@ class Work:
 
     @property
     def limit(self) -> float:
-        """Bytes that may differ: products that round differently flip a code; hybrid groups of equal error, a group."""
-        return {"squat": 1e-3, "innerq-hybrid": 1e-4}.get(self.method, 0.0)
+        """Bytes that may differ: products that round differently flip a code; hybrid groups of equal error, a group; sums of
+        another order, the last bit of a page's mean."""
+        return {"squat": 1e-3, "innerq-hybrid": 1e-4, "fold": 5e-3, "innerq": 5e-3}.get(self.method, 0.0)
 
     def __str__(self) -> str:
         what = "step" if not self.layers else "encode" if self.layers > 1 else "encode one layer"
-        return f"{what} {self.method} {self.bits}-bit g{self.group}"
+        bits = f" {self.bits}-bit" if self.bits else ""
+        return f"{what} {self.method}{bits}" + ("" if self.method == "fold" else f" g{self.group}")
 
 
+PAGED = ("fold", "innerq")
 METHODS = ("kivi", "squat", "innerq-asym", "innerq-sym", "innerq-hybrid")
 DEFAULT = (
     *(Work(m) for m in METHODS),
+    Work("fold", bits=0),
+    Work("fold"),
+    Work("innerq"),
     *(Work("kivi", bits=b) for b in (1, 3, 4, 8)),
     *(Work("kivi", group=g) for g in (64, 128)),
     *(Work(m, head_dim=d, num_kv_heads=h) for d, h in ((64, 16), (256, 4)) for m in ("kivi", "squat", "innerq-hybrid")),
     *(Work(m, layers=1, context=n) for n in (512, 2048, 8192, 32768, 131072) for m in ("innerq-sym", "innerq-hybrid")),
-    *(Work(m, batch=b, layers=0) for b in (1, 16) for m in ("kivi", "squat", "innerq-hybrid")),
+    *(Work(m, batch=b, layers=0) for b in (1, 16) for m in ("kivi", "squat", "innerq-hybrid", "fold", "innerq")),
 )
 """The shapes of docs/performance.md; one layer in both of InnerQ's modes is its Figure 4."""
 
@@ -99,6 +120,8 @@ def make_transform(work: Work, keys: torch.Tensor) -> "KeyTransform":
     """The state that the method would compute from the first tokens of these keys."""
     from kvfold.kernels.encode import KeyTransform
 
+    if work.paged:
+        return KeyTransform()
     first = keys[:, :, :256].float()
     if work.method == "squat":
         heads = work.batch * work.num_kv_heads
@@ -124,15 +147,22 @@ def make_layer(work: Work, tokens: int, device: torch.device, seed: int = 0) -> 
     for form in work.formats:
         fields = form.allocate(work.batch, work.num_kv_heads, tokens // form.block, device)
         for x in fields.values():
-            x.fill_(float("nan") if x.is_floating_point() else -1)
+            x.fill_(float("nan") if x.is_floating_point() else 77)
         sides.append(fields)
     return Layer(keys, random(*shape), *sides)
 
 
 def encode(work: Work, layer: Layer, how: "KeyTransform") -> None:
     from kvfold.kernels.encode import encode_blocks
+    from kvfold.kernels.encode_pages import encode_pages
 
     key_format, value_format = work.formats
+    if work.paged:
+        for form, x, fields in zip(
+            work.formats, (layer.keys, layer.values), (layer.key_fields, layer.value_fields), strict=True
+        ):
+            encode_pages(x, fields, form, 0, x.shape[2])
+        return
     encode_blocks(layer.keys, layer.key_fields, key_format, 0, how)
     encode_blocks(layer.values, layer.value_fields, value_format, 0)
 
@@ -162,11 +192,11 @@ def gate(work: Work, layer: Layer, how: "KeyTransform") -> float:
     block = work.formats[0].block
     blocks = layer.keys.shape[2] // block
     error = 0.0
-    for first in sorted({0, max(0, blocks // 2 - 2), max(0, blocks - 4)}):
+    for first in sorted({0, max(0, blocks // 2 - 2) // 4 * 4, max(0, blocks - 4) // 4 * 4}):  # four blocks are a page
         part = slice(first * block, (first + 4) * block)
         want = reference(work, layer.keys[:, :, part], layer.values[:, :, part], how)
-        for fields, side in zip((layer.key_fields, layer.value_fields), want, strict=True):
-            error = max(error, differing({n: x[:, :, first : first + 4] for n, x in fields.items()}, side))
+        for form, fields, side in zip(work.formats, (layer.key_fields, layer.value_fields), want, strict=True):
+            error = max(error, differing(form.take(fields, 4, first), side))
     return error
 
 
@@ -187,37 +217,35 @@ class Step:
         self.lengths = Lengths.of([packed + SINK + RECENT] * work.batch, [packed] * work.batch, SINK, device, True)
 
     def __call__(self) -> None:
-        from kvfold.kernels.encode import append_and_close
+        from kvfold.kernels import encode, encode_pages
 
-        append_and_close(
-            self.key,
-            self.value,
-            self.lengths,
-            self.sink,
-            self.ring,
-            RECENT,
-            self.layer.key_fields,
-            self.key_format,
-            self.layer.value_fields,
-            self.value_format,
-            self.how,
-        )
+        stored = self.layer.key_fields, self.key_format, self.layer.value_fields, self.value_format
+        windows = self.lengths, self.sink, self.ring, RECENT
+        if self.work.paged:
+            encode_pages.append_and_close(self.key, self.value, *windows, *stored)
+        else:
+            encode.append_and_close(self.key, self.value, *windows, *stored, self.how)
 
     def gate(self) -> float:
         """Fraction of the bytes of the first block that decoding closes that differ from the reference."""
         block, slots = self.key_format.block, self.ring[0].shape[2]
         packed = int(self.lengths.packed[0])
-        oldest = (packed + torch.arange(block, device=self.ring[0].device)) % slots
-        want = reference(self.work, self.ring[0][:, :, oldest], self.ring[1][:, :, oldest], self.how)
+        waiting = (packed + torch.arange(RECENT, device=self.ring[0].device)) % slots
+        # what a page's statistics are taken of: all that waits, and the tokens of the steps up to the one that closes
+        keys, values = (
+            torch.cat([ring[:, :, waiting], new.expand(-1, -1, block, -1)], 2)
+            for ring, new in zip(self.ring, (self.key, self.value), strict=True)
+        )
+        count = RECENT + block if self.work.paged else block
+        want = reference(self.work, keys[:, :, :count], values[:, :, :count], self.how)
         for _ in range(block + 1):
             self()
         if self.lengths.packed.tolist() != [packed + block] * self.work.batch:
             return math.inf
-        at = packed // block
         sides = (self.layer.key_fields, self.layer.value_fields)
         return max(
-            differing({n: x[:, :, at : at + 1] for n, x in fields.items()}, side)
-            for fields, side in zip(sides, want, strict=True)
+            differing(form.take(fields, 1, packed // block), form.take(side, 1))
+            for form, fields, side in zip(self.work.formats, sides, want, strict=True)
         )
 
 
@@ -263,8 +291,9 @@ def _calls(work: Work, device: torch.device) -> tuple[float, list[Callable[[], A
         step = Step(work, device)
         return step.gate(), [step] * key_format.block, 0
     size = work.batch * work.num_kv_heads * work.context * work.head_dim * 4
-    size += work.batch * work.num_kv_heads * work.context // key_format.block * key_format.block_bytes
-    size += work.batch * work.num_kv_heads * work.context // value_format.block * value_format.block_bytes
+    size += int(
+        work.batch * work.num_kv_heads * work.context * work.head_dim * (key_format.bits + value_format.bits) / 8
+    )
     first = make_layer(work, work.context, device)
     how = make_transform(work, first.keys)
     error = gate(work, first, how)
