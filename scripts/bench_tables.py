@@ -5,8 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kvfold.bench.generation import PLAIN, STATIC
 from kvfold.bench.matvec import LAYOUTS, LENGTHS, MODELS, SIDES
-from kvfold.bench.memory import PLAIN, STATIC, gains
+from kvfold.bench.memory import gains
 from kvfold.bench.rows import latest, of_last_commit, read
 
 ROWS = Path(__file__).resolve().parent.parent / "benchmarks" / "rows"

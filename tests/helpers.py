@@ -8,10 +8,10 @@ from types import ModuleType
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvfold.attention import _packed_for
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.formats import Fields, Format, PagedFormat
-from kvfold.layer import FoldedLayer
 from kvfold.methods import LayerSpec, Method, get
+from kvfold.plan import packed_for
 from kvfold.rope import Rope
 from targets import current
 
@@ -61,7 +61,7 @@ def layer(method: str | Method, shape: LayerSpec | None = None, **options: objec
     """A layer of its own; on a GPU packed as the kernel reads that would serve it in a model."""
     method, shape = get(method), shape or spec()
     if current().is_gpu:
-        shape = _packed_for(method, shape, current().device, None)
+        shape = packed_for(method, shape, current().device, None)
     return FoldedLayer(method, shape, **options)  # type: ignore[arg-type]
 
 

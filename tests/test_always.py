@@ -9,7 +9,7 @@ from transformers import DynamicCache, StaticCache, pipeline
 
 import kvfold
 from helpers import dynamic, llama, logits, prompt
-from kvfold.cache import FoldedCache
+from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.errors import MethodError, UnsupportedModelError
 from tiny_model import byte_tokenizer, tiny_llama
 

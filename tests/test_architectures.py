@@ -33,8 +33,8 @@ from transformers import (
 import kvfold
 import kvfold.errors
 from helpers import build, dynamic, llama, logits, prompt, relative
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import KVFoldError, UnsupportedModelError
-from kvfold.layer import FoldedLayer
 from kvfold.rope import rope_of
 
 pytestmark = pytest.mark.targets

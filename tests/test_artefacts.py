@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvfold.calibration import artefact as artefacts
-from kvfold.calibration.artefact import Artefact, config_hash, load, load_cached, push, read, save
+from kvfold import artefact as artefacts
+from kvfold.artefact import Artefact, config_hash, load, load_cached, push, read, save
 from kvfold.cli import main
 from kvfold.errors import KVFoldError
 from tiny_model import tiny_llama

@@ -7,8 +7,9 @@ import torch
 
 import kvfold
 from helpers import dynamic, feed, layer, left_padding, llama, logits, prompt, relative, spec, tokens
-from kvfold import kernels, originals
-from kvfold.attention import attention_forward
+from kvfold import kernels
+from kvfold.engines.transformers import originals
+from kvfold.engines.transformers.attention import attention_forward
 from kvfold.errors import CacheStateError, KVFoldError, MethodError, UnsupportedModelError
 from kvfold.kernels import Partial
 from kvfold.kernels.reference import ReferenceKernel

@@ -40,7 +40,7 @@ from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import kvfold
 from helpers import BASE, build, dynamic, llama, logits, prompt, relative
-from kvfold import attentions, originals
+from kvfold.engines.transformers import attentions, originals
 from kvfold.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.cpu_only("what modules are, not what they compute")

@@ -9,8 +9,8 @@ import torch
 
 import kvfold
 from kvfold import methods
+from kvfold.artefact import ArtefactError, read
 from kvfold.calibration import kvquant, vqllm
-from kvfold.calibration.artefact import ArtefactError, read
 from kvfold.calibration.collect import layer_specs
 from kvfold.calibration.run import calibrate
 from kvfold.errors import MethodError

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import kvfold
+from kvfold.bench import generation as generations
 from kvfold.bench import matvec, memory, modes, plot, profile, rows
-from kvfold.bench.cli import BENCHMARKS
+from kvfold.bench import static as buffers
 from kvfold.cli import main
+from kvfold.commands.bench import BENCHMARKS
 from kvfold.errors import KVFoldError
 from tiny_model import save, tiny_llama
 
@@ -214,7 +216,7 @@ def test_a_batch_prefilled_in_parts_is_the_batch(method):
     model = tiny_llama()
     ids = memory.prompts(model, 5, 203)
     ids, tokens = ids[:, :200], ids[:, 200:]
-    made = type("Eager", (memory.EagerFoldedGeneration,), {"method": method, "kernel": "reference"})
+    made = type("Eager", (generations.EagerFoldedGeneration,), {"method": method, "kernel": "reference"})
     with torch.no_grad():
         parts, whole = made(model, ids, 4, 2), made(model, ids, 4, 5)
         got, want = (memory.logits_of(x, tokens) for x in (parts, whole))
@@ -230,7 +232,7 @@ def test_transformers_own_cache_is_the_baseline_that_it_is_without_us():
     ids = memory.prompts(model, 3, 60)
     ids, tokens = ids[:, :56], ids[:, 56:]
     with torch.no_grad():
-        generation = memory.PlainGeneration(model, ids, 5, 3)
+        generation = generations.PlainGeneration(model, ids, 5, 3)
         got = memory.logits_of(generation, tokens)
         want = model(torch.cat([ids, tokens], 1)).logits[:, 56:].float()
     assert (got - want).norm() < 1e-4 * want.norm()
@@ -238,12 +240,12 @@ def test_transformers_own_cache_is_the_baseline_that_it_is_without_us():
 
 
 def test_a_static_buffer_decodes_as_a_growing_cache(monkeypatch):
-    monkeypatch.setattr(memory, "sdpa_kernel", lambda *args, **kwargs: nullcontext())  # it names kernels of GPUs
+    monkeypatch.setattr(buffers, "sdpa_kernel", lambda *args, **kwargs: nullcontext())  # it names kernels of GPUs
     model = tiny_llama().to(torch.bfloat16)
     ids = memory.prompts(model, 5, 44)
     ids, tokens = ids[:, :40], ids[:, 40:]
     with torch.no_grad():
-        static, plain = memory.StaticGeneration(model, ids, 5, 2), memory.PlainGeneration(model, ids, 5, 5)
+        static, plain = generations.StaticGeneration(model, ids, 5, 2), generations.PlainGeneration(model, ids, 5, 5)
         got, want = (memory.logits_of(x, tokens) for x in (static, plain))
     assert (got - want).norm() < 1e-2 * want.norm()
     assert static.nbytes() == 2 * 2 * 5 * 2 * 45 * 64 * 2  # one slot more than the growing cache has
@@ -251,7 +253,7 @@ def test_a_static_buffer_decodes_as_a_growing_cache(monkeypatch):
 
 @pytest.mark.parametrize("prompt, output", [(161, 338), (10, 3), (10, 2)])
 def test_steps_between_captured_lengths_are_interpolated(monkeypatch, prompt, output):
-    generation = memory.StaticGeneration(None, torch.zeros(1, prompt, dtype=torch.long), output, 1)
+    generation = generations.StaticGeneration(None, torch.zeros(1, prompt, dtype=torch.long), output, 1)
     generation.input = torch.zeros(1, 1, dtype=torch.long)
     captured = []
 
@@ -262,7 +264,7 @@ def test_steps_between_captured_lengths_are_interpolated(monkeypatch, prompt, ou
     monkeypatch.setattr(generation, "_step_seconds", step)
     once, total = generation.decode(torch.zeros(1, 1, dtype=torch.long))
     assert total == pytest.approx(sum(2.0 + 0.5 * n for n in range(prompt + 1, prompt + output)))
-    assert once == pytest.approx(0.1 * len(captured)) and len(captured) <= memory.POINTS
+    assert once == pytest.approx(0.1 * len(captured)) and len(captured) <= generations.POINTS
     assert (captured[0], captured[-1]) == (prompt + 1, prompt + output - 1)
 
 

@@ -36,11 +36,11 @@ from helpers import (
     until_packed,
 )
 from kvfold import errors
-from kvfold.cache import FoldedCache
+from kvfold.engines.transformers.cache import FoldedCache
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheStateError, KVFoldWarning
 from kvfold.formats import PagedFormat
 from kvfold.kernels import AttentionKernel
-from kvfold.layer import FoldedLayer
 from kvfold.methods import LayerSpec, Method
 
 pytestmark = pytest.mark.targets

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 
 import kvfold
-from kvfold.attention import unfold
-from kvfold.calibration.artefact import checksum, load, read
+from kvfold import unfold
+from kvfold.artefact import checksum, load, read
 from kvfold.calibration.collect import Collector, distance_factor, to_complex
-from kvfold.calibration.commvq import Schedule
+from kvfold.calibration.commvq_schedule import Schedule
 from kvfold.calibration.run import LayerDone, calibrate, windows_of
 from kvfold.cli import main
 from kvfold.errors import KVFoldError, MethodError
@@ -239,7 +239,7 @@ def test_wrong_inputs_are_one_line(tmp_path, capsys):
 
 
 def test_text_takes_several_files():
-    from kvfold.calibration.cli import spread_text
+    from kvfold.commands.calibrate import spread_text
 
     given = ["calibrate", "--text", "a", "b", "--tokens", "5", "--out", "c"]
     assert spread_text(given) == ["calibrate", "--text", "a", "--text", "b", "--tokens", "5", "--out", "c"]
@@ -375,9 +375,9 @@ def test_calibrate_refuses_options_that_a_method_has_not(place, tmp_path, capsys
 
 
 def test_the_value_network_is_an_option(place, tmp_path, capsys, monkeypatch):
-    from kvfold.calibration import commvq
+    from kvfold.calibration import commvq_schedule
 
-    monkeypatch.setitem(commvq.PRESETS, "fast", dataclasses.replace(QUICK, network_steps=5, network_batch=64))
+    monkeypatch.setitem(commvq_schedule.PRESETS, "fast", dataclasses.replace(QUICK, network_steps=5, network_batch=64))
     spec, network, plain = "commvq:bits=1,levels=16", tmp_path / "network.safetensors", tmp_path / "plain.safetensors"
     assert main(command(place, spec, network, "--encoder", "mlp")) == 0
     assert main(command(place, spec, plain)) == 0

@@ -21,7 +21,7 @@ import torch
 import kvfold
 from kvfold import methods
 from kvfold.cli import main
-from kvfold.conversation import Conversation
+from kvfold.commands.conversation import Conversation
 from kvfold.errors import KVFoldError, MethodError
 from kvfold.models import load
 from tiny_model import CONTEXT, TEMPLATE, byte_tokenizer, save, tiny_llama

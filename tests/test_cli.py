@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import kvfold
-from kvfold import kernels, methods, quality, terminal
+from kvfold import kernels, methods
 from kvfold.cli import main
+from kvfold.commands import compare, terminal
 from tiny_model import CONTEXT, byte_tokenizer, save, tiny_llama
 
 SMALL = ["--prefix", "320", "--tokens", "64", "--new-tokens", "4"]
@@ -130,8 +131,8 @@ def test_the_table_says_what_was_decoded_in_a_graph():
     header = Header({}, "m", 1, "bfloat16", "a GPU", 1, "t", "0" * 64, {}, [1024], 512, 32, 16, 0, "now")
     row = Row("kivi", 1024, 512, 3.0, 3.0, 1, 8, 9.0, 0.1, 0.9, 1e4, 300.0, "graph", 1.0, 1, 0, 0, 0, 1536, "")
     rows = [row, replace(row, method="gear", decode_path="steps: layer 0: its kernel is triton; needs gluon")]
-    assert ("graph", "steps") in zip(*quality._compare_table(header, rows).rows, strict=True)
-    notes = quality._compare_notes(header, rows)
+    assert ("graph", "steps") in zip(*compare._compare_table(header, rows).rows, strict=True)
+    notes = compare._compare_notes(header, rows)
     assert "decoded in a CUDA graph: kivi" in notes
     assert "decoded step by step: gear (layer 0: its kernel is triton; needs gluon)" in notes
 
@@ -451,7 +452,7 @@ def test_an_interrupt_exits_with_130(run, tiny, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quality, "load", interrupted)
+    monkeypatch.setattr(compare, "load", interrupted)
     status, out, err = run("compare", "--model", tiny)
     assert (status, out, err) == (130, "", "\nkvfold: interrupted\n")
 

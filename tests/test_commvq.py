@@ -9,17 +9,9 @@ import torch
 from helpers import rope, spec
 from kvfold.calibration.ablation import ablate
 from kvfold.calibration.collect import LayerSample, distance_factor, to_complex, to_real
-from kvfold.calibration.commvq import (
-    Schedule,
-    fit_codebook,
-    fit_together,
-    key_metric,
-    learn_keys,
-    learn_stage,
-    learn_values,
-    m_step,
-    soft_counts,
-)
+from kvfold.calibration.commvq_keys import fit_together, key_metric, learn_keys, learn_stage, m_step, soft_counts
+from kvfold.calibration.commvq_schedule import Schedule
+from kvfold.calibration.commvq_values import fit_codebook, learn_values
 from kvfold.errors import KVFoldError, MethodError
 from kvfold.formats.codebook import (
     AdditiveCodes,

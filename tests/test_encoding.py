@@ -22,7 +22,7 @@ from helpers import (
 from kvfold import explain, kernels
 from kvfold.formats.paged import plain
 from kvfold.methods import get
-from kvfold.storage.encoders import Encoder, choose_encoder
+from kvfold.plan import Encoder, choose_encoder
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from transformers import DynamicCache
 import kvfold
 from kvfold import models
 from kvfold.cli import main
+from kvfold.commands.eval import SUITES
 from kvfold.errors import KVFoldError
-from kvfold.evaluate import SUITES
 from kvfold.evaluation import loop, windows
 from kvfold.evaluation.answer import answer
-from kvfold.evaluation.results import read_folder
+from kvfold.evaluation.results import ResultFile
 from kvfold.evaluation.suites import REGISTRY, Options, Prompt, make
 from kvfold.evaluation.summary import summarize
 from kvfold.evaluation.text import Text, load_text
@@ -158,7 +158,7 @@ def test_every_suite_makes_a_row_per_item_and_method(tiny, tmp_path):
     rows = list(found[0].rows.values())
     assert all(row.scores["kld"] < 1e-6 and row.scores["top5"] == 1 for row in rows if row.method == "none")
     assert all(row.scores["kld"] > 1e-3 and len(row.series["kld"]) == 8 for row in rows if row.method != "none")
-    assert read_folder(tmp_path)[0].settings.windows == (0, 32)
+    assert ResultFile.read(next(tmp_path.glob("divergence-*.jsonl"))).settings.windows == (0, 32)
 
 
 def test_a_stopped_run_goes_on_and_a_larger_one_takes_the_rows_over(tiny, tmp_path):
@@ -180,7 +180,7 @@ def test_a_stopped_run_goes_on_and_a_larger_one_takes_the_rows_over(tiny, tmp_pa
     seen.clear()
     more = planned(tiny, ["ppl"], methods=["kivi:recent=32,sink=0", "squat:recent=32,sink=0"], limit=3)
     loop.run(tiny, TOKENIZER, INFO, more, tmp_path, on_start=lambda *a: seen.append(a))
-    assert seen == [(8, 18)] and len(read_folder(tmp_path)) == 1
+    assert seen == [(8, 18)] and len(list(tmp_path.glob("*.jsonl"))) == 1
     seen.clear()
     loop.run(
         tiny, TOKENIZER, INFO, more, tmp_path, on_start=lambda *a: seen.append(a), on_row=lambda *a: seen.append(a)

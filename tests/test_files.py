@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvfold import files
+from kvfold.artefact import check_target
+from kvfold.artefact import save as save_artefact
 from kvfold.bench.rows import append as append_rows
-from kvfold.calibration.artefact import check_target
-from kvfold.calibration.artefact import save as save_artefact
 from kvfold.cli import main
 from kvfold.errors import KVFoldError, OutputError
 from kvfold.evaluation.schema import write_json

@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 import kvfold
 from helpers import assert_same_content, relative, rope, spec
 from kvfold.arithmetic import storing
-from kvfold.attention import attention_forward, padding_mask
-from kvfold.cache import FoldedCache
+from kvfold.engines.transformers.attention import attention_forward, padding_mask
+from kvfold.engines.transformers.cache import FoldedCache
+from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.engines.transformers.saving import _described, _restore
 from kvfold.errors import CacheStateError, KVFoldWarning
-from kvfold.layer import FoldedLayer
-from kvfold.saving import _described, _restore
 from kvfold.storage.following import SPARE
 
 METHODS = (

@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvfold
 from helpers import dynamic, left_padding, llama, logits, prompt, relative
-from kvfold.cache import FoldedCache
+from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.errors import KVFoldWarning
 from targets import current
 

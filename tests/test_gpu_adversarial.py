@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import kvfold
 from decode_case import BF16, FP16, KINDS, Case, relative
 from helpers import llama, logits, prompt
-from kvfold.graph import DecodeGraph
+from kvfold.engines.transformers.graph import DecodeGraph
 from kvfold.kernels import Span, Windows
 from specializations import MODES, formats
 

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvfold
 from helpers import llama
-from kvfold.graph import DecodeGraph, decoding
+from kvfold.engines.transformers.graph import DecodeGraph, decoding
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 pytest.importorskip("triton")
 
 import kvfold
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.kernels import NewTokens
 from kvfold.kernels.reference import ReferenceKernel
-from kvfold.layer import FoldedLayer
 from kvfold.methods import LayerSpec, get
 
 pytestmark = [

@@ -6,7 +6,7 @@ import torch
 import kvfold
 from kvfold.bench import profile
 from kvfold.bench.decode import filled
-from kvfold.graph import DecodeGraph
+from kvfold.engines.transformers.graph import DecodeGraph
 from tiny_model import tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

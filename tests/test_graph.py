@@ -8,9 +8,9 @@ import torch
 
 import kvfold
 from helpers import llama, prompt
-from kvfold import graph
+from kvfold.engines.transformers import graph
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheStateError, KVFoldWarning, UnsupportedModelError
-from kvfold.layer import FoldedLayer
 
 
 class Steps:

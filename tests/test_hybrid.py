@@ -25,8 +25,8 @@ from transformers import (
 
 import kvfold
 from helpers import build, dynamic, logits, prompt, relative
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheStateError, UnsupportedModelError
-from kvfold.layer import FoldedLayer
 
 CUTS = [150, 30, 1, 19]
 MAMBA = {"mamba_d_state": 16, "mamba_n_heads": 4, "mamba_chunk_size": 16}

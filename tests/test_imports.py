@@ -7,7 +7,8 @@ import sys
 import pytest
 
 import kvfold
-from kvfold import methods, terminal
+from kvfold import methods
+from kvfold.commands import terminal
 
 HEAVY = ("torch", "transformers", "numpy", "rich", "safetensors", "huggingface_hub", "numba")
 LIMIT = 300

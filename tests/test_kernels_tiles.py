@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold import kernels
-from kvfold.attention import _packed_for
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups
 from kvfold.formats.paged import plain
 from kvfold.kernels import aot, tiles
 from kvfold.methods import LayerSpec, get
+from kvfold.plan import packed_for
 from tiles_case import CASES, LIMIT, Case, formats, model_error
 
 CUDA = torch.device("cuda")
@@ -156,7 +156,7 @@ def spec(head_dim, dtype=torch.float16):
 )
 def test_the_order_of_codes_follows_the_kernel(hopper, method, head_dim, kernel, reason):
     method = get(method)
-    stored = _packed_for(method, spec(head_dim), CUDA, None)
+    stored = packed_for(method, spec(head_dim), CUDA, None)
     choice = kernels.choose(
         plain(method.key_format(stored)), method.value_format(stored), CUDA, method.pre_rope, None, torch.float16
     )
@@ -165,9 +165,9 @@ def test_the_order_of_codes_follows_the_kernel(hopper, method, head_dim, kernel,
 
 
 def test_a_named_kernel_decides_the_order(hopper):
-    assert not _packed_for(get("kivi"), spec(128), CUDA, "triton").fragments
-    assert _packed_for(get("kivi"), spec(128), CUDA, "gluon").fragments
-    assert _packed_for(get("squat_pre"), spec(128), CUDA, "reference").fragments
+    assert not packed_for(get("kivi"), spec(128), CUDA, "triton").fragments
+    assert packed_for(get("kivi"), spec(128), CUDA, "gluon").fragments
+    assert packed_for(get("squat_pre"), spec(128), CUDA, "reference").fragments
 
 
 def test_float32_layers_go_to_the_reference(hopper):

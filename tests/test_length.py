@@ -10,8 +10,8 @@ import torch
 
 import kvfold
 from helpers import feed, layer, spec
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.formats import PagedFormat
-from kvfold.layer import FoldedLayer
 from kvfold.methods import get
 from kvfold.rope import Rope
 

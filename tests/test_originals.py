@@ -24,9 +24,9 @@ from transformers.masking_utils import sdpa_mask
 
 import kvfold
 from helpers import BASE, build, dynamic, llama, logits, prompt, relative, tokens
-from kvfold import originals
-from kvfold.attention import attention_forward
-from kvfold.cache import FoldedCache
+from kvfold.engines.transformers import originals
+from kvfold.engines.transformers.attention import attention_forward
+from kvfold.engines.transformers.cache import FoldedCache
 
 pytestmark = pytest.mark.cpu_only("which function is called, and with what")
 

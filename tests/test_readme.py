@@ -11,7 +11,7 @@ import pytest
 
 from kvfold import methods
 from kvfold.cli import cli
-from kvfold.terminal import spread
+from kvfold.commands.terminal import spread
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -94,6 +94,6 @@ def test_its_python_runs(tmp_path, monkeypatch, capsys):
         ):
             block = block.replace(written, here)
         code = compile(block, "README.md", "exec")
-        if "kvfold.graph" not in block:
+        if "kvfold.decoding" not in block:
             exec(code, names)
     assert capsys.readouterr().out.startswith("The KV cache of a transformer")

@@ -14,10 +14,10 @@ import kvfold
 from helpers import assert_same_content, build, dynamic, feed, layer, llama, logits, prompt, relative, spec, tokens
 from kvfold import Pair, Recipe
 from kvfold.cli import main
+from kvfold.engines.transformers.graph import _check_alike
 from kvfold.errors import MethodError, UnsupportedModelError
 from kvfold.formats import PagedFormat
 from kvfold.formats.paged import plain
-from kvfold.graph import _check_alike
 from kvfold.methods import DEFAULT, PRESETS, REGISTRY, Method, get
 from kvfold.methods.recipe import BETWEEN
 from tiny_model import save, tiny_llama

@@ -19,11 +19,11 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Lfm2Config, Lfm2Fo
 
 import kvfold
 from helpers import build, feed, layer, llama, logits, prompt, spec, tokens
-from kvfold import saving
-from kvfold.cache import FoldedCache
-from kvfold.calibration import artefact as artefacts
+from kvfold import artefact as artefacts
+from kvfold.engines.transformers import saving
+from kvfold.engines.transformers.cache import FoldedCache
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheFileError, CacheStateError, KVFoldError, UnsupportedModelError
-from kvfold.layer import FoldedLayer
 from kvfold.methods import DEFAULT
 from targets import current
 

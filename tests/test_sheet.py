@@ -13,7 +13,8 @@ import termios
 import pytest
 
 import kvfold
-from kvfold import methods, quality
+from kvfold import methods
+from kvfold.commands import compare, domains
 from kvfold.evaluation import Header, Row
 from kvfold.evaluation.domains import DomainRow
 from kvfold.sheet import Column, Sheet, wrap
@@ -43,11 +44,11 @@ def domain_rows(domains, prefixes=(1024,)):
 
 
 def sheets():
-    yield "compare", quality._compare_table(header(1024), compare_rows(1024))
-    yield "several", quality._compare_table(header(64, 16384), compare_rows(64, 16384, path="graph"))
-    yield "domains", quality._domains_table(header(1024), domain_rows(["prose", "code", "retrieval"]))
+    yield "compare", compare._compare_table(header(1024), compare_rows(1024))
+    yield "several", compare._compare_table(header(64, 16384), compare_rows(64, 16384, path="graph"))
+    yield "domains", domains._domains_table(header(1024), domain_rows(["prose", "code", "retrieval"]))
     many = ["prose", "code", "retrieval", "gsm8k", "wiki", "law", "a-name-of-its-own"]
-    yield "many domains", quality._domains_table(header(1024, 4096), domain_rows(many, (1024, 4096)))
+    yield "many domains", domains._domains_table(header(1024, 4096), domain_rows(many, (1024, 4096)))
     for name in ("fold", "kivi", "none", "squat", "qjl:paper=true,outliers=8,early_layers=1", "fold+0=kivi:bits=4"):
         yield f"explain {name}", kvfold.explain(tiny_llama(), name).sheet("a model")
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kvfold
-from kvfold import methods, sizes
+from kvfold import methods
+from kvfold.engines.transformers import sizes
 from tiny_model import tiny_llama
 
 OTHERS = ("kivi:group=64", "fold:sink=0,recent=0", "fold+keep=0", "k=fold:bits=3+v=kivi", "fold+1=kivi:bits=4,sink=0")

@@ -83,7 +83,7 @@ def test_neither_the_library_nor_the_command_loads_torch_before_it_is_needed():
         "import sys, os; before = dict(os.environ); import kvfold, kvfold.cli, kvfold.threads; "
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; "
         "assert callable(kvfold.fold) and callable(kvfold.explain) and kvfold.methods.DEFAULT is kvfold.DEFAULT; "
-        "import kvfold.explanation; assert callable(kvfold.explain); "
+        "import kvfold.engines.transformers.explanation; assert callable(kvfold.explain); "
         "assert not hasattr(kvfold, 'nothing') and 'fold' in dir(kvfold); "
         "assert {k: v for k, v in os.environ.items() if 'OMP' in k or 'KMP' in k} == "
         "{k: v for k, v in before.items() if 'OMP' in k or 'KMP' in k}"

@@ -12,16 +12,15 @@ from kvfold.errors import (
     MethodError,
     UnsupportedModelError,
 )
+from kvfold.version import __version__
 
 if TYPE_CHECKING:
-    from kvfold.always import folding
-    from kvfold.attention import fold, unfold
-    from kvfold.cache import FoldedCache
-    from kvfold.explanation import Explanation, explain
+    from kvfold.engines.transformers.cache import FoldedCache
+    from kvfold.engines.transformers.explanation import Explanation, explain
+    from kvfold.engines.transformers.fold import fold, folding, unfold
+    from kvfold.engines.transformers.graph import decoding
+    from kvfold.engines.transformers.loading import load_cache
     from kvfold.methods import DEFAULT, Method, Pair, Recipe
-    from kvfold.saving import load_cache
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DEFAULT",
@@ -36,6 +35,8 @@ __all__ = [
     "Pair",
     "Recipe",
     "UnsupportedModelError",
+    "__version__",
+    "decoding",
     "explain",
     "fold",
     "folding",
@@ -44,17 +45,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "fold": "attention",
-    "folding": "always",
-    "unfold": "attention",
-    "FoldedCache": "cache",
-    "Explanation": "explanation",
-    "explain": "explanation",
+    "fold": "engines.transformers.fold",
+    "folding": "engines.transformers.fold",
+    "unfold": "engines.transformers.fold",
+    "decoding": "engines.transformers.graph",
+    "FoldedCache": "engines.transformers.cache",
+    "Explanation": "engines.transformers.explanation",
+    "explain": "engines.transformers.explanation",
+    "load_cache": "engines.transformers.loading",
     "DEFAULT": "methods",
     "Method": "methods",
     "Pair": "methods",
     "Recipe": "methods",
-    "load_cache": "saving",
 }
 
 

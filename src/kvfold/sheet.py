@@ -260,3 +260,12 @@ def _length(text: str) -> int:
     from rich.cells import cell_len
 
     return max((cell_len(line) for line in text.split("\n")), default=0)
+
+
+def as_bytes(count: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -22,8 +22,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvfold import fold, unfold
 from kvfold.bench.rows import append, options, script, show
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import KVFoldError
-from kvfold.layer import FoldedLayer
 from kvfold.methods import get
 from kvfold.models import load
 

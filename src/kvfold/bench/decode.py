@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 import kvfold
 from kvfold.bench.rows import append, environment, need_gpu, options, progress, script, show
-from kvfold.graph import DecodeGraph
+from kvfold.engines.transformers.graph import DecodeGraph
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {

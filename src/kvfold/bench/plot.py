@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold import files
+from kvfold.bench.generation import PLAIN, STATIC
 from kvfold.bench.matvec import LAYOUTS, MODELS, SIDES
-from kvfold.bench.memory import PLAIN, STATIC
 from kvfold.bench.rows import latest, of_last_commit, read, script
 from kvfold.errors import KVFoldError, OutputError
 

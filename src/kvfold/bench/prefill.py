@@ -1,6 +1,6 @@
 """Folding a long prompt into one layer: time and memory of encoding by kernel and by torch operations.
 
-``kvfold bench prefill`` appends a prompt to a :class:`kvfold.layer.FoldedLayer` of Llama-3.1-8B's shape, as its first call
+``kvfold bench prefill`` appends a prompt to a folded layer of Llama-3.1-8B's shape, as its first call
 does after attending. The two encoders' packed bytes are compared before a time is taken. A row's ``error`` is the fraction
 of bytes that differ from torch's; ``extra_mb`` is the most memory that was allocated while appending, beyond what the layer
 keeps; ``ratio`` is how many times as long torch takes.
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from kvfold.bench.rows import append, environment, need_gpu, options, script, show
-from kvfold.layer import FoldedLayer
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.methods import LayerSpec, get
-from kvfold.storage.encoders import Encoder
+from kvfold.plan import Encoder
 
 ROWS = Path("benchmarks/rows/prefill.csv")
 METHODS = ("kivi", "squat", "fold", "innerq", *(f"innerq:paper=true,mode={mode}" for mode in ("asym", "sym", "hybrid")))

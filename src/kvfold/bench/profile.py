@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from kvfold.bench.decode import SHAPES, build, filled
 from kvfold.bench.rows import append, environment, need_gpu, options, progress, script, show
-from kvfold.cache import FoldedCache
+from kvfold.engines.transformers.cache import FoldedCache
+from kvfold.engines.transformers.graph import DecodeGraph
 from kvfold.errors import KVFoldError
-from kvfold.graph import DecodeGraph
 from kvfold.methods import get
 
 ROWS = Path("benchmarks/rows/profile.csv")

@@ -23,7 +23,9 @@ import torch
 
 from kvfold import files
 from kvfold.calibration.collect import Collector, LayerSample
-from kvfold.calibration.commvq import Schedule, learn_keys, learn_stage, learn_values
+from kvfold.calibration.commvq_keys import learn_keys, learn_stage
+from kvfold.calibration.commvq_schedule import Schedule
+from kvfold.calibration.commvq_values import learn_values
 from kvfold.calibration.run import HELD_OUT, windows_of
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups

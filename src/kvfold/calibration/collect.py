@@ -196,7 +196,7 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec | None]:
     """Every layer's shape, with its rotation; None where kvfold keeps the layer in full precision."""
-    from kvfold.attention import plan_layers
+    from kvfold.engines.transformers.planning import plan_layers
 
     rope, attentions = rope_of(model), attention_modules(model)
     specs: list[LayerSpec | None] = []

@@ -13,10 +13,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import kvfold
-from kvfold.calibration import artefact as artefacts
-from kvfold.calibration.artefact import Artefact
-from kvfold.calibration.commvq import PRESETS, CommVQLearner, Schedule
+from kvfold import artefact as artefacts
+from kvfold.artefact import Artefact
+from kvfold.calibration.commvq import CommVQLearner
+from kvfold.calibration.commvq_schedule import PRESETS, Schedule
 from kvfold.calibration.kvquant import KVQuantLearner
 from kvfold.calibration.learner import Learner
 from kvfold.calibration.state import State
@@ -27,6 +27,7 @@ from kvfold.methods.commvq import CommVQ
 from kvfold.methods.kvquant import KVQuant
 from kvfold.methods.learned import LearnedMethod, rotary_dim
 from kvfold.methods.vqllm import VQLLM
+from kvfold.version import __version__
 
 HELD_OUT = 8
 """Every so many windows, one is kept for measuring errors."""
@@ -113,7 +114,7 @@ def calibrate(
         The artefact. What is finished is kept in the folder ``<out>.partial`` until it is written; a killed run with the
         same arguments goes on there and ends with the same artefact.
     preset : str
-        For CommVQ: name in :data:`~kvfold.calibration.commvq.PRESETS`.
+        For CommVQ: name in :data:`~kvfold.calibration.commvq_schedule.PRESETS`.
     schedule : Schedule or None
         For CommVQ: instead of the preset's.
     encoder : {"scalar", "mlp"} or None
@@ -161,7 +162,7 @@ def calibrate(
         "schedule": dataclasses.asdict(chosen) if learns else {"window": chosen.window},
         "seed": seed,
     }
-    versions = {"kvfold": kvfold.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {"kvfold": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     learner = _learner(method, chosen)(model, windows, held.flatten(), seed)
     folded = [s for s in learner.specs if s is not None]
     if not folded:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.engines.transformers.graph import decoding
 from kvfold.evaluation.compare import on_gpu
 from kvfold.evaluation.perplexity import packs, prefill
 from kvfold.evaluation.suites.base import Outcome, Prompt
-from kvfold.graph import decoding
 
 if TYPE_CHECKING:
-    from kvfold.cache import FoldedCache
+    from kvfold.engines.transformers.cache import FoldedCache
 
 STRIDE = 16
 """Tokens decoded on a GPU before the host looks whether the answer has ended; what follows its end is dropped."""

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.engines.transformers.graph import decoding
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.perplexity import CHUNK, Reference, now, prefill, reference, score
 from kvfold.evaluation.schema import Header, Row, Sidecar, finite, write_json
 from kvfold.evaluation.text import Text
 from kvfold.evaluation.windows import CHARACTERS, as_prefixes, bos_of, check_context, tail
-from kvfold.graph import decoding
 from kvfold.models import ModelInfo
 
 if TYPE_CHECKING:
-    from kvfold.cache import FoldedCache
+    from kvfold.engines.transformers.cache import FoldedCache
     from kvfold.methods.base import Method
 
 PREFIX = 1024

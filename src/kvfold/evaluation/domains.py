@@ -246,23 +246,6 @@ def means(rows: Sequence[DomainRow]) -> dict[str, dict[str, Mean]]:
     }
 
 
-def divergences(rows: Sequence[DomainRow]) -> dict[str, dict[int, float | None]]:
-    """Mean KL divergence over texts, in nats, by method and then by prefix, ascending.
-
-    Each text counts alike, whatever its number of windows. None where a text is missing that another method or prefix has, or
-    its mean is.
-    """
-    prefixes = sorted({row.prefix for row in rows})
-    names = {row.domain for row in rows}
-    found = {prefix: means([row for row in rows if row.prefix == prefix]) for prefix in prefixes}
-
-    def mean(method: str, prefix: int) -> float | None:
-        by_domain = found[prefix].get(method, {})
-        return _mean([by_domain[name].kld if name in by_domain else None for name in names])
-
-    return {method: {p: mean(method, p) for p in prefixes} for method in dict.fromkeys(row.method for row in rows)}
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if len(known) == len(values) and known else None

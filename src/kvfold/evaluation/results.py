@@ -299,20 +299,6 @@ class ResultFile:
         self.rows[row.key] = row
 
 
-def read_folder(folder: Path) -> list[ResultFile]:
-    """All results of a folder, by name.
-
-    Raises
-    ------
-    KVFoldError
-        It is no folder, has no results, or one of them is damaged.
-    """
-    found = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
-    if not found:
-        raise KVFoldError(f"results: {folder} is not a folder with results; make some with kvfold eval --out {folder}")
-    return [ResultFile.read(path) for path in found]
-
-
 def as_folder(path: Path) -> Path:
     """A folder for results; made if it is not there.
 

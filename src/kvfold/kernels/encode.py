@@ -15,7 +15,7 @@ Order of a decode step, per layer::
     append_and_close(key, value, lengths, ...)  # closes what the step before left due, then writes the new tokens
     decode_attention(query, ...)                # reads lengths.sink, .packed, .recent: the new tokens lie in the windows
 
-A block therefore closes one launch later than :class:`kvfold.layer.FoldedLayer` closes it, but attention of every step
+A block therefore closes one launch later than the host closes it, but attention of every step
 reads the same: there, too, a step's tokens are packed after they were attended to. ``append_and_close(None, None, ...)``
 closes what is due without new tokens, after which both hold the same content. In two launches, with the same content
 after every step: ``append_and_close(..., close=False)``, attention, ``append_and_close(None, None, ...)``.

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from kvfold.calibration.artefact import Artefact, load_cached
+from kvfold.artefact import Artefact, load_cached
 from kvfold.errors import MethodError
 from kvfold.methods.base import LayerSpec, Method
-from kvfold.methods.recipe import BETWEEN
+from kvfold.methods.specs import BETWEEN
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ a part ends only where ``+`` and a selector (``k=``, ``v=``, ``keep=``, layers) 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,13 +24,7 @@ import torch
 from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format
 from kvfold.methods.base import LayerSpec, Method, Observation, State
-
-_LAYERS = r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*"
-SELECTOR = re.compile(rf"(?P<what>k|v|keep|(?P<layers>{_LAYERS})(?:\.(?P<side>k|v))?)\s*=", re.IGNORECASE)
-BETWEEN = re.compile(rf"\s*\+\s*(?=(?:k|v|keep|{_LAYERS}(?:\.[kv])?)\s*=)", re.IGNORECASE)
-"""What separates two parts."""
-WRONG = re.compile(rf"[;|&/]\s*(?:k|v|keep|{_LAYERS}(?:\.[kv])?)\s*=", re.IGNORECASE)
-"""What others might write in its place."""
+from kvfold.methods.specs import BETWEEN, SELECTOR, WRONG, single
 
 MOST_LAYERS = 10_000
 """Beyond every model's."""
@@ -323,6 +316,24 @@ COMMON = ("bits", "k_bits", "v_bits", "sink", "recent", "group", "center", "pape
 # ---- the grammar -----------------------------------------------------------------------------------------------------
 
 
+def get(spec: str | Method) -> Method:
+    """Build a method from its spec, ``name`` or ``name:key=value,key=value``; names of presets work as names.
+
+    Several methods are joined by ``+``: ``k=fold:bits=3+v=kivi:bits=2`` for keys and values, ``fold+keep=0,1`` for layers that
+    stay in full precision, ``fold+0-3=kivi:bits=4`` for layers with another method.
+
+    Raises
+    ------
+    MethodError
+        For an unknown name, option or value; the message lists what is allowed.
+    """
+    if isinstance(spec, Method):
+        return spec
+    if not isinstance(spec, str):
+        raise MethodError(f"method: {spec!r} is not a method; allowed: text as in 'fold:bits=2', or a kvfold.Method")
+    return parse(spec) if is_recipe(spec) else single(spec)
+
+
 def is_recipe(text: str) -> bool:
     """Whether a spec has parts or selectors."""
     return bool(SELECTOR.match(text.strip()) or BETWEEN.search(text))
@@ -427,8 +438,6 @@ def spelled(layers: Iterable[int]) -> str:
 
 
 def _plain(method: Method | str, what: str) -> Method:
-    from kvfold.methods import get
-
     found = get(method)
     if isinstance(found, Recipe):
         raise MethodError(f"{what}: {found} speaks of layers itself; allowed: a method, or k=METHOD+v=METHOD")

@@ -5,69 +5,15 @@ from typing import Any
 
 import torch
 
-from kvfold.formats import AffineGroups, Format
-from kvfold.formats.paged import norms, plain
+from kvfold.formats.paged import norms
 from kvfold.kernels.lengths import Lengths
-from kvfold.methods import LayerSpec, Method
 from kvfold.methods.base import PIECE, finite
+from kvfold.plan import has_pages
 from kvfold.storage.following import Following
 from kvfold.storage.reader import Reader
 from kvfold.storage.ring import Pair, Ring
 from kvfold.storage.sequences import ALL, Rows
 from kvfold.storage.slabs import Slab
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """What encodes a layer, and why: the kernels of :mod:`kvfold.kernels.encode` and :mod:`kvfold.kernels.encode_pages`
-    ("triton") or the method's and formats' own operations ("torch")."""
-
-    name: str
-    reason: str
-
-    @property
-    def captures(self) -> bool:
-        """Whether blocks can be closed in a CUDA graph, by lengths on the device."""
-        return self.name == "triton"
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
-
-
-def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Encoder:
-    """What encodes a layer on this device."""
-    if device.type == "cpu":
-        return Encoder("torch", "encoding kernels run on cuda")
-    if not method.kernel_encodes:
-        return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
-    why = _why_not(method, spec, device)
-    return Encoder("torch", why) if why else Encoder("triton", "first choice")
-
-
-def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | None:
-    """Why kernels cannot encode a layer; None if they can."""
-    from kvfold.kernels import encode, encode_pages
-
-    formats = method.key_format(spec), method.value_format(spec)
-    width = method.slice_width(spec.head_dim)
-    if _has_pages(formats):
-        if width is not None:
-            return "keys: an update of following channels beside statistics per page"
-        for side, form in zip(("keys", "values"), formats, strict=True):
-            if why := encode_pages.why_not(form, device):
-                return f"{side}: {why}"
-        return encode_pages.self_test(*formats, device) if torch.cuda.is_available() else None
-    keys, values = plain(formats[0]), formats[1]
-    for side, form, cut in (("keys", keys, width), ("values", values, None)):
-        if why := encode.why_not(form, device, cut):
-            return f"{side}: {why}"
-    assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
-    return encode.self_test(keys, values, width, device) if torch.cuda.is_available() else None
-
-
-def _has_pages(formats: tuple[Format, Format]) -> bool:
-    """Whether the kernels for affine groups alone, whose statistics belong to a sequence, cannot serve these formats."""
-    return not all(isinstance(plain(form), AffineGroups) for form in formats)
 
 
 @dataclass(frozen=True)
@@ -287,4 +233,4 @@ class PagesEncoder:
 
 def kernel_encoder(reader: Reader, following: Following) -> KernelEncoder | PagesEncoder:
     """What encodes by kernels, if :func:`choose_encoder` says so."""
-    return PagesEncoder(reader) if _has_pages(reader.layout.formats) else KernelEncoder(reader, following)
+    return PagesEncoder(reader) if has_pages(reader.layout.formats) else KernelEncoder(reader, following)

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import torch
 
-from kvfold.storage.encoders import Encoder, TorchEncoder, Unpacked, kernel_encoder
+from kvfold.plan import Encoder
+from kvfold.storage.encoders import TorchEncoder, Unpacked, kernel_encoder
 from kvfold.storage.following import Following
 from kvfold.storage.reader import Reader
 from kvfold.storage.sequences import ALL, Rows

@@ -5,7 +5,7 @@ If the next call begins earlier than that, the one before died. Everything is de
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,18 +16,8 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from kvfold.engines.transformers.originals import is_folded
 from kvfold.errors import CacheStateError
-from kvfold.originals import is_folded
-
-
-class Reversible(Protocol):
-    """A layer that can be as it was."""
-
-    running: "tuple[Call, int] | None"
-
-    def snapshot(self) -> Any: ...
-
-    def restore(self, snapshot: Any) -> None: ...
 
 
 class Call:

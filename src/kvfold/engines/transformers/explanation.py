@@ -8,14 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvfold import kernels
 from kvfold.arithmetic import outside_autocast
-from kvfold.attention import CAPS_ALONE, KEPT, plan_layers, transformer
+from kvfold.engines.transformers.planning import CAPS_ALONE, KEPT, plan_layers, transformer
 from kvfold.formats import Format, PagedFormat
-from kvfold.formats.paged import plain
 from kvfold.methods import DEFAULT_METHOD, Method, get
+from kvfold.plan import choose_encoder, choose_kernel
 from kvfold.sheet import Column, Sheet
-from kvfold.storage.encoders import choose_encoder
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
             continue
         chosen, spec = item.method, item.spec
         keys, values = chosen.key_format(spec), chosen.value_format(spec)
-        choice = kernels.choose(plain(keys), values, model.device, chosen.pre_rope, None, model.dtype, spec.softcap)
+        choice = choose_kernel(chosen, spec, model.device)
         rows.append(
             LayerReport(
                 index,

@@ -8,33 +8,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import safetensors
 import torch
 import transformers
 from safetensors.torch import save_file
 
-import kvfold
 from kvfold import files
 from kvfold.arithmetic import storing
-from kvfold.attention import transformer
-from kvfold.cache import FoldedCache
-from kvfold.calibration.artefact import checksum, config_hash, first_line, load_cached, read_checked, weights_hash
-from kvfold.errors import CacheFileError, CacheStateError, KVFoldError
+from kvfold.artefact import checksum, config_hash, first_line, load_cached, read_checked, weights_hash
+from kvfold.engines.transformers.hybrid import FoldedHybridLayer
+from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.errors import CacheFileError, CacheStateError
 from kvfold.formats import Format, PagedFormat
-from kvfold.hybrid import FoldedHybridLayer
-from kvfold.layer import FoldedLayer
-from kvfold.methods import Method, get
+from kvfold.methods import Method
 from kvfold.methods.learned import LearnedMethod
 from kvfold.storage.sequences import COUNTS
 from kvfold.storage.slabs import Slab
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from kvfold.version import __version__
 
 SCHEMA = 1
 """Raised whenever a file's layout, or the meaning of any format's bytes, changes."""
@@ -46,10 +40,23 @@ SIDES = ("key", "value")
 Tensors = dict[str, torch.Tensor]
 
 
+class Cache(Protocol):
+    """A folded cache, as far as a file asks."""
+
+    @property
+    def layers(self) -> Sequence[Any]: ...
+
+    @property
+    def method(self) -> Method: ...
+
+    @property
+    def model(self) -> torch.nn.Module | None: ...
+
+
 # ---- entry points ----------------------------------------------------------------------------------------------------
 
 
-def save(cache: FoldedCache, path: str | os.PathLike[str]) -> None:
+def save(cache: Cache, path: str | os.PathLike[str]) -> None:
     """Write a folded cache to a file, in one step; see :meth:`kvfold.FoldedCache.save`."""
     model = cache.model
     if model is None:
@@ -62,83 +69,19 @@ def save(cache: FoldedCache, path: str | os.PathLike[str]) -> None:
         "schema": SCHEMA,
         "method": str(cache.method),
         "artefacts": _artefacts(cache),
-        "model": _identity(model),
+        "model": identity(model),
         "versions": {
-            "kvfold": kvfold.__version__,
+            "kvfold": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
         "layers": layers,
     }
     fields["sha256"] = checksum(fields, tensors)
-    _write(_path(path), tensors, {KEY: json.dumps(fields, sort_keys=True)})
+    _write(path_of(path), tensors, {KEY: json.dumps(fields, sort_keys=True)})
 
 
-@storing
-def load_cache(
-    path: str | os.PathLike[str],
-    model: PreTrainedModel,
-    method: str | Method | None = None,
-    *,
-    kernel: str | None = None,
-    max_length: int | None = None,
-) -> FoldedCache:
-    """Read a folded cache that :meth:`kvfold.FoldedCache.save` wrote, and fold ``model`` with its method.
-
-    What is read is what was saved, bit for bit: packed tokens, windows, an encoder's state, padding. Every layer lies on the
-    device of the model's layer. The model is switched to kvfold's attention as by :func:`kvfold.fold`; a cache that it was
-    folded with before is not touched.
-
-    Parameters
-    ----------
-    path : str or path
-    model : PreTrainedModel
-        The model that the cache was made with: the same configuration, weights and dtype.
-    method : str or Method, optional
-        Insist on this method. A learned method's artefact may lie elsewhere than it did: name its new place here.
-        None: the file's.
-    kernel : str or None
-        As for :func:`kvfold.fold`.
-    max_length : int or None
-        Lay packed storage out as one piece for this many tokens, as decode graphs need it. None: as it was saved.
-
-    Returns
-    -------
-    FoldedCache
-
-    Raises
-    ------
-    CacheFileError
-        If the file is missing, damaged, of a newer schema, or of another model, other weights, another dtype or method.
-    MethodError, UnsupportedModelError
-        As :func:`kvfold.fold`.
-
-    Examples
-    --------
-    >>> cache.save("prompt.safetensors")  # doctest: +SKIP
-    >>> cache = kvfold.load_cache("prompt.safetensors", model)  # doctest: +SKIP
-    """
-    path, model = _path(path), transformer(model)
-    fields, tensors = read(path)
-    chosen = _method(path, fields, method)
-    _check_model(path, fields["model"], model)
-    _check_artefacts(path, fields["artefacts"], chosen)
-    told_length = next((layer["max_length"] for layer in fields["layers"] if layer["class"] == "folded"), None)
-    cache = kvfold.fold(model, chosen, kernel=kernel, max_length=told_length if max_length is None else max_length)
-    if len(cache.layers) != len(fields["layers"]):
-        raise CacheFileError(f"cache: {path} has {len(fields['layers'])} layers, the model {len(cache.layers)}")
-    try:
-        fill(cache, fields["layers"], tensors, layer_devices(model, len(cache.layers)), max_length or 0)
-    except KVFoldError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CacheFileError(
-            f"cache: {path} is damaged: its layers do not fit together ({first_line(error)})"
-        ) from error
-    return cache
-
-
-def contents(cache: FoldedCache) -> tuple[list[dict[str, Any]], Tensors]:
+def contents(cache: Cache) -> tuple[list[dict[str, Any]], Tensors]:
     """What a cache holds: a layer's counts as plain data, one dict each, and tensors on the CPU."""
     tensors: Tensors = {}
     layers = [_described(layer, f"layers.{i}.", tensors) for i, layer in enumerate(cache.layers)]
@@ -147,9 +90,9 @@ def contents(cache: FoldedCache) -> tuple[list[dict[str, Any]], Tensors]:
 
 @storing
 def fill(
-    cache: FoldedCache, layers: list[dict[str, Any]], tensors: Tensors, devices: list[torch.device], max_length: int = 0
+    cache: Cache, layers: list[dict[str, Any]], tensors: Tensors, devices: list[torch.device], max_length: int = 0
 ) -> None:
-    """Make a fresh cache what :func:`contents` saw, each layer on its device; see :func:`load_cache` for ``max_length``."""
+    """Make a fresh cache what :func:`contents` saw, each layer on its device; ``max_length``: see :func:`kvfold.load_cache`."""
     for i, (layer, told) in enumerate(zip(cache.layers, layers, strict=True)):
         _restore(layer, told, f"layers.{i}.", tensors, devices[i], max_length)
 
@@ -171,7 +114,7 @@ def read(path: Path) -> tuple[dict[str, Any], Tensors]:
 # ---- whose it is -----------------------------------------------------------------------------------------------------
 
 
-def _identity(model: torch.nn.Module) -> dict[str, str]:
+def identity(model: torch.nn.Module) -> dict[str, str]:
     """What must agree for a cache to mean the same to another model."""
     config: Any = model.config
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -194,61 +137,13 @@ def _adapters(model: torch.nn.Module) -> list[str]:
     return sorted({name for m in tuned if not m.disable_adapters for name in m.active_adapters})
 
 
-def _check_model(path: Path, told: dict[str, str], model: torch.nn.Module) -> None:
-    found = _identity(model)
-    for field, what in (("config_hash", "another configuration"), ("weights_hash", "other weights")):
-        if found[field] != told[field]:
-            raise CacheFileError(
-                f"cache: {path} was made with {told['name']}, and this model has {what} ({found[field][:12]} instead of "
-                f"{told[field][:12]}); load it with the model it was made with, or prefill again"
-            )
-    if found["adapters"] != told["adapters"]:
-        raise CacheFileError(
-            f"cache: {path} was made with the adapters {told['adapters'] or '(none)'}, and this model has "
-            f"{found['adapters'] or 'none'} switched on; switch on those that it was made with, or prefill again"
-        )
-    if found["dtype"] != told["dtype"]:
-        raise CacheFileError(
-            f"cache: {path} was made in dtype {told['dtype']}, and this model is in {found['dtype']}; "
-            f"load the model in {told['dtype']}"
-        )
-
-
-def _method(path: Path, fields: dict[str, Any], asked: str | Method | None) -> Method:
-    told = get(fields["method"])
-    if asked is None:
-        return told
-    asked = get(asked)
-    if str(_without_places(asked)) != str(_without_places(told)):
-        raise CacheFileError(
-            f"cache: {path} is folded with {told}, and {asked} is asked for; packed tokens cannot change their method: "
-            "leave method out, or prefill again"
-        )
-    return asked
-
-
-def _without_places(method: Method) -> Method:
-    """A method apart from where its artefact lies."""
-    return method.mapped(lambda part: replace(part, artefact="") if isinstance(part, LearnedMethod) else part)
-
-
-def _places(method: Method) -> Iterator[str]:
+def places(method: Method) -> Iterator[str]:
     yield from (part.artefact for part in method.parts() if isinstance(part, LearnedMethod) and part.artefact)
 
 
-def _artefacts(cache: FoldedCache) -> list[str]:
+def _artefacts(cache: Cache) -> list[str]:
     """Checksums of what the method learned."""
-    return [load_cached(place).metadata()["sha256"] for place in _places(cache.method)]
-
-
-def _check_artefacts(path: Path, told: list[str], method: Method) -> None:
-    for place, expected in zip(_places(method), told, strict=True):
-        found = load_cached(place).metadata()["sha256"]
-        if found != expected:
-            raise CacheFileError(
-                f"cache: {path} was made with another artefact than {place} ({found[:12]} instead of {expected[:12]}); "
-                "name the place of the one it was made with: method='...artefact=PLACE'"
-            )
+    return [load_cached(place).metadata()["sha256"] for place in places(cache.method)]
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -511,23 +406,7 @@ def _revived(value: Any, tensors: Tensors, device: torch.device) -> Any:
 # ---- places ----------------------------------------------------------------------------------------------------------
 
 
-def layer_devices(model: torch.nn.Module, count: int) -> list[torch.device]:
-    """Where each of a model's ``count`` attention layers computes."""
-    found: dict[int, torch.device] = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and index not in found:
-            hook = getattr(getattr(module, "_hf_hook", None), "execution_device", None)  # Accelerate's
-            parameter = next(module.parameters(), None)
-            if hook is not None:
-                found[index] = torch.empty(0, device=hook).device
-            elif parameter is not None and not parameter.is_meta:
-                found[index] = parameter.device
-    default: Any = model.device
-    return [found.get(i, default) for i in range(count)]
-
-
-def _path(given: str | os.PathLike[str]) -> Path:
+def path_of(given: str | os.PathLike[str]) -> Path:
     try:
         return Path(given).expanduser()
     except TypeError:
@@ -541,4 +420,4 @@ def _write(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
         raise CacheFileError(f"cache: cannot write {path}: {first_line(error)}") from error
 
 
-__all__ = ["SCHEMA", "layer_devices", "load_cache", "read", "save"]
+__all__ = ["SCHEMA", "read", "save"]

@@ -1,4 +1,4 @@
-"""The command ``kvfold chat``; mounted by :mod:`kvfold.cli`. The turns are those of :mod:`kvfold.conversation`."""
+"""The command ``kvfold chat``. The turns are those of :mod:`kvfold.commands.conversation`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvfold.errors import KVFoldError
-from kvfold.terminal import (
+from kvfold.commands.terminal import (
     check_temperature,
     check_text,
     json_target,
@@ -23,9 +22,10 @@ from kvfold.terminal import (
     publish,
     sampling_options,
 )
+from kvfold.errors import KVFoldError
 
 if TYPE_CHECKING:
-    from kvfold.conversation import Conversation, Turn
+    from kvfold.commands.conversation import Conversation, Turn
 
 HELP = """\
 /method       say which method folds the cache
@@ -71,7 +71,7 @@ def chat(
     import torch
 
     from kvfold import methods
-    from kvfold.conversation import Conversation
+    from kvfold.commands.conversation import Conversation
 
     method = methods.get(spec)
     target = json_target(json_path)
@@ -141,7 +141,7 @@ class _Session:
         """Do what a line says; returns whether to go on."""
         if line.startswith("/") and not line.startswith("//"):
             return self.command(*line[1:].strip().partition(" ")[::2])
-        from kvfold.sizes import ahead as foretell
+        from kvfold.engines.transformers.sizes import ahead as foretell
 
         turn = self.talk.ask(line[1:] if line.startswith("//") else line, self.out, gently=self.at_terminal)
         sizes = self.talk.sizes()
@@ -173,7 +173,7 @@ class _Session:
 
     def said(self, turn: Turn) -> str:
         """One line on a turn: how it ended if not by itself, speed, what was read, and the cache."""
-        from kvfold import sizes
+        from kvfold.engines.transformers import sizes
 
         how = {
             "answered": "",

@@ -15,14 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from transformers.cache_utils import DynamicLayer
 
 import kvfold
-from kvfold import methods, sizes
-from kvfold.cache import FoldedCache
+from kvfold import methods
+from kvfold.commands.terminal import Stream
+from kvfold.engines.transformers import sizes
+from kvfold.engines.transformers.cache import FoldedCache
+from kvfold.engines.transformers.graph import decoding
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import KVFoldError
-from kvfold.graph import decoding
-from kvfold.layer import FoldedLayer
 from kvfold.models import ModelInfo, prompt_tokens
 from kvfold.storage.following import SPARE
-from kvfold.terminal import Stream
 
 RESERVED = 16_384
 """Tokens that storage on a GPU is reserved for, so that answers are decoded in a graph; a longer chat goes on without."""

@@ -1,4 +1,4 @@
-"""The command ``kvfold eval``; mounted by :mod:`kvfold.cli`."""
+"""The command ``kvfold eval``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvfold.errors import KVFoldError
-from kvfold.sheet import Column, Sheet
-from kvfold.terminal import (
+from kvfold.commands.terminal import (
     JSON_HELP,
-    as_bytes,
     complete_method,
     json_target,
     load,
@@ -24,6 +21,8 @@ from kvfold.terminal import (
     show,
     write_json,
 )
+from kvfold.errors import KVFoldError
+from kvfold.sheet import Column, Sheet, as_bytes
 
 if TYPE_CHECKING:
     from kvfold.evaluation.results import Result, ResultFile

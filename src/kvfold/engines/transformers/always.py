@@ -6,8 +6,6 @@ What a model is told lies on the model: copies of it know it, and :func:`kvfold.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvfold import originals
-from kvfold.cache import FoldedCache
+from kvfold.engines.transformers.cache import FoldedCache
+from kvfold.engines.transformers.making import make_cache
 from kvfold.errors import UnsupportedModelError, warn_once
-from kvfold.methods import DEFAULT_METHOD, Method
+from kvfold.methods import Method
 
 WISH = "_kvfold_always"
 PREPARES = "_prepare_cache_for_generation"
@@ -34,8 +32,6 @@ class Wish:
     max_length: int | None = None
 
     def cache(self, model: PreTrainedModel) -> FoldedCache:
-        from kvfold.attention import make_cache
-
         return make_cache(model, self.method, self.kernel, self.max_length)
 
 
@@ -69,49 +65,6 @@ def end(model: nn.Module) -> None:
             if hook is _before_forward:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-@contextmanager
-def folding(
-    model: PreTrainedModel,
-    method: str | Method = DEFAULT_METHOD,
-    *,
-    kernel: str | None = None,
-    max_length: int | None = None,
-) -> Iterator[PreTrainedModel]:
-    """Within it, ``model`` makes a folded cache for every call that brings none, ``generate`` and pipelines included.
-
-    Afterwards the model is what it was: unfolded, or folded as before.
-
-    Parameters
-    ----------
-    model, method, kernel, max_length
-        As for :func:`kvfold.fold`.
-
-    Raises
-    ------
-    MethodError, UnsupportedModelError
-        As :func:`kvfold.fold`.
-
-    Examples
-    --------
-    >>> with kvfold.folding(model, "fold:bits=2"):  # doctest: +SKIP
-    ...     pipeline("text-generation", model=model, tokenizer=tokenizer)("The KV cache")
-    """
-    from kvfold.attention import fold, transformer, unfold
-
-    before = next((m.__dict__[WISH] for m in model.modules() if WISH in m.__dict__), None)
-    was_folded = originals.is_folded(model.config)
-    fold(model, method, kernel=kernel, max_length=max_length, always=True)
-    try:
-        yield model
-    finally:
-        if not was_folded:
-            unfold(model)
-        elif before is None:
-            end(model)
-        else:
-            begin(transformer(model), before)
 
 
 @torch.compiler.disable  # a cache is planned, not traced

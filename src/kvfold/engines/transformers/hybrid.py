@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from kvfold.layer import FoldedLayer
+from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.engines.transformers.states import select_states
 from kvfold.methods import LayerSpec, Method
-from kvfold.states import select_states
 from kvfold.storage.devices import moved
 
 STATES = (

@@ -10,11 +10,11 @@ import torch
 
 from kvfold.formats import PagedFormat
 from kvfold.methods import Observation
-from kvfold.terminal import as_bytes
+from kvfold.sheet import as_bytes
 
 if TYPE_CHECKING:
-    from kvfold.cache import FoldedCache
-    from kvfold.layer import FoldedLayer
+    from kvfold.engines.transformers.cache import FoldedCache
+    from kvfold.engines.transformers.layer import FoldedLayer
 
 HORIZON = 4096
 """Tokens at which a young cache's size is foretold, where the model's context reaches as far."""

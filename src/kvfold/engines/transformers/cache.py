@@ -11,13 +11,13 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvfold.arithmetic import storing
+from kvfold.engines.transformers.layer import ANOTHER_MODEL, NOT_READ, FoldedLayer
+from kvfold.engines.transformers.originals import is_folded
+from kvfold.engines.transformers.rollback import Call, attending, fed
+from kvfold.engines.transformers.states import select_states, states_of
 from kvfold.errors import CacheStateError, KVFoldWarning
 from kvfold.formats import PagedFormat
-from kvfold.layer import ANOTHER_MODEL, NOT_READ, FoldedLayer
 from kvfold.methods import Method
-from kvfold.originals import is_folded
-from kvfold.rollback import Call, attending, fed
-from kvfold.states import select_states, states_of
 from kvfold.storage.columns import AS_IT_BEGINS
 from kvfold.storage.devices import moved, present
 
@@ -89,7 +89,7 @@ class FoldedCache(Cache):
         CacheStateError
             If the model is gone, a call is under way, or a decode graph owns the cache.
         """
-        from kvfold.saving import save
+        from kvfold.engines.transformers.saving import save
 
         self.settle()
         save(self, path)

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfold import kernels
 from kvfold.arithmetic import autocast_dtype, outside_autocast, storing
+from kvfold.engines.transformers.rollback import Call
 from kvfold.errors import CacheStateError
 from kvfold.formats import Format
+from kvfold.kernels import AttentionKernel
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, Method
-from kvfold.rollback import Call
+from kvfold.plan import Encoder, choose_encoder, choose_kernel
 from kvfold.storage.columns import AS_IT_BEGINS, Columns
 from kvfold.storage.devices import present
-from kvfold.storage.encoders import Encoder, choose_encoder
 from kvfold.storage.following import Following
 from kvfold.storage.layout import Layout
 from kvfold.storage.lengths import StaticLengths
@@ -164,10 +164,8 @@ class FoldedLayer(CacheLayerMixin):
         self.ring.in_place = self.kernel.in_place_tokens
         self.writer.encoder = choose_encoder(self.method, self.spec, self.device)
 
-    def _kernel_on(self, device: torch.device) -> kernels.AttentionKernel:
-        return kernels.choose(
-            *self.layout.read_as, device, self.method.pre_rope, self.kernel_name, self.dtype, self.spec.softcap
-        ).kernel
+    def _kernel_on(self, device: torch.device) -> AttentionKernel:
+        return choose_kernel(self.method, self.spec, device, self.kernel_name, self.dtype).kernel
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -443,7 +441,7 @@ class FoldedLayer(CacheLayerMixin):
         lengths: StaticLengths,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A decode step that decides nothing on the host (see :mod:`kvfold.graph`); returns like ``query``."""
+        """A decode step that decides nothing on the host (see :class:`DecodeGraph`); returns like ``query``."""
         self.pending = False
         if self.following.ring is not None:
             assert lengths.slots is not None

@@ -1,4 +1,4 @@
-"""The commands ``kvfold calibrate`` and ``kvfold artefact``; mounted by :mod:`kvfold.cli`."""
+"""The command ``kvfold calibrate``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from kvfold.commands.artefact import errors_text
+from kvfold.commands.terminal import check_text, seed_option
 from kvfold.errors import KVFoldError
-from kvfold.terminal import check_text, print_json, seed_option
 
 if TYPE_CHECKING:
     from kvfold.calibration.run import LayerDone
@@ -84,7 +85,7 @@ def calibrate(
     scores (over their variance) and of attention outputs; for kvquant of keys and values weighted by sensitivity.
     """
     from kvfold import methods
-    from kvfold.calibration.artefact import check_target
+    from kvfold.artefact import check_target
     from kvfold.evaluation.text import load_text
     from kvfold.methods.learned import LearnedMethod
 
@@ -108,7 +109,7 @@ def calibrate(
     check_target(target, force)
     texts = [load_text(path) for path in paths]
 
-    from kvfold.calibration.commvq import ENCODERS, PRESETS
+    from kvfold.calibration.commvq_schedule import ENCODERS, PRESETS
     from kvfold.calibration.run import calibrate as learn
     from kvfold.models import load
 
@@ -133,7 +134,7 @@ def calibrate(
         on_layer=progress.layer,
         on_window=progress.window,
     )
-    click.echo(f"held-out errors, mean over layers: {_errors(result.mean_errors())}")
+    click.echo(f"held-out errors, mean over layers: {errors_text(result.mean_errors())}")
     click.echo(f"written: {target} ({result.nbytes / 1e6:.1f} MB); use it with --method {shlex.quote(str(usable))}")
 
 
@@ -155,89 +156,5 @@ class _Progress:
             time = f"{done.seconds:.0f} s, {left / 60:.0f} min left"
         else:
             time = "taken over from an earlier run"
-        errors = _errors(done.errors) if done.errors else "kept in full precision"
+        errors = errors_text(done.errors) if done.errors else "kept in full precision"
         print(f"layer {done.layer_idx + 1}/{done.num_layers}: {errors}  ({time})", file=sys.stderr, flush=True)
-
-
-def _parameters(tensors: dict[str, Any]) -> str:
-    """What the tables add to a model, by side: names begin with layers.N.key or layers.N.value."""
-    counts = {
-        side: sum(t.numel() for name, t in tensors.items() if name.split(".")[2] == side) for side in ("key", "value")
-    }
-    return f"{sum(counts.values()):,} parameters ({counts['key']:,} for keys, {counts['value']:,} for values)"
-
-
-def _preset(about: dict[str, Any]) -> dict[str, Any]:
-    encoder = about.get("schedule", {}).get("encoder")
-    return {about["preset"]: "", **({"value encoder": encoder} if encoder else {}), "seed": about["seed"]}
-
-
-def _errors(errors: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in errors.items())
-
-
-@click.group("artefact")
-def artefact_group() -> None:
-    """Look into, check and publish what ``kvfold calibrate`` wrote."""
-
-
-@artefact_group.command()
-@click.argument("location")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def info(location: str, as_json: bool) -> None:
-    """Say what an artefact is for, how it was made, and its held-out errors.
-
-    LOCATION is a file, a folder or a hub id.
-    """
-    from kvfold.calibration.artefact import load
-
-    found = load(location)
-    if as_json:
-        print_json({**found.metadata(), "bytes": found.nbytes})
-        return
-    about: dict[str, Any] = found.calibration
-    texts = ", ".join(f"{t['name']} ({t['sha256'][:12]})" for t in about["texts"])
-    for name, value in (
-        ("model", f"{found.model} (configuration {found.config_hash[:12]})"),
-        ("method", found.method),
-        ("shape", ", ".join(f"{k}={v}" for k, v in found.shape.items() if k != "no_rope_layers")),
-        ("size", f"{found.nbytes / 1e6:.2f} MB, {_parameters(found.tensors)}"),
-        ("calibrated on", f"{about['tokens']} tokens ({about['held_out_tokens']} held out) of {texts}"),
-        ("preset", ", ".join(f"{name} {value}".strip() for name, value in _preset(about).items())),
-        ("held-out errors", _errors(found.mean_errors())),
-        ("made", f"{found.created} with {', '.join(f'{k} {v}' for k, v in found.versions.items())}"),
-    ):
-        click.echo(f"{name + ':':<17}{value}")
-    for layer, errors in found.errors.items():
-        click.echo(f"  layer {layer:>3}: {_errors(errors)}")
-
-
-@artefact_group.command()
-@click.argument("location")
-@click.option("--model", metavar="M", help="Also check that it was made for this model.")
-def verify(location: str, model: str | None) -> None:
-    """Check an artefact's checksum and schema, and whether it was made for a model's configuration and weights; exits with 2
-    if not.
-    """
-    from kvfold.calibration.artefact import load
-
-    found, fits = load(location), ""
-    if model is not None:
-        from kvfold.models import load as load_model
-
-        loaded, _, _ = load_model(model, None, "cpu")
-        found.check_model(loaded.config)
-        fits = f"; fits {model}'s configuration and weights (some elements of each are compared)"
-        if not found.check_weights(loaded):
-            fits = f"; fits {model}'s configuration (weights not compared: a file of schema 1 has no hash of them)"
-    click.echo(f"sound: {found.method} for {found.model}{fits}")
-
-
-@artefact_group.command()
-@click.argument("file")
-@click.argument("target")
-def push(file: str, target: str) -> None:
-    """Publish FILE to TARGET, an existing folder or a hub id (owner/name)."""
-    from kvfold.calibration.artefact import push as publish
-
-    click.echo(f"published: artefact={publish(Path(file).expanduser(), target)}")

@@ -1,0 +1,1 @@
+"""The commands of ``kvfold``, one file each; :mod:`kvfold.cli` mounts them."""

@@ -1,0 +1,250 @@
+"""The command ``kvfold compare``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from kvfold.commands.scoring import MORE, RESUME, artefact_methods, check_chunk, counts, say_kept, untested
+from kvfold.commands.terminal import (
+    complete_method,
+    json_target,
+    load,
+    model_options,
+    progress_bar,
+    publish,
+    say,
+    seed_option,
+    show,
+)
+from kvfold.errors import OutputError
+from kvfold.sheet import Column, Sheet, as_bytes
+
+if TYPE_CHECKING:
+    from kvfold.evaluation.compare import Comparison, Job
+    from kvfold.evaluation.schema import Header, Row
+
+
+@click.command(short_help="Compare methods on a text: quality, size, speed.")
+@model_options
+@click.option(
+    "--methods",
+    "specs",
+    metavar="A B ...",
+    multiple=True,
+    shell_complete=complete_method,
+    help="Methods to compare, one or more after the flag.  [default: one row of every method]",
+)
+@click.option(
+    "--artefacts",
+    metavar="DIR",
+    help="Also compare the methods of all artefacts in DIR that were made for the model.",
+)
+@click.option(
+    "--text", "text_path", metavar="FILE", help="UTF-8 text to read.  [default: the prose that ships with Python]"
+)
+@click.option(
+    "--tokens", metavar="N", type=int, default=512, show_default=True, help="Tokens scored through the cache."
+)
+@click.option(
+    "--prefix",
+    "prefixes",
+    metavar="N ...",
+    type=int,
+    multiple=True,
+    default=[1024],
+    show_default="1024",
+    help="Tokens prefilled before them; of several, each gives a row of every method.",
+)
+@click.option("--chunk", metavar="N", type=int, default=32, show_default=True, help="Query tokens per scoring call.")
+@click.option(
+    "--new-tokens",
+    metavar="N",
+    type=int,
+    default=16,
+    show_default=True,
+    help="Tokens generated to measure the decode speed, at least 2.",
+)
+@seed_option("Seed given to torch.")
+@click.option("--json", "json_path", metavar="FILE", help=RESUME)
+def compare(
+    model: str | None,
+    dtype: str | None,
+    device: str | None,
+    specs: tuple[str, ...],
+    artefacts: str | None,
+    text_path: str | None,
+    tokens: int,
+    prefixes: tuple[int, ...],
+    chunk: int,
+    new_tokens: int,
+    seed: int,
+    json_path: str | None,
+) -> None:
+    """Read the same text under every method; print quality, size and speed.
+
+    The first tokens are prefilled, the next ones scored through the folded cache, so that every score depends on it.
+    KL divergence (kld, nats per token) and top-1 agreement compare with the same model and a full-precision cache.
+    At every prefix the same tokens are scored.
+    """
+    from kvfold import methods
+    from kvfold.evaluation import compare as run
+    from kvfold.evaluation import load_text
+    from kvfold.evaluation.compare import encode
+
+    chosen = [methods.get(spec) for spec in specs or methods.DEFAULT]
+    text = load_text(text_path)
+    target = json_target(json_path)
+    check_chunk(chunk)
+    loaded, tokenizer, info = load(model, dtype, device)
+    chosen += artefact_methods(artefacts, loaded)
+    encode(tokenizer, text, prefixes, tokens, new_tokens, info.max_context)
+    progress = _CompareProgress(tokens, new_tokens, target)
+    failure = None
+    try:
+        with progress:
+            result = run(
+                loaded,
+                tokenizer,
+                info,
+                chosen,
+                text,
+                prefix=prefixes,
+                tokens=tokens,
+                new_tokens=new_tokens,
+                chunk=chunk,
+                seed=seed,
+                json_path=target,
+                on_start=progress.start,
+                on_tokens=progress.tokens,
+                on_row=progress.row,
+            )
+    except OutputError as error:
+        result, failure = cast("Comparison", error.result), error
+
+    def table() -> None:
+        show(_compare_table(result.header, result.rows))
+        for line in _compare_notes(result.header, result.rows):
+            say(line)
+        if target and not failure:
+            click.echo(f"written: {target}")
+
+    publish(result.to_dict(), json_path, target, table, written=True, failure=failure)
+
+
+class _CompareProgress:
+    """A bar over all tokens of all rows on a terminal; elsewhere a line per finished row."""
+
+    def __init__(self, scored: int, new_tokens: int, target: Path | None) -> None:
+        from rich.progress import TaskProgressColumn
+
+        self.scored, self.new_tokens, self.target = scored, new_tokens, target
+        self.bar = progress_bar(TaskProgressColumn())
+        self.count = self.at = 0
+        self.several = False
+
+    def __enter__(self) -> _CompareProgress:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        self.bar.__exit__(kind, error, trace)
+        say_kept(kind, self.target)
+
+    def start(self, jobs: list[Job], done: dict[Job, Row]) -> None:
+        self.count, self.at = len(jobs), len(done)
+        self.several = len({prefix for _, prefix in jobs}) > 1
+        if done:
+            print(f"kvfold: {len(done)} of {len(jobs)} rows taken over from an earlier run", file=sys.stderr)
+        todo = [job for job in jobs if job not in done]
+        rows = sum(prefix + self.scored + self.new_tokens for _, prefix in todo)
+        references = sum(prefix + self.scored for prefix in {prefix for _, prefix in todo})
+        self.task = self.bar.add_task("", total=rows + references)
+
+    def tokens(self, name: str, done: int) -> None:
+        self.bar.update(self.task, advance=done, description=name)
+
+    def row(self, row: Row) -> None:
+        self.at += 1
+        if self.bar.disable:
+            where = f" after {row.prefix:,}" if self.several else ""
+            print(
+                f"kvfold: [{self.at}/{self.count}] {row.method}{where}: {row.seconds:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _compare_table(header: Header, rows: Sequence[Row]) -> Sheet:
+    several = len(header.prefixes) > 1
+    graphs = any(row.decode_path == "graph" for row in rows)
+    columns = [Column("prefix", right=True, key=True)] if several else []
+    columns += [
+        Column("method", wraps=True, key=True),
+        Column("bits", right=True),
+        Column("cache", right=True, rank=1),
+        Column("smaller", right=True, rank=4),
+        Column("ppl", right=True, rank=2),
+        Column("kld", right=True),
+        Column("top-1", right=True),
+        Column("prefill tok/s", right=True, rank=5),
+        Column("decode tok/s", right=True, rank=3),
+        *([Column("by", right=True, rank=6)] if graphs else []),
+        Column("s", right=True, rank=7),
+    ]
+    sheet = Sheet(columns, more=MORE)
+    for prefix, group in groupby(rows, lambda row: row.prefix):
+        for i, row in enumerate(group):
+            quality = (
+                "not finite" if row.ppl is None else f"{row.ppl:.3f}" if row.ppl < 1e4 else f"{row.ppl:.2e}",
+                "not finite" if row.kld is None else f"{row.kld:z.4f}",
+                "-" if row.top1 is None else f"{100 * row.top1:.1f}%",
+            )
+            cells = (
+                row.method,
+                "-" if row.effective_bits is None else f"{row.effective_bits:.2f}",
+                as_bytes(row.cache_bytes),
+                f"{row.full_cache_bytes / max(row.cache_bytes, 1):.2f}x",
+                *(quality if row.tested else ("-", "not tested", "-")),
+                f"{row.prefill_tokens_per_s:.0f}",
+                f"{row.decode_tokens_per_s:.1f}",
+                *([row.decode_path.partition(":")[0]] if graphs else []),
+                f"{row.seconds:.1f}",
+            )
+            sheet.add(*([f"{prefix:,}" if not i else ""] if several else []), *cells)
+        sheet.end_section()
+    return sheet
+
+
+def _compare_notes(header: Header, rows: Sequence[Row]) -> list[str]:
+    from kvfold import methods
+
+    bits = {"float32": 32}.get(header.dtype, 16)
+    lines = [
+        f"{header.model}, {header.dtype}, {header.device}, {header.threads} threads; text {header.text} "
+        f"(sha256 {header.text_sha256[:12]}): {counts(header.prefixes)} tokens prefilled, {header.tokens} scored",
+        "bits: per cached value of the packed part, everything included; cache: all of it, full-precision windows too",
+        "kld, top-1: against the same model with a full-precision cache",
+    ]
+    if bits == 32:
+        lines.append(
+            "smaller: than a float32 cache, as this model runs in float32 here; halve it to compare with 16 bits"
+        )
+    by_path: dict[str, list[str]] = {}
+    for row in rows:
+        by_path.setdefault(row.decode_path, [])
+        if row.method not in by_path[row.decode_path]:
+            by_path[row.decode_path].append(row.method)
+    for path, found in by_path.items():
+        who = "all" if len(by_path) == 1 else ", ".join(found)
+        if path == "graph":
+            lines.append(f"decoded in a CUDA graph: {who}")
+        else:
+            lines.append(f"decoded step by step: {who} ({path.partition(': ')[2]})")
+    names = dict.fromkeys(row.method for row in rows)
+    return lines + untested(rows, [methods.get(name) for name in names], header.tokens)

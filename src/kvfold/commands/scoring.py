@@ -1,0 +1,100 @@
+"""What the commands that score methods on texts share."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvfold.commands.terminal import JSON_HELP
+from kvfold.errors import KVFoldError
+
+if TYPE_CHECKING:
+    from kvfold.evaluation.domains import DomainRow
+    from kvfold.evaluation.schema import Row
+
+MORE = "a wider terminal, a pipe or --json has them"
+RESUME = JSON_HELP + " A killed run with a FILE goes on where it stopped."
+
+
+def check_chunk(chunk: int) -> None:
+    if chunk < 1:
+        raise KVFoldError(f"chunk: {chunk}; give at least 1")
+
+
+def artefact_methods(folder: str | None, model: Any) -> list[Any]:
+    """Methods of the artefacts in a folder that fit the model, in the order of their files' names."""
+    from kvfold import methods
+    from kvfold.artefact import load as load_artefact
+
+    if folder is None:
+        return []
+    path = Path(folder).expanduser()
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise KVFoldError(f"artefacts: {folder} is not a folder with artefacts; make some with kvfold calibrate")
+    chosen = []
+    for file in files:
+        found = load_artefact(str(file))
+        try:
+            found.check_model(model.config)
+        except KVFoldError:
+            click.echo(f"kvfold: {file.name} was made for {found.model}; left out", err=True)
+            continue
+        try:
+            found.check_weights(model)
+        except KVFoldError:
+            spec = shlex.quote(with_artefact(found.method, file))
+            why = f"{found.model}, which has the same shape but other weights"
+            click.echo(
+                f"kvfold: {file.name} was made for {why}; left out (name it to use it: --methods {spec})", err=True
+            )
+            continue
+        chosen.append(methods.get(with_artefact(found.method, file)))
+    return chosen
+
+
+def with_artefact(spec: str, file: Path) -> str:
+    return f"{spec}{',' if ':' in spec else ':'}artefact={file}"
+
+
+def say_kept(kind: type[BaseException] | None, target: Path | None) -> None:
+    """After a failure, what the next run will take over."""
+    from kvfold.evaluation.schema import Sidecar
+
+    if kind is not None and target is not None and (kept := Sidecar.kept(target)):
+        print(f"kvfold: {kept} rows are kept; the same command goes on from there", file=sys.stderr)
+
+
+def untested(rows: Sequence[Row] | Sequence[DomainRow], chosen: Sequence[Any], tokens: int | None = None) -> list[str]:
+    """Lines that say after which prefix which methods' scored tokens, none of them or not all, read anything packed."""
+    methods = {str(method): method for method in chosen}
+    found: dict[tuple[int, int, int, int, int], dict[str, int]] = {}
+    for row in rows:
+        count = tokens if tokens is not None else row.tokens  # type: ignore[union-attr]
+        if row.tested is None or row.tested >= count:
+            continue
+        method = methods[row.method]
+        alike = (row.prefix, count, row.tested, method.sink, method.recent)
+        found.setdefault(alike, {})[row.method] = method.sink + method.recent + method.block
+    lines = []
+    for (prefix, count, tested, sink, recent), names in found.items():
+        what = f"only {tested} of {count} scored tokens read anything packed"
+        if not tested:
+            what = "nothing was tested: no scored token read anything packed"
+        whose = "its" if len(names) == 1 else "their"
+        lines.append(
+            f"{', '.join(names)} after {prefix:,} tokens: {what} ({whose} windows hold {sink} + {recent} tokens); "
+            f"give --prefix {max(names.values())} or more"
+        )
+    return lines
+
+
+def counts(values: Sequence[int]) -> str:
+    """``1,024, 4,096 and 16,384``."""
+    shown = [f"{value:,}" for value in values]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"

@@ -1,0 +1,1 @@
+"""What uses the storage and the kernels."""

@@ -1,0 +1,1 @@
+"""Folded caches for models of Hugging Face Transformers."""

@@ -1,0 +1,239 @@
+"""The attention function that Transformers calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvfold.arithmetic import outside_autocast
+from kvfold.engines.transformers import originals
+from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.errors import UnsupportedModelError, warn_once
+from kvfold.kernels import NewTokens
+from kvfold.kernels.prompt import attend_prompt
+
+# arguments of attention functions that change the scores in ways a folded layer does not compute
+REFUSED = ("position_bias", "sliding_window")
+
+
+@torch.compiler.disable
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    previous: str | None = "sdpa",
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Attention over a folded layer if ``key`` comes from one, and otherwise that of the implementation of before.
+
+    Parameters
+    ----------
+    query : Tensor [batch, num_heads, tokens, head_dim]
+    key, value : Tensor [batch, num_kv_heads, tokens, head_dim]
+        This call's tokens, after RoPE, as :meth:`FoldedLayer.update` returned them.
+    attention_mask : Tensor or None
+        bool [batch, columns]: False at padding; as :func:`padding_mask` makes it.
+    previous : str or None
+        Implementation that the model had before it was folded.
+
+    Returns
+    -------
+    Tensor [batch, tokens, num_heads, head_dim], None
+        What is not a folded layer: whatever the implementation of before returns.
+
+    Notes
+    -----
+    The first call attends exactly to its own keys and values. A later call reads what is packed for the older tokens
+    and its own tokens in full precision. The tokens are appended after attending.
+    """
+    layer: FoldedLayer | None = getattr(key, "_kvfold_layer", None)
+    options = {"dropout": dropout, "scaling": scaling, **kwargs}
+    if layer is None:
+        if getattr(key, "_kvfold_kept", False):
+            attention_mask = _square_mask(previous, module, attention_mask, query, key.shape[-2])
+        elif getattr(module, "kvfold_folds", False):
+            warn_once(
+                "kvfold: a folded model was called without its folded cache: nothing is folded. Pass the cache as "
+                "past_key_values, or call kvfold.unfold(model)"
+            )
+        return originals.attend(previous, module, query, key, value, attention_mask, **options)
+    out = _folded_attention(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
+    if query.requires_grad and not out.requires_grad and torch.is_grad_enabled():
+        out = _NoGradients.apply(out, query)
+    return out.to(query.dtype), None
+
+
+class _NoGradients(torch.autograd.Function):
+    """What a kernel computed without gradients: to ask for them is an error, not a part of them."""
+
+    @staticmethod
+    def forward(_: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> Any:
+        raise UnsupportedModelError(
+            "backward: gradients do not pass a folded cache's kernels; allowed: the first call on a cache, or "
+            "kernel='reference'"
+        )
+
+
+@outside_autocast
+def _folded_attention(
+    layer: FoldedLayer,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    previous: str | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """:func:`attention_forward` over a folded layer; all tensors are of its dtype."""
+    scaling, dropout = options["scaling"], options["dropout"]
+    if not layer.pending:
+        raise UnsupportedModelError(
+            f"layer {layer.spec.layer_idx}: its keys are used by a second layer; models that share keys are not folded"
+        )
+    layer.pending = False  # whatever follows, the keys arrived here
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if layer.static is not None:
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        return layer.static_step(key, value, query, scale, layer.static, sinks).transpose(1, 2).contiguous()
+    refused = [name for name in REFUSED if options.get(name) is not None]
+    backwards = options.get("is_causal") is False and not layer.is_empty
+    if softcap is not None and layer.spec.softcap is None:  # its kernel was chosen for others
+        refused.append("softcap")
+    if refused or backwards or (dropout and module.training):
+        what = ", ".join(refused) or ("is_causal=False" if backwards else "dropout")
+        raise UnsupportedModelError(
+            f"layer {layer.spec.layer_idx}: a folded cache does not support attention with {what}"
+        )
+    own_mask = attention_mask
+    if layer.is_empty:
+        attention_mask = getattr(own_mask, "_kvfold_padding", (own_mask,))[0]
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise UnsupportedModelError(
+            f"attention_mask: a folded cache takes padding masks [batch, columns], not {attention_mask.ndim} dimensions"
+        )
+    tokens = query.shape[-2]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer.check_prompt(options.get("position_ids"), tokens)
+    valid = layer.new_columns(attention_mask, tokens)
+    if layer.is_empty and (own_mask is not attention_mask or not _is_causal(module, options)):
+        mask = _square_mask(previous, module, own_mask, query, tokens)
+        out, _ = originals.attend(previous, module, query, key, value, mask, **options)
+    elif layer.is_empty:
+        mask = None if valid is None else _causal(valid, tokens)
+        if softcap is None and sinks is None:
+            out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=True)
+        else:
+            out = attend_prompt(query, key, value, mask, scale, softcap, sinks).transpose(1, 2).contiguous()
+    elif layer.writes_first(tokens, valid):
+        layer.append(key, value, query, valid, options.get("position_ids"), pack=False)
+        out = _attend(layer, query, None, scale, None, sinks)
+        layer.pack_due()
+        layer.finish()
+        return out
+    else:
+        out = _attend(layer, query, NewTokens(key, value, valid), scale, softcap, sinks)
+    layer.append(key, value, query, valid, options.get("position_ids"))
+    layer.finish()
+    return out
+
+
+def _attend(
+    layer: FoldedLayer,
+    query: torch.Tensor,
+    new: NewTokens | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """By the layer's kernel; [batch, tokens, num_heads, head_dim]."""
+    out = layer.kernel.attend(layer.reader.call(query, new, scale, softcap, sinks))
+    return out.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _causal(valid: torch.Tensor, tokens: int) -> torch.Tensor:
+    """bool [batch, 1, tokens, columns]: causal without padding; a padding query sees itself, so that nothing is NaN."""
+    columns = valid.shape[-1]
+    causal = torch.ones(tokens, columns, dtype=torch.bool, device=valid.device).tril(columns - tokens)
+    itself = torch.eye(columns, dtype=torch.bool, device=valid.device)[columns - tokens :]
+    return (causal & valid[:, None, None, :]) | itself
+
+
+def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether a call without a mask is causal, as Transformers decides it."""
+    asked = options.get("is_causal")
+    return bool(asked if asked is not None else getattr(module, "is_causal", True))
+
+
+def _square_mask(
+    previous: str | None, module: nn.Module, mask: torch.Tensor | None, query: torch.Tensor, columns: int
+) -> Any:
+    """The mask that the implementation of before would have made, where :func:`padding_mask` left it out."""
+    if mask is None or mask.ndim != 2:
+        return mask if mask is not None else originals.causal_mask(previous, module, mask, query, columns)
+    made = getattr(mask, "_kvfold_square", None)  # to look at a mask, as sdpa's does, waits for the device
+    if made is None or made[0] != (previous, columns, query.shape, query.dtype):
+        made = (
+            (previous, columns, query.shape, query.dtype),
+            originals.causal_mask(previous, module, mask, query, columns),
+        )
+        mask._kvfold_square = made  # type: ignore[attr-defined]
+    return made[1]
+
+
+def padding_mask(
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    previous: str | None = "sdpa",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Transformers' mask function for ``kvfold``: for a folded cache the padding mask itself where attention is causal.
+
+    For everything else, and for layers of a folded cache that are not folded themselves, the mask of the implementation of
+    before. Where it is not plainly causal (tokens of an image that see one another), it brings the padding mask along: a
+    folded layer's first call attends as the model would.
+    """
+    folded = isinstance(kwargs.get("kv_offset"), bool)  # FoldedCache.get_mask_sizes says so
+    if folded and mask_function is causal_mask_function:
+        return attention_mask
+    mask = originals.mask_of(previous, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    if folded and mask_function is bidirectional_mask_function:
+        raise UnsupportedModelError("model: its attention looks ahead; a folded cache holds what was seen before")
+    if folded and mask is not None and _is_plain(mask, mask_function, attention_mask, previous, kwargs):
+        return attention_mask
+    if folded and mask is not None:
+        mask._kvfold_padding = (attention_mask,)
+    return attention_mask if folded and mask is None else mask
+
+
+def _is_plain(
+    mask: torch.Tensor, mask_function: Callable, attention_mask: torch.Tensor | None, previous: str | None, options: Any
+) -> bool:
+    """Whether a later call's mask shows each query all before it and nothing else: what may see one another (tokens of an
+    image) is not among its own tokens. Of a single token that is known without looking."""
+    if not options["q_offset"]:
+        return False
+    if options["q_length"] == 1:
+        return mask_function.__name__ == "or_mask"  # adds to what is seen, and nothing is left to add
+    plain = originals.mask_of(previous, mask_function=causal_mask_function, attention_mask=attention_mask, **options)
+    return isinstance(plain, torch.Tensor) and torch.equal(mask, plain)
+
+
+def register(previous: str | None) -> str:
+    return originals.register(previous, attention_forward, padding_mask)
+
+
+for _name in (*ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager", None):
+    register(_name)

@@ -1,0 +1,384 @@
+"""Decoding in a CUDA graph: one capture of the model's step, replayed without a decision on the host.
+
+Lengths live on the device. A step closes the blocks that the step before left due, writes the new token into the windows,
+and attends; what every layer needs to know of the lengths is computed once, at the start of the step.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvfold.arithmetic import storing
+from kvfold.errors import CacheStateError, UnsupportedModelError
+from kvfold.kernels import REGISTRY
+from kvfold.kernels.lengths import Lengths
+from kvfold.storage.lengths import StaticLengths
+
+if TYPE_CHECKING:
+    from kvfold.engines.transformers.cache import FoldedCache
+    from kvfold.engines.transformers.layer import FoldedLayer
+
+
+def is_packed(layer: "FoldedLayer") -> bool:
+    """Whether a layer has packed storage, and what it needs of every sequence: what a graph is captured with."""
+    waits = layer.method.paper and layer.following.active and not all(layer.following.made)
+    return len(layer.slabs) > 0 and all(layer.slabs.fixed) and not waits
+
+
+def why_not(layer: "FoldedLayer", room: int) -> str | None:
+    """Why a layer cannot decode in a graph for ``room`` more tokens; None if it can."""
+    if not layer.is_initialized:
+        return "nothing is packed yet; prefill a longer prompt first"
+    if layer.static is not None:
+        return "another decode graph owns it"
+    if layer.writer.recording:
+        return "it keeps the newest call's tokens for a crop (assisted generation)"
+    if not layer.kernel.captures:
+        allowed = ", ".join(name for name, kernel in REGISTRY.items() if kernel.captures)
+        return f"its kernel is {layer.kernel.name}; allowed: {allowed}"
+    if not layer.encoder.captures:
+        return f"it is encoded by {layer.encoder.name}: {layer.encoder.reason}"
+    if not is_packed(layer):
+        return "nothing is packed yet; prefill a longer prompt first"
+    if len(layer.slabs) > 1:  # a graph knows the addresses of one
+        return f"its packed storage grew to {len(layer.slabs)} slabs; fold with a max_length"
+    if layer.packed_length(max(layer.lens) + room) > layer.slabs[0].blocks * layer.block:
+        return f"its packed storage ends at {layer.slabs[0].blocks * layer.block} tokens; fold with a larger max_length"
+    return None
+
+
+def _check_alike(folded: "list[FoldedLayer]") -> None:
+    """Refuse layers whose lengths, or rings of queries, move differently: a step computes them once."""
+    first = folded[0]
+    windows = (first.method.sink, first.method.recent, first.block)
+    slots = {layer.following.slots for layer in folded if layer.following.ring is not None}
+    for layer in folded:
+        own = (layer.method.sink, layer.method.recent, layer.block)
+        if own != windows:
+            raise UnsupportedModelError(
+                f"decode graph: layer {layer.spec.layer_idx}: its sink, recent and block are {own}, those of layer "
+                f"{first.spec.layer_idx} {windows}; allowed: the same for all layers"
+            )
+    if len(slots) > 1:
+        raise UnsupportedModelError(
+            f"decode graph: layers keep {sorted(slots)} queries; allowed: the same for all layers"
+        )
+
+
+class DecodeGraph:
+    """A captured decode step of a model over a folded cache.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On a CUDA device, folded.
+    cache : FoldedCache
+        Holding the prompt; made with a ``max_length`` that leaves room. Until :meth:`finish` only this object may use it:
+        the cache refuses others with a ``CacheStateError``.
+    room : int
+        Tokens that will be decoded at most.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a layer cannot decode in a graph; the message says why.
+
+    Notes
+    -----
+    Sequences may have different lengths. Every call decodes one token per sequence. A call that dies (an interrupt) counts for
+    nothing: the next one decodes the same token again.
+    """
+
+    @storing
+    def __init__(self, model: PreTrainedModel, cache: "FoldedCache", room: int) -> None:
+        cache.settle()
+        folded = cache.folded
+        if len(folded) != len(cache.layers):
+            raise UnsupportedModelError("decode graph: every layer must be folded")
+        for layer in folded:
+            if why := why_not(layer, room):
+                raise UnsupportedModelError(f"decode graph: layer {layer.spec.layer_idx}: {why}")
+        for layer in folded:
+            layer.following.make_room()
+        first = folded[0]
+        _check_alike(folded)
+        self.model, self.cache, self.room = model, cache, room
+        self.method = first.method
+        sink = self.method.sink
+        before, after = (Lengths.of(first.lens, first.packed, sink, first.device) for _ in range(2))
+        self.lengths = StaticLengths(before, after)
+        keeps = next((layer.following for layer in folded if layer.following.ring is not None), None)
+        if keeps is not None:
+            self.lengths.ring = keeps.slots
+            self.lengths.slots = torch.zeros(len(first.lens), 1, 1, 1, dtype=torch.int64, device=first.device)
+        self.ids = torch.zeros(len(first.lens), 1, dtype=torch.long, device=first.device)
+        self.positions = torch.tensor([[n] for n in first.lens], device=first.device)
+        self._began: int | None = None  # steps before the one under way
+        try:
+            for layer in folded:
+                layer.enter_static(self.lengths)
+            self._capture()
+        except BaseException:  # lengths on the host are as they were, and what the warm-up wrote lies beyond them
+            for layer in folded:
+                layer.static = layer.static_boundary = None
+                layer.pending = False
+            raise
+
+    @property
+    def steps(self) -> int:
+        """Tokens decoded so far."""
+        return self.lengths.steps
+
+    def _step(self) -> torch.Tensor:
+        method = self.method
+        self.lengths.begin(1, method.sink, method.recent, method.block)
+        self.lengths.running = True
+        try:
+            out: Any = self.model(
+                input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
+            )
+        finally:
+            self.lengths.running = False
+        self.lengths.end()
+        self.positions.add_(1)
+        return out.logits
+
+    def _capture(self) -> None:
+        saved = self._save()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(2):  # compile and warm up
+                self._step()
+                self._restore(saved)  # each writes the next token only: one more could take the slot of a token in use
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(self.graph):
+            self.logits = self._step()
+        self._restore(saved)
+
+    def _save(self) -> list[torch.Tensor]:
+        """What the warm-up changes and must not: lengths and positions. The tokens it wrote are written over."""
+        return [t.clone() for t in self._moving()]
+
+    def _restore(self, saved: list[torch.Tensor]) -> None:
+        for tensor, value in zip(self._moving(), saved, strict=True):
+            tensor.copy_(value)
+
+    def _moving(self) -> list[torch.Tensor]:
+        of = self.lengths.before
+        return [of.total, of.packed, of.sink, of.recent, self.positions]
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Decode one token.
+
+        Parameters
+        ----------
+        ids : Tensor, int64 [batch, 1]
+        positions : Tensor or None, int64 [batch or 1, 1]
+            None: as many as the sequence has tokens, padding aside.
+
+        Returns
+        -------
+        Tensor [batch, 1, vocabulary]
+            Logits; overwritten by the next call.
+        """
+        if self.steps == self.room:
+            raise ValueError(f"decode graph: room={self.room} tokens are decoded")
+        if ids.shape != self.ids.shape:
+            raise ValueError(
+                f"decode graph: input_ids {list(ids.shape)} is not allowed; allowed: {list(self.ids.shape)}"
+            )
+        self._take_back()
+        self._began = self.steps
+        self.ids.copy_(ids)
+        if positions is not None:
+            self.positions.copy_(positions)
+        for layer in self.cache.folded:
+            layer.follow_static(self.steps)
+        self.graph.replay()
+        self.lengths.steps += 1
+        self._began = None
+        return self.logits
+
+    def _take_back(self) -> None:
+        """If a step died, go back to before it, whether or not the device ran it. The host does not wait to know: a block that
+        the step closed was due anyway, and its token will be written over."""
+        if self._began is None:
+            return
+        before, (layer, *_) = self.lengths.before, self.cache.folded
+        counts = [n + self._began for n in layer.lens]
+        total = torch.tensor(counts, dtype=before.total.dtype, device="cpu").to(before.total.device)
+        self.positions.sub_((before.total - total).unsqueeze(-1))
+        before.total.copy_(total)
+        before.sink.copy_(total.clamp_max(self.method.sink))
+        before.recent.copy_(total - before.sink - before.packed)
+        self.lengths.steps, self._began = self._began, None
+
+    def finish(self) -> None:
+        """Give the cache back: close what is due and bring its lengths on the host up to date. If it is interrupted, call it
+        again."""
+        self._take_back()
+        for layer in self.cache.folded:
+            if layer.static is self.lengths:
+                layer.leave_static(self.steps)
+
+
+REFUSED = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
+
+
+class Decoding:
+    """What :func:`decoding` does with the calls of a model.
+
+    Attributes
+    ----------
+    graph : DecodeGraph or None
+        While it decodes.
+    replayed : int
+        Tokens decoded by graphs so far.
+    reason : str or None
+        Why steps run one by one, kernel for kernel; None once a graph decodes.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: "FoldedCache", room: int, required: bool) -> None:
+        self.model, self.cache, self.room, self.required = model, cache, room, required
+        self.graph: DecodeGraph | None = None
+        self.replayed, self.done = 0, 0
+        self.reason: str | None = "no token was decoded yet"
+        self._plain = model.forward
+        self._busy = False
+
+    def __str__(self) -> str:
+        if self.replayed:
+            return f"{self.replayed} tokens decoded in a CUDA graph"
+        return f"decoded step by step: {self.reason}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's own."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        given = ids if ids is not None else kwargs.get("inputs_embeds")
+        if self._busy or kwargs.get("past_key_values") is not self.cache:
+            return self._plain(*args, **kwargs)
+        single = given is not None and given.shape[1] == 1
+        asked = [name for name in REFUSED if self._asks(name, kwargs)]
+        if single and asked and self.required:
+            raise UnsupportedModelError(f"decode graph: {asked[0]} is not supported; allowed: input_ids")
+        if asked or ids is None or not single or not self._ready(kwargs.get("attention_mask")):
+            self.finish()
+            return self._plain(*args, **kwargs)
+        assert self.graph is not None
+        positions = kwargs.get("position_ids")
+        if positions is None:  # as the model counts them, padding included
+            positions = torch.full_like(ids, self.cache.get_seq_length())
+        logits = self.graph(ids, positions).clone()
+        self.replayed, self.done = self.replayed + 1, self.done + 1
+        out = CausalLMOutputWithPast(logits=logits, past_key_values=self.cache)
+        as_dict = kwargs.get("return_dict")
+        if as_dict is None:
+            as_dict = getattr(self.model.config, "return_dict", True)
+        return out if as_dict else out.to_tuple()
+
+    def _asks(self, name: str, kwargs: dict[str, Any]) -> bool:
+        """Whether a call, or where it is silent the model's configuration, asks for what a graph does not have."""
+        value = kwargs.get(name)
+        if value is None and name.startswith("output_"):
+            value = getattr(self.model.config, name, None)
+        return value is not None and value is not False
+
+    def _ready(self, mask: torch.Tensor | None) -> bool:
+        """Have a graph, if that is possible by now.
+
+        Its steps look at no mask, so this one is looked at: of cached tokens it must say what the cache knows.
+        """
+        if self.done >= self.room:
+            self.reason = f"room={self.room} tokens were decoded before"
+            if self.required:
+                raise UnsupportedModelError(f"decode graph: {self.reason}; give a larger room")
+            return False
+        if self.graph is not None:
+            return True
+        self.cache.settle()
+        folded = self.cache.folded
+        if folded and not all(map(is_packed, folded)):
+            self.reason, self.done = "nothing is packed yet", self.done + 1
+            return False
+        self._busy = True  # the capture runs the model
+        try:
+            self.graph = DecodeGraph(self.model, self.cache, max(1, self.room - self.done))
+        except UnsupportedModelError as error:
+            if self.required:
+                raise
+            self.reason, self.done = str(error), self.done + 1
+            return False
+        finally:
+            self._busy = False
+        self.reason = None
+        if mask is not None and mask.ndim == 2:
+            try:
+                folded[0].check_mask(mask)
+            except CacheStateError:
+                self.finish()
+                raise
+        return True
+
+    def finish(self) -> None:
+        """Give the cache back, if a graph has it."""
+        if self.graph is not None:
+            self.graph.finish()
+            self.graph = None
+
+
+@contextmanager
+def decoding(model: PreTrainedModel, cache: "FoldedCache", room: int, required: bool = True) -> Iterator[Decoding]:
+    """Within it the model decodes over ``cache`` in a CUDA graph, also inside of ``model.generate``.
+
+    Calls of one token per sequence replay a graph, which is captured when the first of them comes and something is packed; up
+    to then, and for calls of many tokens, the model runs as it always does.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On a CUDA device, folded.
+    cache : FoldedCache
+        Made with a ``max_length``. Every decoded token counts: attention masks of decode steps are not looked at. While a
+        graph decodes, what would change the cache otherwise (beam search, assisted generation) is refused.
+    room : int
+        Tokens that will be decoded at most.
+    required : bool
+        False: where a graph is refused, decode step by step, and say why in ``reason``.
+
+    Raises
+    ------
+    UnsupportedModelError
+        At the first step, if a layer cannot decode in a graph.
+
+    Examples
+    --------
+    >>> cache = kvfold.fold(model, "kivi", max_length=4096)  # doctest: +SKIP
+    >>> with decoding(model, cache, room=512):  # doctest: +SKIP
+    ...     model.generate(**inputs, past_key_values=cache, max_new_tokens=512)
+    """
+    state = Decoding(model, cache, room, required)
+    own = model.__dict__.get("forward")  # a hook's, perhaps
+
+    @wraps(state._plain)  # `generate` looks at its signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return state.forward(*args, **kwargs)
+
+    model.forward = forward
+    try:
+        yield state
+    finally:
+        model.__dict__.pop("forward", None)
+        if own is not None:
+            model.forward = own
+        try:
+            state.finish()
+        except KeyboardInterrupt:
+            state.finish()  # nobody else could
+            raise

@@ -1,0 +1,101 @@
+"""What attends to a layer and what encodes it: decided by its method, its shapes and the device, once, and read by explain."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvfold import kernels
+from kvfold.errors import KVFoldError
+from kvfold.formats import AffineGroups, Format
+from kvfold.formats.paged import plain
+from kvfold.kernels import Choice
+from kvfold.methods import LayerSpec, Method
+
+
+def choose_kernel(
+    method: Method, spec: LayerSpec, device: torch.device, kernel: str | None = None, dtype: torch.dtype | None = None
+) -> Choice:
+    """What attends to a layer on a device.
+
+    Parameters
+    ----------
+    kernel : str or None
+        Insist on this one.
+    dtype : torch.dtype or None
+        Of queries and windows; None: the spec's.
+
+    Raises
+    ------
+    KVFoldError
+        If the named kernel is unknown or does not support the layer.
+    """
+    formats = plain(method.key_format(spec)), method.value_format(spec)
+    return kernels.choose(*formats, device, method.pre_rope, kernel, dtype or spec.dtype, spec.softcap)
+
+
+def packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> LayerSpec:
+    """The spec with codes packed for tensor cores or in plain order, whichever the better kernel reads; where it makes no
+    difference, plain on a CPU."""
+
+    def rank(spec: LayerSpec) -> int:
+        try:
+            choice = choose_kernel(method, spec, device, kernel)
+        except KVFoldError:  # the named kernel does not read this order
+            return len(kernels.REGISTRY)
+        return list(kernels.REGISTRY).index(choice.kernel.name)
+
+    on_cpu = device.type == "cpu"
+    return min((replace(spec, fragments=fragments) for fragments in (not on_cpu, on_cpu)), key=rank)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What encodes a layer, and why: the kernels of :mod:`kvfold.kernels.encode` and :mod:`kvfold.kernels.encode_pages`
+    ("triton") or the method's and formats' own operations ("torch")."""
+
+    name: str
+    reason: str
+
+    @property
+    def captures(self) -> bool:
+        """Whether blocks can be closed in a CUDA graph, by lengths on the device."""
+        return self.name == "triton"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Encoder:
+    """What encodes a layer on this device."""
+    if device.type == "cpu":
+        return Encoder("torch", "encoding kernels run on cuda")
+    if not method.kernel_encodes:
+        return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
+    why = _why_not(method, spec, device)
+    return Encoder("torch", why) if why else Encoder("triton", "first choice")
+
+
+def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | None:
+    """Why kernels cannot encode a layer; None if they can."""
+    from kvfold.kernels import encode, encode_pages
+
+    formats = method.key_format(spec), method.value_format(spec)
+    width = method.slice_width(spec.head_dim)
+    if has_pages(formats):
+        if width is not None:
+            return "keys: an update of following channels beside statistics per page"
+        for side, form in zip(("keys", "values"), formats, strict=True):
+            if why := encode_pages.why_not(form, device):
+                return f"{side}: {why}"
+        return encode_pages.self_test(*formats, device) if torch.cuda.is_available() else None
+    keys, values = plain(formats[0]), formats[1]
+    for side, form, cut in (("keys", keys, width), ("values", values, None)):
+        if why := encode.why_not(form, device, cut):
+            return f"{side}: {why}"
+    assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
+    return encode.self_test(keys, values, width, device) if torch.cuda.is_available() else None
+
+
+def has_pages(formats: tuple[Format, Format]) -> bool:
+    """Whether the kernels for affine groups alone, whose statistics belong to a sequence, cannot serve these formats."""
+    return not all(isinstance(plain(form), AffineGroups) for form in formats)
