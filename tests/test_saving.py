@@ -20,7 +20,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Lfm2Config, Lfm2Fo
 import kvfold
 from helpers import build, feed, layer, llama, logits, prompt, spec, tokens
 from kvfold import artefact as artefacts
-from kvfold.engines.transformers import saving
+from kvfold.engines.transformers import loading, saving
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheFileError, CacheStateError, KVFoldError, UnsupportedModelError
@@ -539,13 +539,13 @@ def test_an_insisted_kernel_must_exist_where_a_cache_goes():
 def test_layers_lie_where_the_models_layers_compute(model):
     split = copy.deepcopy(model)
     split.model.layers[1].self_attn.to("meta")
-    assert [d.type for d in saving.layer_devices(split, 3)] == [
+    assert [d.type for d in loading.layer_devices(split, 3)] == [
         "cpu",
         "cpu",
         "cpu",
     ]  # offloaded weights compute elsewhere
     split.model.layers[1].self_attn._hf_hook = SimpleNamespace(execution_device="meta")
-    assert [d.type for d in saving.layer_devices(split, 3)] == ["cpu", "meta", "cpu"]
+    assert [d.type for d in loading.layer_devices(split, 3)] == ["cpu", "meta", "cpu"]
 
 
 def test_a_model_without_weights_in_memory_is_refused(path):
