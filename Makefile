@@ -18,7 +18,7 @@ CASES ?= 100000
 SEED ?= 0
 fuzz: $(STAMP)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 KVFOLD_FUZZ=$(CASES) KVFOLD_FUZZ_SEED=$(SEED) \
-		$(BIN)/pytest -n $(WORKERS) --dist worksteal tests/test_flows.py $(ARGS)
+		$(BIN)/pytest -n $(WORKERS) --dist worksteal tests/engines/test_flows.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,26 +11,7 @@ from helpers import llama, prompt
 from kvfold.engines.transformers import graph
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheStateError, KVFoldWarning, UnsupportedModelError
-
-
-class Steps:
-    """In place of :class:`DecodeGraph`: runs the model's own step and keeps count."""
-
-    made = 0
-
-    def __init__(self, model, cache, room):
-        self.model, self.cache, self.room, self.steps = model, cache, room, 0
-        assert all(graph.is_packed(layer) for layer in cache.folded)
-        type(self).made += 1
-
-    def __call__(self, ids, positions=None):
-        assert self.steps < self.room
-        self.steps += 1
-        options = {"input_ids": ids, "position_ids": positions, "past_key_values": self.cache, "use_cache": True}
-        return type(self.model).forward(self.model, **options).logits
-
-    def finish(self):
-        self.cache = None
+from steps import Steps
 
 
 def generate(model, ids, cache, tokens=60):

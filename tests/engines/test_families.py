@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import models_table
 

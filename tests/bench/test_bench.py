@@ -23,7 +23,7 @@ from kvfold.commands.bench import BENCHMARKS
 from kvfold.errors import KVFoldError
 from tiny_model import save, tiny_llama
 
-COMMITTED = Path(__file__).parent.parent / "benchmarks" / "rows"
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "rows"
 GPU = [name for name in BENCHMARKS if name not in ("cpu", "plot")]
 
 

@@ -335,7 +335,7 @@ def test_continuations_are_greedy_and_their_first_step_is_not_timed(tiny, ids, m
 def test_on_a_gpu_rows_are_decoded_in_graphs_that_a_throw_away_cache_came_before(tiny, monkeypatch):
     """With a graph that is none: which cache, how much room, how often."""
     from kvfold.engines.transformers import graph
-    from test_graph import Steps
+    from steps import Steps
 
     made, lengths = [], []
 

@@ -28,7 +28,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 def run_interpreted(*names):
     """The interpreter is chosen when kernels are defined, so it needs a process of its own."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (here, *sys.path)))}
     done = subprocess.run(
         [sys.executable, str(here / "tiles_case.py"), *names], env=env, capture_output=True, text=True

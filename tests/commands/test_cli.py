@@ -526,7 +526,7 @@ def test_the_whole_way_on_the_embedded_model(run, tmp_path):
 
 
 def test_tables_of_readme_and_docs_are_those_of_the_rows():
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "scripts/tables.py", "--check"], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -557,7 +557,7 @@ def test_a_table_of_lengths_has_a_column_for_each_prefix(tmp_path):
     )
     result = {"header": {"prefixes": [1024, 16384]}, "rows": [dataclasses.asdict(row) for row in rows]}
     (tmp_path / "x.json").write_text(json.dumps(result))
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     command = [sys.executable, str(root / "scripts/tables.py"), "--lengths", "x.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -581,7 +581,7 @@ def test_a_table_of_lengths_reads_files_of_one_prefix(tmp_path):
         del row["prefilled"], row["tested"]
         row["prefix"] = 1003 if row["domain"] == "code" else 1024
     (tmp_path / "old.json").write_text(json.dumps({"header": {"prefix": 1024}, "rows": rows}))
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     command = [sys.executable, str(root / "scripts/tables.py"), "--lengths", "old.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -195,7 +195,7 @@ def test_another_process_goes_on_with_the_same_logits(model, methods, tmp_path):
         names.append(str(path))
         expected[path.name] = continued(model, cache)
     out = tmp_path / "logits"
-    paths = [str(Path(kvfold.__file__).parents[1]), str(Path(__file__).parent)]
+    paths = [str(Path(kvfold.__file__).parents[1]), *(str(folder) for folder in Path(__file__).parents[:2])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", OTHER_PROCESS, json.dumps(names), str(out)]
     subprocess.run(command, check=True, env=environment, timeout=300)
