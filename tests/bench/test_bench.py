@@ -102,6 +102,7 @@ def test_what_encodes_pages_is_compared_before_it_is_timed(monkeypatch):
 
     monkeypatch.setattr(encode, "reference", encode_wrong)
     assert encode.gate(work, made, encode.make_transform(work, made.keys)) > work.limit
+    assert encode.Step(replace(work, layers=0, context=256), torch.device("cpu")).gate() > work.limit
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
