@@ -116,7 +116,7 @@ def side(fmt: Format, mode: str | None = None) -> Side:
     assert basis is None or isinstance(basis, Hadamard)
     if isinstance(inner, UniformTokens):
         form = (1, UNIT, inner.bits_per_code, *statistics, FITS[inner.fit], basis.block if basis else 0)
-        # 16 elements a thread: with more of them the compiler lays channels out so that sums need ten times the shuffles
+        # 16 elements a thread: with more of them the compiler lays channels out so that sums need seven times the shuffles
         return Side(inner, form, basis, names, max(1, triton.next_power_of_2(inner.head_dim) // 16))
     chosen = MODES["sym" if mode == "sym" and inner.mode == "hybrid" else inner.mode]
     groups = (inner.group, int(inner.axis == "channel"), chosen)
