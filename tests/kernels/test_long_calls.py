@@ -51,7 +51,7 @@ def launches(monkeypatch, windows):
 
     def launch(q, packed_q, bias, key_format, value_format, span, held, scale, partials, part, plan, early):
         seen.append((span, plan, part))
-        capacity = decode._capacity(span)
+        capacity = decode.unit_capacity(span)
         keys, values = (
             stored(form, fields, capacity) for form, fields in ((key_format, span.keys), (value_format, span.values))
         )
@@ -89,7 +89,7 @@ def launches(monkeypatch, windows):
         return cls(*(torch.full((heads, splits, rows, *rest), float("nan")) for rest in ((dim,), (), ())))
 
     monkeypatch.setattr(decode, "_launch", launch)
-    monkeypatch.setattr(decode, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: 4)
     monkeypatch.setattr(decode, "attend_windows", windows.attend_windows)
     monkeypatch.setattr(Partials, "empty", classmethod(empty))
     monkeypatch.setattr(Partials, "merge", merge)

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from kvfold import methods
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script
 from kvfold.errors import KVFoldError
-from kvfold.formats import AffineGroups
+from kvfold.formats import AffineGroups, Format, PagedFormat
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
+from kvfold.methods import LayerSpec
 from kvfold.rope import Rope
 
 HBM_BYTES_PER_MS = 4.35e9
@@ -36,8 +38,10 @@ class Work:
 
     Parameters
     ----------
-    method : {"kivi", "squat_pre", "innerq-asym", "innerq-sym", "innerq-hybrid"}
+    method : {"kivi", "squat_pre", "innerq-asym", "innerq-sym", "innerq-hybrid", "fold"}
         Whose storage; SQuat's is KIVI's, and SQuat_pre's holds keys before RoPE.
+    bits : int
+        For fold 0: 3 bits for keys, 2 for values; else two digits, as 43, or the same for both.
     context : int
         Tokens of each sequence in the cache: with the call's own where they are few enough to be written to the windows
         first (up to 16, without padding), else without.
@@ -65,7 +69,9 @@ class Work:
         return self.query_tokens > 16 or self.padded
 
     @property
-    def formats(self) -> tuple[AffineGroups, AffineGroups]:
+    def formats(self) -> tuple[Format, Format]:
+        if self.method == "fold":
+            return _fold(self.bits, self.head_dim)
         inner = self.method.startswith("innerq")
         mode = self.method.partition("-")[2] or "asym"
 
@@ -80,11 +86,31 @@ class Work:
         )
 
     def __str__(self) -> str:
+        if self.method == "fold":
+            return "fold {}/{}".format(*_fold_bits(self.bits))
         how = [text for text, of in (("left-padded", self.padded), ("plain order", self.plain)) if of]
         return ", ".join([f"{self.method} {self.bits}-bit g{self.group}", *how])
 
 
+def _fold_bits(bits: int) -> tuple[int, int]:
+    return divmod(bits, 10) if bits > 9 else (bits or 3, bits or 2)
+
+
+@lru_cache
+def _fold(bits: int, head_dim: int) -> tuple[Format, Format]:
+    method = methods.get("fold:k_bits={},v_bits={}".format(*_fold_bits(bits)))
+    spec = LayerSpec(0, 1, 1, 1, head_dim)
+    return method.key_format(spec), method.value_format(spec)
+
+
+def stored_bytes(form: Format, tokens: int) -> int:
+    """Bytes of ``tokens`` packed tokens of one KV head."""
+    pages = form.pages(tokens // form.block) * form.page_bytes if isinstance(form, PagedFormat) else 0
+    return tokens // form.block * form.block_bytes + pages
+
+
 DEFAULT = (
+    *(Work("fold", bits, b, n) for b, n in ((1, 131072), (16, 32768), (1, 32768), (1, 8192)) for bits in (0, 2)),
     *(Work(m, 2, b, n) for b, n in ((1, 131072), (16, 32768), (1, 32768)) for m in ("kivi", "innerq-asym")),
     Work("innerq-hybrid", 2, 16, 32768),
     Work("innerq-sym", 2, 16, 32768),
@@ -164,7 +190,7 @@ def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int 
             if is_key:
                 vectors = vectors * gain + offset
             for name, x in form.encode(vectors).items():
-                fields[name][b : b + 1, :, : packed // 32] = x
+                fields[name][b : b + 1, :, : x.shape[2]] = x
         stored.append(fields)
     windows = [random(batch, heads, n, dim).to(dtype) for n in (SINK, SINK, slots, slots)]
     used = (packed + torch.arange(RECENT, device=device)) % slots
@@ -221,11 +247,14 @@ def reference(work: Work, inputs: Inputs, sequence: int) -> torch.Tensor:
 
 
 def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.Tensor:
+    from kvfold.kernels import pages
     from kvfold.kernels.decode import decode_attention, long_attention
 
     scale = 1 / math.sqrt(work.head_dim)
     if work.plain:
         return _plain_call(work, inputs, scale)
+    if work.method == "fold":
+        return pages.decode_attention(inputs.q, *work.formats, [inputs.span], inputs.windows, scale, out=out)
     if inputs.new is None:
         return decode_attention(inputs.q, *work.formats, [inputs.span], inputs.windows, scale, out=out)
     return long_attention(
@@ -362,7 +391,7 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
     error = gate(work, inputs)
     key_format, value_format = work.formats
     packed = int(inputs.windows.packed_len[0])
-    size = work.batch * work.num_kv_heads * packed // 32 * (key_format.block_bytes + value_format.block_bytes)
+    size = work.batch * work.num_kv_heads * sum(stored_bytes(form, packed) for form in work.formats)
     p20 = p50 = p80 = best = None
     name = ""
     if error <= LIMIT[dtype]:
@@ -388,7 +417,7 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
         query_tokens=work.query_tokens,
         context=work.context,
         dtype=str(dtype).removeprefix("torch."),
-        kernel="triton" if work.plain else "gluon",
+        kernel="triton" if work.plain else "pages" if work.method == "fold" else "gluon",
         error=error,
         limit=LIMIT[dtype],
         p20_ms=p20,

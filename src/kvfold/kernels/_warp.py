@@ -72,6 +72,43 @@ def load_shared(address, OFFSET: gl.constexpr, N: gl.constexpr):
         return words
 
 
+@gluon.constexpr_function
+def _load_matrix_asm(offset, transposed):
+    return f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0,$1,$2,$3}}, [$4+{offset}];"
+
+
+@gluon.jit
+def load_matrix4(address, OFFSET: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Four 8 x 8 matrices of 16-bit elements: lane 8 m + r gives the address (+ OFFSET) of row r of matrix m, 16 bytes.
+
+    Lane (g, t) gets of each matrix row g, columns 2t, 2t + 1; TRANSPOSED: column g, rows 2t, 2t + 1.
+    """
+    asm: gl.constexpr = _load_matrix_asm(OFFSET, TRANSPOSED)
+    return gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,r", [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _load_short_asm(offset):
+    return f"{{ .reg .b16 h; ld.shared.b16 h, [$1+{offset}]; cvt.u32.u16 $0, h; }}"
+
+
+@gluon.jit
+def load_shared_short(address, OFFSET: gl.constexpr):
+    """16 bits at ``address + OFFSET``, without a sign."""
+    asm: gl.constexpr = _load_short_asm(OFFSET)
+    return gl.inline_asm_elementwise(asm, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def store_shared1(address, a):
+    """One 32-bit word at ``address``."""
+    gl.inline_asm_elementwise(
+        "st.shared.b32 [$1], $2; mov.u32 $0, 0;", "=r,r,r", [address, a], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def store_shared2(address, a, b):
     """Two 32-bit words at ``address``."""
@@ -326,6 +363,18 @@ def without(a, b, MASK: gl.constexpr):
     return gl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
+@gluon.constexpr_function
+def _select_asm(mask):
+    return f"lop3.b32 $0, $1, $2, {mask}, 0xE4;"
+
+
+@gluon.jit
+def select(a, b, MASK: gl.constexpr):
+    """(a & MASK) | (b & ~MASK) in one instruction."""
+    asm: gl.constexpr = _select_asm(MASK)
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
 @gluon.jit
 def times(x, y):
     """Product of integers, also where it is a shift that the compiler would give to the units that apply masks."""
@@ -336,6 +385,11 @@ def times(x, y):
 def abs_halves(x):
     """Two fp16 values without their signs."""
     return gl.inline_asm_elementwise("abs.f16x2 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def max_half2(a, b):
+    return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

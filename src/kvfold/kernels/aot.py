@@ -13,9 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kvfold.formats import AffineGroups, Format
-from kvfold.kernels import _encode_pages, encode, encode_pages
+from kvfold.formats import AffineGroups, Format, Paged
+from kvfold.kernels import _encode_pages, encode, encode_pages, pages
 from kvfold.kernels._decode_gluon import decode_kernel
+from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels.decode import Plan, constants, make_plan
 from kvfold.kernels.partials import merge_kernel
@@ -103,6 +104,30 @@ def compile_decode(
     types |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(decode_kernel, *_signature(decode_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.cap(has_bias))
+
+
+def compile_pages(
+    key_format: Paged,
+    value_format: Paged,
+    rows: int = 4,
+    bf16: bool = False,
+    capability: int = 90,
+    plan: Plan | None = None,
+) -> Report:
+    """Compile the decode kernel over pages as a layer with ``rows`` query rows per KV head would use it."""
+    plan = plan or pages.make_plan(key_format, value_format, 128, rows, 1024, 160, 132)
+    fixed: dict[str, Any] = pages.constants(key_format, value_format, plan, bf16, capability >= 90)
+    if plan.columns == 1:
+        fixed["columns"] = 1
+    width = _width(bf16)
+    types = {"q_ptr": width, "scale": "fp32", "k_norm": "*u8"}
+    types |= dict.fromkeys(("packed_len_ptr", "sink_len_ptr", "recent_len_ptr"), "*i32")
+    types |= dict.fromkeys(("k_codes", "v_codes"), "*i16")
+    types |= dict.fromkeys(("k_scale", "k_mean", "v_scale", "v_mean"), "*fp16")
+    types |= dict.fromkeys(("sink_k", "sink_v", "ring_k", "ring_v"), width)
+    types |= dict.fromkeys(("k_signs", "v_signs", "part_out", "part_top", "part_sum"), "*fp32")
+    source = GluonASTSource(pages_kernel, *_signature(pages_kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
 
 
 def compile_tiles(

@@ -112,7 +112,7 @@ def _resident(key_format: AffineGroups, value_format: AffineGroups, warps: int, 
 
 
 @lru_cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -276,7 +276,7 @@ def decode_attention(
     rows = num_heads // heads * tokens
     slots = windows.sink[0].shape[2] + windows.ring[0].shape[2]
     plans = [
-        make_plan(key_format, value_format, batch * heads, rows, _capacity(s), slots, _multiprocessors(q.device))
+        make_plan(key_format, value_format, batch * heads, rows, unit_capacity(s), slots, multiprocessors(q.device))
         for s in spans
     ]
     plans[0] = plan or plans[0]
@@ -329,14 +329,14 @@ def long_attention(
     """
     batch, num_heads, tokens, dim = q.shape
     heads = windows.sink[0].shape[1]
-    outs, processors = [], _multiprocessors(q.device)
+    outs, processors = [], multiprocessors(q.device)
     step = _piece(batch * num_heads * dim, len(spans), tokens)
     for first in range(0, tokens, step):
         part = slice(first, min(first + step, tokens))
         piece = q[:, :, part].contiguous()
         rows = num_heads // heads * piece.shape[2]
         plans = [
-            plan or make_long_plan(key_format, value_format, batch * heads, rows, _capacity(s), processors)
+            plan or make_long_plan(key_format, value_format, batch * heads, rows, unit_capacity(s), processors)
             for s in spans
         ]
         partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), rows, dim, q.device)
@@ -360,7 +360,7 @@ def _piece(elements: int, spans: int, tokens: int) -> int:
     return min(tokens, -(-math.ceil(tokens / pieces) // 64) * 64)
 
 
-def _capacity(span: Span) -> int:
+def unit_capacity(span: Span) -> int:
     """Blocks of 32 tokens from one KV head's storage to the next one's."""
     codes = span.keys["codes"]
     return codes.stride(1) // codes.stride(2) * codes.shape[3]
@@ -412,7 +412,7 @@ def _launch(
         q.shape[2],
         plan.columns,
         span.start,
-        _capacity(span),
+        unit_capacity(span),
         sink[0].shape[2],
         ring[0].shape[2],
         plan.splits,

@@ -1,0 +1,235 @@
+"""Decode attention over pages that are read from their own bytes (fold): one pass over sink, packed and recent tokens."""
+
+import math
+from functools import lru_cache
+
+import torch
+
+from kvfold.formats import Fields, Format, Hadamard, Paged, UniformTokens
+from kvfold.formats.paged import PAGE
+from kvfold.kernels._pages_gluon import pages_kernel, shared_bytes
+from kvfold.kernels.base import Span, Windows
+from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan, multiprocessors, unit_capacity
+from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
+
+BLOCK = 32
+BLOCKS = PAGE // BLOCK
+"""Blocks of a page, which is a stage."""
+
+
+def unsupported(key_format: Format, value_format: Format) -> str | None:
+    """Why the kernel cannot read these formats; None if it can."""
+    for name, form in (("keys", key_format), ("values", value_format)):
+        if not isinstance(form, Paged):
+            return f"{name}: {form.kind} storage; allowed: paged"
+        if form.head_dim not in (64, 128, 256):
+            return f"{name}: head_dim={form.head_dim}; allowed: 64, 128, 256"
+        if form.page != PAGE or form.block != BLOCK:
+            return f"{name}: pages of {form.page or 'all'} tokens in blocks of {form.block}; allowed: {PAGE}, {BLOCK}"
+        if not isinstance(form.inner, UniformTokens):
+            return f"{name}: {form.inner.kind} storage in pages; allowed: uniform"
+        if form.norm and name == "values":
+            return "values: norms per page; allowed: none"
+        if form.basis is not None and not isinstance(form.basis, Hadamard):
+            return f"{name}: {type(form.basis).__name__.lower()} basis; allowed: hadamard"
+        if form.operand != name[:-1]:
+            return f"{name}: operand={form.operand}; allowed: {name[:-1]}"
+    assert isinstance(key_format, Paged) and isinstance(value_format, Paged)
+    turns = {_mix(key_format), _mix(value_format)} - {1}
+    if len({min(16, mix) for mix in turns}) > 1:
+        return (
+            f"rotations of {' and '.join(map(str, sorted(turns)))} channels; allowed: one of them, or at least 16 each"
+        )
+    if program_bytes(key_format, value_format, Plan(1, BLOCKS, 1, 1, 1, 1)) > STATIC_SHARED:
+        bits = _bits(key_format), _bits(value_format)
+        return f"{bits[0]} and {bits[1]} bits at head_dim={key_format.head_dim}: a page is larger than shared memory"
+    return None
+
+
+def _mix(form: Paged) -> int:
+    return form.basis.block if isinstance(form.basis, Hadamard) else 1
+
+
+def _bits(form: Paged) -> int:
+    assert isinstance(form.inner, UniformTokens)
+    return form.inner.bits_per_code
+
+
+def program_bytes(key_format: Paged, value_format: Paged, plan: Plan, far: bool = True) -> int:
+    """Bytes of shared memory of a program."""
+    return int(
+        shared_bytes(
+            key_format.head_dim, _bits(key_format), key_format.mean, bool(key_format.norm), _bits(value_format),
+            value_format.mean, plan.tiles, BLOCKS, far, plan.warps,
+        )
+    )  # fmt: skip
+
+
+@lru_cache
+def make_plan(
+    key_format: Paged,
+    value_format: Paged,
+    batch_heads: int,
+    rows: int,
+    capacity: int,
+    window_slots: int,
+    processors: int,
+) -> Plan:
+    """Choose a launch shape; parameters are those of :func:`kvfold.kernels.decode.make_plan`, ``capacity`` in blocks."""
+    dim = key_format.head_dim
+    tiles = 2 if rows > 8 and dim < 128 else 1
+    columns = math.ceil(rows / (8 * tiles))
+    pages = math.ceil(capacity / BLOCKS)
+    shapes = [Plan(warps, BLOCKS, tiles, columns, 1, 1) for warps in (4, 2, 1)]
+    shape = next(s for s in shapes if program_bytes(key_format, value_format, s) <= STATIC_SHARED)
+    warps, registers = shape.warps, REGISTERS.get(dim)
+    threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
+    size = program_bytes(key_format, value_format, shape)
+    resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
+    jobs = batch_heads * columns
+    least = min(1.0, 9 / (resident * warps))
+
+    def cost(n: int) -> float:
+        """As in :func:`kvfold.kernels.decode.make_plan`; starting and ending a program is worth 1.6 stages."""
+        stages = math.ceil(math.ceil(pages / n) / warps) + 1.6
+        waves, rest = divmod(jobs * n, processors * resident)
+        fill = math.ceil(rest / processors) / resident
+        return stages * (waves + (max(least, fill**0.9) if rest else 0))
+
+    splits = min(range(1, max(2, min(256, pages // warps + 2))), key=cost)
+    each = 3 if capacity >= 512 or 4 * jobs >= processors else 1
+    return Plan(warps, BLOCKS, tiles, columns, splits, math.ceil(window_slots / (16 * warps * each)), False, registers)
+
+
+REGISTERS: dict[int, int] = {128: 168}
+"""Most registers of a thread, by ``head_dim``; as measured on an H200."""
+
+
+def decode_attention(
+    q: torch.Tensor,
+    key_format: Paged,
+    value_format: Paged,
+    spans: list[Span],
+    windows: Windows,
+    scale: float,
+    out: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the newest tokens of every sequence over sink, packed and recent tokens.
+
+    As :func:`kvfold.kernels.decode.decode_attention`; what pages do to queries, the kernel does.
+    """
+    from dataclasses import replace
+
+    batch, num_heads, tokens, dim = q.shape
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"tokens={tokens}: 1 to {MAX_TOKENS} query tokens are allowed")
+    heads = windows.sink[0].shape[1]
+    rows = num_heads // heads * tokens
+    slots = windows.sink[0].shape[2] + windows.ring[0].shape[2]
+    plans = [
+        make_plan(key_format, value_format, batch * heads, rows, unit_capacity(s), slots, multiprocessors(q.device))
+        for s in spans
+    ]
+    plans[0] = plan or plans[0]
+    plans[1:] = [replace(p, dense_splits=0) for p in plans[1:]]
+    q = q.contiguous()
+    early = overlaps_launches(q.device)
+    partials = Partials.empty(batch * heads, sum(p.splits + p.dense_splits for p in plans), rows, dim, q.device)
+    at = 0
+    for each, span in zip(plans, spans, strict=True):
+        _launch(q, key_format, value_format, span, windows, scale, partials, at, each, early)
+        at += each.splits + each.dense_splits
+    return partials.merge(torch.empty_like(q) if out is None else out, early, sinks, tokens)
+
+
+def _arrays(form: Paged, stored: Fields, signs: torch.Tensor, norm: bool) -> list[torch.Tensor]:
+    """Codes, scales, means (and norms) as the kernel takes them, then the rotation's signs."""
+    names = ["codes", "scale", "mean" if form.mean else "scale", *(["norm" if form.norm else "codes"] if norm else [])]
+    arrays = [stored[n] for n in names]
+    for x in arrays:
+        if not (x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1)):
+            raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
+    return [*arrays, signs]
+
+
+def _pages(form: Paged, stored: Fields) -> int:
+    """Pages from one KV head's storage to the next one's."""
+    if not form.page_fields():
+        return 0
+    x = stored["mean" if form.mean else "norm"]
+    return x.stride(1) // x.stride(2)
+
+
+def _signs(form: Paged, like: torch.Tensor) -> torch.Tensor:
+    return form.basis.signs(like.device) if isinstance(form.basis, Hadamard) else like
+
+
+def _launch(
+    q: torch.Tensor,
+    key_format: Paged,
+    value_format: Paged,
+    span: Span,
+    windows: Windows,
+    scale: float,
+    partials: Partials,
+    part: int,
+    plan: Plan,
+    early: bool,
+) -> None:
+    """Write partial results of one span (and, if planned, of the windows) to parts ``part`` and following."""
+    heads, rows = windows.sink[0].shape[1], partials.out.shape[2]
+    sink, ring = windows.sink, windows.ring
+    pages_kernel[(partials.out.shape[0] * plan.columns, plan.splits + plan.dense_splits)](
+        q,
+        *_arrays(key_format, span.keys, _signs(key_format, partials.top), True),
+        *_arrays(value_format, span.values, _signs(value_format, partials.top), False),
+        windows.packed_len,
+        *sink,
+        windows.sink_len,
+        *ring,
+        windows.recent_len,
+        partials.out,
+        partials.top,
+        partials.total,
+        float(scale),
+        heads,
+        rows,
+        q.shape[2],
+        plan.columns,
+        span.start,
+        unit_capacity(span),
+        _pages(key_format, span.keys),
+        _pages(value_format, span.values),
+        sink[0].shape[2],
+        ring[0].shape[2],
+        plan.splits,
+        plan.dense_splits,
+        partials.splits,
+        part,
+        **constants(key_format, value_format, plan, ring[0].dtype == torch.bfloat16, early),
+        num_warps=plan.warps,
+        maxnreg=plan.registers,
+        **early_launch(early),
+    )
+
+
+def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, early: bool) -> dict[str, int | bool]:
+    """What the kernel is specialized on."""
+    return {
+        "D": key_format.head_dim,
+        "K_BITS": _bits(key_format),
+        "K_MEAN": key_format.mean,
+        "K_NORM": bool(key_format.norm),
+        "K_MIX": _mix(key_format),
+        "V_BITS": _bits(value_format),
+        "V_MEAN": value_format.mean,
+        "V_MIX": _mix(value_format),
+        "SAME": key_format.basis == value_format.basis,
+        "NT": plan.tiles,
+        "NB": plan.blocks,
+        "FAR": True,
+        "BF16": bf16,
+        "EARLY": early,
+    }
