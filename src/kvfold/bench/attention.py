@@ -69,7 +69,8 @@ class Work:
         return self.query_tokens > 16 or self.padded
 
     @property
-    def formats(self) -> tuple[Format, Format]:
+    def formats(self) -> tuple[Any, Any]:
+        """Of keys and values: affine groups; fold's are paged."""
         if self.method == "fold":
             return _fold(self.bits, self.head_dim)
         inner = self.method.startswith("innerq")

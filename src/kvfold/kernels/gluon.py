@@ -1,10 +1,11 @@
-"""The fused kernels over affine groups as a choice of the registry."""
+"""The fused kernels, over affine groups and over pages, as choices of the registry."""
 
 import torch
 
-from kvfold.formats import AffineGroups, Format
+from kvfold.formats import AffineGroups, Format, Paged
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Windows
+from kvfold.kernels.reference import ReferenceKernel
 
 BLOCK = 32
 
@@ -22,14 +23,8 @@ class GluonKernel(AttentionKernel):
     dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
-        if device.type != "cuda":
-            return "needs an NVIDIA GPU"
-        if torch.cuda.get_device_capability(device)[0] < 8:
-            return "needs compute capability 8.0"
-        if pre_rope:
-            return "keys are stored before RoPE"
-        if key_format.block != BLOCK:
-            return f"blocks of {key_format.block} tokens; allowed: {BLOCK}"
+        if why := _needs(key_format, device, pre_rope):
+            return why
         try:
             from kvfold.kernels.decode import unsupported
         except ImportError as error:
@@ -61,6 +56,53 @@ class GluonKernel(AttentionKernel):
             bias=bias,
             sinks=call.sinks,
         )
+
+
+class PagesKernel(AttentionKernel):
+    """Pages of uniform codes (fold) on NVIDIA GPUs (sm_80 and later); calls of any length.
+
+    Up to 16 query tokens without padding are written to the windows first and attended to in one launch per slab. Longer
+    calls unpack bounded pieces to 16 bits for the platform's flash attention; those of sequences of different length go to
+    the reference.
+    """
+
+    name = "pages"
+    in_place_tokens = 16
+    captures = True
+    limits = "calls of more than 16 tokens by sequences of different length"
+    dtypes = frozenset({torch.float16, torch.bfloat16})
+
+    def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
+        if why := _needs(key_format, device, pre_rope):
+            return why
+        try:
+            from kvfold.kernels.pages import unsupported
+        except ImportError as error:
+            return f"needs Triton 3.6 with Gluon ({error})"
+        return unsupported(key_format, value_format)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.new is None:
+            from kvfold.kernels.pages import decode_attention
+
+            keys, values = call.key_format, call.value_format
+            assert isinstance(keys, Paged) and isinstance(values, Paged) and isinstance(call.windows, Windows)
+            return decode_attention(call.query, keys, values, call.spans, call.windows, call.scale, sinks=call.sinks)
+        from kvfold.kernels.unpacked import attend_unpacked, serves
+
+        return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
+
+
+def _needs(key_format: Format, device: torch.device, pre_rope: bool) -> str | None:
+    if device.type != "cuda":
+        return "needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device)[0] < 8:
+        return "needs compute capability 8.0"
+    if pre_rope:
+        return "keys are stored before RoPE"
+    if key_format.block != BLOCK:
+        return f"blocks of {key_format.block} tokens; allowed: {BLOCK}"
+    return None
 
 
 def _projected(call: AttentionCall) -> tuple[torch.Tensor | None, torch.Tensor | None]:

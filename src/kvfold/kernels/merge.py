@@ -37,6 +37,13 @@ class Partial:
         return cls(torch.zeros_like(like.out), top.expand_as(like.top), torch.ones_like(like.total))
 
     @staticmethod
+    def join(a: "Partial", b: "Partial") -> "Partial":
+        """Two parts as one."""
+        top = torch.maximum(a.top, b.top)
+        of_a, of_b = (a.top - top).exp(), (b.top - top).exp()
+        return Partial(a.out * of_a + b.out * of_b, top, a.total * of_a + b.total * of_b)
+
+    @staticmethod
     def merge(parts: "list[Partial]") -> torch.Tensor:
         """Normalized attention over all parts together (log-sum-exp)."""
         top = torch.stack([p.top for p in parts]).amax(0)

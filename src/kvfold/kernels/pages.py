@@ -1,14 +1,16 @@
 """Decode attention over pages that are read from their own bytes (fold): one pass over sink, packed and recent tokens."""
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from kvfold.formats import Fields, Format, Hadamard, Paged, UniformTokens
 from kvfold.formats.paged import PAGE
-from kvfold.kernels._pages_gluon import pages_kernel, shared_bytes
-from kvfold.kernels.base import Span, Windows
+from kvfold.kernels._page_codes import shared_bytes
+from kvfold.kernels._pages_gluon import pages_kernel
+from kvfold.kernels.call import Span, Windows
 from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan, multiprocessors, unit_capacity
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
 
@@ -120,8 +122,6 @@ def decode_attention(
 
     As :func:`kvfold.kernels.decode.decode_attention`; what pages do to queries, the kernel does.
     """
-    from dataclasses import replace
-
     batch, num_heads, tokens, dim = q.shape
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"tokens={tokens}: 1 to {MAX_TOKENS} query tokens are allowed")
