@@ -10,7 +10,7 @@ class Steps:
 
     def __init__(self, model, cache, room):
         self.model, self.cache, self.room, self.steps = model, cache, room, 0
-        assert all(graph.is_packed(layer) for layer in cache.folded)
+        assert all(graph.is_ready(layer) for layer in cache.folded)
         type(self).made += 1
 
     def __call__(self, ids, positions=None):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvfold
-from helpers import llama, prompt
+from helpers import assert_same_content, llama, prompt
 from kvfold.engines.transformers import graph
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheStateError, KVFoldWarning, UnsupportedModelError
@@ -18,16 +18,20 @@ def generate(model, ids, cache, tokens=60):
     return model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
 
 
-@pytest.mark.parametrize("length", [20, 150])
-def test_generate_decodes_in_a_graph_as_soon_as_something_is_packed(length, monkeypatch):
+@pytest.mark.parametrize(
+    "method", ["fold:sink=4,recent=16", "kivi:sink=4,recent=16", "innerq:sink=4,recent=16,paper=true"]
+)
+@pytest.mark.parametrize("length", [1, 20, 150])
+def test_generate_decodes_in_a_graph_from_the_second_token_on(length, method, monkeypatch):
+    """Where statistics are those of a whole sequence, as soon as something is packed."""
     monkeypatch.setattr(graph, "DecodeGraph", Steps)
     monkeypatch.setattr(Steps, "made", 0)
-    model, ids, method = llama(), prompt(2, length), "kivi:sink=4,recent=16"
+    model, ids = llama(), prompt(2, length)
     want = generate(model, ids, kvfold.fold(model, method))
     cache = kvfold.fold(model, method)
     with graph.decoding(model, cache, room=60) as steps:
         assert torch.equal(generate(model, ids, cache), want)
-    before = max(0, 4 + 16 + 32 - length)  # decoded before a block is due
+    before = max(0, 4 + 16 + 32 - length) if "paper" in method else 0  # decoded before a block is due
     assert Steps.made == 1 and steps.replayed == 59 - before and steps.reason is None
     assert str(steps) == f"{59 - before} tokens decoded in a CUDA graph"
     assert "forward" not in model.__dict__
@@ -126,7 +130,7 @@ def test_a_capture_that_fails_gives_the_cache_and_the_model_back(required, monke
         self.cache.folded[0].pending = True
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
+    monkeypatch.setattr(graph, "why_not", lambda layer: None)
     monkeypatch.setattr(graph.DecodeGraph, "_capture", fails)
     model, cache = prefilled()
     before = lengths(cache)
@@ -140,7 +144,7 @@ def test_a_capture_that_fails_gives_the_cache_and_the_model_back(required, monke
 def test_a_warm_up_writes_no_token_but_the_next(monkeypatch):
     """With recent + 31 tokens in the ring there is one free slot; a second token would take the slot of one in use."""
     model, cache = prefilled("kivi:sink=0,recent=32", 32 + 31)
-    monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
+    monkeypatch.setattr(graph, "why_not", lambda layer: None)
     dummy = SimpleNamespace(wait_stream=lambda other: None)
     for name, value in {"Stream": lambda: dummy, "current_stream": lambda: dummy, "stream": nullcontext}.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -165,19 +169,42 @@ def test_a_graph_needs_a_ring_for_tokens_even_where_none_waits():
     _, cache = prefilled("kivi:sink=0,recent=0", 64)
     layer = cache.folded[0]
     assert layer.packed == [64]
-    layer.enter_static(graph.StaticLengths(None, None))
+    layer.make_room(9)
     assert layer.ring.slots == layer.ring.base > 0
+
+
+@pytest.mark.parametrize("method", ["kivi:sink=8,recent=16", "fold:sink=8,recent=16"])
+@pytest.mark.parametrize("tokens", [3, 150, 600])
+def test_a_graph_finds_room_at_fixed_addresses(method, tokens):
+    """However long the prompt was, and however its storage grew: one slab, whole windows, and the same numbers."""
+    model, ids = llama(), prompt(2, tokens + 1)
+    cache, other = (kvfold.fold(model, method) for _ in range(2))
+    for part in ids[:, :tokens].split(100, 1):
+        with torch.no_grad():
+            for each in (cache, other):
+                model(part, past_key_values=each, use_cache=True)
+    for layer in cache.folded:
+        layer.make_room(500)
+        assert len(layer.slabs) == 1 and layer.sink.slots == 8 and layer.ring.slots >= 16 + 32
+        assert layer.slabs[0].blocks * 32 >= layer.packed_length(tokens + 500)
+    for a, b in zip(cache.folded, other.folded, strict=True):
+        assert_same_content(a, b, 1, 1)
+    with torch.no_grad():
+        want, got = (model(ids[:, tokens:], past_key_values=each, use_cache=True).logits for each in (other, cache))
+    assert torch.equal(got, want)
+    for a, b in zip(cache.folded, other.folded, strict=True):
+        assert_same_content(a, b, 1, 1)
 
 
 def test_why_a_layer_is_refused():
     model, cache = prefilled()
     layer = cache.folded[0]
-    assert "nothing is packed yet" in graph.why_not(kvfold.fold(model, "kivi").folded[0], 9)
+    assert "it holds nothing yet" in graph.why_not(kvfold.fold(model, "kivi").folded[0])
     layer.static = graph.StaticLengths(None, None)
-    assert graph.why_not(layer, 9) == "another decode graph owns it"
+    assert graph.why_not(layer) == "another decode graph owns it"
     layer.static = None
     cache.activate_past_recording()
-    assert "for a crop" in graph.why_not(layer, 9)
+    assert "for a crop" in graph.why_not(layer)
 
 
 @pytest.mark.parametrize("method", ["innerq:paper=true,recent=32", "squat:paper=true"])
@@ -185,16 +212,16 @@ def test_a_sequence_without_statistics_is_not_decoded_in_a_graph(method):
     """Statistics of a whole sequence are there once it packs, and gone with the last of its packed tokens."""
     model, cache = prefilled(method, 63)
     layer = cache.folded[0]
-    assert not graph.is_packed(layer)
+    assert not graph.is_ready(layer)
     with torch.no_grad():
         model(prompt(1, 137), past_key_values=cache, use_cache=True)
-    assert graph.is_packed(layer) and layer.packed == [layer.packed_length(200)]
+    assert graph.is_ready(layer) and layer.packed == [layer.packed_length(200)]
     cache.crop(-200)
-    assert layer.packed == [0] and not graph.is_packed(layer)
+    assert layer.packed == [0] and not graph.is_ready(layer)
 
 
 def test_calls_of_another_batch_are_refused(monkeypatch):
-    monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
+    monkeypatch.setattr(graph, "why_not", lambda layer: None)
     monkeypatch.setattr(graph.DecodeGraph, "_capture", lambda self: None)
     model, cache = prefilled(batch=2)
     with pytest.raises(ValueError, match=r"input_ids \[1, 1\] is not allowed; allowed: \[2, 1\]"):
@@ -302,7 +329,7 @@ def test_outputs_that_the_configuration_asks_for_are_refused_too(monkeypatch):
 
 def counted(model, cache, monkeypatch, room=40):
     """A graph whose step, on the host, does to lengths what the captured one does, and nothing else."""
-    monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
+    monkeypatch.setattr(graph, "why_not", lambda layer: None)
     monkeypatch.setattr(graph.DecodeGraph, "_capture", lambda self: None)
     monkeypatch.setattr(FoldedLayer, "_close", lambda *args: None)
     made = graph.DecodeGraph(model, cache, room)
@@ -388,7 +415,7 @@ def test_giving_the_cache_back_survives_an_interrupt(monkeypatch):
         if not left[0]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(graph, "why_not", lambda layer, room: None)
+    monkeypatch.setattr(graph, "why_not", lambda layer: None)
     monkeypatch.setattr(graph.DecodeGraph, "_capture", lambda self: None)
     monkeypatch.setattr(graph.DecodeGraph, "__init__", made)
     monkeypatch.setattr(FoldedLayer, "_close", closing)

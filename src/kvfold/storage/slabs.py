@@ -1,4 +1,6 @@
-"""Packed storage: a list of slabs that are filled in place and never copied; a new slab is an eighth of what exists."""
+"""Packed storage: a list of slabs that are filled in place; a new slab is an eighth of what exists.
+
+Nothing is copied, but once when a decode graph begins and there are several: it knows the addresses of one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,6 +74,21 @@ class Slabs:
         wanted = -(-wanted // layout.page_blocks) * layout.page_blocks
         keys, values = (f.allocate(batch, layout.spec.num_kv_heads, wanted, device) for f in layout.formats)
         self.slabs.append(Slab(have, wanted, keys, values))
+
+    def gather(self, blocks: int, batch: int, device: torch.device) -> None:
+        """Have one slab, with storage for ``blocks`` blocks; if need be what is packed is copied into a new one."""
+        layout, old = self.layout, self.slabs
+        blocks = -(-max(blocks, 1) // layout.page_blocks) * layout.page_blocks
+        if len(old) == 1 and old[0].blocks >= blocks:
+            return
+        self.slabs = []
+        self.reserve(blocks, blocks, batch, device)
+        for slab in old:
+            for form, to, of in zip(
+                layout.formats, (self.slabs[0].keys, self.slabs[0].values), (slab.keys, slab.values), strict=True
+            ):
+                for name, there in form.take(to, slab.blocks, slab.first).items():
+                    there.copy_(of[name])
 
     def at(self, token: int) -> Slab:
         """The slab of a packed token."""

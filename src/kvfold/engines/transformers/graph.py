@@ -24,16 +24,19 @@ if TYPE_CHECKING:
     from kvfold.engines.transformers.layer import FoldedLayer
 
 
-def is_packed(layer: "FoldedLayer") -> bool:
-    """Whether a layer has packed storage, and what it needs of every sequence: what a graph is captured with."""
-    waits = layer.method.paper and layer.following.active and not all(layer.following.made)
-    return len(layer.slabs) > 0 and all(layer.slabs.fixed) and not waits
+def is_ready(layer: "FoldedLayer") -> bool:
+    """Whether a layer has what a graph of it reads of every sequence. Statistics of pages come with their pages; those of a
+    whole sequence, and an encoder's state, must be there."""
+    if layer.following.active:
+        waits = layer.method.paper and not all(layer.following.made)
+        return len(layer.slabs) > 0 and not waits and all(layer.slabs.fixed)
+    return layer.is_initialized and all(layer.slabs.fixed)
 
 
-def why_not(layer: "FoldedLayer", room: int) -> str | None:
-    """Why a layer cannot decode in a graph for ``room`` more tokens; None if it can."""
+def why_not(layer: "FoldedLayer") -> str | None:
+    """Why a layer cannot decode in a graph; None if it can."""
     if not layer.is_initialized:
-        return "nothing is packed yet; prefill a longer prompt first"
+        return "it holds nothing yet; prefill a prompt first"
     if layer.static is not None:
         return "another decode graph owns it"
     if layer.writer.recording:
@@ -43,12 +46,8 @@ def why_not(layer: "FoldedLayer", room: int) -> str | None:
         return f"its kernel is {layer.kernel.name}; allowed: {allowed}"
     if not layer.encoder.captures:
         return f"it is encoded by {layer.encoder.name}: {layer.encoder.reason}"
-    if not is_packed(layer):
-        return "nothing is packed yet; prefill a longer prompt first"
-    if len(layer.slabs) > 1:  # a graph knows the addresses of one
-        return f"its packed storage grew to {len(layer.slabs)} slabs; fold with a max_length"
-    if layer.packed_length(max(layer.lens) + room) > layer.slabs[0].blocks * layer.block:
-        return f"its packed storage ends at {layer.slabs[0].blocks * layer.block} tokens; fold with a larger max_length"
+    if not is_ready(layer):
+        return "nothing is packed yet, and its statistics are those of what is; prefill a longer prompt first"
     return None
 
 
@@ -78,8 +77,8 @@ class DecodeGraph:
     model : PreTrainedModel
         On a CUDA device, folded.
     cache : FoldedCache
-        Holding the prompt; made with a ``max_length`` that leaves room. Until :meth:`finish` only this object may use it:
-        the cache refuses others with a ``CacheStateError``.
+        Holding the prompt, of any length. Storage for all tokens is taken now, unless it was by a ``max_length``. Until
+        :meth:`finish` only this object may use it: the cache refuses others with a ``CacheStateError``.
     room : int
         Tokens that will be decoded at most.
 
@@ -101,12 +100,13 @@ class DecodeGraph:
         if len(folded) != len(cache.layers):
             raise UnsupportedModelError("decode graph: every layer must be folded")
         for layer in folded:
-            if why := why_not(layer, room):
+            if why := why_not(layer):
                 raise UnsupportedModelError(f"decode graph: layer {layer.spec.layer_idx}: {why}")
-        for layer in folded:
-            layer.following.make_room()
         first = folded[0]
         _check_alike(folded)
+        for layer in folded:
+            layer.following.make_room()
+            layer.make_room(room)
         self.model, self.cache, self.room = model, cache, room
         self.method = first.method
         sink = self.method.sink
@@ -304,8 +304,8 @@ class Decoding:
             return True
         self.cache.settle()
         folded = self.cache.folded
-        if folded and not all(map(is_packed, folded)):
-            self.reason, self.done = "nothing is packed yet", self.done + 1
+        if folded and not all(map(is_ready, folded)):
+            self.reason, self.done = "nothing is packed yet, and statistics are those of what is", self.done + 1
             return False
         self._busy = True  # the capture runs the model
         try:
@@ -337,15 +337,16 @@ class Decoding:
 def decoding(model: PreTrainedModel, cache: "FoldedCache", room: int, required: bool = True) -> Iterator[Decoding]:
     """Within it the model decodes over ``cache`` in a CUDA graph, also inside of ``model.generate``.
 
-    Calls of one token per sequence replay a graph, which is captured when the first of them comes and something is packed; up
-    to then, and for calls of many tokens, the model runs as it always does.
+    Calls of one token per sequence replay a graph, which is captured when the first of them comes (for methods that know
+    something of a whole sequence: when something is packed); up to then, and for calls of many tokens, the model runs as it
+    always does.
 
     Parameters
     ----------
     model : PreTrainedModel
         On a CUDA device, folded.
     cache : FoldedCache
-        Made with a ``max_length``. Every decoded token counts: attention masks of decode steps are not looked at. While a
+        Every decoded token counts: attention masks of decode steps are not looked at. While a
         graph decodes, what would change the cache otherwise (beam search, assisted generation) is refused.
     room : int
         Tokens that will be decoded at most.
@@ -359,7 +360,7 @@ def decoding(model: PreTrainedModel, cache: "FoldedCache", room: int, required: 
 
     Examples
     --------
-    >>> cache = kvfold.fold(model, "kivi", max_length=4096)  # doctest: +SKIP
+    >>> cache = kvfold.fold(model, "kivi")  # doctest: +SKIP
     >>> with decoding(model, cache, room=512):  # doctest: +SKIP
     ...     model.generate(**inputs, past_key_values=cache, max_new_tokens=512)
     """

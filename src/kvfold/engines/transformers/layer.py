@@ -452,10 +452,17 @@ class FoldedLayer(CacheLayerMixin):
     def _close(self, key: torch.Tensor | None, value: torch.Tensor | None, lengths: Lengths) -> None:
         self.writer.by_kernel.close(key, value, lengths, self.static_boundary)
 
-    def enter_static(self, lengths: StaticLengths) -> None:
-        """From now on a decode graph owns the layer."""
+    @storing
+    def make_room(self, tokens: int) -> None:
+        """Have storage at fixed addresses for ``tokens`` more tokens of every sequence: one slab, and whole windows."""
+        packed = self.sequences.packed_length(max(self.lens) + tokens)
+        self.slabs.gather(packed // self.block, len(self.sequences), self.device)
+        self.sink.fit(self.sequences.sink)
         if self.ring.slots < self.ring.base:  # nothing was waiting for a block so far
             self.ring.resize(self.ring.base)
+
+    def enter_static(self, lengths: StaticLengths) -> None:
+        """From now on a decode graph owns the layer."""
         self.static, self.static_boundary = lengths, None
         if self.method.group_mode(True) != self.method.group_mode(False):
             ends = [self.sequences.boundary(row) for row in range(len(self.sequences))]
