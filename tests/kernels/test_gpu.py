@@ -152,6 +152,8 @@ def _unfolded(request):
 
 
 METHODS = [
+    "fold",
+    "fold:bits=2",
     "kivi",
     "kivi:bits=4",
     "squat",
@@ -159,6 +161,11 @@ METHODS = [
     "innerq:mode=sym,paper=true",
     "innerq:mode=asym,paper=true",
 ]
+
+
+def fast(method):
+    """The kernel that serves it."""
+    return "pages" if method.startswith("fold") else "gluon"
 
 
 def run(model, method, kernel, ids, mask, cuts):
@@ -179,16 +186,16 @@ def run(model, method, kernel, ids, mask, cuts):
 @pytest.mark.parametrize("ragged", [False, True])
 def test_model_agrees_with_the_reference(model, method, ragged):
     """Prompt, 100 decoded tokens, five at once, and decoding after them."""
-    assert {row.kernel for row in kvfold.explain(model, method).layers} == {"gluon"}
+    assert {row.kernel for row in kvfold.explain(model, method).layers} == {fast(method)}
     ids = torch.randint(0, 97, (3, 517), generator=torch.Generator().manual_seed(1)).to("cuda")
     mask = torch.ones_like(ids)
     if ragged:
         mask[1, :45] = 0
         mask[2, :200] = 0
     cuts = [400, *[1] * 100, 5, *[1] * 12]
-    got, folded = run(model, method, "gluon", ids, mask, cuts)
+    got, folded = run(model, method, fast(method), ids, mask, cuts)
     want, plain = run(model, method, "reference", ids, mask, cuts)
-    assert all(layer.kernel.name == "gluon" and len(layer.slabs) == 1 for layer in folded.folded)
+    assert all(layer.kernel.name == fast(method) and len(layer.slabs) == 1 for layer in folded.folded)
     assert [layer.packed for layer in folded.folded] == [layer.packed for layer in plain.folded]
     real = mask.bool()
     assert torch.isfinite(got[real]).all()
