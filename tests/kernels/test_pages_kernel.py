@@ -1,0 +1,64 @@
+"""What the decode kernel over pages takes, and how it is launched; its numbers are compared on a GPU (test_gpu_pages.py)."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kvfold.kernels import aot, pages
+from kvfold.kernels.decode import STATIC_SHARED, Plan
+from kvfold.methods import LayerSpec, get
+
+
+def formats(method, dim=128, **spec):
+    method, spec = get(method), LayerSpec(0, 1, 8, 2, dim, torch.float16, **spec)
+    return method.key_format(spec), method.value_format(spec)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "method", ["fold", "fold:bits=1", "fold:bits=4", "fold:center=false", "fold:normalize=false,rotation=1"]
+)
+def test_it_takes_what_fold_stores(method, dim):
+    assert pages.unsupported(*formats(method, dim)) is None
+
+
+@pytest.mark.parametrize("method, dim, reason", [
+    ("fold", 96, "keys: head_dim=96; allowed: 64, 128, 256"),
+    ("fold:bits=8", 256, "8 and 8 bits at head_dim=256: a page is larger than shared memory"),
+    ("kivi", 128, "keys: affine storage; allowed: paged"),
+    ("innerq", 128, "keys: affine storage in pages; allowed: uniform"),
+    ("turboquant", 128, "keys: lookup storage in pages; allowed: uniform"),
+])  # fmt: skip
+def test_what_it_refuses_is_named(method, dim, reason):
+    assert pages.unsupported(*formats(method, dim)) == reason
+
+
+def test_codes_in_plain_order_are_refused():
+    assert pages.unsupported(*formats("fold", fragments=False)) == "keys: operand=plain; allowed: key"
+
+
+@pytest.mark.parametrize("batch_heads", [1, 8, 128, 1024])
+@pytest.mark.parametrize("rows", [1, 4, 8, 64])
+@pytest.mark.parametrize("capacity", [1, 4, 64, 1024, 4096])
+@pytest.mark.parametrize("method, dim", [("fold", 128), ("fold", 64), ("fold", 256), ("fold:bits=8", 128)])
+def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
+    plan = pages.make_plan(*formats(method, dim), batch_heads, rows, capacity, 160, 132)
+    assert pages.program_bytes(*formats(method, dim), plan) <= STATIC_SHARED
+    assert plan.columns * plan.tiles * 8 >= rows
+    assert 1 <= plan.splits <= 256 and plan.dense_splits >= 1
+
+
+@pytest.mark.parametrize("dim, registers", [(64, 168), (128, 168), (256, 255)])
+def test_it_compiles_without_spills_in_its_loop(dim, registers):
+    report = aot.compile_pages(*formats("fold", dim))
+    assert report.registers <= registers
+    assert report.spills_in_loop <= 8
+    assert report.shared <= STATIC_SHARED + 1024
+    # codes: one for 16 x 16 of them; means, sums and rotations; the windows' program
+    assert report.instructions["HMMA"] <= dim + dim // 2 + dim // 16 * 4 + 20
+
+
+def test_it_compiles_before_hopper():
+    report = aot.compile_pages(*formats("fold"), capability=80, plan=Plan(4, pages.BLOCKS, 1, 1, 4, 2, False, 168))
+    assert report.shared <= STATIC_SHARED + 1024
