@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 ROWS = Path("benchmarks/rows/decode.csv")
-METHODS = ("kivi", "innerq:paper=true,mode=asym", "innerq:paper=true")
+METHODS = ("fold", "fold:bits=2", "kivi", "innerq:paper=true,mode=asym", "innerq:paper=true")
 STEPS = 64
 
 
