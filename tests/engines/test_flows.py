@@ -442,7 +442,17 @@ DRAFTS = {
 """Where as much is packed as without the draft, but not what a sequence of that length has packed."""
 
 
+STATES = {
+    "waits for a draft, and a call dies": [("turn", 2845), ("draft", 89), ("dies and again", 751)],  # 56, 65, 97 tokens
+    "waits for a draft, and a step dies": [("turn", 2845), ("draft", 89), ("dies", 2), ("turn", 121)],
+    "is gone back to by a cut": [("turn", 939), ("turn", 809), ("crop", 32), ("steps", 105)],  # 40, 130, 98, 107
+    "is gone back to when a draft goes": [("turn", 939), ("turn", 809), ("draft", 1324), ("crop", 27), ("steps", 105)],
+    "is cut when a call died": [("turn", 939), ("turn", 809), ("dies", 211), ("crop", 10), ("turn", 809)],
+}
+"""Where what an encoder made of queries is made late, or again: from the queries that it would have been made of."""
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("what", DRAFTS)
-def test_a_draft(what, method):
-    flows(method, 1, [(kind, number, torch.no_grad) for kind, number in DRAFTS[what]])
+@pytest.mark.parametrize("flow", (DRAFTS | STATES).values(), ids=(DRAFTS | STATES).keys())
+def test_explicit_flows(flow, method):
+    flows(method, 1, [(kind, number, torch.no_grad) for kind, number in flow])

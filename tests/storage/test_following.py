@@ -80,6 +80,35 @@ def test_a_crop_back_over_a_boundary_loses_nothing(name, removed):
         assert_same_content(of, feed(layer(name), new))
 
 
+@pytest.mark.parametrize("name", FOLLOW[:3])  # ZipCache's blocks are longer than such a crop
+def test_a_crop_into_packed_blocks_goes_back_to_the_state_they_had(name):
+    """Whether or not the boundary after it had been reached: what is packed again depends on the tokens that stay."""
+    new = tokens(1, 400, seed=9)
+    layers = []
+    for reached in (252, 258):
+        of = feed(layer(with_windows(name, "sink=3,recent=9")), cut(new, 0, reached))
+        assert of.packed == [224]
+        of.crop(226 - reached)
+        assert of.packed == [192]
+        layers.append(feed(of, cut(new, 226), [*[1] * 60, 114], start=226))
+    assert_same_content(*layers)
+
+
+@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize("name", FOLLOW)
+def test_tokens_that_are_written_before_they_are_packed_leave_the_queries_of_a_state(name, size):
+    """As the GPU kernels that read a call's tokens in place ask for it; the boundary lies anywhere in a call."""
+    for windows in ("", "sink=3,recent=9"):
+        new = tokens(1, 700, seed=9)
+        for start in (200, 207):
+            stop = start + (700 - start) // size * size
+            of = feed(layer(with_windows(name, windows)), cut(new, 0, start))
+            for at in range(start, stop, size):
+                of.append(*cut(new, at, at + size), None, torch.arange(at, at + size)[None], pack=False)
+                of.pack_due()
+            assert_same_content(of, feed(layer(with_windows(name, windows)), cut(new, 0, stop)))
+
+
 @pytest.mark.parametrize("name", FOLLOW)
 def test_rearranged_and_copied_sequences_go_on_with_their_own_states(name):
     lengths, width = [300, 150, 520], 520
@@ -164,6 +193,29 @@ def test_a_state_is_made_without_waiting_for_the_device(name):
         for row in (0, 1):
             of.following.make([row], 256, 256, new[2][:1, :, :0], 256, [0, 0], in_place=True)
     assert of.following.made == [256, 256]
+
+
+@pytest.mark.parametrize("windows", ("", "sink=3,recent=9", "sink=3,recent=300"))
+@pytest.mark.parametrize("name", FOLLOW)
+def test_a_decode_graph_has_the_states_of_the_blocks_that_its_steps_close(name, windows):
+    """Steps write their queries into the ring; the state is made before the step that closes a block with it."""
+    name = with_windows(name, windows)
+    start = layer(name).following._packs_at + 5
+    new, seen = tokens(1, start + 400, seed=3), set()
+    of = feed(layer(name), cut(new, 0, start))
+    of.following.make_room()
+    held = {field: t.data_ptr() for field, t in of.following.state.items()}
+    for step in range(400):
+        at = start + step
+        of.follow_static(step)
+        if of.packed_length(at) > of.packed_length(at - 1):
+            made = boundary(at)
+            seen.add(made)
+            for field, tensor in observed(name, of, new[2], max(made - QUERY_WINDOW, 0), made).items():
+                assert torch.equal(of.following.state[field], tensor)
+        of.following.ring[:, :, at % of.following.slots] = new[2][:, :, at]
+    assert seen and held == {field: t.data_ptr() for field, t in of.following.state.items()}
+    assert of.following.made == [max(seen)]
 
 
 def test_queries_of_any_size_steer_keys_or_leave_them():

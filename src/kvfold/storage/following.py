@@ -24,14 +24,17 @@ STEP = 32
 """Slots by which the ring of a young sequence grows."""
 
 SPARE = 32
-"""Queries that the ring holds beyond those of a state: more than a draft of assisted generation has tokens."""
+"""Tokens that may be taken back without a trace in states: more than a draft of assisted generation has."""
 
 
 class Following:
     """Encoder states of a batch, and the queries they will be made of.
 
     The ring holds the queries of the newest tokens: token t lies in slot ``t % slots``. It is longer than what a state is made
-    of, so that a crop of up to :data:`SPARE` tokens back over a boundary loses nothing.
+    of by :data:`SPARE`, and a state replaces the one before when the first block asks for it, or when the sequence is
+    :data:`SPARE` tokens beyond its boundary. So a crop of up to ``SPARE`` tokens loses nothing: the state it goes back to is
+    still there where blocks before the boundary are packed again, and is made anew, of queries that the ring still holds,
+    where it was made of tokens that are gone. (Blocks of 16 tokens with ``recent`` below 16: of ``16 + recent``.)
 
     Parameters
     ----------
@@ -117,7 +120,7 @@ class Following:
         first: list[int],
         in_place: bool = False,
     ) -> None:
-        """Have the states of boundary ``at`` for the sequences ``ids``, each from its own queries.
+        """Have the states of boundary ``at``, or of a later one, for the sequences ``ids``, each from its own queries.
 
         Parameters
         ----------
@@ -138,7 +141,7 @@ class Following:
         stop = tokens if at == ONCE else at
         start = 0 if at == ONCE else max(0, at - self.method.query_window)
         for i, row in enumerate(ids):
-            if self.made[row] == at:
+            if self.made[row] >= at:
                 continue
             self.made[row] = at
             low = max(start, self.kept[row])
@@ -161,9 +164,13 @@ class Following:
             self.ring = None  # never asked for again
 
     def latest(self, tokens: int) -> int:
-        """Boundary whose state must be made before the ring forgets its queries; 0: none. The first that is asked for may lie
-        long before the first packing, which waits for ``recent`` tokens."""
-        return 0 if self.method.paper or tokens < self.boundary(self._packs_at) else self.boundary(tokens)
+        """Boundary whose state must be made before the ring of a sequence of ``tokens`` tokens forgets its queries; 0: none.
+        The first that is asked for may lie long before the first packing, which waits for ``recent`` tokens."""
+        sure = tokens - SPARE
+        if self.method.paper or sure < self.boundary(self._packs_at):
+            return 0
+        at = self.boundary(tokens)
+        return at if at <= sure else 0
 
     def remember(self, ids: list[int], rows: Rows, query: torch.Tensor, before: int) -> None:
         """Take the queries of tokens ``before`` and after, float [len(ids), num_heads, n, head_dim], into the ring."""
@@ -181,14 +188,14 @@ class Following:
             self.kept[row] = max(self.kept[row], after - slots)
 
     def hold(self, ids: list[int], before: int, count: int, lens: list[int]) -> None:
-        """Have room for the queries of a call of ``count`` tokens that may be taken back, beside those a state is made of.
+        """Have room for the queries of a call of ``count`` tokens that may be taken back, beside all that the ring held before.
 
         ``lens``: tokens of each sequence whose queries were remembered.
         """
         if self.ring is None or (self.method.paper and all(self.made[row] for row in ids)):
             return
         old, slots = self.ring, self.slots
-        tokens = (before if self.method.paper else self.method.query_window) + count
+        tokens = (before if self.method.paper else self.most_slots) + count
         if tokens <= slots:
             return
         self.ring = old.new_empty(old.shape[0], old.shape[1], tokens, old.shape[3])
@@ -224,11 +231,11 @@ class Following:
             setattr(self, name, value)
 
     def keep_old(self, snapshot: dict[str, Any], lens: list[int], tokens: int, recording: bool) -> None:
-        """Before the queries of ``tokens`` more tokens write over what ``snapshot`` refers to, go on with a copy; or, where
-        enough of the old ones remain for the next state, note in the snapshot which do."""
+        """Before the queries of ``tokens`` more tokens write over what ``snapshot`` refers to, go on with a copy. One token's
+        writes over the oldest, which no state that is still to be made needs: then note in the snapshot which remain."""
         if self.ring is None or max(lens) + tokens <= self.slots:
             return
-        if self.method.paper or recording or tokens > self.slots - self.method.query_window:
+        if self.method.paper or recording or tokens > 1:
             self.ring = self.ring.clone()
         else:
             snapshot["kept"] = [max(k, n + tokens - self.slots) for k, n in zip(snapshot["kept"], lens, strict=True)]

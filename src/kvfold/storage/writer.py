@@ -107,8 +107,8 @@ class Writer:
         if self.recording:  # states are made when the tokens are sure to stay, of queries that must last until then
             self._follow(ids, before, None)
             self.following.hold(ids, before, query.shape[-2], lens)
-        elif pack:
-            self._follow(ids, after, query)
+        else:
+            self._follow(ids, after, query, None if pack else before)
         self.following.remember(ids, rows, query, before)
         if not self.recording:
             self.ring.shrink()
@@ -181,14 +181,16 @@ class Writer:
 
     # ---- what the encoder follows ------------------------------------------------------------------------------------
 
-    def _follow(self, ids: list[int], tokens: int, query: torch.Tensor | None) -> None:
-        """Make the encoder's state of the last boundary, before the queries it is made of are forgotten."""
-        if at := self.following.latest(tokens):
+    def _follow(self, ids: list[int], tokens: int, query: torch.Tensor | None, packed: int | None = None) -> None:
+        """Make the encoder's state of the last boundary, before the queries it is made of are forgotten. ``packed``: only if
+        blocks before the boundary do not wait, those due at so many tokens being packed."""
+        at = self.following.latest(tokens)
+        if at and (packed is None or at <= packed):
             self._make(ids, at, tokens, query)
 
     def _make(self, ids: list[int], at: int, tokens: int, query: torch.Tensor | None) -> None:
         """See :meth:`Following.make`; ``query``: of the newest tokens, None where the ring has them all."""
-        if not self.following.active or all(self.following.made[row] == at for row in ids):
+        if not self.following.active or all(self.following.made[row] >= at for row in ids):
             return
         if query is None:
             spec = self.layout.spec
@@ -199,15 +201,17 @@ class Writer:
 
     def follow_steps(self, steps: int) -> None:
         """After ``steps`` tokens that a decode graph wrote: make the encoder's states that are due now, in place."""
-        following = self.following
+        following, sequences = self.following, self.sequences
         if following.ring is None:
             return
         nothing = following.ring[:1, :, :0]
-        for row, before in enumerate(self.sequences.lens):
+        for row, (before, packed) in enumerate(zip(sequences.lens, sequences.packed, strict=True)):
             tokens = before + steps
-            if at := following.latest(tokens):
+            due = sequences.packed_length(tokens)
+            asked = following.segments(due - self.layout.block, due)[-1][1] if due > packed else 0
+            if at := max(asked, following.latest(tokens)):
                 following.kept[row] = max(following.kept[row], tokens - following.slots)
-                following.make([row], at, tokens, nothing, tokens, self.sequences.first_position, in_place=True)
+                following.make([row], at, tokens, nothing, tokens, sequences.first_position, in_place=True)
 
     # ---- taking tokens back ------------------------------------------------------------------------------------------
 

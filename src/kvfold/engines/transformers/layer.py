@@ -519,7 +519,7 @@ class FoldedLayer(CacheLayerMixin):
     def _keep_old(self, tokens: int) -> None:
         """Before a call of ``tokens`` writes over what its snapshot refers to, go on with copies.
 
-        One token overwrites nothing, and of a few tokens' queries enough remain, so steps of a decode copy nothing.
+        One token overwrites nothing that is still needed, so steps of a decode copy nothing.
         """
         assert self.running is not None
         call, index = self.running
