@@ -6,7 +6,7 @@ import torch
 
 from kvfold import kernels
 from kvfold.errors import KVFoldError
-from kvfold.formats import AffineGroups, Format
+from kvfold.formats import AffineGroups, Dense, Format
 from kvfold.formats.paged import plain
 from kvfold.kernels import Choice
 from kvfold.methods import LayerSpec, Method
@@ -77,9 +77,11 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
 
 def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | None:
     """Why kernels cannot encode a layer; None if they can."""
-    from kvfold.kernels import encode, encode_pages
+    from kvfold.kernels import encode, encode_dense, encode_pages
 
     formats = method.key_format(spec), method.value_format(spec)
+    if is_dense(formats):
+        return next((why for form in formats if (why := encode_dense.why_not(form, device))), None)
     width = method.slice_width(spec.head_dim)
     if has_pages(formats):
         if width is not None:
@@ -94,6 +96,11 @@ def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | Non
             return f"{side}: {why}"
     assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
     return encode.self_test(keys, values, width, device) if torch.cuda.is_available() else None
+
+
+def is_dense(formats: tuple[Format, Format]) -> bool:
+    """Whether vectors are stored as they are."""
+    return all(isinstance(form, Dense) for form in formats)
 
 
 def has_pages(formats: tuple[Format, Format]) -> bool:

@@ -7,13 +7,15 @@ from kvfold.formats import Format
 from kvfold.kernels.base import AttentionKernel, Choice
 from kvfold.kernels.call import AttentionCall, DensePart, NewTokens, Span, Windows
 from kvfold.kernels.cpu import CPUKernel
+from kvfold.kernels.dense import DenseKernel
 from kvfold.kernels.gluon import GluonKernel, PagesKernel
 from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.kernels.tiles import TilesKernel
 
 REGISTRY: dict[str, AttentionKernel] = {
-    kernel.name: kernel for kernel in (GluonKernel(), PagesKernel(), TilesKernel(), CPUKernel(), ReferenceKernel())
+    kernel.name: kernel
+    for kernel in (GluonKernel(), PagesKernel(), DenseKernel(), TilesKernel(), CPUKernel(), ReferenceKernel())
 }
 """By name, in the order of preference; the reference, which supports everything, comes last."""
 

@@ -14,8 +14,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import AffineGroups, Format, Paged
-from kvfold.kernels import _encode_pages, encode, encode_pages, pages
+from kvfold.kernels import _encode_dense, _encode_pages, dense, encode, encode_pages, pages
 from kvfold.kernels._decode_gluon import decode_kernel
+from kvfold.kernels._dense import dense_kernel
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels.decode import Plan, constants, make_plan
@@ -154,6 +155,54 @@ def compile_tiles(
     aligned = _aligned(tiles_kernel, [n for n, t in types.items() if t[0] == "*"])
     source = ASTSource(tiles_kernel, *_signature(tiles_kernel, fixed, types), aligned)
     return _compile(source, capability, num_warps=plan.warps)
+
+
+def compile_dense(
+    head_dim: int = 128,
+    rows: int = 4,
+    bf16: bool = False,
+    windows: bool = True,
+    capability: int = 90,
+    shared_memory: int = 227 * 1024,
+) -> Report:
+    """Compile the kernel over dense storage as a layer with ``rows`` query rows per KV head would use it, on a device whose
+    programs may have ``shared_memory`` bytes.
+
+    Parameters
+    ----------
+    windows : bool
+        Whether programs of the same launch attend to the windows.
+    """
+    plan = dense.make_plan(head_dim, 128, rows, 32768, shared_memory, 132)
+    fixed: dict[str, Any] = dense.constants(head_dim, plan, windows, capability >= 90)
+    tensors = ("q_ptr", "keys", "values", "sink_k", "sink_v", "ring_k", "ring_v")
+    types = dict.fromkeys(tensors, _width(bf16)) | {"factor": "fp32"}
+    types |= dict.fromkeys(("packed_len_ptr", "sink_len_ptr", "recent_len_ptr"), "*i32")
+    types |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")
+    aligned = _aligned(dense_kernel, [n for n, t in types.items() if t[0] == "*" and not n.endswith("len_ptr")])
+    source = ASTSource(dense_kernel, *_signature(dense_kernel, fixed, types), aligned)
+    return _compile(source, capability, num_warps=plan.warps, num_stages=plan.stages)
+
+
+def compile_dense_encoding(
+    head_dim: int = 128, tokens: int | None = 1, bf16: bool = True, advance: bool = False, capability: int = 90
+) -> Report:
+    """Compile what takes ``tokens`` new ones into dense storage in a decode step, or (None) what copies a prompt's blocks."""
+    width = _width(bf16)
+    if tokens is None:
+        function, fixed = _encode_dense._copy_kernel, {"D": head_dim, "PICKED": True, "RING": True}
+        types = {"source": width, "target": width, "rows": "*i64"}
+    else:
+        function = _encode_dense._step_kernel
+        fixed = {"BLOCK": 32, "D": head_dim, "NEW": triton.next_power_of_2(tokens) if tokens else 0, "ADVANCE": advance}
+        types = dict.fromkeys(("key", "value", "sink_k", "sink_v", "ring_k", "ring_v", "keys", "values"), width)
+        types |= dict.fromkeys(("total_len", "packed_len", "sink_len", "recent_len", "ticket"), "*i32")
+    fixed |= {n: 1 for n in function.arg_names if n.endswith("stride_c")}
+    strides = [n for n in function.arg_names if "stride" in n and n not in fixed]
+    aligned = _aligned(function, [*strides, *(n for n, t in types.items() if t == width)])
+    types |= dict.fromkeys(strides, "i64")
+    source = ASTSource(function, *_signature(function, fixed, types), aligned)
+    return _compile(source, capability, num_warps=4)
 
 
 def compile_merge(head_dim: int = 128, capability: int = 90, has_sinks: bool = False) -> Report:

@@ -133,7 +133,8 @@ def stages(head_dim: int, shared_memory: int) -> int:
 
 
 @lru_cache
-def _shared_memory(device: torch.device) -> int:
+def program_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -220,5 +221,5 @@ def attend_windows(
         HAS_NEW=new_keys is not None,
         HAS_VALID=new_valid is not None,
         num_warps=warps,
-        num_stages=stages(dim, _shared_memory(q.device)),
+        num_stages=stages(dim, program_memory(q.device)),
     )

@@ -20,6 +20,10 @@ class NoFolding(Method):
     published = {}  # noqa: RUF012
     unused = ("bits", "k_bits", "v_bits", "center", "paper")
 
+    @property
+    def kernel_encodes(self) -> bool:
+        return True
+
     def key_format(self, spec: LayerSpec) -> Format:
         return Dense(spec.head_dim, self.block, "key", spec.dtype)
 

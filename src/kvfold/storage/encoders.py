@@ -8,7 +8,7 @@ import torch
 from kvfold.formats.paged import norms
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods.base import PIECE, finite
-from kvfold.plan import has_pages
+from kvfold.plan import has_pages, is_dense
 from kvfold.storage.following import Following
 from kvfold.storage.reader import Reader
 from kvfold.storage.ring import Pair, Ring
@@ -231,6 +231,49 @@ class PagesEncoder:
         )
 
 
+class DenseEncoder(KernelEncoder):
+    """By kernels that copy, where vectors are stored as they are."""
+
+    def launch(self, slab: Slab, rows: Rows, source: Pair, start: int, stop: int, prompt: bool, ring: bool) -> None:
+        from kvfold.kernels import encode_dense
+
+        layout, index = self.layout, None
+        if isinstance(rows, torch.Tensor):
+            index, rows = rows, ALL
+        for form, x, fields in zip(layout.formats, source, (slab.keys, slab.values), strict=True):
+            encode_dense.encode_blocks(
+                x[rows] if ring else x,
+                {name: t[rows] for name, t in fields.items()},
+                form,
+                start // layout.block - slab.first,
+                index,
+                slab.first,
+                (stop - start) // layout.block if ring else None,
+            )
+
+    def close(
+        self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Lengths, boundary: torch.Tensor | None
+    ) -> None:
+        """See :meth:`KernelEncoder.close`."""
+        from kvfold.kernels.encode_dense import append_and_close
+
+        (slab,) = self.slabs
+        append_and_close(
+            keys,
+            values,
+            lengths,
+            self.sink.pair,
+            self.ring.pair,
+            self.layout.method.recent,
+            slab.keys,
+            self.layout.formats[0],
+            slab.values,
+            self.layout.formats[1],
+        )
+
+
 def kernel_encoder(reader: Reader, following: Following) -> KernelEncoder | PagesEncoder:
     """What encodes by kernels, if :func:`choose_encoder` says so."""
+    if is_dense(reader.layout.formats):
+        return DenseEncoder(reader, following)
     return PagesEncoder(reader) if has_pages(reader.layout.formats) else KernelEncoder(reader, following)

@@ -40,6 +40,12 @@ class Layout:
             self.spec = replace(self.spec, fragments=fragments)
             self._choose_formats()
 
+    def store_in(self, dtype: torch.dtype) -> None:
+        """Have what is stored as it is in the dtype in which keys and values come: autocast's may differ from the model's."""
+        if self.spec.dtype != dtype:
+            self.spec = replace(self.spec, dtype=dtype)
+            self._choose_formats()
+
     def move(self, device: torch.device) -> None:
         """Have the rotation's frequencies on a device."""
         if self.spec.rope is not None:

@@ -150,6 +150,8 @@ class FoldedLayer(CacheLayerMixin):
     def start(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         """Begin with empty sequences."""
         self.dtype, self.device = dtype, device
+        self.layout.store_in(dtype)
+        self.following.spec = self.layout.spec
         self._choose()
         self.sequences.start(batch, device)
         self.slabs.start(batch)

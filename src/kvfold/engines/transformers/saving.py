@@ -234,6 +234,7 @@ def _refold(
         _count(layer, told)
         return
     layer.layout.pack_as(told["fragments"])
+    layer.layout.store_in(getattr(torch, told["dtype"]))
     layer.following.spec = layer.spec
     if told["formats"] != [_layout(form) for form in layer.layout.formats]:
         raise CacheFileError(f"cache: {at.rstrip('.')} has other storage formats than {layer.method} has here")
