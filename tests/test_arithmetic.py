@@ -43,6 +43,23 @@ def test_every_method_works_in_autocast_and_is_as_near_to_full_precision_as_with
     assert error(True) < 1.1 * error(False) + by_itself
 
 
+def test_full_precision_is_stored_as_it_comes(tmp_path):
+    """In 16 bits where autocast makes keys and values in 16, in the model's 32 otherwise; a file knows which."""
+    model, ids = llama(), prompt(1, 100)
+    for enabled, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        cache = kvfold.fold(model, "none")
+        with autocast(enabled):
+            logits(model, cache, ids)
+        cache.save(tmp_path / "cache.safetensors")
+        for of in (*cache.folded, *kvfold.load_cache(tmp_path / "cache.safetensors", model).folded):
+            assert of.slabs[0].keys["x"].dtype == of.slabs[0].values["x"].dtype == of.ring.dtype == dtype
+            assert of.key_format.bits == of.value_format.bits == 8 * dtype.itemsize
+        assert (
+            cache.full_nbytes()
+            == 2 * len(cache.folded) * 100 * of.spec.num_kv_heads * of.spec.head_dim * dtype.itemsize
+        )
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["prefill-in-autocast", "decode-in-autocast"])
 @pytest.mark.parametrize("method", ["none", *FINE])
 def test_a_cache_serves_calls_with_and_without_autocast(method, first):

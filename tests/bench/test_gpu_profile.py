@@ -36,7 +36,7 @@ def steps(model, cache, count):
             model(input_ids=ids, past_key_values=cache, use_cache=True)
 
 
-@pytest.mark.parametrize("method", ["fold", "kivi", "kivi:bits=4", "squat", "innerq:mode=asym,paper=true"])
+@pytest.mark.parametrize("method", ["none", "fold", "kivi", "kivi:bits=4", "squat", "innerq:mode=asym,paper=true"])
 def test_a_whole_cycle_of_steps_waits_for_nothing(model, method, request):
     cache = filled(model, method, 2, 1000, 200)
     steps(model, cache, 40)
@@ -47,7 +47,8 @@ def test_a_whole_cycle_of_steps_waits_for_nothing(model, method, request):
 
 
 @pytest.mark.parametrize(
-    "method", ["kivi", "squat", "innerq:mode=asym,paper=true", "innerq:paper=true", "innerq:mode=sym,paper=true"]
+    "method",
+    ["none", "kivi", "squat", "innerq:mode=asym,paper=true", "innerq:paper=true", "innerq:mode=sym,paper=true"],
 )
 def test_a_replayed_step_neither_waits_nor_allocates(model, method, request):
     cache = filled(model, method, 2, 1000, 200)
@@ -67,7 +68,7 @@ def test_a_replayed_step_neither_waits_nor_allocates(model, method, request):
     assert renewed == (method == "squat")
 
 
-@pytest.mark.parametrize("method", ["fold", "kivi", "innerq:mode=asym,paper=true", "innerq:paper=true"])
+@pytest.mark.parametrize("method", ["none", "fold", "kivi", "innerq:mode=asym,paper=true", "innerq:paper=true"])
 def test_counts_do_not_depend_on_the_context(model, method):
     contexts = (1072, 30_000)  # as far into a page of 128 tokens: one block of it brings statistics
     rows = [row for context in contexts for row in profile.measure(model, "tiny", method, 2, context, ENV)]

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize(
     "method",
     [
+        "none",
         "fold",
         "fold:bits=2",
         "kivi",
@@ -71,7 +72,7 @@ def test_a_replayed_step_equals_a_step(method, start):
     kvfold.unfold(model)
 
 
-@pytest.mark.parametrize("method", ["fold", "kivi", "innerq:paper=true"])
+@pytest.mark.parametrize("method", ["none", "fold", "kivi", "innerq:paper=true"])
 @pytest.mark.parametrize("length", [1, 20, 400])
 def test_generate_decodes_in_a_graph(method, length):
     """A prompt of which something is packed, and some of which nothing is until later: from the second token on, unless

@@ -152,6 +152,7 @@ def _unfolded(request):
 
 
 METHODS = [
+    "none",
     "fold",
     "fold:bits=2",
     "kivi",
@@ -165,7 +166,7 @@ METHODS = [
 
 def fast(method):
     """The kernel that serves it."""
-    return "pages" if method.startswith("fold") else "gluon"
+    return {"fold": "pages", "none": "dense"}.get(method.partition(":")[0], "gluon")
 
 
 def run(model, method, kernel, ids, mask, cuts):

@@ -67,7 +67,7 @@ def error(kernel, given):
 
 
 @pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
-@pytest.mark.parametrize("method", ["fold", "fold:bits=1", "kivi", "turboquant"])
+@pytest.mark.parametrize("method", ["fold", "fold:bits=1", "kivi", "turboquant", "none"])
 def test_equals_the_reference(kernel, device, method, dtype):
     if dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("the interpreter knows no bfloat16")

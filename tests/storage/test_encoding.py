@@ -21,8 +21,10 @@ from helpers import (
 )
 from kvfold import explain, kernels
 from kvfold.formats.paged import plain
+from kvfold.kernels.lengths import Lengths
 from kvfold.methods import get
 from kvfold.plan import Encoder, choose_encoder
+from kvfold.storage.lengths import StaticLengths
 
 
 @pytest.fixture
@@ -41,6 +43,16 @@ def pages_interpreted(monkeypatch):
     module = interpreted_module("kvfold.kernels.encode_pages", *uses)
     monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_pages", module)
     monkeypatch.setattr(kernels, "encode_pages", module, raising=False)
+    return module
+
+
+@pytest.fixture
+def dense_interpreted(monkeypatch):
+    """The same for vectors that are stored as they are."""
+    uses = "kvfold.kernels.encode", "kvfold.kernels._encode_dense"
+    module = interpreted_module("kvfold.kernels.encode_dense", *uses)
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_dense", module)
+    monkeypatch.setattr(kernels, "encode_dense", module, raising=False)
     return module
 
 
@@ -85,6 +97,56 @@ def test_kernels_leave_torchs_bytes(interpreted, monkeypatch, method, cuts):
         feed(one, new, cuts)
     assert launches and by_kernel.packed[0] > 0
     assert_same_content(by_kernel, by_torch)
+
+
+@pytest.mark.parametrize(
+    ("method", "cuts"), [("none", [100, 1, 40]), ("none:sink=3,recent=40", [61, 30, 50]), ("none:group=96", [90, 110])]
+)
+def test_dense_kernels_leave_torchs_bytes(dense_interpreted, monkeypatch, method, cuts):
+    by_kernel, by_torch, launches = pair(method, monkeypatch, SMALL)
+    new = tokens(1, sum(cuts), shape=SMALL)
+    for one in (by_kernel, by_torch):
+        feed(one, new, cuts)
+    assert launches and by_kernel.packed[0] > 0
+    assert_same_content(by_kernel, by_torch)
+
+
+def test_dense_kernels_serve_ragged_batches(dense_interpreted, monkeypatch):
+    lengths = (60, 90, 59, 90)  # two rows in one group that do not follow each other
+    by_kernel, by_torch, _ = pair("none:sink=2,recent=16", monkeypatch, SMALL)
+    offset, valid = left_padding(lengths, 90)
+    new, more = (tokens(4, n, seed=n, shape=SMALL) for n in (90, 33))
+    for one in (by_kernel, by_torch):
+        feed(one, new, valid=valid, offset=offset)
+        feed(one, more, [1, 32], start=90, offset=offset)
+    for row in range(4):
+        assert_same_content(by_kernel, by_torch, row, row)
+
+
+def test_a_step_of_a_graph_keeps_dense_storage(dense_interpreted):
+    """What :meth:`FoldedLayer.static_step` does, launched one by one: the same content as without."""
+    stepped, plain_layer = (layer("none:sink=2,recent=8", SMALL, max_length=160) for _ in range(2))
+    new = tokens(2, 120, shape=SMALL)
+    for one in (stepped, plain_layer):
+        feed(one, tuple(t[:, :, :70] for t in new))
+    method, at = stepped.method, stepped.lens
+    before, after = (Lengths.of(at, stepped.packed, method.sink, "cpu") for _ in range(2))
+    lengths = StaticLengths(before, after)
+    stepped.enter_static(lengths)
+    for t in range(70, 120):
+        key, value, query = (x[:, :, t : t + 1] for x in new)
+        lengths.begin(1, method.sink, method.recent, stepped.block)
+        got = stepped.static_step(key, value, query, 0.125, lengths)
+        plain_layer.append(key, value, query, None, pack=False)
+        want = plain_layer.kernel.attend(plain_layer.reader.call(query, None, 0.125))
+        plain_layer.pack_due()
+        assert (got - want).norm() <= 1e-5 * want.norm()
+        lengths.end()
+        lengths.steps += 1
+    stepped.leave_static(50)
+    assert stepped.packed == plain_layer.packed == [96, 96]
+    for row in range(2):
+        assert_same_content(stepped, plain_layer, row, row)
 
 
 def test_storage_that_grows(interpreted, monkeypatch):
@@ -302,7 +364,16 @@ def test_explain_says_what_encodes():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "method",
-    ["kivi", "kivi:bits=1", "squat", "innerq:paper=true", "innerq:paper=true,mode=hybrid_prefill", "fold", "innerq"],
+    [
+        "none",
+        "kivi",
+        "kivi:bits=1",
+        "squat",
+        "innerq:paper=true",
+        "innerq:paper=true,mode=hybrid_prefill",
+        "fold",
+        "innerq",
+    ],
 )
 def test_a_gpu_encodes_by_kernel(method):
     if not torch.cuda.is_available():

@@ -18,7 +18,7 @@ import torch
 from kvfold import methods
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script
 from kvfold.errors import KVFoldError
-from kvfold.formats import AffineGroups, Format, PagedFormat
+from kvfold.formats import AffineGroups, Dense, Format, PagedFormat
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
 from kvfold.methods import LayerSpec
 from kvfold.rope import Rope
@@ -38,7 +38,7 @@ class Work:
 
     Parameters
     ----------
-    method : {"kivi", "squat_pre", "innerq-asym", "innerq-sym", "innerq-hybrid", "fold"}
+    method : {"kivi", "squat_pre", "innerq-asym", "innerq-sym", "innerq-hybrid", "fold", "none"}
         Whose storage; SQuat's is KIVI's, and SQuat_pre's holds keys before RoPE.
     bits : int
         For fold 0: 3 bits for keys, 2 for values; else two digits, as 43, or the same for both.
@@ -70,9 +70,11 @@ class Work:
 
     @property
     def formats(self) -> tuple[Any, Any]:
-        """Of keys and values: affine groups; fold's are paged."""
+        """Of keys and values: affine groups; fold's are paged; those of ``none`` are dense, of the run's dtype."""
         if self.method == "fold":
             return _fold(self.bits, self.head_dim)
+        if self.method == "none":
+            return Dense(self.head_dim, 32, "key", torch.float16), Dense(self.head_dim, 32, "value", torch.float16)
         inner = self.method.startswith("innerq")
         mode = self.method.partition("-")[2] or "asym"
 
@@ -90,7 +92,8 @@ class Work:
         if self.method == "fold":
             return "fold {}/{}".format(*_fold_bits(self.bits))
         how = [text for text, of in (("left-padded", self.padded), ("plain order", self.plain)) if of]
-        return ", ".join([f"{self.method} {self.bits}-bit g{self.group}", *how])
+        group = "" if self.method == "none" else f" g{self.group}"
+        return ", ".join([f"{self.method} {self.bits}-bit{group}", *how])
 
 
 def _fold_bits(bits: int) -> tuple[int, int]:
@@ -112,6 +115,7 @@ def stored_bytes(form: Format, tokens: int) -> int:
 
 DEFAULT = (
     *(Work("fold", bits, b, n) for b, n in ((1, 131072), (16, 32768), (1, 32768), (1, 8192)) for bits in (0, 2)),
+    *(Work("none", 16, b, n) for b, n in ((1, 131072), (16, 32768), (1, 32768), (1, 8192))),
     *(Work(m, 2, b, n) for b, n in ((1, 131072), (16, 32768), (1, 32768)) for m in ("kivi", "innerq-asym")),
     Work("innerq-hybrid", 2, 16, 32768),
     Work("innerq-sym", 2, 16, 32768),
@@ -183,6 +187,7 @@ def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int 
     gain, offset = torch.exp(0.7 * random(1, heads, 1, dim)), random(1, heads, 1, dim)
     stored = []
     for form, is_key in zip(work.formats, (True, False), strict=True):
+        form = replace(form, dtype=dtype) if isinstance(form, Dense) else form
         fields = form.allocate(batch, heads, packed // 32 + 1, device)
         for x in fields.values():
             x.fill_(float("nan") if x.is_floating_point() else -1)
@@ -248,10 +253,12 @@ def reference(work: Work, inputs: Inputs, sequence: int) -> torch.Tensor:
 
 
 def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.Tensor:
-    from kvfold.kernels import pages
+    from kvfold.kernels import dense, pages
     from kvfold.kernels.decode import decode_attention, long_attention
 
     scale = 1 / math.sqrt(work.head_dim)
+    if work.method == "none":
+        return dense.attend(_given(work, inputs, scale), out=out)
     if work.plain:
         return _plain_call(work, inputs, scale)
     if work.method == "fold":
@@ -266,8 +273,13 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
 def _plain_call(work: Work, inputs: Inputs, scale: float) -> torch.Tensor:
     from kvfold.kernels.tiles import attend
 
+    return attend(_given(work, inputs, scale)).to(inputs.q.dtype)
+
+
+def _given(work: Work, inputs: Inputs, scale: float) -> AttentionCall:
+    """What a kernel of the registry is given."""
     windows = inputs.windows
-    given = AttentionCall(
+    return AttentionCall(
         inputs.q,
         scale,
         work.num_kv_heads,
@@ -280,7 +292,6 @@ def _plain_call(work: Work, inputs: Inputs, scale: float) -> torch.Tensor:
         rope=inputs.rope,
         first_position=windows.sink_len.long(),
     )
-    return attend(given).to(inputs.q.dtype)
 
 
 def gate(work: Work, inputs: Inputs) -> float:
@@ -418,7 +429,7 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
         query_tokens=work.query_tokens,
         context=work.context,
         dtype=str(dtype).removeprefix("torch."),
-        kernel="triton" if work.plain else "pages" if work.method == "fold" else "gluon",
+        kernel="triton" if work.plain else {"fold": "pages", "none": "dense"}.get(work.method, "gluon"),
         error=error,
         limit=LIMIT[dtype],
         p20_ms=p20,

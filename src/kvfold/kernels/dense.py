@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 MAX_DIM = 256
 FEW_ROWS = 16
 """Query rows up to which a program takes all of a KV head's; the least that tensor cores multiply."""
+LONG = 64
+"""Query tokens from which on the platform's flash attention reads packed storage, if it can."""
 WORKSPACE = 64 << 20
 """Bytes of partial results up to which the queries of a long call are taken at once."""
 OTHERS = 9 << 10
@@ -27,7 +29,10 @@ START = 3
 
 
 class DenseKernel(AttentionKernel):
-    """Vectors as they are, in 16 bits, on NVIDIA GPUs (sm_80 and later); calls of any length, with padding or without."""
+    """Vectors as they are, in 16 bits, on NVIDIA GPUs (sm_80 and later); calls of any length, with padding or without.
+
+    Calls of many tokens by sequences of one length read packed storage with the platform's flash attention.
+    """
 
     name = "dense"
     in_place_tokens = 16
@@ -44,6 +49,10 @@ class DenseKernel(AttentionKernel):
         return "keys are stored before RoPE" if pre_rope else unsupported(key_format, value_format)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        from kvfold.kernels.unpacked import attend_unpacked, serves
+
+        if call.tokens >= LONG and serves(call):
+            return attend_unpacked(call)
         return attend(call)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kvfold.formats import Dense, Fields, Format
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.merge import Partial
 from kvfold.kernels.partials import LOG2E, Partials
@@ -66,11 +67,20 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
 def _pieces(call: AttentionCall, span: Span, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Decoded keys and values of a span, piece by piece."""
     blocks, step = next(iter(span.keys.values())).shape[2], PIECE // call.key_format.block
+    if isinstance(call.key_format, Dense) and isinstance(call.value_format, Dense):
+        step = blocks  # nothing comes into being
     for first in range(0, blocks, step):
         count = min(step, blocks - first)
         sides = ((call.key_format, span.keys), (call.value_format, span.values))
-        keys, values = (form.decode(form.take(fields, count, first)).to(dtype) for form, fields in sides)
+        keys, values = (_decoded(form, form.take(fields, count, first), dtype) for form, fields in sides)
         yield keys, values
+
+
+def _decoded(form: Format, fields: Fields, dtype: torch.dtype) -> torch.Tensor:
+    """Vectors [batch, num_kv_heads, tokens, head_dim]; where they are stored as such, they themselves."""
+    if isinstance(form, Dense) and form.dtype == dtype:
+        return fields["x"].flatten(-3, -2)
+    return form.decode(fields).to(dtype)
 
 
 def _flash(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Partial:
