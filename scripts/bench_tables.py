@@ -38,6 +38,8 @@ def number(x: float | None, form: str) -> str:
     return "-" if x is None else f"{x:{form}}"
 
 
+FUSED = ("gluon", "pages", "dense")
+"""Kernels of decode steps; plain Triton's rows have a table of their own."""
 SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "query_tokens", "context")
 
 
@@ -49,7 +51,7 @@ def _shape(row: Any) -> str:
 
 def _attention(dtype: str = "float16") -> list[Any]:
     found = rows("attention", "work", "dtype", "kernel", *SHAPE)
-    return [row for row in found if row.dtype == dtype and row.kernel in ("gluon", "triton")]
+    return [row for row in found if row.dtype == dtype and row.kernel in (*FUSED, "triton")]
 
 
 def attention() -> Table:
@@ -57,7 +59,7 @@ def attention() -> Table:
     bf16 = {tuple(getattr(r, k) for k in ("work", *SHAPE)): r for r in _attention("bfloat16")}
     lines = []
     for row in _attention():
-        if row.kernel == "gluon" and row.query_tokens == 1:
+        if row.kernel in FUSED and row.query_tokens == 1:
             other = bf16.get(tuple(getattr(row, k) for k in ("work", *SHAPE)))
             lines.append(
                 [
@@ -77,7 +79,7 @@ def long_calls() -> Table:
     """Calls of many tokens on an existing cache."""
     works: dict[str, dict[Any, Any]] = {}
     for row in _attention():
-        if row.kernel == "gluon" and row.query_tokens > 1:
+        if row.kernel in FUSED and row.query_tokens > 1:
             works.setdefault(row.work.partition(",")[0], {})[row.batch, row.query_tokens] = row
     columns = sorted({key for found in works.values() for key in found})
     base = {key: next(found[key] for found in works.values() if key in found) for key in columns}
