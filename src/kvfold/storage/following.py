@@ -24,17 +24,17 @@ STEP = 32
 """Slots by which the ring of a young sequence grows."""
 
 SPARE = 32
-"""Tokens that may be taken back without a trace in states: more than a draft of assisted generation has."""
+"""Tokens that may be taken back without a trace in states; a draft of assisted generation has fewer."""
 
 
 class Following:
     """Encoder states of a batch, and the queries they will be made of.
 
-    The ring holds the queries of the newest tokens: token t lies in slot ``t % slots``. It is longer than what a state is made
-    of by :data:`SPARE`, and a state replaces the one before when the first block asks for it, or when the sequence is
-    :data:`SPARE` tokens beyond its boundary. So a crop of up to ``SPARE`` tokens loses nothing: the state it goes back to is
-    still there where blocks before the boundary are packed again, and is made anew, of queries that the ring still holds,
-    where it was made of tokens that are gone. (Blocks of 16 tokens with ``recent`` below 16: of ``16 + recent``.)
+    The ring holds the queries of the newest tokens: token t lies in slot ``t % slots``. It has :data:`SPARE` slots more than a
+    state is made of. A state replaces the one before when the first block asks for it, at the latest when the sequence is
+    ``SPARE`` tokens beyond the boundary. So a crop of up to ``SPARE`` tokens loses nothing. Where it goes back to blocks of the
+    state before, no block had asked for the new one. Where the new one was made of tokens that are gone, the ring has the
+    queries to make it anew. (Blocks of 16 tokens with ``recent`` below 16: a crop of up to ``16 + recent``.)
 
     Parameters
     ----------
