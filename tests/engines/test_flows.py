@@ -447,6 +447,12 @@ STATES = {
     "waits for a draft, and a step dies": [("turn", 2845), ("draft", 89), ("dies", 2), ("turn", 121)],
     "is gone back to by a cut": [("turn", 939), ("turn", 809), ("crop", 32), ("steps", 105)],  # 40, 130, 98, 107
     "is gone back to when a draft goes": [("turn", 939), ("turn", 809), ("draft", 1324), ("crop", 27), ("steps", 105)],
+    "waits in a young ring, and a step dies": [
+        ("turn", 2641),
+        ("dies and again", 3),
+        ("steps", 10),
+    ],  # 32, 33, 43 tokens
+    "waits in a young ring, and a step dies for good": [("prompt", 0), ("turn", 1560), ("dies", 2985), ("turn", 10)],
     "is cut when a call died": [("turn", 939), ("turn", 809), ("dies", 211), ("crop", 10), ("turn", 809)],
 }
 """Where what an encoder made of queries is made late, or again: from the queries that it would have been made of."""

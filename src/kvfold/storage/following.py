@@ -232,8 +232,9 @@ class Following:
 
     def keep_old(self, snapshot: dict[str, Any], lens: list[int], tokens: int, recording: bool) -> None:
         """Before the queries of ``tokens`` more tokens write over what ``snapshot`` refers to, go on with a copy. One token's
-        writes over the oldest, which no state that is still to be made needs: then note in the snapshot which remain."""
-        if self.ring is None or max(lens) + tokens <= self.slots:
+        writes over the oldest, which no state that is still to be made needs: then note in the snapshot which remain. A ring
+        that is to grow is copied by that: nothing is written over."""
+        if self.ring is None or self.slots < self.most_slots or max(lens) + tokens <= self.slots:
             return
         if self.method.paper or recording or tokens > 1:
             self.ring = self.ring.clone()
