@@ -92,4 +92,5 @@ def test_generate_decodes_in_a_graph(method, length):
     assert cache.get_seq_length() == cache.folded[0].columns.count == length + 199
     same = int((plain.sequences == captured.sequences).all(0).long().cumprod(0).sum())  # up to the first that differs
     a, b = (torch.stack(x.logits[: same - length]).float() for x in (plain, captured))
-    assert same - length > 4 and (a - b).norm() < 5e-2 * a.norm()  # random models change their mind easily
+    # a random model changed its mind after six tokens from 20 on, alike for fold and kivi, of which nothing is packed there
+    assert same - length > (4 if length == 20 else 20) and (a - b).norm() < 5e-2 * a.norm()
