@@ -1537,8 +1537,3 @@ def _difference(fmt: Format, fields: Fields, x: torch.Tensor) -> float:
     expected = fmt.decode(fmt.encode(x))
     error = float((fmt.decode(fields) - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     return error if math.isfinite(error) else math.inf
-
-
-def bytes_moved(fmt: AffineGroups, heads: int, tokens: int, itemsize: int = 2) -> int:
-    """Bytes that encoding must move: the input read once, the packed form written once."""
-    return heads * (tokens * fmt.head_dim * itemsize + tokens // fmt.block * fmt.block_bytes)
