@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvfold-installed
 WORKERS ?= 2
 
-.PHONY: demo test fuzz lint format artefacts table lengths learned ablation clean
+.PHONY: demo test fuzz lint format artefacts table lengths learned ablation report clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(ARGS)
@@ -89,6 +89,11 @@ learned: $(STAMP)
 ablation: $(STAMP)
 	$(if $(TEXT),,$(error TEXT is missing: make ablation TEXT="a.txt b.txt"))
 	$(BIN)/python -m kvfold.calibration.ablation --text $(TEXT) --json benchmarks/commvq-ablation.json
+
+# One page of all committed rows: tables, plots, verdicts
+REPORT ?= report.html
+report: $(STAMP)
+	$(BIN)/kvfold report benchmarks --out $(REPORT)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

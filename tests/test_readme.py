@@ -57,7 +57,18 @@ def test_recipes_are_understood():
 
 def test_every_command_is_shown():
     shown = {shlex.split(line, comments=True)[1] for line in COMMANDS}
-    assert shown >= {"generate", "chat", "explain", "methods", "compare", "domains", "eval", "calibrate", "bench"}
+    assert shown >= {
+        "generate",
+        "chat",
+        "explain",
+        "methods",
+        "compare",
+        "domains",
+        "eval",
+        "report",
+        "calibrate",
+        "bench",
+    }
 
 
 def test_a_command_that_is_none_would_be_found():

@@ -22,6 +22,7 @@ from kvfold.commands.eval import evaluate
 from kvfold.commands.explain import explain
 from kvfold.commands.generate import generate
 from kvfold.commands.methods import list_methods
+from kvfold.commands.report import report
 from kvfold.commands.terminal import spread
 from kvfold.errors import KVFoldError, OutputError
 from kvfold.threads import settle
@@ -122,6 +123,7 @@ for _command in (
     compare,
     domains,
     evaluate,
+    report,
     calibrate,
     artefact_group,
     bench,

@@ -312,7 +312,7 @@ def table(found: ResultFile, cells: Sequence[Cell], baseline: str) -> Sheet:
             *where,
             cell.method,
             "-" if cell.effective_bits is None else f"{cell.effective_bits:.2f}",
-            as_bytes(cell.cache_bytes),
+            "-" if cell.cache_bytes is None else as_bytes(cell.cache_bytes),
             str(cell.items - cell.untested),
             values[0],
             against,

@@ -136,15 +136,18 @@ class Result:
         Bits per cached element of the packed part, without and with the tables that all sequences share; None when nothing
         was packed.
     cache_bytes, full_cache_bytes
-        Of the cache's tensors at the end, and of a full-precision cache of the same tokens in the model's dtype.
+        Of the cache's tensors at the end, and of a full-precision cache of the same tokens in the model's dtype. None in rows
+        of ``kvfold domains``, which do not say.
     sink, recent
-        The method's windows.
+        The method's windows. None in rows of ``kvfold compare`` and ``kvfold domains``, which do not say.
     seconds
         Wall-clock time, the prefill included, without the full-precision reference.
     run
         Which process made it: the ``run`` of a line above.
     answer
         What was generated; None where nothing was.
+    decode_tokens_per_s, decode_path
+        Of rows of ``kvfold compare``, as in :class:`~kvfold.evaluation.schema.Row`.
     """
 
     method: str
@@ -161,13 +164,15 @@ class Result:
     series: dict[str, list[float | None]]
     bits_without_tables: float | None
     effective_bits: float | None
-    cache_bytes: int
-    full_cache_bytes: int
-    sink: int
-    recent: int
+    cache_bytes: int | None
+    full_cache_bytes: int | None
+    sink: int | None
+    recent: int | None
     seconds: float
     run: int
     answer: str | None = None
+    decode_tokens_per_s: float | None = None
+    decode_path: str | None = None
 
     @property
     def key(self) -> str:

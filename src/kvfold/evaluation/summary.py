@@ -30,7 +30,7 @@ class Cell:
     tested, read
         Tokens that read packed keys and values, of all that were scored or generated.
     effective_bits, bits_without_tables, cache_bytes, full_cache_bytes, seconds
-        Means over rows.
+        Means over rows; None where they do not say.
     estimates
         By measure; a measure without any number is left out.
     differences
@@ -48,8 +48,8 @@ class Cell:
     read: int
     effective_bits: float | None
     bits_without_tables: float | None
-    cache_bytes: float
-    full_cache_bytes: float
+    cache_bytes: float | None
+    full_cache_bytes: float | None
     seconds: float
     estimates: dict[str, Estimate]
     differences: dict[str, Difference]
@@ -135,8 +135,8 @@ def _cell(
         read=sum(row.read for row in rows),
         effective_bits=_mean([row.effective_bits for row in rows]),
         bits_without_tables=_mean([row.bits_without_tables for row in rows]),
-        cache_bytes=_known([row.cache_bytes for row in rows]),
-        full_cache_bytes=_known([row.full_cache_bytes for row in rows]),
+        cache_bytes=_mean([row.cache_bytes for row in rows]),
+        full_cache_bytes=_mean([row.full_cache_bytes for row in rows]),
         seconds=_known([row.seconds for row in rows]),
         estimates=estimates,
         differences=against,

@@ -1,0 +1,309 @@
+"""The page of ``kvfold report``, read as a browser would read it."""
+
+import dataclasses
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from kvfold.cli import main
+from kvfold.evaluation.report import figures, report
+from kvfold.evaluation.results import ResultFile
+from test_eval_results import SETTINGS, result
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LOADS = {"src", "srcset", "data", "action", "poster", "background", "formaction", "xlink:href"}
+BITS = {"none": 32.0, "fold": 2.9, "kivi": 3.0, "fold:bits=1": 1.4}
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text of every section."""
+
+    VOID = ("meta",)
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.sections, self.open = [], {}, []
+        self.section = None
+        self.feed(text)
+        self.close()
+        assert not self.open, f"not closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs), self.section))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "section":
+            self.section = dict(attrs)["id"]
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs), self.section))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        if tag == "section":
+            self.section = None
+
+    def handle_data(self, data):
+        self.sections[self.section] = self.sections.get(self.section, "") + data + " "
+
+    def marks(self, tag, **wanted):
+        return [a for t, a, _ in self.tags if t == tag and all(a.get(k) == v for k, v in wanted.items())]
+
+
+def write(folder, rows, **settings):
+    folder.mkdir(exist_ok=True)
+    file = ResultFile.of(folder, dataclasses.replace(SETTINGS, **settings))
+    for row in rows:
+        file.add(row, {"date": "then", "threads": 1, "code": "abc"})
+    return file
+
+
+def divergences(methods=tuple(BITS), items=8, **options):
+    """Rows whose numbers are all different."""
+    for j, method in enumerate(methods):
+        for i in range(items):
+            kld = 0.0 if method == "none" else 0.01 * (j + 1) + 0.001 * i
+            scores = {"kld": kld, "top1": 0.9 - 0.01 * j, "top5": 1.0, "nll": 2.5 + 0.01 * j}
+            series = {"kld": [kld * (k + 1) / 4 for k in range(4)], "nll": [2.5] * 4}
+            yield dataclasses.replace(
+                result(method, i, **options),
+                item=f"prose/1024/0.{i}",
+                task="prose",
+                length=1024,
+                tags={},
+                scores=scores,
+                series=series,
+                effective_bits=BITS[method],
+            )
+
+
+def needles(methods=("none", "kivi")):
+    for method in methods:
+        for length in (512, 1024):
+            for depth in (0, 50, 100):
+                for i in range(2):
+                    row = result(method, i, exact=float(method == "none" or (depth + length + i) % 3 == 0))
+                    name = f"needle/{length}/depth={depth}/0.{i}"
+                    yield dataclasses.replace(row, item=name, length=length, tags={"depth": depth})
+
+
+# ---- self-contained --------------------------------------------------------------------------------------------------
+
+
+def check_nothing_is_loaded(text):
+    page = Page(text)
+    for tag, attrs, _ in page.tags:
+        assert tag not in ("script", "link", "iframe", "object", "embed", "img", "base", "image", "use"), tag
+        assert not LOADS & attrs.keys(), (tag, attrs)
+        assert not any(name.startswith("on") for name in attrs), (tag, attrs)
+        assert attrs.get("href", "#").startswith("#"), attrs
+        assert not re.search(r"url\s*\(|@import|//", attrs.get("style", ""))
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.S)
+    assert not re.search(r"url\s*\(|@import|//", style)
+    ids = {a["id"] for _, a, _ in page.tags if "id" in a}
+    assert {a["href"][1:] for _, a, _ in page.tags if "href" in a} <= ids
+    return page
+
+
+def test_a_page_refers_to_nothing_outside_of_it(tmp_path):
+    write(tmp_path / "rows", divergences(), suite="divergence")
+    write(tmp_path / "rows", needles())
+    check_nothing_is_loaded(report([tmp_path / "rows"]))
+
+
+def test_names_are_text_whatever_they_hold(tmp_path):
+    name = '<script src="//x">&'
+    write(tmp_path / "rows", divergences(), suite="divergence", model=name, texts={name: "0" * 64})
+    page = check_nothing_is_loaded(report([tmp_path / "rows"]))
+    assert name in page.sections["source-0"]
+
+
+def test_the_same_rows_give_the_same_page(tmp_path):
+    write(tmp_path / "rows", divergences(), suite="divergence")
+    assert report([tmp_path / "rows"]) == report([tmp_path / "rows"])
+
+
+# ---- what plots show -------------------------------------------------------------------------------------------------
+
+
+def test_points_are_the_rows(tmp_path):
+    file = write(tmp_path / "rows", divergences(), suite="divergence")
+    page = Page(report([tmp_path / "rows"]))
+    points = {a["data-method"]: (float(a["data-x"]), float(a["data-y"])) for a in page.marks("circle")}
+    assert points.keys() == {"fold", "kivi", "fold:bits=1"}
+    for method, (x, y) in points.items():
+        mine = [row for row in file.rows.values() if row.method == method]
+        assert x == pytest.approx(fmean(row.effective_bits for row in mine), rel=1e-12)
+        assert y == pytest.approx(fmean(row.scores["kld"] for row in mine), rel=1e-12)
+    assert "Outside of the axes: none (32; 0)." in " ".join(page.sections["source-0"].split())
+
+
+def test_marks_lie_where_their_numbers_say(tmp_path):
+    write(tmp_path / "rows", divergences(), suite="divergence")
+    marks = Page(report([tmp_path / "rows"])).marks("circle")
+    by_x = sorted(marks, key=lambda a: float(a["data-x"]))
+    by_y = sorted(marks, key=lambda a: float(a["data-y"]))
+    assert by_x == sorted(marks, key=lambda a: float(a["cx"]))
+    assert by_y == sorted(marks, key=lambda a: -float(a["cy"]))
+    low, middle, high = ((math.log(float(a["data-y"])), float(a["cy"])) for a in by_y)
+    slope = (high[1] - low[1]) / (high[0] - low[0])
+    assert middle[1] == pytest.approx(low[1] + slope * (middle[0] - low[0]), abs=0.2)
+
+
+def test_lines_are_the_rows_by_position(tmp_path):
+    file = write(tmp_path / "rows", divergences(), suite="divergence")
+    lines = Page(report([tmp_path / "rows"])).marks("polyline", **{"class": "series"})
+    assert {a["data-method"] for a in lines} == {"fold", "kivi", "fold:bits=1"}
+    for a in lines:
+        series = [row.series["kld"] for row in file.rows.values() if row.method == a["data-method"]]
+        expected = [fmean(values) for values in zip(*series, strict=True)]
+        assert [float(v) for v in a["data-y"].split()] == pytest.approx(expected, rel=1e-12)
+        assert [float(v) for v in a["data-x"].split()] == [5, 15, 25, 35]  # of 40 tokens
+
+
+def test_heat_maps_are_the_rows_by_depth_and_length(tmp_path):
+    file = write(tmp_path / "rows", needles())
+    cells = Page(report([tmp_path / "rows"])).marks("rect")
+    assert len(cells) == 2 * 2 * 3
+    for a in cells:
+        mine = [
+            row.scores["exact"]
+            for row in file.rows.values()
+            if (row.method, row.length, row.tags["depth"])
+            == (a["data-method"], int(a["data-length"]), int(a["data-depth"]))
+        ]
+        assert (float(a["data-value"]), int(a["data-items"])) == (fmean(mine), len(mine))
+
+
+def test_a_mean_without_one_of_its_numbers_is_no_point(tmp_path):
+    rows = list(divergences())
+    broken = dataclasses.replace(rows[-1], scores={**rows[-1].scores, "kld": None})
+    write(tmp_path / "rows", [*rows[:-1], broken], suite="divergence")
+    page = Page(report([tmp_path / "rows"]))
+    assert {a["data-method"] for a in page.marks("circle")} == {"fold", "kivi"}
+    assert "fold:bits=1: numbers of 1 of 8 items are not finite" in page.sections["source-0"]
+
+
+def test_the_frontier_is_what_no_other_point_beats():
+    def point(name, x, y):
+        return figures.Point(name, x, y)
+
+    points = [point("a", 1, 5), point("b", 2, 2), point("c", 3, 2), point("d", 4, 1), point("e", 2, 3)]
+    assert [p.method for p in figures.frontier(points, higher_is_better=False)] == ["a", "b", "d"]
+    assert [p.method for p in figures.frontier(points, higher_is_better=True)] == ["a"]
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("values", [(0.003, 4.2), (1.0, 1.0), (1e-9, 2e-9), (250.0, 90000.0)])
+def test_axes_have_ticks_within_them(values, log):
+    axis = figures._Scale(figures.Axis("x", log=log), values, 0, 100)
+    ticks = axis.ticks()
+    assert 1 <= len(ticks) <= 12
+    assert all(-0.1 <= axis(tick) <= 100.1 for tick in ticks)
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def test_verdicts_are_paired_and_said(tmp_path):
+    alike = [dataclasses.replace(row, method="kivi:bits=4") for row in divergences() if row.method == "fold"]
+    write(tmp_path / "rows", [*divergences(), *alike], suite="divergence")
+    text = " ".join(Page(report([tmp_path / "rows"])).sections["source-0"].split())
+    assert "Verdicts against none" in text and "Verdicts against fold" in text
+    against_fold = text[text.index("Verdicts against fold") :]
+    assert re.search(r"kivi:bits=4 kld 0\.0000 \[0\.0000, 0\.0000\] 8 1\.000 no difference shown", against_fold)
+    assert re.search(r"kivi kld \+0\.0100 \[.*?\] 8 0\.008 worse", against_fold)
+
+
+def test_rows_of_different_settings_are_not_compared(tmp_path):
+    write(tmp_path / "rows", divergences(["none", "fold"]), suite="divergence")
+    write(tmp_path / "rows", divergences(["kivi"]), suite="divergence", dtype="bfloat16")
+    page = Page(report([tmp_path / "rows"]))
+    sections = {name: " ".join(text.split()) for name, text in page.sections.items() if name}
+    assert len(sections) == 2
+    (other,) = (text for text in sections.values() if "kivi" in text)
+    assert "bfloat16" in other and "against" not in other and "fold" not in other.replace("kvfold", "")
+
+
+def test_what_is_missing_is_said(tmp_path):
+    write(tmp_path / "rows", needles())
+    (tmp_path / "rows" / "speed.csv").write_text("method,ms\nfold,1\n")
+    (tmp_path / "rows" / "half.json").write_text('{"header": {}, "rows": [{"method": "fold"}]}')
+    text = Page(report([tmp_path / "rows"])).sections[None]
+    for suite in ("divergence", "ruler", "gsm8k"):
+        assert f"{suite}: no rows" in text
+    assert "needle: no rows" not in text and "decode time: no rows" in text
+    assert "not read, because they hold no rows of an evaluation: half.json, speed.csv" in text
+
+
+# ---- rows of compare and domains -------------------------------------------------------------------------------------
+
+
+def test_rows_of_compare_with_their_decode_times():
+    path = BENCHMARKS / "compare-smollm2-135m.json"
+    rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
+    page = Page(report([path]))
+    times = [a for a in page.marks("circle") if float(a["data-x"]) > 10]
+    assert len(times) > 10
+    for a in page.marks("circle"):
+        row = rows[a["data-method"]]
+        x = 1000 / row["decode_tokens_per_s"] if a in times else row["effective_bits"]
+        assert (float(a["data-x"]), float(a["data-y"])) == pytest.approx((x, row["kld"]), rel=1e-12)
+    text = page.sections["source-0"]
+    assert "steps: no CUDA device" in text and "not in the rows" in text
+
+
+def test_rows_of_domains():
+    path = BENCHMARKS / "lengths" / "smollm2-135m.json"
+    rows = json.loads(path.read_text())["rows"]
+    known = {(row["method"], row["effective_bits"], row["kld"]) for row in rows}
+    marks = Page(report([path])).marks("circle")
+    assert len(marks) == sum(row["method"] != "none" for row in rows)
+    assert {(a["data-method"], float(a["data-x"]), float(a["data-y"])) for a in marks} <= known
+
+
+def test_every_committed_file_of_rows_is_read():
+    """A page of all of them is what ``make report`` makes."""
+    text = Page(report([BENCHMARKS])).sections[None]
+    (others,) = re.findall(r"hold no rows of an evaluation: (.*?) \n?", text + " \n")
+    assert not re.search(r"compare|lengths/|learned/|eval", others), others
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_the_page(tmp_path, capsys):
+    write(tmp_path / "rows", divergences(), suite="divergence")
+    target = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "rows"), "--out", str(target), "--baseline", "kivi"]) == 0
+    assert capsys.readouterr().out == f"written: {target}\n"
+    assert target.read_text(encoding="utf-8") == report([tmp_path / "rows"], ["kivi"])
+    assert "against kivi" in target.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "results: there is no nowhere"),
+        (["empty"], "results: no rows of kvfold eval, compare or domains in empty"),
+        (["speed.csv"], "results: speed.csv has no rows"),
+        (["bad.jsonl"], "line 2 of bad.jsonl"),
+        (["empty", "--out", "no/page.html"], "out: there is no folder"),
+        (["empty", "--baseline", "kiwi"], "'kiwi' is not known"),
+    ],
+)
+def test_wrong_input_writes_nothing(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "speed.csv").write_text("method,ms\n")
+    line = json.dumps({"settings": SETTINGS.to_dict()})
+    (tmp_path / "bad.jsonl").write_text(line + '\n{"method": "fold"}\n')
+    assert main(["report", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+    assert not (tmp_path / "report.html").exists()
