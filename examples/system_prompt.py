@@ -23,13 +23,11 @@ QUESTIONS = ("My journey takes 90 minutes. When may I change it?", "Which form i
 @torch.inference_mode()
 def main(name: str | None = None, file: str = "system_prompt.safetensors", new_tokens: int = 40) -> list[str]:
     model, tokenizer, _ = models.load(name)
-    prompts = []
-    for question in QUESTIONS:
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        prompts.append(tokenizer.apply_chat_template(messages, **options).to(model.device))
-    if not Path(file).exists():  # another day, or another process, starts from here
-        columns = zip(*(p["input_ids"][0].tolist() for p in prompts), strict=False)
+    chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}] for question in QUESTIONS]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    prompts = [tokenizer.apply_chat_template(chat, **options).to(model.device) for chat in chats]
+    if not Path(file).exists():  # another day, or another process, starts below
+        columns = zip(*(prompt["input_ids"][0].tolist() for prompt in prompts), strict=False)
         shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
         cache = kvfold.fold(model, "fold")
         model(prompts[0]["input_ids"][:, :shared], past_key_values=cache)

@@ -4,6 +4,9 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+import torch
+
 import kvfold
 from tiny_model import save, tiny_llama
 
@@ -18,9 +21,59 @@ def example(name: str) -> ModuleType:
     return module
 
 
-def test_system_prompt(tmp_path, capsys):
+def test_every_example_is_run_and_short():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert all(f"test_{name}" in globals() for name in names)
+    assert all(len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 60 for name in names)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(save(tmp_path_factory.mktemp("examples") / "model", tiny_llama(max_position_embeddings=4096)))
+
+
+def test_generate(folder, capsys):
+    """What is printed are the sizes of a cache of the same tokens."""
+    text = example("generate").main(folder, "kivi", 8, 1000)
+    out = capsys.readouterr().out
+    model = tiny_llama(max_position_embeddings=4096)
+    cache = kvfold.fold(model, "kivi")
+    with torch.inference_mode():
+        model(torch.zeros(1, 1000 + 8 - 1, dtype=torch.int64), past_key_values=cache)
+    sizes = cache.nbytes()
+    assert text in out and f"unfolded {cache.full_nbytes():,}" in out
+    assert f"1,007 tokens: {sizes['total']:,} bytes" in out and f"packed {sizes['packed']:,}" in out
+    assert "3.00 bits" in out and sizes["total"] < cache.full_nbytes() / 2
+
+
+def test_own_method(folder, capsys):
+    """It is measured beside the others, and keeps what all methods promise."""
+    module = example("own_method")
+    rows = {row.method: row for row in module.main(folder, 512, 96)}
+    out = capsys.readouterr().out
+    assert set(rows) == {"bytes", "fold", "kivi"} and all(name in out for name in rows)
+    mine = rows["bytes"]
+    assert mine.tested == 96
+    assert mine.effective_bits == pytest.approx(8 + 32 / 64 + 4 * 64 * 16 / (2 * 480 * 64))  # 480 tokens in four pages
+    assert 0 < mine.kld < rows["fold"].kld / 10 and mine.packed_bytes < mine.full_cache_bytes / 3
+    model, ids = tiny_llama(), torch.randint(256, (1, 500), generator=torch.Generator().manual_seed(0))
+    held = []
+    for cuts in ([500], [300, 150, 1, 1, 48]):
+        cache = kvfold.fold(model, module.ByteMethod(recent=32))
+        with torch.inference_mode():
+            for piece in ids.split(cuts, 1):
+                model(piece, past_key_values=cache)
+        held.append(cache.folded[0].decoded(0))
+    for one, other in zip(
+        *held, strict=True
+    ):  # products round as they are cut: a code may be the next one, here and there
+        assert ((one - other).abs() < 1e-5).float().mean() > 0.99
+    with pytest.raises(kvfold.MethodError, match="option 'bits' has no effect"):
+        module.ByteMethod(bits=4)
+
+
+def test_system_prompt(folder, tmp_path, capsys):
     """The second run reads the first one's file, and answers alike."""
-    folder = str(save(tmp_path / "model", tiny_llama(max_position_embeddings=4096)))
     module, file = example("system_prompt"), tmp_path / "prompt.safetensors"
     first = module.main(folder, str(file), 8)
     written = file.stat().st_mtime_ns
