@@ -10,6 +10,7 @@ the rows that `kvfold domains --prefix A B C --json FILE` wrote.
 import argparse
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 from bench_tables import BENCH
 
 from kvfold.evaluation.domains import DomainRow, read_rows
+from kvfold.methods import DEFAULT_METHOD, METHODS, get
+from kvfold.methods.learned import LearnedMethod
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -54,8 +57,42 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def comparison(name: str) -> Callable[[], str]:
-    """Rows of ``kvfold compare``; of several prefixes, each row says its own."""
+MAIN = (
+    "fold",
+    "none",
+    "fold:bits=2",
+    "fold:k_bits=4,v_bits=3",
+    "kivi",
+    "squat",
+    "squat_pre",
+    "innerq",
+    "turboquant:bits=3",
+    "qjl",
+    "gear",
+    "zipcache",
+    "kivi:paper=true",
+)
+"""What the README shows of rows that docs/results.md shows all of."""
+
+
+def catalogue() -> str:
+    """What the methods are: bits of heads of 128 channels in the limit of long contexts, tables aside."""
+    lines = []
+    for kind in sorted(METHODS, key=lambda kind: (kind.name != DEFAULT_METHOD, kind.name == "none")):
+        bits = "16.00" if kind.name == "none" else f"{get(kind.name).effective_bits(128, 32):.2f}"
+        learned = " (learned once per model)" if issubclass(kind, LearnedMethod) else ""
+        page = kind.name.removesuffix("_pre")
+        paper = re.search(r"arXiv ([\d.]+)", kind.source)
+        source = f"[{paper[1]}]({kind.url})" if paper else kind.source
+        lines.append([f"[`{kind.name}`](docs/methods/{page}.md)", bits, kind.summary + learned, source])
+    return "\n".join(
+        f"| {' | '.join(line)} |"
+        for line in [["method", "bits", "what it stores", "paper"], ["---", "---:", "---", "---"], *lines]
+    )
+
+
+def comparison(name: str, only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
+    """Rows of ``kvfold compare``; of several prefixes, each row says its own. ``only``: which methods."""
 
     def table() -> str:
         result = read(name)
@@ -76,6 +113,7 @@ def comparison(name: str) -> Callable[[], str]:
                 f"{row['decode_tokens_per_s']:.1f}",
             ]
             for row in result["rows"]
+            if only(row["method"])
         )
         return markdown(["method", *(["prefix"] if several else []), *head, "decode, tokens/s"], rows)
 
@@ -240,10 +278,13 @@ PAGES = ("fold", "kivi", "squat", "innerq", "qjl", "turboquant", "gear", "zipcac
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "lengths": lengths("qwen2.5-coder-1.5b", speed="compare-qwen2.5-coder-1.5b.json"),
-        "compare": comparison("compare-smollm2-135m.json"),
+        "methods": catalogue,
+        "lengths": lengths("qwen2.5-coder-1.5b", only=MAIN.__contains__),
+        "compare": comparison("compare-smollm2-135m.json", only=MAIN.__contains__),
     },
     "docs/results.md": {
+        "lengths": lengths("qwen2.5-coder-1.5b", speed="compare-qwen2.5-coder-1.5b.json"),
+        "compare": comparison("compare-smollm2-135m.json"),
         "worst": worst(),
         "learned": worst(folder="learned", shared=True),
     },
