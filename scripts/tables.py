@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import claims
 from bench_tables import BENCH
 
 from kvfold.evaluation.domains import DomainRow, read_rows
@@ -237,6 +238,14 @@ def worst(
     return table
 
 
+def headline() -> str:
+    """The README's first claims, with the worst of fold's divergences over all models and lengths."""
+    found = [by_length(runs(stem)) for stem, _ in MODELS.values()]
+    worst = max(kld / each[BASE][prefix] for each in found for prefix, kld in each["fold"].items())
+    (bits,) = {row.effective_bits for row in runs("qwen2.5-coder-1.5b") if row.method == "fold" and row.prefix == 16384}
+    return claims.headline(bits, worst)
+
+
 def by_column(what: str, columns: list[int]) -> list[str]:
     return [f"{what} {columns[0]:,}", *(f"{p:,}" for p in columns[1:])]
 
@@ -278,7 +287,10 @@ PAGES = ("fold", "kivi", "squat", "innerq", "qjl", "turboquant", "gear", "zipcac
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
+        "headline": headline,
         "methods": catalogue,
+        "attention": claims.attention,
+        "throughput": claims.throughput,
         "lengths": lengths("qwen2.5-coder-1.5b", only=MAIN.__contains__),
         "compare": comparison("compare-smollm2-135m.json", only=MAIN.__contains__),
     },

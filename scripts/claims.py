@@ -1,0 +1,89 @@
+"""What the README says first, as sentences made of the committed rows; ``tables.py`` writes them."""
+
+from typing import Any
+
+from bench_tables import FUSED, rows
+
+from kvfold.bench.generation import PLAIN, STATIC
+from kvfold.bench.memory import gains
+from kvfold.bench.rows import of_last_commit
+
+LONG = 32_768
+"""Tokens from which on packed attention is claimed to be faster."""
+
+
+def only(found: list[Any], **wanted: object) -> Any:
+    """The one row with these values."""
+    (row,) = (row for row in found if all(getattr(row, name) == value for name, value in wanted.items()))
+    return row
+
+
+def headline(bits: float, worst: float) -> str:
+    """What folding a long context does to size, speed and quality.
+
+    Parameters
+    ----------
+    bits, worst
+        Of fold: effective bits, and the largest of its divergences over KIVI-2's in the same run.
+    """
+    found = rows("decode", "model", "batch", "context", "method")
+    fold, full = (
+        only(found, model="llama-3.1-8b", batch=1, context=131_072, method=method) for method in ("fold", "bf16")
+    )
+    gpu = fold.gpu.removeprefix("NVIDIA ")
+    return "\n".join(
+        (
+            f"- **{full.cache_gb / fold.cache_gb:.1f} times smaller**: {fold.cache_gb:.1f} GB, everything counted.",
+            f"- **{fold.ratio:.2f} times as fast** for the whole model, {fold.tokens_per_s:.0f} tokens/s instead of "
+            f"{full.tokens_per_s:.0f} ([rows](docs/performance.md#end-to-end), one {gpu}).",
+            f"- **At most {worst:.2f} of the divergence of KIVI**, the common baseline at 3.00 bits, with {bits:.2f} bits "
+            "([three models, up to 16,384 tokens](docs/results.md)).",
+        )
+    )
+
+
+def attention() -> str:
+    """Decode attention of fold and of KIVI's storage at long contexts."""
+    found = [
+        row
+        for row in rows("attention", "work", "dtype", "kernel", "batch", "num_heads", "num_kv_heads", "head_dim",
+                        "query_tokens", "context")
+        if row.kernel in FUSED and row.dtype == "float16" and row.query_tokens == 1 and row.context >= LONG and row.ratio
+    ]  # fmt: skip
+    fold, kivi = (
+        [row.ratio for row in found if row.work.partition(",")[0].endswith(work)]
+        for work in ("fold 3/2", "kivi 2-bit g32")
+    )
+    low, high = min(fold + kivi), max(fold + kivi)
+    return "\n".join(
+        (
+            f"**Attention over packed caches is {low:.1f} to {high:.1f} times as fast as the fastest fp16 kernel** on an H200,",
+            f"from {LONG:,} tokens on: {min(fold):.1f} to {max(fold):.1f} times for `fold` at 2.8 bits, "
+            f"{min(kivi):.1f} to {max(kivi):.1f} times for KIVI's storage at 3.0",
+            "([docs/performance.md](docs/performance.md)).",
+        )
+    )
+
+
+def throughput(cache: str = "kivi:recent=32") -> str:
+    """What a GPU of 80 GB runs."""
+    found = rows("memory", "cache", "prompt", "output", choose=of_last_commit)
+
+    def of(prompt: int, output: int) -> tuple[list[Any], dict[str, Any]]:
+        some = [row for row in found if (row.prompt, row.output) == (prompt, output)]
+        return some, {gain.baseline: gain for gain in gains(some) if gain.cache == cache}
+
+    short, gained = of(161, 338)
+    largest = {row.cache: row.batch for row in short if row.largest}
+    _, longer = of(1792, 256)
+    plain, static = gained[PLAIN].throughput, gained[STATIC].throughput
+    return "\n".join(
+        (
+            f"**Under 80 GB, Llama-2-7B runs {largest[cache]} sequences at once instead of {largest[STATIC]}** with KIVI's",
+            "storage, prompts of 161 and outputs of 338 tokens.",
+            f"It generates {plain:.1f} times as many tokens per second as with Transformers' own cache, and",
+            f"{static:.1f} times as many as with a bf16 cache without any waste.",
+            f"With 2,048 tokens a sequence, decoding alone is {longer[STATIC].decode_throughput:.2f} times as fast as over",
+            f"that bf16 cache, a whole run {longer[STATIC].throughput:.2f} times.",
+        )
+    )
