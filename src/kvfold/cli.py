@@ -21,13 +21,14 @@ from kvfold.commands.domains import domains
 from kvfold.commands.eval import evaluate
 from kvfold.commands.explain import explain
 from kvfold.commands.generate import generate
+from kvfold.commands.lm_eval import lm_eval
 from kvfold.commands.methods import list_methods
 from kvfold.commands.report import report
 from kvfold.commands.terminal import spread
 from kvfold.errors import KVFoldError, OutputError
 from kvfold.threads import settle
 
-COMPUTE = ("calibrate", "chat", "compare", "domains", "eval", "generate")
+COMPUTE = ("calibrate", "chat", "compare", "domains", "eval", "generate", "lm-eval")
 """Commands whose threads are told how to wait; benchmarks measure what they find."""
 
 
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 where a result or standard output cannot be written or memory does not suffice, 2 for wrong input, 130
         when interrupted.
     """
-    arguments = spread(list(sys.argv[1:] if argv is None else argv))
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = given if given[:1] == ["lm-eval"] else spread(given)  # whose flags are its own
     with outlet.forgiving():
         status = _run(arguments)
         if (failed := outlet.finish()) is not None and not status:
@@ -124,6 +126,7 @@ for _command in (
     domains,
     evaluate,
     report,
+    lm_eval,
     calibrate,
     artefact_group,
     bench,

@@ -92,23 +92,27 @@ def _ended(
     for i, token in enumerate(tokens):
         if token in ends:
             return tokens[: i + 1], True
-    if not prompt.stop or not _stop_at(str(tokenizer.decode(tokens)), prompt.stop):
+    if not prompt.stop or not _stop_at(str(tokenizer.decode(tokens)), prompt):
         return tokens, False
     first = 1  # the shortest beginning that has the stop string; several were decoded since the last look
-    while not _stop_at(str(tokenizer.decode(tokens[:first])), prompt.stop):
+    while not _stop_at(str(tokenizer.decode(tokens[:first])), prompt):
         first += 1
     return tokens[:first], True
 
 
-def _stop_at(text: str, stop: tuple[str, ...]) -> bool:
-    """Whether a stop string comes after the answer has begun."""
-    return any(s in text.lstrip() for s in stop)
+def _stop_at(text: str, prompt: Prompt) -> bool:
+    """Whether a stop string ends the answer."""
+    return any(s in text[_begin(text, prompt) :] for s in prompt.stop)
+
+
+def _begin(text: str, prompt: Prompt) -> int:
+    """Where stop strings count from: the answer's first letter, or its start."""
+    return 0 if prompt.stop_at_once else len(text) - len(text.lstrip())
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: set[int], prompt: Prompt) -> str:
     """The answer without its end."""
     kept = tokens[:-1] if tokens and tokens[-1] in ends else tokens
     text = str(tokenizer.decode(kept, clean_up_tokenization_spaces=False))
-    begun = len(text) - len(text.lstrip())
-    cuts = [at for s in prompt.stop if (at := text.find(s, begun)) >= 0]
+    cuts = [at for s in prompt.stop if (at := text.find(s, _begin(text, prompt))) >= 0]
     return text[: min(cuts)] if cuts else text

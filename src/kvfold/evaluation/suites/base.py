@@ -92,6 +92,8 @@ class Prompt:
         One of them is enough.
     stop
         Strings that end an answer.
+    stop_at_once
+        Whether they end one that has not begun, too: white space alone.
     answers
         Where, among scored tokens, answers lie: (first, one after the last).
     """
@@ -103,6 +105,7 @@ class Prompt:
     stop: tuple[str, ...] = ()
     any_of: bool = False
     answers: tuple[tuple[int, int], ...] = ()
+    stop_at_once: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
