@@ -12,6 +12,7 @@ import click
 
 import kvfold
 from kvfold import outlet
+from kvfold.commands.ablate import ablate
 from kvfold.commands.artefact import artefact_group
 from kvfold.commands.bench import bench
 from kvfold.commands.calibrate import calibrate
@@ -28,7 +29,7 @@ from kvfold.commands.terminal import spread
 from kvfold.errors import KVFoldError, OutputError
 from kvfold.threads import settle
 
-COMPUTE = ("calibrate", "chat", "compare", "domains", "eval", "generate", "lm-eval")
+COMPUTE = ("ablate", "calibrate", "chat", "compare", "domains", "eval", "generate", "lm-eval")
 """Commands whose threads are told how to wait; benchmarks measure what they find."""
 
 
@@ -125,6 +126,7 @@ for _command in (
     compare,
     domains,
     evaluate,
+    ablate,
     report,
     lm_eval,
     calibrate,
