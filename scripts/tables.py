@@ -255,9 +255,7 @@ def result(*specs: str) -> Callable[[], str]:
                 bits += [row.bits_without_tables for row in last if row.bits_without_tables is not None]
             said.append(f"{method(spec)} at {between(bits)} bits has {between(found)} times")
         said[0] += " the divergence of KIVI at 3.00 bits"
-        return (
-            f"**Result.** {', '.join(said)}, on three models after 1,024 to 16,384 tokens ([below](#measured-result))."
-        )
+        return f"**Result.** {', '.join(said)}, on three models, up to 16,384 tokens ([below](#measured-result))."
 
     return sentence
 
