@@ -261,6 +261,56 @@ def test_squat_transform(kernels, device, name, head_dim):
     assert_nearly_same(out, want, form)
 
 
+@pytest.mark.parametrize(("group", "ring"), [(32, True), (64, False)])
+def test_blocks_with_updates_of_their_own(kernels, device, group, ring):
+    """One launch leaves the bytes that a launch for each update leaves: of picked sequences in a ring, and of a call."""
+    method, shape = get(f"squat:group={group}"), spec(64, heads=2, kv_heads=1)
+    form, numbers = method.key_format(shape), [0, 0, 2]
+    batch = 2 if ring else 1
+    keys = tokens(batch, 3 * group, shape=shape)[0].to(device)
+    updates = torch.stack([torch.stack([update_of(method, shape, i, b) for i in range(3)]) for b in range(batch)])
+    updates = updates.to(device)
+    x, rows, sequences = keys, None, batch
+    if ring:
+        rows, sequences = torch.tensor([2, 0], device=device), 3
+        x = torch.full((3, 1, 3 * group + 5, 64), float("nan"), device=device)
+        x[rows, :, torch.arange(group, 4 * group, device=device)[:, None] % x.shape[2]] = keys.permute(2, 0, 1, 3)
+    got, want = (allocate(form, sequences, 1, 5, device) for _ in "gw")
+    how = kernels.KeyTransform(update=updates, numbers=torch.tensor(numbers, device=device))
+    kernels.encode_blocks(x, got, form, 1, how, rows=rows, ring_blocks=3 if ring else None)
+    for block, number in enumerate(numbers):
+        own = updates[:, number]
+        how = kernels.KeyTransform(update=own if rows is None else own[[1, 0, 0]])  # by the sequences of what is stored
+        part = keys[:, :, block * group : (block + 1) * group]
+        kernels.encode_blocks(part, want, form, 1 + block, how, rows=rows)
+    for name, t in want.items():
+        assert torch.equal(raw(got[name]), raw(t))
+
+
+def update_of(method, shape, state, sequence):
+    """An update matrix of its own for every state and sequence, [num_kv_heads, ...]."""
+    queries = tokens(1, 64, seed=10 * state + sequence, shape=shape)[2]
+    return method.observe(Observation(queries, torch.arange(64)[None]), shape)["update"][0]
+
+
+@pytest.mark.parametrize(
+    ("update", "numbers", "message"),
+    [
+        (None, torch.zeros(2, dtype=torch.int64), "there must be some"),
+        (torch.zeros(1, 1, 32, 32), torch.zeros(2, dtype=torch.int64), "there must be some"),
+        (torch.zeros(2, 3, 1, 32, 32), torch.zeros(2, dtype=torch.int64), "of each sequence"),
+        (torch.zeros(1, 3, 1, 32, 32), torch.zeros(3, dtype=torch.int64), "3 of them for 2 blocks"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(update, numbers, message):
+    method, shape = get("squat"), spec(64, heads=1, kv_heads=1)
+    form = method.key_format(shape)
+    fields = form.allocate(1, 1, 2, "cpu")
+    how = compiled.KeyTransform(update=update, numbers=numbers)
+    with pytest.raises(ValueError, match=message):
+        compiled.encode_blocks(torch.zeros(1, 1, 64, 64), fields, form, 0, how)
+
+
 def assert_nearly_same(got, want, form):
     got = {n: t.cpu() for n, t in got.items()}
     for t in got.values():
@@ -607,7 +657,7 @@ POINTERS = {
         "ticket",
         "counts",
     ),
-    "*i64": ("rows", "first_position", "boundary"),
+    "*i64": ("rows", "first_position", "boundary", "numbers"),
     "*fp32": ("mean", "norm", "inverse", "update", "inv_freq"),
     "*fp16": ("meta_out", "k_meta", "v_meta"),
     "*bf16": ("x", "key", "value", "sink_k", "sink_v", "ring_k", "ring_v"),
@@ -654,6 +704,7 @@ def test_kernels_compile_without_spills(case):
         tile, group, axis, mode, bits = compiled._constants(form)
         fixed = {"T": tile, "D": form.head_dim, "G": group, "AXIS": axis, "MODE": mode, "BITS": bits}
         fixed |= {"VALUE": form.operand == "value", "ROWS": True, "RING": True, "ROPE": False, **options}
+        fixed |= {"NUMBERS": options["WIDTH"] > 0}
         warps = compiled._warps(form, cut=options["WIDTH"] > 0)
         report = compile_ahead(compiled._encode_kernel, fixed, warps, capability)
         assert report.spilled == 0
@@ -672,5 +723,7 @@ def test_un_rotating_kernels_compile():
     key_format, _, how = shapes(128, "squat")
     tile, group, axis, mode, bits = compiled._constants(key_format)
     fixed = {"T": tile, "D": 128, "G": group, "AXIS": axis, "MODE": mode, "BITS": bits, "VALUE": False, "ROWS": False}
-    report = compile_ahead(compiled._encode_kernel, {**fixed, "RING": False, "ROPE": True, **how}, 4, 90)
+    report = compile_ahead(
+        compiled._encode_kernel, {**fixed, "RING": False, "ROPE": True, "NUMBERS": True, **how}, 4, 90
+    )
     assert report.spilled < 64  # the exact sine's table of 2 / pi lies on the stack

@@ -1,6 +1,7 @@
 """Encoders that follow a sequence's queries (SQuat, ZipCache): what is stored depends on the tokens alone."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from helpers import assert_same_content, feed, layer, left_padding, tokens
 from kvfold.methods import Observation, get
 from kvfold.methods.base import QUERY_WINDOW, boundary
 from kvfold.methods.squat import penalty_matrix, update_matrix
+from kvfold.storage import following, writer
 
 FOLLOW = ("squat", "squat_pre", "squat:rank=5", "zipcache")
 WINDOWS = ("", "recent=0,sink=0", "recent=128", "recent=300", "sink=64", "sink=3,recent=17")
@@ -173,6 +175,78 @@ def test_a_short_prompts_state_comes_from_all_queries_under_paper(name, prompt):
     assert of.following.ring is None
 
 
+# ---- the states of a prompt ------------------------------------------------------------------------------------------
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FOLLOW)
+def test_all_states_of_a_prompt_are_made_together(name, monkeypatch):
+    """And blocks are encoded with their own, as many at a time as if there were one state."""
+    of, new = layer(name), tokens(1, 9000, seed=3)
+    encoded, observe = [], of.method.observe
+    windows = []
+    encode = type(of.method).encode_keys
+    monkeypatch.setattr(
+        type(of.method),
+        "encode_keys",
+        lambda self, keys, *rest: (encoded.append(keys.shape[2]), encode(self, keys, *rest))[1],
+    )
+    monkeypatch.setattr(
+        type(of.method),
+        "observe",
+        lambda self, seen, shape: (windows.append(len(seen.queries)), observe(seen, shape))[1],
+    )
+    with Counted() as counted:
+        feed(of, new)
+    assert windows == [len(of.following.segments(0, of.packed[0]))] == [11 - (of.block == 128)]
+    assert encoded == [4096, 4096, of.packed[0] - 8192]
+    assert counted.calls["linalg_cholesky_ex"] <= 1 and counted.calls["bmm"] <= 10
+
+
+@pytest.mark.parametrize("name", FOLLOW)
+def test_states_are_made_in_equal_numbers_where_libraries_choose_by_it(name, monkeypatch):
+    """As on a GPU: a prompt's and a step's; what is stored is the same."""
+    new = tokens(1, 2600, seed=3)
+    expected = feed(layer(name), new)
+    monkeypatch.setattr(following, "MATRICES", 8)
+    monkeypatch.setattr(following.Following, "repeats", True)
+    of = layer(name)
+    seen, observe = [], of.method.observe
+    monkeypatch.setattr(
+        type(of.method), "observe", lambda self, what, shape: (seen.append(len(what.queries)), observe(what, shape))[1]
+    )
+    assert_same_content(expected, feed(of, new, [2000, 40, 300, *[1] * 20, 240]))
+    assert set(seen) == {8 // of.spec.num_kv_heads}
+
+
+def test_a_long_prompt_holds_no_more_states_than_it_may(monkeypatch):
+    new = tokens(2, 5000, seed=3)
+    expected = feed(layer("squat"), new)
+    monkeypatch.setattr(writer, "STATES", 6)
+    of, made = layer("squat"), []
+    make = of.following.make
+    monkeypatch.setattr(
+        of.following,
+        "make",
+        lambda ids, bounds, *rest: (made.append(len(ids) * len(bounds)), make(ids, bounds, *rest))[1],
+    )
+    feed(of, new)
+    assert len(made) == 3 and max(made) == 6
+    for row in (0, 1):
+        assert_same_content(expected, of, row, row)
+
+
 class NoQuestions(TorchDispatchMode):
     """Fails where the host would wait for what the device found."""
 
@@ -191,8 +265,18 @@ def test_a_state_is_made_without_waiting_for_the_device(name):
     of.following.remember([0, 1], slice(None), new[2][:, :, 255:], 255)
     with NoQuestions():
         for row in (0, 1):
-            of.following.make([row], 256, 256, new[2][:1, :, :0], 256, [0, 0], in_place=True)
+            of.following.make([row], (256,), 256, new[2][:1, :, :0], 256, [0, 0], in_place=True)
     assert of.following.made == [256, 256]
+
+
+@pytest.mark.parametrize("name", ["squat", "squat_pre", "zipcache"])
+def test_the_states_of_a_prompt_are_made_without_waiting_for_the_device(name):
+    of, (_, _, queries) = layer(name), tokens(2, 3100, seed=3)
+    of.lazy_initialization(*tokens(2, 1)[:2])
+    with NoQuestions():
+        made = of.following.make([0, 1], (128, 256, 1024, 3072), 3100, queries, 0, [0, 0])
+    assert of.following.made == [3072, 3072] and made
+    assert all(t.shape[:3] == (2, 4, of.spec.num_kv_heads) for t in made.values())
 
 
 @pytest.mark.parametrize("windows", ("", "sink=3,recent=9", "sink=3,recent=300"))

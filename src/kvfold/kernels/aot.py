@@ -257,6 +257,7 @@ def compile_encode(
     rope: bool = False,
     rows: bool = True,
     ring: bool = False,
+    numbers: bool = False,
     bf16: bool = True,
     capability: int = 90,
 ) -> Report:
@@ -270,11 +271,13 @@ def compile_encode(
         Channels of a slice of SQuat's update; 0: none.
     rows, ring : bool
         Sequences are picked by an index; tokens come from the ring.
+    numbers : bool
+        Blocks have updates of their own.
     """
     tile, group, axis, mode, bits = encode._constants(form)
     fixed = {"T": tile, "D": form.head_dim, "G": group, "AXIS": axis, "MODE": mode, "BITS": bits}
     fixed |= {"VALUE": form.operand == "value", "ROWS": rows, "RING": ring}
-    fixed |= {"MEAN": center, "NORM": norm, "ROPE": rope, "WIDTH": width}
+    fixed |= {"MEAN": center, "NORM": norm, "ROPE": rope, "WIDTH": width, "NUMBERS": numbers}
     return _compile_encode(
         encode._encode_kernel, fixed, ("x",), bf16, encode._warps(form, cut=rope or width > 0), capability
     )

@@ -25,7 +25,7 @@ after every step: ``append_and_close(..., close=False)``, attention, ``append_an
 # (tuples of tensors grow in kernels)
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -63,6 +63,9 @@ class KeyTransform:
         Subtracted; divided by.
     update : Tensor or None, float32 [batch, num_kv_heads, head_dim - g, head_dim - g]
         SQuat's update matrix for slices of g channels (:func:`kvfold.methods.squat.update_matrix`).
+    numbers : Tensor or None, int64 [blocks]
+        Blocks have updates of their own: ``update`` is ``[batch, states, num_kv_heads, ...]``, by the sequences of what is
+        encoded, and this says which one each block takes.
     """
 
     inv_freq: torch.Tensor | None = None
@@ -71,6 +74,7 @@ class KeyTransform:
     mean: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     update: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
 
 
 def why_not(fmt: Format, device: torch.device, width: int | None = None) -> str | None:
@@ -857,7 +861,7 @@ def _encode_group(
     return codes
 
 
-@triton.jit(do_not_specialize=["first_tile", "first_token", "capacity"])
+@triton.jit(do_not_specialize=["first_tile", "first_token", "capacity", "states"])
 def _encode_kernel(
     x,
     stride_b,
@@ -881,6 +885,9 @@ def _encode_kernel(
     half,
     rope_factor,
     capacity,
+    numbers,
+    states,
+    tiles_per_block,
     T: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,
@@ -894,6 +901,7 @@ def _encode_kernel(
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
     WIDTH: tl.constexpr,
+    NUMBERS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     """Grid: (tiles, heads, batch)."""
@@ -905,7 +913,10 @@ def _encode_kernel(
     at = (sequence if RING else index) * stride_b + head.to(tl.int64) * stride_h
     first = first_token + tile * T if RING else tile * T
     position = tl.load(first_position + sequence) + first_token + tile * T if ROPE else 0
-    state = (mean + lane * D, norm + lane * D, inverse + lane * D, update + lane * ((D - WIDTH) * (D - WIDTH)))
+    matrix = lane
+    if NUMBERS:
+        matrix = (index * states + tl.load(numbers + tile // tiles_per_block)) * heads + head
+    state = (mean + lane * D, norm + lane * D, inverse + lane * D, update + matrix * ((D - WIDTH) * (D - WIDTH)))
     _encode_tile(
         (x + at, stride_t, stride_c, first, capacity),
         state,
@@ -1293,6 +1304,13 @@ def encode_blocks(
         raise ValueError(f"fields: hold {tuple(fields['codes'].shape[:2])} sequences and heads, x {(batch, heads)}")
     if not 0 <= block_offset <= blocks - tokens // form.block:
         raise ValueError(f"block_offset={block_offset}: {tokens // form.block} blocks do not fit in {blocks}")
+    if how.numbers is not None:
+        if how.update is None or how.update.dim() != 5 or how.update.shape[0] != batch:
+            raise ValueError(
+                "numbers: say which update a block takes; there must be some, of each sequence that is encoded"
+            )
+        if how.numbers.numel() != tokens // form.block:
+            raise ValueError(f"numbers: {how.numbers.numel()} of them for {tokens // form.block} blocks")
     if not tokens or not batch:
         return
     per_block = form.block // _tile(form)
@@ -1319,6 +1337,9 @@ def encode_blocks(
         0 if how.inv_freq is None else how.inv_freq.numel(),
         how.rope_factor,
         slots,
+        _or_any(how.numbers, codes),
+        1 if how.numbers is None or how.update is None else how.update.shape[1],
+        per_block,
         T=tile,
         D=dim,
         G=group,
@@ -1332,6 +1353,7 @@ def encode_blocks(
         NORM=how.norm is not None,
         ROPE=how.inv_freq is not None,
         WIDTH=0 if how.update is None else dim - how.update.shape[-1],
+        NUMBERS=how.numbers is not None,
         WARPS=warps,
         num_warps=warps,
         num_stages=1,  # nothing to prefetch: a loop over due blocks runs once, if at all
@@ -1506,13 +1528,15 @@ def self_test(
     keys, values = random(2 * block, dim).half(), random(2 * block, dim).half()
     mean, norm = random(dim), random(dim).abs() + 0.5
     # an update of zeros goes the whole way of SQuat and changes nothing
-    update = (
-        None if width is None else torch.zeros(1, heads, dim - width, dim - width, dtype=torch.float32, device=device)
-    )
+    update, of_blocks = None, KeyTransform()
+    if width is not None:
+        update = torch.zeros(1, heads, dim - width, dim - width, dtype=torch.float32, device=device)
+        numbers = torch.arange(2, device=device)
+        of_blocks = KeyTransform(update=torch.stack((update, update), 1), numbers=numbers)
     shifted = (keys.float() - mean.unsqueeze(-2)) / norm.unsqueeze(-2)
     for form, x, how, expected in (
-        (key_format, keys, KeyTransform(update=update), keys.float()),
-        (key_format, keys, KeyTransform(mean=mean, norm=norm, update=update), shifted),
+        (key_format, keys, of_blocks, keys.float()),
+        (key_format, keys, replace(of_blocks, mean=mean, norm=norm), shifted),
         (value_format, values, None, values.float()),
     ):
         fields = form.allocate(1, heads, 2, device)

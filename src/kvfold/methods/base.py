@@ -18,7 +18,8 @@ from kvfold.methods.options import SEEDS, Numbers, Problem, kinds, listed, misfi
 from kvfold.rope import Rope
 
 State = dict[str, torch.Tensor]
-"""What a method's encoder knows of a sequence, by name, each ``[batch, num_kv_heads, ...]``. Decoding never reads it."""
+"""What a method's encoder knows of a sequence, by name, each ``[batch, num_kv_heads, ...]``; for blocks that have states of
+their own, ``[batch, num_kv_heads, blocks, ...]``. Decoding never reads it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +73,13 @@ def finite(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Observation:
-    """Queries of one sequence, from which a method computes what its encoder needs.
+    """Queries, from which a method computes what its encoder needs: a window of them for each state.
 
     Parameters
     ----------
-    model_queries : Tensor [1, num_heads, tokens, head_dim]
+    model_queries : Tensor [states, num_heads, tokens, head_dim]
         In the model's dtype, after RoPE.
-    positions : Tensor, int64 [1, tokens]
+    positions : Tensor, int64 [states, tokens]
     """
 
     model_queries: torch.Tensor
@@ -371,7 +372,7 @@ class Method(ABC):
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
         """The encoder's state from the newest ``query_window`` queries before a boundary (128, 256, 512, 1,024,
-        2,048, 3,072, ... tokens).
+        2,048, 3,072, ... tokens), ``[states, num_kv_heads, ...]``.
 
         Under ``paper=true`` from the queries of all tokens before the first packing, once.
         """

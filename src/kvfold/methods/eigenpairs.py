@@ -54,8 +54,8 @@ def subspace_iteration(gram: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
     A filter amplifies what lies above a cut, the block's smallest value so far. Amplification also makes columns alike, so
     that they are orthonormalized before the next filter; the Cholesky factorization keeps their order, the largest value
     first, and with it each column's progress. A check (a Rayleigh-Ritz step and its residual) follows the first filter of
-    full degree, and each one after it until all matrices pass. A matrix takes part in the rounds that others of the call
-    need, which changes its numbers within the tolerance only.
+    full degree, and each one after it until all matrices pass. A matrix keeps the pairs that passed first: its numbers do not
+    depend on how many rounds others of the call need.
 
     Parameters
     ----------
@@ -76,6 +76,8 @@ def subspace_iteration(gram: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
     for degree in WARM:
         x = _orthonormal(_filter(a, x, cut, degree), SHIFT)
         cut = _cut((x * (a @ x)).sum(-2, keepdim=True))
+    waiting = a.new_ones(len(a), dtype=torch.bool)
+    found, pairs = a.new_zeros(len(a), 1, rank), a.new_zeros(len(a), a.shape[-1], rank)
     for _ in range(CHECKS):
         x = _orthonormal(_orthonormal(_filter(a, x, cut, DEGREE), SHIFT))
         ritz = x.mT @ (a @ x)
@@ -85,11 +87,13 @@ def subspace_iteration(gram: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
         values = values.flip(-1).unsqueeze(-2)
         top, vectors = values[..., :rank], x[..., :rank]
         residual = (a @ vectors - vectors * top).norm(dim=-2).amax(-1)
-        failed = ~(residual <= TOLERANCE * top[:, 0, 0])  # not `>`: NaN fails
-        if not failed.any():
-            return (top * scale).squeeze(-2).flip(-1), vectors.flip(-1), None
+        found = torch.where(waiting[:, None, None], top, found)
+        pairs = torch.where(waiting[:, None, None], vectors, pairs)
+        waiting = waiting & ~(residual <= TOLERANCE * top[:, 0, 0])  # not `>`: NaN fails
+        if all_passed := not waiting.any():
+            break
         cut = _cut(values)
-    return (top * scale).squeeze(-2).flip(-1), vectors.flip(-1), failed
+    return (found * scale).squeeze(-2).flip(-1), pairs.flip(-1), None if all_passed else waiting
 
 
 @lru_cache

@@ -148,9 +148,9 @@ def penalty_matrix(
 def update_matrix(penalty: torch.Tensor, width: int) -> torch.Tensor:
     """What the error of each slice of ``width`` channels adds to the channels after it (Lemma 2).
 
-    The update ``-P_rr^-1 P_rs`` needs one inverse per slice. All of them come from one Cholesky factorization
-    ``P = L' L`` with L lower triangular, since ``P_rr = L_rr' L_rr`` for every trailing block r: the same saving as the
-    recursion of Prop. 2 and Lemma 3, in one call.
+    The update ``-P_rr^-1 P_rs`` needs one inverse per slice. All of them come from one Cholesky factorization ``P_rr = L' L``
+    of the block r after the first slice, with L lower triangular, since its trailing blocks are the factors of P's: the same
+    saving as the recursion of Prop. 2 and Lemma 3, in one call.
 
     Parameters
     ----------
@@ -162,15 +162,16 @@ def update_matrix(penalty: torch.Tensor, width: int) -> torch.Tensor:
         Rows are channels ``width...d``, columns channels ``0...d - width``; block lower triangular. Zero, which steers nothing,
         where P is not finite: a query was NaN.
     """
-    d = penalty.shape[-1]
-    factor, failed = torch.linalg.cholesky_ex(penalty.flip(-1, -2))  # does not wait for the device
-    lower = factor.flip(-1, -2).transpose(-1, -2)  # P = lower' lower
-    update = penalty.new_zeros(*penalty.shape[:-2], d - width, d - width)
-    for start in range(0, d - width, width):
-        stop = start + width
+    rest = penalty[..., width:, width:]
+    factor, failed = torch.linalg.cholesky_ex(rest.flip(-1, -2))  # does not wait for the device
+    lower = factor.flip(-1, -2).transpose(-1, -2)  # rest = lower' lower
+    update = torch.zeros_like(rest)
+    below = torch.linalg.solve_triangular(lower.transpose(-1, -2), penalty[..., width:, :width], upper=True)
+    for start in range(0, rest.shape[-1], width):
         # P_rs = L_rr' L_rs, so -P_rr^-1 P_rs = -L_rr^-1 L_rs
-        solved = torch.linalg.solve_triangular(lower[..., stop:, stop:], lower[..., stop:, start:stop], upper=False)
-        update[..., start:, start:stop] = -solved
+        solved = torch.linalg.solve_triangular(lower[..., start:, start:], below, upper=False)
+        update[..., start:, start : start + width] = -solved
+        below = lower[..., start + width :, start : start + width]
     unusable = (failed != 0) | ~update.isfinite().all(-1).all(-1)
     return update.masked_fill(unusable[..., None, None], 0.0).float()
 
@@ -182,11 +183,13 @@ def steer(keys: torch.Tensor, update: torch.Tensor, width: int, bits: int, group
     ----------
     keys : Tensor, float32 [batch, num_kv_heads, tokens, d]
     update : Tensor, float32 [batch, num_kv_heads, d - width, d - width]
+        For all tokens; or [batch, num_kv_heads, blocks, d - width, d - width], for as many tokens each.
     """
-    keys = keys.unflatten(
-        -2, (-1, group)
-    ).clone()  # one product per group of tokens: the same whatever the call's length
-    update = update.unsqueeze(-3)
+    # one product per group of tokens: the same whatever the call's length
+    keys = keys.unflatten(-2, (-1, group)).clone()
+    update = update.unsqueeze(-3) if update.dim() == 4 else update
+    if 1 < update.shape[-3] < keys.shape[-3]:
+        update = update.repeat_interleave(keys.shape[-3] // update.shape[-3], -3)
     for start in range(0, keys.shape[-1] - width, width):
         stop = start + width
         x = keys[..., start:stop].transpose(-1, -2)

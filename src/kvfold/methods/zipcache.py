@@ -95,7 +95,8 @@ class ZipCache(Method):
         rotation of where they stood.
         """
         blocks = keys.unflatten(-2, (-1, self.block))  # one product per block, whatever the call's length
-        scores = blocks @ state["probe"].float().unsqueeze(2).transpose(-1, -2) / math.sqrt(head_dim)
+        probe = state["probe"] if state["probe"].dim() == 5 else state["probe"].unsqueeze(2)
+        scores = blocks @ probe.float().transpose(-1, -2) / math.sqrt(head_dim)
         return scores.softmax(-2).mean(-1).flatten(-2)
 
     def encode_keys(

@@ -1,6 +1,6 @@
 """Closing blocks: with the method's and formats' own operations, or by the kernels that write the same bytes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from kvfold.formats.paged import norms
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods.base import PIECE, finite
 from kvfold.plan import has_pages, is_dense
-from kvfold.storage.following import Following
+from kvfold.storage.following import BlockStates, Following
 from kvfold.storage.reader import Reader
 from kvfold.storage.ring import Pair, Ring
 from kvfold.storage.sequences import ALL, Rows
@@ -63,17 +63,18 @@ class TorchEncoder:
         self.layout, self.sequences, self.slabs, self.ring = reader.layout, reader.sequences, reader.slabs, reader.ring
         self.following = following
 
-    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool) -> None:
+    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
         """Encode tokens ``start`` to ``stop`` into a slab.
 
         Parameters
         ----------
         prompt : bool
             Whether their blocks belong wholly to the sequences' first call.
+        states : BlockStates
+            What the method's encoder knows of queries, for these blocks at least.
         """
         layout, method, rows = self.layout, self.layout.method, tokens.rows
         block, spec = layout.block, layout.spec
-        state = self.following.of(rows)
         for low in range(start, stop, PIECE // block * block):
             high = min(low + PIECE // block * block, stop)
             first, last = low // block - slab.first, high // block - slab.first
@@ -82,6 +83,7 @@ class TorchEncoder:
             pages = self.slabs.statistics(slab, rows, k, v, first, last)
             k, v = k[:, :, : high - low], v[:, :, : high - low]
             positions = self.sequences.positions(tokens.ids, low, high)
+            state = states.of(low, high)
             keys = method.encode_keys(k, state, spec, positions, prompt, pages[0])
             values = method.encode_values(v, state, spec, prompt, pages[1])
             for target, source in ((slab.keys, keys), (slab.values, values)):
@@ -96,33 +98,47 @@ class KernelEncoder:
         self.layout, self.slabs, self.sink, self.ring = reader.layout, reader.slabs, reader.sink, reader.ring
         self.following = following
 
-    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool) -> None:
+    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
         """See :meth:`TorchEncoder.encode`. A block that begins in the ring and ends in the call is completed in the ring, where
         those before it have made room."""
         block, old, rows = self.layout.block, tokens.old, tokens.rows
         whole = min(old // block * block, stop)
         if start < whole:
-            self.launch(slab, rows, self.ring.pair, start, whole, prompt, ring=True)
+            self.launch(slab, rows, self.ring.pair, start, whole, prompt, True, states)
             start = whole
         if start < min(old, stop):
             end = start + block
             self.ring.write(rows, old, end, tokens.keys[:, :, : end - old], tokens.values[:, :, : end - old])
-            self.launch(slab, rows, self.ring.pair, start, end, prompt, ring=True)
+            self.launch(slab, rows, self.ring.pair, start, end, prompt, True, states)
             start = end
         if start < stop:
             part = slice(start - old, stop - old)
             new = tokens.keys[:, :, part], tokens.values[:, :, part]
-            self.launch(slab, rows, new, start, stop, prompt, ring=False)
+            self.launch(slab, rows, new, start, stop, prompt, False, states)
 
-    def launch(self, slab: Slab, rows: Rows, source: Pair, start: int, stop: int, prompt: bool, ring: bool) -> None:
+    def launch(
+        self,
+        slab: Slab,
+        rows: Rows,
+        source: Pair,
+        start: int,
+        stop: int,
+        prompt: bool,
+        ring: bool,
+        states: BlockStates,
+    ) -> None:
         """Encode whole blocks of the ring, or of a call's tokens from its first on."""
         from kvfold.kernels import encode
 
         layout, index = self.layout, None
         if isinstance(rows, torch.Tensor):
             index, rows = rows, ALL
+        how_keys = self._transform(rows)
+        if states.each:
+            numbers = states.numbers(start, stop, source[0].device)
+            how_keys = replace(how_keys, update=states.each["update"], numbers=numbers)
         for form, x, fields, how in zip(
-            layout.read_as, source, (slab.keys, slab.values), (self._transform(rows), None), strict=True
+            layout.read_as, source, (slab.keys, slab.values), (how_keys, None), strict=True
         ):
             encode.encode_blocks(
                 x[rows] if ring else x,
@@ -185,7 +201,7 @@ class PagesEncoder:
     def __init__(self, reader: Reader) -> None:
         self.layout, self.slabs, self.sink, self.ring = reader.layout, reader.slabs, reader.sink, reader.ring
 
-    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool) -> None:
+    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
         """See :meth:`TorchEncoder.encode`. Ring and call are read where they lie; statistics look beyond ``stop``."""
         self.launch(slab, tokens.rows, (tokens.keys, tokens.values), tokens.old, start, stop, prompt)
 
@@ -234,7 +250,17 @@ class PagesEncoder:
 class DenseEncoder(KernelEncoder):
     """By kernels that copy, where vectors are stored as they are."""
 
-    def launch(self, slab: Slab, rows: Rows, source: Pair, start: int, stop: int, prompt: bool, ring: bool) -> None:
+    def launch(
+        self,
+        slab: Slab,
+        rows: Rows,
+        source: Pair,
+        start: int,
+        stop: int,
+        prompt: bool,
+        ring: bool,
+        states: BlockStates,
+    ) -> None:
         from kvfold.kernels import encode_dense
 
         layout, index = self.layout, None

@@ -6,7 +6,9 @@ A block is encoded with the state of the last such boundary before the block was
 there. So what is stored depends on the tokens alone, not on how calls were cut.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch
 from kvfold.arithmetic import storing
 from kvfold.methods import LayerSpec, Method, Observation, State
 from kvfold.methods.base import boundary
+from kvfold.storage.lengths import on_device
 from kvfold.storage.sequences import Rows
 
 ONCE = 1
@@ -25,6 +28,70 @@ STEP = 32
 
 SPARE = 32
 """Tokens that may be taken back without a trace in states; a draft of assisted generation has fewer."""
+
+MATRICES = 144
+"""Matrices, one for each state and KV head, that are made together: about as many as a GPU has multiprocessors."""
+
+
+@dataclass(frozen=True)
+class BlockStates:
+    """The encoder states of blocks that are packed one after the other.
+
+    Attributes
+    ----------
+    each : State
+        Tensors ``[sequences, states, num_kv_heads, ...]``; empty where a method follows nothing.
+    ends : tuple of int
+        Packed tokens at which the blocks of each state end, ascending.
+    block : int
+    """
+
+    each: State
+    ends: tuple[int, ...]
+    block: int
+
+    def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Which states the blocks of packed tokens ``start`` to ``stop`` have: (state, blocks), in order."""
+        found = []
+        for number, end in enumerate(self.ends):
+            if (high := min(end, stop)) > start:
+                found.append((number, (high - start) // self.block))
+                start = high
+        return found
+
+    def of(self, start: int, stop: int) -> State:
+        """States of packed tokens ``start`` to ``stop`` as :meth:`~kvfold.methods.Method.encode_keys` takes them: one for all
+        blocks, or one for each. A dict of the caller's own."""
+        runs = self.runs(start, stop)
+        if len(runs) == 1:
+            return {name: t[:, runs[0][0]] for name, t in self.each.items()}
+        return {
+            name: torch.cat([t[:, n].unsqueeze(2).expand(-1, -1, count, *t.shape[3:]) for n, count in runs], 2)
+            for name, t in self.each.items()
+        }
+
+    def numbers(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Number of the state of each block of packed tokens ``start`` to ``stop``, int64 [blocks]."""
+        return on_device(tuple(n for n, count in self.runs(start, stop) for _ in range(count)), device)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Queries of one sequence that a state is made of.
+
+    Attributes
+    ----------
+    queries : Tensor [1, num_heads, n, head_dim]
+    position : int
+        Of the first one.
+    """
+
+    queries: torch.Tensor
+    position: int
+
+    @property
+    def count(self) -> int:
+        return self.queries.shape[-2]
 
 
 class Following:
@@ -113,17 +180,20 @@ class Following:
     def make(
         self,
         ids: list[int],
-        at: int,
+        bounds: Sequence[int],
         tokens: int,
         query: torch.Tensor,
         before: int,
         first: list[int],
         in_place: bool = False,
-    ) -> None:
-        """Have the states of boundary ``at``, or of a later one, for the sequences ``ids``, each from its own queries.
+    ) -> State:
+        """Have the states of some boundaries, or of a later one, for the sequences ``ids``, each from its own queries; those of
+        the last one stay.
 
         Parameters
         ----------
+        bounds : sequence of int
+            Ascending.
         tokens : int
             Tokens of the sequences by now, those of ``query`` included.
         query : Tensor [len(ids), num_heads, n, head_dim]
@@ -133,35 +203,103 @@ class Following:
         in_place : bool
             Write into the tensors that hold the states; a decode graph knows their addresses. If not, what a snapshot refers
             to stays as it is.
+
+        Returns
+        -------
+        State
+            The states of every boundary, [len(ids), len(bounds), num_kv_heads, ...].
         """
-        if not self.active or not at:
-            return
-        if not in_place:
-            self.state = {name: tensor.clone() for name, tensor in self.state.items()}
-        stop = tokens if at == ONCE else at
-        start = 0 if at == ONCE else max(0, at - self.method.query_window)
+        if not self.active or not bounds[-1]:
+            return {}
+        windows: list[Window] = []
+        uses: list[list[int]] = []  # window of each sequence's state at each boundary; -1: it has that already
         for i, row in enumerate(ids):
-            if self.made[row] >= at:
-                continue
-            self.made[row] = at
-            low = max(start, self.kept[row])
-            if low >= stop:  # gone after a long crop: what was made before serves on
-                continue
-            parts = []
-            if low < min(before, stop):
-                assert self.ring is not None
-                slots = torch.arange(low, min(before, stop), device=self.ring.device) % self.ring.shape[2]
-                parts.append(self.ring[row : row + 1, :, slots])
-            if stop > before:
-                parts.append(query[i : i + 1, :, max(low - before, 0) : stop - before])
-            queries = torch.cat(parts, -2)
-            positions = torch.arange(first[row] + low, first[row] + stop, device=queries.device).unsqueeze(0)
-            for name, tensor in self.method.observe(Observation(queries, positions), self.spec).items():
-                if name not in self.state:
-                    self.state[name] = tensor.new_zeros(len(self.made), *tensor.shape[1:])
-                self.state[name][row] = tensor[0]
+            uses.append([])
+            newest = -1
+            for at in bounds:
+                if self.made[row] < at:
+                    self.made[row] = at
+                    window = self._window(i, row, at, tokens, query, before, first[row])
+                    if window is not None:  # gone after a long crop: what was made before serves on
+                        newest = len(windows)
+                        windows.append(window)
+                uses[-1].append(newest)
+        made = self._observe(windows)
+        states = self._spread(ids, uses, made)
+        self._keep(ids, uses, made, in_place)
         if self.method.paper and all(self.made):
             self.ring = None  # never asked for again
+        return states
+
+    def _window(
+        self, i: int, row: int, at: int, tokens: int, query: torch.Tensor, before: int, first: int
+    ) -> Window | None:
+        """Queries that the state of a sequence at a boundary is made of; None: none of them is there any more."""
+        stop = tokens if at == ONCE else at
+        start = 0 if at == ONCE else max(0, at - self.method.query_window)
+        low = max(start, self.kept[row])
+        if low >= stop:
+            return None
+        parts = []
+        if low < min(before, stop):
+            assert self.ring is not None
+            slots = torch.arange(low, min(before, stop), device=self.ring.device) % self.ring.shape[2]
+            parts.append(self.ring[row : row + 1, :, slots])
+        if stop > before:
+            parts.append(query[i : i + 1, :, max(low - before, 0) : stop - before])
+        return Window(torch.cat(parts, -2) if len(parts) > 1 else parts[0], first + low)
+
+    def _observe(self, windows: list[Window]) -> State:
+        """States of windows, [len(windows), num_kv_heads, ...], as many at a time as make :data:`MATRICES` matrices.
+
+        A GPU's libraries choose how they multiply and factorize by the number of matrices, and with that the last bits. So on
+        a GPU there are always equally many: the last window is repeated. How many states a call makes does not matter then.
+        """
+        most = max(1, MATRICES // self.spec.num_kv_heads)
+        made: dict[str, list[torch.Tensor]] = {}
+        for count, alike in groupby(windows, lambda window: window.count):
+            some = list(alike)
+            for at in range(0, len(some), most):
+                part = some[at : at + most]
+                real = len(part)
+                if self.repeats:
+                    part += part[-1:] * (most - real)
+                queries = torch.cat([window.queries for window in part])
+                starts = on_device(tuple(window.position for window in part), queries.device)
+                positions = starts.unsqueeze(1) + torch.arange(count, device=queries.device)
+                for name, tensor in self.method.observe(Observation(queries, positions), self.spec).items():
+                    made.setdefault(name, []).append(tensor[:real])
+        return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in made.items()}
+
+    @property
+    def repeats(self) -> bool:
+        """Whether states are made in equal numbers; papers' are made once, of a whole call."""
+        return self.device.type == "cuda" and not self.method.paper
+
+    def _spread(self, ids: list[int], uses: list[list[int]], made: State) -> State:
+        """States by sequence and boundary, of those that were made and those that were there."""
+        if all(use >= 0 for row in uses for use in row):  # each boundary has a window of its own
+            return {name: t.unflatten(0, (len(ids), -1)) for name, t in made.items()}
+        return {
+            name: torch.stack(
+                [
+                    torch.stack([made[name][use] if use >= 0 else self.state[name][row] for use in numbers])
+                    for row, numbers in zip(ids, uses, strict=True)
+                ]
+            )
+            for name in (made or self.state)
+        }
+
+    def _keep(self, ids: list[int], uses: list[list[int]], made: State, in_place: bool) -> None:
+        """Have the states of the last boundary from now on."""
+        if made and not in_place:
+            self.state = {name: tensor.clone() for name, tensor in self.state.items()}
+        for name, tensor in made.items():
+            if name not in self.state:
+                self.state[name] = tensor.new_zeros(len(self.made), *tensor.shape[1:])
+            for row, numbers in zip(ids, uses, strict=True):
+                if numbers[-1] >= 0:
+                    self.state[name][row] = tensor[numbers[-1]]
 
     def latest(self, tokens: int) -> int:
         """Boundary whose state must be made before the ring of a sequence of ``tokens`` tokens forgets its queries; 0: none.
@@ -240,7 +378,3 @@ class Following:
             self.ring = self.ring.clone()
         else:
             snapshot["kept"] = [max(k, n + tokens - self.slots) for k, n in zip(snapshot["kept"], lens, strict=True)]
-
-    def of(self, rows: Rows) -> State:
-        """States of some sequences, as a dict of the caller's own."""
-        return {name: t[rows] for name, t in self.state.items()}

@@ -1,14 +1,19 @@
 """Taking tokens in: the first into the sink window, the newest into the ring, and blocks that became full into slabs."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
+from kvfold.methods import State
 from kvfold.plan import Encoder
 from kvfold.storage.encoders import TorchEncoder, Unpacked, kernel_encoder
-from kvfold.storage.following import Following
+from kvfold.storage.following import BlockStates, Following
 from kvfold.storage.reader import Reader
 from kvfold.storage.sequences import ALL, Rows
+
+STATES = 256
+"""Encoder states, of all sequences, that there are at a time while a prompt is packed."""
 
 
 class Writer:
@@ -150,10 +155,13 @@ class Writer:
         sequences, ids = self.sequences, tokens.ids
         self._fix(tokens, start)
         self._reserve(stop // self.layout.block)  # at once, however often the encoder's state changes on the way
-        for end, at in self.following.segments(start, stop):
-            self._make(ids, at, tokens.stop + sequences.sink, tokens.queries)
-            self._encode(tokens, start, end)
-            start = end
+        segments = self.following.segments(start, stop)
+        most = max(1, STATES // len(ids))
+        for at in range(0, len(segments), most):
+            ends, bounds = zip(*segments[at : at + most], strict=True)
+            states = self._make(ids, bounds, tokens.stop + sequences.sink, tokens.queries)
+            self._encode(tokens, start, ends[-1], BlockStates(states, ends, self.layout.block))
+            start = ends[-1]
         for row in ids:
             sequences.packed[row] = stop
 
@@ -170,14 +178,14 @@ class Writer:
             if not self.slabs.fixed[row]:
                 self.slabs.fix(row, keys[i : i + 1], values[i : i + 1])
 
-    def _encode(self, tokens: Unpacked, start: int, stop: int) -> None:
+    def _encode(self, tokens: Unpacked, start: int, stop: int, states: BlockStates) -> None:
         """Encode tokens ``start`` to ``stop`` into their slabs."""
         block = self.layout.block
         boundary = self.sequences.boundary(tokens.ids[0])
         encoder = self.by_kernel if self.encoder.name == "triton" else self.by_torch
         cuts = {start, stop, *(slab.first * block for slab in self.slabs), boundary}
         for low, high in pairwise(sorted(cut for cut in cuts if start <= cut <= stop)):
-            encoder.encode(self.slabs.at(low), tokens, low, high, high <= boundary)
+            encoder.encode(self.slabs.at(low), tokens, low, high, high <= boundary, states)
 
     # ---- what the encoder follows ------------------------------------------------------------------------------------
 
@@ -185,19 +193,19 @@ class Writer:
         """Make the encoder's state of the last boundary, before the queries it is made of are forgotten. ``packed``: only if
         blocks before the boundary do not wait, those due at so many tokens being packed."""
         at = self.following.latest(tokens)
-        if at and (packed is None or at <= packed):
-            self._make(ids, at, tokens, query)
+        if at and (packed is None or at <= packed) and any(self.following.made[row] < at for row in ids):
+            self._make(ids, (at,), tokens, query)
 
-    def _make(self, ids: list[int], at: int, tokens: int, query: torch.Tensor | None) -> None:
+    def _make(self, ids: list[int], bounds: Sequence[int], tokens: int, query: torch.Tensor | None) -> State:
         """See :meth:`Following.make`; ``query``: of the newest tokens, None where the ring has them all."""
-        if not self.following.active or all(self.following.made[row] >= at for row in ids):
-            return
+        if not self.following.active:
+            return {}
         if query is None:
             spec = self.layout.spec
             shape = (len(ids), spec.num_heads, 0, spec.head_dim)
             query = torch.empty(shape, dtype=torch.float32, device=self.sequences.device)
         before = tokens - query.shape[-2]
-        self.following.make(ids, at, tokens, query, before, self.sequences.first_position)
+        return self.following.make(ids, bounds, tokens, query, before, self.sequences.first_position)
 
     def follow_steps(self, steps: int) -> None:
         """After ``steps`` tokens that a decode graph wrote: make the encoder's states that are due now, in place."""
@@ -211,7 +219,7 @@ class Writer:
             asked = following.segments(due - self.layout.block, due)[-1][1] if due > packed else 0
             if at := max(asked, following.latest(tokens)):
                 following.kept[row] = max(following.kept[row], tokens - following.slots)
-                following.make([row], at, tokens, nothing, tokens, sequences.first_position, in_place=True)
+                following.make([row], (at,), tokens, nothing, tokens, sequences.first_position, in_place=True)
 
     # ---- taking tokens back ------------------------------------------------------------------------------------------
 
