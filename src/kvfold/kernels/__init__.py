@@ -5,6 +5,7 @@ import torch
 from kvfold.errors import KVFoldError
 from kvfold.formats import Format
 from kvfold.kernels.base import AttentionKernel, Choice
+from kvfold.kernels.blocks import BlocksKernel
 from kvfold.kernels.call import AttentionCall, DensePart, NewTokens, Span, Windows
 from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.dense import DenseKernel
@@ -15,7 +16,7 @@ from kvfold.kernels.tiles import TilesKernel
 
 REGISTRY: dict[str, AttentionKernel] = {
     kernel.name: kernel
-    for kernel in (GluonKernel(), PagesKernel(), DenseKernel(), TilesKernel(), CPUKernel(), ReferenceKernel())
+    for kernel in (GluonKernel(), PagesKernel(), DenseKernel(), TilesKernel(), BlocksKernel(), CPUKernel(), ReferenceKernel())
 }
 """By name, in the order of preference; the reference, which supports everything, comes last."""
 

@@ -8,19 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import mangle_type
 
 from kvfold.formats import AffineGroups, Format, Paged
 from kvfold.kernels import _encode_dense, _encode_pages, dense, encode, encode_pages, pages
+from kvfold.kernels._blocks import blocks_kernel
 from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels._dense import dense_kernel
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._tiles import tiles_kernel
+from kvfold.kernels.blocks import Plan as BlocksPlan
+from kvfold.kernels.blocks import constants as blocks_constants
+from kvfold.kernels.blocks import inner
+from kvfold.kernels.blocks import make_plan as make_blocks_plan
 from kvfold.kernels.decode import Plan, constants, make_plan
 from kvfold.kernels.partials import merge_kernel
+from kvfold.kernels.readers import reader_of
 from kvfold.kernels.tiles import constants as tiles_constants
 from kvfold.kernels.tiles import make_plan as make_tiles_plan
 from kvfold.kernels.windows import stages, tile_sizes, windows_kernel
@@ -155,6 +163,59 @@ def compile_tiles(
     aligned = _aligned(tiles_kernel, [n for n, t in types.items() if t[0] == "*"])
     source = ASTSource(tiles_kernel, *_signature(tiles_kernel, fixed, types), aligned)
     return _compile(source, capability, num_warps=plan.warps)
+
+
+def compile_blocks(
+    key_format: Format,
+    value_format: Format,
+    rows: int = 4,
+    rotary: int = 0,
+    plan: BlocksPlan | None = None,
+    capability: int = 90,
+) -> Report:
+    """Compile the kernel over formats with readers as a layer with ``rows`` query rows per KV head would use it."""
+    sides = (key_format, value_format)
+    readers = [reader_of(inner(form)) for form in sides]
+    plan = plan or make_blocks_plan(max(r.width for r in readers), 128, rows, 32768, 132)
+    fixed = blocks_constants(key_format, value_format, plan, rotary)
+    types: dict[str, Any] = {"packed_len_ptr": "*i32", "position_ptr": "*i64", "table_ptr": "*fp16", "factor": "fp32"}
+    types |= dict.fromkeys(("q_ptr", "bias_ptr", "freq_ptr", "part_out", "part_top", "part_sum"), "*fp32")
+    for letter, form, reader in zip("kv", sides, readers, strict=True):
+        stored = reader.fields(form.allocate(1, 1, max(1, 128 // form.block), "cpu"))
+        types[f"{letter}_fields"] = tuple(_pointer(x) for x in stored)
+        types[f"{letter}_tables"] = tuple(_pointer(x) for x in reader.tables(torch.device("cpu")))
+        types |= {f"{letter}_mean": "*fp16", f"{letter}_norm": "*u8", f"{letter}_basis": "*fp16"}
+    names = blocks_kernel.arg_names
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for at, name in enumerate(names):
+        value = fixed.get(name, types.get(name, "i32"))
+        signature[name] = _typed((at,), value, name in fixed, constants, aligned)
+    source = ASTSource(blocks_kernel, signature, constants, aligned)
+    return _compile(source, capability, num_warps=plan.warps)
+
+
+def _typed(
+    path: tuple[int, ...],
+    value: Any,
+    fixed: bool,
+    constants: dict[tuple[int, ...], Any],
+    aligned: dict[tuple[int, ...], list[list[Any]]],
+) -> Any:
+    """Type of an argument, or of a tuple of them; notes what is constant and which pointers are aligned."""
+    if isinstance(value, tuple):
+        return tuple(_typed((*path, i), x, fixed, constants, aligned) for i, x in enumerate(value))
+    if fixed:
+        constants[path] = getattr(value, "value", value)
+        return "constexpr"
+    if value[0] == "*":
+        aligned[path] = [["tt.divisibility", 16]]
+    return value
+
+
+def _pointer(x: torch.Tensor) -> str:
+    return mangle_type(x)
 
 
 def compile_dense(

@@ -1,0 +1,383 @@
+"""A choice of the registry for every format that has a reader: plain Triton, one kernel for all of them."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvfold.formats import Fields, Format, Paged
+from kvfold.formats.basis import Basis
+from kvfold.formats.codebook import BinaryCodes
+from kvfold.formats.paged import PAGE
+from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.call import AttentionCall, Span, Windows
+from kvfold.rope import Rope
+
+if TYPE_CHECKING:
+    from kvfold.kernels.partials import Partials
+    from kvfold.kernels.readers import Reader
+
+MAX_DIM = 256
+TILE = 128
+"""Tokens of a tile, at most a page."""
+MAX_ROWS = 64
+
+
+class BlocksKernel(AttentionKernel):
+    """Formats with a reader, in plain order, on NVIDIA GPUs (sm_80 and later); calls of any length.
+
+    Tiles are decoded to fp16, so layers of float32 models are left to the reference kernel. Longer calls unpack bounded
+    pieces to 16 bits for the platform's flash attention where that is possible.
+    """
+
+    name = "blocks"
+    in_place_tokens = 16
+    captures = True
+    dtypes = frozenset({torch.float16, torch.bfloat16})
+
+    def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
+        if device.type != "cuda":
+            return "needs an NVIDIA GPU"
+        if torch.cuda.get_device_capability(device)[0] < 8:
+            return "needs compute capability 8.0"
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        return unsupported(key_format, value_format, pre_rope)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        from kvfold.kernels.unpacked import attend_unpacked, serves
+
+        if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
+            return attend_unpacked(call)
+        return attend(call)
+
+
+def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
+    """Why the kernel cannot read these formats; None if it can."""
+    from kvfold.kernels.readers import why_not
+
+    for side, form in (("keys", key_format), ("values", value_format)):
+        if form.head_dim > MAX_DIM:
+            return f"{side}: head_dim={form.head_dim}; allowed: up to {MAX_DIM}"
+        if PAGE % form.block and form.block % PAGE:
+            return f"{side}: blocks of {form.block} tokens; allowed: those that divide {PAGE}, or are a multiple of it"
+        if isinstance(form, Paged) and form.page != PAGE:
+            return f"{side}: statistics of {form.page or 'all'} tokens; allowed: {PAGE}"
+        if why := why_not(inner(form)):
+            return f"{side}: {why}"
+    if pre_rope and isinstance(key_format, Paged):
+        return "keys: stored before RoPE, with statistics per page"
+    if isinstance(value_format, BinaryCodes) and value_format.joint > 1:
+        return "values: one code for all heads"
+    return None
+
+
+def inner(form: Format) -> Format:
+    """What a reader reads of a format; the kernel does what pages add."""
+    return form.inner if isinstance(form, Paged) else form
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launch shape; depends on shapes only, never on lengths.
+
+    Attributes
+    ----------
+    rows : int
+        Query rows of a program.
+    tokens : int
+        Of a tile.
+    warps, splits : int
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    splits: int
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache
+def make_plan(width: int, heads: int, rows: int, tokens: int, processors: int, tile: int = 64) -> Plan:
+    """Choose a launch shape.
+
+    Parameters
+    ----------
+    width : int
+        Channels of the wider side.
+    heads : int
+        KV heads of all sequences.
+    rows : int
+        Query rows per KV head.
+    tokens : int
+        That the storage holds.
+    tile : int
+        Tokens of a tile.
+    """
+    m = min(MAX_ROWS, max(16, 1 << (rows - 1).bit_length()))
+    warps = 4 if m * tile * width <= 64 * 64 * 128 else 8
+    jobs = heads * math.ceil(rows / m)
+    resident = 16 // warps
+    splits = max(1, min(processors * resident // jobs, tokens // (2 * tile), 256))
+    return Plan(m, tile, warps, splits)
+
+
+def power(n: int) -> int:
+    """The power of two that holds n channels; at least 16, for a tensor core's product."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+@lru_cache(maxsize=64)
+def _basis(basis: Basis, width: int, device: torch.device, back: bool) -> torch.Tensor:
+    """What decoded vectors are multiplied with, fp16 [width, d], or (for queries) its transpose."""
+    matrix = basis.restore(torch.eye(width, dtype=torch.float32, device=device))
+    return (matrix if back else matrix.T).to(torch.float16).contiguous()
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Constants of a model's RoPE, pair by pair; padding has frequency 0.
+
+    Attributes
+    ----------
+    freq : Tensor, float32 [2, pairs]
+        Angles per position, and factors of rotated pairs.
+    table : Tensor, float16 [2, tokens of a tile, pairs]
+        Cosines and sines of the angles within a tile.
+    """
+
+    freq: torch.Tensor
+    table: torch.Tensor
+
+
+@lru_cache(maxsize=64)
+def _rotation(rope: Rope, pairs: int, tokens: int, device: torch.device) -> Rotation:
+    freq = torch.zeros(pairs, dtype=torch.float64, device="cpu")
+    gain = torch.ones(pairs, dtype=torch.float64, device="cpu")
+    count = rope.inv_freq.numel()
+    freq[:count], gain[:count] = rope.inv_freq.cpu().double(), rope.scaling
+    angles = torch.arange(tokens, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
+    table = torch.stack((angles.cos(), angles.sin()))
+    return Rotation(torch.stack((freq, gain)).float().to(device), table.half().contiguous().to(device))
+
+
+def attend(call: AttentionCall, plan: Plan | None = None) -> torch.Tensor:
+    """Attention over packed spans, windows and new tokens; see :class:`AttentionCall`.
+
+    Nothing depends on a value on the host.
+
+    Parameters
+    ----------
+    plan : Plan or None
+        Launch shape for every span; chosen from the shapes if None.
+
+    Returns
+    -------
+    Tensor, float32 [batch, num_heads, tokens, head_dim]
+    """
+    from kvfold.kernels.partials import Partials
+    from kvfold.kernels.windows import attend_windows
+
+    windows, new, rows = call.windows, call.new, call.rows
+    assert isinstance(windows, Windows)
+    batch, heads, count, dim = rows.shape
+    packed, bias = call.projected if call.spans else (rows, None)
+    plans = [plan or _plan(call, span) for span in call.spans]
+    partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), count, dim, rows.device)
+    at = 1
+    for each, span in zip(plans, call.spans, strict=True):
+        attend_packed(call, span, packed, bias, partials, at, each)
+        at += each.splits
+    attend_windows(
+        rows.unflatten(2, (-1, call.tokens)).flatten(1, 2).to(windows.ring[0].dtype).contiguous(),
+        windows,
+        call.scale,
+        partials,
+        0,
+        None if new is None else new.keys,
+        None if new is None else new.values,
+        None if new is None else new.valid,
+    )
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    return call.ungrouped(partials.merge(out, False, call.sinks, call.tokens))
+
+
+def _plan(call: AttentionCall, span: Span) -> Plan:
+    batch, heads, rows, _ = call.rows.shape
+    width = max(inner(form).width for form in (call.key_format, call.value_format))
+    return make_plan(width, batch * heads, rows, _tokens(call.key_format, span.keys), multiprocessors(call.rows.device))
+
+
+def _tokens(form: Format, fields: Fields) -> int:
+    return next(t for name, t in fields.items() if name in form.fields()).shape[2] * form.block
+
+
+def constants(
+    key_format: Format, value_format: Format, plan: Plan, rotary: int = 0, has_bias: bool = False
+) -> dict[str, Any]:
+    """What the kernel is specialized on; ``rotary`` channels are rotated as keys are read (0: none)."""
+    from kvfold.kernels.readers import reader_of
+
+    readers = [reader_of(inner(form)) for form in (key_format, value_format)]
+    dim = key_format.head_dim
+    named: dict[str, Any] = {"D": dim, "DP": power(dim), "M": plan.rows, "T": plan.tokens}
+    named["KW"] = 2 * power(dim // 2) if rotary else power(readers[0].width)
+    named["VW"] = power(readers[1].spec[0])
+    named["V_OUT"] = readers[1].spec[0]
+    for letter, form, reader in zip("KV", (key_format, value_format), readers, strict=True):
+        named[f"{letter}_READ"], named[f"{letter}_SPEC"] = reader.read, static(reader.spec)
+        page = form if isinstance(form, Paged) else None
+        named[f"{letter}_MEAN"] = page is not None and page.mean
+        named[f"{letter}_NORM"] = page is not None and bool(page.norm)
+        named[f"{letter}_BASIS"] = page is not None and page.basis is not None
+    if named["V_BASIS"]:
+        named["V_OUT"] = dim
+    return named | {"ROTARY": rotary, "HAS_BIAS": has_bias}
+
+
+def static(spec: tuple[Any, ...]) -> Any:
+    """A reader's numbers and functions as the kernel's constants. Functions stay themselves: Triton's cache knows their text."""
+    from triton import knobs
+    from triton.language import constexpr
+
+    if knobs.runtime.interpret:
+        return Numbers(spec)
+    return tuple(static(x) if isinstance(x, tuple) else x if callable(x) else constexpr(x) for x in spec)
+
+
+class Numbers:
+    """Constants for Triton's interpreter, which makes tensors of a tuple's."""
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = tuple(Numbers(x) if isinstance(x, tuple) else x for x in values)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.values[index]
+
+
+def attend_packed(
+    call: AttentionCall,
+    span: Span,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    partials: "Partials",
+    part: int,
+    plan: Plan,
+) -> None:
+    """Write partial results over one span to the parts ``part`` to ``part + plan.splits`` of ``partials``.
+
+    Parameters
+    ----------
+    packed : Tensor, float [batch, num_kv_heads, rows, width]
+        Queries as decoded keys meet them: after RoPE also where keys are stored before it.
+    bias : Tensor or None, float32 [batch, num_kv_heads, rows]
+        Added to scores before ``call.scale``.
+    """
+    from kvfold.kernels._blocks import blocks_kernel
+    from kvfold.kernels.partials import LOG2E
+    from kvfold.kernels.readers import reader_of
+
+    batch, heads, rows, _ = packed.shape
+    device = packed.device
+    sides = ((call.key_format, span.keys), (call.value_format, span.values))
+    readers: list[Reader[Any]] = [reader_of(inner(form)) for form, _ in sides]
+    room = {_room(form, fields) for form, fields in sides}
+    if len(room) > 1:
+        raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
+    rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
+    fixed = constants(call.key_format, call.value_format, plan, rotary, bias is not None)
+    nothing = partials.total  # stands for tensors that are never read
+    arguments: list[Any] = []
+    for i, ((form, fields), reader) in enumerate(zip(sides, readers, strict=True)):
+        arguments += [reader.fields(fields), reader.tables(device), *_of_pages(form, fields, reader.width, device, nothing, i == 1)]
+    freq, table = nothing, nothing
+    if call.rope is not None:
+        rotation = _rotation(call.rope, fixed["KW"] // 2, plan.tokens, device)
+        freq, table = rotation.freq, rotation.table
+    # codes whose sums another map turns into vectors
+    out = partials.out if call.unproject is None else torch.empty(
+        batch * heads, plan.splits, rows, fixed["V_OUT"], dtype=torch.float32, device=device
+    )  # fmt: skip
+    top, total = partials.top, partials.total
+    first, parts = part, partials.splits
+    if call.unproject is not None:
+        top, total = torch.empty(2, batch * heads, plan.splits, rows, dtype=torch.float32, device=device)
+        first, parts = 0, plan.splits
+    row_blocks = math.ceil(rows / plan.rows)
+    blocks_kernel[(batch * heads * row_blocks, plan.splits)](
+        packed.float().contiguous(),
+        nothing if bias is None else bias.float().contiguous(),
+        *arguments,
+        call.packed_len,
+        call.packed_len if call.first_position is None else call.first_position,
+        freq,
+        table,
+        out,
+        top,
+        total,
+        float(call.scale) * LOG2E,
+        heads,
+        rows,
+        row_blocks,
+        span.start,
+        _tokens(call.key_format, span.keys),
+        room.pop(),
+        _pages(call.key_format, span.keys),
+        _pages(call.value_format, span.values),
+        plan.splits,
+        first,
+        parts,
+        **fixed,
+        num_warps=plan.warps,
+    )
+    if call.unproject is not None:
+        stop = part + plan.splits
+        partials.top[:, part:stop], partials.total[:, part:stop] = top, total
+        sums = torch.cat((out, total.unsqueeze(-1)), -1) if out.shape[-1] < call.value_format.width else out
+        turned = call.unproject(sums.unflatten(0, (batch, heads)).flatten(2, 3))
+        partials.out[:, part:stop] = turned.reshape(batch * heads, plan.splits, rows, -1)
+
+
+def _of_pages(
+    form: Format, fields: Fields, width: int, device: torch.device, nothing: torch.Tensor, back: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Means, norms and basis, where a format has them."""
+    if not isinstance(form, Paged):
+        return nothing, nothing, nothing
+    for name in form.page_fields():
+        _check(name, fields[name], fields[name].stride(1) // fields[name].stride(2))
+    return (
+        fields["mean"] if form.mean else nothing,
+        fields["norm"] if form.norm else nothing,
+        nothing if form.basis is None else _basis(form.basis, width, device, back),
+    )
+
+
+def _pages(form: Format, fields: Fields) -> int:
+    """Pages from one KV head's storage to the next one's."""
+    if not isinstance(form, Paged) or not form.page_fields():
+        return 0
+    x = fields[next(iter(form.page_fields()))]
+    return x.stride(1) // x.stride(2)
+
+
+def _room(form: Format, fields: Fields) -> int:
+    """Tokens from one KV head's storage to the next one's, in every field the same."""
+    own = [(name, fields[name]) for name in form.fields()]
+    room = own[0][1].stride(1) // own[0][1].stride(2)
+    for name, x in own:
+        _check(name, x, room)
+    return room * form.block
+
+
+def _check(name: str, x: torch.Tensor, room: int) -> None:
+    each = x[0, 0, 0].numel()
+    if x.stride(2) != each or x.stride(1) != room * each or x.stride(0) != x.shape[1] * x.stride(1):
+        raise ValueError(f"packed storage: {name} has strides {x.stride()} of {tuple(x.shape)}, not those of a slab")

@@ -1,0 +1,37 @@
+"""Readers: one file per storage format, one function each, for all kernels in plain Triton.
+
+A new format needs its own file here and its line in :data:`READERS`; the kernels (:mod:`kvfold.kernels.blocks` for attention,
+:mod:`kvfold.kernels.unpack` for long calls) do the rest: pages, bases, rotation, softmax, splits, windows.
+"""
+
+from typing import Any
+
+from kvfold.formats import Format, Lookup, SignSketch, UniformTokens
+from kvfold.kernels.readers.base import Reader
+from kvfold.kernels.readers.lookup import LookupReader
+from kvfold.kernels.readers.sketch import SketchReader
+from kvfold.kernels.readers.uniform import UniformReader
+
+READERS: dict[type[Format], type[Reader[Any]]] = {
+    Lookup: LookupReader,
+    SignSketch: SketchReader,
+    UniformTokens: UniformReader,
+}
+
+
+def why_not(form: Format) -> str | None:
+    """Why tiles of a format cannot be read; None if they can."""
+    if form.operand != "plain":
+        return "packed for tensor cores"
+    reader = READERS.get(type(form))
+    if reader is None:
+        return f"{form.kind} storage; allowed: {', '.join(sorted(kind.kind for kind in READERS))}"
+    return reader.why_not(form)
+
+
+def reader_of(form: Format) -> Reader[Any]:
+    """The reader of a format that :func:`why_not` has nothing against."""
+    return READERS[type(form)](form)
+
+
+__all__ = ["READERS", "Reader", "reader_of", "why_not"]

@@ -1,0 +1,70 @@
+"""What a reader is: one function in plain Triton that decodes a tile of a format, and what it is given."""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from kvfold.formats import Fields, Format
+
+F = TypeVar("F", bound=Format)
+
+
+class Reader(ABC, Generic[F]):
+    """How tiles of a format's decoded vectors are read.
+
+    ``read`` is a ``triton.jit`` function ``(fields, tables, head, first, left, channel, T, SPEC) -> (tile, scale)``:
+
+    fields, tables : tuples of pointers
+        What :meth:`fields` and :meth:`tables` return.
+    head : int32
+        KV head.
+    first : int64
+        Number of the tile's first token in the storage: its tokens lie one after the other, KV head by KV head.
+    left : int32
+        Tokens of the tile that are written, at least 1; more are not to be read.
+    channel : int32 [W]
+        Which channels. Those beyond the format's width are zeros.
+    T : constexpr
+        Tokens of a tile, a multiple of 32.
+    SPEC : tuple
+        :attr:`spec`.
+    tile : fp16 [T, W]
+        Decoded vectors but for their scale.
+    scale : float32 [T]
+        A factor of each token.
+    """
+
+    read: ClassVar[Any]
+    names: tuple[str, ...]
+    """Stored fields that ``read`` takes."""
+
+    def __init__(self, form: F) -> None:
+        self.form = form
+
+    @staticmethod
+    def why_not(form: Any) -> str | None:
+        """Why a format of this kind cannot be read; None if it can."""
+        return None
+
+    @property
+    @abstractmethod
+    def spec(self) -> tuple[Any, ...]:
+        """Static numbers and functions of ``read``."""
+
+    @property
+    def width(self) -> int:
+        """Channels of a decoded vector."""
+        return self.form.width
+
+    def fields(self, stored: Fields) -> tuple[torch.Tensor, ...]:
+        """What of the storage ``read`` takes; codes as bytes."""
+        return tuple(_bytes(stored[name]) for name in self.names)
+
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Constants of the layer."""
+        return ()
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.dtype == torch.int16 else x

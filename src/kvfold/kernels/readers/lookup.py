@@ -1,0 +1,67 @@
+"""Codes into a table of levels (TurboQuant, KVQuant)."""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kvfold.formats import Lookup
+from kvfold.kernels.readers._codes import LEVELS, PLAIN, codes, level_table, of_tokens, token_of
+from kvfold.kernels.readers.base import Reader
+
+SCALING = {"rms": 0, "range": 1, "channel": 2}
+
+
+@triton.jit
+def read_lookup(fields, tables, head, first, left, channel, T: tl.constexpr, SPEC):  # type: ignore[no-untyped-def]
+    D: tl.constexpr = SPEC[0]
+    BITS: tl.constexpr = SPEC[1]
+    KIND: tl.constexpr = SPEC[2]
+    W: tl.constexpr = channel.shape[0]
+    if BITS == 8:
+        x = tl.load(tables[0] + codes(fields[0], first, left, channel, T, D, BITS, PLAIN).to(tl.int32))
+    else:
+        x = codes(fields[0], first, left, channel, T, D, BITS, LEVELS, tables[0])
+    scale = tl.full([T], 1.0, tl.float32)
+    if KIND == 0:
+        scale = of_tokens(fields[1], first, left, T, 1, 0)
+    elif KIND == 1:
+        token = tl.minimum(token_of(T, BITS), left - 1)
+        at = fields[1] + (first + token) * 2
+        x = tl.load(at).to(tl.float32) + tl.load(at + 1).to(tl.float32) * x
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    else:
+        at = tables[1] + head * (2 * D) + channel[None, None, None, None, :]
+        inside = (channel < D)[None, None, None, None, :]
+        x = tl.load(at, mask=inside, other=0.0) + tl.load(at + D, mask=inside, other=0.0) * x
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return tl.reshape(x.to(tl.float16), (T, W)), scale
+
+
+class LookupReader(Reader[Lookup]):
+    """``tables``: levels; for constants per channel also those, float32 [heads, 2 (center, spread), d]."""
+
+    read = read_lookup
+
+    def __init__(self, form: Lookup) -> None:
+        super().__init__(form)
+        self.names = ("codes",) if form.scaling == "channel" else ("codes", "scale")
+
+    @property
+    def spec(self) -> tuple[int, ...]:
+        return (self.form.head_dim, self.form.bits_per_code, SCALING[self.form.scaling])
+
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        form = self.form
+        levels = _levels(form.levels, device) if form.bits_per_code == 8 else level_table(form.levels, device)
+        if self.form.scaling != "channel":
+            return (levels,)
+        assert self.form.channels is not None
+        channels = self.form.channels.on(device)
+        return (levels, torch.stack((channels.center, channels.spread), 1).contiguous())
+
+
+@lru_cache(maxsize=256)
+def _levels(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(levels, dtype=torch.float16, device=device)

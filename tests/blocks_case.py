@@ -1,0 +1,182 @@
+"""Calls of the Triton kernel over formats with readers, and their answers by the float32 reference.
+
+``python blocks_case.py NAME...`` runs cases by name, under Triton's interpreter where TRITON_INTERPRET is set.
+"""
+
+import math
+import sys
+from dataclasses import replace
+
+import torch
+
+from kvfold.formats import Lookup, Paged
+from kvfold.formats.lookup import ChannelScales
+from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, blocks
+from kvfold.kernels.reference import ReferenceKernel
+from kvfold.methods import LayerSpec, get
+from kvfold.methods.turboquant import lloyd_max
+from kvfold.rope import Rope
+
+LIMIT = 2e-3
+HEADS = 2
+
+
+def rand(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of_method(spec, head_dim=64):
+    """Key and value format of a method, in plain order."""
+    method, layer = get(spec), LayerSpec(0, 1, HEADS, 2 * HEADS, head_dim, fragments=False)
+    return method.key_format(layer), method.value_format(layer)
+
+
+def lookup(bits=2, scaling="rms", head_dim=64, block=32, device="cpu"):
+    channels = None
+    if scaling == "channel":
+        channels = ChannelScales(rand(HEADS, head_dim, seed=5).to(device), (1 + rand(HEADS, head_dim, seed=6).abs()).to(device))
+    return Lookup(head_dim, block, "plain", bits, lloyd_max(bits), scaling, channels)
+
+
+class Case:
+    """One call; storage that holds no token is full of NaN and ones.
+
+    Parameters
+    ----------
+    method : str or callable
+        A method's, or a function from ``head_dim`` and device to both formats.
+    packed : tuple of int
+        Packed tokens, sequence by sequence.
+    slabs : tuple of int
+        Blocks of each.
+    rotary : int
+        Channels that are rotated as keys are read; 0: keys are stored after RoPE.
+    in_place : bool
+        The call's tokens lie in the ring.
+    """
+
+    def __init__(
+        self, method, head_dim=64, packed=(64, 160), slabs=(8,), rotary=0, scaling=1.0, tokens=1, per_head=2, in_place=False,
+        padded=False, gain=1.0, size=1.0, plan=None, dtype=torch.float32, device="cpu", sink=4, ring=40, unproject=None,
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator).to(device)
+
+        def numbers(values):
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        self.plan, self.padded = plan, padded
+        form = method(head_dim, device) if callable(method) else of_method(method, head_dim)
+        batch, block, heads = len(packed), form[0].block, HEADS
+        vectors = [draw(batch, heads, max(packed), head_dim) for _ in form]
+        vectors[0] = vectors[0] * torch.exp(0.7 * draw(1, heads, 1, head_dim)) + draw(1, heads, 1, head_dim)
+        vectors[1] = (vectors[1] + draw(1, heads, 1, head_dim)) * size
+        spans, first = [], 0
+        for count in slabs:
+            sides = []
+            for f, x in zip(form, vectors, strict=True):
+                fields = f.allocate(batch, heads, count, device)
+                for t in fields.values():
+                    t.fill_(float("nan") if t.is_floating_point() else -1 if t.dtype != torch.uint8 else 255)
+                for b, n in enumerate(packed):
+                    low, high = first * block, min(n, (first + count) * block)
+                    if high > low:
+                        for name, t in self.encode(f, x[b : b + 1, :, low:high]).items():
+                            fields[name][b : b + 1, :, : t.shape[2]] = t
+                used = max(1, min(count, math.ceil(max(packed) / block) - first))
+                sides.append(f.take(fields, used))
+            spans.append(Span(first * block, *sides))
+            first += count
+        recent = [max(tokens, ring - 3 - 9 * b) for b in range(batch)]
+        windows = [draw(batch, heads, n, head_dim).to(dtype) * size for n in (sink, sink, ring, ring)]
+        for b, n in enumerate(packed):
+            unused = torch.ones(ring, dtype=torch.bool, device=device)
+            unused[(n + torch.arange(recent[b], device=device)) % ring] = False
+            for x in windows[2:]:
+                x[b, :, unused] = float("nan")
+        held = Windows(
+            (windows[0], windows[1]), (windows[2], windows[3]), numbers([sink] * batch), numbers(list(packed)), numbers(recent)
+        )  # fmt: skip
+        valid = None
+        if padded:
+            valid = torch.ones(batch, tokens, dtype=torch.bool, device=device)
+            valid[0, 0] = False
+        rows = (draw(batch, heads, per_head * tokens, head_dim) * gain).to(dtype).float()
+        new = [draw(batch, heads, tokens, head_dim).to(dtype) * size for _ in range(2)]
+        rope = None
+        if rotary:
+            rope = Rope(10000.0 ** (-torch.arange(0, rotary, 2, device=device).float() / rotary), scaling)
+        self.call = AttentionCall(
+            rows.unflatten(2, (per_head, tokens)).flatten(1, 2),
+            1 / math.sqrt(head_dim) / gain,
+            heads,
+            *form,
+            spans,
+            held.packed_len,
+            held,
+            None if in_place else NewTokens(*new, valid),
+            first_position=torch.tensor([3, 70000][:batch], device=device),
+            rope=rope,
+            unproject=unproject(heads, head_dim, device) if unproject else None,
+        )
+
+    @staticmethod
+    def encode(form, x):
+        return form.encode(x)
+
+    def expected(self):
+        """The reference's answer, over clean copies of what it decodes."""
+
+        def clean(fields):
+            return {n: torch.nan_to_num(t) if t.is_floating_point() else t for n, t in fields.items()}
+
+        spans = [Span(s.start, clean(s.keys), clean(s.values)) for s in self.call.spans]
+        return ReferenceKernel().attend(replace(self.call, spans=spans))
+
+    def error(self):
+        """Relative RMS error; every number is finite."""
+        assert (why := blocks.unsupported(self.call.key_format, self.call.value_format, self.call.rope is not None)) is None, why
+        got, want = blocks.attend(self.call, self.plan), self.expected()
+        assert torch.isfinite(got).all()
+        if self.padded:  # what a padding query gets has no meaning
+            got, want = (x[:, :, 1:] for x in (got, want))
+        return float((got - want).norm() / want.norm())
+
+
+def lookups(bits=2, value_bits=None, keys="rms", values="rms", block=32):
+    return lambda d, device: (lookup(bits, keys, d, block, device), lookup(value_bits or bits, values, d, block, device))
+
+
+CASES = {
+    **{f"turboquant-{bits}bit": {"method": f"turboquant:bits={bits}"} for bits in (1, 2, 3, 4)},
+    "turboquant-d128": {"method": "turboquant:bits=3", "head_dim": 128, "packed": (256, 96)},
+    "turboquant-d80-plain": {"method": "turboquant:bits=2,center=false,normalize=false", "head_dim": 80},
+    "fold-d96": {"method": "fold", "head_dim": 96, "slabs": (4, 4)},
+    "fold-d80-4rows": {"method": "fold:bits=4", "head_dim": 80, "per_head": 4, "tokens": 5, "in_place": True},
+    "fold-8bit": {"method": "fold:bits=8"},
+    "fold-no-rotation": {"method": "fold:rotation=1"},
+    "qjl": {"method": "k=qjl+v=turboquant"},
+    "qjl-3": {"method": "k=qjl:bits=3,center=false+v=turboquant", "packed": (224,)},
+    "lookup-range-values": {"method": lookups(3, 2, values="range")},
+    "lookup-channel-keys-rope": {"method": lookups(3, keys="channel", values="range"), "rotary": 64},
+    "lookup-rope-half-of-d80": {"method": lookups(4, keys="channel"), "rotary": 40, "head_dim": 80, "scaling": 1.2},
+    "lookup-rope-slabs-d96": {"method": lookups(2), "rotary": 96, "head_dim": 96, "slabs": (4, 4), "packed": (192, 32)},
+    "lookup-block128": {"method": lookups(2, block=128), "packed": (256, 128), "slabs": (2,)},
+    "long-padded": {"method": "turboquant", "tokens": 35, "padded": True, "packed": (32, 64)},
+    "large-queries": {"method": "turboquant", "gain": 1e4},
+    "small-queries": {"method": "turboquant", "gain": 1e-6},
+    "small-values": {"method": "turboquant", "size": 1e-5},
+    "large-values": {"method": "turboquant", "size": 1e3},
+    "nothing-packed": {"method": "turboquant", "packed": (0, 0), "slabs": (4,)},
+    "tiles-of-32": {"method": "turboquant:bits=3", "plan": blocks.Plan(16, 32, 4, 3), "packed": (288, 32), "slabs": (12,)},
+    "tiles-of-128": {"method": "turboquant:bits=3", "plan": blocks.Plan(32, 128, 4, 2), "packed": (288, 32), "slabs": (12,)},
+}
+
+
+if __name__ == "__main__":
+    wrong = {name: error for name in sys.argv[1:] if (error := Case(**CASES[name]).error()) >= LIMIT}
+    for name, error in wrong.items():
+        print(f"{name}: {error:.2e}", file=sys.stderr)
+    sys.exit(bool(wrong))
