@@ -170,7 +170,7 @@ CASES = {
     "small-values": {"method": "turboquant", "size": 1e-5},
     "large-values": {"method": "turboquant", "size": 1e3},
     "nothing-packed": {"method": "turboquant", "packed": (0, 0), "slabs": (4,)},
-    "tiles-of-32": {"method": "turboquant:bits=3", "plan": blocks.Plan(16, 32, 4, 3), "packed": (288, 32), "slabs": (12,)},
+    "tiles-of-32": {"method": "turboquant:bits=3", "plan": blocks.Plan(8, 32, 4, 3), "packed": (288, 32), "slabs": (12,)},
     "tiles-of-128": {"method": "turboquant:bits=3", "plan": blocks.Plan(32, 128, 4, 2), "packed": (288, 32), "slabs": (12,)},
 }
 

@@ -7,6 +7,8 @@ function, the format's reader (:mod:`kvfold.kernels.readers`), which the kernel 
 import triton
 import triton.language as tl
 
+from kvfold.kernels.readers._codes import channels
+
 PAGE = tl.constexpr(128)
 NORM_STEPS = tl.constexpr(48.0)
 
@@ -55,8 +57,8 @@ def blocks_kernel(
     scale times log2(e). A tile is T tokens of one page.
 
     Decoded keys have KW channels and values VW (powers of two, the last ones perhaps padding). With K_BASIS the kernel turns
-    queries of D channels (DP with padding) into KW: ``k_basis`` is fp16 [D, KW]. With V_BASIS it turns sums of VW channels
-    back: ``v_basis`` is fp16 [VW, D]. V_OUT is the number of channels that are written.
+    queries of D channels (DP with padding) into KW: ``k_basis`` is fp16 [width, D]. With V_BASIS it turns sums of VW channels
+    back: ``v_basis`` is fp16 [D, width]. Products have tokens or channels as rows and queries as columns. V_OUT is the number of channels that are written.
 
     With ROTARY, keys are stored before RoPE: tiles are read as the two halves of its pairs, KW / 2 channels each; queries are
     rotated back by the position of the tile's first token, and keys by the rest (``table_ptr``, fp16 [2, T, KW / 2]).
@@ -77,32 +79,33 @@ def blocks_kernel(
     inside = row < rows
     K_IN: tl.constexpr = DP if K_BASIS else KW
     K_REAL: tl.constexpr = D if K_BASIS or ROTARY else K_SPEC[0]
-    a_channel = tl.arange(0, H)
-    b_channel = a_channel
+    a_four = tl.arange(0, H // 4)
+    b_four = a_four
     if ROTARY:
         rest: tl.constexpr = D - ROTARY  # channels that are not rotated are pairs of angle 0
-        turned = a_channel < ROTARY // 2
-        a_channel = tl.where(turned, a_channel, a_channel + ROTARY // 2)
-        b_channel = a_channel + tl.where(turned, ROTARY // 2, rest // 2)
-        live = tl.arange(0, H) < D // 2
-        a_channel = tl.where(live, a_channel, D)  # beyond: nothing is read
-        b_channel = tl.where(live, b_channel, D)
-        q_channel = a_channel
+        turned = a_four < ROTARY // 8
+        live = a_four < D // 8
+        a_four = tl.where(turned, a_four, a_four + ROTARY // 8)
+        b_four = a_four + tl.where(turned, ROTARY // 8, rest // 8)
+        a_four = tl.where(live, a_four, D)  # beyond: nothing is read
+        b_four = tl.where(live, b_four, D)
+        q_channel = channels(a_four)
+        b_channel = channels(b_four)
     else:
         q_channel = tl.arange(0, K_IN)
-    q_row = q_ptr + (head.to(tl.int64) * rows + row)[:, None] * K_REAL
-    q = tl.load(q_row + q_channel[None, :], mask=inside[:, None] & (q_channel < K_REAL)[None, :], other=0.0)
-    largest = _max(tl.abs(q), 1)
+    q_row = q_ptr + (head.to(tl.int64) * rows + row)[None, :] * K_REAL
+    q = tl.load(q_row + q_channel[:, None], mask=inside[None, :] & (q_channel < K_REAL)[:, None], other=0.0)
+    largest = _max(tl.abs(q), 0)
     if ROTARY:
-        q_b = tl.load(q_row + b_channel[None, :], mask=inside[:, None] & (b_channel < K_REAL)[None, :], other=0.0)
-        largest = tl.maximum(largest, _max(tl.abs(q_b), 1))
+        q_b = tl.load(q_row + b_channel[:, None], mask=inside[None, :] & (b_channel < K_REAL)[:, None], other=0.0)
+        largest = tl.maximum(largest, _max(tl.abs(q_b), 0))
         freq = tl.load(freq_ptr + tl.arange(0, H))
         gain = tl.load(freq_ptr + H + tl.arange(0, H))
         at = tl.arange(0, T)[:, None] * H + tl.arange(0, H)[None, :]
         cos, sin = tl.load(table_ptr + at), tl.load(table_ptr + T * H + at)
         position = tl.load(position_ptr + batch) + start
     exponent = tl.minimum(tl.maximum(largest, 1e-30), 1e37).to(tl.int32, bitcast=True) & 0x7F800000
-    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None]
+    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[None, :]
     q *= inverse
     if ROTARY:
         q_b *= inverse
@@ -110,58 +113,60 @@ def blocks_kernel(
     q16 = q.to(tl.float16)
     if K_BASIS:
         d_channel = tl.arange(0, DP)
-        inside_k = (d_channel < D)[:, None] & (tl.arange(0, KW) < K_SPEC[0])[None, :]
-        turn = tl.load(k_basis + d_channel[:, None] * K_SPEC[0] + tl.arange(0, KW)[None, :], mask=inside_k, other=0.0)
+        w_channel = tl.arange(0, KW)
+        inside_k = (d_channel < D)[None, :] & (w_channel < K_SPEC[0])[:, None]
+        turn = tl.load(k_basis + w_channel[:, None] * D + d_channel[None, :], mask=inside_k, other=0.0)
 
     v_channel = tl.arange(0, VW)
+    v_four = tl.arange(0, VW // 4)
     m_channel = tl.arange(0, DP)
     top = tl.full([M], -1.0e30, tl.float32)  # finite, so that differences are never NaN
     total = tl.full([M], 0.0, tl.float32)
-    acc = tl.full([M, VW], 0.0, tl.float32)
-    mean_acc = tl.full([M, DP], 0.0, tl.float32)
+    acc = tl.full([VW, M], 0.0, tl.float32)
+    mean_acc = tl.full([DP, M], 0.0, tl.float32)
     for tile in range(begin, end):
         at_token = storage + tile * T
         left = used - tile * T
         k_page = head.to(tl.int64) * k_pages + tile * T // PAGE
         v_page = head.to(tl.int64) * v_pages + tile * T // PAGE
-        k_a, k_scale = K_READ(k_fields, k_tables, head % heads, at_token, left, a_channel, T, K_SPEC)
+        k_a, k_scale = K_READ(k_fields, k_tables, head % heads, at_token, left, a_four, T, K_SPEC)
         if ROTARY:
-            k_b, _ = K_READ(k_fields, k_tables, head % heads, at_token, left, b_channel, T, K_SPEC)
+            k_b, _ = K_READ(k_fields, k_tables, head % heads, at_token, left, b_four, T, K_SPEC)
             angle = (position + tile * T).to(tl.float32) * freq
-            back_cos, back_sin = (tl.cos(angle) * gain)[None, :], (tl.sin(angle) * gain)[None, :]
+            back_cos, back_sin = (tl.cos(angle) * gain)[:, None], (tl.sin(angle) * gain)[:, None]
             turned_a = k_a * cos - k_b * sin
             k_b = k_b * cos + k_a * sin
-            score = tl.dot(turned_a, tl.trans((q * back_cos + q_b * back_sin).to(tl.float16)))
-            score = tl.dot(k_b, tl.trans((q_b * back_cos - q * back_sin).to(tl.float16)), score)
+            score = tl.dot(turned_a, (q * back_cos + q_b * back_sin).to(tl.float16))
+            score = tl.dot(k_b, (q_b * back_cos - q * back_sin).to(tl.float16), score)
         else:
             query = q16
             if K_NORM:
-                query = (q * _norms(k_norm, k_page, q_channel, D)[None, :]).to(tl.float16)
+                query = (q * _norms(k_norm, k_page, q_channel, D)[:, None]).to(tl.float16)
             if K_BASIS:
-                query = tl.dot(query, turn).to(tl.float16)
-            score = tl.dot(k_a, tl.trans(query))
-        score = tl.trans(score) * k_scale[None, :]
+                query = tl.dot(turn, query).to(tl.float16)
+            score = tl.dot(k_a, query)
+        score = score * k_scale[:, None]
         if K_MEAN:
-            score += _sum(q * _means(k_mean, k_page, q_channel, D)[None, :], 1)[:, None]
-        score = score * row_factor[:, None]
-        score = tl.where((tl.arange(0, T) < left)[None, :], score, float("-inf"))
-        new = tl.maximum(top, _max(score, 1))
-        p = tl.exp2(score - new[:, None])
+            score += _sum(q * _means(k_mean, k_page, q_channel, D)[:, None], 0)[None, :]
+        score = score * row_factor[None, :]
+        score = tl.where((tl.arange(0, T) < left)[:, None], score, float("-inf"))
+        new = tl.maximum(top, _max(score, 0))
+        p = tl.exp2(score - new[None, :])
         before = tl.exp2(top - new)
-        now = _sum(p, 1)
+        now = _sum(p, 0)
         total = total * before + now
         top = new
-        v, v_scale = V_READ(v_fields, v_tables, head % heads, at_token, left, v_channel, T, V_SPEC)
+        v, v_scale = V_READ(v_fields, v_tables, head % heads, at_token, left, v_four, T, V_SPEC)
         # relative to the tile's largest, so that small values keep their digits in fp16
         most = _max(tl.abs(v_scale), 0)
         most = tl.where(most > 0, most, 1.0)
-        sums = tl.dot((p * (v_scale / most)[None, :]).to(tl.float16), v) * most
+        sums = tl.dot(tl.trans(v), (p * (v_scale / most)[:, None]).to(tl.float16)) * most
         if V_NORM:
-            sums *= _norms(v_norm, v_page, v_channel, D)[None, :]
-        acc = acc * before[:, None] + sums
+            sums *= _norms(v_norm, v_page, v_channel, D)[:, None]
+        acc = acc * before[None, :] + sums
         if V_MEAN:
             mean = _means(v_mean, v_page, m_channel, D)
-            mean_acc = mean_acc * before[:, None] + now[:, None] * mean[None, :]
+            mean_acc = mean_acc * before[None, :] + now[None, :] * mean[:, None]
 
     if HAS_BIAS:  # the same for all packed tokens
         if begin < end:
@@ -169,15 +174,15 @@ def blocks_kernel(
     slot = (head.to(tl.int64) * parts + part + split) * rows + row
     tl.store(part_top + slot, top, mask=inside)
     tl.store(part_sum + slot, total, mask=inside)
-    out = part_out + slot[:, None] * V_OUT
+    out = part_out + slot[None, :] * V_OUT
     if V_BASIS:
-        size = _max(tl.abs(acc), 1)
-        size = tl.where(size > 0, size, 1.0)[:, None]
-        inside_v = (v_channel < V_SPEC[0])[:, None] & (m_channel < D)[None, :]
-        back = tl.load(v_basis + v_channel[:, None] * D + m_channel[None, :], mask=inside_v, other=0.0)
-        acc = tl.dot((acc / size).to(tl.float16), back) * size + mean_acc
-        tl.store(out + m_channel[None, :], acc, mask=inside[:, None] & (m_channel < V_OUT)[None, :])
+        size = _max(tl.abs(acc), 0)
+        size = tl.where(size > 0, size, 1.0)[None, :]
+        inside_v = (v_channel < V_SPEC[0])[None, :] & (m_channel < D)[:, None]
+        back = tl.load(v_basis + m_channel[:, None] * V_SPEC[0] + v_channel[None, :], mask=inside_v, other=0.0)
+        acc = tl.dot(back, (acc / size).to(tl.float16)) * size + mean_acc
+        tl.store(out + m_channel[:, None], acc, mask=inside[None, :] & (m_channel < V_OUT)[:, None])
     else:
         if V_MEAN:
             acc += mean_acc
-        tl.store(out + v_channel[None, :], acc, mask=inside[:, None] & (v_channel < V_OUT)[None, :])
+        tl.store(out + v_channel[:, None], acc, mask=inside[None, :] & (v_channel < V_OUT)[:, None])

@@ -121,7 +121,7 @@ def make_plan(width: int, heads: int, rows: int, tokens: int, processors: int, t
     tile : int
         Tokens of a tile.
     """
-    m = min(MAX_ROWS, max(16, 1 << (rows - 1).bit_length()))
+    m = min(MAX_ROWS, max(8, 1 << (rows - 1).bit_length()))
     warps = 4 if m * tile * width <= 64 * 64 * 128 else 8
     jobs = heads * math.ceil(rows / m)
     resident = 16 // warps
@@ -136,9 +136,9 @@ def power(n: int) -> int:
 
 @lru_cache(maxsize=64)
 def _basis(basis: Basis, width: int, device: torch.device, back: bool) -> torch.Tensor:
-    """What decoded vectors are multiplied with, fp16 [width, d], or (for queries) its transpose."""
+    """What queries are multiplied with, fp16 [width, d], or (``back``) sums of decoded vectors, its transpose."""
     matrix = basis.restore(torch.eye(width, dtype=torch.float32, device=device))
-    return (matrix if back else matrix.T).to(torch.float16).contiguous()
+    return (matrix.T if back else matrix).to(torch.float16).contiguous()
 
 
 @dataclass(frozen=True)

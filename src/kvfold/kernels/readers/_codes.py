@@ -28,26 +28,26 @@ UNIFORM, SIGN, LEVELS, PLAIN = (tl.constexpr(i) for i in range(4))
 
 @triton.constexpr_function
 def _assembly(kind: int, bits: int) -> str:
-    """Four bytes as two registers of fp16 pairs: of register $2 the field that begins at bit $3; with 3 bits, the third bits are
-    those of register $7 at bit $8."""
-    loads = "shr.b32 x, $2, $3;"
+    """Four bytes as four fp16 numbers: of register $4 the field that begins at bit $5; with 3 bits, the third bits are those of
+    register $6 at bit $7."""
+    loads = "shr.b32 x, $4, $5;"
     if kind == SIGN:
-        loads = "sub.s32 t, 7, $3; shf.l.wrap.b32 x, $2, $2, t; and.b32 x, x, 0x80808080;"
+        loads = "sub.s32 t, 7, $5; shf.l.wrap.b32 x, $4, $4, t; and.b32 x, x, 0x80808080;"
     else:
         wide = 2 if bits == 3 else bits
         mask = ((1 << wide) - 1) * 0x01010101
         loads += f"and.b32 x, x, {mask};"
     if bits == 3:
-        loads += "sub.s32 t, 2, $8; shf.l.wrap.b32 y, $7, $7, t; lop3.b32 x, y, 0x04040404, x, 0xEA;"
+        loads += "sub.s32 t, 2, $7; shf.l.wrap.b32 y, $6, $6, t; lop3.b32 x, y, 0x04040404, x, 0xEA;"
     if kind == SIGN:
         number = """
-            prmt.b32 $0, x, 0, 0x1404;
-            prmt.b32 $1, x, 0, 0x3424;
-            xor.b32 $0, $0, 0xBC00BC00;
-            xor.b32 $1, $1, 0xBC00BC00;"""
+            prmt.b32 a, x, 0, 0x1404;
+            prmt.b32 b, x, 0, 0x3424;
+            xor.b32 a, a, 0xBC00BC00;
+            xor.b32 b, b, 0xBC00BC00;"""
     elif kind == LEVELS:
-        first = 12 if bits == 3 else 7
-        pools = [f"${first + 4 * i}" for i in range(8)]
+        first = 8 if bits == 3 else 6
+        pools = [f"${first + i}" for i in range(8)]
         number = f"""
             shr.b32 t, x, 4;
             or.b32 t, t, x;
@@ -69,38 +69,33 @@ def _assembly(kind: int, bits: int) -> str:
             lop3.b32 u, y, w, u, 0xCA;
             lop3.b32 v, y, t, v, 0xCA;"""
         number += """
-            prmt.b32 $0, v, u, 0x5140;
-            prmt.b32 $1, v, u, 0x7362;"""
+            prmt.b32 a, v, u, 0x5140;
+            prmt.b32 b, v, u, 0x7362;"""
     else:
         number = """
             mov.b32 t, 0x64006400;
-            prmt.b32 $0, x, 0x64646464, 0x5140;
-            prmt.b32 $1, x, 0x64646464, 0x7362;
-            sub.rn.f16x2 $0, $0, t;
-            sub.rn.f16x2 $1, $1, t;"""
+            prmt.b32 a, x, 0x64646464, 0x5140;
+            prmt.b32 b, x, 0x64646464, 0x7362;
+            sub.rn.f16x2 a, a, t;
+            sub.rn.f16x2 b, b, t;"""
     if kind == UNIFORM:
         middle = {1: 0x38003800, 2: 0x3E003E00, 3: 0x43004300, 4: 0x47804780, 8: 0x57F857F8}[bits]  # (2^bits - 1) / 2, twice
         number += f"""
             mov.b32 t, {middle};
-            sub.rn.f16x2 $0, $0, t;
-            sub.rn.f16x2 $1, $1, t;"""
-    return "{ .reg .b32 t, u, v, w, x, y;" + loads + number + "}"
+            sub.rn.f16x2 a, a, t;
+            sub.rn.f16x2 b, b, t;"""
+    return "{ .reg .b32 a, b, t, u, v, w, x, y;" + loads + number + "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"
 
 
 @triton.constexpr_function
 def _constraints(kind: int, bits: int) -> str:
     tables = 0 if kind != LEVELS else 4 if bits < 4 else 8
-    return ",".join(["=r"] * 2 + ["r"] * (5 * (2 if bits == 3 else 1) + 4 * tables))
-
-
-@triton.jit
-def _load(at, inside):  # type: ignore[no-untyped-def]
-    return tl.load(at, mask=inside, other=0)
+    return ",".join(["=h"] * 4 + ["r"] * ((4 if bits == 3 else 2) + tables))
 
 
 @triton.jit
 def codes(  # type: ignore[no-untyped-def]
-    data, first, left, channel, T: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, table=None
+    data, first, left, four, T: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, table=None
 ):
     """Numbers of the codes of a tile: fp16 [T / 32, fields, halves, tokens, W].
 
@@ -109,14 +104,14 @@ def codes(  # type: ignore[no-untyped-def]
 
     Parameters
     ----------
-    data : pointer to uint8
+    data : pointer to int32
         Codes of the storage's first token, D of them a token.
     first : int64
         Number of the tile's first token in the storage, a multiple of 32.
     left : int32
         Tokens from there on that are written; what lies beyond is not read.
-    channel : int32 [W]
-        Channels; those from D on are not read.
+    four : int32 [W / 4]
+        Which fours of channels; those from D on are not read.
     table : pointer to int32, or None
         Of KIND LEVELS: what :func:`level_table` makes.
     """
@@ -124,17 +119,18 @@ def codes(  # type: ignore[no-untyped-def]
     F: tl.constexpr = 8 // WIDE
     H: tl.constexpr = 2 if BITS == 3 else 1
     R: tl.constexpr = 32 // F // H
+    Q: tl.constexpr = four.shape[0]
     unit = tl.minimum(tl.arange(0, T // 32), (left - 1) // 32)[:, None, None, None, None]
     half = tl.arange(0, H)[None, None, :, None, None]
     row = tl.arange(0, R)[None, None, None, :, None]
-    column = channel[None, None, None, None, :]
-    inside = column < D
-    data += first // 32 * (4 * D * BITS)
-    x = _load(data + (unit * (4 * D * BITS) + (half * R + row) * D + column), inside)
+    column = four[None, None, None, None, :]
+    inside = column < D // 4
+    data += first // 32 * (D * BITS)
+    x = tl.load(data + (unit * (D * BITS) + (half * R + row) * (D // 4) + column), mask=inside, other=0)
     field = tl.arange(0, F)[None, :, None, None, None]
     start = field * WIDE
     if BITS == 3:
-        high = _load(data + (unit * (4 * D * BITS) + 8 * D + row * D + column), inside)
+        high = tl.load(data + (unit * (D * BITS) + 2 * D + row * (D // 4) + column), mask=inside, other=0)
         place = field * 2 + half
     if PTX:
         args = (x, start)
@@ -146,15 +142,21 @@ def codes(  # type: ignore[no-untyped-def]
                 args = args + (tl.load(table + 4), tl.load(table + 5), tl.load(table + 6), tl.load(table + 7))
         ASM: tl.constexpr = _assembly(KIND, BITS)
         HOW: tl.constexpr = _constraints(KIND, BITS)
-        return tl.inline_asm_elementwise(ASM, HOW, args, dtype=tl.float16, is_pure=True, pack=4)
+        a, b, c, d = tl.inline_asm_elementwise(
+            ASM, HOW, args, dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
+        )
+        out = tl.join(tl.join(a, c), tl.join(b, d))
+        return tl.reshape(out, (T // 32, F, H, R, 4 * Q))
     else:
-        code = (x.to(tl.int32) >> start) & ((1 << WIDE) - 1)
+        byte = tl.arange(0, 4) * 8
+        code = ((x[:, :, :, :, :, None] >> byte) >> start[:, :, :, :, :, None]) & ((1 << WIDE) - 1)
         if BITS == 3:
-            code += ((high.to(tl.int32) >> place) & 1) << 2
+            code += ((high[:, :, :, :, :, None] >> byte >> place[:, :, :, :, :, None]) & 1) << 2
+        code = tl.reshape(code, (T // 32, F, H, R, 4 * Q))
         if KIND == LEVELS:
             entry = table + code // 8 * 4 + code % 8 // 4
-            byte = code % 4 * 8
-            bits = ((tl.load(entry) >> byte) & 255) << 8 | ((tl.load(entry + 2) >> byte) & 255)
+            at = code % 4 * 8
+            bits = ((tl.load(entry) >> at) & 255) << 8 | ((tl.load(entry + 2) >> at) & 255)
             return bits.to(tl.int16).to(tl.float16, bitcast=True)
         elif KIND == SIGN:
             return (code * 2 - 1).to(tl.float16)
@@ -162,6 +164,12 @@ def codes(  # type: ignore[no-untyped-def]
             return (code.to(tl.float32) - ((1 << BITS) - 1) / 2).to(tl.float16)
         else:
             return code.to(tl.float16)
+
+
+@triton.jit
+def channels(four):  # type: ignore[no-untyped-def]
+    """Channels, int32 [W], of fours, int32 [W / 4]."""
+    return tl.reshape(four[:, None] * 4 + tl.arange(0, 4)[None, :], (4 * four.shape[0],))
 
 
 @triton.jit

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Format)
 class Reader(ABC, Generic[F]):
     """How tiles of a format's decoded vectors are read.
 
-    ``read`` is a ``triton.jit`` function ``(fields, tables, head, first, left, channel, T, SPEC) -> (tile, scale)``:
+    ``read`` is a ``triton.jit`` function ``(fields, tables, head, first, left, four, T, SPEC) -> (tile, scale)``:
 
     fields, tables : tuples of pointers
         What :meth:`fields` and :meth:`tables` return.
@@ -23,12 +23,12 @@ class Reader(ABC, Generic[F]):
         Number of the tile's first token in the storage: its tokens lie one after the other, KV head by KV head.
     left : int32
         Tokens of the tile that are written, at least 1; more are not to be read.
-    channel : int32 [W]
-        Which channels. Those beyond the format's width are zeros.
+    four : int32 [W / 4]
+        Which channels: number n means 4n to 4n + 3. Those beyond the format's width are not read, and zeros.
     T : constexpr
         Tokens of a tile, a multiple of 32.
     SPEC : tuple
-        :attr:`spec`.
+        :attr:`spec`; its first number is the format's width.
     tile : fp16 [T, W]
         Decoded vectors but for their scale.
     scale : float32 [T]
@@ -38,6 +38,8 @@ class Reader(ABC, Generic[F]):
     read: ClassVar[Any]
     names: tuple[str, ...]
     """Stored fields that ``read`` takes."""
+    words: tuple[str, ...] = ("codes",)
+    """Those of them that it takes as int32."""
 
     def __init__(self, form: F) -> None:
         self.form = form
@@ -58,13 +60,13 @@ class Reader(ABC, Generic[F]):
         return self.form.width
 
     def fields(self, stored: Fields) -> tuple[torch.Tensor, ...]:
-        """What of the storage ``read`` takes; codes as bytes."""
-        return tuple(_bytes(stored[name]) for name in self.names)
+        """What of the storage ``read`` takes."""
+        return tuple(_words(stored[name]) if name in self.words else stored[name] for name in self.names)
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Constants of the layer."""
         return ()
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8) if x.dtype == torch.int16 else x
+def _words(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32)

@@ -7,22 +7,22 @@ import triton
 import triton.language as tl
 
 from kvfold.formats import Lookup
-from kvfold.kernels.readers._codes import LEVELS, PLAIN, codes, level_table, of_tokens, token_of
+from kvfold.kernels.readers._codes import LEVELS, PLAIN, channels, codes, level_table, of_tokens, token_of
 from kvfold.kernels.readers.base import Reader
 
 SCALING = {"rms": 0, "range": 1, "channel": 2}
 
 
 @triton.jit
-def read_lookup(fields, tables, head, first, left, channel, T: tl.constexpr, SPEC):  # type: ignore[no-untyped-def]
+def read_lookup(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):  # type: ignore[no-untyped-def]
     D: tl.constexpr = SPEC[0]
     BITS: tl.constexpr = SPEC[1]
     KIND: tl.constexpr = SPEC[2]
-    W: tl.constexpr = channel.shape[0]
+    W: tl.constexpr = 4 * four.shape[0]
     if BITS == 8:
-        x = tl.load(tables[0] + codes(fields[0], first, left, channel, T, D, BITS, PLAIN).to(tl.int32))
+        x = tl.load(tables[0] + codes(fields[0], first, left, four, T, D, BITS, PLAIN).to(tl.int32))
     else:
-        x = codes(fields[0], first, left, channel, T, D, BITS, LEVELS, tables[0])
+        x = codes(fields[0], first, left, four, T, D, BITS, LEVELS, tables[0])
     scale = tl.full([T], 1.0, tl.float32)
     if KIND == 0:
         scale = of_tokens(fields[1], first, left, T, 1, 0)
@@ -32,8 +32,9 @@ def read_lookup(fields, tables, head, first, left, channel, T: tl.constexpr, SPE
         x = tl.load(at).to(tl.float32) + tl.load(at + 1).to(tl.float32) * x
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     else:
-        at = tables[1] + head * (2 * D) + channel[None, None, None, None, :]
-        inside = (channel < D)[None, None, None, None, :]
+        column = channels(four)[None, None, None, None, :]
+        at = tables[1] + head * (2 * D) + column
+        inside = column < D
         x = tl.load(at, mask=inside, other=0.0) + tl.load(at + D, mask=inside, other=0.0) * x
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     return tl.reshape(x.to(tl.float16), (T, W)), scale

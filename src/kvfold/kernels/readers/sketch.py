@@ -11,17 +11,18 @@ from kvfold.kernels.readers.base import Reader
 
 
 @triton.jit
-def read_sketch(fields, tables, head, first, left, channel, T: tl.constexpr, SPEC):  # type: ignore[no-untyped-def]
+def read_sketch(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr = SPEC[0]
     FACTOR: tl.constexpr = SPEC[1]
-    W: tl.constexpr = channel.shape[0]
-    x = codes(fields[0], first, left, channel, T, ROWS, 1, SIGN)
+    W: tl.constexpr = 4 * four.shape[0]
+    x = codes(fields[0], first, left, four, T, ROWS, 1, SIGN)
     return tl.reshape(x, (T, W)), of_tokens(fields[1], first, left, T, 1, 0) * FACTOR
 
 
 class SketchReader(Reader[SignSketch]):
     read = read_sketch
     names = ("signs", "rms")
+    words = ("signs",)
 
     @staticmethod
     def why_not(form: SignSketch) -> str | None:

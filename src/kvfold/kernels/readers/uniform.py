@@ -9,9 +9,9 @@ from kvfold.kernels.readers.base import Reader
 
 
 @triton.jit
-def read_uniform(fields, tables, head, first, left, channel, T: tl.constexpr, SPEC):  # type: ignore[no-untyped-def]
-    W: tl.constexpr = channel.shape[0]
-    x = codes(fields[0], first, left, channel, T, SPEC[0], SPEC[1], UNIFORM)
+def read_uniform(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):  # type: ignore[no-untyped-def]
+    W: tl.constexpr = 4 * four.shape[0]
+    x = codes(fields[0], first, left, four, T, SPEC[0], SPEC[1], UNIFORM)
     return tl.reshape(x, (T, W)), of_tokens(fields[1], first, left, T, 1, 0)
 
 
