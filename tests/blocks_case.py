@@ -165,13 +165,15 @@ CASES = {
     "lookup-rope-slabs-d96": {"method": lookups(2), "rotary": 96, "head_dim": 96, "slabs": (4, 4), "packed": (192, 32)},
     "lookup-block128": {"method": lookups(2, block=128), "packed": (256, 128), "slabs": (2,)},
     "long-padded": {"method": "turboquant", "tokens": 35, "padded": True, "packed": (32, 64)},
+    "12-rows": {"method": "turboquant:bits=3", "per_head": 4, "tokens": 3, "in_place": True},
+    "40-rows": {"method": "k=qjl+v=turboquant:bits=2", "per_head": 8, "tokens": 5, "in_place": True, "head_dim": 128},
     "large-queries": {"method": "turboquant", "gain": 1e4},
     "small-queries": {"method": "turboquant", "gain": 1e-6},
     "small-values": {"method": "turboquant", "size": 1e-5},
     "large-values": {"method": "turboquant", "size": 1e3},
     "nothing-packed": {"method": "turboquant", "packed": (0, 0), "slabs": (4,)},
     "tiles-of-32": {"method": "turboquant:bits=3", "plan": blocks.Plan(8, 32, 4, 3), "packed": (288, 32), "slabs": (12,)},
-    "tiles-of-128": {"method": "turboquant:bits=3", "plan": blocks.Plan(32, 128, 4, 2), "packed": (288, 32), "slabs": (12,)},
+    "tiles-of-128": {"method": "turboquant:bits=3", "plan": blocks.Plan(8, 128, 4, 2), "packed": (288, 32), "slabs": (12,)},
 }
 
 

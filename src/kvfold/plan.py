@@ -57,8 +57,9 @@ class Encoder:
     reason: str
 
     @property
-    def captures(self) -> bool:
-        """Whether blocks can be closed in a CUDA graph, by lengths on the device."""
+    def in_graphs(self) -> bool:
+        """Whether a decode graph's steps close blocks themselves, by lengths on the device; if not, blocks are closed between
+        two steps."""
         return self.name == "triton"
 
     def __str__(self) -> str:

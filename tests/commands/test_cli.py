@@ -478,7 +478,7 @@ def test_a_real_interrupt_keeps_finished_rows_and_the_next_run_goes_on(tiny, tmp
             break
         time.sleep(0.02)
     try:
-        process.wait(timeout=15)
+        process.wait(timeout=60)
     except (
         subprocess.TimeoutExpired
     ):  # Python drops an interrupt that arrives within a callback: a person presses again

@@ -48,6 +48,56 @@ def test_longer_calls_and_other_caches_go_to_the_model(monkeypatch):
     assert steps.replayed == 2
 
 
+@pytest.mark.parametrize("method", ["fold", "qjl", "gear", "zipcache", "k=squat+v=turboquant"])
+@pytest.mark.parametrize("start", [3, 150])
+def test_blocks_that_no_kernel_encodes_are_those_of_steps(method, start, monkeypatch):
+    """What a graph's step does on the device is done here by hand: it writes the token to the windows."""
+    model, ids = llama(), prompt(2, 400)
+    spec = "+".join(f"{part}:sink=5,recent=40" for part in method.split("+"))
+    mask = torch.ones(2, start + 130, dtype=torch.long)
+    mask[1, : min(20, start - 2)] = 0
+    plain, other = (kvfold.fold(model, spec, max_length=400) for _ in range(2))
+    with torch.no_grad():
+        for cache in (plain, other):
+            positions = (mask[:, :start].cumsum(-1) - 1).clamp_min(0)
+            model(ids[:, :start], attention_mask=mask[:, :start], position_ids=positions, past_key_values=cache)
+    for layer in other.folded:
+        layer.following.make_room()
+        layer.make_room(130)
+        layer.static = SimpleNamespace(before=None, running=True)
+    came = {}
+    append = FoldedLayer.append
+
+    def seen(layer, key, value, query, *args, **kwargs):
+        came[layer.spec.layer_idx] = key.clone(), value.clone(), query.clone()
+        return append(layer, key, value, query, *args, **kwargs)
+
+    monkeypatch.setattr(FoldedLayer, "append", seen)
+    for step in range(130):
+        for layer in other.folded:
+            layer.follow_static(step)
+        with torch.no_grad():
+            position = mask[:, : start + step + 1].sum(-1, keepdim=True) - 1
+            model(ids[:, start + step : start + step + 1], position_ids=position, past_key_values=plain)
+        for layer in other.folded:
+            key, value, query = came[layer.spec.layer_idx]
+            for row, length in enumerate(layer.lens):
+                at = length + step
+                if layer.following.ring is not None:
+                    layer.following.ring[row, :, at % layer.following.slots] = query[row, :, 0]
+                window, at = (layer.sink, at) if at < 5 else (layer.ring, (at - 5) % layer.ring.slots)
+                for held, new in zip(window.pair, (key, value), strict=True):
+                    held[row, :, at] = new[row, :, 0]
+    for layer in other.folded:
+        layer.leave_static(130)
+    assert max(plain.folded[0].packed) >= 64
+    for a, b in zip(plain.folded, other.folded, strict=True):
+        assert (a.lens, a.packed, a.columns.count) == (b.lens, b.packed, b.columns.count)
+        for row in range(2):
+            for x, y in zip(a.decoded(row), b.decoded(row), strict=True):
+                assert torch.equal(x, y)
+
+
 def test_what_cannot_decode_in_a_graph_is_refused_by_name_or_said():
     model, ids = llama(), prompt(1, 150)
     cache = kvfold.fold(model, "kivi:sink=0,recent=16")

@@ -954,8 +954,10 @@ def test_inference_mode_for_some_calls_and_not_for_others(method, between, targe
                 t.is_inference() or t.requires_grad for of in cache.folded for ts in of.tensors().values() for t in ts
             )
         results.append(torch.cat(out, 1))
+    # on GPUs calls with gradients are attended to by other kernels, so that a code here and there falls on the other side: two
+    # kernels differ as much over this model (0.010 to 0.016 for fold and for kivi, measured on an H200 without gradients)
     for got in results[:3]:
-        assert relative(got, results[3]) < target.logits
+        assert relative(got, results[3]) < (5e-2 if target.is_gpu else target.logits)
 
 
 # ---- young caches ----------------------------------------------------------------------------------------------------

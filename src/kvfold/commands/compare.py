@@ -153,8 +153,10 @@ class _CompareProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
-        self.bar.__exit__(kind, error, trace)
-        say_kept(kind, self.target)
+        try:
+            self.bar.__exit__(kind, error, trace)
+        finally:  # a second interrupt may come while the bar is taken down
+            say_kept(kind, self.target)
 
     def start(self, jobs: list[Job], done: dict[Job, Row]) -> None:
         self.count, self.at = len(jobs), len(done)

@@ -176,7 +176,7 @@ def compile_blocks(
     """Compile the kernel over formats with readers as a layer with ``rows`` query rows per KV head would use it."""
     sides = (key_format, value_format)
     readers = [reader_of(inner(form)) for form in sides]
-    plan = plan or make_blocks_plan(max(r.width for r in readers), 128, rows, 32768, 132)
+    plan = plan or make_blocks_plan(max(r.width for r in readers), 128, rows, 32768, 132, isinstance(key_format, Paged))
     fixed = blocks_constants(key_format, value_format, plan, rotary)
     types: dict[str, Any] = {"packed_len_ptr": "*i32", "position_ptr": "*i64", "table_ptr": "*fp16", "factor": "fp32"}
     types |= dict.fromkeys(("q_ptr", "bias_ptr", "freq_ptr", "part_out", "part_top", "part_sum"), "*fp32")

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from kvfold.kernels.readers import Reader
 
 MAX_DIM = 256
-TILE = 128
-"""Tokens of a tile, at most a page."""
-MAX_ROWS = 64
 
 
 class BlocksKernel(AttentionKernel):
@@ -70,6 +67,8 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str
             return f"{side}: {why}"
     if pre_rope and isinstance(key_format, Paged):
         return "keys: stored before RoPE, with statistics per page"
+    if pre_rope and key_format.head_dim % 8:
+        return f"keys: stored before RoPE, head_dim={key_format.head_dim}; allowed: multiples of 8"
     if isinstance(value_format, BinaryCodes) and value_format.joint > 1:
         return "values: one code for all heads"
     return None
@@ -105,7 +104,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache
-def make_plan(width: int, heads: int, rows: int, tokens: int, processors: int, tile: int = 64) -> Plan:
+def make_plan(width: int, heads: int, rows: int, tokens: int, processors: int, pages: bool = False) -> Plan:
     """Choose a launch shape.
 
     Parameters
@@ -118,13 +117,19 @@ def make_plan(width: int, heads: int, rows: int, tokens: int, processors: int, t
         Query rows per KV head.
     tokens : int
         That the storage holds.
-    tile : int
-        Tokens of a tile.
+    pages : bool
+        Whether queries are turned once a tile, which then is a page.
+
+    Notes
+    -----
+    For four warps and 16 query rows or more Triton 3.6 makes warpgroup MMAs, which gave wrong numbers on an H200; of two warps
+    it cannot.
     """
-    m = min(MAX_ROWS, max(8, 1 << (rows - 1).bit_length()))
-    warps = 4 if m * tile * width <= 64 * 64 * 128 else 8
+    if rows <= 8:
+        m, tile, warps, resident = 8, 128 if pages and width <= 128 else 64, 4, 2 if pages and width <= 128 else 4
+    else:
+        m, tile, warps, resident = 16 if rows <= 16 else 32, 64 if width <= 128 else 32, 2, 4
     jobs = heads * math.ceil(rows / m)
-    resident = 16 // warps
     splits = max(1, min(processors * resident // jobs, tokens // (2 * tile), 256))
     return Plan(m, tile, warps, splits)
 
@@ -212,7 +217,8 @@ def attend(call: AttentionCall, plan: Plan | None = None) -> torch.Tensor:
 def _plan(call: AttentionCall, span: Span) -> Plan:
     batch, heads, rows, _ = call.rows.shape
     width = max(inner(form).width for form in (call.key_format, call.value_format))
-    return make_plan(width, batch * heads, rows, _tokens(call.key_format, span.keys), multiprocessors(call.rows.device))
+    tokens, pages = _tokens(call.key_format, span.keys), isinstance(call.key_format, Paged)
+    return make_plan(width, batch * heads, rows, tokens, multiprocessors(call.rows.device), pages)
 
 
 def _tokens(form: Format, fields: Fields) -> int:

@@ -121,11 +121,46 @@ def append_and_close(
     if stored[0].shape[:2] != (batch, heads) or stored[1].shape != stored[0].shape:
         raise ValueError(f"fields: {tuple(stored[0].shape)}, {tuple(stored[1].shape)} for {batch} x {heads}")
     new_k, new_v = (ring[0], ring[1]) if key is None or value is None else (key, value)
+    _launch((new_k, new_v), tokens, lengths, sink, ring, recent, stored, first_block, stored[0].shape[2], block)
+
+
+def append(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Lengths,
+    sink: tuple[torch.Tensor, torch.Tensor],
+    ring: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Write a step's tokens into the windows; blocks are closed by somebody else, whatever their format.
+
+    Parameters are those of :func:`kvfold.kernels.encode.append_and_close`.
+    """
+    if not 1 <= key.shape[2] <= MAX_TOKENS:
+        raise ValueError(f"tokens={key.shape[2]}: a step appends 1 to {MAX_TOKENS} keys and as many values")
+    for name, x in zip(("sink", "sink", "ring", "ring"), (*sink, *ring), strict=True):
+        if not x.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous, its strides are {x.stride()}")
+    _launch((key, value), key.shape[2], lengths, sink, ring, 0, ring, 0, 0, UNIT)
+
+
+def _launch(
+    new: tuple[torch.Tensor, torch.Tensor],
+    tokens: int,
+    lengths: Lengths,
+    sink: tuple[torch.Tensor, torch.Tensor],
+    ring: tuple[torch.Tensor, torch.Tensor],
+    recent: int,
+    stored: tuple[torch.Tensor, torch.Tensor],
+    first_block: int,
+    blocks: int,
+    block: int,
+) -> None:
+    batch, heads, slots, dim = ring[0].shape
     _step_kernel[(2 * heads, batch)](
-        new_k,
-        *new_k.stride(),
-        new_v,
-        *new_v.stride(),
+        new[0],
+        *new[0].stride(),
+        new[1],
+        *new[1].stride(),
         *sink,
         *ring,
         *stored,
@@ -140,7 +175,7 @@ def append_and_close(
         recent,
         slots,
         first_block,
-        stored[0].shape[2],
+        blocks,
         BLOCK=block,
         D=dim,
         NEW=triton.next_power_of_2(tokens) if tokens else 0,

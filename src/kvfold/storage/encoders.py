@@ -61,7 +61,7 @@ class TorchEncoder:
 
     def __init__(self, reader: Reader, following: Following) -> None:
         self.layout, self.sequences, self.slabs, self.ring = reader.layout, reader.sequences, reader.slabs, reader.ring
-        self.following = following
+        self.sink, self.following = reader.sink, following
 
     def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
         """Encode tokens ``start`` to ``stop`` into a slab.
@@ -89,6 +89,13 @@ class TorchEncoder:
             for target, source in ((slab.keys, keys), (slab.values, values)):
                 for name, tensor in source.items():
                     target[name][rows, :, first:last] = tensor
+
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, lengths: Lengths) -> None:
+        """A decode graph's step: write the new token, [batch, num_kv_heads, 1, head_dim], to the windows."""
+        from kvfold.kernels.encode_dense import append
+
+        append(keys, values, lengths, self.sink.pair, self.ring.pair)
 
 
 class KernelEncoder:

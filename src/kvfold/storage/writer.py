@@ -221,6 +221,19 @@ class Writer:
                 following.kept[row] = max(following.kept[row], tokens - following.slots)
                 following.make([row], (at,), tokens, nothing, tokens, sequences.first_position, in_place=True)
 
+    def encode_steps(self, steps: int) -> None:
+        """After ``steps`` tokens that a decode graph wrote: encode the blocks that its next step counts as packed."""
+        sequences = self.sequences
+        for ids, rows, _ in sequences.groups(None, 0):
+            tokens = sequences.lens[ids[0]] + steps
+            due = sequences.packed_length(tokens)
+            for group, some in sequences.alike(ids, rows):
+                packed = sequences.packed[group[0]]
+                if steps:
+                    packed = max(packed, sequences.packed_length(tokens - 1))
+                if due > packed:
+                    self._encode(self._waiting(group, some, tokens - sequences.sink), packed, due)
+
     # ---- taking tokens back ------------------------------------------------------------------------------------------
 
     def truncate(self, row: int, length: int) -> None:

@@ -1,7 +1,8 @@
 """Decoding in a CUDA graph: one capture of the model's step, replayed without a decision on the host.
 
 Lengths live on the device. A step closes the blocks that the step before left due, writes the new token into the windows,
-and attends; what every layer needs to know of the lengths is computed once, at the start of the step.
+and attends; what every layer needs to know of the lengths is computed once, at the start of the step. Where no kernel encodes a
+layer, its blocks are encoded between two steps, whenever the host knows one to be due; the step does the rest.
 """
 
 from collections.abc import Iterator
@@ -44,8 +45,6 @@ def why_not(layer: "FoldedLayer") -> str | None:
     if not layer.kernel.captures:
         allowed = ", ".join(name for name, kernel in REGISTRY.items() if kernel.captures)
         return f"its kernel is {layer.kernel.name}; allowed: {allowed}"
-    if not layer.encoder.captures:
-        return f"it is encoded by {layer.encoder.name}: {layer.encoder.reason}"
     if not is_ready(layer):
         return "nothing is packed yet, and its statistics are those of what is; prefill a longer prompt first"
     return None

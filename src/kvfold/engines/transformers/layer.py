@@ -452,7 +452,10 @@ class FoldedLayer(CacheLayerMixin):
         return self.kernel.attend(self.reader.call(query, None, scale, sinks=sinks, lengths=lengths.after))
 
     def _close(self, key: torch.Tensor | None, value: torch.Tensor | None, lengths: Lengths) -> None:
-        self.writer.by_kernel.close(key, value, lengths, self.static_boundary)
+        if self.encoder.in_graphs:
+            self.writer.by_kernel.close(key, value, lengths, self.static_boundary)
+        elif key is not None and value is not None:
+            self.writer.by_torch.append(key, value, lengths)
 
     @storing
     def make_room(self, tokens: int) -> None:
@@ -486,8 +489,11 @@ class FoldedLayer(CacheLayerMixin):
         self.static = self.static_boundary = None
 
     def follow_static(self, steps: int) -> None:
-        """Within a decode graph, after ``steps`` decoded tokens: make the encoder's states that are due now, in place."""
+        """Within a decode graph, after ``steps`` decoded tokens: make the encoder's states that are due now, in place, and
+        encode the blocks that the next step is to close where it cannot do that itself."""
         self.writer.follow_steps(steps)
+        if not self.encoder.in_graphs:
+            self.writer.encode_steps(steps)
 
     # ---- calls that die ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,105 @@
+"""The Triton kernel over formats with readers: interpreted, compiled ahead, chosen, and (``-m gpu``) on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from blocks_case import CASES, LIMIT, Case, of_method
+from kvfold.kernels import aot, blocks
+from kvfold.methods import LayerSpec, get
+from kvfold.plan import packed_for
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+# ---- against the reference -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", range(0, len(CASES), 6))
+def test_interpreted(first):
+    """The interpreter is chosen when kernels are defined, so it needs a process of its own."""
+    here = Path(__file__).parents[1]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (here, *sys.path)))}
+    names = list(CASES)[first : first + 6]
+    done = subprocess.run(
+        [sys.executable, str(here / "blocks_case.py"), *names], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    assert Case(**{**CASES[name], "device": "cuda", "dtype": torch.float16}).error() < LIMIT
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["turboquant-3bit", "qjl", "lookup-channel-keys-rope", "long-padded"])
+def test_bf16_on_a_gpu(name):
+    assert Case(**{**CASES[name], "device": "cuda", "dtype": torch.bfloat16}).error() < 1e-2
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("per_head, tokens", [(1, 1), (4, 1), (8, 1), (4, 4), (8, 8), (4, 16)])
+@pytest.mark.parametrize("method", ["turboquant:bits=3", "turboquant:bits=2,center=false,normalize=false", "k=qjl+v=turboquant"])
+def test_shapes_of_calls(method, per_head, tokens):
+    options = {"head_dim": 128, "packed": (4096, 4000), "slabs": (64, 64), "in_place": True, "ring": 64}
+    case = Case(method, **options, tokens=tokens, per_head=per_head, device="cuda", dtype=torch.float16)
+    assert case.error() < LIMIT
+
+
+# ---- compiled ahead --------------------------------------------------------------------------------------------------
+
+COMPILED = {
+    "turboquant": ("turboquant:bits=3", {}),
+    "turboquant-plain": ("turboquant:bits=2,center=false,normalize=false", {}),
+    "turboquant-sm80": ("turboquant:bits=3", {"capability": 80}),
+    "qjl-12rows": ("k=qjl+v=turboquant:bits=2", {"rows": 12}),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills_in_the_loop(name):
+    method, options = COMPILED[name]
+    report = aot.compile_blocks(*of_method(method, 128), **options)
+    assert report.spills_in_loop <= (600 if "rows" in name else 0) and report.shared <= 160 * 1024
+
+
+def test_small_products_are_no_warpgroup_mmas():
+    """Of 16 columns and more, those of Triton 3.6 gave wrong numbers."""
+    for rows in (1, 8, 12, 40):
+        report = aot.compile_blocks(*of_method("turboquant:bits=3", 128), rows=rows)
+        assert report.instructions["HMMA"] and not report.instructions["HGMMA"]
+
+
+# ---- which layers it serves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method, reason",
+    [
+        ("turboquant", None),
+        ("k=qjl+v=turboquant", None),
+        ("turboquant:residual=true", "keys: sketched residual storage"),
+        ("k=qjl:paper=true,outliers=4+v=turboquant", "keys: split sketch storage"),
+        ("k=turboquant+v=zipcache:paper=true", "values: statistics of all tokens"),
+    ],
+)
+def test_what_is_refused(method, reason):
+    why = blocks.unsupported(*of_method(method), False)
+    assert (why is None) if reason is None else reason in why
+
+
+def test_a_layer_on_a_gpu_is_packed_in_plain_order(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    spec = packed_for(get("turboquant"), LayerSpec(0, 1, 2, 4, 64, dtype=torch.float16), torch.device("cuda"), None)
+    assert not spec.fragments
