@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from kvfold.formats import Lookup, Paged
+from kvfold.formats import Lookup
 from kvfold.formats.lookup import ChannelScales
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, blocks
 from kvfold.kernels.reference import ReferenceKernel
@@ -34,7 +34,9 @@ def of_method(spec, head_dim=64):
 def lookup(bits=2, scaling="rms", head_dim=64, block=32, device="cpu"):
     channels = None
     if scaling == "channel":
-        channels = ChannelScales(rand(HEADS, head_dim, seed=5).to(device), (1 + rand(HEADS, head_dim, seed=6).abs()).to(device))
+        channels = ChannelScales(
+            rand(HEADS, head_dim, seed=5).to(device), (1 + rand(HEADS, head_dim, seed=6).abs()).to(device)
+        )
     return Lookup(head_dim, block, "plain", bits, lloyd_max(bits), scaling, channels)
 
 
@@ -137,7 +139,9 @@ class Case:
 
     def error(self):
         """Relative RMS error; every number is finite."""
-        assert (why := blocks.unsupported(self.call.key_format, self.call.value_format, self.call.rope is not None)) is None, why
+        assert (
+            why := blocks.unsupported(self.call.key_format, self.call.value_format, self.call.rope is not None)
+        ) is None, why
         got, want = blocks.attend(self.call, self.plan), self.expected()
         assert torch.isfinite(got).all()
         if self.padded:  # what a padding query gets has no meaning
@@ -146,7 +150,10 @@ class Case:
 
 
 def lookups(bits=2, value_bits=None, keys="rms", values="rms", block=32):
-    return lambda d, device: (lookup(bits, keys, d, block, device), lookup(value_bits or bits, values, d, block, device))
+    return lambda d, device: (
+        lookup(bits, keys, d, block, device),
+        lookup(value_bits or bits, values, d, block, device),
+    )
 
 
 CASES = {
@@ -172,8 +179,18 @@ CASES = {
     "small-values": {"method": "turboquant", "size": 1e-5},
     "large-values": {"method": "turboquant", "size": 1e3},
     "nothing-packed": {"method": "turboquant", "packed": (0, 0), "slabs": (4,)},
-    "tiles-of-32": {"method": "turboquant:bits=3", "plan": blocks.Plan(8, 32, 4, 3), "packed": (288, 32), "slabs": (12,)},
-    "tiles-of-128": {"method": "turboquant:bits=3", "plan": blocks.Plan(8, 128, 4, 2), "packed": (288, 32), "slabs": (12,)},
+    "tiles-of-32": {
+        "method": "turboquant:bits=3",
+        "plan": blocks.Plan(8, 32, 4, 3),
+        "packed": (288, 32),
+        "slabs": (12,),
+    },
+    "tiles-of-128": {
+        "method": "turboquant:bits=3",
+        "plan": blocks.Plan(8, 128, 4, 2),
+        "packed": (288, 32),
+        "slabs": (12,),
+    },
 }
 
 

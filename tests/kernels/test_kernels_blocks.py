@@ -50,7 +50,9 @@ def test_bf16_on_a_gpu(name):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("per_head, tokens", [(1, 1), (4, 1), (8, 1), (4, 4), (8, 8), (4, 16)])
-@pytest.mark.parametrize("method", ["turboquant:bits=3", "turboquant:bits=2,center=false,normalize=false", "k=qjl+v=turboquant"])
+@pytest.mark.parametrize(
+    "method", ["turboquant:bits=3", "turboquant:bits=2,center=false,normalize=false", "k=qjl+v=turboquant"]
+)
 def test_shapes_of_calls(method, per_head, tokens):
     options = {"head_dim": 128, "packed": (4096, 4000), "slabs": (64, 64), "in_place": True, "ring": 64}
     case = Case(method, **options, tokens=tokens, per_head=per_head, device="cuda", dtype=torch.float16)

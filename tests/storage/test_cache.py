@@ -957,7 +957,7 @@ def test_inference_mode_for_some_calls_and_not_for_others(method, between, targe
     # on GPUs calls with gradients are attended to by other kernels, so that a code here and there falls on the other side: two
     # kernels differ as much over this model (0.010 to 0.016 for fold and for kivi, measured on an H200 without gradients)
     for got in results[:3]:
-        assert relative(got, results[3]) < (5e-2 if target.is_gpu else target.logits)
+        assert relative(got, results[3]) < (max(5e-2, target.logits) if target.is_gpu else target.logits)
 
 
 # ---- young caches ----------------------------------------------------------------------------------------------------

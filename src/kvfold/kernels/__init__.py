@@ -16,7 +16,15 @@ from kvfold.kernels.tiles import TilesKernel
 
 REGISTRY: dict[str, AttentionKernel] = {
     kernel.name: kernel
-    for kernel in (GluonKernel(), PagesKernel(), DenseKernel(), TilesKernel(), BlocksKernel(), CPUKernel(), ReferenceKernel())
+    for kernel in (
+        GluonKernel(),
+        PagesKernel(),
+        DenseKernel(),
+        TilesKernel(),
+        BlocksKernel(),
+        CPUKernel(),
+        ReferenceKernel(),
+    )
 }
 """By name, in the order of preference; the reference, which supports everything, comes last."""
 

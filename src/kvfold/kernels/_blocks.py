@@ -1,4 +1,4 @@
-"""Attention over packed storage of any format that has a reader, in plain Triton: tiles are decoded on chip and multiplied at once.
+"""Attention over packed storage of any format that has a reader, in plain Triton: tiles are decoded on chip and multiplied.
 
 What is the same for all formats is here: splits, softmax, statistics and bases of pages, keys before RoPE. What differs is one
 function, the format's reader (:mod:`kvfold.kernels.readers`), which the kernel is compiled with.
@@ -35,7 +35,21 @@ def _means(data, at, channel, D: tl.constexpr):
     return tl.load(data + at * D + channel, mask=channel < D, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "row_blocks", "start", "tokens", "room", "k_pages", "v_pages", "splits", "part", "parts"])
+@triton.jit(
+    do_not_specialize=[
+        "heads",
+        "rows",
+        "row_blocks",
+        "start",
+        "tokens",
+        "room",
+        "k_pages",
+        "v_pages",
+        "splits",
+        "part",
+        "parts",
+    ]
+)
 def blocks_kernel(
     q_ptr, bias_ptr,
     k_fields, k_tables, k_mean, k_norm, k_basis,
@@ -58,7 +72,8 @@ def blocks_kernel(
 
     Decoded keys have KW channels and values VW (powers of two, the last ones perhaps padding). With K_BASIS the kernel turns
     queries of D channels (DP with padding) into KW: ``k_basis`` is fp16 [width, D]. With V_BASIS it turns sums of VW channels
-    back: ``v_basis`` is fp16 [D, width]. Products have tokens or channels as rows and queries as columns. V_OUT is the number of channels that are written.
+    back: ``v_basis`` is fp16 [D, width]. Products have tokens or channels as rows and queries as columns. V_OUT
+    channels are written.
 
     With ROTARY, keys are stored before RoPE: tiles are read as the two halves of its pairs, KW / 2 channels each; queries are
     rotated back by the position of the tile's first token, and keys by the rest (``table_ptr``, fp16 [2, T, KW / 2]).

@@ -249,7 +249,7 @@ def constants(
 
 
 def static(spec: tuple[Any, ...]) -> Any:
-    """A reader's numbers and functions as the kernel's constants. Functions stay themselves: Triton's cache knows their text."""
+    """A reader's numbers and functions as the kernel's constants. Functions stay: Triton's cache knows their text."""
     from triton import knobs
     from triton.language import constexpr
 
@@ -302,7 +302,11 @@ def attend_packed(
     nothing = partials.total  # stands for tensors that are never read
     arguments: list[Any] = []
     for i, ((form, fields), reader) in enumerate(zip(sides, readers, strict=True)):
-        arguments += [reader.fields(fields), reader.tables(device), *_of_pages(form, fields, reader.width, device, nothing, i == 1)]
+        arguments += [
+            reader.fields(fields),
+            reader.tables(device),
+            *_of_pages(form, fields, reader.width, device, nothing, i == 1),
+        ]
     freq, table = nothing, nothing
     if call.rope is not None:
         rotation = _rotation(call.rope, fixed["KW"] // 2, plan.tokens, device)

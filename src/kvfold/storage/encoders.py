@@ -90,7 +90,6 @@ class TorchEncoder:
                 for name, tensor in source.items():
                     target[name][rows, :, first:last] = tensor
 
-
     def append(self, keys: torch.Tensor, values: torch.Tensor, lengths: Lengths) -> None:
         """A decode graph's step: write the new token, [batch, num_kv_heads, 1, head_dim], to the windows."""
         from kvfold.kernels.encode_dense import append

@@ -13,6 +13,7 @@ LEVELS      entry of a table of up to 16 fp16 numbers
 PLAIN       the code
 ==========  ===========================================
 """
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
 from functools import lru_cache
 
@@ -79,7 +80,9 @@ def _assembly(kind: int, bits: int) -> str:
             sub.rn.f16x2 a, a, t;
             sub.rn.f16x2 b, b, t;"""
     if kind == UNIFORM:
-        middle = {1: 0x38003800, 2: 0x3E003E00, 3: 0x43004300, 4: 0x47804780, 8: 0x57F857F8}[bits]  # (2^bits - 1) / 2, twice
+        middle = {1: 0x38003800, 2: 0x3E003E00, 3: 0x43004300, 4: 0x47804780, 8: 0x57F857F8}[
+            bits
+        ]  # (2^bits - 1) / 2, twice
         number += f"""
             mov.b32 t, {middle};
             sub.rn.f16x2 a, a, t;
@@ -94,7 +97,7 @@ def _constraints(kind: int, bits: int) -> str:
 
 
 @triton.jit
-def codes(  # type: ignore[no-untyped-def]
+def codes(
     data, first, left, four, T: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, table=None
 ):
     """Numbers of the codes of a tile: fp16 [T / 32, fields, halves, tokens, W].
@@ -167,13 +170,13 @@ def codes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def channels(four):  # type: ignore[no-untyped-def]
+def channels(four):
     """Channels, int32 [W], of fours, int32 [W / 4]."""
     return tl.reshape(four[:, None] * 4 + tl.arange(0, 4)[None, :], (4 * four.shape[0],))
 
 
 @triton.jit
-def token_of(T: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def token_of(T: tl.constexpr, BITS: tl.constexpr):
     """Number within the tile of every token of :func:`codes`: int32 [T / 32, fields, halves, tokens, 1]."""
     F: tl.constexpr = 8 // (2 if BITS == 3 else BITS)
     H: tl.constexpr = 2 if BITS == 3 else 1
@@ -184,7 +187,7 @@ def token_of(T: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def of_tokens(data, first, left, T: tl.constexpr, EACH: tl.constexpr, AT: tl.constexpr):  # type: ignore[no-untyped-def]
+def of_tokens(data, first, left, T: tl.constexpr, EACH: tl.constexpr, AT: tl.constexpr):
     """Number AT of the EACH numbers that every token of a tile has: float32 [T]."""
     token = tl.minimum(tl.arange(0, T), left - 1)
     return tl.load(data + (first + token) * EACH + AT).to(tl.float32)
@@ -192,8 +195,8 @@ def of_tokens(data, first, left, T: tl.constexpr, EACH: tl.constexpr, AT: tl.con
 
 @lru_cache(maxsize=256)
 def level_table(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Up to 16 levels for :func:`codes`: int32 [8], bytes of eight levels' upper halves, of their lower ones, then the others'."""
-    halves = torch.zeros(16, dtype=torch.float16)
-    halves[: len(levels)] = torch.tensor(levels, dtype=torch.float64).to(torch.float16)
+    """Up to 16 levels for :func:`codes`: int32 [8], upper bytes of eight levels, their lower ones, then those of the others."""
+    halves = torch.zeros(16, dtype=torch.float16, device="cpu")
+    halves[: len(levels)] = torch.tensor(levels, dtype=torch.float64, device="cpu").to(torch.float16)
     eights = halves.view(torch.uint8).view(2, 8, 2).flip(-1).transpose(1, 2)  # [which eight, upper or lower, level]
     return eights.contiguous().view(torch.int32).flatten().to(device)
