@@ -92,8 +92,7 @@ def test_small_products_are_no_warpgroup_mmas():
         ("turboquant", None),
         ("k=qjl+v=turboquant", None),
         ("turboquant:residual=true", "keys: sketched residual storage"),
-        ("k=qjl:paper=true,outliers=4+v=turboquant", "keys: split sketch storage"),
-        ("k=turboquant+v=zipcache:paper=true", "values: statistics of all tokens"),
+        ("qjl:normalize=false,outliers=4", "keys: split sketch storage"),
     ],
 )
 def test_what_is_refused(method, reason):
