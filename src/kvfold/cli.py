@@ -24,12 +24,13 @@ from kvfold.commands.explain import explain
 from kvfold.commands.generate import generate
 from kvfold.commands.lm_eval import lm_eval
 from kvfold.commands.methods import list_methods
+from kvfold.commands.recommend import recommend
 from kvfold.commands.report import report
 from kvfold.commands.terminal import spread
 from kvfold.errors import KVFoldError, OutputError
 from kvfold.threads import settle
 
-COMPUTE = ("ablate", "calibrate", "chat", "compare", "domains", "eval", "generate", "lm-eval")
+COMPUTE = ("ablate", "calibrate", "chat", "compare", "domains", "eval", "generate", "lm-eval", "recommend")
 """Commands whose threads are told how to wait; benchmarks measure what they find."""
 
 
@@ -127,6 +128,7 @@ for _command in (
     domains,
     evaluate,
     ablate,
+    recommend,
     report,
     lm_eval,
     calibrate,

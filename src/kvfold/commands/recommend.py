@@ -1,0 +1,195 @@
+"""The command ``kvfold recommend``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvfold.commands.terminal import (
+    JSON_HELP,
+    complete_method,
+    json_target,
+    load,
+    model_options,
+    print_json,
+    progress_bar,
+    say,
+    show,
+    write_json,
+)
+from kvfold.errors import KVFoldError
+from kvfold.sheet import Column, Sheet, as_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvfold.evaluation.recommend import Choice, Sensitivity
+
+CHECKED = 1024
+"""Tokens before those of the check, where the model's context has room."""
+
+
+@click.command("recommend", short_help="Propose bits for keys and values of every layer at a budget.")
+@model_options
+@click.option(
+    "--budget",
+    metavar="BITS|SIZE",
+    required=True,
+    help="Effective bits per value (2.5), or the size of a cache of --context tokens (0.5GB, 300MiB).",
+)
+@click.option("--context", metavar="N", type=int, help="Tokens that the size is for.  [default: the model's context]")
+@click.option(
+    "--method", "spec", metavar="X", default="fold", show_default=True, shell_complete=complete_method,
+    help="Method whose bits are chosen.",
+)  # fmt: skip
+@click.option("--text", "file", metavar="FILE", help="Text to measure on.  [default: prose that ships with Python]")
+@click.option("--length", metavar="N", type=int, default=512, show_default=True, help="Tokens before the scored ones.")
+@click.option("--tokens", metavar="N", type=int, default=128, show_default=True, help="Tokens scored.")
+@click.option(
+    "--check", metavar="N", type=int, default=6, show_default=True,
+    help="Windows of each of two texts that the proposal is compared on with uniform bits; 0: none.",
+)  # fmt: skip
+@click.option("--out", metavar="FOLDER", help="Keep the check's rows, as kvfold eval does.")
+@click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
+def recommend(
+    model: str | None,
+    dtype: str | None,
+    device: str | None,
+    budget: str,
+    context: int | None,
+    spec: str,
+    file: str | None,
+    length: int,
+    tokens: int,
+    check: int,
+    out: str | None,
+    json_path: str | None,
+) -> None:
+    """Measure what a model loses when one layer's keys, or values, are folded alone; propose bits for each within a budget.
+
+    The proposal is a method's string, which every command takes. It is then compared with the same bits for all layers, at
+    equal effective bits, on texts and windows that were not measured on. float32, the default, shows small losses best: 16 bits
+    have noise of their own.
+    """
+    from kvfold import methods
+    from kvfold.evaluation import recommend as r
+    from kvfold.evaluation.results import as_folder
+
+    asked = r.Budget.read(budget)
+    method = methods.get(spec)
+    for name, value, least in (("length", length, 64), ("tokens", tokens, 32), ("check", check, 0)):
+        if value < least:
+            raise KVFoldError(f"{name}: {value}; give at least {least}")
+    if context is not None and context < 1:
+        raise KVFoldError(f"context: {context}; give at least 1")
+    r._bits(method)
+    target = json_target(json_path)
+    folder = as_folder(Path(out).expanduser()) if out else None
+    loaded, tokenizer, info = load(model, dtype or "float32", device)
+    horizon = context or info.max_context or 4096
+    with progress_bar(_count()) as bar:
+        task = bar.add_task("", total=None)
+        found = r.measure(
+            loaded,
+            method,
+            _ids(tokenizer, file, length, tokens, info.max_context),
+            length,
+            on_start=lambda count: bar.update(task, total=count),
+            on_done=lambda what: bar.update(task, advance=1, description=what),
+        )
+    bits = r.within(loaded, method, found, asked, horizon)
+    choice, same = r.propose(found, bits), r.uniform(found, bits)
+    alike: Choice = dict.fromkeys(found.layers, same)
+    equal = r.propose(found, found.bits_of(alike))
+    names = [str(r.as_method(method, c)) for c in (choice, alike, equal)]
+    result: dict[str, Any] = r.to_dict(found, choice, names)
+    sizes = [r.bytes_of(loaded, methods.get(name), horizon) for name in names[:2]]
+    result |= {"context": horizon, "bytes": sizes[0], "uniform_bytes": sizes[1], "at_equal_bits": names[2]}
+    if json_path != "-":
+        show(_table(found, choice))
+        say(
+            f"measured at {r.PROBE} bits, one layer's keys or values at a time, on {tokens} tokens after {length}: KL "
+            "divergence, nats per token"
+        )
+        for side, name in (("k", "keys"), ("v", "values")):
+            shown = ", ".join(f"{b} bits {found.together[side, b]:.3g}" for b in found.bits)
+            say(f"all layers' {name}: {shown}")
+        click.echo()
+        click.echo(names[0])
+        say(
+            f"{found.bits_of(choice):.3f} effective bits, {as_bytes(sizes[0])} of {horizon:,} tokens; expected to lose "
+            f"{r.total_loss(found, choice):.3g} nats per token"
+        )
+        say(
+            f"uniform within the same budget: {names[1]} ({found.bits_of(alike):.3f} bits, {as_bytes(sizes[1])}); expected to "
+            f"lose {r.total_loss(found, alike):.3g}"
+        )
+        click.echo()
+    if check:
+        result["check"] = _check(loaded, tokenizer, info, names, check, tokens, folder, json_path != "-")
+    if target:
+        write_json(target, result)
+        click.echo(f"written: {target}")
+    if json_path == "-":
+        print_json(result)
+
+
+def _count() -> Any:
+    from rich.progress import MofNCompleteColumn
+
+    return MofNCompleteColumn()
+
+
+def _ids(tokenizer: Any, file: str | None, length: int, tokens: int, most: int | None) -> torch.Tensor:
+    """The beginning of a text; the check reads the second half of the prose."""
+    from kvfold.evaluation.compare import encode
+    from kvfold.evaluation.text import load_text
+
+    return encode(tokenizer, load_text(file), length, tokens, 2, most)[length]
+
+
+def _table(found: Sensitivity, choice: Choice) -> Sheet:
+    from kvfold.evaluation.recommend import rows
+
+    columns = [
+        Column("layer", right=True, key=True),
+        Column("keys lose", right=True),
+        Column("values lose", right=True),
+    ]
+    sheet = Sheet([*columns, Column("K bits", right=True), Column("V bits", right=True)], "", "")
+    for layer, keys, values, own in rows(found, choice):
+        proposed = ("full", "full") if own is None else (str(own[0]), str(own[1]))
+        sheet.add(str(layer), f"{keys:.2e}", f"{values:.2e}", *proposed)
+    return sheet
+
+
+def _check(
+    loaded: Any, tokenizer: Any, info: Any, names: list[str], items: int, tokens: int, folder: Path | None, shown: bool
+) -> list[dict[str, Any]]:
+    """Compare proposals with uniform bits on what was not measured on; returns the cells."""
+    from kvfold.commands.eval import notes, table
+    from kvfold.evaluation import loop
+    from kvfold.evaluation.suites import Options, make
+    from kvfold.evaluation.summary import summarize, to_dict
+
+    most = info.max_context or 1 << 30
+    length = max(64, min(CHECKED, most - tokens - 1))
+    suites = make(["divergence"], tokenizer, Options(tokens=tokens))
+    proposal, same, equal = names
+    planned = loop.plan(
+        loaded, info, list(dict.fromkeys((equal, proposal))), suites, baseline=same, lengths=[length], limit=items
+    )
+    print(f"kvfold: comparing with {same} on {items} windows of each of two texts ...", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as kept:
+        (file,) = loop.run(loaded, tokenizer, info, planned, folder or Path(kept))
+    cells = summarize(file, same, list(planned.methods), [item.name for _, own in planned.suites for item in own])
+    if shown:
+        show(table(file, cells, same))
+        for line in notes([file], cells, same)[: None if folder else -1]:
+            say(line)
+    found: list[dict[str, Any]] = to_dict([file], cells, same)["cells"]
+    return found

@@ -1,0 +1,247 @@
+"""What is measured of a model's layers, what is proposed of it, and how the proposal is checked."""
+
+import json
+import random
+from itertools import product
+
+import pytest
+import torch
+
+import kvfold
+from kvfold import methods
+from kvfold.cli import main
+from kvfold.errors import KVFoldError
+from kvfold.evaluation import windows
+from kvfold.evaluation.perplexity import reference, score
+from kvfold.evaluation.recommend import (
+    BITS,
+    PROBE,
+    Budget,
+    Sensitivity,
+    as_method,
+    bytes_of,
+    measure,
+    propose,
+    total_loss,
+    uniform,
+    within,
+)
+from kvfold.evaluation.text import Text, load_text
+from tiny_model import save, tiny_llama
+
+FOLD = methods.get("fold")
+
+
+def sensitivity(keys, values=None, extra=0.4, elements=64):
+    """Of layers that lose so much alone at two bits; twice the bits lose a sixteenth."""
+    values = values or keys
+    alone = {(i, side): v for side, found in (("k", keys), ("v", values)) for i, v in enumerate(found)}
+    together = {
+        (side, b): sum(found) * 4.0 ** (PROBE - b) for side, found in (("k", keys), ("v", values)) for b in BITS
+    }
+    cost = {(i, side, b): b + extra for i in range(len(keys)) for side in "kv" for b in BITS}
+    return Sensitivity(alone, together, cost, dict.fromkeys(range(len(keys)), elements))
+
+
+# ---- proposing -------------------------------------------------------------------------------------------------------
+
+
+def test_what_loses_more_gets_more_bits():
+    found = sensitivity([1e-3, 1e-3, 1e-1, 1e-3], [1e-4] * 4)
+    choice = propose(found, 2.4)
+    assert choice[2][0] > choice[0][0] >= choice[0][1]
+    assert found.bits_of(choice) <= 2.4
+
+
+def test_a_layer_is_kept_where_that_saves_more():
+    found = sensitivity([1e-6] * 7 + [10.0], [1e-6] * 7 + [10.0])
+    assert propose(found, 4.4)[7] is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_proposal_fits_and_is_never_expected_to_be_worse_than_uniform(seed):
+    draw = random.Random(seed)
+    found = sensitivity(*([10 ** draw.uniform(-5, -1) for _ in range(6)] for _ in "kv"))
+    for bits in (1.4, 1.41, 1.9, 2.4, 2.9, 3.33, 4.4, 7.0):
+        choice = propose(found, bits)
+        assert found.bits_of(choice) <= bits + 1e-9
+        alike = dict.fromkeys(found.layers, uniform(found, bits))
+        assert found.bits_of(alike) <= bits + 1e-9
+        assert total_loss(found, choice) <= total_loss(found, alike)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_proposal_is_near_the_best_there_is(seed):
+    draw = random.Random(seed)
+    found = sensitivity(*([10 ** draw.uniform(-3, -1) for _ in range(2)] for _ in "kv"))
+    every = [dict(enumerate(own)) for own in product([None, *product(BITS, BITS)], repeat=2)]
+    for bits in (1.9, 2.4, 3.4):
+        best = min(total_loss(found, c) for c in every if found.bits_of(c) <= bits + 1e-9)
+        assert total_loss(found, propose(found, bits)) <= 1.5 * best
+
+
+def test_too_small_a_budget_is_refused():
+    with pytest.raises(KVFoldError, match=r"^budget: 1\.2 bits per value; the least is 1\.4"):
+        propose(sensitivity([1e-3]), 1.2)
+    with pytest.raises(KVFoldError, match=r"^budget: 1\.2 bits per value; even all at 1 bit"):
+        uniform(sensitivity([1e-3]), 1.2)
+
+
+def test_a_proposal_is_a_method_that_can_be_typed():
+    choice = {0: (4, 2), 1: (3, 2), 2: (3, 2), 3: None, 4: (4, 2), 5: (1, 1)}
+    method = as_method(FOLD, choice)
+    spec = str(method)
+    assert spec == "fold:k_bits=4,v_bits=2+keep=3+1,2=fold:k_bits=3,v_bits=2+5=fold:k_bits=1,v_bits=1"
+    assert methods.get(spec) == method
+    for layer, own in choice.items():
+        at = method.at(layer)
+        assert (None if at is None else (at.key_bits, at.value_bits)) == own
+    assert str(as_method(FOLD, dict.fromkeys(range(3), (2, 1)))) == "fold:k_bits=2,v_bits=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "size"),
+    [
+        ("2.5", 2.5, None),
+        ("3 bits", 3, None),
+        ("0.5GB", None, 5e8),
+        ("300 MiB", None, 300 * 2**20),
+        (".5kb", None, 500),
+    ],
+)
+def test_budgets(text, bits, size):
+    found = Budget.read(text)
+    assert (found.bits, found.bytes) == (bits, size)
+
+
+@pytest.mark.parametrize("text", ["", "much", "-2", "0", "2.5TB", "GB", "nan"])
+def test_what_is_no_budget_is_refused(text):
+    with pytest.raises(KVFoldError, match=r"^budget: "):
+        Budget.read(text)
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured():
+    model = tiny_llama()
+    ids = torch.randint(0, 250, (1, 320 + 32 + 1), generator=torch.Generator().manual_seed(0))
+    seen = []
+    return model, ids, measure(model, FOLD, ids, 320, on_start=seen.append, on_done=seen.append), seen
+
+
+def test_each_side_of_each_layer_is_measured_alone(measured):
+    model, ids, found, seen = measured
+    assert seen[0] == len(seen) - 1 == 2 * (4 + 2)
+    truth = reference(model, ids, 320)
+    for (layer, side), kld in found.alone.items():
+        sides = ("fold:bits=2", "none") if side == "k" else ("none", "fold:bits=2")
+        cache = kvfold.fold(model, f"k={sides[0]}+v={sides[1]}+keep={1 - layer}")
+        try:
+            assert score(model, ids, 320, cache, reference=truth).kld == pytest.approx(kld, rel=1e-3, abs=1e-7)
+        finally:
+            kvfold.unfold(model)
+    assert all(kld > 1e-6 for kld in found.alone.values())
+
+
+def test_fewer_bits_lose_more_and_cost_less(measured):
+    *_, found, _ = measured
+    for side in "kv":
+        losses = [found.together[side, b] for b in found.bits]
+        assert losses == sorted(losses, reverse=True)
+        for layer in found.layers:
+            costs = [found.cost[layer, side, b] for b in found.bits]
+            assert costs == sorted(costs) and all(b < c < b + 1 for b, c in zip(found.bits, costs, strict=True))
+            losses = [found.loss(layer, side, b) for b in found.bits]
+            assert losses == sorted(losses, reverse=True)
+            assert found.loss(layer, side, PROBE) == pytest.approx(found.alone[layer, side])
+
+
+def test_expected_bits_are_those_of_the_cache(measured):
+    model, _, found, _ = measured
+    choice = {0: (4, 2), 1: (3, 1)}
+    ids = torch.randint(0, 250, (1, 32 + 96 + 256), generator=torch.Generator().manual_seed(0))  # two whole pages
+    cache = kvfold.fold(model, as_method(FOLD, choice))
+    try:
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+    finally:
+        kvfold.unfold(model)
+    assert found.bits_of(choice) == pytest.approx(float(cache.effective_bits(False)), rel=1e-6)
+
+
+def test_a_size_is_kept_to(measured):
+    model, _, found, _ = measured
+    for size in (430_000, 470_000, 520_000):
+        bits = within(model, FOLD, found, Budget(bytes=size), 1000)
+        assert 0.85 * size < bytes_of(model, as_method(FOLD, propose(found, bits)), 1000) <= size
+    with pytest.raises(KVFoldError, match=r"^budget: 1,000 bytes; a cache of 1,000 tokens takes at least"):
+        within(model, FOLD, found, Budget(bytes=1000), 1000)
+
+
+def test_where_nothing_is_packed_nothing_is_measured():
+    ids = torch.zeros(1, 64 + 33, dtype=torch.long)
+    with pytest.raises(KVFoldError, match=r"^length: after 64 tokens nothing is packed \(32 \+ 96 tokens"):
+        measure(tiny_llama(), FOLD, ids, 64)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def run(folder, tmp_path, capsys, monkeypatch):
+    prose, code = load_text(), windows.library_source()
+    monkeypatch.setattr(windows, "load_text", lambda path=None: Text(prose.text[:8000], "prose"))
+    monkeypatch.setattr(windows, "library_source", lambda: Text(code.text[:8000], "code"))
+
+    def run(*arguments):
+        capsys.readouterr()
+        status = main(
+            ["recommend", "--model", folder, "--device", "cpu", "--length", "320", "--tokens", "32", *arguments]
+        )
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_proposes_and_checks(run, tmp_path):
+    status, out, err = run(
+        "--budget", "2.91", "--check", "1", "--out", str(tmp_path / "rows"), "--json", str(tmp_path / "r")
+    )
+    assert status == 0, err
+    result = json.loads((tmp_path / "r").read_text())
+    assert result["proposal"] in out.splitlines()
+    assert str(methods.get(result["proposal"])) == result["proposal"]
+    assert result["effective_bits"] <= 2.91 and result["bytes"] > 0
+    assert {cell["method"] for cell in result["check"]} == {
+        result["proposal"],
+        result["uniform"],
+        result["at_equal_bits"],
+    }
+    assert {cell["task"] for cell in result["check"]} == {"prose", "code"}
+    assert f"against {result['uniform']}" in out
+    assert list((tmp_path / "rows").glob("divergence-*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--budget", "much"), "budget: 'much'"),
+        (("--budget", "1.2", "--check", "0"), "budget: 1.2 bits per value; the least is"),
+        (("--budget", "1kB", "--check", "0"), "budget: 1,000 bytes"),
+        (("--budget", "2.5", "--context", "0"), "context: 0"),
+        (("--budget", "2.5", "--check", "-1"), "check: -1"),
+        (("--budget", "2.5", "--method", "fold+keep=0"), "has no bits of its own"),
+        (("--budget", "2.5", "--method", "kiwi"), "'kiwi' is not known"),
+        ((), "Missing option '--budget'"),
+    ],
+)
+def test_wrong_input_is_refused(run, tmp_path, arguments, said):
+    status, out, err = run(*arguments)
+    assert status == 2 and said in err and "Traceback" not in err and not out
