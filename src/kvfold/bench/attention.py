@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kvfold import methods
+from kvfold.bench import storage
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups, Dense, Format, PagedFormat
@@ -23,6 +24,7 @@ from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
 from kvfold.methods import LayerSpec
 from kvfold.rope import Rope
 
+FUSED = ("kivi", "squat_pre", "innerq-asym", "innerq-sym", "innerq-hybrid", "fold", "none")
 HBM_BYTES_PER_MS = 4.35e9
 """What the best full-precision decode kernels read on an H200."""
 COLD_BYTES = 256 << 20
@@ -38,8 +40,9 @@ class Work:
 
     Parameters
     ----------
-    method : {"kivi", "squat_pre", "innerq-asym", "innerq-sym", "innerq-hybrid", "fold", "none"}
-        Whose storage; SQuat's is KIVI's, and SQuat_pre's holds keys before RoPE.
+    method : {"kivi", "squat_pre", "innerq-asym", "innerq-sym", "innerq-hybrid", "fold", "none"}, or a method's string
+        Whose storage; SQuat's is KIVI's, and SQuat_pre's holds keys before RoPE. Of a method's string, with its options, in the
+        order that readers take.
     bits : int
         For fold 0: 3 bits for keys, 2 for values; else two digits, as 43, or the same for both.
     context : int
@@ -69,8 +72,15 @@ class Work:
         return self.query_tokens > 16 or self.padded
 
     @property
+    def read(self) -> bool:
+        """Whether readers take it."""
+        return self.method not in FUSED
+
+    @property
     def formats(self) -> tuple[Any, Any]:
         """Of keys and values: affine groups; fold's are paged; those of ``none`` are dense, of the run's dtype."""
+        if self.read:
+            return storage.formats(self.method, self.num_kv_heads, self.head_dim, torch.device("cuda"))[:2]
         if self.method == "fold":
             return _fold(self.bits, self.head_dim)
         if self.method == "none":
@@ -89,6 +99,8 @@ class Work:
         )
 
     def __str__(self) -> str:
+        if self.read:
+            return self.method
         if self.method == "fold":
             return "fold {}/{}".format(*_fold_bits(self.bits))
         how = [text for text, of in (("left-padded", self.padded), ("plain order", self.plain)) if of]
@@ -146,6 +158,17 @@ PLAIN = tuple(
 """What the fused kernels refuse, and KIVI at ``head_dim`` 128 for comparison."""
 
 
+READ = tuple(
+    Work(method, 0, batch, context)
+    for method in (
+        "turboquant:bits=3", "turboquant:bits=3,center=false,normalize=false", "qjl", "innerq", "gear", "zipcache",
+        "vqllm:bits=1", "vqllm", "kvquant:bits=3", "commvq:bits=1", "commvq",
+    )
+    for batch, context in ((1, 131072), (16, 32768))
+)  # fmt: skip
+"""Formats that readers take."""
+
+
 @dataclass
 class Inputs:
     """Tensors of one call; see :mod:`kvfold.kernels.decode`. ``new`` and ``valid``: of long calls."""
@@ -188,13 +211,16 @@ def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int 
     stored = []
     for form, is_key in zip(work.formats, (True, False), strict=True):
         form = replace(form, dtype=dtype) if isinstance(form, Dense) else form
-        fields = form.allocate(batch, heads, packed // 32 + 1, device)
+        fields = form.allocate(batch, heads, packed // form.block + 1, device)
         for x in fields.values():
             x.fill_(float("nan") if x.is_floating_point() else -1)
         for b in range(batch):
-            vectors = random(1, heads, packed, dim)
+            vectors = random(1, heads, min(packed, storage.SAMPLE) if work.read else packed, dim)
             if is_key:
                 vectors = vectors * gain + offset
+            if work.read:
+                storage.fill(form, {name: x[b : b + 1] for name, x in fields.items()}, vectors, packed)
+                continue
             for name, x in form.encode(vectors).items():
                 fields[name][b : b + 1, :, : x.shape[2]] = x
         stored.append(fields)
@@ -211,7 +237,7 @@ def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int 
             (windows[0], windows[1]), (windows[2], windows[3]), lengths(SINK), lengths(packed), lengths(RECENT)
         ),
     )  # fmt: skip
-    if work.method == "squat_pre":
+    if work.method.partition(":")[0] in ("squat_pre", "commvq", "vqllm", "kvquant"):
         inputs.rope = Rope(10000.0 ** (-torch.arange(0, dim, 2, device=device).float() / dim))
     if work.long:
         keys, values = (random(batch, tokens, heads, dim).to(dtype).transpose(1, 2) for _ in range(2))
@@ -228,9 +254,12 @@ def reference(work: Work, inputs: Inputs, sequence: int) -> torch.Tensor:
     packed = int(windows.packed_len[sequence])
     ring = (packed + torch.arange(RECENT, device=device)) % windows.ring[0].shape[2]
     fields = (inputs.span.keys, inputs.span.values)
-    sides = []
+    sides, unproject = [], _unproject(work)
     for i, form in enumerate(work.formats):
-        middle = form.decode({n: x[sequence : sequence + 1] for n, x in fields[i].items()})[0, :, :packed]
+        middle = form.decode({n: x[sequence : sequence + 1] for n, x in fields[i].items()})
+        if i == 1 and unproject is not None:
+            middle = unproject(middle)
+        middle = middle[0, :, :packed]
         if i == 0 and inputs.rope is not None:
             exact = Rope(inputs.rope.inv_freq.double())
             middle = exact.rotate(middle, SINK + torch.arange(packed, device=device)).float()
@@ -259,6 +288,10 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
     scale = 1 / math.sqrt(work.head_dim)
     if work.method == "none":
         return dense.attend(_given(work, inputs, scale), out=out)
+    if work.read:
+        from kvfold.kernels import blocks
+
+        return blocks.attend(_given(work, inputs, scale)).to(inputs.q.dtype)
     if work.plain:
         return _plain_call(work, inputs, scale)
     if work.method == "fold":
@@ -291,7 +324,15 @@ def _given(work: Work, inputs: Inputs, scale: float) -> AttentionCall:
         uniform=True,
         rope=inputs.rope,
         first_position=windows.sink_len.long(),
+        unproject=_unproject(work),
     )
+
+
+def _unproject(work: Work) -> Any:
+    """What turns sums of values, float32 [..., num_kv_heads, rows, width], into outputs; None where nothing does."""
+    if not work.read:
+        return None
+    return storage.formats(work.method, work.num_kv_heads, work.head_dim, torch.device("cuda"))[2]
 
 
 def gate(work: Work, inputs: Inputs) -> float:
@@ -429,7 +470,11 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
         query_tokens=work.query_tokens,
         context=work.context,
         dtype=str(dtype).removeprefix("torch."),
-        kernel="triton" if work.plain else {"fold": "pages", "none": "dense"}.get(work.method, "gluon"),
+        kernel="blocks"
+        if work.read
+        else "triton"
+        if work.plain
+        else {"fold": "pages", "none": "dense"}.get(work.method, "gluon"),
         error=error,
         limit=LIMIT[dtype],
         p20_ms=p20,
@@ -494,12 +539,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument(
         "--calls",
-        choices=("decode", "long", "plain", "all"),
+        choices=("decode", "long", "plain", "readers", "all"),
         default="all",
-        help="one new token, many of them, either where the fused kernels refuse a layer, or everything",
+        help="one new token, many, either where the fused kernels refuse a layer, formats that readers take, or everything",
     )
     args = parser.parse_args(argv)
-    works = {"decode": DEFAULT, "long": LONG, "plain": PLAIN, "all": DEFAULT + LONG + PLAIN}[args.calls]
+    works = {"decode": DEFAULT, "long": LONG, "plain": PLAIN, "readers": READ, "all": DEFAULT + LONG + PLAIN + READ}[
+        args.calls
+    ]
 
     failed = False
     for row in run(works, getattr(torch, args.dtype), args.rows):

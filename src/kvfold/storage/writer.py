@@ -232,7 +232,9 @@ class Writer:
                 if steps:
                     packed = max(packed, sequences.packed_length(tokens - 1))
                 if due > packed:
-                    self._encode(self._waiting(group, some, tokens - sequences.sink), packed, due)
+                    state = {name: t[some].unsqueeze(1) for name, t in self.following.state.items()}
+                    states = BlockStates(state, (due,), self.layout.block)
+                    self._encode(self._waiting(group, some, tokens - sequences.sink), packed, due, states)
 
     # ---- taking tokens back ------------------------------------------------------------------------------------------
 
