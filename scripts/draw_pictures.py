@@ -450,12 +450,12 @@ def kernels() -> list:
 
 def graph() -> Picture:
     """A decode step as one CUDA graph: what the host does, and what the device does."""
-    p = Picture("graph", "A decode step in a CUDA graph: host and device", 384)
+    p = Picture("graph", "A decode step in a CUDA graph: host and device", 404)
     left = 30.0
     p.text(left, 24, "Host: four things a step", 14, bold=True)
     p.box(left, 40, 210, 44, ["copy token id, position", "into fixed tensors"])
     p.arrow((left + 210, 62), (left + 240, 62))
-    p.box(left + 240, 40, 240, 44, ["make the states that are due", "of encoders that follow queries"])
+    p.box(left + 240, 40, 240, 44, ["states and blocks that are due", "where no kernel makes them"])
     p.arrow((left + 480, 62), (left + 510, 62))
     p.box(left + 510, 40, 170, 44, ["replay", "one launch"])
     p.arrow((left + 680, 62), (left + 710, 62))
@@ -483,7 +483,8 @@ def graph() -> Picture:
         left,
         296,
         [
-            "1. A block that is due by the lengths before the step is read from the ring, encoded, and written into the slab.",
+            "1. A block that is due by the lengths before the step is read from the ring, encoded, and written into the slab",
+            "    (where a kernel encodes the format; otherwise the host has had it closed before the replay).",
             "2. The new token goes into the sink, or into slot (t - sink) % slots of the ring.",
             "3. Attention reads by the lengths after the step (packed, sink, recent); lengths.begin made them for all layers.",
             "The slab has room for all tokens of the graph, so addresses do not change. The grid covers that room;",
