@@ -218,6 +218,10 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+ENCODING = tuple(f"kvfold.kernels._encode_{room}" for room in ("groups", "words", "tile", "step"))
+"""Rooms whose kernels :mod:`kvfold.kernels.encode` launches, in the order of their imports."""
+
+
 def interpreted_module(name: str, *uses: str) -> ModuleType:
     """A second copy of a module whose Triton kernels run in the interpreter; the imported one keeps kernels that compile.
 

@@ -82,11 +82,13 @@ def test_rows_go_to_the_file_that_is_named_and_to_no_other(run, tmp_path, monkey
 def test_what_encodes_pages_is_compared_before_it_is_timed(monkeypatch):
     """On the CPU, with kernels in the interpreter: the gates of a prompt and of a step see a wrong code."""
     pytest.importorskip("triton")
-    from helpers import interpreted_module
+    from helpers import ENCODING, interpreted_module
     from kvfold import kernels
     from kvfold.bench import encode
 
-    module = interpreted_module("kvfold.kernels.encode_pages", "kvfold.kernels.encode", "kvfold.kernels._encode_pages")
+    module = interpreted_module(
+        "kvfold.kernels.encode_pages", *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_pages"
+    )
     monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_pages", module)
     monkeypatch.setattr(kernels, "encode_pages", module, raising=False)
     work = encode.Work("fold", bits=0, context=256, layers=1, num_heads=1, num_kv_heads=1, head_dim=64)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from kvfold.formats import AffineGroups
 from kvfold.kernels import aot
-from kvfold.kernels._decode_gluon import query_exponent
+from kvfold.kernels._affine_keys import query_exponent
 from kvfold.kernels.decode import unsupported
 from specializations import (
     BITS,

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from triton.compiler import ASTSource
 
-from helpers import feed, interpreted_module, layer, packed_fields, spec, tokens
+from helpers import ENCODING, feed, interpreted_module, layer, packed_fields, spec, tokens
 from kvfold.formats import AffineGroups
 from kvfold.formats.affine import FP16_MAX
 from kvfold.formats.paged import norms, plain
@@ -26,7 +26,7 @@ BITS = (1, 2, 3, 4, 8)
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return interpreted_module("kvfold.kernels.encode")
+    return interpreted_module("kvfold.kernels.encode", *ENCODING)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers import interpreted_module
+from helpers import ENCODING, interpreted_module
 from kvfold.formats import AffineGroups, Dense
 from kvfold.kernels import aot
 from kvfold.kernels import encode_dense as compiled
@@ -18,7 +18,9 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return interpreted_module("kvfold.kernels.encode_dense", "kvfold.kernels.encode", "kvfold.kernels._encode_dense")
+    return interpreted_module(
+        "kvfold.kernels.encode_dense", *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_dense"
+    )
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers import feed, interpreted_module, layer, packed_fields, spec, tokens
+from helpers import ENCODING, feed, interpreted_module, layer, packed_fields, spec, tokens
 from kvfold.formats import AffineGroups, Hadamard, Paged, Rotation, UniformTokens
 from kvfold.kernels import encode_pages as compiled
 from kvfold.methods import get
@@ -17,7 +17,9 @@ from kvfold.methods.base import finite
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return interpreted_module("kvfold.kernels.encode_pages", "kvfold.kernels.encode", "kvfold.kernels._encode_pages")
+    return interpreted_module(
+        "kvfold.kernels.encode_pages", *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_pages"
+    )
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

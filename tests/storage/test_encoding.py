@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 
 from helpers import (
+    ENCODING,
     assert_same_content,
     feed,
     interpreted_module,
@@ -30,7 +31,7 @@ from kvfold.storage.lengths import StaticLengths
 @pytest.fixture
 def interpreted(monkeypatch):
     """Encoding kernels that run on the CPU, in place of the compiled ones."""
-    module = interpreted_module("kvfold.kernels.encode")
+    module = interpreted_module("kvfold.kernels.encode", *ENCODING)
     monkeypatch.setitem(sys.modules, "kvfold.kernels.encode", module)
     monkeypatch.setattr(kernels, "encode", module, raising=False)
     return module
@@ -39,7 +40,7 @@ def interpreted(monkeypatch):
 @pytest.fixture
 def pages_interpreted(monkeypatch):
     """The same for formats with statistics per page."""
-    uses = "kvfold.kernels.encode", "kvfold.kernels._encode_pages"
+    uses = *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_pages"
     module = interpreted_module("kvfold.kernels.encode_pages", *uses)
     monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_pages", module)
     monkeypatch.setattr(kernels, "encode_pages", module, raising=False)
@@ -49,7 +50,7 @@ def pages_interpreted(monkeypatch):
 @pytest.fixture
 def dense_interpreted(monkeypatch):
     """The same for vectors that are stored as they are."""
-    uses = "kvfold.kernels.encode", "kvfold.kernels._encode_dense"
+    uses = *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_dense"
     module = interpreted_module("kvfold.kernels.encode_dense", *uses)
     monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_dense", module)
     monkeypatch.setattr(kernels, "encode_dense", module, raising=False)

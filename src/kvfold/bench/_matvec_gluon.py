@@ -8,22 +8,11 @@ is multiplied. In the fused kernel keys and values take turns in the same way.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._decode_gluon import (
-    _fetch_stage,
-    _finish,
-    _item,
-    _nothing,
-    _queries,
-    _query_sums,
-    _scores_accumulator,
-    _scores_operand,
-    _values_accumulator,
-    _values_operand,
-    _whole_values,
-    _zero4,
-    code_bytes,
-    meta_bytes,
-)
+from kvfold.kernels._affine_codes import _fetch_stage, code_bytes, meta_bytes
+from kvfold.kernels._affine_keys import _queries, _query_sums, _scores_accumulator, _scores_operand
+from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
+from kvfold.kernels._registers import _item, _zero4
+from kvfold.kernels._softmax import _finish, _nothing
 from kvfold.kernels._warp import (
     copy_commit,
     copy_wait_1,

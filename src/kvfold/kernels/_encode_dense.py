@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from kvfold.kernels.encode import HALF_MAX, HUGE, _advance, _append, _blocks_due
+from kvfold.kernels._encode_groups import HALF_MAX, HUGE
+from kvfold.kernels._encode_step import _advance, _append, _blocks_due
 
 UNIT = tl.constexpr(32)
 

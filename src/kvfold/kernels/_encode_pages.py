@@ -8,24 +8,10 @@ on a GPU and in the interpreter.
 import triton
 import triton.language as tl
 
-from kvfold.kernels.encode import (
-    ROUND,
-    _advance,
-    _append,
-    _blocks_due,
-    _divided,
-    _encode_tile,
-    _finite,
-    _fma,
-    _load_state,
-    _log2,
-    _max,
-    _over,
-    _sum,
-    _tile_out,
-    _to_fp16,
-    _tokens_at,
-)
+from kvfold.kernels._encode_groups import ROUND, _divided, _finite, _fma, _max, _over, _sum, _to_fp16
+from kvfold.kernels._encode_step import _advance, _append, _blocks_due
+from kvfold.kernels._encode_tile import _encode_tile, _load_state, _tokens_at
+from kvfold.kernels._encode_words import _log2, _tile_out
 
 # What a side is encoded as, one tuple of constants (:func:`kvfold.kernels.encode_pages.side`)
 UNIFORM = tl.constexpr(0)  # whether its inner format has uniform levels; if not, affine groups
@@ -97,7 +83,7 @@ def _load(source, token, channel, real, RING: tl.constexpr):
 
 @triton.jit
 def _statistics(source, mean_out, norm_out, D: tl.constexpr, FORM: tl.constexpr, RING: tl.constexpr):
-    """Store what a page stores of its first tokens; ``source`` (:func:`kvfold.kernels.encode._tokens_at`) begins with them."""
+    """Store what a page stores of its first tokens, with which ``source`` (:func:`._encode_tile._tokens_at`) begins."""
     DP: tl.constexpr = triton.next_power_of_2(D)
     COUNT: tl.constexpr = FORM[SEEN]
     token = tl.arange(0, ROWS)

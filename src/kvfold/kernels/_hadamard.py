@@ -4,8 +4,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._decode_gluon import _zero4
 from kvfold.kernels._page_codes import weight
+from kvfold.kernels._registers import _zero4
 from kvfold.kernels._warp import as_float, as_int, load_shared, mma, pack_half2, transpose8
 
 SIGN_BITS = gl.constexpr(-2147450880)  # 0x80008000

@@ -4,7 +4,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._decode_gluon import _fetch, _field, _item, _load_codes, _main, _operand, _pair_mask, code_bytes
+from kvfold.kernels._affine_codes import _fetch, _field, _load_codes, _main, _operand, _pair_mask, code_bytes
+from kvfold.kernels._registers import _item
 from kvfold.kernels._warp import select
 
 # ---- codes as operands ----------------------------------------------------------------------------------------------

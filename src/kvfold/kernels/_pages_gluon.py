@@ -17,19 +17,9 @@ its own bytes:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._decode_gluon import (
-    LOG2E,
-    _dense,
-    _finish,
-    _kind,
-    _lighten,
-    _nothing,
-    _query,
-    _replace,
-    _zero4,
-    code_bytes,
-    lift,
-)
+from kvfold.kernels._affine_codes import code_bytes
+from kvfold.kernels._affine_keys import lift
+from kvfold.kernels._affine_values import _lighten
 from kvfold.kernels._hadamard import hadamard, sign_bits, turned_back, turned_tiles, with_signs
 from kvfold.kernels._page_codes import (
     fetch_page,
@@ -44,6 +34,8 @@ from kvfold.kernels._page_codes import (
     unit,
     weight,
 )
+from kvfold.kernels._registers import _kind, _query, _replace, _zero4
+from kvfold.kernels._softmax import LOG2E, _finish, _nothing
 from kvfold.kernels._warp import (
     abs_halves,
     as_float,
@@ -72,6 +64,7 @@ from kvfold.kernels._warp import (
     wait_for_previous,
     warp_sync,
 )
+from kvfold.kernels._windows_gluon import _dense
 
 ONES = gl.constexpr(0x3C003C00)  # two fp16 ones
 NORM_STEP = gl.constexpr(-1.0 / 48)  # kvfold.formats.paged.NORM_STEPS

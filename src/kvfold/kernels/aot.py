@@ -20,6 +20,8 @@ from kvfold.kernels import _encode_dense, _encode_pages, dense, encode, encode_p
 from kvfold.kernels._blocks import blocks_kernel
 from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels._dense import dense_kernel
+from kvfold.kernels._encode_step import _step_kernel
+from kvfold.kernels._encode_tile import _encode_kernel
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels.blocks import Plan as BlocksPlan
@@ -339,9 +341,7 @@ def compile_encode(
     fixed = {"T": tile, "D": form.head_dim, "G": group, "AXIS": axis, "MODE": mode, "BITS": bits}
     fixed |= {"VALUE": form.operand == "value", "ROWS": rows, "RING": ring}
     fixed |= {"MEAN": center, "NORM": norm, "ROPE": rope, "WIDTH": width, "NUMBERS": numbers}
-    return _compile_encode(
-        encode._encode_kernel, fixed, ("x",), bf16, encode._warps(form, cut=rope or width > 0), capability
-    )
+    return _compile_encode(_encode_kernel, fixed, ("x",), bf16, encode._warps(form, cut=rope or width > 0), capability)
 
 
 def compile_step(
@@ -371,7 +371,7 @@ def compile_step(
     fixed |= {"MEAN": center, "NORM": norm, "ROPE": rope, "WIDTH": width}
     inputs = ("key", "value", "sink_k", "sink_v", "ring_k", "ring_v")
     warps = encode._warps(key_format, value_format, cut=rope or width > 0)
-    return _compile_encode(encode._step_kernel, fixed, inputs, bf16, warps, capability)
+    return _compile_encode(_step_kernel, fixed, inputs, bf16, warps, capability)
 
 
 def _compile_encode(

@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 
 from kvfold.formats import AffineGroups, Fields, Format
-from kvfold.kernels._decode_gluon import code_bytes, decode_kernel, meta_bytes
+from kvfold.kernels._affine_codes import code_bytes, meta_bytes
+from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels.call import Span, Windows
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
 from kvfold.kernels.windows import attend_windows

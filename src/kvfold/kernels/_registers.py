@@ -1,0 +1,73 @@
+"""Tuples of registers in Gluon code: what a thread holds of an operand or an accumulator."""
+
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._warp import load_shared
+
+ONES = gl.constexpr(0x3C003C00)  # two fp16 ones
+
+
+@gluon.constexpr_function
+def _kind(dtype):
+    """Element types that queries come in."""
+    return {"fp16": 0, "bf16": 1, "fp32": 2}[dtype.name]
+
+
+@gluon.constexpr_function
+def _item(pair, i):
+    return pair[i]
+
+
+@gluon.jit
+def _two(x, INDEX: gl.constexpr):
+    """Registers 2 INDEX and 2 INDEX + 1: an operand's pair."""
+    return x[2 * INDEX], x[2 * INDEX + 1]
+
+
+@gluon.jit
+def _query(q, INDEX: gl.constexpr, FAR: gl.constexpr):
+    """A query's operand pair: from registers, or (FAR) from shared memory, where ``q`` is the lane's address."""
+    if FAR:
+        return load_shared(q, 256 * INDEX, 2)
+    else:
+        return q[2 * INDEX], q[2 * INDEX + 1]
+
+
+@gluon.jit
+def _unit_half2(lane, EXPONENT: gl.constexpr):
+    """Two fp16 2^EXPONENT."""
+    return lane * 0 + ((15 + EXPONENT) << 10) * 0x10001
+
+
+@gluon.jit
+def _zero4(lane):
+    z = (lane * 0).to(gl.float32)
+    return (z, z, z, z)
+
+
+@gluon.jit
+def _replace(x, I: gl.constexpr, value):
+    out = ()
+    for i in gl.static_range(len(x)):
+        if i == I:
+            out = out + (value,)
+        else:
+            out = out + (x[i],)
+    return out
+
+
+@gluon.jit
+def _axpy4(low, high, x, y, FIRST: gl.constexpr):
+    """y + (low, low, high, high) x."""
+    if FIRST:
+        return (low * x[0], low * x[1], high * x[2], high * x[3])
+    else:
+        return (
+            gl.fma(low, x[0], y[0]),
+            gl.fma(low, x[1], y[1]),
+            gl.fma(high, x[2], y[2]),
+            gl.fma(high, x[3], y[3]),
+        )
