@@ -84,6 +84,17 @@ def test_files_that_are_named_exist(name):
     assert {path for path in real if not any((ROOT / folder / path).exists() for folder in FOLDERS)} == set()
 
 
+def test_the_rooms_of_architecture_are_those_of_the_house():
+    """The tree names files that exist, and every folder."""
+    (tree,) = (code for _, code in FENCE.findall(text_of("docs/architecture.md")) if code.startswith("src/kvfold/"))
+    package = ROOT / "src" / "kvfold"
+    files = {path.name for path in package.rglob("*.py")}
+    folders = {path.parent.name for path in package.rglob("__init__.py")} - {"kvfold"}
+    assert set(re.findall(r"\w+\.py", tree)) <= files
+    named = {name for path in re.findall(r"(?:\w+/)+", tree) for name in path.split("/") if name}
+    assert named - {"src", "kvfold"} == folders
+
+
 def test_pages_that_the_code_names_exist():
     named = {
         (page, path.relative_to(ROOT).as_posix())
