@@ -26,6 +26,7 @@ from kvfold.evaluation.recommend import (
     uniform,
     within,
 )
+from kvfold.evaluation.report import sources
 from kvfold.evaluation.text import Text, load_text
 from tiny_model import save, tiny_llama
 
@@ -227,6 +228,8 @@ def test_the_command_proposes_and_checks(run, tmp_path):
     assert {cell["task"] for cell in result["check"]} == {"prose", "code"}
     assert f"against {result['uniform']}" in out
     assert list((tmp_path / "rows").glob("divergence-*.jsonl"))
+    (layers,) = sources.read([tmp_path / "r"]).layers
+    assert layers.held == result
 
 
 @pytest.mark.parametrize(

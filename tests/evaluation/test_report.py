@@ -237,8 +237,55 @@ def test_what_is_missing_is_said(tmp_path):
     text = Page(report([tmp_path / "rows"])).sections[None]
     for suite in ("divergence", "ruler", "gsm8k"):
         assert f"{suite}: no rows" in text
-    assert "needle: no rows" not in text and "decode time: no rows" in text
+    assert "needle: no rows" not in text and "decode time: no rows" in text and "error by layer: no file" in text
     assert "not read, because they hold no rows of an evaluation: half.json, speed.csv" in text
+
+
+def test_what_layers_lose(tmp_path):
+    """As ``kvfold recommend --json`` writes it (test_recommend.py holds that it is read)."""
+    cells = [
+        {
+            "method": name,
+            "task": "code",
+            "length": 1024,
+            "effective_bits": 2.9,
+            "items": 8,
+            "estimates": {"kld": {"mean": 0.5, "low": 0.4, "high": 0.6, "items": 8}},
+            "differences": differences,
+        }
+        for name, differences in (
+            ("fold", {}),
+            (
+                "fold+1=fold:bits=4",
+                {"kld": {"mean": -0.1, "low": -0.2, "high": -0.05, "items": 8, "p": 0.01, "verdict": "better"}},
+            ),
+        )
+    ]
+    held = {
+        "model": "<tiny>",
+        "dtype": "float32",
+        "text": "a.txt",
+        "text_sha256": "0" * 64,
+        "length": 512,
+        "tokens": 128,
+        "probe_bits": 2,
+        "alone": [{"layer": i, "keys": 0.01 * (i + 1), "values": 0.002, "proposed": [3, 2]} for i in range(3)],
+        "together": [],
+        "proposal": "fold+1=fold:bits=4",
+        "uniform": "fold",
+        "check": cells,
+    }
+    (tmp_path / "layers.json").write_text(json.dumps(held))
+    page = check_nothing_is_loaded(report([tmp_path]))
+    lines = {a["data-method"]: a for a in page.marks("polyline", **{"class": "series"})}
+    assert [float(v) for v in lines["keys"]["data-y"].split()] == [row["keys"] for row in held["alone"]]
+    assert [float(v) for v in lines["values"]["data-x"].split()] == [0, 1, 2]
+    text = " ".join(page.sections["layers-0"].split())
+    assert "<tiny>" in text and "Proposed: fold+1=fold:bits=4" in text
+    assert (
+        "fold+1=fold:bits=4 code, 1,024 tokens 2.900 8 0.5000 [0.4000, 0.6000] -0.1000 [-0.2000, -0.0500] better"
+        in text
+    )
 
 
 # ---- rows of compare and domains -------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvfold.evaluation.recommend import Choice, Sensitivity
+    from kvfold.evaluation.text import Text
 
 CHECKED = 1024
 """Tokens before those of the check, where the model's context has room."""
@@ -77,7 +78,9 @@ def recommend(
     """
     from kvfold import methods
     from kvfold.evaluation import recommend as r
-    from kvfold.evaluation.results import as_folder
+    from kvfold.evaluation.compare import device_name, versions
+    from kvfold.evaluation.results import as_folder, weights_sha256
+    from kvfold.evaluation.text import load_text
 
     asked = r.Budget.read(budget)
     method = methods.get(spec)
@@ -91,12 +94,13 @@ def recommend(
     folder = as_folder(Path(out).expanduser()) if out else None
     loaded, tokenizer, info = load(model, dtype or "float32", device)
     horizon = context or info.max_context or 4096
+    text = load_text(file)
     with progress_bar(_count()) as bar:
         task = bar.add_task("", total=None)
         found = r.measure(
             loaded,
             method,
-            _ids(tokenizer, file, length, tokens, info.max_context),
+            _ids(tokenizer, text, length, tokens, info.max_context),
             length,
             on_start=lambda count: bar.update(task, total=count),
             on_done=lambda what: bar.update(task, advance=1, description=what),
@@ -106,7 +110,19 @@ def recommend(
     alike: Choice = dict.fromkeys(found.layers, same)
     equal = r.propose(found, found.bits_of(alike))
     names = [str(r.as_method(method, c)) for c in (choice, alike, equal)]
-    result: dict[str, Any] = r.to_dict(found, choice, names)
+    result: dict[str, Any] = {
+        "model": info.name,
+        "parameters": info.parameters,
+        "weights_sha256": weights_sha256(loaded),
+        "dtype": info.dtype,
+        "device": device_name(loaded.device),
+        "versions": versions(),
+        "text": text.source,
+        "text_sha256": text.sha256,
+        "length": length,
+        "tokens": tokens,
+        **r.to_dict(found, choice, names),
+    }
     sizes = [r.bytes_of(loaded, methods.get(name), horizon) for name in names[:2]]
     result |= {"context": horizon, "bytes": sizes[0], "uniform_bytes": sizes[1], "at_equal_bits": names[2]}
     if json_path != "-":
@@ -144,12 +160,11 @@ def _count() -> Any:
     return MofNCompleteColumn()
 
 
-def _ids(tokenizer: Any, file: str | None, length: int, tokens: int, most: int | None) -> torch.Tensor:
+def _ids(tokenizer: Any, text: Text, length: int, tokens: int, most: int | None) -> torch.Tensor:
     """The beginning of a text; the check reads the second half of the prose."""
     from kvfold.evaluation.compare import encode
-    from kvfold.evaluation.text import load_text
 
-    return encode(tokenizer, load_text(file), length, tokens, 2, most)[length]
+    return encode(tokenizer, text, length, tokens, 2, most)[length]
 
 
 def _table(found: Sensitivity, choice: Choice) -> Sheet:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
 
 from kvfold.evaluation.report import figures
+from kvfold.evaluation.report.layers import section as layers_section
 from kvfold.evaluation.report.sources import Source, Sources, read
+from kvfold.evaluation.report.tables import table as _rows
 from kvfold.evaluation.results import Result
 from kvfold.evaluation.suites import REGISTRY, Measure
 from kvfold.evaluation.summary import Cell, shown, shown_difference, summarize
@@ -63,6 +65,7 @@ def report(paths: Sequence[Path], baselines: Sequence[str] = BASELINES) -> str:
     """
     found = read(paths)
     sections = [_section(i, source, baselines) for i, source in enumerate(found.sources)]
+    sections += [layers_section(f"layers-{i}", source) for i, source in enumerate(found.layers)]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -79,6 +82,11 @@ def _head(found: Sources) -> str:
         f'<li><a href="#source-{i}">{escape(_title(source))}</a> '
         f'<span class="small">{escape(source.name)}, {len(source.found.rows)} rows</span></li>'
         for i, source in enumerate(found.sources)
+    )
+    links += "".join(
+        f'<li><a href="#layers-{i}">{escape(layers.held["model"])}: what a layer loses</a> '
+        f'<span class="small">{escape(layers.name)}</span></li>'
+        for i, layers in enumerate(found.layers)
     )
     return (
         f"<h1>kvfold: evaluation</h1><p>{rows:,} rows in {len(found.sources)} files. The rows of one section have all settings "
@@ -98,6 +106,8 @@ def _missing(found: Sources) -> str:
         lines.append("decode time: no rows say it, so there is no plot of quality against it")
     if "divergence" in there and not any(row.series for file in evaluated for row in file.rows.values()):
         lines.append("divergence by position: no rows have it")
+    if not found.layers:
+        lines.append("error by layer: no file of kvfold recommend --json")
     older = [source.name for source in found.sources if source.command != "eval"]
     if older:
         lines.append(
@@ -178,15 +188,6 @@ def _settings(source: Source) -> str:
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
-
-
-def _rows(head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = ()) -> str:
-    def line(tag: str, cells: Sequence[str]) -> str:
-        marked = (f'<{tag} class="words">' if i in words else f"<{tag}>" for i in range(len(cells)))
-        return "<tr>" + "".join(f"{m}{escape(c)}</{tag}>" for m, c in zip(marked, cells, strict=True)) + "</tr>"
-
-    body = "".join(line("td", row) for row in rows)
-    return f'<div class="wide"><table><thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>'
 
 
 def _name(measure: Measure) -> str:

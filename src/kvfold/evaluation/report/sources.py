@@ -40,10 +40,44 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
+class Layers:
+    """What ``kvfold recommend --json`` measured of a model's layers.
+
+    Attributes
+    ----------
+    name, sha256
+        As of :class:`Source`.
+    held
+        The file's object.
+    """
+
+    name: str
+    sha256: str
+    held: dict[str, Any]
+
+
+LAYERS = (
+    "alone",
+    "together",
+    "proposal",
+    "uniform",
+    "probe_bits",
+    "model",
+    "dtype",
+    "text",
+    "text_sha256",
+    "length",
+    "tokens",
+)
+"""What such a file has at least."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Sources:
     """All that was found, and the names of files that hold no rows of an evaluation."""
 
     sources: list[Source]
+    layers: list[Layers]
     others: list[str]
 
 
@@ -55,26 +89,32 @@ def read(paths: Sequence[Path]) -> Sources:
     KVFoldError
         There is no such file or folder, one cannot be read, a file that was named has no rows of an evaluation, or none has.
     """
-    sources, others = [], []
+    sources: list[Source] = []
+    layers: list[Layers] = []
+    others: list[str] = []
     for given in paths:
         if not given.exists():
             raise KVFoldError(f"results: there is no {given}; give a folder that kvfold eval wrote, or a file of it")
         for path in _files(given) if given.is_dir() else [given]:
             name = path.relative_to(given).as_posix() if given.is_dir() else path.name
             source = _source(path, name)
-            if source is not None:
+            if isinstance(source, Layers):
+                layers.append(source)
+            elif source is not None:
                 sources.append(source)
             elif given.is_dir():
                 others.append(name)
             else:
                 raise KVFoldError(f"results: {path} has no rows of kvfold eval, compare or domains")
-    if not sources:
+    if not sources and not layers:
         raise KVFoldError(
             f"results: no rows of kvfold eval, compare or domains in {', '.join(map(str, paths))}; make some with "
             "kvfold eval --out"
         )
     order = ("eval", "compare", "domains")
-    return Sources(sorted(sources, key=lambda s: (order.index(s.command), s.found.settings.model, s.name)), others)
+    return Sources(
+        sorted(sources, key=lambda s: (order.index(s.command), s.found.settings.model, s.name)), layers, others
+    )
 
 
 def _files(folder: Path) -> Iterable[Path]:
@@ -83,7 +123,7 @@ def _files(folder: Path) -> Iterable[Path]:
         yield from (Path(root) / name for name in sorted(names) if not name.startswith("."))
 
 
-def _source(path: Path, name: str) -> Source | None:
+def _source(path: Path, name: str) -> Source | Layers | None:
     """What a file holds; None where that is something else."""
     try:
         data = path.read_bytes()
@@ -97,6 +137,8 @@ def _source(path: Path, name: str) -> Source | None:
         held = json.loads(data)
     except ValueError:
         return None
+    if isinstance(held, dict) and all(key in held for key in LAYERS):
+        return Layers(name, digest, held)
     if not isinstance(held, dict) or not isinstance(held.get("header"), dict) or not held.get("rows"):
         return None
     try:
