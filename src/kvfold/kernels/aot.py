@@ -305,7 +305,7 @@ _ENCODE_TYPES = {
         *("codes_out", "aux_out", "k_codes", "k_aux", "v_codes", "v_aux"),
         *("total_len", "packed_len", "sink_len", "recent_len", "ticket", "counts"),
     ),
-    "*i64": ("rows", "first_position", "boundary"),
+    "*i64": ("rows", "first_position", "boundary", "numbers"),
     "*fp32": ("mean", "norm", "inverse", "update", "inv_freq"),
     "*fp16": ("meta_out", "k_meta", "v_meta"),
     "fp32": ("rope_factor",),
