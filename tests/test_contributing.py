@@ -21,8 +21,7 @@ def formats(head_dim, device):
 
 assert readers.why_not(formats(64, "cpu")[1]) is not None
 readers.READERS[own_method.Bytes] = reader.BytesReader
-for head_dim in (64, 80):
-    print(blocks_case.Case(formats, head_dim, packed=(96, 160)).error())
+print(blocks_case.Case(formats, head_dim=80, packed=(96, 32), slabs=(4,)).error())
 """
 
 
@@ -35,5 +34,4 @@ def test_the_reader_that_is_shown_is_all_that_a_format_needs(tmp_path):
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run([sys.executable, "-c", RUN], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    errors = [float(line) for line in done.stdout.split()]
-    assert len(errors) == 2 and 0 < max(errors) < 2e-3
+    assert 0 < float(done.stdout) < 2e-3
