@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from kvfold.formats import Lookup
+from kvfold.formats import Lookup, ResidualCodes
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook
 from kvfold.formats.lookup import ChannelScales
+from kvfold.formats.residual import Codebook
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, blocks
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.methods import LayerSpec, get
@@ -38,6 +40,31 @@ def lookup(bits=2, scaling="rms", head_dim=64, block=32, device="cpu"):
             rand(HEADS, head_dim, seed=5).to(device), (1 + rand(HEADS, head_dim, seed=6).abs()).to(device)
         )
     return Lookup(head_dim, block, "plain", bits, lloyd_max(bits), scaling, channels)
+
+
+def residual(stages=4, vector=32, codes=256, strided=False, head_dim=64, block=32, device="cpu"):
+    """Stages as learned ones are: each for what the ones before it left over."""
+    book = rand(stages, codes, vector, seed=7) * 0.8 ** torch.arange(stages).view(-1, 1, 1)
+    return ResidualCodes(head_dim, block, "plain", vector, codes, stages, strided, Codebook(book.half().to(device)))
+
+
+def additive(stages=11, levels=64, rotary=None, head_dim=64, block=32, device="cpu"):
+    """Keys of CommVQ; ``rotary`` None: all channels are pairs."""
+    centres = rand(HEADS, stages, levels, head_dim, seed=8) * 0.8 ** torch.arange(stages).view(-1, 1, 1)
+    book = KeyCodebook(
+        centres.half().to(device), torch.eye(head_dim, device=device).expand(HEADS, -1, -1), rotary or head_dim
+    )
+    return AdditiveCodes(head_dim, block, "plain", stages, levels, 0, book)
+
+
+def commvq(stages=11, levels=64, codes=64, rotary=None, block=32):
+    """Both formats of CommVQ; a value's code is its first channels' signs."""
+    return lambda d, device: (additive(stages, levels, rotary, d, block, device), BinaryCodes(d, block, "plain", codes))
+
+
+def unproject(heads, codes, head_dim, device):
+    rows = rand(heads, codes + 1, head_dim, seed=9).to(device)
+    return lambda sums: sums @ rows
 
 
 class Case:
@@ -121,11 +148,13 @@ class Case:
             None if in_place else NewTokens(*new, valid),
             first_position=torch.tensor([3, 70000][:batch], device=device),
             rope=rope,
-            unproject=unproject(heads, head_dim, device) if unproject else None,
+            unproject=unproject and unproject(heads, form[1].codes, head_dim, device),
         )
 
     @staticmethod
     def encode(form, x):
+        if isinstance(form, BinaryCodes):
+            x = x.repeat(1, 1, 1, -(-form.codes // x.shape[-1]))[..., : form.codes]
         return form.encode(x)
 
     def expected(self):
@@ -156,7 +185,57 @@ def lookups(bits=2, value_bits=None, keys="rms", values="rms", block=32):
     )
 
 
+def residuals(key=(4, 32, 256), value=(4, 32, 256), block=32):
+    """Stages, vector and codes of both sides; keys in groups of channels that do not lie together, as VQLLM has them."""
+    return lambda d, device: (residual(*key, True, d, block, device), residual(*value, False, d, block, device))
+
+
 CASES = {
+    "commvq-1bit": {"method": commvq(5), "rotary": 64, "unproject": unproject},
+    "commvq-1bit-d128": {
+        "method": commvq(codes=128),
+        "rotary": 128,
+        "head_dim": 128,
+        "unproject": unproject,
+        "packed": (96, 64),
+    },
+    "commvq-2bit": {"method": commvq(10, codes=128), "rotary": 64, "unproject": unproject, "slabs": (4, 4)},
+    "commvq-d96-levels-block128": {
+        "method": commvq(4, 32, 96, block=128),
+        "rotary": 96,
+        "head_dim": 96,
+        "unproject": unproject,
+        "packed": (256, 128),
+        "slabs": (2,),
+    },
+    "commvq-part-of-rope": {
+        "method": commvq(6, 16, 80, 32),
+        "rotary": 32,
+        "head_dim": 80,
+        "unproject": unproject,
+        "scaling": 1.1,
+    },
+    "commvq-odd-rope": {"method": commvq(3, 256, 48, 24), "rotary": 24, "unproject": unproject},
+    "commvq-no-rope": {"method": commvq(2, 2, 16), "unproject": unproject},
+    "residual-1bit": {"method": residuals(), "rotary": 64},
+    "residual-2bit-d128": {"method": residuals((8, 32, 256), (8, 32, 256)), "rotary": 128, "head_dim": 128},
+    "residual-3stages-d96": {
+        "method": residuals((3, 32, 64), (6, 8, 16)),
+        "rotary": 96,
+        "head_dim": 96,
+        "slabs": (4, 4),
+    },
+    "residual-d80-block128": {
+        "method": residuals((4, 16, 256), (4, 10, 256), 128),
+        "rotary": 80,
+        "head_dim": 80,
+        "packed": (256, 128),
+        "slabs": (2,),
+    },
+    "residual-part-of-rope": {"method": residuals(), "rotary": 32, "head_dim": 128, "scaling": 1.1},
+    "residual-odd-rope": {"method": residuals((3, 16, 128)), "rotary": 24, "scaling": 1.1},
+    "residual-odd-groups": {"method": residuals((2, 4, 256), (1, 2, 4)), "rotary": 64, "tokens": 3, "in_place": True},
+    "residual-no-rope": {"method": residuals((4, 16, 256)), "head_dim": 96, "packed": (128, 32)},
     **{f"turboquant-{bits}bit": {"method": f"turboquant:bits={bits}"} for bits in (1, 2, 3, 4)},
     "turboquant-d128": {"method": "turboquant:bits=3", "head_dim": 128, "packed": (256, 96)},
     "turboquant-d80-plain": {"method": "turboquant:bits=2,center=false,normalize=false", "head_dim": 80},

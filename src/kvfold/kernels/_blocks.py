@@ -35,6 +35,15 @@ def _means(data, at, channel, D: tl.constexpr):
     return tl.load(data + at * D + channel, mask=channel < D, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _channel(place, D: tl.constexpr, GROUPS: tl.constexpr):
+    """Channels in the order of a reader that has channels i, i + GROUPS, ... together; those beyond D stay what they are."""
+    if GROUPS == 1:
+        return place
+    else:
+        return tl.where(place < D, place % (D // GROUPS) * GROUPS + place // (D // GROUPS), place)
+
+
 @triton.jit(
     do_not_specialize=[
         "heads",
@@ -62,7 +71,7 @@ def blocks_kernel(
     M: tl.constexpr, T: tl.constexpr,
     K_MEAN: tl.constexpr, K_NORM: tl.constexpr, K_BASIS: tl.constexpr,
     V_MEAN: tl.constexpr, V_NORM: tl.constexpr, V_BASIS: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROTARY: tl.constexpr, K_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Attention of M query rows of one KV head of one sequence over one split of a span's packed tokens.
 
@@ -76,7 +85,8 @@ def blocks_kernel(
     channels are written.
 
     With ROTARY, keys are stored before RoPE: tiles are read as the two halves of its pairs, KW / 2 channels each; queries are
-    rotated back by the position of the tile's first token, and keys by the rest (``table_ptr``, fp16 [2, T, KW / 2]).
+    rotated back by the position of the tile's first token, and keys by the rest (``table_ptr``, fp16 [2, T, KW / 2]). With
+    K_GROUPS, tiles have channels i, i + K_GROUPS, ... together, and each half of a group is a half's part.
     """
     H: tl.constexpr = KW // 2 if ROTARY else KW
     head = tl.program_id(0) // row_blocks
@@ -97,17 +107,20 @@ def blocks_kernel(
     a_four = tl.arange(0, H // 4)
     b_four = a_four
     if ROTARY:
-        rest: tl.constexpr = D - ROTARY  # channels that are not rotated are pairs of angle 0
-        turned = a_four < ROTARY // 8
+        half: tl.constexpr = ROTARY // (8 * K_GROUPS)  # fours of a group
+        rest: tl.constexpr = (D - ROTARY) // (8 * K_GROUPS)  # channels that are not rotated are pairs of angle 0
         live = a_four < D // 8
-        a_four = tl.where(turned, a_four, a_four + ROTARY // 8)
-        b_four = a_four + tl.where(turned, ROTARY // 8, rest // 8)
+        group = a_four // (half + rest) * 2 * (half + rest)
+        a_four %= half + rest
+        turned = a_four < half
+        a_four = group + tl.where(turned, a_four, a_four + half)
+        b_four = a_four + tl.where(turned, half, rest)
         a_four = tl.where(live, a_four, D)  # beyond: nothing is read
         b_four = tl.where(live, b_four, D)
-        q_channel = channels(a_four)
-        b_channel = channels(b_four)
+        q_channel = _channel(channels(a_four), D, K_GROUPS)
+        b_channel = _channel(channels(b_four), D, K_GROUPS)
     else:
-        q_channel = tl.arange(0, K_IN)
+        q_channel = _channel(tl.arange(0, K_IN), D, K_GROUPS)
     q_row = q_ptr + (head.to(tl.int64) * rows + row)[None, :] * K_REAL
     q = tl.load(q_row + q_channel[:, None], mask=inside[None, :] & (q_channel < K_REAL)[:, None], other=0.0)
     largest = _max(tl.abs(q), 0)

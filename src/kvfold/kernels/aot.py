@@ -26,11 +26,11 @@ from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels.blocks import Plan as BlocksPlan
 from kvfold.kernels.blocks import constants as blocks_constants
-from kvfold.kernels.blocks import inner
 from kvfold.kernels.blocks import make_plan as make_blocks_plan
+from kvfold.kernels.blocks import options as blocks_options
+from kvfold.kernels.blocks import readers_of, resident
 from kvfold.kernels.decode import Plan, constants, make_plan
 from kvfold.kernels.partials import merge_kernel
-from kvfold.kernels.readers import reader_of
 from kvfold.kernels.tiles import constants as tiles_constants
 from kvfold.kernels.tiles import make_plan as make_tiles_plan
 from kvfold.kernels.windows import stages, tile_sizes, windows_kernel
@@ -177,8 +177,10 @@ def compile_blocks(
 ) -> Report:
     """Compile the kernel over formats with readers as a layer with ``rows`` query rows per KV head would use it."""
     sides = (key_format, value_format)
-    readers = [reader_of(inner(form)) for form in sides]
-    plan = plan or make_blocks_plan(max(r.width for r in readers), 128, rows, 32768, 132, isinstance(key_format, Paged))
+    readers = readers_of(key_format, value_format, rotary)
+    plan = plan or make_blocks_plan(
+        max(r.width for r in readers), 128, rows, 32768, 132, isinstance(key_format, Paged), resident(readers)
+    )
     fixed = blocks_constants(key_format, value_format, plan, rotary)
     types: dict[str, Any] = {"packed_len_ptr": "*i32", "position_ptr": "*i64", "table_ptr": "*fp16", "factor": "fp32"}
     types |= dict.fromkeys(("q_ptr", "bias_ptr", "freq_ptr", "part_out", "part_top", "part_sum"), "*fp32")
@@ -195,7 +197,7 @@ def compile_blocks(
         value = fixed.get(name, types.get(name, "i32"))
         signature[name] = _typed((at,), value, name in fixed, constants, aligned)
     source = ASTSource(blocks_kernel, signature, constants, aligned)
-    return _compile(source, capability, num_warps=plan.warps)
+    return _compile(source, capability, **blocks_options(readers, plan.warps))
 
 
 def _typed(

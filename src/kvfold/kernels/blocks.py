@@ -104,7 +104,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache
-def make_plan(width: int, heads: int, rows: int, tokens: int, processors: int, pages: bool = False) -> Plan:
+def make_plan(
+    width: int, heads: int, rows: int, tokens: int, processors: int, pages: bool = False, most: int = 4
+) -> Plan:
     """Choose a launch shape.
 
     Parameters
@@ -119,6 +121,8 @@ def make_plan(width: int, heads: int, rows: int, tokens: int, processors: int, p
         That the storage holds.
     pages : bool
         Whether queries are turned once a tile, which then is a page.
+    most : int
+        Programs that a multiprocessor has registers for.
 
     Notes
     -----
@@ -130,6 +134,7 @@ def make_plan(width: int, heads: int, rows: int, tokens: int, processors: int, p
     else:
         m, tile, warps, resident = 16 if rows <= 16 else 32, 64 if width <= 128 else 32, 2, 4
     jobs = heads * math.ceil(rows / m)
+    resident = min(resident, most)
     splits = max(1, min(processors * resident // jobs, tokens // (2 * tile), 256))
     return Plan(m, tile, warps, splits)
 
@@ -163,11 +168,15 @@ class Rotation:
 
 
 @lru_cache(maxsize=64)
-def _rotation(rope: Rope, pairs: int, tokens: int, device: torch.device) -> Rotation:
+def _rotation(rope: Rope, pairs: int, tokens: int, groups: int, dim: int, device: torch.device) -> Rotation:
     freq = torch.zeros(pairs, dtype=torch.float64, device="cpu")
     gain = torch.ones(pairs, dtype=torch.float64, device="cpu")
     count = rope.inv_freq.numel()
-    freq[:count], gain[:count] = rope.inv_freq.cpu().double(), rope.scaling
+    place = torch.arange(dim // 2, device="cpu").view(groups, -1)[
+        :, : count // groups
+    ]  # of every rotated pair, by group
+    order = torch.arange(count, device="cpu").view(-1, groups).T
+    freq[place], gain[place] = rope.inv_freq.cpu().double()[order], rope.scaling
     angles = torch.arange(tokens, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
     table = torch.stack((angles.cos(), angles.sin()))
     return Rotation(torch.stack((freq, gain)).float().to(device), table.half().contiguous().to(device))
@@ -218,7 +227,8 @@ def _plan(call: AttentionCall, span: Span) -> Plan:
     batch, heads, rows, _ = call.rows.shape
     width = max(inner(form).width for form in (call.key_format, call.value_format))
     tokens, pages = _tokens(call.key_format, span.keys), isinstance(call.key_format, Paged)
-    return make_plan(width, batch * heads, rows, tokens, multiprocessors(call.rows.device), pages)
+    most = resident(readers_of(call.key_format, call.value_format, 0))
+    return make_plan(width, batch * heads, rows, tokens, multiprocessors(call.rows.device), pages, most)
 
 
 def _tokens(form: Format, fields: Fields) -> int:
@@ -229,14 +239,13 @@ def constants(
     key_format: Format, value_format: Format, plan: Plan, rotary: int = 0, has_bias: bool = False
 ) -> dict[str, Any]:
     """What the kernel is specialized on; ``rotary`` channels are rotated as keys are read (0: none)."""
-    from kvfold.kernels.readers import reader_of
-
-    readers = [reader_of(inner(form)) for form in (key_format, value_format)]
+    readers = readers_of(key_format, value_format, rotary)
     dim = key_format.head_dim
     named: dict[str, Any] = {"D": dim, "DP": power(dim), "M": plan.rows, "T": plan.tokens}
     named["KW"] = 2 * power(dim // 2) if rotary else power(readers[0].width)
     named["VW"] = power(readers[1].spec[0])
     named["V_OUT"] = readers[1].spec[0]
+    named["K_GROUPS"] = readers[0].groups if readers[0].ordered else 1
     for letter, form, reader in zip("KV", (key_format, value_format), readers, strict=True):
         named[f"{letter}_READ"], named[f"{letter}_SPEC"] = reader.read, static(reader.spec)
         page = form if isinstance(form, Paged) else None
@@ -246,6 +255,35 @@ def constants(
     if named["V_BASIS"]:
         named["V_OUT"] = dim
     return named | {"ROTARY": rotary, "HAS_BIAS": has_bias}
+
+
+def readers_of(key_format: Format, value_format: Format, rotary: int) -> "list[Reader[Any]]":
+    """Both sides' readers, as the kernel uses them."""
+    from kvfold.kernels.readers import reader_of
+
+    keys, values = (reader_of(inner(form)) for form in (key_format, value_format))
+    turned = isinstance(key_format, Paged) and key_format.basis is not None
+    step = 16 * keys.groups
+    keys.ordered = keys.groups > 1 and not (turned or key_format.head_dim % step or rotary % step)
+    keys.eights = keys.ordered or not rotary or not (key_format.head_dim % 16 or rotary % 16)
+    return [keys, values]
+
+
+def resident(readers: "list[Reader[Any]]") -> int:
+    """Programs of a multiprocessor at a time."""
+    return min(reader.resident or 4 for reader in readers)
+
+
+def options(readers: "list[Reader[Any]]", warps: int) -> dict[str, int | None]:
+    """What the kernel is compiled with."""
+    limited = any(reader.resident for reader in readers)
+    registers = min(255, 65536 // (32 * warps * resident(readers))) if limited else None
+    return {"num_warps": warps, "num_stages": stages(readers), "maxnreg": registers}
+
+
+def stages(readers: "list[Reader[Any]]") -> int:
+    """Tiles that are loaded ahead of time."""
+    return 3 if all(reader.ahead for reader in readers) else 1
 
 
 def static(spec: tuple[Any, ...]) -> Any:
@@ -288,16 +326,15 @@ def attend_packed(
     """
     from kvfold.kernels._blocks import blocks_kernel
     from kvfold.kernels.partials import LOG2E
-    from kvfold.kernels.readers import reader_of
 
     batch, heads, rows, _ = packed.shape
     device = packed.device
     sides = ((call.key_format, span.keys), (call.value_format, span.values))
-    readers: list[Reader[Any]] = [reader_of(inner(form)) for form, _ in sides]
     room = {_room(form, fields) for form, fields in sides}
     if len(room) > 1:
         raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
     rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
+    readers = readers_of(call.key_format, call.value_format, rotary)
     fixed = constants(call.key_format, call.value_format, plan, rotary, bias is not None)
     nothing = partials.total  # stands for tensors that are never read
     arguments: list[Any] = []
@@ -309,7 +346,7 @@ def attend_packed(
         ]
     freq, table = nothing, nothing
     if call.rope is not None:
-        rotation = _rotation(call.rope, fixed["KW"] // 2, plan.tokens, device)
+        rotation = _rotation(call.rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
         freq, table = rotation.freq, rotation.table
     # codes whose sums another map turns into vectors
     out = partials.out if call.unproject is None else torch.empty(
@@ -345,7 +382,7 @@ def attend_packed(
         first,
         parts,
         **fixed,
-        num_warps=plan.warps,
+        **options(readers, plan.warps),
     )
     if call.unproject is not None:
         stop = part + plan.splits

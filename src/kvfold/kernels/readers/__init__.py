@@ -6,14 +6,21 @@ A new format needs its own file here and its line in :data:`READERS`; the kernel
 
 from typing import Any
 
-from kvfold.formats import Format, Lookup, SignSketch, UniformTokens
+from kvfold.formats import Format, Lookup, ResidualCodes, SignSketch, UniformTokens
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.kernels.readers.additive import AdditiveReader
 from kvfold.kernels.readers.base import Reader
+from kvfold.kernels.readers.binary import BinaryReader
 from kvfold.kernels.readers.lookup import LookupReader
+from kvfold.kernels.readers.residual import ResidualReader
 from kvfold.kernels.readers.sketch import SketchReader
 from kvfold.kernels.readers.uniform import UniformReader
 
 READERS: dict[type[Format], type[Reader[Any]]] = {
+    AdditiveCodes: AdditiveReader,
+    BinaryCodes: BinaryReader,
     Lookup: LookupReader,
+    ResidualCodes: ResidualReader,
     SignSketch: SketchReader,
     UniformTokens: UniformReader,
 }

@@ -40,6 +40,17 @@ class Reader(ABC, Generic[F]):
     """Stored fields that ``read`` takes."""
     words: tuple[str, ...] = ("codes",)
     """Those of them that it takes as int32."""
+    groups: int = 1
+    """Channels i, i + groups, ... are better read together, one group after the other. Where the kernel can, it sets
+    ``ordered``, and ``four`` means fours in that order: number n of channels ``4n % v * groups + 4n // v`` and the next three
+    of the group, with v the channels of a group."""
+    ordered: bool = False
+    eights: bool = True
+    """Whether ``four`` comes in twos, 2n and 2n + 1; the kernel says so."""
+    ahead: bool = True
+    """Whether the compiler may load several tiles ahead, through shared memory; not where most loads are of tables."""
+    resident: int | None = None
+    """Programs of a multiprocessor at a time, for which the compiler is to make registers suffice; None: as it comes."""
 
     def __init__(self, form: F) -> None:
         self.form = form
