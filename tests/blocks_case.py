@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from kvfold.formats import Lookup, ResidualCodes
+from kvfold.formats import Lookup, Outliers, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook
 from kvfold.formats.lookup import ChannelScales
+from kvfold.formats.outliers import outlier_count
 from kvfold.formats.residual import Codebook
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, blocks
 from kvfold.kernels.reference import ReferenceKernel
@@ -190,7 +191,23 @@ def residuals(key=(4, 32, 256), value=(4, 32, 256), block=32):
     return lambda d, device: (residual(*key, True, d, block, device), residual(*value, False, d, block, device))
 
 
+def kvquant(bits=2, value_bits=None, fraction=0.01, block=32):
+    """Both formats of KVQuant."""
+
+    def formats(d, device):
+        keys, values = lookups(bits, value_bits, "channel", "range", block)(d, device)
+        count = outlier_count(fraction, block, d)
+        return Outliers(d, block, "plain", keys, count, "token"), Outliers(d, block, "plain", values, count, "channel")
+
+    return formats
+
+
 CASES = {
+    **{f"kvquant-{bits}bit": {"method": kvquant(bits), "rotary": 64} for bits in (1, 2, 3, 4)},
+    "kvquant-d128": {"method": kvquant(3, 2), "rotary": 128, "head_dim": 128, "packed": (224, 96)},
+    "kvquant-d80-part": {"method": kvquant(4, 2, 0.05), "rotary": 32, "head_dim": 80, "slabs": (4, 4), "scaling": 1.1},
+    "kvquant-d96-block128": {"method": kvquant(2, 3, 0.02, 128), "rotary": 96, "head_dim": 96, "packed": (256, 128), "slabs": (2,)},
+    "kvquant-no-rope": {"method": kvquant(2, 2, 0.002), "tokens": 3, "in_place": True},
     "commvq-1bit": {"method": commvq(5), "rotary": 64, "unproject": unproject},
     "commvq-1bit-d128": {
         "method": commvq(codes=128),

@@ -65,13 +65,14 @@ def blocks_kernel(
     v_fields, v_tables, v_mean, v_norm, v_basis,
     packed_len_ptr, position_ptr, freq_ptr, table_ptr,
     part_out, part_top, part_sum,
-    factor, heads, rows, row_blocks, start, tokens, room, k_pages, v_pages, splits, part, parts,
+    scratch_ptr, factor, heads, rows, row_blocks, start, tokens, room, k_pages, v_pages, splits, part, parts,
     K_READ: tl.constexpr, K_SPEC, V_READ: tl.constexpr, V_SPEC,
     D: tl.constexpr, DP: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, V_OUT: tl.constexpr,
     M: tl.constexpr, T: tl.constexpr,
     K_MEAN: tl.constexpr, K_NORM: tl.constexpr, K_BASIS: tl.constexpr,
     V_MEAN: tl.constexpr, V_NORM: tl.constexpr, V_BASIS: tl.constexpr,
     ROTARY: tl.constexpr, K_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    K_SCRATCH: tl.constexpr, V_SCRATCH: tl.constexpr,
 ):  # fmt: skip
     """Attention of M query rows of one KV head of one sequence over one split of a span's packed tokens.
 
@@ -99,6 +100,17 @@ def blocks_kernel(
     begin = split * each
     end = tl.minimum(begin + each, tiles)
     storage = head.to(tl.int64) * room
+    if K_SCRATCH + V_SCRATCH:
+        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        scratch = scratch_ptr + program.to(tl.int64) * (K_SCRATCH + V_SCRATCH)
+        for at in range(0, K_SCRATCH + V_SCRATCH, 1024):
+            words = at + tl.arange(0, 1024)
+            tl.store(scratch + words, tl.zeros_like(words).to(tl.int64), mask=words < K_SCRATCH + V_SCRATCH)
+        tl.debug_barrier()
+        if K_SCRATCH:
+            k_tables = k_tables + (scratch,)
+        if V_SCRATCH:
+            v_tables = v_tables + (scratch + K_SCRATCH,)
 
     # queries, as fp16 times a power of two, so that large ones do not overflow and rounded ones stay what they are
     inside = row < rows

@@ -183,6 +183,7 @@ def compile_blocks(
     )
     fixed = blocks_constants(key_format, value_format, plan, rotary)
     types: dict[str, Any] = {"packed_len_ptr": "*i32", "position_ptr": "*i64", "table_ptr": "*fp16", "factor": "fp32"}
+    types["scratch_ptr"] = "*i64"
     types |= dict.fromkeys(("q_ptr", "bias_ptr", "freq_ptr", "part_out", "part_top", "part_sum"), "*fp32")
     for letter, form, reader in zip("kv", sides, readers, strict=True):
         stored = reader.fields(form.allocate(1, 1, max(1, 128 // form.block), "cpu"))

@@ -249,6 +249,7 @@ def constants(
     for letter, form, reader in zip("KV", (key_format, value_format), readers, strict=True):
         named[f"{letter}_READ"], named[f"{letter}_SPEC"] = reader.read, static(reader.spec)
         page = form if isinstance(form, Paged) else None
+        named[f"{letter}_SCRATCH"] = reader.scratch(plan.tokens)
         named[f"{letter}_MEAN"] = page is not None and page.mean
         named[f"{letter}_NORM"] = page is not None and bool(page.norm)
         named[f"{letter}_BASIS"] = page is not None and page.basis is not None
@@ -358,6 +359,8 @@ def attend_packed(
         top, total = torch.empty(2, batch * heads, plan.splits, rows, dtype=torch.float32, device=device)
         first, parts = 0, plan.splits
     row_blocks = math.ceil(rows / plan.rows)
+    words = (fixed["K_SCRATCH"] + fixed["V_SCRATCH"]) * batch * heads * row_blocks * plan.splits
+    scratch = torch.empty(words, dtype=torch.int64, device=device)
     blocks_kernel[(batch * heads * row_blocks, plan.splits)](
         packed.float().contiguous(),
         nothing if bias is None else bias.float().contiguous(),
@@ -369,6 +372,7 @@ def attend_packed(
         out,
         top,
         total,
+        scratch,
         float(call.scale) * LOG2E,
         heads,
         rows,

@@ -6,12 +6,13 @@ A new format needs its own file here and its line in :data:`READERS`; the kernel
 
 from typing import Any
 
-from kvfold.formats import Format, Lookup, ResidualCodes, SignSketch, UniformTokens
+from kvfold.formats import Format, Lookup, Outliers, ResidualCodes, SignSketch, UniformTokens
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.kernels.readers.additive import AdditiveReader
 from kvfold.kernels.readers.base import Reader
 from kvfold.kernels.readers.binary import BinaryReader
 from kvfold.kernels.readers.lookup import LookupReader
+from kvfold.kernels.readers.outliers import OutliersReader
 from kvfold.kernels.readers.residual import ResidualReader
 from kvfold.kernels.readers.sketch import SketchReader
 from kvfold.kernels.readers.uniform import UniformReader
@@ -20,6 +21,7 @@ READERS: dict[type[Format], type[Reader[Any]]] = {
     AdditiveCodes: AdditiveReader,
     BinaryCodes: BinaryReader,
     Lookup: LookupReader,
+    Outliers: OutliersReader,
     ResidualCodes: ResidualReader,
     SignSketch: SketchReader,
     UniformTokens: UniformReader,

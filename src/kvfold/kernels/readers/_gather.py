@@ -47,6 +47,23 @@ def eight_numbers(x, y):
 
 
 @triton.jit
+def four_numbers(x):
+    """The fp16 numbers of int64 [T, N]: [T, N, 4]."""
+    if PTX:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; mov.b64 {a, b}, $4; mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }",
+            "=h,=h,=h,=h,l",
+            (x,),
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+        return tl.join(tl.join(a, c), tl.join(b, d))
+    else:
+        return _four(x)
+
+
+@triton.jit
 def _four(x):
     parts = tl.expand_dims(x, len(x.shape)) >> tl.arange(0, 4) * 16
     return parts.to(tl.int16).to(tl.float16, bitcast=True)

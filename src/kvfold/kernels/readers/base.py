@@ -74,6 +74,10 @@ class Reader(ABC, Generic[F]):
         """What of the storage ``read`` takes."""
         return tuple(_words(stored[name]) if name in self.words else stored[name] for name in self.names)
 
+    def scratch(self, tokens: int) -> int:
+        """int64 words of memory that a program is to have for itself, its last table: zeros, and zeros again after every tile."""
+        return 0
+
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Constants of the layer."""
         return ()

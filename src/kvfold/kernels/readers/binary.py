@@ -25,3 +25,7 @@ class BinaryReader(Reader[BinaryCodes]):
     @property
     def spec(self) -> tuple[int, ...]:
         return (self.form.codes,)
+
+    @property
+    def width(self) -> int:
+        return self.form.codes
