@@ -1,12 +1,14 @@
 """Codes into a table of levels (TurboQuant, KVQuant)."""
 
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
 
 from kvfold.formats import Lookup
+from kvfold.formats.lookup import ChannelScales
 from kvfold.kernels.readers._codes import LEVELS, PLAIN, channels, codes, level_table, of_tokens, token_of
 from kvfold.kernels.readers.base import Reader
 
@@ -29,19 +31,22 @@ def read_lookup(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
     elif KIND == 1:
         token = tl.minimum(token_of(T, BITS), left - 1)
         at = fields[1] + (first + token) * 2
-        x = tl.load(at).to(tl.float32) + tl.load(at + 1).to(tl.float32) * x
-        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+        x = _bounded(tl.load(at) + tl.load(at + 1) * x)
     else:
         column = channels(four)[None, None, None, None, :]
         at = tables[1] + head * (2 * D) + column
         inside = column < D
         x = tl.load(at, mask=inside, other=0.0) + tl.load(at + D, mask=inside, other=0.0) * x
-        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-    return tl.reshape(x.to(tl.float16), (T, W)), scale
+    return tl.reshape(x, (T, W)), scale
+
+
+@triton.jit
+def _bounded(x):  # type: ignore[no-untyped-def]
+    return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
 
 
 class LookupReader(Reader[Lookup]):
-    """``tables``: levels; for constants per channel also those, float32 [heads, 2 (center, spread), d]."""
+    """``tables``: levels; for constants per channel also those, fp16 [heads, 2 (center, spread), d]."""
 
     read = read_lookup
 
@@ -59,10 +64,20 @@ class LookupReader(Reader[Lookup]):
         if self.form.scaling != "channel":
             return (levels,)
         assert self.form.channels is not None
-        channels = self.form.channels.on(device)
-        return (levels, torch.stack((channels.center, channels.spread), 1).contiguous())
+        return (levels, _constants(self.form.channels.on(device), max(map(abs, form.levels))))
 
 
 @lru_cache(maxsize=256)
 def _levels(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(levels, dtype=torch.float16, device=device)
+
+
+_made: WeakKeyDictionary[ChannelScales, tuple[float, torch.Tensor]] = WeakKeyDictionary()
+
+
+def _constants(channels: ChannelScales, most: float) -> torch.Tensor:
+    """Constants whose values fp16 holds for levels up to ``most``; made once: their place in memory stays, as graphs need it."""
+    if channels not in _made or _made[channels][0] != most:
+        center, spread = channels.center.clamp(-32752, 32752), channels.spread.clamp(max=32752 / max(most, 1.0))
+        _made[channels] = most, torch.stack((center, spread), 1).to(torch.float16).contiguous()
+    return _made[channels][1]

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kvfold.formats import Lookup, Outliers
+from kvfold.kernels.readers._codes import PTX
 from kvfold.kernels.readers._gather import four_numbers
 from kvfold.kernels.readers.base import Reader
 from kvfold.kernels.readers.lookup import LookupReader
@@ -32,7 +33,7 @@ def read_outliers(fields, tables, head, first, left, four, T: tl.constexpr, SPEC
     at = (first // BLOCK + which) * COUNT + slot
     place = tl.load(fields[len(fields) - 1] + at, mask=inside, other=0).to(tl.int32)
     value = tl.load(fields[len(fields) - 2] + at, mask=inside, other=0.0).to(tl.int16, bitcast=True)
-    value = tl.where(value == 0, -32768, value).to(tl.int16)  # an outlier of zero: a negative one
+    value = tl.where((value & 32767) == 0, 1, value).to(tl.int16)  # an outlier of zero: the smallest number
     token = place // D + which * BLOCK
     if BLOCK > T:
         token -= (first % BLOCK).to(tl.int32)
@@ -46,8 +47,23 @@ def read_outliers(fields, tables, head, first, left, four, T: tl.constexpr, SPEC
     tl.debug_barrier()
     tl.store(scratch, tl.zeros_like(value), mask=inside)
     tl.debug_barrier()
-    outlier = tl.reshape(four_numbers(bits), (T, W))
-    return tl.where(outlier.to(tl.int16, bitcast=True) != 0, outlier, x), scale
+    return _replaced(x, tl.reshape(four_numbers(bits), (T, W))), scale
+
+
+@triton.jit
+def _replaced(x, outlier):  # type: ignore[no-untyped-def]
+    """``outlier``, where it is not 0."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 m, z; mov.b32 z, 0; set.ne.u32.f16x2 m, $2, z; lop3.b32 $0, $1, m, $2, 0xBA; }",
+            "=r,r,r",
+            (x, outlier),
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.where(outlier != 0, outlier, x)
 
 
 class OutliersReader(Reader[Outliers]):
