@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from kvfold.formats import Lookup, Outliers, ResidualCodes
+from kvfold.formats import AffineGroups, Lookup, LowRank, MixedTokens, Outliers, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.outliers import outlier_count
 from kvfold.formats.residual import Codebook
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, blocks
+from kvfold.kernels.blocks import inner
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.turboquant import lloyd_max
@@ -120,7 +121,9 @@ class Case:
             spans.append(Span(first * block, *sides))
             first += count
         recent = [max(tokens, ring - 3 - 9 * b) for b in range(batch)]
-        windows = [draw(batch, heads, n, head_dim).to(dtype) * size for n in (sink, sink, ring, ring)]
+        windows = [
+            draw(batch, heads, n, head_dim).to(dtype) * f for n, f in ((sink, 1), (sink, size), (ring, 1), (ring, size))
+        ]
         for b, n in enumerate(packed):
             unused = torch.ones(ring, dtype=torch.bool, device=device)
             unused[(n + torch.arange(recent[b], device=device)) % ring] = False
@@ -134,7 +137,7 @@ class Case:
             valid = torch.ones(batch, tokens, dtype=torch.bool, device=device)
             valid[0, 0] = False
         rows = (draw(batch, heads, per_head * tokens, head_dim) * gain).to(dtype).float()
-        new = [draw(batch, heads, tokens, head_dim).to(dtype) * size for _ in range(2)]
+        new = [draw(batch, heads, tokens, head_dim).to(dtype) * factor for factor in (1, size)]
         rope = None
         if rotary:
             rope = Rope(10000.0 ** (-torch.arange(0, rotary, 2, device=device).float() / rotary), scaling)
@@ -156,7 +159,10 @@ class Case:
     def encode(form, x):
         if isinstance(form, BinaryCodes):
             x = x.repeat(1, 1, 1, -(-form.codes // x.shape[-1]))[..., : form.codes]
-        return form.encode(x)
+        """Tokens that are to be salient where a format has such: random ones."""
+        own = inner(form)
+        how = {"score": rand(*x.shape[:-1], seed=7).to(x.device)} if isinstance(own, MixedTokens) else {}
+        return form.encode(x, **how)
 
     def expected(self):
         """The reference's answer, over clean copies of what it decodes."""
@@ -202,11 +208,41 @@ def kvquant(bits=2, value_bits=None, fraction=0.01, block=32):
     return formats
 
 
+MODES = ("asym", "sym", "hybrid")
+PAGES = {"packed": (256, 128), "slabs": (2,)}
+
+
+def affine(keys="channel", values="token", mode="hybrid", bits=2, group=32, value_group=None, block=32):
+    """Affine groups, keys' and values' along ``keys`` and ``values``."""
+
+    def form(d, device):
+        sides = ((keys, group), (values, value_group or group))
+        return tuple(AffineGroups(d, block, "plain", bits, axis, mode, size) for axis, size in sides)
+
+    return form
+
+
+def low_rank(of, rank=2):
+    return lambda d, device: tuple(LowRank(d, f.block, "plain", f, rank) for f in of(d, device))
+
+
+def mixed(bits=2, extra=2, salient=19, block=32, keys="token", values="channel"):
+    return lambda d, device: tuple(
+        MixedTokens(d, block, "plain", bits, extra, salient, axis) for axis in (keys, values)
+    )
+
+
 CASES = {
     **{f"kvquant-{bits}bit": {"method": kvquant(bits), "rotary": 64} for bits in (1, 2, 3, 4)},
     "kvquant-d128": {"method": kvquant(3, 2), "rotary": 128, "head_dim": 128, "packed": (224, 96)},
     "kvquant-d80-part": {"method": kvquant(4, 2, 0.05), "rotary": 32, "head_dim": 80, "slabs": (4, 4), "scaling": 1.1},
-    "kvquant-d96-block128": {"method": kvquant(2, 3, 0.02, 128), "rotary": 96, "head_dim": 96, "packed": (256, 128), "slabs": (2,)},
+    "kvquant-d96-block128": {
+        "method": kvquant(2, 3, 0.02, 128),
+        "rotary": 96,
+        "head_dim": 96,
+        "packed": (256, 128),
+        "slabs": (2,),
+    },
     "kvquant-no-rope": {"method": kvquant(2, 2, 0.002), "tokens": 3, "in_place": True},
     "commvq-1bit": {"method": commvq(5), "rotary": 64, "unproject": unproject},
     "commvq-1bit-d128": {
@@ -267,6 +303,43 @@ CASES = {
     "lookup-rope-half-of-d80": {"method": lookups(4, keys="channel"), "rotary": 40, "head_dim": 80, "scaling": 1.2},
     "lookup-rope-slabs-d96": {"method": lookups(2), "rotary": 96, "head_dim": 96, "slabs": (4, 4), "packed": (192, 32)},
     "lookup-block128": {"method": lookups(2, block=128), "packed": (256, 128), "slabs": (2,)},
+    **{
+        f"affine-{mode}-{bits}bit": {"method": affine(mode=mode, bits=bits)}
+        for mode, bits in (("asym", 1), ("asym", 4), ("sym", 2), ("hybrid", 3))
+    },
+    **{f"affine-turned-{mode}": {"method": affine("token", "channel", mode, 3), "head_dim": 96} for mode in MODES},
+    "affine-16": {"method": affine("token", "channel", "hybrid", 2, 16), "head_dim": 80},
+    "affine-16-turned": {"method": affine("channel", "token", "hybrid", 4, 16), "head_dim": 80},
+    "affine-128": {"method": affine("token", "channel", "hybrid", 2, 128, block=128), "head_dim": 128} | PAGES,
+    "affine-64": {"method": affine("token", "token", "hybrid", 2, 64, block=128)} | PAGES,
+    "affine-48": {"method": affine("channel", "channel", "hybrid", 2, 48), "head_dim": 96},
+    "affine-8bit": {"method": affine("token", "token", "hybrid", 8, 16)},
+    "affine-rope-tokens": {"method": affine("token", "channel", "asym", 2), "rotary": 64},
+    "affine-rope-channels": {"method": affine("channel", "token", "hybrid", 2, 16), "rotary": 40, "head_dim": 80},
+    "affine-large-values": {"method": affine(bits=4), "size": 1e4},
+    "innerq-d128": {"method": "innerq", "head_dim": 128, "packed": (256, 96)},
+    "kivi-tiles-of-128": {"method": "kivi", "plan": blocks.Plan(32, 128, 4, 2), "packed": (288, 32), "slabs": (12,)},
+    "gear": {"method": "gear"},
+    "gear-d128": {"method": "gear:bits=4", "head_dim": 128, "packed": (256, 96), "slabs": (4, 5)},
+    "gear-rank-1-d96": {"method": "gear:rank=1,bits=1", "head_dim": 96, "slabs": (5,), "packed": (64, 160)},
+    "gear-rank-4-d80": {"method": "gear:rank=4,bits=3,group=16", "head_dim": 80},
+    "gear-rank-20": {"method": "gear:rank=20", "packed": (288, 32), "slabs": (9,)},
+    "gear-block128": {"method": low_rank(affine(mode="asym", group=64, block=128))} | PAGES,
+    "gear-rope": {"method": low_rank(affine("token", "channel", "asym")), "rotary": 40, "head_dim": 96},
+    **{f"mixed-{bits}+{extra}": {"method": mixed(bits, extra)} for bits, extra in ((1, 1), (1, 4), (2, 2))},
+    "mixed-block64-d80": {"method": mixed(2, 2, 40, 64), "head_dim": 80, "packed": (64, 192), "slabs": (2, 2)},
+    "mixed-block64-tiles-of-128": {
+        "method": mixed(2, 4, 40, 64),
+        "packed": (320, 64),
+        "plan": blocks.Plan(8, 128, 4, 2),
+    },
+    "mixed-turned-d96": {"method": mixed(2, 1, 20, 32, "channel", "token"), "head_dim": 96},
+    "mixed-rope": {"method": mixed(2, 2, 60, 128), "rotary": 40, "head_dim": 80} | PAGES,
+    "mixed-rope-channels": {"method": mixed(2, 4, 10, 32, "channel"), "rotary": 64},
+    "mixed-none": {"method": mixed(2, 2, 0)},
+    "mixed-large-values": {"method": mixed(2, 2), "size": 1e4},
+    "zipcache": {"method": "zipcache"} | PAGES,
+    "zipcache-d128": {"method": "zipcache:group=32", "head_dim": 128, "packed": (288, 32), "slabs": (4, 5)},
     "long-padded": {"method": "turboquant", "tokens": 35, "padded": True, "packed": (32, 64)},
     "12-rows": {"method": "turboquant:bits=3", "per_head": 4, "tokens": 3, "in_place": True},
     "40-rows": {"method": "k=qjl+v=turboquant:bits=2", "per_head": 8, "tokens": 5, "in_place": True, "head_dim": 128},

@@ -4,6 +4,8 @@ What is the same for all formats is here: splits, softmax, statistics and bases 
 function, the format's reader (:mod:`kvfold.kernels.readers`), which the kernel is compiled with.
 """
 
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
 import triton
 import triton.language as tl
 
@@ -72,7 +74,7 @@ def blocks_kernel(
     K_MEAN: tl.constexpr, K_NORM: tl.constexpr, K_BASIS: tl.constexpr,
     V_MEAN: tl.constexpr, V_NORM: tl.constexpr, V_BASIS: tl.constexpr,
     ROTARY: tl.constexpr, K_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    K_SCRATCH: tl.constexpr, V_SCRATCH: tl.constexpr,
+    K_SCRATCH: tl.constexpr, V_SCRATCH: tl.constexpr, K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention of M query rows of one KV head of one sequence over one split of a span's packed tokens.
 
@@ -169,9 +171,14 @@ def blocks_kernel(
         left = used - tile * T
         k_page = head.to(tl.int64) * k_pages + tile * T // PAGE
         v_page = head.to(tl.int64) * v_pages + tile * T // PAGE
-        k_a, k_scale = K_READ(k_fields, k_tables, head % heads, at_token, left, a_four, T, K_SPEC)
+        k_more, v_more = k_tables, v_tables
+        if K_OF_PAGES:
+            k_more = k_tables + (k_page,)
+        if V_OF_PAGES:
+            v_more = v_tables + (v_page,)
+        k_a, k_scale = K_READ(k_fields, k_more, head % heads, at_token, left, a_four, T, K_SPEC)
         if ROTARY:
-            k_b, _ = K_READ(k_fields, k_tables, head % heads, at_token, left, b_four, T, K_SPEC)
+            k_b, _ = K_READ(k_fields, k_more, head % heads, at_token, left, b_four, T, K_SPEC)
             angle = (position + tile * T).to(tl.float32) * freq
             back_cos, back_sin = (tl.cos(angle) * gain)[:, None], (tl.sin(angle) * gain)[:, None]
             turned_a = k_a * cos - k_b * sin
@@ -196,7 +203,7 @@ def blocks_kernel(
         now = _sum(p, 0)
         total = total * before + now
         top = new
-        v, v_scale = V_READ(v_fields, v_tables, head % heads, at_token, left, v_four, T, V_SPEC)
+        v, v_scale = V_READ(v_fields, v_more, head % heads, at_token, left, v_four, T, V_SPEC)
         # relative to the tile's largest, so that small values keep their digits in fp16
         most = _max(tl.abs(v_scale), 0)
         most = tl.where(most > 0, most, 1.0)

@@ -11,7 +11,7 @@ import torch
 from kvfold.formats import Fields, Format, Paged
 from kvfold.formats.basis import Basis
 from kvfold.formats.codebook import BinaryCodes
-from kvfold.formats.paged import PAGE
+from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.rope import Rope
@@ -61,7 +61,7 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str
             return f"{side}: head_dim={form.head_dim}; allowed: up to {MAX_DIM}"
         if PAGE % form.block and form.block % PAGE:
             return f"{side}: blocks of {form.block} tokens; allowed: those that divide {PAGE}, or are a multiple of it"
-        if isinstance(form, Paged) and form.page != PAGE:
+        if isinstance(form, PagedFormat) and form.page != PAGE:
             return f"{side}: statistics of {form.page or 'all'} tokens; allowed: {PAGE}"
         if why := why_not(inner(form)):
             return f"{side}: {why}"
@@ -105,7 +105,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache
 def make_plan(
-    width: int, heads: int, rows: int, tokens: int, processors: int, pages: bool = False, most: int = 4
+    width: int, heads: int, rows: int, tokens: int, processors: int, turned: bool = False, most: int = 4
 ) -> Plan:
     """Choose a launch shape.
 
@@ -119,7 +119,7 @@ def make_plan(
         Query rows per KV head.
     tokens : int
         That the storage holds.
-    pages : bool
+    turned : bool
         Whether queries are turned once a tile, which then is a page.
     most : int
         Programs that a multiprocessor has registers for.
@@ -130,7 +130,7 @@ def make_plan(
     it cannot.
     """
     if rows <= 8:
-        m, tile, warps, resident = 8, 128 if pages and width <= 128 else 64, 4, 2 if pages and width <= 128 else 4
+        m, tile, warps, resident = 8, 128 if turned and width <= 128 else 64, 4, 4
     else:
         m, tile, warps, resident = 16 if rows <= 16 else 32, 64 if width <= 128 else 32, 2, 4
     jobs = heads * math.ceil(rows / m)
@@ -144,7 +144,7 @@ def power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)  # decode graphs know where they are
 def _basis(basis: Basis, width: int, device: torch.device, back: bool) -> torch.Tensor:
     """What queries are multiplied with, fp16 [width, d], or (``back``) sums of decoded vectors, its transpose."""
     matrix = basis.restore(torch.eye(width, dtype=torch.float32, device=device))
@@ -167,7 +167,7 @@ class Rotation:
     table: torch.Tensor
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _rotation(rope: Rope, pairs: int, tokens: int, groups: int, dim: int, device: torch.device) -> Rotation:
     freq = torch.zeros(pairs, dtype=torch.float64, device="cpu")
     gain = torch.ones(pairs, dtype=torch.float64, device="cpu")
@@ -226,9 +226,14 @@ def attend(call: AttentionCall, plan: Plan | None = None) -> torch.Tensor:
 def _plan(call: AttentionCall, span: Span) -> Plan:
     batch, heads, rows, _ = call.rows.shape
     width = max(inner(form).width for form in (call.key_format, call.value_format))
-    tokens, pages = _tokens(call.key_format, span.keys), isinstance(call.key_format, Paged)
+    tokens, turned = _tokens(call.key_format, span.keys), is_turned(call.key_format)
     most = resident(readers_of(call.key_format, call.value_format, 0))
-    return make_plan(width, batch * heads, rows, tokens, multiprocessors(call.rows.device), pages, most)
+    return make_plan(width, batch * heads, rows, tokens, multiprocessors(call.rows.device), turned, most)
+
+
+def is_turned(key_format: Format) -> bool:
+    """Whether the kernel turns queries, page by page."""
+    return isinstance(key_format, Paged) and key_format.basis is not None
 
 
 def _tokens(form: Format, fields: Fields) -> int:
@@ -247,9 +252,11 @@ def constants(
     named["V_OUT"] = readers[1].spec[0]
     named["K_GROUPS"] = readers[0].groups if readers[0].ordered else 1
     for letter, form, reader in zip("KV", (key_format, value_format), readers, strict=True):
-        named[f"{letter}_READ"], named[f"{letter}_SPEC"] = reader.read, static(reader.spec)
+        spec = reader.spec_of_halves() if rotary and letter == "K" else reader.spec
+        named[f"{letter}_READ"], named[f"{letter}_SPEC"] = reader.read, static(spec)
         page = form if isinstance(form, Paged) else None
         named[f"{letter}_SCRATCH"] = reader.scratch(plan.tokens)
+        named[f"{letter}_OF_PAGES"] = reader.of_pages
         named[f"{letter}_MEAN"] = page is not None and page.mean
         named[f"{letter}_NORM"] = page is not None and bool(page.norm)
         named[f"{letter}_BASIS"] = page is not None and page.basis is not None
@@ -263,7 +270,9 @@ def readers_of(key_format: Format, value_format: Format, rotary: int) -> "list[R
     from kvfold.kernels.readers import reader_of
 
     keys, values = (reader_of(inner(form)) for form in (key_format, value_format))
-    turned = isinstance(key_format, Paged) and key_format.basis is not None
+    turned = is_turned(key_format)
+    if turned and max(keys.width, values.width) <= 128:  # three programs hide what turning a query waits for
+        keys.resident, keys.ahead = 3, False
     step = 16 * keys.groups
     keys.ordered = keys.groups > 1 and not (turned or key_format.head_dim % step or rotary % step)
     keys.eights = keys.ordered or not rotary or not (key_format.head_dim % 16 or rotary % 16)
@@ -400,10 +409,11 @@ def _of_pages(
     form: Format, fields: Fields, width: int, device: torch.device, nothing: torch.Tensor, back: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Means, norms and basis, where a format has them."""
+    if isinstance(form, PagedFormat):
+        for name in form.page_fields():
+            _check(name, fields[name], fields[name].stride(1) // fields[name].stride(2))
     if not isinstance(form, Paged):
         return nothing, nothing, nothing
-    for name in form.page_fields():
-        _check(name, fields[name], fields[name].stride(1) // fields[name].stride(2))
     return (
         fields["mean"] if form.mean else nothing,
         fields["norm"] if form.norm else nothing,
@@ -413,7 +423,7 @@ def _of_pages(
 
 def _pages(form: Format, fields: Fields) -> int:
     """Pages from one KV head's storage to the next one's."""
-    if not isinstance(form, Paged) or not form.page_fields():
+    if not isinstance(form, PagedFormat) or not form.page_fields():
         return 0
     x = fields[next(iter(form.page_fields()))]
     return x.stride(1) // x.stride(2)
@@ -430,5 +440,5 @@ def _room(form: Format, fields: Fields) -> int:
 
 def _check(name: str, x: torch.Tensor, room: int) -> None:
     each = x[0, 0, 0].numel()
-    if x.stride(2) != each or x.stride(1) != room * each or x.stride(0) != x.shape[1] * x.stride(1):
+    if each and (x.stride(2) != each or x.stride(1) != room * each or x.stride(0) != x.shape[1] * x.stride(1)):
         raise ValueError(f"packed storage: {name} has strides {x.stride()} of {tuple(x.shape)}, not those of a slab")

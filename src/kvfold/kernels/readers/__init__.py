@@ -6,12 +6,25 @@ A new format needs its own file here and its line in :data:`READERS`; the kernel
 
 from typing import Any
 
-from kvfold.formats import Format, Lookup, Outliers, ResidualCodes, SignSketch, UniformTokens
+from kvfold.formats import (
+    AffineGroups,
+    Format,
+    Lookup,
+    LowRank,
+    MixedTokens,
+    Outliers,
+    ResidualCodes,
+    SignSketch,
+    UniformTokens,
+)
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.kernels.readers.additive import AdditiveReader
+from kvfold.kernels.readers.affine import AffineReader
 from kvfold.kernels.readers.base import Reader
 from kvfold.kernels.readers.binary import BinaryReader
 from kvfold.kernels.readers.lookup import LookupReader
+from kvfold.kernels.readers.lowrank import LowRankReader
+from kvfold.kernels.readers.mixed import MixedReader
 from kvfold.kernels.readers.outliers import OutliersReader
 from kvfold.kernels.readers.residual import ResidualReader
 from kvfold.kernels.readers.sketch import SketchReader
@@ -19,8 +32,11 @@ from kvfold.kernels.readers.uniform import UniformReader
 
 READERS: dict[type[Format], type[Reader[Any]]] = {
     AdditiveCodes: AdditiveReader,
+    AffineGroups: AffineReader,
     BinaryCodes: BinaryReader,
     Lookup: LookupReader,
+    LowRank: LowRankReader,
+    MixedTokens: MixedReader,
     Outliers: OutliersReader,
     ResidualCodes: ResidualReader,
     SignSketch: SketchReader,

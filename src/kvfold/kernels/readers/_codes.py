@@ -193,7 +193,7 @@ def of_tokens(data, first, left, T: tl.constexpr, EACH: tl.constexpr, AT: tl.con
     return tl.load(data + (first + token) * EACH + AT).to(tl.float32)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def level_table(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Up to 16 levels for :func:`codes`: int32 [8], upper bytes of eight levels, their lower ones, then those of the others."""
     halves = torch.zeros(16, dtype=torch.float16, device="cpu")

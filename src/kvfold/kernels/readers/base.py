@@ -51,6 +51,8 @@ class Reader(ABC, Generic[F]):
     """Whether the compiler may load several tiles ahead, through shared memory; not where most loads are of tables."""
     resident: int | None = None
     """Programs of a multiprocessor at a time, for which the compiler is to make registers suffice; None: as it comes."""
+    of_pages: ClassVar[bool] = False
+    """Whether it also needs the number, int64, of the tile's page in the storage, as last of ``tables``."""
 
     def __init__(self, form: F) -> None:
         self.form = form
@@ -65,6 +67,10 @@ class Reader(ABC, Generic[F]):
     def spec(self) -> tuple[Any, ...]:
         """Static numbers and functions of ``read``."""
 
+    def spec_of_halves(self) -> tuple[Any, ...]:
+        """:attr:`spec` where the channels that are read are not 0 to W - 1, but any fours (keys before RoPE)."""
+        return self.spec
+
     @property
     def width(self) -> int:
         """Channels of a decoded vector."""
@@ -75,7 +81,7 @@ class Reader(ABC, Generic[F]):
         return tuple(_words(stored[name]) if name in self.words else stored[name] for name in self.names)
 
     def scratch(self, tokens: int) -> int:
-        """int64 words of memory that a program is to have for itself, its last table: zeros, and zeros again after every tile."""
+        """int64 words of memory that a program has for itself, its last table: zeros, and zeros again after every tile."""
         return 0
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:

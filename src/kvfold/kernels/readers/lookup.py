@@ -76,7 +76,7 @@ _made: WeakKeyDictionary[ChannelScales, tuple[float, torch.Tensor]] = WeakKeyDic
 
 
 def _constants(channels: ChannelScales, most: float) -> torch.Tensor:
-    """Constants whose values fp16 holds for levels up to ``most``; made once: their place in memory stays, as graphs need it."""
+    """Constants whose values fp16 holds for levels up to ``most``; made once: graphs know where they are."""
     if channels not in _made or _made[channels][0] != most:
         center, spread = channels.center.clamp(-32752, 32752), channels.spread.clamp(max=32752 / max(most, 1.0))
         _made[channels] = most, torch.stack((center, spread), 1).to(torch.float16).contiguous()
