@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from blocks_case import CASES, LIMIT, Case, of_method
+from blocks_case import CASES, LIMIT, Case, affine, of_method
 from kvfold.kernels import aot, blocks
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import packed_for
@@ -65,6 +65,11 @@ COMPILED = {
     "turboquant": ("turboquant:bits=3", {}),
     "turboquant-plain": ("turboquant:bits=2,center=false,normalize=false", {}),
     "turboquant-sm80": ("turboquant:bits=3", {"capability": 80}),
+    "kivi": ("kivi", {}),
+    "innerq": ("innerq", {}),
+    "gear": ("gear", {}),
+    "zipcache": ("zipcache", {}),
+    "zipcache-12rows": ("zipcache", {"rows": 12}),
     "qjl-12rows": ("k=qjl+v=turboquant:bits=2", {"rows": 12}),
 }
 
@@ -91,6 +96,14 @@ def test_small_products_are_no_warpgroup_mmas():
     [
         ("turboquant", None),
         ("k=qjl+v=turboquant", None),
+        ("kivi", None),
+        ("innerq", None),
+        ("gear", None),
+        ("zipcache", None),
+        ("innerq:paper=true", "keys: statistics of all tokens; allowed: 128"),
+        ("gear:paper=true", "keys: statistics of all tokens; allowed: 128"),
+        ("gear:outliers=0.01", "keys: low rank beside outliers; allowed: affine"),
+        ("gear:rank=40", "keys: rank 40; allowed: up to 32"),
         ("turboquant:residual=true", "keys: sketched residual storage"),
         ("qjl:normalize=false,outliers=4", "keys: split sketch storage"),
     ],
@@ -98,6 +111,18 @@ def test_small_products_are_no_warpgroup_mmas():
 def test_what_is_refused(method, reason):
     why = blocks.unsupported(*of_method(method), False)
     assert (why is None) if reason is None else reason in why
+
+
+@pytest.mark.parametrize("method", ["kivi", "innerq", "gear", "zipcache"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_head_sizes_of_groups(method, head_dim):
+    spec = f"{method}:group=16" if head_dim == 80 and method != "zipcache" else method  # groups of 32 do not divide 80
+    assert blocks.unsupported(*of_method(spec, head_dim), False) is None
+
+
+def test_groups_that_no_unit_of_tokens_holds():
+    keys, values = affine("token", "token", group=48, block=384)(64, "cpu")
+    assert "groups of 48 tokens; allowed: 16, and multiples of 32" in blocks.unsupported(keys, values, False)
 
 
 def test_a_layer_on_a_gpu_is_packed_in_plain_order(monkeypatch):

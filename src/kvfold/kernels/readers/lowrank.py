@@ -11,8 +11,8 @@ from kvfold.kernels.readers._codes import channels, of_tokens
 from kvfold.kernels.readers.affine import AffineReader
 from kvfold.kernels.readers.base import Reader
 
-FEW = tl.constexpr(4)
-"""Ranks that are added one by one; more are a product of their own."""
+MOST = 32
+"""Ranks; each is a multiply-add of every element."""
 
 
 @triton.jit
@@ -22,41 +22,13 @@ def read_lowrank(fields, tables, head, first, left, four, T: tl.constexpr, SPEC)
     row_data = fields[SPEC[2]]
     basis = fields[SPEC[2] + 1] + tables[-1] * (D * RANK)
     column = channels(four)
-    if RANK <= FEW:
-        # loaded before the codes, whose layout is the one that large tensors are to keep
-        a, b = _term(row_data, basis, first, left, column, T, D, RANK, 0)
-        if RANK > 1:
-            c, d = _term(row_data, basis, first, left, column, T, D, RANK, 1)
-        if RANK > 2:
-            e, f = _term(row_data, basis, first, left, column, T, D, RANK, 2)
-        if RANK > 3:
-            g, h = _term(row_data, basis, first, left, column, T, D, RANK, 3)
-        x, scale = SPEC[3](fields, tables, head, first, left, four, T, SPEC[4])
-        x += a * b
-        if RANK > 1:
-            x += c * d
-        if RANK > 2:
-            x += e * f
-        if RANK > 3:
-            x += g * h
-    else:
-        P: tl.constexpr = SPEC[5]
-        term = tl.arange(0, P)
-        token = tl.minimum(tl.arange(0, T), left - 1)[:, None]
-        row = tl.load(row_data + (first + token) * RANK + term[None, :], mask=(term < RANK)[None, :], other=0.0)
-        inside = (term < RANK)[:, None] & (column < D)[None, :]
-        turn = tl.load(basis + column[None, :] * RANK + term[:, None], mask=inside, other=0.0)
-        x, scale = SPEC[3](fields, tables, head, first, left, four, T, SPEC[4])
-        x += tl.dot(row, turn).to(tl.float16)
+    x, scale = SPEC[3](fields, tables, head, first, left, four, T, SPEC[4])
+    for r in tl.static_range(RANK):
+        row = of_tokens(row_data, first, left, T, RANK, r).to(tl.float16)
+        turn = tl.load(basis + column * RANK + r, mask=column < D, other=0.0)
+        x += row[:, None] * turn[None, :]
     most = tl.full([1, 1], 65504.0, tl.float16)
     return tl.minimum(tl.maximum(x, -most), most), scale
-
-
-@triton.jit
-def _term(row_data, basis, first, left, column, T: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Term R of a tile's low-rank part: numbers of tokens, fp16 [T, 1], and of channels, fp16 [1, W]."""
-    row = of_tokens(row_data, first, left, T, RANK, R).to(tl.float16)
-    return row[:, None], tl.load(basis + column * RANK + R, mask=column < D, other=0.0)[None, :]
 
 
 class LowRankReader(Reader[LowRank]):
@@ -75,6 +47,8 @@ class LowRankReader(Reader[LowRank]):
     def why_not(form: LowRank) -> str | None:
         if not isinstance(form.inner, AffineGroups):
             return f"low rank beside {form.inner.kind}; allowed: affine"
+        if form.rank > MOST:
+            return f"rank {form.rank}; allowed: up to {MOST}"
         return AffineReader.why_not(form.inner)
 
     @property
@@ -85,15 +59,7 @@ class LowRankReader(Reader[LowRank]):
         return self._spec(self.inner.spec_of_halves())
 
     def _spec(self, inner: tuple[Any, ...]) -> tuple[Any, ...]:
-        rank = self.form.rank
-        return (
-            self.form.head_dim,
-            rank,
-            len(self.inner.names),
-            self.inner.read,
-            inner,
-            max(16, 1 << (rank - 1).bit_length()),
-        )
+        return (self.form.head_dim, self.form.rank, len(self.inner.names), self.inner.read, inner)
 
     def fields(self, stored: Fields) -> tuple[torch.Tensor, ...]:
         return (*self.inner.fields(stored), stored["row"], stored["basis"])
