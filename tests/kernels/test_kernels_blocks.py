@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from blocks_case import CASES, LIMIT, Case, affine, of_method
+from kvfold.bench import storage
 from kvfold.kernels import aot, blocks
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import packed_for
@@ -123,6 +124,17 @@ def test_head_sizes_of_groups(method, head_dim):
 def test_groups_that_no_unit_of_tokens_holds():
     keys, values = affine("token", "token", group=48, block=384)(64, "cpu")
     assert "groups of 48 tokens; allowed: 16, and multiples of 32" in blocks.unsupported(keys, values, False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(
+    "method", ["qjl", "turboquant", "innerq", "gear", "zipcache", "vqllm", "kvquant", "commvq", "kivi", "squat", "fold"]
+)
+def test_defaults_of_all_methods_are_served(method, head_dim):
+    """Formats as a layer on a GPU would have them; learned tables are random."""
+    keys, values, _ = storage.formats(method, 2, head_dim, torch.device("cpu"))
+    pre_rope = method in ("vqllm", "kvquant", "commvq")
+    assert blocks.unsupported(keys, values, pre_rope) is None
 
 
 def test_a_layer_on_a_gpu_is_packed_in_plain_order(monkeypatch):

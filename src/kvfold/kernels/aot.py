@@ -26,9 +26,9 @@ from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels.blocks import Plan as BlocksPlan
 from kvfold.kernels.blocks import constants as blocks_constants
+from kvfold.kernels.blocks import is_turned, readers_of, resident
 from kvfold.kernels.blocks import make_plan as make_blocks_plan
 from kvfold.kernels.blocks import options as blocks_options
-from kvfold.kernels.blocks import is_turned, readers_of, resident
 from kvfold.kernels.decode import Plan, constants, make_plan
 from kvfold.kernels.partials import merge_kernel
 from kvfold.kernels.tiles import constants as tiles_constants

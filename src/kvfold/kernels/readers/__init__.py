@@ -1,7 +1,7 @@
 """Readers: one file per storage format, one function each, for all kernels in plain Triton.
 
-A new format needs its own file here and its line in :data:`READERS`; the kernels (:mod:`kvfold.kernels.blocks` for attention,
-:mod:`kvfold.kernels.unpack` for long calls) do the rest: pages, bases, rotation, softmax, splits, windows.
+A new format needs its own file here and its line in :data:`READERS`; the kernels (:mod:`kvfold.kernels.blocks`) do the
+rest: pages, bases, rotation, softmax, splits, windows.
 """
 
 from typing import Any
@@ -46,11 +46,11 @@ READERS: dict[type[Format], type[Reader[Any]]] = {
 
 def why_not(form: Format) -> str | None:
     """Why tiles of a format cannot be read; None if they can."""
-    if form.operand != "plain":
-        return "packed for tensor cores"
     reader = READERS.get(type(form))
     if reader is None:
         return f"{form.kind} storage; allowed: {', '.join(sorted(kind.kind for kind in READERS))}"
+    if form.operand != "plain" and not reader.any_order:
+        return "packed for tensor cores"
     return reader.why_not(form)
 
 

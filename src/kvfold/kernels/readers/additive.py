@@ -91,6 +91,7 @@ def _joined(low, high, start):  # type: ignore[no-untyped-def]
 class AdditiveReader(Reader[AdditiveCodes]):
     """``tables``: fp16 [heads, stages, levels, d], divided by a power of two, and that, float32 [heads]."""
 
+    any_order = True
     read = read_additive
     names = ("codes", "rms")
     ahead = False

@@ -51,6 +51,8 @@ class Reader(ABC, Generic[F]):
     """Whether the compiler may load several tiles ahead, through shared memory; not where most loads are of tables."""
     resident: int | None = None
     """Programs of a multiprocessor at a time, for which the compiler is to make registers suffice; None: as it comes."""
+    any_order: ClassVar[bool] = False
+    """Whether tensor cores make no difference to how codes lie."""
     of_pages: ClassVar[bool] = False
     """Whether it also needs the number, int64, of the tile's page in the storage, as last of ``tables``."""
 
