@@ -51,7 +51,11 @@ def formats(method: str, heads: int, head_dim: int, device: torch.device) -> tup
         return keys, stored, lambda x: x @ rows
     if isinstance(made, VQLLM):
         sides = [
-            made.format(spec, side, Codebook(random(made.stages(bits), made.codes, made.vector).half()))
+            made.format(
+                spec,
+                side,
+                Codebook(random(made.stages(bits), made.codes, made.vector).half() / made.stages(bits) ** 0.5),
+            )
             for side, bits in (("key", made.key_bits), ("value", made.value_bits))
         ]
         return sides[0], sides[1], None

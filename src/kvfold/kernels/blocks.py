@@ -287,7 +287,8 @@ def resident(readers: "list[Reader[Any]]") -> int:
 def options(readers: "list[Reader[Any]]", warps: int) -> dict[str, int | None]:
     """What the kernel is compiled with."""
     limited = any(reader.resident for reader in readers)
-    registers = min(255, 65536 // (32 * warps * resident(readers))) if limited else None
+    # in eights, as a multiprocessor hands them out
+    registers = min(255, 65536 // (32 * warps * resident(readers)) // 8 * 8) if limited else None
     return {"num_warps": warps, "num_stages": stages(readers), "maxnreg": registers}
 
 
