@@ -47,6 +47,8 @@ READERS: dict[type[Format], type[Reader[Any]]] = {
 def why_not(form: Format) -> str | None:
     """Why tiles of a format cannot be read; None if they can."""
     reader = READERS.get(type(form))
+    if form.operand != "plain" and not (reader and reader.any_order):
+        return "packed for tensor cores"
     if reader is None:
         return f"{form.kind} storage; allowed: {', '.join(sorted(kind.kind for kind in READERS))}"
     if form.operand != "plain" and not reader.any_order:

@@ -94,6 +94,7 @@ class AdditiveReader(Reader[AdditiveCodes]):
     any_order = True
     read = read_additive
     names = ("codes", "rms")
+    any_order = True
     ahead = False
 
     def __init__(self, form: AdditiveCodes) -> None:

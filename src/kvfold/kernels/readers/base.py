@@ -36,6 +36,8 @@ class Reader(ABC, Generic[F]):
     """
 
     read: ClassVar[Any]
+    any_order: ClassVar[bool] = False
+    """Whether the format's storage is the same for every operand."""
     names: tuple[str, ...]
     """Stored fields that ``read`` takes."""
     words: tuple[str, ...] = ("codes",)

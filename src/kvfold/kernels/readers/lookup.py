@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvfold.formats import Lookup
 from kvfold.formats.lookup import ChannelScales
-from kvfold.kernels.readers._codes import LEVELS, PLAIN, channels, codes, level_table, of_tokens, token_of
+from kvfold.kernels.readers._codes import LEVELS, PLAIN, PTX, channels, codes, level_table, of_tokens, token_of
 from kvfold.kernels.readers.base import Reader
 
 SCALING = {"rms": 0, "range": 1, "channel": 2}
@@ -42,7 +42,18 @@ def read_lookup(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
 
 @triton.jit
 def _bounded(x):  # type: ignore[no-untyped-def]
-    return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
+    """fp16 without infinities."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; mov.b32 a, 0x7BFF7BFF; min.f16x2 $0, $1, a; mov.b32 a, 0xFBFFFBFF; max.f16x2 $0, $0, a; }",
+            "=r,r",
+            (x,),
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
 
 
 class LookupReader(Reader[Lookup]):

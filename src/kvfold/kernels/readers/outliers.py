@@ -42,12 +42,24 @@ def read_outliers(fields, tables, head, first, left, four, T: tl.constexpr, SPEC
     scratch = words.to(tl.pointer_type(tl.int16), bitcast=True) + (token * D + place % D)
     tl.store(scratch, value, mask=inside)
     tl.debug_barrier()
-    column = four[None, :]
-    bits = tl.load(words + (tl.arange(0, T)[:, None] * (D // 4) + column), mask=column < D // 4, other=0)
+    bits = _shared(words + (tl.arange(0, T)[:, None] * (D // 4) + tl.minimum(four, D // 4 - 1)[None, :]))
+    if D & (D - 1) or D < 16:
+        bits = tl.where((four < D // 4)[None, :], bits, 0)
     tl.debug_barrier()
     tl.store(scratch, tl.zeros_like(value), mask=inside)
     tl.debug_barrier()
     return _replaced(x, tl.reshape(four_numbers(bits), (T, W))), scale
+
+
+@triton.jit
+def _shared(at):  # type: ignore[no-untyped-def]
+    """What the program's threads have written; nothing may move this load, as the compiler might one that it understands."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.global.b64 $0, [$1];", "=l,l", (at,), dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        return tl.load(at)
 
 
 @triton.jit
@@ -70,7 +82,7 @@ class OutliersReader(Reader[Outliers]):
     """``tables``: the inner format's; last, the program's own memory."""
 
     read = read_outliers
-    ahead = False
+    resident = 4
 
     def __init__(self, form: Outliers) -> None:
         super().__init__(form)

@@ -68,6 +68,7 @@ class ResidualReader(Reader[ResidualCodes]):
     any_order = True
     read = read_residual
     names = ("codes", "rms")
+    any_order = True
     ahead = False
     resident = 4
 
