@@ -286,10 +286,9 @@ def resident(readers: "list[Reader[Any]]") -> int:
 
 def options(readers: "list[Reader[Any]]", warps: int) -> dict[str, int | None]:
     """What the kernel is compiled with."""
-    limited = any(reader.resident for reader in readers)
-    # in eights, as a multiprocessor hands them out
-    registers = min(255, 65536 // (32 * warps * resident(readers)) // 8 * 8) if limited else None
-    return {"num_warps": warps, "num_stages": stages(readers), "maxnreg": registers}
+    registers = 65536 // (32 * warps * resident(readers)) // 8 * 8  # in eights, as a multiprocessor hands them out
+    limited = registers < 255 and any(reader.resident for reader in readers)
+    return {"num_warps": warps, "num_stages": stages(readers), "maxnreg": registers if limited else None}
 
 
 def stages(readers: "list[Reader[Any]]") -> int:
