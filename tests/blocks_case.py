@@ -244,7 +244,12 @@ CASES = {
         "slabs": (2,),
     },
     "kvquant-no-rope": {"method": kvquant(2, 2, 0.002), "tokens": 3, "in_place": True},
-    "commvq-1bit": {"method": commvq(5), "rotary": 64, "unproject": unproject},
+    "commvq-1bit": {
+        "method": commvq(5),
+        "rotary": 64,
+        "unproject": unproject,
+        "plan": blocks.Plan(8, 32, 4, 2, processors=3),
+    },
     "commvq-1bit-d128": {
         "method": commvq(codes=128),
         "rotary": 128,

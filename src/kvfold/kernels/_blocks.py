@@ -57,6 +57,7 @@ def _channel(place, D: tl.constexpr, GROUPS: tl.constexpr):
         "k_pages",
         "v_pages",
         "splits",
+        "processors",
         "part",
         "parts",
     ]
@@ -67,7 +68,7 @@ def blocks_kernel(
     v_fields, v_tables, v_mean, v_norm, v_basis,
     packed_len_ptr, position_ptr, freq_ptr, table_ptr,
     part_out, part_top, part_sum,
-    scratch_ptr, factor, heads, rows, row_blocks, start, tokens, room, k_pages, v_pages, splits, part, parts,
+    scratch_ptr, factor, heads, rows, row_blocks, start, tokens, room, k_pages, v_pages, splits, processors, part, parts,
     K_READ: tl.constexpr, K_SPEC, V_READ: tl.constexpr, V_SPEC,
     D: tl.constexpr, DP: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, V_OUT: tl.constexpr,
     M: tl.constexpr, T: tl.constexpr,
@@ -75,6 +76,7 @@ def blocks_kernel(
     V_MEAN: tl.constexpr, V_NORM: tl.constexpr, V_BASIS: tl.constexpr,
     ROTARY: tl.constexpr, K_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     K_SCRATCH: tl.constexpr, V_SCRATCH: tl.constexpr, K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr,
+    BY_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of M query rows of one KV head of one sequence over one split of a span's packed tokens.
 
@@ -92,9 +94,18 @@ def blocks_kernel(
     K_GROUPS, tiles have channels i, i + K_GROUPS, ... together, and each half of a group is a half's part.
     """
     H: tl.constexpr = KW // 2 if ROTARY else KW
-    head = tl.program_id(0) // row_blocks
-    row = tl.program_id(0) % row_blocks * M + tl.arange(0, M)
+    job = tl.program_id(0)
     split = tl.program_id(1)
+    if BY_HEAD:
+        # programs begin one by one on all multiprocessors; those of one share a head, whose tables fill its cache
+        programs = tl.num_programs(0) * splits
+        place = split * tl.num_programs(0) + job
+        where = place % processors
+        place = where * (programs // processors) + tl.minimum(where, programs % processors) + place // processors
+        job = place // splits
+        split = place % splits
+    head = job // row_blocks
+    row = job % row_blocks * M + tl.arange(0, M)
     batch = head // heads
     used = tl.minimum((tl.load(packed_len_ptr + batch) - start).to(tl.int32), tokens)
     tiles = (tl.maximum(used, 0) + T - 1) // T

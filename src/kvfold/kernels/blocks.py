@@ -90,12 +90,15 @@ class Plan:
     tokens : int
         Of a tile.
     warps, splits : int
+    processors : int
+        Multiprocessors that programs run on.
     """
 
     rows: int
     tokens: int
     warps: int
     splits: int
+    processors: int = 1
 
 
 @lru_cache
@@ -136,7 +139,7 @@ def make_plan(
     jobs = heads * math.ceil(rows / m)
     resident = min(resident, most)
     splits = max(1, min(processors * resident // jobs, tokens // (2 * tile), 256))
-    return Plan(m, tile, warps, splits)
+    return Plan(m, tile, warps, splits, processors)
 
 
 def power(n: int) -> int:
@@ -260,6 +263,7 @@ def constants(
         named[f"{letter}_MEAN"] = page is not None and page.mean
         named[f"{letter}_NORM"] = page is not None and bool(page.norm)
         named[f"{letter}_BASIS"] = page is not None and page.basis is not None
+    named["BY_HEAD"] = any(reader.by_head for reader in readers)
     if named["V_BASIS"]:
         named["V_OUT"] = dim
     return named | {"ROTARY": rotary, "HAS_BIAS": has_bias}
@@ -392,6 +396,7 @@ def attend_packed(
         _pages(call.key_format, span.keys),
         _pages(call.value_format, span.values),
         plan.splits,
+        plan.processors,
         first,
         parts,
         **fixed,

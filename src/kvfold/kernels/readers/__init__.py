@@ -51,8 +51,6 @@ def why_not(form: Format) -> str | None:
         return "packed for tensor cores"
     if reader is None:
         return f"{form.kind} storage; allowed: {', '.join(sorted(kind.kind for kind in READERS))}"
-    if form.operand != "plain" and not reader.any_order:
-        return "packed for tensor cores"
     return reader.why_not(form)
 
 

@@ -91,11 +91,11 @@ def _joined(low, high, start):  # type: ignore[no-untyped-def]
 class AdditiveReader(Reader[AdditiveCodes]):
     """``tables``: fp16 [heads, stages, levels, d], divided by a power of two, and that, float32 [heads]."""
 
-    any_order = True
     read = read_additive
     names = ("codes", "rms")
     any_order = True
     ahead = False
+    by_head = True
 
     def __init__(self, form: AdditiveCodes) -> None:
         super().__init__(form)

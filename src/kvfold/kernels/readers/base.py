@@ -51,10 +51,10 @@ class Reader(ABC, Generic[F]):
     """Whether ``four`` comes in twos, 2n and 2n + 1; the kernel says so."""
     ahead: bool = True
     """Whether the compiler may load several tiles ahead, through shared memory; not where most loads are of tables."""
+    by_head: ClassVar[bool] = False
+    """Whether every KV head has tables of its own, so large that a multiprocessor's cache holds those of one."""
     resident: int | None = None
     """Programs of a multiprocessor at a time, for which the compiler is to make registers suffice; None: as it comes."""
-    any_order: ClassVar[bool] = False
-    """Whether tensor cores make no difference to how codes lie."""
     of_pages: ClassVar[bool] = False
     """Whether it also needs the number, int64, of the tile's page in the storage, as last of ``tables``."""
 

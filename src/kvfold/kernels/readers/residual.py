@@ -65,7 +65,6 @@ def _row(data, at, rows, STAGE: tl.constexpr, STAGES: tl.constexpr, SIZE: tl.con
 class ResidualReader(Reader[ResidualCodes]):
     """``tables``: the codebook, fp16 [stages, codes, vector]."""
 
-    any_order = True
     read = read_residual
     names = ("codes", "rms")
     any_order = True
