@@ -257,7 +257,13 @@ CASES = {
         "unproject": unproject,
         "packed": (96, 64),
     },
-    "commvq-2bit": {"method": commvq(10, codes=128), "rotary": 64, "unproject": unproject, "slabs": (4, 4)},
+    "commvq-2bit": {
+        "method": commvq(8, codes=128),
+        "rotary": 64,
+        "unproject": unproject,
+        "slabs": (2, 2),
+        "packed": (32, 96),
+    },
     "commvq-d96-levels-block128": {
         "method": commvq(4, 32, 96, block=128),
         "rotary": 96,
@@ -276,7 +282,13 @@ CASES = {
     "commvq-odd-rope": {"method": commvq(3, 256, 48, 24), "rotary": 24, "unproject": unproject},
     "commvq-no-rope": {"method": commvq(2, 2, 16), "unproject": unproject},
     "residual-1bit": {"method": residuals(), "rotary": 64},
-    "residual-2bit-d128": {"method": residuals((8, 32, 256), (8, 32, 256)), "rotary": 128, "head_dim": 128},
+    "residual-2bit-d128": {
+        "method": residuals((8, 32, 256), (8, 32, 256)),
+        "rotary": 128,
+        "head_dim": 128,
+        "packed": (96, 32),
+        "slabs": (4,),
+    },
     "residual-3stages-d96": {
         "method": residuals((3, 32, 64), (6, 8, 16)),
         "rotary": 96,
