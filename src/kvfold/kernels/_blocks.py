@@ -121,9 +121,9 @@ def blocks_kernel(
             tl.store(scratch + words, tl.zeros_like(words).to(tl.int64), mask=words < K_SCRATCH + V_SCRATCH)
         tl.debug_barrier()
         if K_SCRATCH:
-            k_tables = k_tables + (scratch,)  # noqa: RUF005
+            k_tables = k_tables + (scratch,)
         if V_SCRATCH:
-            v_tables = v_tables + (scratch + K_SCRATCH,)  # noqa: RUF005
+            v_tables = v_tables + (scratch + K_SCRATCH,)
 
     # queries, as fp16 times a power of two, so that large ones do not overflow and rounded ones stay what they are
     inside = row < rows
