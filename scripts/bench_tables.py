@@ -51,7 +51,7 @@ def _shape(row: Any) -> str:
 
 def _attention(dtype: str = "float16") -> list[Any]:
     found = rows("attention", "work", "dtype", "kernel", *SHAPE)
-    return [row for row in found if row.dtype == dtype and row.kernel in (*FUSED, "triton")]
+    return [row for row in found if row.dtype == dtype and row.kernel in (*FUSED, "triton", "blocks")]
 
 
 def attention() -> Table:
@@ -111,6 +111,22 @@ def plain_order() -> Table:
         if row.kernel == "triton"
     ]
     return ["storage: shape", "ms", "% of floor", "times as fast as fp16", "relative RMS error"], lines
+
+
+def readers() -> Table:
+    """The Triton kernel over formats with readers."""
+    lines = [
+        [
+            f"`{row.work}`, {row.effective_bits:.1f} bits",
+            f"B={row.batch}, N={row.context:,}",
+            number(row.p50_ms, ".3f"),
+            number(row.ratio, ".2f"),
+            f"{row.error:.1e}",
+        ]
+        for row in _attention()
+        if row.kernel == "blocks"
+    ]
+    return ["method, keys and values", "shape", "ms", "times as fast as fp16", "relative RMS error"], lines
 
 
 def encode() -> Table:
@@ -259,6 +275,7 @@ BENCH = {
         "attention": attention,
         "long calls": long_calls,
         "plain order": plain_order,
+        "readers": readers,
         "encode": encode,
         "prefill": prefill,
         "modes": modes,

@@ -146,6 +146,11 @@ def test_defaults_of_all_methods_are_served(method, head_dim):
     assert blocks.unsupported(keys, values, pre_rope) is None
 
 
+def test_what_no_shared_memory_holds_is_refused():
+    forms = of_method("qjl", 256)  # two projections a channel
+    assert blocks.unsupported(*forms, False) == "keys: vectors of 512 stored channels; allowed: up to 256"
+
+
 def test_a_joint_code_is_refused():
     forms = get("commvq:joint=true").formats(LayerSpec(0, 1, 2, 4, 64, fragments=False))
     assert blocks.unsupported(*forms, True) == "values: one code for all heads"

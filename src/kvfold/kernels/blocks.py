@@ -65,6 +65,8 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str
             return f"{side}: statistics of {form.page or 'all'} tokens; allowed: {PAGE}"
         if why := why_not(inner(form)):
             return f"{side}: {why}"
+        if inner(form).width > MAX_DIM + 1:
+            return f"{side}: vectors of {inner(form).width} stored channels; allowed: up to {MAX_DIM}"
     if pre_rope and isinstance(key_format, Paged):
         return "keys: stored before RoPE, with statistics per page"
     if pre_rope and key_format.head_dim % 8:

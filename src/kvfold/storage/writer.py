@@ -217,7 +217,8 @@ class Writer:
             tokens = before + steps
             due = sequences.packed_length(tokens)
             asked = following.segments(due - self.layout.block, due)[-1][1] if due > packed else 0
-            if at := max(asked, following.latest(tokens)):
+            at = max(asked, following.latest(tokens))
+            if at > following.made[row]:
                 following.kept[row] = max(following.kept[row], tokens - following.slots)
                 following.make([row], (at,), tokens, nothing, tokens, sequences.first_position, in_place=True)
 
