@@ -98,6 +98,19 @@ def test_blocks_that_no_kernel_encodes_are_those_of_steps(method, start, monkeyp
                 assert torch.equal(x, y)
 
 
+def test_blocks_beyond_their_storage_are_an_error():
+    """Steps of a graph for which nobody made room."""
+    model, ids = llama(), prompt(1, 120)
+    cache = kvfold.fold(model, "kivi:sink=4,recent=16", max_length=110)
+    with torch.no_grad():
+        model(ids[:, :100], past_key_values=cache)
+    (layer, *_) = cache.folded
+    layer.static = SimpleNamespace(before=None, running=True)
+    layer.sequences.lens[0] += 12
+    with pytest.raises(IndexError, match="blocks 2 to 3 of a slab that has 2"):
+        layer.follow_static(4)
+
+
 def test_what_cannot_decode_in_a_graph_is_refused_by_name_or_said():
     model, ids = llama(), prompt(1, 150)
     cache = kvfold.fold(model, "kivi:sink=0,recent=16")

@@ -78,6 +78,8 @@ class TorchEncoder:
         for low in range(start, stop, PIECE // block * block):
             high = min(low + PIECE // block * block, stop)
             first, last = low // block - slab.first, high // block - slab.first
+            if not 0 <= first < last <= slab.blocks:  # an assignment beyond the end would write nothing, without a word
+                raise IndexError(f"packed storage: blocks {first} to {last} of a slab that has {slab.blocks}")
             far = self.slabs.seen(slab, first, last)  # statistics look beyond the blocks of a page that are due
             k, v = (finite(t) for t in tokens.read(self.ring, low, max(high, far)))
             pages = self.slabs.statistics(slab, rows, k, v, first, last)
