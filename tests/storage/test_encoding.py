@@ -133,6 +133,7 @@ def test_a_step_of_a_graph_keeps_dense_storage(dense_interpreted):
     method, at = stepped.method, stepped.lens
     before, after = (Lengths.of(at, stepped.packed, method.sink, "cpu") for _ in range(2))
     lengths = StaticLengths(before, after)
+    stepped.writer.encoder = Encoder("triton", "asked for")
     stepped.enter_static(lengths)
     for t in range(70, 120):
         key, value, query = (x[:, :, t : t + 1] for x in new)
