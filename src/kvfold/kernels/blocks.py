@@ -56,6 +56,8 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str
     """Why the kernel cannot read these formats; None if it can."""
     from kvfold.kernels.readers import why_not
 
+    if isinstance(value_format, BinaryCodes) and value_format.joint > 1:
+        return "values: one code for all heads"
     for side, form in (("keys", key_format), ("values", value_format)):
         if form.head_dim > MAX_DIM:
             return f"{side}: head_dim={form.head_dim}; allowed: up to {MAX_DIM}"
@@ -71,8 +73,6 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str
         return "keys: stored before RoPE, with statistics per page"
     if pre_rope and key_format.head_dim % 8:
         return f"keys: stored before RoPE, head_dim={key_format.head_dim}; allowed: multiples of 8"
-    if isinstance(value_format, BinaryCodes) and value_format.joint > 1:
-        return "values: one code for all heads"
     return None
 
 
