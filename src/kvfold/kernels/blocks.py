@@ -14,6 +14,7 @@ from kvfold.formats.codebook import BinaryCodes
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
+from kvfold.kernels.device import multiprocessors
 from kvfold.rope import Rope
 
 if TYPE_CHECKING:
@@ -101,11 +102,6 @@ class Plan:
     warps: int
     splits: int
     processors: int = 1
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @lru_cache

@@ -10,6 +10,7 @@ from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.kernels._affine_codes import code_bytes, meta_bytes
 from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels.call import Span, Windows
+from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
 from kvfold.kernels.windows import attend_windows
 
@@ -110,11 +111,6 @@ def _resident(key_format: AffineGroups, value_format: AffineGroups, warps: int, 
     if blocks > 2 and key_format.head_dim == 128:
         by_dim[128] -= 4
     return max(1, min(by_dim[key_format.head_dim] // warps, 220 * 1024 // (warps * blocks * size + 1024)))
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache

@@ -11,6 +11,7 @@ import torch
 from kvfold.formats import Dense, Format
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
+from kvfold.kernels.device import multiprocessors
 
 if TYPE_CHECKING:
     from kvfold.kernels.partials import Partials
@@ -144,11 +145,6 @@ def constants(head_dim: int, plan: Plan, windows: bool, early: bool) -> dict[str
     }
 
 
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def attend(call: AttentionCall, plan: Plan | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Attention over packed spans, windows and new tokens; see :class:`AttentionCall`.
 
@@ -218,7 +214,7 @@ def _attend(call: AttentionCall, query: torch.Tensor, first: int, plan: Plan | N
 def _plan(query: torch.Tensor, heads: int, rows: int, held: int) -> Plan:
     from kvfold.kernels.windows import program_memory
 
-    return make_plan(query.shape[-1], heads, rows, held, program_memory(query.device), _multiprocessors(query.device))
+    return make_plan(query.shape[-1], heads, rows, held, program_memory(query.device), multiprocessors(query.device))
 
 
 def _held(span: Span) -> int:

@@ -11,7 +11,8 @@ from kvfold.formats.paged import PAGE
 from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels.call import Span, Windows
-from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan, multiprocessors, unit_capacity
+from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan, unit_capacity
+from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
 
 BLOCK = 32

@@ -14,6 +14,7 @@ import torch
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
+from kvfold.kernels.device import multiprocessors
 from kvfold.rope import Rope
 
 if TYPE_CHECKING:
@@ -91,11 +92,6 @@ class Plan:
     warps: int
     stages: int
     splits: int
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @lru_cache
@@ -264,7 +260,7 @@ def _attend(
 def _plan(call: AttentionCall, span: Span, rows: int) -> Plan:
     batch, heads, _, dim = call.rows.shape
     units = _units(span)
-    return make_plan(dim, batch * heads, rows, units, call.rope is not None, _multiprocessors(call.rows.device))
+    return make_plan(dim, batch * heads, rows, units, call.rope is not None, multiprocessors(call.rows.device))
 
 
 def _units(span: Span) -> int:
