@@ -1,0 +1,239 @@
+"""What a server gives: where a step's tokens lie, shared by all layers, and one layer's pages, windows and queries."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kvfold.errors import KVFoldError
+from kvfold.formats import Fields, Format
+from kvfold.formats.paged import PAGE
+from kvfold.kernels.paged.layout import PageLayout, closed_from
+from kvfold.rope import Rope
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """Which tokens a step computes, and where those before them lie: the same for all layers.
+
+    A sequence that has ``n`` tokens after the step, ``n0`` of them before it, is read like this (positions are absolute):
+
+    * ``0`` to ``min(sink, n0)`` raw,
+    * from there to ``P(n0) = max((n0 - recent) // block * block, sink)`` packed,
+    * ``P(n0)`` to ``n0`` raw,
+    * and the step's own tokens, each seeing those before it and itself.
+
+    Window blocks that are missing (``window_table`` says ``null``) at the beginning of a raw range are read packed: a shared
+    prefix has no window. Pages hold every block of ``block`` tokens from the step on that completes it, and, where a format
+    has statistics per page, all that these are taken of.
+
+    Attributes
+    ----------
+    query_start : Tensor, int32 [seqs + 1]
+        First token of each sequence among the step's tokens.
+    seq_lens : Tensor, int32 [seqs]
+        Tokens of each sequence after the step. 0: a padded row, of which nothing is read or written, whatever its
+        ``query_start`` says.
+    table : Tensor, int32 [seqs, max_pages]
+        Packed page of tokens ``128 p`` to ``128 p + 127``. Read up to the last packed token; the rest may hold anything.
+    window_table : Tensor, int32 [seqs, max_window_blocks]
+        Window block of the tokens from position ``window_block * i`` on. Read for the step's tokens, for ``P(n0)`` to ``n0``,
+        for what closing needs (the tokens of an unfinished page) and for the sink; the rest may hold anything.
+    max_query_len : int
+        Most tokens that a sequence has in the step, or more.
+    recent : int
+        Newest tokens that are read raw, at least. 96 or more for statistics of whole pages.
+    sink : int
+        First tokens that are read raw, a multiple of ``block``.
+    block : int
+        Tokens of a format's block.
+    window_block : int
+        Tokens of a window block.
+    null : int
+        What ``window_table`` has where there is no block.
+
+    Notes
+    -----
+    Lengths are read on the device only, and launches depend on shapes, ``max_query_len`` and the workspace: fit for a CUDA
+    graph. Calls of more than 64 tokens are the exception (:func:`kvfold.kernels.paged.attend`).
+    """
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    table: torch.Tensor
+    window_table: torch.Tensor
+    max_query_len: int
+    recent: int
+    sink: int = 0
+    block: int = 32
+    window_block: int = 16
+    null: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sink % self.block or self.sink < 0 or self.recent < 0:
+            raise KVFoldError(
+                f"sink={self.sink}, recent={self.recent}: allowed: at least 0, and a sink of whole blocks of {self.block}"
+            )
+        if self.block % self.window_block:
+            raise KVFoldError(
+                f"window_block={self.window_block}: allowed: what divides the block's {self.block} tokens"
+            )
+
+    @property
+    def seqs(self) -> int:
+        return int(self.seq_lens.shape[0])
+
+    @cached_property
+    def host(self) -> list["Row"]:
+        """Every sequence's lengths and tables, on the host: waits for the device."""
+        starts, lens = self.query_start.tolist(), self.seq_lens.tolist()
+        return [Row(self, i, starts[i], starts[i + 1] - starts[i], n) for i, n in enumerate(lens)]
+
+
+class Row:
+    """One sequence of a step, on the host: the definition of what is read and what is closed.
+
+    Attributes
+    ----------
+    index : int
+    start, count : int
+        The sequence's tokens among the step's: ``start`` to ``start + count``; none for padding.
+    before, after : int
+        Its length before and after the step.
+    sink : int
+        Tokens ``0`` to ``sink`` are read raw.
+    packed : int
+        Tokens ``sink`` to ``packed`` are read from pages; those from there to ``before`` are raw.
+    """
+
+    def __init__(self, step: PagedStep, index: int, start: int, count: int, after: int) -> None:
+        self.step, self.index, self.start, self.after = step, index, start, after
+        self.count = count if after else 0
+        self.before = after - self.count
+        self.sink = min(step.sink, self.before)
+        planned = max((self.before - step.recent) // step.block * step.block, self.sink)
+        if self._missing(0, self.sink):
+            self.sink = 0
+        self.packed = planned + self._missing(planned, self.before)
+
+    def _missing(self, start: int, stop: int) -> int:
+        """Tokens from ``start`` on that have no window block, up to ``stop``."""
+        step, at = self.step, start
+        while at < stop and int(step.window_table[self.index, at // step.window_block]) == step.null:
+            at += step.window_block
+        return min(at, stop) - start
+
+    def pages(self, stop: int) -> torch.Tensor:
+        """Pages that hold tokens up to ``stop``, int64."""
+        return self.step.table[self.index, : -(-stop // PAGE)].long()
+
+    def slots(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Window blocks, and places in them, of tokens ``start`` to ``stop``, int64."""
+        at = torch.arange(start, stop, device=self.step.window_table.device)
+        return self.step.window_table[self.index, at // self.step.window_block].long(), at % self.step.window_block
+
+    def due(self, seen: int) -> list[int]:
+        """First tokens of the blocks that the step closes, where pages need ``seen`` tokens for their statistics."""
+        block = self.step.block
+        first = max(self.before - PAGE, 0) // block * block
+        return [
+            at
+            for at in range(first, self.after - block + 1, block)
+            if self.before < closing_length(at, block, seen) <= self.after
+        ]
+
+
+def closing_length(first: int, block: int, seen: int) -> int:
+    """Length of a sequence with which the block from token ``first`` on is closed."""
+    return max(first + block, first // PAGE * PAGE + seen)
+
+
+@dataclass(frozen=True)
+class PagedCall:
+    """One layer's share of a step.
+
+    Attributes
+    ----------
+    step : PagedStep
+    key_format, value_format : Format
+    keys, values : Fields
+        Packed pages as :meth:`PageLayout.views` makes them.
+    window_keys, window_values : Tensor [window_pages, window_block, num_kv_heads, head_dim]
+        Raw tokens after RoPE, of any strides but adjacent channels.
+    scale : float
+        Of the scores.
+    query : Tensor [tokens, num_heads, head_dim] or None
+        After RoPE; query heads of a KV head are adjacent. None: the call only stores.
+    new_keys, new_values : Tensor [tokens, num_kv_heads, head_dim] or None
+        The step's own tokens, after RoPE. None for :func:`attend`: they lie in the windows already (decode).
+    rope : Rope or None
+        Where keys are packed before RoPE.
+    unproject : callable or None
+        As in :class:`kvfold.kernels.call.AttentionCall`.
+    softcap : float or None
+    sinks : Tensor or None, float [num_heads]
+        Learned sinks: see :class:`kvfold.kernels.call.AttentionCall`.
+    encode_keys, encode_values : callable or None
+        What encodes blocks where it is more than the format itself does: from float32 [1, num_kv_heads, tokens, head_dim],
+        positions int64 [1, 1, tokens] and the page's statistics (or None) to fields. For the reference, and for formats
+        without encoding kernels.
+    update : Tensor or None, float32 [num_kv_heads, head_dim - g, head_dim - g]
+        SQuat's update matrix for the encoding kernels (:class:`kvfold.kernels.encode.KeyTransform`).
+    """
+
+    step: PagedStep
+    key_format: Format
+    value_format: Format
+    keys: Fields
+    values: Fields
+    window_keys: torch.Tensor
+    window_values: torch.Tensor
+    scale: float
+    query: torch.Tensor | None = None
+    new_keys: torch.Tensor | None = None
+    new_values: torch.Tensor | None = None
+    rope: Rope | None = None
+    unproject: Callable[[torch.Tensor], torch.Tensor] | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    encode_keys: "Encode | None" = None
+    encode_values: "Encode | None" = None
+    update: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if why := unsupported(self.key_format, self.value_format, self.step.recent, self.step.sink):
+            raise KVFoldError(f"pages: {why}")
+        if self.key_format.block != self.step.block:
+            raise ValueError(f"block={self.step.block}: the formats' blocks have {self.key_format.block} tokens")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.window_keys.shape[2])
+
+    @property
+    def seen(self) -> int:
+        """Tokens of a page that must be there before its first block is closed."""
+        return max(closed_from(self.key_format), closed_from(self.value_format))
+
+
+Encode = Callable[[torch.Tensor, torch.Tensor, Fields | None], Fields]
+
+
+def unsupported(key_format: Format, value_format: Format, recent: int, sink: int = 0) -> str | None:
+    """Why formats cannot be served page by page; None if they can.
+
+    Parameters
+    ----------
+    recent, sink : int
+        As in :class:`PagedStep`.
+    """
+    if why := PageLayout.unsupported(key_format, value_format):
+        return why
+    for side, form in (("keys", key_format), ("values", value_format)):
+        seen = closed_from(form)
+        if seen > recent + form.block:
+            return f"{side}: recent={recent}: statistics of {seen} tokens; allowed: recent from {seen - form.block} on"
+        if seen and sink >= seen:
+            return f"{side}: sink={sink}: statistics of a page's first {seen} tokens; allowed: a sink of fewer"
+    return None
