@@ -115,6 +115,12 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
 @click.option("--raw", is_flag=True, help="Ask in plain text, without the model's chat template.")
 @click.option("--chunk", metavar="N", type=int, default=32, show_default=True, help="Query tokens per call.")
 @click.option(
+    "--part",
+    metavar="I/N",
+    help="Every N-th item only, from the I-th on, for N processes or GPUs; each has an --out of its own, and `kvfold report` "
+    "reads them together.",
+)
+@click.option(
     "--own-windows", is_flag=True, help="Compare methods that keep different numbers of tokens in full precision."
 )
 @click.option(
@@ -144,6 +150,7 @@ def evaluate(
     tasks: tuple[str, ...],
     raw: bool,
     chunk: int,
+    part: str | None,
     own_windows: bool,
     out: str,
     json_path: str | None,
@@ -167,6 +174,7 @@ def evaluate(
     wanted = _words(names) or ["divergence"]
     _check_names(wanted)
     _check_used(wanted, options)
+    shard = _part(part)
     target = json_target(json_path)
     folder = as_folder(Path(out).expanduser())
     loaded, tokenizer, info = load(model, dtype, device)
@@ -182,6 +190,7 @@ def evaluate(
         seeds=seeds,
         own_windows=own_windows,
         chunk=chunk,
+        part=shard,
     )
     with _Progress() as progress:
         found = loop.run(loaded, tokenizer, info, planned, folder, on_start=progress.start, on_row=progress.row)
@@ -205,6 +214,16 @@ def evaluate(
 def _words(given: Sequence[str]) -> list[str]:
     """``a,b c`` as a, b and c."""
     return [name for part in given for name in part.split(",") if name]
+
+
+def _part(given: str | None) -> tuple[int, int]:
+    """``2/8`` as 2 and 8."""
+    if given is None:
+        return 1, 1
+    first, slash, parts = given.partition("/")
+    if not (slash and first.isdecimal() and parts.isdecimal() and 1 <= int(first) <= int(parts)):
+        raise KVFoldError(f"part: {given!r} is not I/N with I from 1 to N, for example 2/8")
+    return int(first), int(parts)
 
 
 def _named(files: Sequence[str]) -> dict[str, str]:

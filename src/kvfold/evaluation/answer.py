@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.engines.transformers.graph import decoding
 from kvfold.evaluation.compare import on_gpu
 from kvfold.evaluation.perplexity import packs, prefill
+from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.suites.base import Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def answer(
     prompt: Prompt,
     cache: FoldedCache,
     chunk: int,
+    shared: SharedPrompt | None = None,
 ) -> tuple[Outcome, int]:
     """Generate greedily until an end token, a stop string, or ``new_tokens``.
 
@@ -39,6 +41,8 @@ def answer(
         Empty.
     chunk
         Tokens of the question per call.
+    shared
+        What other caches were given of the same context; None: the model runs it.
 
     Returns
     -------
@@ -46,7 +50,7 @@ def answer(
         And how many of the question's and the generated tokens read packed keys and values.
     """
     ids = prompt.ids.to(model.device)
-    prefill(model, ids, prompt.prefilled, cache)
+    prefill(model, ids, prompt.prefilled, cache, shared)
     tested = 0
     logits = torch.empty(0)
     with torch.inference_mode():

@@ -26,6 +26,7 @@ from kvfold.evaluation.results import (
     weights_sha256,
 )
 from kvfold.evaluation.schema import finite
+from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.suites import Item, Outcome, Prompt, Suite
 from kvfold.evaluation.suites.base import LEAST
 from kvfold.models import ModelInfo
@@ -74,6 +75,7 @@ def plan(
     seeds: int = 1,
     own_windows: bool = False,
     chunk: int = CHUNK,
+    part: tuple[int, int] = (1, 1),
 ) -> Plan:
     """Check everything that can be checked before the first item is run.
 
@@ -87,6 +89,8 @@ def plan(
         Items of every task and length, and seeds that draw as many anew.
     own_windows
         Whether methods may keep different numbers of tokens in full precision.
+    part
+        (I, N): of every suite's items, every N-th, from the I-th on; for N processes or devices.
 
     Raises
     ------
@@ -106,7 +110,10 @@ def plan(
     for method in chosen.values():
         kvfold.explain(model, method)
     windows = _windows(chosen, own_windows)
-    found = [(suite, suite.items(wanted, limit, seeds)) for suite in suites]
+    first, parts = part
+    if not 1 <= first <= parts:
+        raise KVFoldError(f"part: {first}/{parts}; give I/N with I from 1 to N")
+    found = [(suite, suite.items(wanted, limit, seeds)[first - 1 :: parts]) for suite in suites]
     for suite, items in found:
         _check(suite, items, info.max_context)
     return Plan(chosen, found, windows, chunk)
@@ -132,7 +139,7 @@ def _windows(methods: dict[str, Method], own: bool) -> tuple[int, int] | None:
 def _check(suite: Suite, items: Sequence[Item], max_context: int | None) -> None:
     """Make the first prompt of every task and length."""
     if not items:
-        raise KVFoldError(f"suite: {suite.name} has no items")
+        raise KVFoldError(f"suite: {suite.name} has no items; give more, or fewer parts")
     seen = set()
     for item in items:
         if (item.task, item.length) in seen:
@@ -243,13 +250,13 @@ def _rows(
         digest = prompt_sha256(prompt.ids[0].tolist(), prompt.prefilled)
         missing = [name for name in planned.methods if key_of(name, item.name, digest) not in file.rows]
         truth = None
+        shared = SharedPrompt() if len(missing) > 1 else None
         for name in missing:
             if suite.compares and truth is None:
                 truth = reference(model, prompt.ids.to(model.device), prompt.prefilled, planned.chunk)
             torch.manual_seed(item.seed)
-            row = measure(
-                model, tokenizer, suite, item, prompt, planned.methods[name], planned.chunk, truth, digest, file.run
-            )
+            method = planned.methods[name]
+            row = measure(model, tokenizer, suite, item, prompt, method, planned.chunk, truth, digest, file.run, shared)
             file.add(row, this)
             yield row
 
@@ -265,6 +272,7 @@ def measure(
     truth: Reference | None,
     digest: str,
     run: int,
+    shared: SharedPrompt | None = None,
 ) -> Result:
     """One method on one item."""
     import kvfold
@@ -274,10 +282,10 @@ def measure(
     cache = kvfold.fold(model, method, max_length=room(model, ids.shape[1] + prompt.new_tokens))
     try:
         if prompt.new_tokens:
-            outcome, tested = answer(model, tokenizer, prompt, cache, chunk)
+            outcome, tested = answer(model, tokenizer, prompt, cache, chunk, shared)
             read = ids.shape[1] - prompt.prefilled + outcome.new_tokens
         else:
-            outcome = Outcome(score(model, ids, prompt.prefilled, cache, chunk, truth))
+            outcome = Outcome(score(model, ids, prompt.prefilled, cache, chunk, truth, shared=shared))
             assert outcome.score is not None
             tested, read = outcome.score.tested, len(outcome.score.nll)
     finally:

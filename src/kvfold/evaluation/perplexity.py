@@ -16,6 +16,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvfold.errors import KVFoldError
+from kvfold.evaluation.shared import SharedPrompt
 
 CHUNK = 32
 
@@ -140,6 +141,7 @@ def score(
     chunk: int = CHUNK,
     reference: Reference | None = None,
     on_tokens: Callable[[int], None] | None = None,
+    shared: SharedPrompt | None = None,
 ) -> Score:
     """Prefill a prefix into a cache, then score the rest of the text through it.
 
@@ -160,6 +162,8 @@ def score(
         Full-precision logits of the same tokens, prefix and chunk. Without it there is no divergence and no agreement.
     on_tokens
         Called with the number of tokens done since its last call.
+    shared
+        What other caches were given of the same prefix; None: the model runs it.
 
     Raises
     ------
@@ -178,7 +182,7 @@ def score(
             f"in chunks of {reference.chunk}, not for {tokens} after {prefix} in chunks of {chunk}"
         )
     started = now(model)
-    prefill(model, input_ids, prefix, cache)
+    prefill(model, input_ids, prefix, cache, shared)
     prefilled = now(model)
     _say(on_tokens, prefix)
     nll, kl, agree, among5, correct = [], [], [], [], []
@@ -228,8 +232,13 @@ def now(model: PreTrainedModel) -> float:
     return time.perf_counter()
 
 
-def prefill(model: PreTrainedModel, input_ids: torch.Tensor, prefix: int, cache: Cache) -> None:
+def prefill(
+    model: PreTrainedModel, input_ids: torch.Tensor, prefix: int, cache: Cache, shared: SharedPrompt | None = None
+) -> None:
     """Put the first ``prefix`` tokens of ``[1, tokens]`` into an empty cache, in one call."""
+    if shared is not None:
+        shared.prefill(model, input_ids[:, :prefix], cache)
+        return
     with torch.inference_mode():
         model(input_ids[:, :prefix], past_key_values=cache, use_cache=True, logits_to_keep=1)
 

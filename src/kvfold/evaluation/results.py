@@ -141,7 +141,8 @@ class Result:
     sink, recent
         The method's windows. None in rows of ``kvfold compare`` and ``kvfold domains``, which do not say.
     seconds
-        Wall-clock time, the prefill included, without the full-precision reference.
+        Wall-clock time, without the full-precision reference. The model's own work on a prompt is in it only where the row's
+        method was the item's first: the others were given what the model had computed.
     run
         Which process made it: the ``run`` of a line above.
     answer

@@ -18,12 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.text import Text, load_text
+from kvfold.evaluation.transcripts import tool_calls
 
 PREFIX, TOKENS, WINDOWS = 1024, 256, 3
 SOURCES = ("argparse", "asyncio/base_events", "decimal", "doctest", "inspect", "mailbox", "tarfile", "typing")
 """Modules of the standard library whose source is the text of ``code``; those that are there."""
-BUILT_IN = ("prose", "code", "retrieval")
-"""Domains that need no file: CPython's documentation, its library's source, and random pairs."""
+BUILT_IN = ("prose", "code", "tools", "retrieval")
+"""Domains that need no file: CPython's documentation, its library's source, calls of tools about it, and random pairs."""
 LONG = 4_000_000
 """Characters beyond which a text is tokenized around its windows only: all of it would take longer than scoring them."""
 CHARACTERS = 32
@@ -266,6 +267,8 @@ def load_texts(domains: Sequence[str], files: dict[str, str]) -> dict[str, Text 
             texts[name] = load_text()
         elif name == "code":
             texts[name] = library_source()
+        elif name == "tools":
+            texts[name] = tool_calls()
         elif name == "retrieval":
             texts[name] = None
         else:

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+import kvfold
+from kvfold.cli import main
+from kvfold.errors import KVFoldError
+from kvfold.evaluation import loop
+from kvfold.evaluation.perplexity import score
+from kvfold.evaluation.shared import SharedPrompt
+from kvfold.evaluation.suites import Options, make
+from kvfold.models import ModelInfo
+from tiny_model import byte_tokenizer, tiny_llama
+
+METHODS = [
+    "fold",
+    "kivi",
+    "squat",
+    "squat_pre",
+    "innerq:mode=hybrid_prefill",
+    "qjl",
+    "turboquant",
+    "gear",
+    "zipcache",
+    "kivi:recent=40,sink=0",
+    "squat:paper=true",
+    "fold:bits=2+keep=0",
+]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return tiny_llama()
+
+
+def scored(model, method, ids, shared):
+    cache = kvfold.fold(model, method)
+    try:
+        return score(model, ids, 400, cache, 16, shared=shared), cache.nbytes()
+    finally:
+        kvfold.unfold(model)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_was_shared_is_what_the_model_gives(tiny, method):
+    ids = torch.randint(0, tiny.config.vocab_size, (1, 481), generator=torch.Generator().manual_seed(0))
+    shared, calls = SharedPrompt(), []
+    scored(tiny, "none", ids, shared)
+    hook = tiny.register_forward_hook(lambda module, args, out: calls.append(1))
+    found = scored(tiny, method, ids, shared)
+    hook.remove()
+    assert len(calls) == 5, "the model ran the prompt again"
+    alone = scored(tiny, method, ids, None)
+    assert torch.equal(found[0].nll, alone[0].nll) and found[0].tested == alone[0].tested
+    assert found[1] == alone[1]
+
+
+def test_parts_are_all_items_and_share_none(tiny, tmp_path):
+    info = ModelInfo("tiny", "float32", "cpu", 1024, 1)
+    suites = make(["retrieval"], byte_tokenizer(), Options(tokens=64))
+
+    def items(part):
+        planned = loop.plan(tiny, info, ["kivi"], suites, lengths=[300, 400], limit=3, part=part)
+        return [item.name for _, found in planned.suites for item in found]
+
+    whole, parts = items((1, 1)), [items((i, 4)) for i in range(1, 5)]
+    assert sorted(sum(parts, [])) == sorted(whole) and len(set(whole)) == 6
+    with pytest.raises(KVFoldError, match="part: 5/4"):
+        items((5, 4))
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b", "1/"])
+def test_the_command_says_what_a_part_is(part, tmp_path, capsys):
+    assert main(["eval", "--part", part, "--out", str(tmp_path / "out")]) == 2
+    assert "part: " in capsys.readouterr().err and not (tmp_path / "out").exists()
