@@ -1,12 +1,12 @@
 """One prompt under many methods: the model works on it once, and every method folds the same keys, values and queries.
 
-The first call of a folded cache attends exactly, so that what the model computes does not depend on the method. A prompt of 16,000
+The first call of a folded cache attends exactly: what the model computes does not depend on the method. A prompt of 16,000
 tokens takes a model longer than folding it and scoring some hundred tokens after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -52,18 +52,18 @@ class SharedPrompt:
 
     @contextmanager
     def _recording(self, model: PreTrainedModel, cache: Cache, tokens: int) -> Iterator[None]:
-        if self.kept is not None or not _records(cache) or not _fits(model, cache, tokens):
+        layers = _all_folded(cache)
+        if self.kept is not None or layers is None or not _fits(model, layers, tokens):
             yield
             return
         kept: dict[int, Taken] = {}
-        layers = list(cache.layers)
         for index, layer in enumerate(layers):
-            layer.append = _recorder(layer, index, kept)  # shadows the method until the call is over
+            vars(layer)["append"] = _recorder(layer, index, kept)  # in place of the method until the call is over
         try:
             yield
         finally:
             for layer in layers:
-                del layer.append
+                del vars(layer)["append"]
         if len(kept) == len(layers):
             self.kept = kept
 
@@ -89,8 +89,10 @@ def _recorder(layer: FoldedLayer, index: int, kept: dict[int, Taken]) -> Any:
     return record
 
 
-def _records(cache: Cache) -> bool:
-    return isinstance(cache, FoldedCache) and all(isinstance(layer, FoldedLayer) for layer in cache.layers)
+def _all_folded(cache: Cache) -> list[FoldedLayer] | None:
+    """The layers, if each of them is folded: what is recorded has to be all that others may ask for."""
+    folded = cache.folded if isinstance(cache, FoldedCache) else []
+    return folded if folded and len(folded) == len(cache.layers) else None
 
 
 def _takes(cache: Cache) -> bool:
@@ -99,8 +101,8 @@ def _takes(cache: Cache) -> bool:
     )
 
 
-def _fits(model: PreTrainedModel, cache: Cache, tokens: int) -> bool:
-    specs = [layer.spec for layer in cache.layers]
+def _fits(model: PreTrainedModel, layers: Sequence[FoldedLayer], tokens: int) -> bool:
+    specs = [layer.spec for layer in layers]
     width = sum((2 * spec.num_kv_heads + spec.num_heads) * spec.head_dim for spec in specs)
     needed = width * tokens * model.dtype.itemsize
     if model.device.type != "cuda":
