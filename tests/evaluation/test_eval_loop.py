@@ -286,10 +286,10 @@ def test_the_command_says_what_is_not_compared_and_what_an_interrupt_keeps(run, 
     assert status == 0 and re.fullmatch(r"not compared with ppl-\w{8}\.jsonl: options tokens 48 and 32", line)
     measure = loop.measure
 
-    def interrupted(model, tokenizer, suite, item, *args):
-        if item.task == "code":
+    def interrupted(model, tokenizer, suite, group, *args):
+        if group[0].item.task == "code":
             raise KeyboardInterrupt
-        return measure(model, tokenizer, suite, item, *args)
+        return measure(model, tokenizer, suite, group, *args)
 
     monkeypatch.setattr(loop, "measure", interrupted)
     status, out, err = run(*arguments, "64")

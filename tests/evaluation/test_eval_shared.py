@@ -8,6 +8,7 @@ from kvfold.evaluation import loop
 from kvfold.evaluation.perplexity import score
 from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.suites import Options, make
+from kvfold.evaluation.suites.gsm8k import Gsm8k
 from kvfold.models import ModelInfo
 from tiny_model import byte_tokenizer, tiny_llama
 
@@ -72,3 +73,30 @@ def test_parts_are_all_items_and_share_none(tiny, tmp_path):
 def test_the_command_says_what_a_part_is(part, tmp_path, capsys):
     assert main(["eval", "--part", part, "--out", str(tmp_path / "out")]) == 2
     assert "part: " in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+WORDS = (
+    "a quick brown fox jumps over the lazy dog while nobody in the village looks at what the old clock says ".split()
+)
+
+
+@pytest.mark.parametrize("method", ["kivi:recent=32,sink=0", "fold:recent=40,sink=8", "squat:recent=32,sink=0"])
+def test_answers_of_a_batch_are_those_of_one_at_a_time(tiny, tmp_path, method):
+    """Questions of several lengths: what lies before the shorter ones is padding, and nothing else changes."""
+    tokenizer = byte_tokenizer()
+    examples = [{"question": " ".join(WORDS), "answer": f"It is {i}.\n#### {i}"} for i in range(3)]
+    problems = [{"question": " ".join(WORDS[: 2 + 5 * i]), "answer": f"#### {i}"} for i in range(5)]
+    suite = Gsm8k(tokenizer, tuple(problems), tuple(examples), 3, {}, False, new_tokens=40)
+    info = ModelInfo("tiny", "float32", "cpu", 1024, 1)
+
+    def rows(batch):
+        planned = loop.plan(tiny, info, [method], [suite], baseline=method, limit=5, batch=batch, chunk=200)
+        (file,) = loop.run(tiny, tokenizer, info, planned, tmp_path / str(batch))
+        return file.rows
+
+    alone, together = rows(1), rows(3)
+    assert len(alone) == 5 and set(alone) == set(together)
+    for key, row in alone.items():
+        other = together[key]
+        assert (row.answer, row.scores, row.read, row.tested) == (other.answer, other.scores, other.read, other.tested)
+    assert len({row.answer for row in alone.values()}) > 1

@@ -115,10 +115,17 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
 @click.option("--raw", is_flag=True, help="Ask in plain text, without the model's chat template.")
 @click.option("--chunk", metavar="N", type=int, default=32, show_default=True, help="Query tokens per call.")
 @click.option(
+    "--batch",
+    metavar="N",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Prompts answered together, of those whose contexts are equally long, as gsm8k's are.",
+)
+@click.option(
     "--part",
     metavar="I/N",
-    help="Every N-th item only, from the I-th on, for N processes or GPUs; each has an --out of its own, and `kvfold report` "
-    "reads them together.",
+    help="Every N-th item only, from the I-th on, for N processes or GPUs; each has an --out of its own.",
 )
 @click.option(
     "--own-windows", is_flag=True, help="Compare methods that keep different numbers of tokens in full precision."
@@ -150,6 +157,7 @@ def evaluate(
     tasks: tuple[str, ...],
     raw: bool,
     chunk: int,
+    batch: int,
     part: str | None,
     own_windows: bool,
     out: str,
@@ -191,6 +199,7 @@ def evaluate(
         own_windows=own_windows,
         chunk=chunk,
         part=shard,
+        batch=batch,
     )
     with _Progress() as progress:
         found = loop.run(loaded, tokenizer, info, planned, folder, on_start=progress.start, on_row=progress.row)

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError
-from kvfold.evaluation.answer import answer
+from kvfold.evaluation.answer import answers
 from kvfold.evaluation.compare import device_name, room, versions
 from kvfold.evaluation.perplexity import CHUNK, Reference, now, reference, score
 from kvfold.evaluation.results import (
@@ -50,12 +50,17 @@ class Plan:
         With their items, in order.
     windows
         Those of all methods, or None where each keeps its own.
+    chunk
+        Query tokens per call.
+    batch
+        Prompts whose answers are generated together.
     """
 
     methods: dict[str, Method]
     suites: list[tuple[Suite, list[Item]]]
     windows: tuple[int, int] | None
     chunk: int
+    batch: int = 1
 
     @property
     def rows(self) -> int:
@@ -76,6 +81,7 @@ def plan(
     own_windows: bool = False,
     chunk: int = CHUNK,
     part: tuple[int, int] = (1, 1),
+    batch: int = 1,
 ) -> Plan:
     """Check everything that can be checked before the first item is run.
 
@@ -91,6 +97,8 @@ def plan(
         Whether methods may keep different numbers of tokens in full precision.
     part
         (I, N): of every suite's items, every N-th, from the I-th on; for N processes or devices.
+    batch
+        Prompts whose answers are generated together, of those whose contexts have as many tokens.
 
     Raises
     ------
@@ -100,7 +108,7 @@ def plan(
     import kvfold
     from kvfold import methods as registry
 
-    for name, value, least in (("limit", limit, 1), ("seeds", seeds, 1), ("chunk", chunk, 1)):
+    for name, value, least in (("limit", limit, 1), ("seeds", seeds, 1), ("chunk", chunk, 1), ("batch", batch, 1)):
         if value < least:
             raise KVFoldError(f"{name}: {value}; give at least {least}")
     wanted = sorted(set(lengths))
@@ -116,7 +124,7 @@ def plan(
     found = [(suite, suite.items(wanted, limit, seeds)[first - 1 :: parts]) for suite in suites]
     for suite, items in found:
         _check(suite, items, info.max_context)
-    return Plan(chosen, found, windows, chunk)
+    return Plan(chosen, found, windows, chunk, batch)
 
 
 def _windows(methods: dict[str, Method], own: bool) -> tuple[int, int] | None:
@@ -220,7 +228,11 @@ def settings_of(model: PreTrainedModel, info: ModelInfo, suite: Suite, planned: 
     """What rows of a suite have to have alike."""
     return Settings(
         suite=suite.name,
-        options={"version": suite.version, **suite.options()},
+        options={
+            "version": suite.version,
+            **suite.options(),
+            **({"batch": planned.batch} if planned.batch > 1 else {}),
+        },
         texts=suite.texts(),
         model=info.name,
         parameters=info.parameters,
@@ -244,79 +256,112 @@ def _rows(
 ) -> Iterator[Result]:
     """New rows of a suite, each on disk before it is given."""
     this = this_run(torch.get_num_threads())
+    for group in _groups(suite, items, planned.batch, info.max_context):
+        truth = None
+        shared: dict[tuple[str, ...], SharedPrompt] = {}
+        for name, method in planned.methods.items():
+            missing = [asked for asked in group if key_of(name, asked.item.name, asked.digest) not in file.rows]
+            if not missing:
+                continue
+            if suite.compares and truth is None:
+                prompt = missing[0].prompt
+                truth = reference(model, prompt.ids.to(model.device), prompt.prefilled, planned.chunk)
+            torch.manual_seed(missing[0].item.seed)
+            same = shared.setdefault(tuple(asked.digest for asked in missing), SharedPrompt())
+            for row in measure(model, tokenizer, suite, missing, method, planned.chunk, truth, file.run, same):
+                file.add(row, this)
+                yield row
+
+
+class Asked(NamedTuple):
+    """An item, what the model is given for it, and the hash of that."""
+
+    item: Item
+    prompt: Prompt
+    digest: str
+
+
+def _groups(suite: Suite, items: Sequence[Item], batch: int, max_context: int | None) -> Iterator[list[Asked]]:
+    """Items that are run together: each alone, or such as have equally long contexts and are answered in one batch."""
+    waiting: dict[int, list[Asked]] = {}
     for item in items:
         prompt = suite.prompt(item)
-        _fits(suite, item, prompt, info.max_context)
-        digest = prompt_sha256(prompt.ids[0].tolist(), prompt.prefilled)
-        missing = [name for name in planned.methods if key_of(name, item.name, digest) not in file.rows]
-        truth = None
-        shared = SharedPrompt() if len(missing) > 1 else None
-        for name in missing:
-            if suite.compares and truth is None:
-                truth = reference(model, prompt.ids.to(model.device), prompt.prefilled, planned.chunk)
-            torch.manual_seed(item.seed)
-            method = planned.methods[name]
-            row = measure(model, tokenizer, suite, item, prompt, method, planned.chunk, truth, digest, file.run, shared)
-            file.add(row, this)
-            yield row
+        _fits(suite, item, prompt, max_context)
+        asked = Asked(item, prompt, prompt_sha256(prompt.ids[0].tolist(), prompt.prefilled))
+        if batch == 1 or not prompt.new_tokens:
+            yield [asked]
+            continue
+        group = waiting.setdefault(prompt.prefilled, [])
+        group.append(asked)
+        if len(group) == batch:
+            yield waiting.pop(prompt.prefilled)
+    yield from waiting.values()
 
 
 def measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     suite: Suite,
-    item: Item,
-    prompt: Prompt,
+    group: Sequence[Asked],
     method: Method,
     chunk: int,
     truth: Reference | None,
-    digest: str,
     run: int,
     shared: SharedPrompt | None = None,
-) -> Result:
-    """One method on one item."""
+) -> list[Result]:
+    """One method on one item, or on several that are answered in one batch: a row each, with its part of bytes and seconds."""
     import kvfold
 
-    ids = prompt.ids.to(model.device)
+    first = group[0].prompt
+    longest = max(asked.prompt.ids.shape[1] for asked in group)
     started = now(model)
-    cache = kvfold.fold(model, method, max_length=room(model, ids.shape[1] + prompt.new_tokens))
+    cache = kvfold.fold(model, method, max_length=room(model, longest + first.new_tokens))
     try:
-        if prompt.new_tokens:
-            outcome, tested = answer(model, tokenizer, prompt, cache, chunk, shared)
-            read = ids.shape[1] - prompt.prefilled + outcome.new_tokens
+        if first.new_tokens:
+            prompts = [asked.prompt for asked in group]
+            outcomes = answers(model, tokenizer, prompts, cache, chunk, shared)
         else:
-            outcome = Outcome(score(model, ids, prompt.prefilled, cache, chunk, truth, shared=shared))
-            assert outcome.score is not None
-            tested, read = outcome.score.tested, len(outcome.score.nll)
+            found = score(model, first.ids.to(model.device), first.prefilled, cache, chunk, truth, shared=shared)
+            outcomes = [(Outcome(found), found.tested)]
     finally:
         kvfold.unfold(model)
-    seconds = now(model) - started
+    seconds = (now(model) - started) / len(group)
     sizes = cache.nbytes()
     bits = [float(cache.effective_bits(tables)) if sizes["packed"] else None for tables in (False, True)]
-    grades = suite.grade(prompt, outcome)
-    return Result(
-        method=str(method),
-        item=item.name,
-        task=item.task,
-        length=item.length,
-        seed=item.seed,
-        tags=dict(item.tags),
-        prompt_sha256=digest,
-        prefilled=prompt.prefilled,
-        read=read,
-        tested=tested,
-        scores={key: _finite(value) if tested else None for key, value in grades.items()},
-        series={key: [_finite(v) for v in values] for key, values in suite.series(outcome).items()} if tested else {},
-        bits_without_tables=bits[0],
-        effective_bits=bits[1],
-        cache_bytes=int(sizes["total"]),
-        full_cache_bytes=int(cache.full_nbytes()),
-        sink=method.sink,
-        recent=method.recent,
-        seconds=round(seconds, 3),
-        run=run,
-        answer=outcome.text if prompt.new_tokens else None,
-    )
+    rows = []
+    for (item, prompt, digest), (outcome, tested) in zip(group, outcomes, strict=True):
+        asked = prompt.ids.shape[1] - prompt.prefilled
+        grades = suite.grade(prompt, outcome)
+        rows.append(
+            Result(
+                method=str(method),
+                item=item.name,
+                task=item.task,
+                length=item.length,
+                seed=item.seed,
+                tags=dict(item.tags),
+                prompt_sha256=digest,
+                prefilled=prompt.prefilled,
+                read=asked + outcome.new_tokens if outcome.score is None else len(outcome.score.nll),
+                tested=tested,
+                scores={key: _finite(value) if tested else None for key, value in grades.items()},
+                series=_series(suite, outcome) if tested else {},
+                bits_without_tables=bits[0],
+                effective_bits=bits[1],
+                cache_bytes=int(sizes["total"]) // len(group),
+                full_cache_bytes=int(cache.full_nbytes()) // len(group),
+                sink=method.sink,
+                recent=method.recent,
+                seconds=round(seconds, 3),
+                run=run,
+                answer=outcome.text if prompt.new_tokens else None,
+            )
+        )
+    return rows
+
+
+def _series(suite: Suite, outcome: Outcome) -> dict[str, list[float | None]]:
+    return {key: [_finite(v) for v in values] for key, values in suite.series(outcome).items()}
 
 
 def _finite(value: float | None) -> float | None:

@@ -43,11 +43,11 @@ class SharedPrompt:
         self.kept: dict[int, Taken] | None = None
 
     def prefill(self, model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> None:
-        """Put ``ids`` ``[1, tokens]``, the same each time, into an empty cache."""
+        """Put ``ids`` ``[batch, tokens]``, the same each time, into an empty cache."""
         if self.kept is not None and _takes(cache):
             self._give(cache)
             return
-        with torch.inference_mode(), self._recording(model, cache, ids.shape[1]):
+        with torch.inference_mode(), self._recording(model, cache, ids.numel()):
             model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     @contextmanager
