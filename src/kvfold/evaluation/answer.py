@@ -144,7 +144,7 @@ class _Batch:
         return [max(0, end - max(begin, self.width - count)) for count in self.counts]
 
     def how(self, begin: int, count: int) -> dict[str, torch.Tensor]:
-        """Mask and positions of a call of ``count`` columns, from the ``begin``-th after the contexts on; {} without padding."""
+        """Mask and positions of a call of ``count`` columns, the ``begin``-th after the contexts first; {} without padding."""
         if self.valid is None:
             return {}
         rows, cut = self.contexts.shape
