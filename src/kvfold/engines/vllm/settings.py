@@ -1,0 +1,115 @@
+"""What a user asks of the engine: the method in ``--additional-config``, and what of it each layer stores."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kvfold import methods
+from kvfold.errors import KVFoldError
+from kvfold.formats.paged import PAGE
+from kvfold.kernels.paged import PageLayout, unsupported
+from kvfold.methods import LayerSpec, Method
+
+FIELD = "kvfold"
+EXAMPLE = """--additional-config '{"kvfold": "fold"}'"""
+WINDOW_BLOCK = 16
+"""Tokens of a block of the recent window."""
+ALIGNMENT = 256
+"""Bytes that a page of one KV head is a multiple of: each of its 128 tokens has as many, and whole elements of 16 bits."""
+
+
+def method_of(additional_config: object) -> Method:
+    """The method that vLLM's ``additional_config`` names.
+
+    Raises
+    ------
+    KVFoldError
+        If there is none, or what is named cannot be served.
+    """
+    spec = additional_config.get(FIELD) if isinstance(additional_config, Mapping) else None
+    if not isinstance(spec, str):
+        raise KVFoldError(f"additional_config: {FIELD}={spec!r} names no method; allowed: a method, as in {EXAMPLE}")
+    return methods.get(spec)
+
+
+def unservable(method: Method) -> str | None:
+    """Why a method cannot be served, whatever the model; None if it can."""
+    for part in method.parts():
+        if part.name == "none":
+            return "none folds nothing; leave --attention-backend CUSTOM out"
+        if part.paper:
+            return (
+                f"{part}: paper=true takes statistics of a whole first call; allowed: paper=false, statistics per page"
+            )
+        if part.query_window:
+            return f"{part.name}: blocks are encoded with a state that follows each request's queries; allowed: {_servable()}"
+        if part.block != 32:
+            return f"{part.name}: group={part.group}: blocks of {part.block} tokens; allowed: groups of up to 32"
+        if part.pre_rope or part.maps_values or part.values_need_keys:
+            return (
+                f"{part.name}: keys before RoPE, or values that are mapped, are not served yet; allowed: {_servable()}"
+            )
+    if method.sink % 32 or method.sink > 96:
+        return f"sink={method.sink}: allowed: 0, 32, 64, 96"
+    return None
+
+
+def _servable() -> str:
+    return "fold, kivi, innerq, qjl, turboquant"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a layer stores per page of 128 tokens and KV head.
+
+    Attributes
+    ----------
+    method : Method
+        The layer's.
+    spec : LayerSpec
+    layout : PageLayout
+    """
+
+    method: Method
+    spec: LayerSpec
+    layout: PageLayout
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of one KV head, as vLLM allocates them."""
+        return -(-self.layout.bytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def formats(self) -> tuple[Any, Any]:
+        return self.layout.key_format, self.layout.value_format
+
+
+def stored(method: Method, spec: LayerSpec) -> Stored | None:
+    """What a layer stores; None where it is kept in full precision.
+
+    Raises
+    ------
+    KVFoldError
+        If the method does not suit the layer's shape, or its formats cannot be stored page by page.
+    """
+    own = method.at(spec.layer_idx)
+    if own is None or own.name == "none":
+        return None
+    own.check_shape(spec)
+    formats = own.key_format(spec), own.value_format(spec)
+    if why := unsupported(*formats, own.recent, own.sink):
+        raise KVFoldError(f"{own}: {why}")
+    return Stored(own, spec, PageLayout(*formats))
+
+
+@lru_cache
+def layer_spec(
+    layer_idx: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, on_gpu: bool
+) -> LayerSpec:
+    return LayerSpec(layer_idx, num_layers, num_heads, num_kv_heads, head_dim, dtype, fragments=on_gpu)
+
+
+__all__ = ["ALIGNMENT", "PAGE", "WINDOW_BLOCK", "Stored", "layer_spec", "method_of", "stored", "unservable"]

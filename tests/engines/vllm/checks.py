@@ -1,0 +1,297 @@
+"""Folded caches in stock vLLM on a CPU, end to end: run by .ci/run in an environment of their own (see make vllm).
+
+    python tests/engines/vllm/checks.py            # all
+    python tests/engines/vllm/checks.py schedule   # some
+
+Every check is a process of its own. SmolLM2-135M-Instruct in float32, on one thread.
+"""
+
+import glob
+import math
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "KVFOLD_VLLM_CPU": "1",
+}
+CLOSE = 0.02
+"""Nats, of log-probabilities that should be equal."""
+TEXT = "The city lies on both banks of the river, and its oldest part is the island between them. "
+
+
+def model_path():
+    home = Path(os.environ.get("KVFOLD_HOME") or Path.home() / ".cache" / "kvfold")
+    found = glob.glob(str(home / "models" / "SmolLM2-135M-Instruct-*" / "config.json"))
+    assert found, f"the demo model is not in {home}: run kvfold generate once"
+    return os.path.dirname(found[0])
+
+
+def prompt(length, seed=0):
+    """Token ids of made-up but plausible length."""
+    import random
+
+    chosen = random.Random(seed)
+    return [chosen.randrange(300, 20000) for _ in range(length)]
+
+
+class Seen(NamedTuple):
+    """A step: first tokens, lengths afterwards, pages."""
+
+    query_start: Any
+    seq_lens: Any
+    table: Any
+
+    def before(self, row=0):
+        return int(self.seq_lens[row] - self.query_start[row + 1] + self.query_start[row])
+
+
+class Engine:
+    """vLLM in this process, with a look at its blocks."""
+
+    def __init__(self, method="fold:bits=8", poison=True, **options):
+        from vllm import LLM
+
+        import kvfold.engines.vllm.backend as backend
+
+        defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 1024}
+        defaults |= {"max_num_seqs": 8, "enable_prefix_caching": True, "seed": 0}
+        self.llm = LLM(model_path(), additional_config={"kvfold": method}, **(defaults | options))
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.pool = self.core.scheduler.kv_cache_manager.block_pool
+        self.layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        self.impls = [l.impl for n, l in self.layers.items() if hasattr(l, "impl") and hasattr(l.impl, "window_name")]
+        self.steps = []
+        inner = backend.run
+
+        def run(layer, step, query, key, value, out):
+            if layer is self.impls[0].layer:
+                paged = step.paged  # vLLM's tensors change in place
+                self.steps.append(Seen(*(t.clone() for t in (paged.query_start, paged.seq_lens, paged.table))))
+                if poison:
+                    self.poison()
+            inner(layer, step, query, key, value, out)
+
+        backend.run = run
+
+    def poison(self):
+        """NaN in every block that is free and shared with nobody, the null block among them."""
+        import torch
+
+        free = [b.block_id for b in self.pool.blocks if b.is_null or (b.ref_cnt == 0 and b.block_hash is None)]
+        for layer in self.layers.values():
+            cache = getattr(layer, "kv_cache", None)
+            if isinstance(cache, torch.Tensor) and cache.numel():
+                cache[free] = float("nan")
+
+    @property
+    def free(self):
+        return self.pool.get_num_free_blocks()
+
+    def ask(self, *prompts, tokens=8):
+        """Greedy answers: (tokens, their log-probabilities) per prompt."""
+        from vllm import SamplingParams
+
+        ask = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, ignore_eos=True)
+        outs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], ask, use_tqdm=False)
+        answers = []
+        for out in outs:
+            got = out.outputs[0]
+            logs = [step[t].logprob for step, t in zip(got.logprobs, got.token_ids, strict=True)]
+            assert len(logs) == tokens and all(math.isfinite(x) for x in logs), logs
+            answers.append((list(got.token_ids), logs))
+        return answers
+
+    def forget(self):
+        assert self.llm.reset_prefix_cache()
+
+
+def difference(a, b):
+    """Largest difference of log-probabilities; the answers' tokens must be the same."""
+    assert a[0] == b[0], f"tokens differ: {a[0]} and {b[0]}"
+    return max(abs(x - y) for x, y in zip(a[1], b[1], strict=True))
+
+
+def scheduled(engine, path):
+    from scheduled import Scheduled
+
+    return Scheduled(path, engine.impls[0].layer.stored)
+
+
+def follow(reference, tokens, answer, done=0):
+    """The same prompt and answer in the reference: cuts of 128, then one by one."""
+    logs = None
+    for first in range(done, len(tokens), 128):
+        logs = reference.step(tokens[first : first + 128])
+    found = [float(logs[-1, answer[0][0]])]
+    for token, after in pairwise(answer[0]):
+        found.append(float(reference.step([token])[-1, after]))
+    return answer[0], found
+
+
+# ---- the checks --------------------------------------------------------------------------------------------------------------
+
+
+def check_schedule():
+    """Chunked prefill, pages across their boundary, a prefix hit: as a float32 model that follows the same schedule."""
+    for method in ("fold:bits=8", "kivi:bits=8,recent=64,sink=0"):
+        engine = Engine(method, max_num_batched_tokens=128)
+        reference = scheduled(engine, model_path())
+        tokens = prompt(250)
+        (answer,) = engine.ask(tokens, tokens=20)
+        lengths = [int(s.seq_lens[0]) for s in engine.steps]
+        assert lengths == [128, *range(250, 270)], lengths
+        worst = difference(answer, follow(reference, tokens, answer))
+        print(f"{method}: 250 tokens in chunks of 128, 20 more: {worst:.4f}")
+        assert worst < CLOSE
+        same_bytes(engine, reference, 256)
+        before = len(engine.steps)
+        longer = tokens[:140] + prompt(100, seed=1)
+        (answer,) = engine.ask(longer, tokens=20)
+        assert engine.steps[before].before() == 128, "no prefix hit"
+        reference.start(hit=128)
+        worst = difference(answer, follow(reference, longer, answer, done=128))
+        print(f"{method}: a hit of 128 tokens, 112 more, 20 more: {worst:.4f}")
+        assert worst < CLOSE
+        assert engine.free == engine.pool.num_gpu_blocks - 1
+        if method.startswith("fold"):
+            del engine
+
+
+def same_bytes(engine, reference, tokens):
+    """Pages hold what the format makes of the reference's tokens: almost all codes, for tokens differ by rounding."""
+    import torch
+
+    table = engine.steps[-1].table[0]
+    for index, impl in enumerate(engine.impls[:1] + engine.impls[-1:]):
+        layer = 0 if index == 0 else len(engine.impls) - 1
+        for side, fields in enumerate((impl.layer.keys, impl.layer.values)):
+            for page in range(tokens // 128):
+                expected = reference.encoded(layer, side, page)
+                for name, t in expected.items():
+                    found = fields[name][int(table[page])]
+                    same = (
+                        (found == t[0]).float().mean()
+                        if not t.is_floating_point()
+                        else (torch.isclose(found.float(), t[0].float(), rtol=2e-2, atol=1e-3).float().mean())
+                    )
+                    assert same > (0.97 if layer == 0 else 0.8), (layer, side, page, name, float(same))
+
+
+def check_batches():
+    """Alone, in mixed batches, four equal prompts in one step, after an abort: the same answers, and the same bytes."""
+    engine = Engine("fold:bits=8")
+    prompts = [prompt(n, seed=n) for n in (5, 127, 128, 129, 180, 400)]
+    alone, pages = [], []
+    for tokens in prompts:
+        engine.forget()
+        before = len(engine.steps)
+        alone += engine.ask(tokens)
+        pages += bytes_since(engine, before)
+    engine.forget()
+    before = len(engine.steps)
+    together = engine.ask(*prompts)
+    sizes = {int(s.seq_lens.shape[0]) for s in engine.steps}
+    assert max(sizes) == len(prompts)
+    worst = max(difference(a, b) for a, b in zip(alone, together, strict=True))
+    print(f"mixed batch of {len(prompts)}: {worst:.4f}")
+    assert worst < CLOSE
+    last = bytes_since(engine, before)
+    assert len(last) == len(pages) == len(prompts)
+    assert all(any(same(p, q) for q in last) for p in pages), "pages of a batch differ from those of a request alone"
+    engine.forget()
+    four = engine.ask(*[prompts[-1]] * 4)
+    worst = max(difference(alone[-1], answer) for answer in four)
+    print(f"four equal prompts in one step: {worst:.4f}")
+    assert worst < 3 * CLOSE  # three of them read packed what the first reads raw
+    abort(engine)
+    engine.forget()
+    again = engine.ask(prompts[4])
+    assert difference(alone[4], again[0]) < CLOSE
+    assert engine.free == engine.pool.num_gpu_blocks - 1, "blocks are lost"
+
+
+def bytes_since(engine, first, layer=0):
+    """Fields of the whole pages of a layer, for each request of the steps from ``first`` on."""
+    last = {}
+    for step in engine.steps[first:]:
+        for row, length in enumerate(step.seq_lens.tolist()):
+            if length:
+                last[int(step.table[row, 0])] = step.table[row, : length // 128].long()
+    found = engine.impls[layer].layer
+    return [[t[p].clone() for side in (found.keys, found.values) for t in side.values()] for p in last.values()]
+
+
+def same(a, b):
+    import torch
+
+    return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def abort(engine):
+    from vllm import SamplingParams
+
+    inner = engine.llm.llm_engine
+    for i in range(3):
+        inner.add_request(f"gone-{i}", {"prompt_token_ids": prompt(400, seed=90 + i)}, SamplingParams(max_tokens=50))
+    for _ in range(3):
+        inner.step()
+    inner.abort_request([f"gone-{i}" for i in range(3)])
+    while inner.has_unfinished_requests():
+        inner.step()
+
+
+def check_preemption():
+    """A pool of 40 blocks for eight requests: they wait, are preempted, and answer as with room."""
+    engine = Engine("fold:bits=8", num_gpu_blocks_override=40)
+    prompts = [prompt(200 + 30 * i, seed=50 + i) for i in range(8)]
+    alone = [engine.ask(tokens, tokens=60)[0] for tokens in prompts]
+    engine.forget()
+    preempted = []
+    scheduler = engine.core.scheduler
+    inner = scheduler._preempt_request
+    scheduler._preempt_request = lambda request, *a, **k: (
+        preempted.append(request.request_id),
+        inner(request, *a, **k),
+    )[1]
+    together = engine.ask(*prompts, tokens=60)
+    assert preempted, "nothing was preempted"
+    first = max(abs(a[1][0] - b[1][0]) for a, b in zip(alone, together, strict=True))
+    print(f"40 blocks, {len(preempted)} preemptions: first tokens {first:.4f}")
+    assert first < 3 * CLOSE
+    assert engine.free == 39, "blocks are lost"
+
+
+CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
+
+
+def main(names):
+    if len(names) == 1 and names[0] in CHECKS and os.environ.get("KVFOLD_CHECK") == "1":
+        sys.path.insert(0, str(HERE))
+        CHECKS[names[0]]()
+        return 0
+    failed = []
+    for name in names or CHECKS:
+        began = time.time()
+        done = subprocess.run(
+            [sys.executable, __file__, name], env={**os.environ, **ENVIRONMENT, "KVFOLD_CHECK": "1"}, check=False
+        )
+        print(f"--- {name}: {'failed' if done.returncode else 'ok'}, {time.time() - began:.0f} s", flush=True)
+        failed += [name] if done.returncode else []
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
