@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from kvfold.evaluation.suites import Options, Suite
     from kvfold.evaluation.summary import Cell
 
-SUITES = ("divergence", "ppl", "needle", "ruler", "retrieval", "gsm8k", "code")
+SUITES = (
+    *("divergence", "ppl", "needle", "ruler", "retrieval", "gsm8k", "math", "code", "longbench", "infinitebench"),
+    *("lm-eval:TASK", "paper:kivi", "paper:squat", "paper:qjl", "paper:innerq", "paper:commvq"),
+)
 """For the help and completion, which load no suite."""
 
 
 def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
-    return [name for name in SUITES if name.startswith(begun)]
+    return [name for name in SUITES if name.startswith(begun) and name != "lm-eval:TASK"]
 
 
 @click.command("eval", short_help="Evaluate methods on suites of tasks, item by item.")
@@ -70,7 +73,8 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
     multiple=True,
     default=[1024],
     show_default="1024",
-    help="Tokens of a prompt, one or more; gsm8k has its own.",
+    help="Tokens of a prompt, one or more; longbench and infinitebench leave out the middle of what is longer; gsm8k, math and "
+    "lm-eval have their own.",
 )
 @click.option(
     "--limit",
@@ -78,7 +82,7 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
     type=int,
     default=5,
     show_default=True,
-    help="Items of every task, length and seed (of gsm8k: its first problems).",
+    help="Items of every task, length and seed; of records, the first ones.",
 )
 @click.option(
     "--seeds", metavar="K", type=int, default=1, show_default=True, help="Seeds; each draws as many items anew."
@@ -92,7 +96,10 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
     "given again.  [default: prose and code that ship with Python]",
 )
 @click.option(
-    "--data", metavar="FILE", help="JSON lines: GSM8K's problems; questions, contexts and answers for ruler's qa."
+    "--data",
+    metavar="PATH",
+    help="Records as JSON lines: a file (of gsm8k, math; for ruler's qa), a folder with a file for each task (longbench, "
+    "infinitebench, paper:...), or hf:REPOSITORY. For lm-eval: a folder with tasks as YAML.",
 )
 @click.option("--examples", metavar="FILE", help="JSON lines with solved examples that gsm8k shows before a problem.")
 @click.option("--shots", metavar="N", type=int, help="So many of them.  [default: 5]")
@@ -104,13 +111,15 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
     show_default=True,
     help="Tokens scored (divergence, ppl, retrieval).",
 )
-@click.option("--max-new-tokens", metavar="N", type=int, help="Tokens of an answer.  [default: gsm8k 320, code 48]")
+@click.option(
+    "--max-new-tokens", metavar="N", type=int, help="Tokens of an answer.  [default: gsm8k 320, math 1024, code 48]"
+)
 @click.option("--depths", metavar="N ...", type=int, multiple=True, help="Needles' depths.  [default: 0 25 50 75 100]")
 @click.option(
     "--tasks",
     metavar="A B ...",
     multiple=True,
-    help="Ruler's families.  [default: multikey multivalue tracking aggregation qa]",
+    help="Ruler's families, or LongBench's or InfiniteBench's tasks.  [default: all]",
 )
 @click.option("--raw", is_flag=True, help="Ask in plain text, without the model's chat template.")
 @click.option("--chunk", metavar="N", type=int, default=32, show_default=True, help="Query tokens per call.")
@@ -214,7 +223,7 @@ def evaluate(
         return
     for file in found:
         show(table(file, [cell for cell in cells if cell.suite == file.settings.suite], str(base)))
-    for line in notes(found, cells, str(base)):
+    for line in (*averages(wanted, cells, list(planned.methods)), *notes(found, cells, str(base))):
         say(line)
     if target:
         click.echo(f"written: {target}")
@@ -246,25 +255,32 @@ def _named(files: Sequence[str]) -> dict[str, str]:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    if unknown := [name for name in names if name not in SUITES]:
+    tasks = [name for name in names if name.startswith("lm-eval:") and name not in ("lm-eval:", "lm-eval:TASK")]
+    if unknown := [name for name in names if name not in (*SUITES[:10], *SUITES[11:], *tasks)]:
         raise KVFoldError(f"suite: {unknown[0]!r} is unknown; known: {', '.join(SUITES)}")
 
 
 def _check_used(names: Sequence[str], options: Options) -> None:
     """Refuse what no suite would look at, before a model is loaded."""
-    if "gsm8k" in names and options.data is None:
-        raise KVFoldError('data: gsm8k needs its problems; give JSON lines with "question" and "answer" as --data FILE')
+    papers = {name for name in names if name.startswith("paper:")}
+    of_records = {"gsm8k", "math", "longbench", "infinitebench", *papers} - {"paper:squat"}
+    lm_tasks = {name for name in names if name.startswith("lm-eval:")}
     users = (
-        ("data", options.data, ("gsm8k", "ruler")),
-        ("examples", options.examples, ("gsm8k",)),
-        ("shots", options.shots, ("gsm8k",)),
-        ("max-new-tokens", options.new_tokens, ("gsm8k", "code")),
+        ("data", options.data, {*of_records, *lm_tasks, "ruler"}),
+        ("examples", options.examples, {"gsm8k", *papers}),
+        ("shots", options.shots, {"gsm8k", *papers}),
+        ("max-new-tokens", options.new_tokens, {"gsm8k", "math", "code", *papers}),
+        ("tasks", options.tasks or None, {"ruler", "longbench", "infinitebench"}),
     )
+    if options.data is None and (needing := [name for name in names if name in of_records]):
+        raise KVFoldError(
+            f"data: {needing[0]} needs its records; give --data with a file or a folder of JSON lines, or hf:REPOSITORY "
+            "(docs/evaluation.md says which, and where to get them)"
+        )
     for name, value, suites in users:
-        if value is not None and not set(suites) & set(names):
-            raise KVFoldError(
-                f"{name}: none of the suites {', '.join(names)} uses it; it is for {' and '.join(suites)}"
-            )
+        if value is not None and not suites & set(names):
+            known = [suite for suite in SUITES if suite in suites or (suite == "lm-eval:TASK" and name == "data")]
+            raise KVFoldError(f"{name}: none of the suites {', '.join(names)} uses it; it is for {', '.join(known)}")
 
 
 class _Progress:
@@ -348,6 +364,22 @@ def table(found: ResultFile, cells: Sequence[Cell], baseline: str) -> Sheet:
             f"{cell.seconds:.1f}",
         )
     return sheet
+
+
+def averages(names: Sequence[str], cells: Sequence[Cell], methods: Sequence[str]) -> list[str]:
+    """Lines with the papers' own averages."""
+    from kvfold.evaluation.suites.papers import PAPERS
+    from kvfold.evaluation.summary import average
+
+    lines = []
+    for name in names:
+        if name in PAPERS:
+            means = {method: average(PAPERS[name], cells, method) for method in methods}
+            shown = [f"{method} {100 * mean:.2f}" for method, mean in means.items() if mean is not None]
+            lines.append(
+                f"{PAPERS[name].title}; its average, per cent: {', '.join(shown) or 'not all tasks have numbers'}"
+            )
+    return lines
 
 
 def _apart(found: Sequence[ResultFile]) -> list[str]:

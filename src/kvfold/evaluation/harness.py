@@ -17,6 +17,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold import methods, models
@@ -24,7 +25,8 @@ from kvfold.errors import KVFoldError
 from kvfold.evaluation.answer import answer
 from kvfold.evaluation.compare import room
 from kvfold.evaluation.perplexity import CHUNK, score
-from kvfold.evaluation.suites.base import Prompt
+from kvfold.evaluation.sizes import sizes_of
+from kvfold.evaluation.suites.base import Prompt, Sizes
 
 NAME = "kvfold"
 MAX_GEN_TOKS = 256
@@ -63,6 +65,8 @@ class KVFoldLM(TemplateLM):
         A method or a model that is none, or an unknown argument.
     """
 
+    max_length: int
+
     def __init__(
         self,
         pretrained: str | None = None,
@@ -80,17 +84,44 @@ class KVFoldLM(TemplateLM):
             raise KVFoldError(f"batch_size: {batch_size}; requests are read one at a time: give 1 or auto")
         if chunk < 1:
             raise KVFoldError(f"chunk: {chunk}; give at least 1")
-        self.method = methods.get(_spec(method, options))
-        self.model, self.tokenizer, self.info = models.load(pretrained, dtype, device)
-        kvfold.explain(self.model, self.method)  # refuses what does not fit, before the first request
-        limit = self.info.max_context or 1 << 30
+        chosen = methods.get(_spec(method, options))
+        loaded, tokenizer, _ = models.load(pretrained, dtype, device)
+        kvfold.explain(loaded, chosen)  # refuses what does not fit, before the first request
+        self._begin(loaded, tokenizer, chosen, chunk)
+        limit = self.max_length
         if max_length is not None and not 2 <= max_length <= limit:
             raise KVFoldError(f"max_length: {max_length}; give 2 to {limit}, the model's context")
         self.max_length = max_length or limit
-        self.chunk = chunk
-        self._device = self.model.device
+
+    def _begin(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, method: methods.Method, chunk: int
+    ) -> None:
+        self.model, self.tokenizer, self.method, self.chunk = model, tokenizer, method, chunk
+        self.max_length = models.context_limit(model.config) or 1 << 30
+        self._device = model.device
         self.read = self.tested = 0
-        self.bits: list[float] = []
+        self.caches: list[Sizes] = []
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, method: methods.Method, chunk: int = CHUNK
+    ) -> KVFoldLM:
+        """With a model that is loaded."""
+        found = cls.__new__(cls)
+        TemplateLM.__init__(found)
+        found._begin(model, tokenizer, method, chunk)
+        return found
+
+    @property
+    def sizes(self) -> Sizes:
+        """Means over the caches of all requests so far; bits, of those that packed something."""
+        bits = [[b for b in pair if b is not None] for pair in zip(*(size.bits for size in self.caches), strict=True)]
+        count = len(self.caches)
+        return Sizes(
+            (_mean(bits[0]), _mean(bits[1])) if bits else (None, None),
+            sum(size.cache_bytes for size in self.caches) // max(count, 1),
+            sum(size.full_cache_bytes for size in self.caches) // max(count, 1),
+        )
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
@@ -175,11 +206,11 @@ class KVFoldLM(TemplateLM):
         """What lm-eval writes beside its results: the method and how many tokens read what it packed."""
         return {
             "kvfold_method": str(self.method),
-            "kvfold_effective_bits": math.fsum(self.bits) / len(self.bits) if self.bits else None,
+            "kvfold_effective_bits": self.sizes.bits[1],
             "kvfold_tokens_read": self.read,
             "kvfold_tokens_tested": self.tested,
-            "model_num_parameters": self.info.parameters,
-            "model_dtype": self.info.dtype,
+            "model_num_parameters": sum(p.numel() for p in self.model.parameters()),
+            "model_dtype": str(self.model.dtype).removeprefix("torch."),
         }
 
     def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -217,8 +248,7 @@ class KVFoldLM(TemplateLM):
         finally:
             kvfold.unfold(self.model)
         self.tested, self.read = self.tested + tested, self.read + read
-        if cache.nbytes()["packed"]:
-            self.bits.append(float(cache.effective_bits()))
+        self.caches.append(sizes_of(cache))
         return found
 
     def _say_tested(self) -> None:
@@ -226,6 +256,10 @@ class KVFoldLM(TemplateLM):
             what = f"{self.tested} of {self.read} tokens so far read something packed"
             windows = f"{self.method.sink} + {self.method.recent} tokens are in full precision"
             logging.getLogger(__name__).warning("kvfold: %s (%s); shorter prompts test nothing", what, windows)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
 
 
 def _spec(method: str, options: dict[str, Any]) -> str:

@@ -27,8 +27,9 @@ from kvfold.evaluation.results import (
 )
 from kvfold.evaluation.schema import finite
 from kvfold.evaluation.shared import SharedPrompt
+from kvfold.evaluation.sizes import sizes_of
 from kvfold.evaluation.suites import Item, Outcome, Prompt, Suite
-from kvfold.evaluation.suites.base import LEAST
+from kvfold.evaluation.suites.base import LEAST, Own
 from kvfold.models import ModelInfo
 
 if TYPE_CHECKING:
@@ -313,50 +314,60 @@ def measure(
     import kvfold
 
     first = group[0].prompt
-    longest = max(asked.prompt.ids.shape[1] for asked in group)
     started = now(model)
-    cache = kvfold.fold(model, method, max_length=room(model, longest + first.new_tokens))
-    try:
-        if first.new_tokens:
-            prompts = [asked.prompt for asked in group]
-            outcomes = answers(model, tokenizer, prompts, cache, chunk, shared)
-        else:
-            found = score(model, first.ids.to(model.device), first.prefilled, cache, chunk, truth, shared=shared)
-            outcomes = [(Outcome(found), found.tested)]
-    finally:
-        kvfold.unfold(model)
+    outcomes: list[tuple[Outcome, int]] = []
+    own = suite.ask(model, group[0].item, method, chunk)
+    if own is None:
+        longest = max(asked.prompt.ids.shape[1] for asked in group)
+        cache = kvfold.fold(model, method, max_length=room(model, longest + first.new_tokens))
+        try:
+            if first.new_tokens:
+                prompts = [asked.prompt for asked in group]
+                outcomes = answers(model, tokenizer, prompts, cache, chunk, shared)
+            else:
+                found = score(model, first.ids.to(model.device), first.prefilled, cache, chunk, truth, shared=shared)
+                outcomes = [(Outcome(found), found.tested)]
+        finally:
+            kvfold.unfold(model)
+        sizes = sizes_of(cache)
     seconds = (now(model) - started) / len(group)
-    sizes = cache.nbytes()
-    bits = [float(cache.effective_bits(tables)) if sizes["packed"] else None for tables in (False, True)]
-    rows = []
-    for (item, prompt, digest), (outcome, tested) in zip(group, outcomes, strict=True):
-        asked = prompt.ids.shape[1] - prompt.prefilled
-        grades = suite.grade(prompt, outcome)
-        rows.append(
-            Result(
-                method=str(method),
-                item=item.name,
-                task=item.task,
-                length=item.length,
-                seed=item.seed,
-                tags=dict(item.tags),
-                prompt_sha256=digest,
-                prefilled=prompt.prefilled,
-                read=asked + outcome.new_tokens if outcome.score is None else len(outcome.score.nll),
-                tested=tested,
-                scores={key: _finite(value) if tested else None for key, value in grades.items()},
-                series=_series(suite, outcome) if tested else {},
-                bits_without_tables=bits[0],
-                effective_bits=bits[1],
-                cache_bytes=int(sizes["total"]) // len(group),
-                full_cache_bytes=int(cache.full_nbytes()) // len(group),
-                sink=method.sink,
-                recent=method.recent,
-                seconds=round(seconds, 3),
-                run=run,
-                answer=outcome.text if prompt.new_tokens else None,
-            )
+
+    def row(asked: Asked, own: Own, series: dict[str, list[float | None]], answer: str | None) -> Result:
+        item = asked.item
+        return Result(
+            method=str(method),
+            item=item.name,
+            task=item.task,
+            length=item.length,
+            seed=item.seed,
+            tags=dict(item.tags),
+            prompt_sha256=asked.digest,
+            prefilled=asked.prompt.prefilled,
+            read=own.read,
+            tested=own.tested,
+            scores={key: _finite(value) if own.tested else None for key, value in own.scores.items()},
+            series=series if own.tested else {},
+            bits_without_tables=own.sizes.bits[0],
+            effective_bits=own.sizes.bits[1],
+            cache_bytes=own.sizes.cache_bytes // len(group),
+            full_cache_bytes=own.sizes.full_cache_bytes // len(group),
+            sink=method.sink,
+            recent=method.recent,
+            seconds=round(seconds, 3),
+            run=run,
+            answer=answer,
         )
+
+    if own is not None:
+        return [row(group[0], own, {}, own.answer)]
+    rows = []
+    for asked, (outcome, tested) in zip(group, outcomes, strict=True):
+        prompt = asked.prompt
+        read = prompt.ids.shape[1] - prompt.prefilled + outcome.new_tokens
+        if outcome.score is not None:
+            read = len(outcome.score.nll)
+        graded = Own(suite.graded(asked.item, prompt, outcome), read, tested, sizes, outcome.text)
+        rows.append(row(asked, graded, _series(suite, outcome), outcome.text if prompt.new_tokens else None))
     return rows
 
 

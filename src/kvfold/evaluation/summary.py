@@ -11,6 +11,7 @@ from kvfold.errors import KVFoldError
 from kvfold.evaluation.results import Result, ResultFile, differing
 from kvfold.evaluation.statistics import Difference, Estimate, estimate, paired
 from kvfold.evaluation.suites import REGISTRY, Measure
+from kvfold.evaluation.suites.papers import Paper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,21 @@ def _cell(
         estimates=estimates,
         differences=against,
     )
+
+
+def average(paper: Paper, cells: Sequence[Cell], method: str) -> float | None:
+    """The paper's average of a method, 0 to 1; None where one of its tasks has no number, or two lengths have.
+
+    A task of several (bbh) is the mean of them.
+    """
+    total = 0.0
+    for task, weight in paper.weights.items():
+        found = [c for c in cells if c.method == method and (c.task == task or c.task.startswith(f"{task}_"))]
+        means = [next(iter(c.estimates.values())).mean for c in found if c.estimates]
+        if not found or len(means) < len(found) or len({c.length for c in found}) > 1:
+            return None
+        total += weight * math.fsum(means) / len(means)
+    return total
 
 
 def to_dict(found: Sequence[ResultFile], cells: Sequence[Cell], baseline: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,18 +13,28 @@ from kvfold.errors import KVFoldError
 from kvfold.evaluation.suites.base import Item, Measure, Outcome, Prompt, Suite, load_records
 from kvfold.evaluation.suites.code import Code
 from kvfold.evaluation.suites.gsm8k import SHOTS, Gsm8k
+from kvfold.evaluation.suites.infinitebench import InfiniteBench
+from kvfold.evaluation.suites.lm_tasks import PREFIX, LmEval
+from kvfold.evaluation.suites.longbench import LongBench
+from kvfold.evaluation.suites.math_problems import Math
 from kvfold.evaluation.suites.needle import DEPTHS, Needle
+from kvfold.evaluation.suites.papers import PAPERS
 from kvfold.evaluation.suites.ruler import TASKS, Ruler
+from kvfold.evaluation.suites.sources import load_task
 from kvfold.evaluation.suites.text import Divergence, Perplexity, Retrieval
 from kvfold.evaluation.text import Text
 from kvfold.evaluation.windows import load_texts
 
-__all__ = ["REGISTRY", "Item", "Measure", "Options", "Outcome", "Prompt", "Suite", "make"]
+__all__ = ["KNOWN", "PAPERS", "REGISTRY", "Item", "Measure", "Options", "Outcome", "Prompt", "Suite", "make"]
 
 REGISTRY: dict[str, type[Suite]] = {
-    kind.name: kind for kind in (Divergence, Perplexity, Needle, Ruler, Retrieval, Gsm8k, Code)
+    kind.name: kind
+    for kind in (Divergence, Perplexity, Needle, Ruler, Retrieval, Gsm8k, Math, Code, LongBench, InfiniteBench, LmEval)
 }
 
+KNOWN = (*(name for name in REGISTRY if name != LmEval.name), f"{PREFIX}TASK", *PAPERS)
+"""What :func:`make` takes."""
+GSM8K = "https://github.com/openai/grade-school-math (test.jsonl, as gsm8k.jsonl)"
 DOMAINS = ("prose", "code")
 """Texts of ``divergence`` and ``ppl`` where none are given."""
 
@@ -38,17 +49,19 @@ class Options:
         Name to UTF-8 file. ``divergence`` and ``ppl`` score all of them, ``code`` reads the one named ``code``, ``needle`` and
         ``ruler`` hide in the first that has another name.
     data, examples
-        JSON lines: GSM8K's problems and solved examples; ``data`` also questions for ``ruler``'s qa.
+        JSON lines: GSM8K's problems and solved examples; ``data`` also MATH's problems and questions for ``ruler``'s qa.
+        A folder has a file for each task: ``TASK.jsonl`` of ``longbench`` and ``infinitebench``, ``gsm8k.jsonl``,
+        ``gsm8k-train.jsonl`` and ``math.jsonl``. For ``lm-eval`` tasks: a folder of YAML files.
     tokens
         Tokens scored.
     new_tokens
-        Tokens generated at most by ``gsm8k`` and ``code``; None: the suite's own number.
+        Tokens generated at most by ``gsm8k``, ``math`` and ``code``; None: the suite's own number.
     shots
         Solved examples before a problem; None: five where there are examples, else none.
     depths
         Per cent, of ``needle``.
     tasks
-        Families of ``ruler``.
+        Families of ``ruler``, or tasks of ``longbench`` or ``infinitebench``; none: all.
     raw
         Plain text instead of the chat template.
     """
@@ -60,7 +73,7 @@ class Options:
     new_tokens: int | None = None
     shots: int | None = None
     depths: tuple[int, ...] = DEPTHS
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = ()
     raw: bool = False
 
     def __post_init__(self) -> None:
@@ -80,10 +93,25 @@ def make(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: Opti
         An unknown suite, one without the data it needs, or data that cannot be read.
     """
     if not names:
-        raise KVFoldError(f"suite: none given; known: {', '.join(REGISTRY)}")
-    if unknown := [name for name in names if name not in REGISTRY]:
-        raise KVFoldError(f"suite: {unknown[0]!r} is unknown; known: {', '.join(REGISTRY)}")
-    return [_make(name, tokenizer, options) for name in dict.fromkeys(names)]
+        raise KVFoldError(f"suite: none given; known: {', '.join(KNOWN)}")
+    wanted: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        if name in PAPERS:
+            for suite, tasks in PAPERS[name].suites.items():
+                wanted[suite] = tuple(dict.fromkeys((*wanted.get(suite, ()), *tasks)))
+        elif (name in REGISTRY and name != LmEval.name) or (name.startswith(PREFIX) and name != PREFIX):
+            wanted.setdefault(name, options.tasks)
+        else:
+            raise KVFoldError(f"suite: {name!r} is unknown; known: {', '.join(KNOWN)}")
+    tasks = tuple(name.removeprefix(PREFIX) for name in wanted if name.startswith(PREFIX))
+    found = [
+        _make(name, tokenizer, dataclasses.replace(options, tasks=chosen))
+        for name, chosen in wanted.items()
+        if not name.startswith(PREFIX)
+    ]
+    if tasks:
+        found.append(LmEval(tokenizer, tasks, options.data, not options.raw and bool(tokenizer.chat_template)))
+    return found
 
 
 def _make(name: str, tokenizer: PreTrainedTokenizerBase, options: Options) -> Suite:
@@ -98,10 +126,11 @@ def _make(name: str, tokenizer: PreTrainedTokenizerBase, options: Options) -> Su
         return Needle(tokenizer, _hay(options), options.depths, chat)
     if name == "ruler":
         questions, digest = None, ""
-        if options.data is not None and "qa" in options.tasks:
+        tasks = options.tasks or TASKS
+        if options.data is not None and "qa" in tasks and not Path(options.data).expanduser().is_dir():
             records, digest = load_records(options.data, "data", ("question", "context", "answers"))
             questions = tuple(records)
-        return Ruler(tokenizer, _hay(options), options.tasks, questions, digest, chat)
+        return Ruler(tokenizer, _hay(options), tasks, questions, digest, chat)
     if name == "code":
         texts = (
             load_texts((), {"code": options.texts["code"]}) if "code" in options.texts else load_texts(("code",), {})
@@ -109,18 +138,22 @@ def _make(name: str, tokenizer: PreTrainedTokenizerBase, options: Options) -> Su
         text = texts["code"]
         assert text is not None
         return Code(tokenizer, text, **_given(new_tokens=options.new_tokens))
+    if name == "math":
+        return Math.load(tokenizer, options.data, chat, **_given(new_tokens=options.new_tokens))
+    if name in ("longbench", "infinitebench"):
+        kind = LongBench if name == "longbench" else InfiniteBench
+        return kind.load(tokenizer, options.data, options.tasks, chat)
     return _gsm8k(tokenizer, options, chat)
 
 
 def _gsm8k(tokenizer: PreTrainedTokenizerBase, options: Options, chat: bool) -> Suite:
-    if options.data is None:
-        raise KVFoldError('data: gsm8k needs its problems; give JSON lines with "question" and "answer" as --data FILE')
     fields = ("question", "answer")
-    problems, digest = load_records(options.data, "data", fields)
+    problems, digest = load_task(options.data, "gsm8k", "gsm8k", fields, GSM8K)
     examples: list[dict[str, Any]] = []
     hashes = {"problems": digest}
-    if options.examples is not None:
-        examples, hashes["examples"] = load_records(options.examples, "examples", fields)
+    known = options.examples or _beside(options.data, "gsm8k-train.jsonl")
+    if known is not None:
+        examples, hashes["examples"] = load_records(known, "examples", fields)
     shots = options.shots if options.shots is not None else min(SHOTS, len(examples))
     return Gsm8k(
         tokenizer,
@@ -131,6 +164,12 @@ def _gsm8k(tokenizer: PreTrainedTokenizerBase, options: Options, chat: bool) -> 
         chat,
         **_given(new_tokens=options.new_tokens),
     )
+
+
+def _beside(data: str | None, name: str) -> str | None:
+    """A file of the folder of data, if there are both."""
+    path = Path(data or "").expanduser() / name
+    return str(path) if data is not None and path.is_file() else None
 
 
 def _given(**values: int | None) -> dict[str, int]:

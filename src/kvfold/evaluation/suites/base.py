@@ -10,14 +10,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.perplexity import Score
 from kvfold.evaluation.text import Text, load_text
+
+if TYPE_CHECKING:
+    from kvfold.methods.base import Method
 
 LEAST = 64
 """Shortest prompt: of fewer tokens a method packs nothing."""
@@ -126,6 +129,34 @@ class Outcome:
     capped: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a cache, or means over several.
+
+    Attributes
+    ----------
+    bits
+        Bits per cached element of the packed part, without and with the tables that all sequences share; None: nothing is.
+    cache_bytes, full_cache_bytes
+        Of its tensors, and of a full-precision cache of the same tokens.
+    """
+
+    bits: tuple[float | None, float | None]
+    cache_bytes: int
+    full_cache_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """What came of an item that its suite asks by itself: see :meth:`Suite.ask`."""
+
+    scores: dict[str, float | None]
+    read: int
+    tested: int
+    sizes: Sizes
+    answer: str
+
+
 class Suite:
     """Items, prompts and grades.
 
@@ -159,6 +190,14 @@ class Suite:
     def grade(self, prompt: Prompt, outcome: Outcome) -> dict[str, float | None]:
         """A number per measure."""
         raise NotImplementedError
+
+    def ask(self, model: PreTrainedModel, item: Item, method: Method, chunk: int) -> Own | None:
+        """Items of several requests, which the suite puts to a model itself; None: an item is its prompt."""
+        return None
+
+    def graded(self, item: Item, prompt: Prompt, outcome: Outcome) -> dict[str, float | None]:
+        """The same, where grades depend on the item."""
+        return self.grade(prompt, outcome)
 
     def series(self, outcome: Outcome) -> dict[str, list[float]]:
         """Numbers along the scored tokens."""

@@ -1,0 +1,118 @@
+"""Competition problems with chains of thought, from the JSON lines of MATH (Hendrycks et al., 2021, arXiv 2103.03874)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kvfold.errors import KVFoldError
+from kvfold.evaluation.suites.base import Form, Item, Measure, Outcome, Prompt, Suite
+from kvfold.evaluation.suites.sources import load_task
+
+NEW_TOKENS = 1024
+WHERE = "https://huggingface.co/datasets/HuggingFaceH4/MATH-500 (test.jsonl, as math.jsonl)"
+BEGIN = "Solve the problem step by step. End with the answer in \\boxed{}.\n\n"
+DROPPED = re.compile(r"\\(?:left|right|,|;|!|quad|displaystyle)|\\text\{[^}]*\}|[\s$%]|\\ |\.$")
+"""What two ways of writing the same answer may differ in."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Math(Suite):
+    """Problems in the order of their file.
+
+    Attributes
+    ----------
+    tokenizer
+    problems
+        Records with ``problem`` and ``answer``, or with ``solution``, whose last ``\\boxed{}`` is the answer.
+    sha256
+        Of their file.
+    chat
+        Whether the model's chat template is used.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    problems: tuple[dict[str, Any], ...]
+    sha256: str = ""
+    chat: bool = True
+    new_tokens: int = NEW_TOKENS
+
+    name = "math"
+    summary = "competition problems with chains of thought; the answer in \\boxed{}"
+    measures = (
+        Measure("exact"),
+        Measure("tokens", higher_is_better=False, shown="number"),
+        Measure("capped", higher_is_better=False),
+    )
+
+    def __post_init__(self) -> None:
+        for record in self.problems:
+            if expected(record) is None:
+                raise KVFoldError(
+                    f"data: {record['problem'][:40]!r} has neither an answer nor a solution with \\boxed{{}}"
+                )
+
+    @classmethod
+    def load(cls, tokenizer: PreTrainedTokenizerBase, data: str | None, chat: bool, **options: int) -> Math:
+        """With the problems of a file, or of ``math.jsonl`` of a folder."""
+        records, digest = load_task(data, cls.name, cls.name, ("problem",), WHERE)
+        return cls(tokenizer, tuple(records), digest, chat, **options)
+
+    def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
+        return [Item("math", None, 0, i) for i in range(min(limit, len(self.problems)))]
+
+    def prompt(self, item: Item) -> Prompt:
+        form, record = Form(self.tokenizer, self.chat), self.problems[item.index]
+        question = f"Problem: {record['problem']}"
+        ids = form.ids(form.text(BEGIN, question, "Solution:"))
+        answer = expected(record)
+        assert answer is not None
+        cut = form.cut(form.text(BEGIN, question, "Solution:"), question, ids)
+        return Prompt(torch.tensor([ids]), cut, self.new_tokens, (answer,), ("Problem:",))
+
+    def grade(self, prompt: Prompt, outcome: Outcome) -> dict[str, float | None]:
+        given = boxed(outcome.text)
+        return {
+            "exact": float(given is not None and plain(given) == plain(prompt.expected[0])),
+            "tokens": float(outcome.new_tokens),
+            "capped": float(outcome.capped),
+        }
+
+    def options(self) -> dict[str, Any]:
+        return {"chat": self.chat, "new_tokens": self.new_tokens, "version": self.version}
+
+    def texts(self) -> dict[str, str]:
+        return {"problems": self.sha256}
+
+
+def expected(record: dict[str, Any]) -> str | None:
+    """A record's answer."""
+    return str(record["answer"]) if "answer" in record else boxed(str(record.get("solution", "")))
+
+
+def boxed(text: str) -> str | None:
+    """What the last ``\\boxed{}`` of a text holds, braces within it too; None: there is none."""
+    at = text.rfind("\\boxed{")
+    if at < 0:
+        return None
+    depth, begin = 0, at + len("\\boxed{")
+    for i in range(begin, len(text)):
+        if text[i] == "{":
+            depth += 1
+        elif text[i] == "}":
+            if not depth:
+                return text[begin:i]
+            depth -= 1
+    return None
+
+
+def plain(answer: str) -> str:
+    """An answer without what says nothing: spaces, dollars, sizes of brackets, units."""
+    found = DROPPED.sub("", answer).replace("dfrac", "frac").replace("tfrac", "frac")
+    found = re.sub(r"\\frac(\w)(\w)", r"\\frac{\1}{\2}", found)
+    return re.sub(r"(\d),(\d{3})(?!\d)", r"\1\2", found)
