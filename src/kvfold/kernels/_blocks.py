@@ -46,6 +46,186 @@ def _channel(place, D: tl.constexpr, GROUPS: tl.constexpr):
         return tl.where(place < D, place % (D // GROUPS) * GROUPS + place // (D // GROUPS), place)
 
 
+@triton.jit
+def clean_scratch(scratch_ptr, program, K_SCRATCH: tl.constexpr, V_SCRATCH: tl.constexpr):
+    """A program's own memory, all zeros: the keys' reader's, then the values'."""
+    scratch = scratch_ptr + program.to(tl.int64) * (K_SCRATCH + V_SCRATCH)
+    for at in range(0, K_SCRATCH + V_SCRATCH, 1024):
+        words = at + tl.arange(0, 1024)
+        tl.store(scratch + words, tl.zeros_like(words).to(tl.int64), mask=words < K_SCRATCH + V_SCRATCH)
+    tl.debug_barrier()
+    return scratch
+
+
+@triton.jit
+def moved(fields, steps, page, head):
+    """Pointers to what a page and head has of every field; ``steps``: elements from a page, and from a head, to the next."""
+    out = ()
+    for i in tl.static_range(len(fields)):
+        out = out + (fields[i] + (page * steps[2 * i] + head * steps[2 * i + 1]),)
+    return out
+
+
+@triton.jit
+def attend_tiles(
+    q_row, inside, bias, position, place, table, begin, end, first, used, head,
+    k_fields, k_tables, k_mean, k_norm, k_basis, v_fields, v_tables, v_mean, v_norm, v_basis,
+    freq_ptr, table_ptr, part_out, part_top, part_sum, slot, factor,
+    K_READ: tl.constexpr, K_SPEC, V_READ: tl.constexpr, V_SPEC,
+    D: tl.constexpr, DP: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, V_OUT: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr,
+    K_MEAN: tl.constexpr, K_NORM: tl.constexpr, K_BASIS: tl.constexpr,
+    V_MEAN: tl.constexpr, V_NORM: tl.constexpr, V_BASIS: tl.constexpr,
+    ROTARY: tl.constexpr, K_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr,
+):  # fmt: skip
+    """Attention of M query rows of one KV head over tiles ``begin`` to ``end``; what both kernels share.
+
+    ``q_row``, ``bias`` [M]: pointers to the rows' queries and biases; ``inside`` [M]: which rows there are; ``slot`` [M]: where
+    their results go. Of tokens ``first`` to ``used`` the scores count; ``position`` is that of the first tile's first token.
+    ``head``: the KV head.
+
+    Without a ``table``, ``place`` says where the head's storage begins: its first token, and the first page of keys and of
+    values. With one, ``table`` points to the numbers of pages, and ``place`` has the steps of :func:`moved`: of both sides'
+    fields, and of both sides' mean and norm.
+    """
+    # queries, as fp16 times a power of two, so that large ones do not overflow and rounded ones stay what they are
+    H: tl.constexpr = KW // 2 if ROTARY else KW
+    K_IN: tl.constexpr = DP if K_BASIS else KW
+    K_REAL: tl.constexpr = D if K_BASIS or ROTARY else K_SPEC[0]
+    a_four = tl.arange(0, H // 4)
+    b_four = a_four
+    if ROTARY:
+        half: tl.constexpr = ROTARY // (8 * K_GROUPS)  # fours of a group
+        rest: tl.constexpr = (D - ROTARY) // (8 * K_GROUPS)  # channels that are not rotated are pairs of angle 0
+        live = a_four < D // 8
+        group = a_four // (half + rest) * 2 * (half + rest)
+        a_four %= half + rest
+        turned = a_four < half
+        a_four = group + tl.where(turned, a_four, a_four + half)
+        b_four = a_four + tl.where(turned, half, rest)
+        a_four = tl.where(live, a_four, D)  # beyond: nothing is read
+        b_four = tl.where(live, b_four, D)
+        q_channel = _channel(channels(a_four), D, K_GROUPS)
+        b_channel = _channel(channels(b_four), D, K_GROUPS)
+    else:
+        q_channel = _channel(tl.arange(0, K_IN), D, K_GROUPS)
+    q_at = q_row[None, :]
+    q = tl.load(q_at + q_channel[:, None], mask=inside[None, :] & (q_channel < K_REAL)[:, None], other=0.0).to(
+        tl.float32
+    )
+    largest = _max(tl.abs(q), 0)
+    if ROTARY:
+        q_b = tl.load(q_at + b_channel[:, None], mask=inside[None, :] & (b_channel < K_REAL)[:, None], other=0.0).to(
+            tl.float32
+        )
+        largest = tl.maximum(largest, _max(tl.abs(q_b), 0))
+        freq = tl.load(freq_ptr + tl.arange(0, H))
+        gain = tl.load(freq_ptr + H + tl.arange(0, H))
+        at = tl.arange(0, T)[:, None] * H + tl.arange(0, H)[None, :]
+        cos, sin = tl.load(table_ptr + at), tl.load(table_ptr + T * H + at)
+    exponent = tl.minimum(tl.maximum(largest, 1e-30), 1e37).to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[None, :]
+    q *= inverse
+    if ROTARY:
+        q_b *= inverse
+    row_factor = factor * exponent.to(tl.float32, bitcast=True)
+    q16 = q.to(tl.float16)
+    if K_BASIS:
+        d_channel = tl.arange(0, DP)
+        w_channel = tl.arange(0, KW)
+        inside_k = (d_channel < D)[None, :] & (w_channel < K_SPEC[0])[:, None]
+        turn = tl.load(k_basis + w_channel[:, None] * D + d_channel[None, :], mask=inside_k, other=0.0)
+
+    v_channel = tl.arange(0, VW)
+    v_four = tl.arange(0, VW // 4)
+    m_channel = tl.arange(0, DP)
+    top = tl.full([M], -1.0e30, tl.float32)  # finite, so that differences are never NaN
+    total = tl.full([M], 0.0, tl.float32)
+    acc = tl.full([VW, M], 0.0, tl.float32)
+    mean_acc = tl.full([DP, M], 0.0, tl.float32)
+    for tile in range(begin, end):
+        left = used - tile * T
+        if table is None:
+            at_token = place[0] + tile * T
+            k_page = place[1] + tile * T // PAGE
+            v_page = place[2] + tile * T // PAGE
+            k_here, k_mean_here, k_norm_here = k_fields, k_mean, k_norm
+            v_here, v_mean_here, v_norm_here = v_fields, v_mean, v_norm
+        else:  # the first of its page's storage
+            page = tl.load(table + tile * T // PAGE).to(tl.int64)
+            k_page = page * 0
+            v_page = k_page
+            at_token = k_page + (tile * T - tile * T // PAGE * PAGE)
+            k_here = moved(k_fields, place[0], page, head)
+            v_here = moved(v_fields, place[1], page, head)
+            k_mean_here, k_norm_here = moved((k_mean, k_norm), place[2], page, head)
+            v_mean_here, v_norm_here = moved((v_mean, v_norm), place[3], page, head)
+        k_more, v_more = k_tables, v_tables
+        if K_OF_PAGES:
+            k_more = k_tables + (k_page,)
+        if V_OF_PAGES:
+            v_more = v_tables + (v_page,)
+        k_a, k_scale = K_READ(k_here, k_more, head, at_token, left, a_four, T, K_SPEC)
+        if ROTARY:
+            k_b, _ = K_READ(k_here, k_more, head, at_token, left, b_four, T, K_SPEC)
+            angle = (position + tile * T).to(tl.float32) * freq
+            back_cos, back_sin = (tl.cos(angle) * gain)[:, None], (tl.sin(angle) * gain)[:, None]
+            turned_a = k_a * cos - k_b * sin
+            k_b = k_b * cos + k_a * sin
+            score = tl.dot(turned_a, (q * back_cos + q_b * back_sin).to(tl.float16))
+            score = tl.dot(k_b, (q_b * back_cos - q * back_sin).to(tl.float16), score)
+        else:
+            query = q16
+            if K_NORM:
+                query = (q * _norms(k_norm_here, k_page, q_channel, D)[:, None]).to(tl.float16)
+            if K_BASIS:
+                query = tl.dot(turn, query).to(tl.float16)
+            score = tl.dot(k_a, query)
+        score = score * k_scale[:, None]
+        if K_MEAN:
+            score += _sum(q * _means(k_mean_here, k_page, q_channel, D)[:, None], 0)[None, :]
+        score = score * row_factor[None, :]
+        score = tl.where((tl.arange(0, T) < left)[:, None], score, float("-inf"))
+        if table is not None:
+            score = tl.where((tl.arange(0, T) + tile * T >= first)[:, None], score, float("-inf"))
+        new = tl.maximum(top, _max(score, 0))
+        p = tl.exp2(score - new[None, :])
+        before = tl.exp2(top - new)
+        now = _sum(p, 0)
+        total = total * before + now
+        top = new
+        v, v_scale = V_READ(v_here, v_more, head, at_token, left, v_four, T, V_SPEC)
+        # relative to the tile's largest, so that small values keep their digits in fp16
+        most = _max(tl.abs(v_scale), 0)
+        most = tl.where(most > 0, most, 1.0)
+        sums = tl.dot(tl.trans(v), (p * (v_scale / most)[:, None]).to(tl.float16)) * most
+        if V_NORM:
+            sums *= _norms(v_norm_here, v_page, v_channel, D)[:, None]
+        acc = acc * before[None, :] + sums
+        if V_MEAN:
+            mean = _means(v_mean_here, v_page, m_channel, D)
+            mean_acc = mean_acc * before[None, :] + now[None, :] * mean[:, None]
+
+    if HAS_BIAS:  # the same for all packed tokens
+        if begin < end:
+            top += tl.load(bias, mask=inside, other=0.0) * factor
+    tl.store(part_top + slot, top, mask=inside)
+    tl.store(part_sum + slot, total, mask=inside)
+    out = part_out + slot[None, :] * V_OUT
+    if V_BASIS:
+        size = _max(tl.abs(acc), 0)
+        size = tl.where(size > 0, size, 1.0)[None, :]
+        inside_v = (v_channel < V_SPEC[0])[None, :] & (m_channel < D)[:, None]
+        back = tl.load(v_basis + m_channel[:, None] * V_SPEC[0] + v_channel[None, :], mask=inside_v, other=0.0)
+        acc = tl.dot(back, (acc / size).to(tl.float16)) * size + mean_acc
+        tl.store(out + m_channel[:, None], acc, mask=inside[None, :] & (m_channel < V_OUT)[:, None])
+    else:
+        if V_MEAN:
+            acc += mean_acc
+        tl.store(out + v_channel[:, None], acc, mask=inside[None, :] & (v_channel < V_OUT)[:, None])
+
+
 @triton.jit(
     do_not_specialize=[
         "heads",
@@ -93,7 +273,6 @@ def blocks_kernel(
     rotated back by the position of the tile's first token, and keys by the rest (``table_ptr``, fp16 [2, T, KW / 2]). With
     K_GROUPS, tiles have channels i, i + K_GROUPS, ... together, and each half of a group is a half's part.
     """
-    H: tl.constexpr = KW // 2 if ROTARY else KW
     job = tl.program_id(0)
     split = tl.program_id(1)
     if BY_HEAD:
@@ -115,132 +294,24 @@ def blocks_kernel(
     storage = head.to(tl.int64) * room
     if K_SCRATCH + V_SCRATCH:
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        scratch = scratch_ptr + program.to(tl.int64) * (K_SCRATCH + V_SCRATCH)
-        for at in range(0, K_SCRATCH + V_SCRATCH, 1024):
-            words = at + tl.arange(0, 1024)
-            tl.store(scratch + words, tl.zeros_like(words).to(tl.int64), mask=words < K_SCRATCH + V_SCRATCH)
-        tl.debug_barrier()
+        scratch = clean_scratch(scratch_ptr, program, K_SCRATCH, V_SCRATCH)
         if K_SCRATCH:
             k_tables = k_tables + (scratch,)
         if V_SCRATCH:
             v_tables = v_tables + (scratch + K_SCRATCH,)
-
-    # queries, as fp16 times a power of two, so that large ones do not overflow and rounded ones stay what they are
     inside = row < rows
-    K_IN: tl.constexpr = DP if K_BASIS else KW
     K_REAL: tl.constexpr = D if K_BASIS or ROTARY else K_SPEC[0]
-    a_four = tl.arange(0, H // 4)
-    b_four = a_four
+    q_row = q_ptr + (head.to(tl.int64) * rows + row) * K_REAL
+    position = 0
     if ROTARY:
-        half: tl.constexpr = ROTARY // (8 * K_GROUPS)  # fours of a group
-        rest: tl.constexpr = (D - ROTARY) // (8 * K_GROUPS)  # channels that are not rotated are pairs of angle 0
-        live = a_four < D // 8
-        group = a_four // (half + rest) * 2 * (half + rest)
-        a_four %= half + rest
-        turned = a_four < half
-        a_four = group + tl.where(turned, a_four, a_four + half)
-        b_four = a_four + tl.where(turned, half, rest)
-        a_four = tl.where(live, a_four, D)  # beyond: nothing is read
-        b_four = tl.where(live, b_four, D)
-        q_channel = _channel(channels(a_four), D, K_GROUPS)
-        b_channel = _channel(channels(b_four), D, K_GROUPS)
-    else:
-        q_channel = _channel(tl.arange(0, K_IN), D, K_GROUPS)
-    q_row = q_ptr + (head.to(tl.int64) * rows + row)[None, :] * K_REAL
-    q = tl.load(q_row + q_channel[:, None], mask=inside[None, :] & (q_channel < K_REAL)[:, None], other=0.0)
-    largest = _max(tl.abs(q), 0)
-    if ROTARY:
-        q_b = tl.load(q_row + b_channel[:, None], mask=inside[None, :] & (b_channel < K_REAL)[:, None], other=0.0)
-        largest = tl.maximum(largest, _max(tl.abs(q_b), 0))
-        freq = tl.load(freq_ptr + tl.arange(0, H))
-        gain = tl.load(freq_ptr + H + tl.arange(0, H))
-        at = tl.arange(0, T)[:, None] * H + tl.arange(0, H)[None, :]
-        cos, sin = tl.load(table_ptr + at), tl.load(table_ptr + T * H + at)
         position = tl.load(position_ptr + batch) + start
-    exponent = tl.minimum(tl.maximum(largest, 1e-30), 1e37).to(tl.int32, bitcast=True) & 0x7F800000
-    inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[None, :]
-    q *= inverse
-    if ROTARY:
-        q_b *= inverse
-    row_factor = factor * exponent.to(tl.float32, bitcast=True)
-    q16 = q.to(tl.float16)
-    if K_BASIS:
-        d_channel = tl.arange(0, DP)
-        w_channel = tl.arange(0, KW)
-        inside_k = (d_channel < D)[None, :] & (w_channel < K_SPEC[0])[:, None]
-        turn = tl.load(k_basis + w_channel[:, None] * D + d_channel[None, :], mask=inside_k, other=0.0)
-
-    v_channel = tl.arange(0, VW)
-    v_four = tl.arange(0, VW // 4)
-    m_channel = tl.arange(0, DP)
-    top = tl.full([M], -1.0e30, tl.float32)  # finite, so that differences are never NaN
-    total = tl.full([M], 0.0, tl.float32)
-    acc = tl.full([VW, M], 0.0, tl.float32)
-    mean_acc = tl.full([DP, M], 0.0, tl.float32)
-    for tile in range(begin, end):
-        at_token = storage + tile * T
-        left = used - tile * T
-        k_page = head.to(tl.int64) * k_pages + tile * T // PAGE
-        v_page = head.to(tl.int64) * v_pages + tile * T // PAGE
-        k_more, v_more = k_tables, v_tables
-        if K_OF_PAGES:
-            k_more = k_tables + (k_page,)
-        if V_OF_PAGES:
-            v_more = v_tables + (v_page,)
-        k_a, k_scale = K_READ(k_fields, k_more, head % heads, at_token, left, a_four, T, K_SPEC)
-        if ROTARY:
-            k_b, _ = K_READ(k_fields, k_more, head % heads, at_token, left, b_four, T, K_SPEC)
-            angle = (position + tile * T).to(tl.float32) * freq
-            back_cos, back_sin = (tl.cos(angle) * gain)[:, None], (tl.sin(angle) * gain)[:, None]
-            turned_a = k_a * cos - k_b * sin
-            k_b = k_b * cos + k_a * sin
-            score = tl.dot(turned_a, (q * back_cos + q_b * back_sin).to(tl.float16))
-            score = tl.dot(k_b, (q_b * back_cos - q * back_sin).to(tl.float16), score)
-        else:
-            query = q16
-            if K_NORM:
-                query = (q * _norms(k_norm, k_page, q_channel, D)[:, None]).to(tl.float16)
-            if K_BASIS:
-                query = tl.dot(turn, query).to(tl.float16)
-            score = tl.dot(k_a, query)
-        score = score * k_scale[:, None]
-        if K_MEAN:
-            score += _sum(q * _means(k_mean, k_page, q_channel, D)[:, None], 0)[None, :]
-        score = score * row_factor[None, :]
-        score = tl.where((tl.arange(0, T) < left)[:, None], score, float("-inf"))
-        new = tl.maximum(top, _max(score, 0))
-        p = tl.exp2(score - new[None, :])
-        before = tl.exp2(top - new)
-        now = _sum(p, 0)
-        total = total * before + now
-        top = new
-        v, v_scale = V_READ(v_fields, v_more, head % heads, at_token, left, v_four, T, V_SPEC)
-        # relative to the tile's largest, so that small values keep their digits in fp16
-        most = _max(tl.abs(v_scale), 0)
-        most = tl.where(most > 0, most, 1.0)
-        sums = tl.dot(tl.trans(v), (p * (v_scale / most)[:, None]).to(tl.float16)) * most
-        if V_NORM:
-            sums *= _norms(v_norm, v_page, v_channel, D)[:, None]
-        acc = acc * before[None, :] + sums
-        if V_MEAN:
-            mean = _means(v_mean, v_page, m_channel, D)
-            mean_acc = mean_acc * before[None, :] + now[None, :] * mean[:, None]
-
-    if HAS_BIAS:  # the same for all packed tokens
-        if begin < end:
-            top += tl.load(bias_ptr + head.to(tl.int64) * rows + row, mask=inside, other=0.0) * factor
+    bias = bias_ptr + head.to(tl.int64) * rows + row
     slot = (head.to(tl.int64) * parts + part + split) * rows + row
-    tl.store(part_top + slot, top, mask=inside)
-    tl.store(part_sum + slot, total, mask=inside)
-    out = part_out + slot[None, :] * V_OUT
-    if V_BASIS:
-        size = _max(tl.abs(acc), 0)
-        size = tl.where(size > 0, size, 1.0)[None, :]
-        inside_v = (v_channel < V_SPEC[0])[None, :] & (m_channel < D)[:, None]
-        back = tl.load(v_basis + m_channel[:, None] * V_SPEC[0] + v_channel[None, :], mask=inside_v, other=0.0)
-        acc = tl.dot(back, (acc / size).to(tl.float16)) * size + mean_acc
-        tl.store(out + m_channel[:, None], acc, mask=inside[None, :] & (m_channel < V_OUT)[:, None])
-    else:
-        if V_MEAN:
-            acc += mean_acc
-        tl.store(out + v_channel[:, None], acc, mask=inside[None, :] & (v_channel < V_OUT)[:, None])
+    place = (storage, head.to(tl.int64) * k_pages, head.to(tl.int64) * v_pages)
+    attend_tiles(
+        q_row, inside, bias, position, place, None, begin, end, 0, used, head % heads,
+        k_fields, k_tables, k_mean, k_norm, k_basis, v_fields, v_tables, v_mean, v_norm, v_basis,
+        freq_ptr, table_ptr, part_out, part_top, part_sum, slot, factor,
+        K_READ, K_SPEC, V_READ, V_SPEC, D, DP, KW, VW, V_OUT, M, T, K_MEAN, K_NORM, K_BASIS, V_MEAN, V_NORM, V_BASIS,
+        ROTARY, K_GROUPS, HAS_BIAS, K_OF_PAGES, V_OF_PAGES,
+    )  # fmt: skip

@@ -82,8 +82,25 @@ def _load(source, token, channel, real, RING: tl.constexpr):
 
 
 @triton.jit
-def _statistics(source, mean_out, norm_out, D: tl.constexpr, FORM: tl.constexpr, RING: tl.constexpr):
-    """Store what a page stores of its first tokens, with which ``source`` (:func:`._encode_tile._tokens_at`) begins."""
+def _counted(token, skip, COUNT: tl.constexpr, RING: tl.constexpr):
+    """Which tokens of a page its statistics are taken of."""
+    if RING == 3:
+        return (token < COUNT) & (token >= skip)
+    return token < COUNT
+
+
+@triton.jit
+def _count(skip, N: tl.constexpr, COUNT: tl.constexpr, RING: tl.constexpr):
+    """Their number, float32 [N]."""
+    if RING == 3:
+        return tl.full((N,), 0.0, tl.float32) + (COUNT - skip)
+    return tl.full((N,), COUNT, tl.float32)
+
+
+@triton.jit
+def _statistics(source, mean_out, norm_out, D: tl.constexpr, FORM: tl.constexpr, RING: tl.constexpr, skip=0):
+    """Store what a page stores of its first tokens, with which ``source`` (:func:`._encode_tile._tokens_at`) begins; with RING
+    3 of all but the first ``skip`` of them."""
     DP: tl.constexpr = triton.next_power_of_2(D)
     COUNT: tl.constexpr = FORM[SEEN]
     token = tl.arange(0, ROWS)
@@ -93,19 +110,19 @@ def _statistics(source, mean_out, norm_out, D: tl.constexpr, FORM: tl.constexpr,
     if FORM[MEAN]:
         total = tl.full((ROWS, DP), 0.0, tl.float32)
         for i in range(0, COUNT, ROWS):
-            real = (i + token < COUNT)[:, None] & known[None, :]
+            real = _counted(i + token, skip, COUNT, RING)[:, None] & known[None, :]
             total += _load(source, i + token, channel, real, RING)
-        stored = _to_fp16(tl.math.div_rn(_down(total, ROWS, DP), tl.full((DP,), COUNT, tl.float32)))
+        stored = _to_fp16(tl.math.div_rn(_down(total, ROWS, DP), _count(skip, DP, COUNT, RING)))
         tl.store(mean_out + channel, stored, mask=known)
         mean = stored.to(tl.float32)
     if FORM[NORM] > 0:
         sizes = tl.full((ROWS, DP), 0.0, tl.float32)
         for i in range(0, COUNT, ROWS):
-            real = (i + token < COUNT)[:, None] & known[None, :]
+            real = _counted(i + token, skip, COUNT, RING)[:, None] & known[None, :]
             x = tl.where(real, _load(source, i + token, channel, real, RING) - mean[None, :], 0.0)
             sizes = sizes + x * x if FORM[NORM] == 1 else tl.maximum(sizes, tl.abs(x))
         if FORM[NORM] == 1:
-            size = tl.sqrt_rn(tl.math.div_rn(_down(sizes, ROWS, DP), tl.full((DP,), COUNT, tl.float32)))
+            size = tl.sqrt_rn(tl.math.div_rn(_down(sizes, ROWS, DP), _count(skip, DP, COUNT, RING)))
         else:
             size = _max(sizes, 0)
         most = _max(size, 0)
@@ -258,8 +275,12 @@ def _tile(
     VALUE: tl.constexpr,
     RING: tl.constexpr,
     WARPS: tl.constexpr,
+    WIDTH: tl.constexpr = 0,
 ):
-    """Encode the tokens of one tile, number ``unit`` of what ``stored`` (codes, metadata, 32 bits of each group) points to."""
+    """Encode the tokens of one tile, number ``unit`` of what ``stored`` (codes, metadata, 32 bits of each group) points to.
+
+    WIDTH: of a slice of SQuat's update, which ``page[3]`` then points to.
+    """
     codes, meta, aux = stored
     if FORM[UNIFORM]:
         at = unit * (2 * D * FORM[BITS])
@@ -282,7 +303,7 @@ def _tile(
             FORM[NORM] > 0,
             False,
             False,
-            0,
+            WIDTH,
             RING,
             WARPS,
         )

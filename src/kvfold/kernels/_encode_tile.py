@@ -42,8 +42,15 @@ def _load_state(state, channel, MEAN: tl.constexpr, NORM: tl.constexpr, INVERSE:
 def _tokens_at(source, token, RING: tl.constexpr):
     """Pointers to tokens [n] as [n, 1]; ``source``: pointer, strides of tokens and channels, first token, slots of a ring.
 
-    RING 2: tokens from ``source[7]`` on lie elsewhere, from pointer ``source[5]`` on, ``source[6]`` apart.
+    RING 2: tokens from ``source[7]`` on lie elsewhere, from pointer ``source[5]`` on, ``source[6]`` apart. RING 3: so they do,
+    and those before lie in blocks of ``source[9]`` tokens, ``source[4]`` apart, whose numbers a table has (``source[8]``).
     """
+    if RING == 3:
+        position = source[3] + token
+        late = position - source[7]
+        block = tl.load(source[8] + position // source[9], mask=late < 0, other=0).to(tl.int64)
+        old = source[0] + block * source[4] + (position % source[9]).to(tl.int64) * source[1]
+        return tl.where(late < 0, old, source[5] + late.to(tl.int64) * source[6])[:, None]
     slot = source[3] + token
     if RING:
         slot = slot % source[4]

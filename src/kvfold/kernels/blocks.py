@@ -420,8 +420,15 @@ def _of_pages(
     return (
         fields["mean"] if form.mean else nothing,
         fields["norm"] if form.norm else nothing,
-        nothing if form.basis is None else _basis(form.basis, width, device, back),
+        basis_of(form, width, device, back, nothing),
     )
+
+
+def basis_of(form: Format, width: int, device: torch.device, back: bool, nothing: torch.Tensor) -> torch.Tensor:
+    """What a side is turned with (:func:`_basis`), or ``nothing``."""
+    if not isinstance(form, Paged) or form.basis is None:
+        return nothing
+    return _basis(form.basis, width, device, back)
 
 
 def _pages(form: Format, fields: Fields) -> int:

@@ -132,11 +132,16 @@ def _norm_table(device: torch.device) -> torch.Tensor:
 
 
 def _stored(of: Side, fields: Fields) -> tuple[torch.Tensor, ...]:
-    """Codes, metadata, sign words, means and codes of norms as the kernels address them; what is not there stands for itself
-    in another tensor, and is never read."""
+    """:func:`addressed`, of contiguous storage."""
     for name, t in fields.items():
         if not t.is_contiguous():
             raise ValueError(f"{name}: packed storage must be contiguous, its strides are {t.stride()}")
+    return addressed(of, fields)
+
+
+def addressed(of: Side, fields: Fields) -> tuple[torch.Tensor, ...]:
+    """Codes, metadata, sign words, means and codes of norms as the kernels address them; what is not there stands for itself
+    in another tensor, and is never read."""
     codes = fields["codes"]
     if isinstance(of.inner, UniformTokens):
         words, meta, aux = codes, fields["scale"], codes

@@ -54,28 +54,42 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     channel = tl.program_id(1) * PART + tl.arange(0, PART)
     first = (row // rows).to(tl.int64) * splits * rows + row % rows
+    head = 0
+    if HAS_SINKS:
+        head = (row // rows) % kv_heads * (rows // tokens) + row % rows // tokens
+    merge_parts(
+        part_out, part_top, part_sum, out + row.to(tl.int64) * D, sinks + head, first, rows, splits, channel, D, PART, N,
+        HAS_SINKS,
+    )  # fmt: skip
+
+
+@triton.jit
+def merge_parts(  # type: ignore[no-untyped-def]
+    part_out, part_top, part_sum, out, sink, first, step, splits, channel,
+    D: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge ``splits`` parts, number ``first`` and every ``step``-th after it, into ``out``."""
     best = -1.0e30  # as in the attention kernels: finite, and the maximum of a split without tokens
     total = tl.zeros([N], tl.float32)
     acc = tl.zeros([N, PART], tl.float32)
     if HAS_SINKS:
-        head = (row // rows) % kv_heads * (rows // tokens) + row % rows // tokens
-        best = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        best = tl.load(sink).to(tl.float32) * 1.4426950408889634
         total = tl.where(tl.arange(0, N) == 0, 1.0, 0.0)
     for i in range(0, splits, N):
         s = i + tl.arange(0, N)
-        at = first + s.to(tl.int64) * rows
+        at = first + s.to(tl.int64) * step
         top = tl.load(part_top + at, mask=s < splits, other=-1.0e30)
         amount = tl.load(part_sum + at, mask=s < splits, other=0.0)
         x = tl.load(part_out + at[:, None] * D + channel[None, :], mask=(s < splits)[:, None], other=0.0)
-        new = tl.maximum(best, tl.max(top, 0))
+        new = tl.maximum(best, tl.reduce(top, 0, tl.standard._elementwise_max))
         weight = tl.exp2(top - new)
         before = tl.exp2(best - new)
         total = total * before + weight * amount
         acc = acc * before + weight[:, None] * x
         best = new
-    total_sum = tl.sum(total, 0)
-    result = tl.sum(acc, 0) / tl.where(total_sum > 0, total_sum, 1.0)
-    tl.store(out + row.to(tl.int64) * D + channel, result.to(out.dtype.element_ty))
+    total_sum = tl.reduce(total, 0, tl.standard._sum_combine)
+    result = tl.reduce(acc, 0, tl.standard._sum_combine) / tl.where(total_sum > 0, total_sum, 1.0)
+    tl.store(out + channel, result.to(out.dtype.element_ty))
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,22 @@ def _tile(  # type: ignore[no-untyped-def]
     q, keys, values, key_step, value_step, at, live, sees, channel, factor, top, total, acc, D: tl.constexpr
 ):  # fmt: skip
     """Tokens ``at`` [N]: what is not ``live`` [N] is never read, what is not ``sees`` [M, N] does not count."""
+    k_at = keys + at.to(tl.int64)[:, None] * key_step
+    v_at = values + at.to(tl.int64)[:, None] * value_step
+    return tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
+
+
+@triton.jit
+def tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """:func:`_tile` of tokens that ``k_at`` and ``v_at``, pointers [N, 1], say."""
     mask = live[:, None] & (channel < D)[None, :]
-    k = tl.load(keys + at.to(tl.int64)[:, None] * key_step + channel[None, :], mask=mask, other=0.0)
+    k = tl.load(k_at + channel[None, :], mask=mask, other=0.0)
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
     score = tl.where(sees, score, float("-inf"))
     new = tl.maximum(top, _row_max(score))
     p = tl.exp2(score - new[:, None])
     before = tl.exp2(top - new)
-    v = tl.load(values + at.to(tl.int64)[:, None] * value_step + channel[None, :], mask=mask, other=0.0)
+    v = tl.load(v_at + channel[None, :], mask=mask, other=0.0)
     acc = acc * before[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
     return new, total * before + _row_sum(p), acc
 

@@ -2,21 +2,25 @@
 
 Three functions of one value (:class:`PagedCall`), in the order of a step::
 
-    store(call)            # the step's tokens to the windows; blocks that they complete, encoded, to their pages
-    attend(call, out)      # over sink, packed and recent tokens, and the step's own
-    unpack(call, ...)      # packed tokens to 16 bits
+    prepare(step, workspace, seen)     # once for all layers: lists of work, on the device
+    store(call, workspace)             # the step's tokens to the windows; blocks that they complete, encoded, to their pages
+    attend(call, out, workspace)       # over sink, packed and recent tokens, and the step's own
+    unpack(call, ...)                  # packed tokens to 16 bits
 
-What a page, a block and the windows of a sequence hold depends on the sequence's tokens only, not on how calls were cut.
+With a :class:`Workspace` kernels do it, without one the float32 reference, on any device. What a page, a block and the windows
+of a sequence hold depends on the sequence's tokens only, not on how calls were cut.
 """
 
 import torch
 
+from kvfold.formats import Format
 from kvfold.kernels.paged import reference
 from kvfold.kernels.paged.call import PagedCall, PagedStep, unsupported
 from kvfold.kernels.paged.layout import PageLayout
+from kvfold.kernels.paged.work import Workspace, prepare
 
 
-def attend(call: PagedCall, out: torch.Tensor) -> torch.Tensor:
+def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
     """Attention of a step's tokens over everything cached and over themselves (causal).
 
     Parameters
@@ -24,23 +28,57 @@ def attend(call: PagedCall, out: torch.Tensor) -> torch.Tensor:
     call : PagedCall
         With ``query``. Without ``new_keys`` the step's tokens lie in the windows (:func:`store` came first).
     out : Tensor [tokens, num_heads, head_dim]
-        Written, and returned; zeros for tokens of no sequence.
+        Written, and returned; tokens of no sequence are left as they are.
+    workspace : Workspace or None
+        For kernels; the step was prepared. None: the float32 reference.
     """
-    return reference.attend(call, out)
+    if workspace is None:
+        return reference.attend(call, out)
+    from kvfold.kernels.paged import attention
+
+    return attention.attend(call, out, workspace)
 
 
-def store(call: PagedCall) -> None:
+def store(call: PagedCall, workspace: Workspace | None = None) -> None:
     """Write a step's tokens to the windows where they have a block, and encode the blocks that are due into their pages.
 
     A block is closed in the step that completes it; where a format has statistics per page, in the step that completes what
-    they are taken of, at most the whole page. Tokens from before the step are read from the windows.
+    they are taken of, at most the whole page. Tokens from before the step are read from the windows. Of the step's tokens those
+    are written that will be read raw: from ``P(n)`` on, with ``n`` the length after the step, the newest 16, and the sink.
 
     Parameters
     ----------
     call : PagedCall
         With ``new_keys`` and ``new_values``.
+    workspace : Workspace or None
+        As for :func:`attend`. Formats that no kernel encodes (:func:`why_not_stored`) are encoded by the reference, which
+        waits for the device.
     """
-    reference.store(call)
+    if workspace is None or why_not_stored(call.key_format, call.value_format, call) is not None:
+        reference.store(call)
+        return
+    from kvfold.kernels.paged import storing
+
+    storing.store(call, workspace)
+
+
+def why_not(key_format: Format, value_format: Format, device: torch.device, pre_rope: bool = False) -> str | None:
+    """Why no kernel attends to pages of these formats; None if one does."""
+    from kvfold.kernels.paged import attention
+
+    return attention.why_not(key_format, value_format, pre_rope, device)
+
+
+def why_not_stored(key_format: Format, value_format: Format, call: PagedCall | None = None) -> str | None:
+    """Why no kernel encodes pages of these formats (or of a call's); None if one does."""
+    from kvfold.kernels.paged import storing
+
+    width = None
+    if call is not None:
+        if (call.encode_keys is not None and call.update is None) or call.encode_values is not None:
+            return "encoded by a function"
+        width = None if call.update is None else key_format.head_dim - call.update.shape[-1]
+    return storing.unsupported(key_format, value_format, width)
 
 
 def unpack(
@@ -61,4 +99,16 @@ def unpack(
     return keys[0].transpose(0, 1).to(dtype), values[0].transpose(0, 1).to(dtype)
 
 
-__all__ = ["PageLayout", "PagedCall", "PagedStep", "attend", "store", "unpack", "unsupported"]
+__all__ = [
+    "PageLayout",
+    "PagedCall",
+    "PagedStep",
+    "Workspace",
+    "attend",
+    "prepare",
+    "store",
+    "unpack",
+    "unsupported",
+    "why_not",
+    "why_not_stored",
+]

@@ -12,6 +12,9 @@ from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged.layout import PageLayout, closed_from
 from kvfold.rope import Rope
 
+IN_PLACE = 16
+"""Most tokens of a sequence in a call whose tokens are read from the windows."""
+
 
 @dataclass(frozen=True)
 class PagedStep:
@@ -105,6 +108,8 @@ class Row:
         Tokens ``0`` to ``sink`` are read raw.
     packed : int
         Tokens ``sink`` to ``packed`` are read from pages; those from there to ``before`` are raw.
+    kept : int
+        Tokens from here on are written to the windows: those that are read raw in this step or later.
     """
 
     def __init__(self, step: PagedStep, index: int, start: int, count: int, after: int) -> None:
@@ -116,6 +121,7 @@ class Row:
         if self._missing(0, self.sink):
             self.sink = 0
         self.packed = planned + self._missing(planned, self.before)
+        self.kept = max((after - max(step.recent, IN_PLACE)) // step.block * step.block, 0)
 
     def _missing(self, start: int, stop: int) -> int:
         """Tokens from ``start`` on that have no window block, up to ``stop``."""

@@ -14,7 +14,6 @@ LARGEST = 1e18
 def attend(call: PagedCall, out: torch.Tensor) -> torch.Tensor:
     """See :func:`kvfold.kernels.paged.attend`."""
     assert call.query is not None
-    out.zero_()
     for row in call.step.host:
         if row.count:
             out[row.start : row.start + row.count] = _attend_row(call, row).to(out.dtype)
@@ -97,7 +96,8 @@ def store(call: PagedCall) -> None:
                 _close(call, row, at, window, own, form, fields, encode)
             if row.count:
                 blocks, places = row.slots(row.before, row.after)
-                there = blocks != call.step.null
+                position = torch.arange(row.before, row.after, device=blocks.device)
+                there = (blocks != call.step.null) & ((position >= row.kept) | (position < call.step.sink))
                 window[blocks[there], places[there]] = own[there].to(window.dtype)
 
 

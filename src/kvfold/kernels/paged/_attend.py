@@ -1,0 +1,165 @@
+"""Attention over pages in plain Triton: pieces of packed tokens, raw tokens, and both put together.
+
+What is done with a tile is the slab kernels' (:mod:`kvfold.kernels._blocks`, :mod:`kvfold.kernels.windows`,
+:mod:`kvfold.kernels.partials`); here is where it lies. Rows of a KV head are its query heads times ``tokens``, tokens
+innermost; rows of tokens that a sequence does not have are computed with nothing and left out.
+"""
+
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+import triton
+import triton.language as tl
+
+from kvfold.kernels._blocks import attend_tiles, clean_scratch
+from kvfold.kernels.partials import merge_parts
+from kvfold.kernels.windows import tile_at
+
+PAGE = tl.constexpr(128)
+
+
+@triton.jit
+def _rows(q, query_start, before_ptr, seq_lens, seq, head, row, rows, tokens):
+    """Pointers to the queries of rows [M], and which there are. ``q``: pointer, strides of tokens and heads."""
+    begin = tl.load(query_start + seq)
+    count = tl.load(seq_lens + seq) - tl.load(before_ptr + seq)
+    token = row % tokens
+    at = (begin + token).to(tl.int64) * q[1] + (head * (rows // tokens) + row // tokens).to(tl.int64) * q[2]
+    return q[0] + at, (row < rows) & (token < count)
+
+
+@triton.jit(do_not_specialize=["heads", "rows", "row_blocks", "tokens", "seqs"])
+def pieces_kernel(
+    q_ptr, q_token, q_head, query_start, seq_lens, before_ptr,
+    sink_ptr, packed_ptr, piece_ptr, items_ptr, item_list, table, table_step,
+    k_fields, k_steps, k_tables, k_mean, k_norm, k_basis, k_page_steps,
+    v_fields, v_steps, v_tables, v_mean, v_norm, v_basis, v_page_steps,
+    freq_ptr, table_ptr, part_out, part_top, part_sum, scratch_ptr,
+    factor, heads, rows, row_blocks, tokens, seqs,
+    K_READ: tl.constexpr, K_SPEC, V_READ: tl.constexpr, V_SPEC,
+    D: tl.constexpr, DP: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, V_OUT: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr,
+    K_MEAN: tl.constexpr, K_NORM: tl.constexpr, K_BASIS: tl.constexpr,
+    V_MEAN: tl.constexpr, V_NORM: tl.constexpr, V_BASIS: tl.constexpr,
+    ROTARY: tl.constexpr, K_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    K_SCRATCH: tl.constexpr, V_SCRATCH: tl.constexpr, K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr,
+    BY_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Any number of programs; each takes every so many-th (piece, KV head, block of rows)."""
+    programs = tl.num_programs(0)
+    if K_SCRATCH + V_SCRATCH:
+        scratch = clean_scratch(scratch_ptr, tl.program_id(0), K_SCRATCH, V_SCRATCH)
+        if K_SCRATCH:
+            k_tables = k_tables + (scratch,)
+        if V_SCRATCH:
+            v_tables = v_tables + (scratch + K_SCRATCH,)
+    for task in range(tl.program_id(0), tl.load(items_ptr + seqs) * heads * row_blocks, programs):
+        item = task // (heads * row_blocks)
+        head = task // row_blocks % heads
+        row = task % row_blocks * M + tl.arange(0, M)
+        seq = tl.load(item_list + 2 * item)
+        number = tl.load(item_list + 2 * item + 1)
+        q_row, inside = _rows((q_ptr, q_token, q_head), query_start, before_ptr, seq_lens, seq, head, row, rows, tokens)
+        used = tl.load(packed_ptr + seq)
+        size = tl.load(piece_ptr + seq) * (PAGE // T)
+        begin = number * size
+        end = tl.minimum(begin + size, (used + T - 1) // T)
+        slot = ((item + seq + 1).to(tl.int64) * heads + head) * rows + row
+        attend_tiles(
+            q_row, inside, q_row, 0, (k_steps, v_steps, k_page_steps, v_page_steps), table + seq.to(tl.int64) * table_step,
+            begin, end, tl.load(sink_ptr + seq), used, head,
+            k_fields, k_tables, k_mean, k_norm, k_basis, v_fields, v_tables, v_mean, v_norm, v_basis,
+            freq_ptr, table_ptr, part_out, part_top, part_sum, slot, factor,
+            K_READ, K_SPEC, V_READ, V_SPEC, D, DP, KW, VW, V_OUT, M, T, K_MEAN, K_NORM, K_BASIS, V_MEAN, V_NORM, V_BASIS,
+            ROTARY, K_GROUPS, False, K_OF_PAGES, V_OF_PAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _slots(window, table, position, live, WINDOW_BLOCK: tl.constexpr):
+    """Pointers [N, 1] to raw tokens. ``window``: of a head; strides of blocks and places."""
+    block = tl.load(table + position // WINDOW_BLOCK, mask=live, other=0).to(tl.int64)
+    return (window[0] + (block * window[1] + (position % WINDOW_BLOCK).to(tl.int64) * window[2]))[:, None]
+
+
+@triton.jit(do_not_specialize=["factor", "heads", "rows", "tokens"])
+def raw_kernel(
+    q_ptr, q_token, q_head, query_start, seq_lens, before_ptr, sink_ptr, packed_ptr, items_ptr,
+    window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head, window_table, window_step,
+    new_k, k_token, k_head, new_v, v_token, v_head,
+    part_out, part_top, part_sum, factor, heads, rows, tokens,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_NEW: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """M query rows of one KV head over a sequence's raw tokens. Grid: (blocks of rows, seqs * heads).
+
+    Without new tokens (HAS_NEW) the step's own lie in the windows. ``factor`` is the scale times log2(e).
+    """
+    head = tl.program_id(1) % heads
+    seq = tl.program_id(1) // heads
+    before = tl.load(before_ptr + seq)
+    after = tl.load(seq_lens + seq)
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    channel = tl.arange(0, DP)
+    q_row, inside = _rows((q_ptr, q_token, q_head), query_start, before_ptr, seq_lens, seq, head, row, rows, tokens)
+    token = row % tokens
+    if after > 0:
+        q = tl.load(q_row[:, None] + channel[None, :], mask=inside[:, None] & (channel < D)[None, :], other=0.0)
+        top = tl.full([M], -1.0e30, tl.float32)  # finite, so that differences are never NaN
+        total = tl.full([M], 0.0, tl.float32)
+        acc = tl.full([M, DP], 0.0, tl.float32)
+        table = window_table + seq.to(tl.int64) * window_step
+        keys = (window_k + head.to(tl.int64) * wk_head, wk_block, wk_place)
+        values = (window_v + head.to(tl.int64) * wv_head, wv_block, wv_place)
+        sink = tl.load(sink_ptr + seq)
+        for i in range(0, sink, N):
+            position = i + tl.arange(0, N)
+            live = position < sink
+            k_at = _slots(keys, table, position, live, WINDOW_BLOCK)
+            v_at = _slots(values, table, position, live, WINDOW_BLOCK)
+            sees = live[None, :] & inside[:, None]
+            top, total, acc = tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
+        stop = before if HAS_NEW else after
+        for i in range(tl.load(packed_ptr + seq), stop, N):
+            position = i + tl.arange(0, N)
+            live = position < stop
+            k_at = _slots(keys, table, position, live, WINDOW_BLOCK)
+            v_at = _slots(values, table, position, live, WINDOW_BLOCK)
+            sees = live[None, :] & inside[:, None] & (position[None, :] <= (before + token)[:, None])
+            top, total, acc = tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
+        if HAS_NEW:
+            begin = tl.load(query_start + seq)
+            for i in range(0, after - before, N):
+                at = i + tl.arange(0, N)
+                live = at < after - before
+                place = (begin + at).to(tl.int64)
+                k_at = (new_k + head.to(tl.int64) * k_head + place * k_token)[:, None]
+                v_at = (new_v + head.to(tl.int64) * v_head + place * v_token)[:, None]
+                sees = live[None, :] & inside[:, None] & (at[None, :] <= token[:, None])
+                top, total, acc = tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
+        slot = ((tl.load(items_ptr + seq) + seq).to(tl.int64) * heads + head) * rows + row
+        tl.store(part_top + slot, top, mask=inside)
+        tl.store(part_sum + slot, total, mask=inside)
+        tl.store(part_out + slot[:, None] * D + channel[None, :], acc, mask=inside[:, None] & (channel < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["heads", "rows", "tokens"])
+def merge_pieces_kernel(
+    part_out, part_top, part_sum, out, out_token, out_head, sinks, query_start, seq_lens, before_ptr, items_ptr,
+    heads, rows, tokens,
+    D: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one row. Grid: (seqs * heads * rows, pieces of PART channels)."""
+    row = tl.program_id(0) % rows
+    head = tl.program_id(0) // rows % heads
+    seq = tl.program_id(0) // rows // heads
+    count = tl.load(seq_lens + seq) - tl.load(before_ptr + seq)
+    token = row % tokens
+    if token < count:
+        items = tl.load(items_ptr + seq)
+        first = ((items + seq).to(tl.int64) * heads + head) * rows + row
+        query_head = head * (rows // tokens) + row // tokens
+        to = (tl.load(query_start + seq) + token).to(tl.int64) * out_token + query_head.to(tl.int64) * out_head
+        channel = tl.program_id(1) * PART + tl.arange(0, PART)
+        merge_parts(
+            part_out, part_top, part_sum, out + to, sinks + query_head, first, heads * rows,
+            tl.load(items_ptr + seq + 1) - items + 1, channel, D, PART, N, HAS_SINKS,
+        )  # fmt: skip

@@ -1,0 +1,215 @@
+"""Attention of short calls over pages by kernels: raw tokens, pieces of packed ones, and their merge."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from kvfold.formats import Fields, Format, Paged
+from kvfold.formats.codebook import BinaryCodes
+from kvfold.kernels import blocks
+from kvfold.kernels.paged._attend import merge_pieces_kernel, pieces_kernel, raw_kernel
+from kvfold.kernels.paged.call import PagedCall
+from kvfold.kernels.paged.work import Workspace
+from kvfold.kernels.partials import LOG2E
+from kvfold.kernels.windows import program_memory, stages, tile_sizes
+
+SHORT = 16
+"""Most tokens of a sequence in such calls."""
+
+
+Pieces = Callable[[PagedCall, torch.Tensor, int, Workspace], None]
+
+
+def choose(key_format: Format, value_format: Format, pre_rope: bool, device: torch.device) -> Pieces:
+    """The kernel that reads pages of these formats.
+
+    Raises
+    ------
+    ValueError
+        If none does.
+    """
+    if device.type == "cuda" and not pre_rope:
+        from kvfold.kernels.paged import fold
+
+        if fold.unsupported(key_format, value_format) is None:
+            return fold.pieces
+    if why := unsupported(key_format, value_format, pre_rope):
+        raise ValueError(f"attend: {why}")
+    return pieces
+
+
+def why_not(key_format: Format, value_format: Format, pre_rope: bool, device: torch.device) -> str | None:
+    """Why no kernel reads pages of these formats; None if one does."""
+    try:
+        choose(key_format, value_format, pre_rope, device)
+    except ValueError as error:
+        return str(error).removeprefix("attend: ")
+    return None
+
+
+def unsupported(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
+    """Why the plain kernel cannot read these formats in pages; None if it can."""
+    if isinstance(value_format, BinaryCodes):
+        return "values: sums of codes, which a product turns into vectors"
+    return blocks.unsupported(key_format, value_format, pre_rope)
+
+
+def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """See :func:`kvfold.kernels.paged.attend`; the step was prepared, and no sequence has more than the workspace's tokens."""
+    assert call.query is not None
+    step, (_, num_heads, dim) = call.step, call.query.shape
+    if call.softcap is not None:
+        raise ValueError("softcap: soft-capped scores are not computed over pages by kernels")
+    tokens, heads = step.max_query_len, call.num_kv_heads
+    rows = num_heads // heads * tokens
+    parts = workspace.item_list.shape[0] + step.seqs
+    if parts * heads * rows > workspace.top.numel() or dim > workspace.out.shape[1]:
+        raise ValueError(f"workspace: too small for {step.seqs} sequences of {tokens} tokens and {num_heads} heads")
+    query = call.query.to(call.window_keys.dtype)
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    _raw(call, query, rows, workspace)
+    choose(call.key_format, call.value_format, call.rope is not None, query.device)(call, query, rows, workspace)
+    whole = min(dim & -dim, 256 if step.seqs * heads * rows >= 4096 else 32)
+    merge_pieces_kernel[(step.seqs * heads * rows, dim // whole)](
+        workspace.out,
+        workspace.top,
+        workspace.total,
+        out,
+        *out.stride()[:2],
+        workspace.top if call.sinks is None else call.sinks,
+        step.query_start,
+        step.seq_lens,
+        workspace.before,
+        workspace.items,
+        heads,
+        rows,
+        tokens,
+        D=dim,
+        PART=whole,
+        N=16,
+        HAS_SINKS=call.sinks is not None,
+        num_warps=1 if whole > 32 else 4,
+    )
+    return out
+
+
+def _raw(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
+    """Write the raw tokens' part of every sequence."""
+    step, dim = call.step, query.shape[2]
+    m, n, warps = tile_sizes(rows, dim)
+    has_new = call.new_keys is not None
+    new_keys, new_values = (call.new_keys, call.new_values) if has_new else (query, query)
+    assert new_keys is not None and new_values is not None
+    raw_kernel[(triton.cdiv(rows, m), step.seqs * call.num_kv_heads)](
+        query,
+        *query.stride()[:2],
+        step.query_start,
+        step.seq_lens,
+        workspace.before,
+        workspace.sink,
+        workspace.packed,
+        workspace.items,
+        call.window_keys,
+        *call.window_keys.stride()[:3],
+        call.window_values,
+        *call.window_values.stride()[:3],
+        step.window_table,
+        step.window_table.stride(0),
+        new_keys,
+        *new_keys.stride()[:2],
+        new_values,
+        *new_values.stride()[:2],
+        workspace.out,
+        workspace.top,
+        workspace.total,
+        float(call.scale) * LOG2E,
+        call.num_kv_heads,
+        rows,
+        step.max_query_len,
+        D=dim,
+        DP=triton.next_power_of_2(dim),
+        M=m,
+        N=n,
+        HAS_NEW=has_new,
+        WINDOW_BLOCK=step.window_block,
+        num_warps=warps,
+        num_stages=stages(dim, program_memory(query.device)),
+    )
+
+
+def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
+    """Write the parts of all pieces of packed tokens."""
+    step, heads = call.step, call.num_kv_heads
+    rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
+    readers = blocks.readers_of(call.key_format, call.value_format, rotary)
+    most = blocks.resident(readers)
+    width = max(reader.width for reader in readers)
+    turned = blocks.is_turned(call.key_format)
+    plan = blocks.make_plan(width, step.seqs * heads, rows, 1 << 20, workspace.processors, turned, most)
+    fixed = blocks.constants(call.key_format, call.value_format, plan, rotary)
+    nothing, device = workspace.top, query.device
+    sides = ((call.key_format, call.keys), (call.value_format, call.values))
+    arguments: list[Any] = []
+    for i, ((form, fields), reader) in enumerate(zip(sides, readers, strict=True)):
+        stored = reader.fields(fields)
+        of_pages = _of_pages(form, fields, nothing)
+        arguments += [
+            stored,
+            steps(stored),
+            reader.tables(device),
+            *of_pages,
+            blocks.basis_of(form, reader.width, device, i == 1, nothing),
+            steps(of_pages),
+        ]
+    freq, table = nothing, nothing
+    if call.rope is not None:
+        rotation = blocks._rotation(call.rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
+        freq, table = rotation.freq, rotation.table
+    row_blocks = math.ceil(rows / plan.rows)
+    programs = workspace.processors * min(most, 4)
+    words = (fixed["K_SCRATCH"] + fixed["V_SCRATCH"]) * programs
+    pieces_kernel[(programs,)](
+        query,
+        *query.stride()[:2],
+        step.query_start,
+        step.seq_lens,
+        workspace.before,
+        workspace.sink,
+        workspace.packed,
+        workspace.piece,
+        workspace.items,
+        workspace.item_list,
+        step.table,
+        step.table.stride(0),
+        *arguments,
+        freq,
+        table,
+        workspace.out,
+        workspace.top,
+        workspace.total,
+        torch.empty(words, dtype=torch.int64, device=device),
+        float(call.scale) * LOG2E,
+        heads,
+        rows,
+        row_blocks,
+        step.max_query_len,
+        step.seqs,
+        **fixed,
+        **blocks.options(readers, plan.warps),
+    )
+
+
+def steps(fields: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    """Elements from a page, and from a head, to the next, field by field."""
+    return tuple(step for t in fields for step in (t.stride()[:2] if t.ndim > 1 else (0, 0)))
+
+
+def _of_pages(form: Format, fields: Fields, nothing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and norms of pages, where a format has them."""
+    if not isinstance(form, Paged):
+        return nothing, nothing
+    return fields["mean"] if form.mean else nothing, fields["norm"] if form.norm else nothing

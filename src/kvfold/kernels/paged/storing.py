@@ -1,0 +1,108 @@
+"""Storing a step by one kernel a layer, where kernels encode the formats."""
+
+import torch
+import triton
+
+from kvfold.formats import AffineGroups, Format
+from kvfold.kernels.encode import unsupported as affine_unsupported
+from kvfold.kernels.encode_pages import Side, _norm_table, _signs, addressed, side
+from kvfold.kernels.encode_pages import unsupported as pages_unsupported
+from kvfold.kernels.paged._store import store_kernel
+from kvfold.kernels.paged.call import PagedCall
+from kvfold.kernels.paged.work import Workspace
+
+RESIDENT = 4
+"""Programs per multiprocessor."""
+
+
+def unsupported(key_format: Format, value_format: Format, width: int | None = None) -> str | None:
+    """Why no kernel encodes these formats; None if one does.
+
+    Parameters
+    ----------
+    width : int or None
+        Channels of a slice of SQuat's update, if there is one.
+    """
+    for name, form in (("keys", key_format), ("values", value_format)):
+        if why := pages_unsupported(form):
+            return f"{name}: {why}"
+    if width is not None:
+        if not isinstance(key_format, AffineGroups):
+            return "keys: an update of following channels beside statistics per page"
+        if why := affine_unsupported(key_format, width):
+            return f"keys: {why}"
+    return None
+
+
+def store(call: PagedCall, workspace: Workspace) -> None:
+    """See :func:`kvfold.kernels.paged.store`; the step was prepared."""
+    step, dim = call.step, call.window_keys.shape[3]
+    width = None if call.update is None else dim - call.update.shape[-1]
+    if why := unsupported(call.key_format, call.value_format, width):
+        raise ValueError(f"store: {why}")
+    assert call.new_keys is not None and call.new_values is not None
+    k, v = side(call.key_format), side(call.value_format)
+    new = [_adjacent(t, call.window_keys.dtype) for t in (call.new_keys, call.new_values)]
+    if new[0].shape[0] > workspace.slots.shape[0]:
+        raise ValueError(f"workspace: made for {workspace.slots.shape[0]} tokens, the step has {new[0].shape[0]}")
+    k_stored, v_stored = addressed(k, call.keys), addressed(v, call.values)
+    warps = max(k.warps, v.warps, 1 if width is None else _cut_warps(k))
+    store_kernel[(RESIDENT * workspace.processors,)](
+        new[0],
+        *new[0].stride()[:2],
+        new[1],
+        *new[1].stride()[:2],
+        call.window_keys,
+        *call.window_keys.stride()[:3],
+        call.window_values,
+        *call.window_values.stride()[:3],
+        step.query_start,
+        step.seq_lens,
+        step.window_table,
+        step.window_table.stride(0),
+        step.table,
+        step.table.stride(0),
+        workspace.before,
+        workspace.closes,
+        workspace.close_list,
+        workspace.slots,
+        k_stored,
+        _steps(k_stored),
+        _signs(k, k_stored[1]),
+        v_stored,
+        _steps(v_stored),
+        _signs(v, v_stored[1]),
+        _norm_table(new[0].device),
+        k_stored[1] if call.update is None else call.update.contiguous(),
+        step.seqs,
+        call.num_kv_heads,
+        step.sink,
+        D=dim,
+        H=triton.next_power_of_2(call.num_kv_heads),
+        KEY=k.form,
+        VALUE=v.form,
+        BLOCK=step.block,
+        WINDOW_BLOCK=step.window_block,
+        SEEN=call.seen,
+        WIDTH=width or 0,
+        WARPS=warps,
+        num_warps=warps,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+
+
+def _cut_warps(of: Side) -> int:
+    """As in :mod:`kvfold.kernels.encode`: a thread holds 32 elements of a tile of which slices move others."""
+    return max(1, of.tile * of.inner.head_dim // 1024)
+
+
+def _steps(stored: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    """Elements from a page, and from a head, to the next, field by field."""
+    return tuple(step for t in stored for step in t.stride()[:2])
+
+
+def _adjacent(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.dtype != dtype:
+        raise ValueError(f"new tokens: {x.dtype}; allowed: the windows' {dtype}")
+    return x if x.stride(-1) == 1 else x.contiguous()

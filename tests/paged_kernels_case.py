@@ -1,0 +1,121 @@
+"""Kernels over pages against the float32 reference. ``python paged_kernels_case.py NAME...`` runs cases by name, under Triton's
+interpreter where TRITON_INTERPRET is set."""
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from kvfold.kernels import paged
+from kvfold.kernels.paged import attention, work
+from kvfold.kernels.paged.storing import store
+from paged_case import Server, cuts
+
+SHORT = 4
+"""Tokens of the calls that kernels attend to, in these cases."""
+
+
+def workspace(server, **options):
+    most = {"max_seqs": server.rows, "max_tokens": 4096, "max_len": max(server.lengths), "short": SHORT}
+    sizes = {"num_heads": server.heads * server.per_head, "head_dim": server.dim, "device": server.device}
+    return work.Workspace.make(**most, **sizes, **options)
+
+
+def storing(method, lengths=(1, 150, 33), most=70, device="cpu", **options):
+    """Pages after random steps: bytes as the formats encode them, up to ties; the same after other steps."""
+    found = []
+    for seed in (1, 2):
+        server = Server(method, lengths, fragments=True, device=device, **options)
+        space = workspace(server)
+        for counts in cuts(lengths, most, torch.Generator().manual_seed(seed)):
+            call = server.step(counts)
+            work.prepare(call.step, space, call.seen)
+            store(call, space)
+            windows = check_windows(server)
+            assert windows, "windows"
+        found.append(server)
+    for i in range(len(lengths)):
+        if not found[0].closed(i):
+            continue
+        for side, source in enumerate(("keys", "values")):
+            form = found[0].formats[side]
+            want = found[0].encoded(i, form, getattr(found[0], source), found[0].closed(i))
+            a, b = ({n: t[:, :, : want[n].shape[2]] for n, t in s.stored(i, side).items()} for s in found)
+            assert all(torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in a), (i, source)
+            x, y = form.decode(a), form.decode(want)
+            error = float((x - y).norm() / y.norm())
+            assert error < 0.02, (i, source, error)
+
+
+def check_windows(server):
+    """Whether the windows hold what is read of them after the step."""
+    for i, n in enumerate(server.now):
+        low = max(n - server.recent, 0) // server.block * server.block
+        for at in (*range(min(server.sink, n)), *range(low, n)):
+            block = int(server.window_table[i, at // 16])
+            for window, source in zip(server.windows, (server.keys, server.values), strict=True):
+                if not torch.equal(window[block, at % 16].cpu(), source[i][at]):
+                    return False
+    return True
+
+
+def attending(
+    method,
+    lengths=(1, 200, 131, 33),
+    steps=4,
+    device="cpu",
+    limit=2e-3,
+    start=None,
+    short=SHORT,
+    sinks=False,
+    **options,
+):
+    """Attention of a few short calls, the first in place, against the float32 reference of the same bytes."""
+    server = Server(method, [n + steps * short for n in lengths], device=device, spare_rows=2, **options)
+    space = workspace(server, piece_pages=1)
+    paged.store(server.step(list(lengths)))
+    draw = torch.Generator().manual_seed(5)
+    for i in range(steps):
+        counts = [1] * len(lengths) if i == 0 else torch.randint(0, short + 1, (len(lengths),), generator=draw).tolist()
+        if i == 1:
+            counts[0] = 0  # a row of padding between others
+        call = server.step(counts)
+        paged.store(call)
+        if i % 2 == 0:
+            call = replace(call, new_keys=None, new_values=None)
+        if sinks:
+            call = replace(call, sinks=torch.randn(call.query.shape[1], generator=draw).to(device))
+        work.prepare(call.step, space, call.seen)
+        space.out.fill_(float("nan"))
+        got = attention.attend(call, torch.full_like(call.query, float("nan"), dtype=torch.float32), space)
+        want = paged.attend(call, torch.empty_like(got))
+        error = float((got - want).norm() / want.norm())
+        assert error < limit, (i, error)
+        rows = server.expected() if not sinks else want.cpu()
+        assert float((want.cpu() - rows).norm() / rows.norm()) < 1e-3
+
+
+STORES = {
+    "fold": {"method": "fold"},
+    "fold-sink0-d128": {"method": "fold", "sink": 0, "head_dim": 128, "lengths": (200, 40), "dtype": torch.float16},
+    "fold-short-window": {"method": "fold:recent=0", "lengths": (130, 40), "sink": 0},
+    "kivi": {"method": "kivi"},
+    "kivi-64": {"method": "kivi:group=64", "sink": 64, "lengths": (260, 70)},
+    "innerq": {"method": "innerq", "lengths": (260, 40)},
+}
+
+ATTENDS = {
+    "turboquant": {"method": "turboquant:bits=3"},
+    "fold-d96": {"method": "fold", "head_dim": 96, "lengths": (300, 20)},
+    "kivi-sinks": {"method": "kivi", "sinks": True, "per_head": 4},
+    "gear": {"method": "gear", "lengths": (270, 1)},
+    "qjl": {"method": "k=qjl+v=turboquant", "lengths": (150, 260), "sink": 0},
+    "kvquant": {"method": "zipcache:group=32", "lengths": (150, 33)},
+}
+
+CASES = {f"attend-{name}": lambda options=options: attending(**options) for name, options in ATTENDS.items()}
+CASES |= {f"store-{name}": lambda options=options: storing(**options) for name, options in STORES.items()}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        CASES[name]()
