@@ -96,12 +96,12 @@ def attending(
 
 
 STORES = {
-    "fold": {"method": "fold"},
-    "fold-sink0-d128": {"method": "fold", "sink": 0, "head_dim": 128, "lengths": (200, 40), "dtype": torch.float16},
-    "fold-short-window": {"method": "fold:recent=0", "lengths": (130, 40), "sink": 0},
-    "kivi": {"method": "kivi"},
-    "kivi-64": {"method": "kivi:group=64", "sink": 64, "lengths": (260, 70)},
-    "innerq": {"method": "innerq", "lengths": (260, 40)},
+    "fold": {"method": "fold", "lengths": (1, 150), "heads": 1},
+    "fold-d128": {"method": "fold", "sink": 0, "head_dim": 128, "lengths": (133,), "dtype": torch.float16, "heads": 1},
+    "fold-no-window": {"method": "fold:recent=0", "lengths": (70, 40), "sink": 0, "heads": 1},
+    "kivi": {"method": "kivi", "lengths": (1, 70, 33), "heads": 1},
+    "kivi-64": {"method": "kivi:group=64", "sink": 64, "lengths": (130, 70), "heads": 1},
+    "innerq": {"method": "innerq", "lengths": (140,), "heads": 1},
 }
 
 ATTENDS = {
@@ -110,10 +110,39 @@ ATTENDS = {
     "kivi-sinks": {"method": "kivi", "sinks": True, "per_head": 4},
     "gear": {"method": "gear", "lengths": (270, 1)},
     "qjl": {"method": "k=qjl+v=turboquant", "lengths": (150, 260), "sink": 0},
-    "kvquant": {"method": "zipcache:group=32", "lengths": (150, 33)},
+    "zipcache": {"method": "zipcache:group=32", "lengths": (150, 33)},
 }
 
-CASES = {f"attend-{name}": lambda options=options: attending(**options) for name, options in ATTENDS.items()}
+
+def lists(device="cpu"):
+    """A step's lists are those that its definition says, also where windows are missing or the workspace is full."""
+    server = Server("fold", (3000, 700, 129, 1, 40), device=device)
+    server.step([2900, 650, 128, 0, 3])
+    call = server.step([100, 1, 1, 1, 37])
+    server.window_table[1, : 650 // 16] = 0  # a shared prefix, without the sink
+    step = replace(call.step, window_table=server.window_table.to(device), max_query_len=100)
+    for most in (None, 800):
+        space = workspace(server, piece_pages=1, cached_tokens=most)
+        work.prepare(step, space, call.seen)
+        rows, seqs = step.host, step.seqs
+        assert space.packed[:seqs].tolist() == [row.packed for row in rows]
+        assert space.sink[:seqs].tolist() == [row.sink for row in rows]
+        assert space.before[:seqs].tolist() == [row.before for row in rows]
+        pieces = [
+            (row.index, i)
+            for row, size in zip(rows, space.piece.tolist(), strict=False)
+            if row.packed > row.sink
+            for i in range(-(-row.packed // (128 * size)))
+        ]
+        assert space.item_list[: len(pieces)].tolist() == [list(p) for p in pieces]
+        assert int(space.items[seqs]) == len(pieces) <= space.item_list.shape[0]
+        closes = sorted({(row.index, at // 128) for row in rows for at in row.due(call.seen)})
+        assert space.close_list[: len(closes)].tolist() == [list(c) for c in closes]
+        assert int(space.closes[seqs]) == len(closes) == 1
+
+
+CASES = {"lists": lists}
+CASES |= {f"attend-{name}": lambda options=options: attending(**options) for name, options in ATTENDS.items()}
 CASES |= {f"store-{name}": lambda options=options: storing(**options) for name, options in STORES.items()}
 
 if __name__ == "__main__":

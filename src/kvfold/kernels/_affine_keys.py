@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import _bytes, _load_codes, _operand, _own_zero, _signed, code_bytes, step, weight
-from kvfold.kernels._registers import _axpy4, _kind, _query, _replace, _two, _unit_half2, _zero4
+from kvfold.kernels._registers import _axpy4, _kind, _query, _replace, _two, _unit_half2, _zero4, query_at
 from kvfold.kernels._warp import (
     abs_halves,
     as_float,
@@ -258,12 +258,13 @@ def query_exponent(bits, on_operand):
 
 @gluon.jit
 def _queries(
-    q_ptr, lane, g, t, row0, column0, rows, factor, D: gl.constexpr, BITS: gl.constexpr, AXIS: gl.constexpr,
+    q_ptr, lane, g, t, row0, column0, rows, factor, varlen, D: gl.constexpr, BITS: gl.constexpr, AXIS: gl.constexpr,
     NT: gl.constexpr,
 ):  # fmt: skip
     """Queries as B operands: scaled per row (see :func:`query_exponent`), times 2^-k of the channel tile.
 
-    Also what turns products into ``factor`` times the score: for codes, and for zero-points.
+    Also what turns products into ``factor`` times the score: for codes, and for zero-points. ``varlen``: see
+    :func:`query_at`.
     """
     CT: gl.constexpr = D // 16
     KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
@@ -274,8 +275,7 @@ def _queries(
     zero_factor = ()
     for n in gl.static_range(NT):
         row = column0 + n * 8 + g
-        live = (row < rows).to(gl.int32)
-        address = q_ptr.to(gl.int64) + ((row0 + row) * D + 2 * t) * SIZE
+        address, live = query_at(q_ptr, row0, row, rows, 2 * t, varlen, D, SIZE)
         raw = ()
         big = _zero4(lane)[0]
         for i in gl.static_range(2 * CT):

@@ -35,6 +35,180 @@ from kvfold.kernels._warp import (
 )
 from kvfold.kernels._windows_gluon import _dense
 
+PAGE_BLOCKS = gl.constexpr(4)
+"""Blocks of a page, where there is a table of them."""
+
+
+@gluon.jit
+def _place(stored, unit, table, steps, number, id):
+    """Where block ``number`` of a head lies: addresses of keys and of values, and its number from there, in two parts."""
+    if table is None:
+        return stored[0], stored[1], unit, number
+    else:
+        at = id.to(gl.int64) * steps[0] + steps[1]
+        k = (stored[0][0] + at, stored[0][1] + at, stored[0][2] + at)
+        v = (stored[1][0] + at, stored[1][1] + at, stored[1][2] + at)
+        return k, v, unit, number % PAGE_BLOCKS
+
+
+@gluon.jit
+def attend_blocks(
+    base0, lane, thread, warp, lo, hi, stored, unit, table, steps, q_ptr, bias_ptr, row0, column0, rows, to_log2, varlen,
+    D: gl.constexpr,
+    K_BITS: gl.constexpr, K_AXIS: gl.constexpr, K_MODE: gl.constexpr, K_GROUP: gl.constexpr,
+    V_BITS: gl.constexpr, V_AXIS: gl.constexpr, V_MODE: gl.constexpr, V_GROUP: gl.constexpr,
+    NT: gl.constexpr, NB: gl.constexpr, HAS_BIAS: gl.constexpr, CENTER: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """Attention of ``8 NT`` query rows over blocks ``lo`` to ``hi``, which the program's warps share. All warps are done with
+    shared memory at the end.
+
+    ``stored``: addresses of both sides' codes, metadata and sign words. In a slab, the head's storage begins at block ``unit``.
+    With a ``table``, which points to the numbers of pages, ``steps`` are bytes from a page to the next, of those before the
+    head, and blocks at the beginning whose scores do not count. ``to_log2``: the scale times log2(e); ``varlen``: see
+    :func:`query_at`.
+    """
+    W: gl.constexpr = gl.num_warps()
+    CT: gl.constexpr = D // 16
+    K_ROW: gl.constexpr = _item(meta_bytes(D, K_AXIS, K_MODE, K_GROUP), 0)
+    K_WORDS: gl.constexpr = _item(meta_bytes(D, K_AXIS, K_MODE, K_GROUP), 1)
+    V_ROW: gl.constexpr = _item(meta_bytes(D, V_AXIS, V_MODE, V_GROUP), 0)
+    V_WORDS: gl.constexpr = _item(meta_bytes(D, V_AXIS, V_MODE, V_GROUP), 1)
+    K_CODE: gl.constexpr = code_bytes(D, K_BITS)
+    V_CODE: gl.constexpr = code_bytes(D, V_BITS)
+    V_AT: gl.constexpr = NB * (K_CODE + K_ROW + K_WORDS)
+    STAGE: gl.constexpr = V_AT + NB * (V_CODE + V_ROW + V_WORDS)
+    QUERY: gl.constexpr = NT * CT * 256  # bytes of a warp's queries
+    LIFT: gl.constexpr = lift(V_BITS, V_AXIS)
+    g = lane // 4
+    t = lane % 4
+    if SHARED:
+        base = base0
+        each = hi - lo
+        first = lo
+        count = each
+    else:
+        base = base0 + warp * STAGE
+        each = (hi - lo + W - 1) // W
+        if table is not None:  # no stage is of two pages
+            each = (each + NB - 1) // NB * NB
+        first = lo + warp * each
+        count = gl.minimum(hi - first, each)
+    COPIERS: gl.constexpr = 32 * W if SHARED else 32
+    copier = thread if SHARED else lane
+    id = lane * 0
+    if table is not None:
+        id = gl.load(table + first // PAGE_BLOCKS, mask=count > 0, other=0)
+    k, v, unit, block = _place(stored, unit, table, steps, first, id)
+    _fetch_stage(
+        base, copier, k[0], k[1], k[2], unit, block, count, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
+    )  # fmt: skip
+    copy_commit(lane)
+    _fetch_stage(
+        base, copier, v[0], v[1], v[2], unit, block, count, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT, COPIERS
+    )  # fmt: skip
+    copy_commit(lane)
+    if table is not None:  # the numbers of pages are a stage ahead of their bytes
+        id = gl.load(table + (first + NB) // PAGE_BLOCKS, mask=count > NB, other=0)
+
+    q, code_factor, zero_factor = _queries(
+        q_ptr, lane, g, t, row0, column0, rows, to_log2, varlen, D, K_BITS, K_AXIS, NT
+    )  # fmt: skip
+    qsum = _query_sums(q, lane, g, t, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NT)
+    if SHARED:  # registers are for sums
+        far = base0 + 2 * STAGE + warp * QUERY + lane * 8
+        for i in gl.static_range(NT * CT):
+            store_shared2(far + 256 * i, q[2 * i], q[2 * i + 1])
+        warp_sync(lane)
+        q = far
+
+    bias = ()
+    for n in gl.static_range(NT):
+        for e in gl.static_range(2):
+            if HAS_BIAS:
+                column = column0 + n * 8 + 2 * t + e
+                x = gl.load(bias_ptr + row0 + column, mask=column < rows, other=0.0) * to_log2
+                bias = bias + (x,)
+            else:
+                bias = bias + (_zero4(lane)[0],)
+    top, out, side = _nothing(lane, CT, NT)
+
+    for i in range((each + NB - 1) // NB):
+        left = count - i * NB
+        following = first + (i + 1) * NB
+        k, v, unit, block = _place(stored, unit, table, steps, following, id)
+        if table is not None:
+            id = gl.load(table + (following + NB) // PAGE_BLOCKS, mask=left > 2 * NB, other=0)
+        if SHARED:
+            # two buffers: all warps are done with the other one
+            copy_wait_all(lane)
+            program_sync(lane)
+            base = base0 + (i % 2) * STAGE
+            other = base0 + ((i + 1) % 2) * STAGE
+            _fetch_stage(
+                other, copier, k[0], k[1], k[2], unit, block, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
+            )  # fmt: skip
+            _fetch_stage(
+                other, copier, v[0], v[1], v[2], unit, block, left - NB, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT,
+                COPIERS,
+            )  # fmt: skip
+            copy_commit(lane)
+        else:
+            copy_wait_1(lane)  # keys of this stage
+        extra = ()
+        for j in gl.static_range(NB):
+            if table is None:
+                hidden = gl.where(left > j, 0.0, float("-inf"))
+            else:
+                hidden = gl.where((left > j) & (following - NB + j >= steps[2]), 0.0, float("-inf"))
+            for e in gl.static_range(2 * NT):
+                extra = extra + (hidden + bias[e],)
+        if K_AXIS == 0:
+            scores = _scores_operand(
+                base, lane, q, code_factor, zero_factor, extra, D, K_BITS, NT, NB, 0, NB * K_CODE, CENTER, SHARED
+            )
+        else:
+            scores = _scores_accumulator(
+                base, lane, q, qsum, code_factor, extra, D, K_BITS, K_MODE, K_GROUP, NT, NB,
+                0, NB * K_CODE, NB * (K_CODE + K_ROW), SHARED,
+            )  # fmt: skip
+        if not SHARED:
+            warp_sync(lane)
+            _fetch_stage(
+                base, copier, k[0], k[1], k[2], unit, block, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
+            )  # fmt: skip
+            copy_commit(lane)
+        top, factor, p = _softmax(scores, top, 2 * NB, NT, False, LIFT)
+        if SHARED and V_AXIS == 1:
+            out, side = _values_operand_apart(
+                base, lane, p, factor, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
+            )
+        else:
+            out = _rescale(out, factor, CT, NT)
+            side = _rescale(side, factor, 1, NT)
+            if not SHARED:
+                copy_wait_1(lane)  # values of this stage
+            if V_AXIS == 1:
+                out, side = _values_operand(
+                    base, lane, p, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
+                )
+            else:
+                out, side = _values_accumulator(
+                    base, lane, p, out, side, D, V_BITS, V_MODE, NT, NB, V_AT, V_AT + NB * V_CODE,
+                    V_AT + NB * (V_CODE + V_ROW),
+                )  # fmt: skip
+        if not SHARED:
+            warp_sync(lane)
+            _fetch_stage(
+                base, copier, v[0], v[1], v[2], unit, block, left - NB, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT,
+                COPIERS,
+            )  # fmt: skip
+            copy_commit(lane)
+
+    copy_wait_all(lane)
+    program_sync(lane)
+    out = _whole_values(out, side, lane, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NT)
+    return top, out, side
+
 
 @gluon.jit(
     do_not_specialize=[
@@ -72,8 +246,6 @@ def decode_kernel(
     thread = gl.arange(0, 32 * W, LAYOUT)
     lane = thread % 32
     warp = thread // 32
-    g = lane // 4
-    t = lane % 4
     K_ROW: gl.constexpr = _item(meta_bytes(D, K_AXIS, K_MODE, K_GROUP), 0)
     K_WORDS: gl.constexpr = _item(meta_bytes(D, K_AXIS, K_MODE, K_GROUP), 1)
     V_ROW: gl.constexpr = _item(meta_bytes(D, V_AXIS, V_MODE, V_GROUP), 0)
@@ -114,129 +286,19 @@ def decode_kernel(
             base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT, LIFT
         )
     else:
-        # blocks of this split, then of this warp: contiguous, so that every warp streams
+        # blocks of this split: contiguous, so that every warp streams
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
         lo = (blocks.to(gl.int64) * split // splits).to(gl.int32)
         hi = (blocks.to(gl.int64) * (split + 1) // splits).to(gl.int32)
-        if SHARED:
-            base = base0
-            each = hi - lo
-            first = lo
-            count = each
-        else:
-            base = base0 + warp * STAGE
-            each = (hi - lo + W - 1) // W
-            first = lo + warp * each
-            count = gl.minimum(hi - first, each)
-        COPIERS: gl.constexpr = 32 * W if SHARED else 32
-        copier = thread if SHARED else lane
-        unit = head * capacity
-        kc = k_codes.to(gl.int64)
-        km = k_meta.to(gl.int64)
-        ka = k_aux.to(gl.int64)
-        vc = v_codes.to(gl.int64)
-        vm = v_meta.to(gl.int64)
-        va = v_aux.to(gl.int64)
-        _fetch_stage(
-            base, copier, kc, km, ka, unit, first, count, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
+        stored = (
+            (k_codes.to(gl.int64), k_meta.to(gl.int64), k_aux.to(gl.int64)),
+            (v_codes.to(gl.int64), v_meta.to(gl.int64), v_aux.to(gl.int64)),
+        )
+        top, out, side = attend_blocks(
+            base0, lane, thread, warp, lo, hi, stored, head * capacity, None, None, packed_q_ptr, bias_ptr, row0, column0,
+            rows, scale * LOG2E, None, D, K_BITS, K_AXIS, K_MODE, K_GROUP, V_BITS, V_AXIS, V_MODE, V_GROUP, NT, NB, HAS_BIAS,
+            CENTER, SHARED,
         )  # fmt: skip
-        copy_commit(lane)
-        _fetch_stage(
-            base, copier, vc, vm, va, unit, first, count, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT, COPIERS
-        )  # fmt: skip
-        copy_commit(lane)
-
-        q, code_factor, zero_factor = _queries(
-            packed_q_ptr, lane, g, t, row0, column0, rows, scale * LOG2E, D, K_BITS, K_AXIS, NT
-        )  # fmt: skip
-        qsum = _query_sums(q, lane, g, t, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NT)
-        if SHARED:  # registers are for sums
-            far = base0 + 2 * STAGE + warp * QUERY + lane * 8
-            for i in gl.static_range(NT * CT):
-                store_shared2(far + 256 * i, q[2 * i], q[2 * i + 1])
-            warp_sync(lane)
-            q = far
-
-        bias = ()
-        for n in gl.static_range(NT):
-            for e in gl.static_range(2):
-                if HAS_BIAS:
-                    column = column0 + n * 8 + 2 * t + e
-                    x = gl.load(bias_ptr + row0 + column, mask=column < rows, other=0.0) * (scale * LOG2E)
-                    bias = bias + (x,)
-                else:
-                    bias = bias + (_zero4(lane)[0],)
-        top, out, side = _nothing(lane, CT, NT)
-
-        for i in range((each + NB - 1) // NB):
-            left = count - i * NB
-            following = first + (i + 1) * NB
-            if SHARED:
-                # two buffers: all warps are done with the other one
-                copy_wait_all(lane)
-                program_sync(lane)
-                base = base0 + (i % 2) * STAGE
-                other = base0 + ((i + 1) % 2) * STAGE
-                _fetch_stage(
-                    other, copier, kc, km, ka, unit, following, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
-                )  # fmt: skip
-                _fetch_stage(
-                    other, copier, vc, vm, va, unit, following, left - NB, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT,
-                    COPIERS,
-                )  # fmt: skip
-                copy_commit(lane)
-            else:
-                copy_wait_1(lane)  # keys of this stage
-            extra = ()
-            for j in gl.static_range(NB):
-                hidden = gl.where(left > j, 0.0, float("-inf"))
-                for e in gl.static_range(2 * NT):
-                    extra = extra + (hidden + bias[e],)
-            if K_AXIS == 0:
-                scores = _scores_operand(
-                    base, lane, q, code_factor, zero_factor, extra, D, K_BITS, NT, NB, 0, NB * K_CODE, CENTER, SHARED
-                )
-            else:
-                scores = _scores_accumulator(
-                    base, lane, q, qsum, code_factor, extra, D, K_BITS, K_MODE, K_GROUP, NT, NB,
-                    0, NB * K_CODE, NB * (K_CODE + K_ROW), SHARED,
-                )  # fmt: skip
-            if not SHARED:
-                warp_sync(lane)
-                _fetch_stage(
-                    base, copier, kc, km, ka, unit, following, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
-                )  # fmt: skip
-                copy_commit(lane)
-            top, factor, p = _softmax(scores, top, 2 * NB, NT, False, LIFT)
-            if SHARED and V_AXIS == 1:
-                out, side = _values_operand_apart(
-                    base, lane, p, factor, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
-                )
-            else:
-                out = _rescale(out, factor, CT, NT)
-                side = _rescale(side, factor, 1, NT)
-                if not SHARED:
-                    copy_wait_1(lane)  # values of this stage
-                if V_AXIS == 1:
-                    out, side = _values_operand(
-                        base, lane, p, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
-                    )
-                else:
-                    out, side = _values_accumulator(
-                        base, lane, p, out, side, D, V_BITS, V_MODE, NT, NB, V_AT, V_AT + NB * V_CODE,
-                        V_AT + NB * (V_CODE + V_ROW),
-                    )  # fmt: skip
-            if not SHARED:
-                warp_sync(lane)
-                _fetch_stage(
-                    base, copier, vc, vm, va, unit, following, left - NB, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NB, V_AT,
-                    COPIERS,
-                )  # fmt: skip
-                copy_commit(lane)
-
-        copy_wait_all(lane)
-        program_sync(lane)
-        out = _whole_values(out, side, lane, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NT)
         if SHARED:
             _store_own(lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D, NT, LIFT)
         else:

@@ -16,7 +16,7 @@ from kvfold.kernels._page_codes import (
     unit,
     weight,
 )
-from kvfold.kernels._registers import _kind, _query, _replace, _zero4
+from kvfold.kernels._registers import _kind, _query, _replace, _zero4, query_at
 from kvfold.kernels._warp import (
     abs_halves,
     as_float,
@@ -56,7 +56,7 @@ def _raw_queries(
 ):
     """Eight queries as B operands, scaled by a power of two, and what turns products into ``factor`` times the score.
 
-    ``varlen``: None, or elements from a token to the next (its heads lie together), tokens of the rows, and how many there are.
+    ``varlen``: see :func:`query_at`.
     """
     CT: gl.constexpr = D // 16
     KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
@@ -66,15 +66,7 @@ def _raw_queries(
     up = ()
     for n in gl.static_range(NT):
         row = column0 + n * 8 + g
-        if varlen is None:
-            live = (row < rows).to(gl.int32)
-            address = q_ptr.to(gl.int64) + ((row0 + row) * D + 2 * t) * SIZE
-        else:
-            token = row % varlen[1]
-            live = ((row < rows) & (token < varlen[2])).to(gl.int32)
-            address = (
-                q_ptr.to(gl.int64) + (row0 + token.to(gl.int64) * varlen[0] + (row // varlen[1] * D + 2 * t)) * SIZE
-            )
+        address, live = query_at(q_ptr, row0, row, rows, 2 * t, varlen, D, SIZE)
         raw = ()
         big = (g * 0).to(gl.float32)
         for i in gl.static_range(2 * CT):

@@ -71,3 +71,18 @@ def _axpy4(low, high, x, y, FIRST: gl.constexpr):
             gl.fma(high, x[2], y[2]),
             gl.fma(high, x[3], y[3]),
         )
+
+
+@gluon.jit
+def query_at(q_ptr, row0, row, rows, first, varlen, D: gl.constexpr, SIZE: gl.constexpr):
+    """Address of channel ``first`` of a query row, and whether there is one. Rows lie one after the other from ``row0`` on.
+
+    ``varlen``: None; or elements from a token to the next (its heads lie together), tokens that rows are counted in, and how
+    many there are: then ``row0`` counts elements.
+    """
+    if varlen is None:
+        return q_ptr.to(gl.int64) + ((row0 + row) * D + first) * SIZE, (row < rows).to(gl.int32)
+    else:
+        token = row % varlen[1]
+        at = row0 + token.to(gl.int64) * varlen[0] + (row // varlen[1] * D + first)
+        return q_ptr.to(gl.int64) + at * SIZE, ((row < rows) & (token < varlen[2])).to(gl.int32)

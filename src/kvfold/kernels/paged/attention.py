@@ -32,10 +32,10 @@ def choose(key_format: Format, value_format: Format, pre_rope: bool, device: tor
         If none does.
     """
     if device.type == "cuda" and not pre_rope:
-        from kvfold.kernels.paged import fold
+        from kvfold.kernels.paged import gluon
 
-        if fold.unsupported(key_format, value_format) is None:
-            return fold.pieces
+        if gluon.unsupported(key_format, value_format) is None:
+            return gluon.pieces
     if why := unsupported(key_format, value_format, pre_rope):
         raise ValueError(f"attend: {why}")
     return pieces

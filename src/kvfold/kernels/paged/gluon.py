@@ -1,0 +1,128 @@
+"""Pieces of packed tokens where codes are packed for tensor cores: launches the Gluon kernels (fold; KIVI, SQuat, InnerQ)."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvfold.formats import AffineGroups, Fields, Format, Paged
+from kvfold.formats.paged import PAGE
+from kvfold.kernels import decode, pages
+from kvfold.kernels.decode import STATIC_SHARED, Plan
+from kvfold.kernels.paged._affine import affine_pieces_kernel
+from kvfold.kernels.paged._fold import fold_pieces_kernel
+from kvfold.kernels.paged.call import PagedCall
+from kvfold.kernels.paged.work import Workspace
+
+
+def unsupported(key_format: Format, value_format: Format) -> str | None:
+    """Why the kernels cannot read these formats; None if one can."""
+    kernel = decode if isinstance(key_format, AffineGroups) else pages
+    why = kernel.unsupported(key_format, value_format)
+    if why is None and (key_format.block > PAGE or PAGE % key_format.block):
+        why = f"blocks of {key_format.block} tokens; allowed: those that divide {PAGE}"
+    return why
+
+
+def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
+    """Write the parts of all pieces of packed tokens."""
+    keys, values = call.key_format, call.value_format
+    bf16 = query.dtype == torch.bfloat16
+    k, v, kernel, fixed = _arrays(keys, call.keys), _arrays(values, call.values), affine_pieces_kernel, {}
+    if isinstance(keys, Paged):
+        assert isinstance(values, Paged)
+        plan, resident = paged_plan(keys, values, rows)
+        kernel, fixed = fold_pieces_kernel, pages.constants(keys, values, plan, bf16, False)
+        steps = byte_steps((*k, *v))
+        k, v = [*k, pages._signs(keys, workspace.top)], [*v[:3], pages._signs(values, workspace.top)]
+    else:
+        assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
+        plan, resident = affine_plan(keys, values, rows)
+        fixed = decode.constants(keys, values, plan, bf16, False, False)
+        steps = byte_steps((*k, *v))
+    _launch(kernel, call, query, rows, workspace, (*k, *v, *steps), plan, resident, fixed)
+
+
+def paged_plan(key_format: Paged, value_format: Paged, rows: int) -> tuple[Plan, int]:
+    """A program's shape, and how many of them a multiprocessor holds."""
+    dim = key_format.head_dim
+    tiles = 2 if rows > 8 and dim < 128 else 1
+    columns = math.ceil(rows / (8 * tiles))
+    registers = pages.REGISTERS.get(dim)
+    shapes = [Plan(warps, pages.BLOCKS, tiles, columns, 1, 0, False, registers) for warps in (4, 2, 1)]
+    plan = next(s for s in shapes if pages.program_bytes(key_format, value_format, s) <= STATIC_SHARED)
+    threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
+    size = pages.program_bytes(key_format, value_format, plan)
+    return plan, max(1, min(threads // (32 * plan.warps), 227 * 1024 // (size + 1024)))
+
+
+def affine_plan(key_format: AffineGroups, value_format: AffineGroups, rows: int) -> tuple[Plan, int]:
+    """The same for affine groups."""
+    plan = decode.make_plan(key_format, value_format, 1 << 12, rows, 1 << 12, 0, 132, splits=1)
+    resident = decode._resident(key_format, value_format, plan.warps, plan.blocks)
+    if plan.registers is None and plan.tiles == 1:  # the loop over pieces must not cost a slab's warps
+        most = 64 * 1024 // (32 * plan.warps * resident) // 8 * 8
+        plan = replace(plan, registers=most if most < 255 else None)
+    return plan, resident
+
+
+def _launch(
+    kernel: Any,
+    call: PagedCall,
+    query: torch.Tensor,
+    rows: int,
+    workspace: Workspace,
+    stored: tuple[torch.Tensor | int, ...],
+    plan: Plan,
+    resident: int,
+    fixed: dict[str, int | bool],
+) -> None:
+    step, w = call.step, workspace
+    if query.stride(1) != query.shape[2]:
+        query = query.contiguous()
+    kernel[(w.processors * resident,)](
+        query,
+        query.stride(0),
+        step.query_start,
+        step.seq_lens,
+        w.before,
+        w.sink,
+        w.packed,
+        w.piece,
+        w.items,
+        w.item_list,
+        step.table,
+        step.table.stride(0),
+        *stored,
+        w.out,
+        w.top,
+        w.total,
+        float(call.scale),
+        call.num_kv_heads,
+        rows,
+        step.max_query_len,
+        plan.columns,
+        step.seqs,
+        **fixed,
+        num_warps=plan.warps,
+        maxnreg=plan.registers,
+    )
+
+
+def _arrays(form: Format, stored: Fields) -> list[torch.Tensor]:
+    """A side's fields as the kernels take them; what is not there stands for itself in another tensor, and is never read."""
+    if isinstance(form, Paged):
+        names = ["codes", "scale", "mean" if form.mean else "scale", "norm" if form.norm else "codes"]
+    else:
+        assert isinstance(form, AffineGroups)
+        names = ["codes", "meta", "codes"] if form.mode == "asym" else ["codes", "scale", "aux"]
+    return [stored[name] for name in names]
+
+
+def byte_steps(fields: tuple[torch.Tensor, ...]) -> tuple[int, int]:
+    """Bytes from a page, and from a head, to the next: the same for all fields."""
+    steps = {(t.stride(0) * t.element_size(), t.stride(1) * t.element_size()) for t in fields}
+    if len(steps) > 1:
+        raise ValueError(f"pages: fields have strides of {sorted(steps)} bytes; allowed: views of one region")
+    return steps.pop()

@@ -1,0 +1,105 @@
+"""Kernels over pages: interpreted, compiled ahead, and (``-m gpu``) on a GPU, against the float32 reference."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kvfold.kernels import paged
+from kvfold.kernels.paged import work
+from paged_case import Server, formats_of
+from paged_kernels_case import ATTENDS, STORES, attending, storing
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("lists", "attend-turboquant", "attend-kivi-sinks"),
+        ("attend-fold-d96", "store-kivi"),
+        ("store-fold",),
+        pytest.param(("attend-gear", "attend-qjl", "attend-zipcache"), marks=pytest.mark.slow),
+        pytest.param(
+            ("store-fold-no-window", "store-innerq", "store-kivi-64", "store-fold-d128"), marks=pytest.mark.slow
+        ),
+    ],
+    ids="+".join,
+)
+def test_interpreted(names):
+    """The interpreter is chosen when kernels are defined, so it needs a process of its own."""
+    here = Path(__file__).parents[1]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (here, *sys.path)))}
+    done = subprocess.run(
+        [sys.executable, str(here / "paged_kernels_case.py"), *names], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+GPU = {"device": "cuda", "dtype": torch.float16}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ATTENDS)
+def test_plain_attention_on_a_gpu(name):
+    attending(**ATTENDS[name] | GPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("method", ["fold", "fold:bits=2", "kivi", "kivi:bits=4", "kivi:group=64", "squat"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_for_tensor_cores_on_a_gpu(method, head_dim):
+    sink = 64 if "64" in method else 32
+    attending(method, (1, 2200, 131, 33, 1025), per_head=4, head_dim=head_dim, sink=sink, fragments=True, **GPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", STORES)
+def test_storing_on_a_gpu(name):
+    storing(**STORES[name] | GPU)
+
+
+# ---- which formats are served ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method, fragments, attended, stored",
+    [
+        ("fold", True, None, None),
+        ("kivi", True, None, None),
+        ("squat", True, None, None),
+        ("innerq", True, "keys: packed for tensor cores", None),
+        ("innerq", False, None, "keys: operand=plain"),
+        ("fold", False, None, "keys: operand=plain"),
+        ("turboquant", False, None, "before lookup storage"),
+        ("qjl", False, None, "before sign sketch storage"),
+        ("turboquant:residual=true", False, "keys: sketched residual storage", "keys: "),
+    ],
+)
+def test_what_kernels_serve(method, fragments, attended, stored):
+    forms = formats_of(method, 128, fragments=fragments)
+    for why, wanted in (
+        (paged.why_not(*forms, torch.device("cuda")), attended),
+        (paged.why_not_stored(*forms), stored),
+    ):
+        assert (why is None) if wanted is None else wanted in why
+
+
+def test_a_workspace_that_is_too_small_is_refused():
+    server = Server("turboquant", (40, 20))
+    call = server.step([20, 20])
+    sizes = {"num_heads": 4, "head_dim": 64, "device": "cpu", "max_len": 64}
+    space = work.Workspace.make(max_seqs=2, max_tokens=64, **sizes)
+    with pytest.raises(ValueError, match="workspace: made for 2 sequences, the step has 3"):
+        work.prepare(call.step, space, call.seen)
+    space = work.Workspace.make(max_seqs=3, max_tokens=39, **sizes)
+    with pytest.raises(ValueError, match="workspace: too small for 3 sequences of 20 tokens"):
+        paged.attend(call, torch.empty_like(call.query), space)
