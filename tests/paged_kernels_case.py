@@ -141,7 +141,21 @@ def lists(device="cpu"):
         assert int(space.closes[seqs]) == len(closes) == 1
 
 
-CASES = {"lists": lists}
+def mixed(device="cpu", dtype=torch.float32, **options):
+    """A prompt's chunk beside sequences that decode: some rows by kernels, some unpacked."""
+    server = Server("turboquant", (240, 200, 40, 300), device=device, dtype=dtype, **options)
+    paged.store(server.step([200, 120, 39, 200]))
+    call = server.step([1, 80, 1, 3])
+    paged.store(call)
+    space = workspace(server, piece_pages=1)
+    paged.prepare(call.step, space, call.seen)
+    got, want = (torch.full_like(call.query, float("nan"), dtype=torch.float32) for _ in "gw")
+    paged.attend(call, got, space)
+    paged.attend(call, want)
+    assert float((got - want).norm() / want.norm()) < 2e-3
+
+
+CASES = {"lists": lists, "mixed": mixed}
 CASES |= {f"attend-{name}": lambda options=options: attending(**options) for name, options in ATTENDS.items()}
 CASES |= {f"store-{name}": lambda options=options: storing(**options) for name, options in STORES.items()}
 

@@ -112,6 +112,50 @@ def test_unpack_is_what_attention_sees():
         assert got.dtype == torch.float16 and torch.equal(got, want.half())
 
 
+# ---- calls of many tokens --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fold", "gear"])
+@pytest.mark.parametrize("piece", [128, 8192])
+def test_long_calls_are_unpacked_in_pieces(method, piece, monkeypatch):
+    monkeypatch.setattr(paged.long, "PIECE", piece)
+    server = Server(method, (700, 300, 90, 1), per_head=3)
+    for counts in ([500, 0, 30, 1], [150, 299, 60, 0], [50, 1, 0, 0]):
+        call = server.step(counts)
+        paged.store(call)
+        call = replace(call, sinks=torch.linspace(-1, 2, 6))
+        got, want = (torch.full_like(call.query, torch.nan) for _ in "gw")
+        paged.long.attend(call, got, None)
+        assert error(got, paged.attend(call, want)) < 1e-5
+
+
+def test_the_platforms_attention_is_called_with_bounded_pieces(monkeypatch):
+    monkeypatch.setattr(paged.long, "PIECE", 256)
+    server = Server("kivi", (900,), sink=0)
+    paged.store(server.step([700]))
+    call = server.step([200])
+    paged.store(call)
+    seen = []
+
+    def flash(query, keys, values, causal, scale):
+        seen.append((len(keys), causal))
+        return paged.long.torch_flash(query, keys, values, causal, scale)
+
+    out = torch.empty_like(call.query)
+    paged.long.attend(call, out, None, flash)
+    assert seen == [(200, True), (256, False), (256, False), (64 + 124, False)]  # the last with what is raw
+    assert error(out, server.expected()) < 1e-5
+
+
+def test_lengths_on_the_host_spare_asking_the_device():
+    server = Server("kivi", (100, 40))
+    call = server.step([100, 30])
+    step = replace(
+        call.step, query_start=None, seq_lens=None, host_query_start=[0, 100, 130, 130], host_seq_lens=[100, 30, 0]
+    )
+    assert [(row.before, row.after) for row in step.host] == [(0, 100), (0, 30), (0, 0)]
+
+
 # ---- the layout ------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from kvfold.kernels import paged
 from kvfold.kernels.paged import work
 from paged_case import Server, formats_of
-from paged_kernels_case import ATTENDS, STORES, attending, storing
+from paged_kernels_case import ATTENDS, STORES, attending, mixed, storing
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -21,7 +21,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.parametrize(
     "names",
     [
-        ("lists", "attend-turboquant", "attend-kivi-sinks"),
+        ("lists", "mixed", "attend-turboquant", "attend-kivi-sinks"),
         ("attend-fold-d96", "store-kivi"),
         ("store-fold",),
         pytest.param(("attend-gear", "attend-qjl", "attend-zipcache"), marks=pytest.mark.slow),
@@ -65,6 +65,12 @@ def test_attention_for_tensor_cores_on_a_gpu(method, head_dim):
 @pytest.mark.parametrize("name", STORES)
 def test_storing_on_a_gpu(name):
     storing(**STORES[name] | GPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_decoding_beside_a_chunk_on_a_gpu():
+    mixed(**GPU)
 
 
 # ---- which formats are served ----------------------------------------------------------------------------------------

@@ -14,13 +14,16 @@ of a sequence hold depends on the sequence's tokens only, not on how calls were 
 import torch
 
 from kvfold.formats import Format
-from kvfold.kernels.paged import reference
+from kvfold.kernels.paged import long, reference
 from kvfold.kernels.paged.call import PagedCall, PagedStep, unsupported
 from kvfold.kernels.paged.layout import PageLayout
+from kvfold.kernels.paged.long import Flash
 from kvfold.kernels.paged.work import Workspace, prepare
 
 
-def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+def attend(
+    call: PagedCall, out: torch.Tensor, workspace: Workspace | None = None, flash: Flash | None = None
+) -> torch.Tensor:
     """Attention of a step's tokens over everything cached and over themselves (causal).
 
     Parameters
@@ -31,9 +34,14 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace | None = Non
         Written, and returned; tokens of no sequence are left as they are.
     workspace : Workspace or None
         For kernels; the step was prepared. None: the float32 reference.
+    flash : callable or None
+        The platform's attention (:data:`Flash`) for sequences with more tokens than ``workspace.short`` in the step; None:
+        Torch's. Such steps read lengths on the host, and are not fit for a CUDA graph.
     """
     if workspace is None:
         return reference.attend(call, out)
+    if call.step.max_query_len > workspace.short:
+        return long.attend(call, out, workspace, flash)
     from kvfold.kernels.paged import attention
 
     return attention.attend(call, out, workspace)
@@ -100,6 +108,7 @@ def unpack(
 
 
 __all__ = [
+    "Flash",
     "PageLayout",
     "PagedCall",
     "PagedStep",

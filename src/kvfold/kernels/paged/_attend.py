@@ -117,7 +117,7 @@ def raw_kernel(
             v_at = _slots(values, table, position, live, WINDOW_BLOCK)
             sees = live[None, :] & inside[:, None]
             top, total, acc = tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
-        stop = before if HAS_NEW else after
+        stop = before if HAS_NEW else tl.minimum(after, before + tokens)
         for i in range(tl.load(packed_ptr + seq), stop, N):
             position = i + tl.arange(0, N)
             live = position < stop
@@ -127,9 +127,10 @@ def raw_kernel(
             top, total, acc = tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
         if HAS_NEW:
             begin = tl.load(query_start + seq)
-            for i in range(0, after - before, N):
+            count = tl.minimum(after - before, tokens)  # later ones have no row here
+            for i in range(0, count, N):
                 at = i + tl.arange(0, N)
-                live = at < after - before
+                live = at < count
                 place = (begin + at).to(tl.int64)
                 k_at = (new_k + head.to(tl.int64) * k_head + place * k_token)[:, None]
                 v_at = (new_v + head.to(tl.int64) * v_head + place * v_token)[:, None]

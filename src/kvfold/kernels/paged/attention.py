@@ -16,10 +16,6 @@ from kvfold.kernels.paged.work import Workspace
 from kvfold.kernels.partials import LOG2E
 from kvfold.kernels.windows import program_memory, stages, tile_sizes
 
-SHORT = 16
-"""Most tokens of a sequence in such calls."""
-
-
 Pieces = Callable[[PagedCall, torch.Tensor, int, Workspace], None]
 
 

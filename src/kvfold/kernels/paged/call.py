@@ -1,6 +1,6 @@
 """What a server gives: where a step's tokens lie, shared by all layers, and one layer's pages, windows and queries."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,11 +55,13 @@ class PagedStep:
         Tokens of a window block.
     null : int
         What ``window_table`` has where there is no block.
+    host_query_start, host_seq_lens : sequence of int or None
+        The same on the host, for calls that need them there; None: the device is asked.
 
     Notes
     -----
     Lengths are read on the device only, and launches depend on shapes, ``max_query_len`` and the workspace: fit for a CUDA
-    graph. Calls of more than 64 tokens are the exception (:func:`kvfold.kernels.paged.attend`).
+    graph. Calls of many tokens are the exception (:mod:`kvfold.kernels.paged.long`).
     """
 
     query_start: torch.Tensor
@@ -72,6 +74,8 @@ class PagedStep:
     block: int = 32
     window_block: int = 16
     null: int = 0
+    host_query_start: Sequence[int] | None = None
+    host_seq_lens: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.sink % self.block or self.sink < 0 or self.recent < 0:
@@ -90,8 +94,10 @@ class PagedStep:
     @cached_property
     def host(self) -> list["Row"]:
         """Every sequence's lengths and tables, on the host: waits for the device."""
-        starts, lens = self.query_start.tolist(), self.seq_lens.tolist()
-        return [Row(self, i, starts[i], starts[i + 1] - starts[i], n) for i, n in enumerate(lens)]
+        starts, lens = self.host_query_start, self.host_seq_lens
+        starts = self.query_start.tolist() if starts is None else starts
+        lens = self.seq_lens.tolist() if lens is None else lens
+        return [Row(self, i, int(starts[i]), int(starts[i + 1]) - int(starts[i]), int(n)) for i, n in enumerate(lens)]
 
 
 class Row:

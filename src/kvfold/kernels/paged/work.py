@@ -141,8 +141,10 @@ class Workspace:
         Where a new token goes in the windows: block * window_block + place, or -1.
     out, top, total : Tensor, float32
         Partial results; part ``i + s + 1`` is piece ``i`` of sequence ``s``, and part ``items[s] + s`` its raw tokens.
-    programs : int
-        That are launched where work is a list.
+    piece_pages, short : int
+        See :meth:`make`.
+    processors : int
+        Multiprocessors.
     """
 
     before: torch.Tensor
@@ -159,6 +161,7 @@ class Workspace:
     total: torch.Tensor
     piece_pages: int
     processors: int
+    short: int
 
     @classmethod
     def make(
@@ -187,11 +190,14 @@ class Workspace:
             Tokens that all sequences of a step have together; None: ``max_seqs * max_len``. With more (shared prefixes) pieces
             are longer, and their length then depends on the batch.
         short : int
-            Most tokens of a sequence in calls that the kernels serve (:data:`kvfold.kernels.paged.SHORT` at most).
+            Most tokens of a sequence that the kernels of short calls serve, at most 16; more go another way
+            (:mod:`kvfold.kernels.paged.long`).
         piece_pages : int
             Pages of a piece, at the least.
         """
         device = torch.device(device)
+        if not 1 <= short <= IN_PLACE:
+            raise ValueError(f"short={short}: allowed: 1 to {IN_PLACE}")
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
@@ -218,6 +224,7 @@ class Workspace:
             total=sums[1],
             piece_pages=piece_pages,
             processors=multiprocessors(device),
+            short=short,
         )
 
 
