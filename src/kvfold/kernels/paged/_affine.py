@@ -8,7 +8,7 @@ from kvfold.kernels._affine_keys import lift
 from kvfold.kernels._decode_gluon import attend_blocks
 from kvfold.kernels._registers import _item
 from kvfold.kernels._softmax import LOG2E, _finish
-from kvfold.kernels._warp import program_sync, shared_base
+from kvfold.kernels._warp import launch_dependents, program_sync, shared_base, wait_for_previous
 
 
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
@@ -39,6 +39,8 @@ def affine_pieces_kernel(
     lane = thread % 32
     warp = thread // 32
     base0 = shared_base(lane, W * (STAGE if STAGE > MEET else MEET))
+    if EARLY:
+        launch_dependents(lane)
     for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads * columns, gl.num_programs(0)):
         item = task // (heads * columns)
         head = task // columns % heads
@@ -66,3 +68,5 @@ def affine_pieces_kernel(
             base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, LIFT
         )
         program_sync(lane)
+    if EARLY:  # the merge waits for these programs alone: the raw tokens' kernel must have ended, too
+        wait_for_previous(lane)

@@ -88,11 +88,15 @@ def raw_kernel(
     new_k, k_token, k_head, new_v, v_token, v_head,
     part_out, part_top, part_sum, factor, heads, rows, tokens,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_NEW: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """M query rows of one KV head over a sequence's raw tokens. Grid: (blocks of rows, seqs * heads).
 
     Without new tokens (HAS_NEW) the step's own lie in the windows. ``factor`` is the scale times log2(e).
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1) % heads
     seq = tl.program_id(1) // heads
     before = tl.load(before_ptr + seq)
@@ -146,9 +150,11 @@ def raw_kernel(
 def merge_pieces_kernel(
     part_out, part_top, part_sum, out, out_token, out_head, sinks, query_start, seq_lens, before_ptr, items_ptr,
     heads, rows, tokens,
-    D: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, HAS_SINKS: tl.constexpr,
+    D: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row. Grid: (seqs * heads * rows, pieces of PART channels)."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) % rows
     head = tl.program_id(0) // rows % heads
     seq = tl.program_id(0) // rows // heads

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._pages_gluon import attend_pages
 from kvfold.kernels._softmax import LOG2E, _finish
-from kvfold.kernels._warp import program_sync, shared_base
+from kvfold.kernels._warp import launch_dependents, program_sync, shared_base, wait_for_previous
 
 PAGE = gl.constexpr(128)
 
@@ -25,7 +25,8 @@ def fold_pieces_kernel(
     """Any number of programs; each takes every so many-th (piece, KV head, ``8 NT`` query rows).
 
     ``page_step`` and ``head_step``: bytes from a page, and from a head, to the next, of every field. Query heads lie together,
-    ``q_token`` elements from a token to the next.
+    ``q_token`` elements from a token to the next. EARLY: launched while the kernel of raw tokens runs, of which this reads
+    nothing.
     """
     W: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
@@ -33,6 +34,8 @@ def fold_pieces_kernel(
     lane = thread % 32
     warp = thread // 32
     base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
+    if EARLY:
+        launch_dependents(lane)
     for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads * columns, gl.num_programs(0)):
         item = task // (heads * columns)
         head = task // columns % heads
@@ -62,3 +65,5 @@ def fold_pieces_kernel(
             side = side + ((total[2 * n], total[2 * n + 1], total[2 * n], total[2 * n + 1]),)  # noqa: RUF005
         _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, 0)
         program_sync(lane)
+    if EARLY:  # the merge waits for these programs alone: the raw tokens' kernel must have ended, too
+        wait_for_previous(lane)

@@ -13,7 +13,7 @@ from kvfold.kernels import blocks
 from kvfold.kernels.paged._attend import merge_pieces_kernel, pieces_kernel, raw_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace
-from kvfold.kernels.partials import LOG2E
+from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
 from kvfold.kernels.windows import program_memory, stages, tile_sizes
 
 Pieces = Callable[[PagedCall, torch.Tensor, int, Workspace], None]
@@ -69,6 +69,7 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         query = query.contiguous()
     _raw(call, query, rows, workspace)
     choose(call.key_format, call.value_format, call.rope is not None, query.device)(call, query, rows, workspace)
+    early = overlaps_launches(query.device)
     whole = min(dim & -dim, 256 if step.seqs * heads * rows >= 4096 else 32)
     merge_pieces_kernel[(step.seqs * heads * rows, dim // whole)](
         workspace.out,
@@ -88,7 +89,9 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         PART=whole,
         N=16,
         HAS_SINKS=call.sinks is not None,
+        EARLY=early,
         num_warps=1 if whole > 32 else 4,
+        **early_launch(early),
     )
     return out
 
@@ -97,6 +100,7 @@ def _raw(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) 
     """Write the raw tokens' part of every sequence."""
     step, dim = call.step, query.shape[2]
     m, n, warps = tile_sizes(rows, dim)
+    early = overlaps_launches(query.device)
     has_new = call.new_keys is not None
     new_keys, new_values = (call.new_keys, call.new_values) if has_new else (query, query)
     assert new_keys is not None and new_values is not None
@@ -132,8 +136,10 @@ def _raw(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) 
         N=n,
         HAS_NEW=has_new,
         WINDOW_BLOCK=step.window_block,
+        EARLY=early,
         num_warps=warps,
         num_stages=stages(dim, program_memory(query.device)),
+        **early_launch(early),
     )
 
 

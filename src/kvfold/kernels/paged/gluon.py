@@ -14,6 +14,7 @@ from kvfold.kernels.paged._affine import affine_pieces_kernel
 from kvfold.kernels.paged._fold import fold_pieces_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace
+from kvfold.kernels.partials import early_launch, overlaps_launches
 
 
 def unsupported(key_format: Format, value_format: Format) -> str | None:
@@ -28,18 +29,18 @@ def unsupported(key_format: Format, value_format: Format) -> str | None:
 def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
     """Write the parts of all pieces of packed tokens."""
     keys, values = call.key_format, call.value_format
-    bf16 = query.dtype == torch.bfloat16
+    bf16, early = query.dtype == torch.bfloat16, overlaps_launches(query.device)
     k, v, kernel, fixed = _arrays(keys, call.keys), _arrays(values, call.values), affine_pieces_kernel, {}
     if isinstance(keys, Paged):
         assert isinstance(values, Paged)
         plan, resident = paged_plan(keys, values, rows)
-        kernel, fixed = fold_pieces_kernel, pages.constants(keys, values, plan, bf16, False)
+        kernel, fixed = fold_pieces_kernel, pages.constants(keys, values, plan, bf16, early)
         steps = byte_steps((*k, *v))
         k, v = [*k, pages._signs(keys, workspace.top)], [*v[:3], pages._signs(values, workspace.top)]
     else:
         assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
         plan, resident = affine_plan(keys, values, rows)
-        fixed = decode.constants(keys, values, plan, bf16, False, False)
+        fixed = decode.constants(keys, values, plan, bf16, False, early)
         steps = byte_steps((*k, *v))
     _launch(kernel, call, query, rows, workspace, (*k, *v, *steps), plan, resident, fixed)
 
@@ -107,6 +108,7 @@ def _launch(
         **fixed,
         num_warps=plan.warps,
         maxnreg=plan.registers,
+        **early_launch(bool(fixed["EARLY"])),
     )
 
 
