@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from kvfold.formats import AffineGroups, Lookup, LowRank, MixedTokens, Outliers, ResidualCodes
+from kvfold.formats import AffineGroups, GroupCodes, Lookup, LowRank, MixedTokens, Outliers, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook
+from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.outliers import outlier_count
 from kvfold.formats.residual import Codebook
@@ -48,6 +49,20 @@ def residual(stages=4, vector=32, codes=256, strided=False, head_dim=64, block=3
     """Stages as learned ones are: each for what the ones before it left over."""
     book = rand(stages, codes, vector, seed=7) * 0.8 ** torch.arange(stages).view(-1, 1, 1)
     return ResidualCodes(head_dim, block, "plain", vector, codes, stages, strided, Codebook(book.half().to(device)))
+
+
+def grouped(vector=4, strided=False, codes=256, head_dim=64, block=32, device="cpu"):
+    book = GroupBook(rand(HEADS, head_dim // vector, codes, vector, seed=7).half().to(device))
+    return GroupCodes(head_dim, block, "plain", vector, codes, strided, "size", book)
+
+
+def by_groups(key=(4,), value=(4,), block=32):
+    """Vector, whether strided, and codes of both sides."""
+
+    def formats(d, device):
+        return tuple(grouped(*side, head_dim=d, block=block, device=device) for side in (key, value))
+
+    return formats
 
 
 def additive(stages=11, levels=64, rotary=None, head_dim=64, block=32, device="cpu"):
@@ -306,6 +321,29 @@ CASES = {
     "residual-odd-rope": {"method": residuals((3, 16, 128)), "rotary": 24, "scaling": 1.1},
     "residual-odd-groups": {"method": residuals((2, 4, 256), (1, 2, 4)), "rotary": 64, "tokens": 3, "in_place": True},
     "residual-no-rope": {"method": residuals((4, 16, 256)), "head_dim": 96, "packed": (128, 32)},
+    "kvarn": {"method": "kvarn", "packed": (256, 128), "slabs": (2,)},
+    "kvarn-d128-3bit": {"method": "kvarn:bits=3", "head_dim": 128, "packed": (256, 128), "slabs": (2,)},
+    "kvarn-d96-64": {"method": "kvarn:group=64,k_bits=4", "head_dim": 96, "packed": (192, 64), "slabs": (2, 2)},
+    "kvarn-d80-32-plain": {"method": "kvarn:group=32,rotation=1", "head_dim": 80, "slabs": (4, 4), "size": 1e3},
+    "groups-4": {"method": by_groups()},
+    "groups-4-d128": {"method": by_groups(), "head_dim": 128, "packed": (96, 32), "slabs": (4,)},
+    "groups-8-rope": {"method": by_groups((8, True), (8,)), "rotary": 64},
+    "groups-8-rope-d128": {"method": by_groups((8, True), (8,)), "rotary": 128, "head_dim": 128, "slabs": (4, 4)},
+    "groups-8-part-of-rope": {"method": by_groups((8, True), (8,)), "rotary": 32, "head_dim": 80, "scaling": 1.1},
+    "groups-8-odd-rope": {"method": by_groups((8, True), (4,)), "rotary": 24},
+    "groups-2-d80-block128": {
+        "method": by_groups((2, False, 16), (16, False, 64), 128),
+        "head_dim": 80,
+        "packed": (256, 128),
+        "slabs": (2,),
+    },
+    "groups-4-rope-d96": {
+        "method": by_groups((4, True), (8,)),
+        "rotary": 96,
+        "head_dim": 96,
+        "tokens": 3,
+        "in_place": True,
+    },
     **{f"turboquant-{bits}bit": {"method": f"turboquant:bits={bits}"} for bits in (1, 2, 3, 4)},
     "turboquant-d128": {"method": "turboquant:bits=3", "head_dim": 128, "packed": (256, 96)},
     "turboquant-d80-plain": {"method": "turboquant:bits=2,center=false,normalize=false", "head_dim": 80},

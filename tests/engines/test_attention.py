@@ -145,7 +145,7 @@ def test_any_ratio_of_query_to_key_heads(method, heads, kv_heads, target, on_chi
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("method", kvfold.DEFAULT)
 def test_any_head_dim(method, head_dim, target, on_chip):
-    if head_dim % 32:
+    if head_dim % 32 and method != "kvarn":  # whose groups are all channels of a token
         method += ",group=16" if ":" in method else ":group=16"
     shape = spec(head_dim, 2, 1)
     old, new = tokens(1, 320, 1, shape), tokens(1, 2, 2, shape)

@@ -9,11 +9,14 @@ import torch
 from kvfold import methods
 from kvfold.formats import Fields, Format, PagedFormat
 from kvfold.formats.codebook import KeyCodebook
+from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
+from kvfold.formats.projected import HeadMaps
 from kvfold.formats.residual import Codebook
 from kvfold.methods import LayerSpec
 from kvfold.methods.commvq import CommVQ, ValueCodebook
 from kvfold.methods.kvquant import KVQuant, Learned
+from kvfold.methods.nova import ByteCodes, Tables
 from kvfold.methods.turboquant import lloyd_max
 from kvfold.methods.vqllm import VQLLM
 
@@ -59,6 +62,14 @@ def formats(method: str, heads: int, head_dim: int, device: torch.device) -> tup
             for side, bits in (("key", made.key_bits), ("value", made.value_bits))
         ]
         return sides[0], sides[1], None
+    if isinstance(made, ByteCodes):
+        books = [
+            GroupBook(random(heads, head_dim * bits // 8, 256, 8 // bits).half())
+            for bits in (made.key_bits, made.value_bits)
+        ]
+        turn = torch.eye(head_dim, device=device).expand(heads, -1, -1)
+        maps = HeadMaps(random(heads, head_dim), turn, turn) if made.maps_keys else None
+        return *made.formats(spec, Tables(books[0], maps, books[1])), None
     if isinstance(made, KVQuant):
         levels = [tuple(x / 3 for x in lloyd_max(bits)) for bits in (made.key_bits, made.value_bits)]
         scales = ChannelScales(random(heads, head_dim), 3 * random(heads, head_dim).abs() + 1)
@@ -80,7 +91,7 @@ def fill(form: Format, fields: Fields, vectors: torch.Tensor, tokens: int) -> No
 
 def is_learned(form: Format) -> bool:
     """Whether encoding searches tables, which random codes need not."""
-    return form.kind in ("additive codes", "binary codes", "residual codes")
+    return form.kind in ("additive codes", "binary codes", "residual codes", "group codes", "projected")
 
 
 def _random(form: Format, like: torch.Tensor) -> Fields:

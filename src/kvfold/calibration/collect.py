@@ -42,6 +42,8 @@ class LayerSample:
     key_metric : Tensor, complex64 [num_kv_heads, head_dim / 2, head_dim / 2]
         ``E[q q^H]`` of the queries as a key before RoPE meets them, averaged over distances; Hermitian. The mean squared
         error of a score is ``e^H M e / 2`` for a key error e in RoPE's complex pairs.
+    query_moment : Tensor, complex64 [num_kv_heads, head_dim / 2, head_dim / 2]
+        The same not averaged over distances: ``E[q q^H]`` of the queries before RoPE.
     value_metric : Tensor, float32 [num_kv_heads, head_dim, head_dim]
         ``sum_h W_h W_h'`` over the query heads h of the KV head, W_h the head's slice of the output projection: an error e
         of an attention output moves the layer's output by ``e M e'`` squared.
@@ -53,6 +55,7 @@ class LayerSample:
     key_weight: torch.Tensor
     value_weight: torch.Tensor
     key_metric: torch.Tensor
+    query_moment: torch.Tensor
     value_metric: torch.Tensor
 
 
@@ -303,8 +306,14 @@ class Collector:
             return None
         joined = {name: torch.cat([p[name] for p in parts], 1).clone() for name in parts[0]}
         count = len(self.windows) * length * (spec.num_heads // spec.num_kv_heads)
-        metric = (gram.cpu() / count) * distance_factor(spec, length)
-        return LayerSample(spec, **joined, key_metric=metric, value_metric=self._value_metric(spec))
+        moment = gram.cpu() / count
+        return LayerSample(
+            spec,
+            **joined,
+            key_metric=moment * distance_factor(spec, length),
+            query_moment=moment,
+            value_metric=self._value_metric(spec),
+        )
 
     def _value_metric(self, spec: LayerSpec) -> torch.Tensor:
         projection = self.attentions[spec.layer_idx].o_proj

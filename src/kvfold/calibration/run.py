@@ -17,15 +17,19 @@ from kvfold import artefact as artefacts
 from kvfold.artefact import Artefact
 from kvfold.calibration.commvq import CommVQLearner
 from kvfold.calibration.commvq_schedule import PRESETS, Schedule
+from kvfold.calibration.gsrq import GSRQLearner
 from kvfold.calibration.kvquant import KVQuantLearner
 from kvfold.calibration.learner import Learner
+from kvfold.calibration.nova import ByteCodesLearner
 from kvfold.calibration.state import State
 from kvfold.calibration.vqllm import VQLLMLearner
 from kvfold.errors import KVFoldError, OutputError
 from kvfold.evaluation.text import Text
 from kvfold.methods.commvq import CommVQ
+from kvfold.methods.gsrq import GSRQ
 from kvfold.methods.kvquant import KVQuant
 from kvfold.methods.learned import LearnedMethod, rotary_dim
+from kvfold.methods.nova import ByteCodes
 from kvfold.methods.vqllm import VQLLM
 from kvfold.version import __version__
 
@@ -76,6 +80,10 @@ def _learner(method: LearnedMethod, schedule: Schedule) -> Callable[..., Learner
         return partial(CommVQLearner, method, schedule)
     if isinstance(method, KVQuant):
         return partial(KVQuantLearner, method)
+    if isinstance(method, GSRQ):
+        return partial(GSRQLearner, method)
+    if isinstance(method, ByteCodes):
+        return partial(ByteCodesLearner, method)
     if isinstance(method, VQLLM):
         return partial(VQLLMLearner, method)
     raise KVFoldError(f"method: {method.name} has no calibration")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from transformers import PreTrainedModel
 
@@ -50,19 +52,22 @@ def learn(sample: LayerSample, held: torch.Tensor, method: VQLLM, generator: tor
     tensors, errors = {}, {}
     for operand, x in (("key", sample.keys), ("value", sample.values)):
         form = method.format(sample.spec, operand)
-        scaled = x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
-        vectors = form.split(scaled[:, ~held]).flatten(0, -2)
+        vectors = scaled_vectors(form, x[:, ~held]).flatten(0, -2)
         codes = residual_kmeans(vectors, form.stages, form.codes, generator).to(torch.float16)
         tensors[f"{operand}.codes"] = codes
-        errors[operand] = _error(form, codes.float(), x[:, held])
+        errors[operand] = error_of(form, codes.float(), x[:, held])
     return Fit(tensors, errors)
 
 
-def _error(form: ResidualCodes, codes: torch.Tensor, x: torch.Tensor) -> float:
+def scaled_vectors(form: ResidualCodes, x: torch.Tensor) -> torch.Tensor:
+    """What codes are learned from: groups of channels of tokens of unit size, [heads, tokens, groups, vector]."""
+    return form.split(x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30))
+
+
+def error_of(form: ResidualCodes, codes: torch.Tensor, x: torch.Tensor) -> float:
+    """Squared error over squared length of what is stored of x, [heads, tokens, head_dim], with these codes."""
     whole = x[:, : x.shape[1] // form.block * form.block].unsqueeze(0)
-    fitted = ResidualCodes(
-        form.head_dim, form.block, form.operand, form.vector, form.codes, form.stages, form.strided, Codebook(codes)
-    )
+    fitted = dataclasses.replace(form, book=Codebook(codes))
     error = fitted.decode(fitted.encode(whole)) - whole
     return float(error.square().sum() / whole.square().sum())
 

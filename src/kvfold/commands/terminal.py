@@ -52,8 +52,12 @@ METHOD_NAMES = (
     "turboquant",
     "gear",
     "zipcache",
+    "kvarn",
     "kvquant",
     "vqllm",
+    "gsrq",
+    "nova",
+    "tasq",
 )
 """For completion in shells, which loads no method."""
 

@@ -22,6 +22,7 @@ import torch
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.base import Fields, Format
 from kvfold.formats.basis import Basis
+from kvfold.formats.projected import Projected
 
 PAGE = 128
 """Tokens of a page."""
@@ -251,6 +252,8 @@ def norms(code: torch.Tensor) -> torch.Tensor:
 
 
 def plain(form: Format) -> Format:
-    """A key format as kernels read it: where statistics belong to a whole sequence they go into the query, once a call, and
-    what is left is the inner format."""
+    """A key format as kernels read it: where statistics belong to a whole sequence or to the model, they go into the query,
+    once a call, and what is left is the inner format."""
+    if isinstance(form, Projected):
+        return form.inner
     return form.inner if isinstance(form, Paged) and not form.page and form.basis is None else form

@@ -7,6 +7,7 @@ import torch
 
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.base import Fields, Format
+from kvfold.formats.uniform import FITS, fitted
 
 CHUNK = 8192
 """Vectors whose distances to all codes exist at once."""
@@ -41,6 +42,9 @@ class ResidualCodes(Format):
         Group channels i, i + head_dim / vector, ... instead of neighbours.
     book : Codebook or None
         Without it the format knows its size only.
+    fit : {"rms", "least", "size", "unbiased"}
+        The stored scale: the vector's root mean square, which codes are chosen for; or what is fitted to the chosen codes
+        (:mod:`kvfold.formats.uniform`).
 
     Notes
     -----
@@ -52,6 +56,7 @@ class ResidualCodes(Format):
     stages: int
     strided: bool = False
     book: Codebook | None = field(default=None, compare=False, repr=False)
+    fit: str = "rms"
 
     kind: ClassVar[str] = "residual codes"
 
@@ -61,6 +66,8 @@ class ResidualCodes(Format):
             raise ValueError(f"vector={self.vector} does not divide head_dim={self.head_dim}; allowed: {allowed}")
         if not 2 <= self.codes <= 256 or self.stages < 1:
             raise ValueError(f"codes={self.codes}, stages={self.stages}: 2 to 256 codes and at least 1 stage")
+        if self.fit not in ("rms", *FITS):
+            raise ValueError(f"fit={self.fit}: allowed: rms, {', '.join(FITS)}")
 
     def fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         groups = self.head_dim // self.vector
@@ -88,19 +95,25 @@ class ResidualCodes(Format):
         codes = choose(vectors.flatten(0, -2), self.book.on(x.device).codes.float()).view(
             *vectors.shape[:-1], self.stages
         )
+        if self.fit != "rms":
+            rms = to_fp16(fitted(x, self._vectors(codes), self.fit))
         return {
             "codes": codes.to(torch.uint8).unflatten(-3, (-1, self.block)),
             "rms": rms.squeeze(-1).unflatten(-1, (-1, self.block)),
         }
 
-    def decode(self, fields: Fields) -> torch.Tensor:
+    def _vectors(self, codes: torch.Tensor) -> torch.Tensor:
+        """Vectors of unit scale of codes, int64 [..., groups, stages]: float32 [..., head_dim]."""
         assert self.book is not None
-        codes = fields["codes"].flatten(-4, -3).long().clamp_max(self.codes - 1)
         stages = self.book.on(codes.device).codes.float()
         vectors = stages[0][codes[..., 0]]
         for stage in range(1, self.stages):
             vectors = vectors + stages[stage][codes[..., stage]]
-        return self.join(vectors) * fields["rms"].flatten(-2).float().unsqueeze(-1)
+        return self.join(vectors)
+
+    def decode(self, fields: Fields) -> torch.Tensor:
+        codes = fields["codes"].flatten(-4, -3).long().clamp_max(self.codes - 1)
+        return self._vectors(codes) * fields["rms"].flatten(-2).float().unsqueeze(-1)
 
     def describe(self) -> str:
         return f"{self.stages} stages of {self.codes} codes for {self.vector} channels ({self.bits:.2f} bits)"

@@ -82,21 +82,12 @@ class UniformTokens(Format):
             levels = self._levels(x, scale)
             scale = (x * levels).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True)
         levels = self._levels(x, scale)
-        scale = self._fitted(x, levels)
+        scale = fitted(x, levels, self.fit)
         words = pack((levels + self.middle).to(torch.uint8), self.bits_per_code, self.operand)
         return {
             "codes": words.unflatten(-2, (-1, self.block // UNIT)),
             "scale": to_fp16(scale).squeeze(-1).unflatten(-1, (-1, self.block)),
         }
-
-    def _fitted(self, x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        along, codes = (x * levels).sum(-1, keepdim=True), levels.square().sum(-1, keepdim=True)
-        if self.fit == "least":
-            return along / codes
-        size = x.square().sum(-1, keepdim=True)
-        if self.fit == "size":
-            return (size / codes).sqrt()
-        return torch.where(along > 0, size / along, torch.zeros_like(along))
 
     def _levels(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Nearest level of x / scale: ``u - o``."""
@@ -110,3 +101,17 @@ class UniformTokens(Format):
 
     def describe(self) -> str:
         return f"{self.bits_per_code}-bit uniform, a scale per token ({self.bits:.2f} bits)"
+
+
+def fitted(x: torch.Tensor, levels: torch.Tensor, fit: str) -> torch.Tensor:
+    """What a vector of levels is to be multiplied with, to stand for x: [..., d] and [..., d] -> [..., 1]; see :data:`FITS`.
+
+    0 where levels are, or are orthogonal to x (whatever is stored of a vector of zeros decodes to zeros).
+    """
+    along, codes = (x * levels).sum(-1, keepdim=True), levels.square().sum(-1, keepdim=True)
+    size = x.square().sum(-1, keepdim=True)
+    none = torch.zeros_like(along)
+    if fit == "unbiased":
+        return torch.where(along > 0, size / along, none)
+    codes = torch.where(codes > 0, codes, torch.ones_like(codes))
+    return along / codes if fit == "least" else (size / codes).sqrt()

@@ -4,10 +4,13 @@ from kvfold.methods.base import LayerSpec, Method, Observation, State
 from kvfold.methods.commvq import CommVQ
 from kvfold.methods.fold import Fold
 from kvfold.methods.gear import GEAR
+from kvfold.methods.gsrq import GSRQ
 from kvfold.methods.innerq import InnerQ
 from kvfold.methods.kivi import KIVI
+from kvfold.methods.kvarn import KVarN
 from kvfold.methods.kvquant import KVQuant
 from kvfold.methods.none import NoFolding
+from kvfold.methods.nova import NOVA, TaSQ
 from kvfold.methods.qjl import QJL
 from kvfold.methods.recipe import Pair, Recipe, get
 from kvfold.methods.specs import PRESETS, REGISTRY, options_of
@@ -28,8 +31,12 @@ METHODS: tuple[type[Method], ...] = (
     TurboQuant,
     GEAR,
     ZipCache,
+    KVarN,
     KVQuant,
     VQLLM,
+    GSRQ,
+    NOVA,
+    TaSQ,
 )
 
 REGISTRY.update({method.name: method for method in METHODS})
@@ -58,6 +65,7 @@ DEFAULT: tuple[str, ...] = (
     "gear",
     "gear:outliers=0.02",
     "zipcache",
+    "kvarn",
     "kivi:paper=true",
     "squat:paper=true",
     "squat_pre:paper=true",

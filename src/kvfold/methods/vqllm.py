@@ -54,6 +54,9 @@ class VQLLM(LearnedMethod):
 
     def format(self, spec: LayerSpec, operand: str, book: Codebook | None = None) -> ResidualCodes:
         """A format; without a codebook it knows its size only."""
+        return self._format(spec, operand, book, "rms")
+
+    def _format(self, spec: LayerSpec, operand: str, book: Codebook | None, fit: str) -> ResidualCodes:
         bits = self.key_bits if operand == "key" else self.value_bits
         with self.refusing():
             return ResidualCodes(
@@ -65,6 +68,7 @@ class VQLLM(LearnedMethod):
                 self.stages(bits),
                 operand == "key",
                 book,
+                fit,
             )
 
     def shapes(self, spec: LayerSpec) -> None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from kvfold.formats import Projected
 from kvfold.formats.paged import norms
 from kvfold.kernels import AttentionCall, NewTokens, Windows
 from kvfold.kernels.lengths import Lengths
@@ -69,7 +70,7 @@ class Reader:
         )
 
     def project(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries as stored keys meet them, where statistics belong to whole sequences; see :func:`plain`.
+        """Queries as stored keys meet them, where statistics belong to whole sequences or to the model; see :func:`plain`.
 
         Parameters
         ----------
@@ -81,6 +82,9 @@ class Reader:
         bias : Tensor or None, float32 [batch, num_kv_heads, rows]
             The score of a query and a packed key is ``projected . decoded + bias``.
         """
+        if isinstance(form := self.layout.key_format, Projected):
+            assert form.maps is not None
+            return form.maps.queries(queries)
         shared, bias = self.slabs.shared[0], None
         if "mean" in shared:
             bias = (queries * shared["mean"].float()).sum(-1)

@@ -8,7 +8,9 @@ from typing import Any
 
 from kvfold.formats import (
     AffineGroups,
+    Balanced,
     Format,
+    GroupCodes,
     Lookup,
     LowRank,
     MixedTokens,
@@ -20,8 +22,10 @@ from kvfold.formats import (
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.kernels.readers.additive import AdditiveReader
 from kvfold.kernels.readers.affine import AffineReader
+from kvfold.kernels.readers.balanced import BalancedReader
 from kvfold.kernels.readers.base import Reader
 from kvfold.kernels.readers.binary import BinaryReader
+from kvfold.kernels.readers.grouped import GroupReader
 from kvfold.kernels.readers.lookup import LookupReader
 from kvfold.kernels.readers.lowrank import LowRankReader
 from kvfold.kernels.readers.mixed import MixedReader
@@ -33,7 +37,9 @@ from kvfold.kernels.readers.uniform import UniformReader
 READERS: dict[type[Format], type[Reader[Any]]] = {
     AdditiveCodes: AdditiveReader,
     AffineGroups: AffineReader,
+    Balanced: BalancedReader,
     BinaryCodes: BinaryReader,
+    GroupCodes: GroupReader,
     Lookup: LookupReader,
     LowRank: LowRankReader,
     MixedTokens: MixedReader,

@@ -1,0 +1,175 @@
+"""NOVA-KV (arXiv 2608.04074) and TaSQ (arXiv 2610.03027): a byte for a few channels, codes learned for queries' distance."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvfold.formats import AffineGroups, Format, GroupCodes, Hadamard, Projected
+from kvfold.formats.grouped import GroupBook
+from kvfold.formats.projected import HeadMaps
+from kvfold.methods.base import LayerSpec, State
+from kvfold.methods.learned import LearnedMethod
+from kvfold.methods.options import Problem
+
+CODES = 256
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables of one layer; ``values`` None: values have none."""
+
+    keys: GroupBook
+    maps: HeadMaps | None
+    values: GroupBook | None
+
+
+@dataclass(frozen=True)
+class ByteCodes(LearnedMethod):
+    """What NOVA-KV and TaSQ share: keys, and perhaps values, as a byte for ``8 / bits`` channels.
+
+    Parameters
+    ----------
+    values : {"affine", "codes"}
+        ``affine``: v_bits of a rotated value, with a scale and a zero-point per token; ``codes``: as keys, with codebooks for
+        the output projection's distance.
+    refit : bool
+        Store the scale that keeps a key's length and makes a value unbiased, instead of the root mean square; costs no bits.
+    """
+
+    values: str = "affine"
+    refit: bool = True
+
+    bit_widths = (1, 2, 4, 8)
+    maps_keys: ClassVar[bool] = False
+    """Whether keys are stored less a mean and under a learned map."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.values not in ("affine", "codes"):
+            yield Problem("values", ("affine", "codes"))
+        for field, coded in (("k_bits", True), ("v_bits", self.values == "codes")):
+            if coded and getattr(self, field) not in (None, *self.bit_widths):
+                yield Problem(field, self.bit_widths, ": a byte stands for 8 / bits channels")
+
+    # ---- storage -----------------------------------------------------------------------------------------------------
+
+    def _codes(self, spec: LayerSpec, operand: str, book: GroupBook | None) -> GroupCodes:
+        is_key = operand == "key"
+        fit = ("size" if is_key else "unbiased") if self.refit else "rms"
+        bits = self.key_bits if is_key else self.value_bits
+        strided = is_key and self.pre_rope
+        return GroupCodes(spec.head_dim, self.block, spec.operand(operand), 8 // bits, CODES, strided, fit, book)
+
+    def formats(self, spec: LayerSpec, learned: Tables | None = None) -> tuple[Format, Format]:
+        """Both formats; without what was learned they know sizes only."""
+        d = spec.head_dim
+        with self.refusing():
+            keys: Format = self._codes(spec, "key", learned.keys if learned else None)
+            if self.maps_keys:
+                keys = Projected(d, self.block, keys.operand, keys, learned.maps if learned else None)
+            if self.values == "codes":
+                return keys, self._codes(spec, "value", learned.values if learned else None)
+            affine = AffineGroups(d, self.block, spec.operand("value"), self.value_bits, "channel", "asym", d)
+            return keys, self.paged(affine, False, "", Hadamard(d, d & -d))
+
+    @property
+    def page(self) -> int:
+        """As published, too: nothing is a statistic of tokens that are stored."""
+        return 128
+
+    def shapes(self, spec: LayerSpec) -> None:
+        self.formats(spec)
+
+    def key_format(self, spec: LayerSpec) -> Format:
+        return self.formats(spec, self._learned(spec))[0]
+
+    def value_format(self, spec: LayerSpec) -> Format:
+        return self.formats(spec, self._learned(spec))[1]
+
+    def effective_bits(self, head_dim: int = 128, num_layers: int = 32) -> float:
+        return sum(f.bits for f in self.formats(LayerSpec(0, num_layers, 1, 1, head_dim))) / 2
+
+    def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
+        place, learned = torch.empty(0, device=device).device, self._learned(spec)
+        held = {}
+        for operand, book in (("key", learned.keys), ("value", learned.values)):
+            if book is not None:
+                here = book.on(place)
+                held[f"{operand}.codes"] = here.codes
+                if here.metric is not None:
+                    held[f"{operand}.metric"] = here.metric
+        if learned.maps is not None:
+            maps = learned.maps.on(place)
+            held |= {"key.mean": maps.mean, "key.map": maps.apply, "key.inverse": maps.restore}
+        if self.values == "affine":
+            held |= Hadamard(spec.head_dim, spec.head_dim & -spec.head_dim).tables(device)
+        return held
+
+    def _learned(self, spec: LayerSpec) -> Tables:
+        learned: Tables = self.learned(spec)
+        return learned
+
+    def learned_shape(self) -> dict[str, object]:
+        learned: dict[str, object] = {"k_bits": self.key_bits}
+        return learned | ({"v_bits": self.value_bits} if self.values == "codes" else {})
+
+    def build(self, parts: dict[str, torch.Tensor], rotary: int) -> Tables:
+        books = {
+            operand: GroupBook(parts[f"{operand}.codes"], parts.get(f"{operand}.metric"))
+            for operand in ("key", "value")
+            if f"{operand}.codes" in parts
+        }
+        maps = None
+        if self.maps_keys:
+            maps = HeadMaps(parts["key.mean"], parts["key.map"], parts["key.inverse"])
+        return Tables(books["key"], maps, books["value"] if self.values == "codes" else None)
+
+
+@dataclass(frozen=True)
+class NOVA(ByteCodes):
+    """Keys after RoPE, less a static mean, in coordinates in which the distance of queries is the plain one.
+
+    From the source: ``r = (k - mean) M^(1/2) E`` with M the second moment of the queries that read the head and E the
+    eigenvectors of what it makes of the keys' covariance; coordinates dealt out to groups of 4 in the order of their
+    variance, so that groups weigh alike; 256 codes for a group, by k-means; one root mean square per token; values rotated,
+    2 bits with a scale and a zero-point per token. Our reading: values are rotated by a Hadamard matrix instead of a
+    learned one, moments are taken over positions as they would be up to 16,384 tokens, and ``refit``.
+    """
+
+    name = "nova"
+    summary = "keys in coordinates of the queries' distance, a byte for 4 channels; values 2 bits, rotated"
+    source = "NOVA-KV: Spend Bits Where Queries Look, KV Cache Vector Quantization (arXiv 2608.04074)"
+    url = "https://arxiv.org/abs/2608.04074"
+    published: ClassVar[dict[str, object]] = {"sink": 64, "recent": 256, "refit": False}
+    maps_keys = True
+
+
+@dataclass(frozen=True)
+class TaSQ(ByteCodes):
+    """Keys before RoPE, a byte for 8 channels, whose codebooks are learned for the queries' distance.
+
+    From the source, of which we know no more: keys before RoPE, codebooks of 8 channels weighted by queries, about 1.27 bits
+    in all. Our reading: the channels of a group are whole pairs of RoPE, the weight is the second moment of the queries as a
+    key before RoPE meets them, averaged over distances, and values have codebooks for the output projection's
+    distance.
+    """
+
+    bits: int = 1
+    values: str = "codes"
+
+    name = "tasq"
+    summary = "keys before RoPE and values, a byte for 8 channels, codebooks for queries' distance"
+    source = "TaSQ (arXiv 2610.03027)"
+    url = "https://arxiv.org/abs/2610.03027"
+    published: ClassVar[dict[str, object]] = {"sink": 0, "recent": 128, "refit": False}
+    pre_rope = True
+
+    def transform_keys(
+        self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
+    ) -> torch.Tensor:
+        return keys if spec.rope is None else spec.rope.unrotate(keys, positions)
+
+    def restore_keys(self, stored: torch.Tensor, spec: LayerSpec, positions: torch.Tensor) -> torch.Tensor:
+        return stored if spec.rope is None else spec.rope.rotate(stored, positions)
