@@ -58,6 +58,11 @@ class LayerSample:
     query_moment: torch.Tensor
     value_metric: torch.Tensor
 
+    def on(self, device: torch.device) -> LayerSample:
+        """The same numbers on another device."""
+        moved = {f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self) if f.name != "spec"}
+        return dataclasses.replace(self, **moved)
+
 
 def to_complex(x: torch.Tensor, rotary: int) -> torch.Tensor:
     """RoPE's pairs as complex numbers: float [..., d] -> complex [..., d / 2], pair j = (x_j, x_{j + rotary / 2}).

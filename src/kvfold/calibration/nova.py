@@ -36,7 +36,7 @@ class ByteCodesLearner(LayerwiseLearner):
         self.method = method
 
     def fit(self, sample: LayerSample, generator: torch.Generator) -> Fit:
-        return learn(sample, self.held, self.windows.shape[1], self.method, generator)
+        return learn(sample.on(self.model.device), self.held, self.windows.shape[1], self.method, generator)
 
 
 def learn(sample: LayerSample, held: torch.Tensor, window: int, method: ByteCodes, generator: torch.Generator) -> Fit:
@@ -62,7 +62,7 @@ def learn(sample: LayerSample, held: torch.Tensor, window: int, method: ByteCode
     """
     spec = sample.spec
     keys_form, values_form = method.formats(spec)
-    queries = real_moment(sample.query_moment * distance_factor(spec, SPAN), rotary_dim(spec), spec.head_dim)
+    queries = real_moment(sample.query_moment * distance_factor(spec, SPAN).to(sample.query_moment.device), rotary_dim(spec), spec.head_dim)
     tensors: dict[str, torch.Tensor | None] = {}
     errors: dict[str, float] = {}
     if method.maps_keys:
@@ -100,7 +100,7 @@ def real_moment(moment: torch.Tensor, rotary: int, head_dim: int) -> torch.Tenso
 
     ``e M e'`` is the mean squared score of an error e, twice over.
     """
-    pairs = to_complex(torch.eye(head_dim), rotary)
+    pairs = to_complex(torch.eye(head_dim, device=moment.device), rotary)
     return (pairs.conj() @ moment.to(pairs.dtype) @ pairs.T).real.float()
 
 

@@ -28,7 +28,7 @@ class VQLLMLearner(LayerwiseLearner):
         self.method = method
 
     def fit(self, sample: LayerSample, generator: torch.Generator) -> Fit:
-        return learn(sample, self.held, self.method, generator)
+        return learn(sample.on(self.model.device), self.held, self.method, generator)
 
 
 def learn(sample: LayerSample, held: torch.Tensor, method: VQLLM, generator: torch.Generator) -> Fit:
