@@ -468,14 +468,20 @@ def test_learned_methods_count_their_bits_without_an_artefact():
     assert methods.get("vqllm:bits=1").effective_bits(128) == pytest.approx(1 + 16 / 128)
 
 
-@pytest.mark.parametrize("name", ["kvquant", "vqllm"])
+@pytest.mark.parametrize("name", ["kvquant", "vqllm", "gsrq", "nova", "tasq"])
 def test_a_learned_method_says_what_it_lacks(name, model):
     with pytest.raises(MethodError, match=f"{name}: artefact is missing.*kvfold calibrate"):
         kvfold.fold(model, name)
     assert name not in {methods.get(spec).name for spec in methods.DEFAULT}
 
 
-@pytest.mark.parametrize("name", ["kvquant:bits=2", "kvquant:bits=1,v_bits=2,outliers=0", "vqllm:bits=1,codes=16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("kvquant:bits=2", "kvquant:bits=1,v_bits=2,outliers=0", "vqllm:bits=1,codes=16", "gsrq:bits=1,codes=16"),
+        *("nova", "nova:values=codes,refit=false", "tasq"),
+    ],
+)
 def test_learned_methods_from_text_to_generation(name, model, tmp_path):
     """Calibrate, fold, generate; wrong options and other models are refused; a repeated run learns the same."""
     method = methods.get(name)
@@ -483,7 +489,7 @@ def test_learned_methods_from_text_to_generation(name, model, tmp_path):
     out = tmp_path / "a.safetensors"
     done = []
     made = calibrate(model, byte_tokenizer(), "tiny", method, [text], 1024, out, on_layer=done.append)
-    if method.name == "vqllm":  # the one that draws random numbers
+    if method.name in ("vqllm", "gsrq", "nova"):  # what draws random numbers
         again = calibrate(model, byte_tokenizer(), "tiny", method, [text], 1024, tmp_path / "b.safetensors")
         assert all(torch.equal(t, again.tensors[n]) for n, t in made.tensors.items())
     assert made.tensors.keys() == read(out).tensors.keys()

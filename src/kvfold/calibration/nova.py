@@ -62,7 +62,11 @@ def learn(sample: LayerSample, held: torch.Tensor, window: int, method: ByteCode
     """
     spec = sample.spec
     keys_form, values_form = method.formats(spec)
-    queries = real_moment(sample.query_moment * distance_factor(spec, SPAN).to(sample.query_moment.device), rotary_dim(spec), spec.head_dim)
+    queries = real_moment(
+        sample.query_moment * distance_factor(spec, SPAN).to(sample.query_moment.device),
+        rotary_dim(spec),
+        spec.head_dim,
+    )
     tensors: dict[str, torch.Tensor | None] = {}
     errors: dict[str, float] = {}
     if method.maps_keys:

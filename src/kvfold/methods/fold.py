@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvfold.formats import Format, Hadamard, UniformTokens
+from kvfold.formats import Format, Hadamard, ResidualCodes, UniformTokens
+from kvfold.formats.gaussian import gaussian_codes
 from kvfold.methods.base import LayerSpec, Method
 from kvfold.methods.options import Numbers, Problem
 
@@ -30,6 +31,8 @@ class Fold(Method):
         Channels that a Hadamard block mixes, a power of two; 0: half of ``head_dim``, 1: none.
     seed : int
         Of the rotation's signs.
+    codebook : bool
+        A byte for 8 / bits channels (bits 1, 2 or 4), from a fixed table for Gaussian vectors, instead of uniform levels.
     """
 
     bits: int = 0
@@ -37,6 +40,7 @@ class Fold(Method):
     normalize: bool = True
     rotation: int = 0
     seed: int = 0
+    codebook: bool = False
 
     name = "fold"
     summary = "mean and norms per page, Hadamard rotation, uniform levels, a scale per token"
@@ -55,7 +59,7 @@ class Fold(Method):
 
     @property
     def kernel_encodes(self) -> bool:
-        return True
+        return not self.codebook
 
     @property
     def key_bits(self) -> int:
@@ -76,7 +80,14 @@ class Fold(Method):
 
     def _format(self, spec: LayerSpec, operand: str, bits: int, fit: str, norm: str) -> Format:
         with self.refusing():
-            codes = UniformTokens(spec.head_dim, self.block, spec.operand(operand), bits, fit)
+            codes: Format
+            if self.codebook and bits in (1, 2):
+                table = gaussian_codes(8 // bits)
+                codes = ResidualCodes(
+                    spec.head_dim, self.block, spec.operand(operand), 8 // bits, 256, 1, False, table, fit
+                )
+            else:
+                codes = UniformTokens(spec.head_dim, self.block, spec.operand(operand), bits, fit)
         return self.paged(codes, self.centered, norm, self._basis(spec))
 
     def key_format(self, spec: LayerSpec) -> Format:

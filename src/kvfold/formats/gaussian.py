@@ -1,0 +1,25 @@
+"""A fixed table for Gaussian vectors: 256 codes for a few coordinates, the same for every model."""
+
+from functools import lru_cache
+from importlib.resources import files
+
+import torch
+
+from kvfold.formats.residual import Codebook
+
+VECTORS = (4, 8)
+"""Coordinates of a code that there are tables for, 2 bits and 1 bit each."""
+
+
+@lru_cache
+def gaussian_codes(vector: int) -> Codebook:
+    """256 codes of least squared error for ``vector`` independent standard normals, fp16 [1, 256, vector].
+
+    Made by ``scripts/gaussian_codes.py``, once. For exact normals at 2 bits a coordinate its error is 0.097, where uniform and
+    Lloyd-Max levels have 0.119 and 0.118; at 1 bit 0.34, where both have 0.36.
+    """
+    raw = torch.frombuffer(
+        bytearray(files("kvfold.formats").joinpath("gaussian_codes.bin").read_bytes()), dtype=torch.float16
+    )
+    first = 256 * sum(v for v in VECTORS if v < vector)
+    return Codebook(raw[first : first + 256 * vector].clone().view(1, 256, vector))
