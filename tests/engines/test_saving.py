@@ -151,17 +151,25 @@ def kvquant(path: Path, model) -> str:
     return learned("kvquant:bits=2", parts, {}, path, model)
 
 
+def nova(path: Path, model) -> str:
+    turn = torch.eye(64).expand(2, -1, -1).contiguous()
+    codes = torch.randn(2, 16, 256, 4, generator=torch.Generator().manual_seed(0))
+    parts = {"key.codes": codes, "key.mean": torch.ones(2, 64), "key.map": turn, "key.inverse": turn}
+    return learned("nova:bits=2", parts, {}, path, model)
+
+
 @pytest.fixture(scope="module")
 def methods(tmp_path_factory, model) -> list[str]:
     folder = tmp_path_factory.mktemp("learned")
     codes = vqllm(folder / "vqllm.safetensors", model)
-    return [*DEFAULT, codes, kvquant(folder / "kvquant.safetensors", model), f"k={codes}+v=fold", APART]
+    others = kvquant(folder / "kvquant.safetensors", model), nova(folder / "nova.safetensors", model)
+    return [*DEFAULT, codes, *others, f"k={codes}+v=fold", "fold:bits=2,codebook=true", APART]
 
 
 # ---- the same --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", range(len(DEFAULT) + 4))
+@pytest.mark.parametrize("index", range(len(DEFAULT) + 6))
 def test_a_loaded_cache_is_what_was_saved_and_goes_on_alike(model, methods, index, tmp_path):
     cache = filled(model, methods[index])
     assert any(cache.folded[0].packed)
