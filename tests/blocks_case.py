@@ -350,6 +350,8 @@ CASES = {
     "fold-d96": {"method": "fold", "head_dim": 96, "slabs": (4, 4)},
     "fold-d80-4rows": {"method": "fold:bits=4", "head_dim": 80, "per_head": 4, "tokens": 5, "in_place": True},
     "fold-8bit": {"method": "fold:bits=8"},
+    "fold-codebook": {"method": "fold:codebook=true"},
+    "fold-codebook-1bit-d128": {"method": "fold:bits=1,codebook=true", "head_dim": 128, "packed": (128, 96)},
     "fold-no-rotation": {"method": "fold:rotation=1"},
     "qjl": {"method": "k=qjl+v=turboquant"},
     "qjl-3": {"method": "k=qjl:bits=3,center=false+v=turboquant", "packed": (224,)},

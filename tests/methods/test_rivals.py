@@ -292,12 +292,23 @@ def learned(tmp_path_factory) -> dict[str, str]:
     found = {}
     for name, (parts, shape) in made.items():
         path = folder / f"{name.partition(':')[0]}{len(parts)}.safetensors"
+        tensors = {
+            f"layers.{i}.{n}": t.clone(memory_format=torch.contiguous_format)
+            for i in range(2)
+            for n, t in parts.items()
+        }
         whole = artefacts.Artefact(
-            model="tiny", config_hash="", method=name,
+            model="tiny",
+            config_hash="",
+            method=name,
             shape={"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "rotary_dim": 64, **shape},
-            calibration={}, errors={}, versions={}, created="2026-01-01T00:00:00+00:00",
-            tensors={f"layers.{i}.{n}": t.clone(memory_format=torch.contiguous_format) for i in range(2) for n, t in parts.items()}, weights_hash="",
-        )  # fmt: skip
+            calibration={},
+            errors={},
+            versions={},
+            created="2026-01-01T00:00:00+00:00",
+            tensors=tensors,
+            weights_hash="",
+        )
         artefacts.save(whole, path)
         found[name] = f"{name}{',' if ':' in name else ':'}artefact={path}"
     return found
@@ -346,6 +357,15 @@ def test_the_fixed_codebook_has_less_error_than_uniform_levels_at_equal_bits(bit
     assert table.bits == levels.bits
     size = x.square().sum()
     assert error(table, x).sum() / size < limit < 0.97 * error(levels, x).sum() / size
+
+
+def test_a_codebook_that_serves_no_side_is_refused():
+    with pytest.raises(
+        MethodError, match="fold: codebook=true has no effect: there are tables for 1 and 2 bits; allowed: fa"
+    ):
+        get("fold:bits=3,codebook=true")
+    keys, values = (f(spec()) for f in (get("fold:codebook=true").key_format, get("fold:codebook=true").value_format))
+    assert isinstance(keys.inner, UniformTokens) and isinstance(values.inner, ResidualCodes)
 
 
 def test_folds_codebook_costs_no_bits():

@@ -32,7 +32,8 @@ class Fold(Method):
     seed : int
         Of the rotation's signs.
     codebook : bool
-        A byte for 8 / bits channels (bits 1, 2 or 4), from a fixed table for Gaussian vectors, instead of uniform levels.
+        Store what has 1 or 2 bits as a byte for 8 / bits channels, from a fixed table for Gaussian vectors, instead of
+        uniform levels: less error at the same bits, and slower to decode.
     """
 
     bits: int = 0
@@ -56,6 +57,8 @@ class Fold(Method):
         if self.rotation < 0 or self.rotation & (self.rotation - 1):
             powers = Numbers(0, 2, text="0 (half of head_dim) or a power of two that divides head_dim")
             yield Problem("rotation", powers)
+        if self.codebook and not {self.key_bits, self.value_bits} & CODED.keys():
+            yield Problem("codebook", (False,), " has no effect: there are tables for 1 and 2 bits")
 
     @property
     def kernel_encodes(self) -> bool:
@@ -81,13 +84,11 @@ class Fold(Method):
     def _format(self, spec: LayerSpec, operand: str, bits: int, fit: str, norm: str) -> Format:
         with self.refusing():
             codes: Format
-            if self.codebook and bits in (1, 2):
-                table = gaussian_codes(8 // bits)
-                codes = ResidualCodes(
-                    spec.head_dim, self.block, spec.operand(operand), 8 // bits, 256, 1, False, table, fit
-                )
+            shape = spec.head_dim, self.block, spec.operand(operand)
+            if self.codebook and bits in CODED:
+                codes = ResidualCodes(*shape, CODED[bits], 256, 1, False, gaussian_codes(CODED[bits]), fit)
             else:
-                codes = UniformTokens(spec.head_dim, self.block, spec.operand(operand), bits, fit)
+                codes = UniformTokens(*shape, bits, fit)
         return self.paged(codes, self.centered, norm, self._basis(spec))
 
     def key_format(self, spec: LayerSpec) -> Format:
@@ -98,4 +99,13 @@ class Fold(Method):
 
     def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
         basis = self._basis(spec)
-        return {} if basis is None else basis.tables(device)
+        held = {} if basis is None else basis.tables(device)
+        if self.codebook:
+            place = torch.empty(0, device=device).device
+            for bits in {self.key_bits, self.value_bits} & CODED.keys():
+                held[f"codes{bits}"] = gaussian_codes(CODED[bits]).on(place).codes
+        return held
+
+
+CODED = {1: 8, 2: 4}
+"""Channels that share a byte of the fixed table, by bits."""
