@@ -39,6 +39,7 @@ KINDS = {
     "constant-groups": _constant_groups,
     "zero": torch.zeros_like,
     "huge": lambda x: 6e4 * x.sign(),
+    "small": lambda x: 1e-3 * x,
     "tiny": lambda x: 1e-6 * x,
     "denormal": lambda x: 2.0**-24 * x.sign(),
     "outliers": _outliers,

@@ -39,6 +39,14 @@ def test_contents(mode, head_dim, kind):
         case.check()
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_small_values_keep_their_digits(mode, bits):
+    """A probability times a small scale is far below fp16's normal numbers, unless it carries a factor that follows the
+    scales."""
+    Case(formats(mode, bits), values="small", packed=(320, 8192), scale_gain=3.0, **ALONE).check()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_keys_and_queries_at_the_ends_of_their_ranges_together(mode):
     Case(formats(mode), keys="outliers", gain=1e4, dtype=BF16, largest=12.0, **ALONE).check()

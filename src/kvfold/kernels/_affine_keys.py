@@ -341,10 +341,3 @@ def _query_sums(
                 low = gl.where(t == group // 2, low | r, low)
             qsum = qsum + (high, low)
     return qsum
-
-
-@gluon.constexpr_function
-def lift(bits, axis):
-    """log2 of the factor that probabilities carry, so that small ones are not subnormal: 4 where scales multiply sums, and
-    as much of it as the product with any scale allows where they multiply probabilities (groups of channels, ``axis`` 1)."""
-    return query_exponent(bits, axis == 1) + 1

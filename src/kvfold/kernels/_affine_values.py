@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import _bytes, _load_codes, _operand, _signed, code_bytes, step, weight
 from kvfold.kernels._registers import ONES, _axpy4, _replace, _two, _unit_half2, _zero4
+from kvfold.kernels._softmax import _headroom
 from kvfold.kernels._warp import (
     abs_halves,
     add_half2,
@@ -15,6 +16,7 @@ from kvfold.kernels._warp import (
     high_halves,
     load_shared,
     low_halves,
+    max_half2,
     mma,
     mma_tf32,
     mul_half2,
@@ -32,6 +34,27 @@ def _lighten(p, lane, BY: gl.constexpr):
         return p
     else:
         return mul_half2(p, _unit_half2(lane, -BY))
+
+
+@gluon.constexpr_function
+def carried(axis):
+    """log2 of the factor that sums of packed values carry beside what running maxima have: nothing for groups of channels
+    (``axis`` 1), whose factor follows their scales and is in the maxima."""
+    return 0 if axis == 1 else 4
+
+
+@gluon.jit
+def _value_room(base, lane, D: gl.constexpr, GROUP: gl.constexpr, NB: gl.constexpr, META: gl.constexpr):
+    """log2 of the factor that probabilities of a stage may carry, where scales multiply them; see :func:`_headroom`."""
+    NG: gl.constexpr = D // GROUP  # scales of a block's 32 tokens are 16 NG words
+    EACH: gl.constexpr = max(1, NG // 2)
+    at = base + lane * (4 * EACH) if NG > 1 else base + (lane % 16) * 4
+    x = lane * 0
+    for j in gl.static_range(NB):
+        words = load_shared(at, META + 128 * NG * j, EACH)
+        for i in gl.static_range(EACH):
+            x = max_half2(x, words[i])
+    return _headroom(x)
 
 
 @gluon.jit

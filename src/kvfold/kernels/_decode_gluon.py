@@ -18,10 +18,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import _fetch_stage, code_bytes, meta_bytes
-from kvfold.kernels._affine_keys import _queries, _query_sums, _scores_accumulator, _scores_operand, lift
-from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _values_operand_apart, _whole_values
+from kvfold.kernels._affine_keys import _queries, _query_sums, _scores_accumulator, _scores_operand
+from kvfold.kernels._affine_values import (
+    _value_room,
+    _values_accumulator,
+    _values_operand,
+    _values_operand_apart,
+    _whole_values,
+    carried,
+)
 from kvfold.kernels._registers import _item, _zero4
-from kvfold.kernels._softmax import LOG2E, _finish, _nothing, _rescale, _softmax, _store_own
+from kvfold.kernels._softmax import LIFT, LOG2E, _finish, _nothing, _probabilities, _rescale, _softmax, _store_own
 from kvfold.kernels._warp import (
     copy_commit,
     copy_wait_1,
@@ -78,7 +85,6 @@ def attend_blocks(
     V_AT: gl.constexpr = NB * (K_CODE + K_ROW + K_WORDS)
     STAGE: gl.constexpr = V_AT + NB * (V_CODE + V_ROW + V_WORDS)
     QUERY: gl.constexpr = NT * CT * 256  # bytes of a warp's queries
-    LIFT: gl.constexpr = lift(V_BITS, V_AXIS)
     g = lane // 4
     t = lane % 4
     if SHARED:
@@ -177,7 +183,13 @@ def attend_blocks(
                 base, copier, k[0], k[1], k[2], unit, block, left - NB, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NB, 0, COPIERS
             )  # fmt: skip
             copy_commit(lane)
-        top, factor, p = _softmax(scores, top, 2 * NB, NT, False, LIFT)
+        if V_AXIS == 1:  # scales multiply probabilities, which make room for them
+            if not SHARED:
+                copy_wait_1(lane)  # values of this stage
+            room = _value_room(base, lane, D, V_GROUP, NB, V_AT + NB * V_CODE)
+            top, factor, p = _probabilities(scores, top, room, 2 * NB, NT)
+        else:
+            top, factor, p = _softmax(scores, top, 2 * NB, NT, False, LIFT)
         if SHARED and V_AXIS == 1:
             out, side = _values_operand_apart(
                 base, lane, p, factor, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
@@ -185,13 +197,13 @@ def attend_blocks(
         else:
             out = _rescale(out, factor, CT, NT)
             side = _rescale(side, factor, 1, NT)
-            if not SHARED:
-                copy_wait_1(lane)  # values of this stage
             if V_AXIS == 1:
                 out, side = _values_operand(
                     base, lane, p, out, side, D, V_BITS, V_GROUP, NT, NB, V_AT, V_AT + NB * V_CODE
                 )
             else:
+                if not SHARED:
+                    copy_wait_1(lane)  # values of this stage
                 out, side = _values_accumulator(
                     base, lane, p, out, side, D, V_BITS, V_MODE, NT, NB, V_AT, V_AT + NB * V_CODE,
                     V_AT + NB * (V_CODE + V_ROW),
@@ -256,7 +268,7 @@ def decode_kernel(
     STAGE: gl.constexpr = V_AT + NB * (V_CODE + V_ROW + V_WORDS)
     MEET: gl.constexpr = NT * CT * 32 * 16  # bytes a warp leaves for the others at the end
     QUERY: gl.constexpr = NT * CT * 256  # bytes of a warp's queries
-    LIFT: gl.constexpr = lift(V_BITS, V_AXIS)
+    CARRIED: gl.constexpr = carried(V_AXIS)
     base0 = shared_base(lane, 2 * STAGE + W * QUERY if SHARED else W * (STAGE if STAGE > MEET else MEET))
 
     if EARLY:
@@ -300,7 +312,7 @@ def decode_kernel(
             CENTER, SHARED,
         )  # fmt: skip
         if SHARED:
-            _store_own(lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D, NT, LIFT)
+            _store_own(lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D, NT, CARRIED)
         else:
             _finish(
                 base0,
@@ -318,5 +330,5 @@ def decode_kernel(
                 False,
                 D,
                 NT,
-                LIFT,
+                CARRIED,
             )

@@ -225,49 +225,12 @@ def _page_scores(
 
 
 @gluon.jit
-def _shuffle_max(x):
-    """Largest pair of the warp, element by element, and of the two."""
-    for i in gl.static_range(5):
-        x = max_half2(x, as_int(shuffle_xor(as_float(x), 1 << i)))
-    return gl.maximum(x & 0xFFFF, x >> 16)
-
-
-@gluon.jit
 def _room(base, lane, NB: gl.constexpr, AT: gl.constexpr):
-    """log2 of the factor that probabilities of a page may carry: up to 15, and so that times any scale it stays below 2^15."""
+    """log2 of the factor that probabilities of a page may carry; see :func:`_headroom`."""
     x = lane * 0
     for i in gl.static_range(NB // 2):
         x = max_half2(x, abs_halves(load_shared(base + lane * 4, AT + 128 * i, 1)[0]))
-    return gl.minimum(29 - (_shuffle_max(x) >> 10), 15).to(gl.float32)
-
-
-@gluon.jit
-def _probabilities(scores, top, room, COUNT: gl.constexpr, NT: gl.constexpr):
-    """Running exponent, factor of what was summed before, and a page's exp2(score - exponent) as B operands.
-
-    The exponent is the maximum less ``room``, or a later page's that is higher.
-    """
-    new_top = ()
-    factor = ()
-    for n in gl.static_range(NT):
-        for e in gl.static_range(2):
-            m = gl.maximum(scores[n][e], scores[n][e + 2])
-            for i in gl.static_range(1, COUNT):
-                m = gl.maximum(m, gl.maximum(scores[i * NT + n][e], scores[i * NT + n][e + 2]))
-            m = gl.maximum(m, shuffle_xor(m, 4))
-            m = gl.maximum(m, shuffle_xor(m, 8))
-            m = gl.maximum(m, shuffle_xor(m, 16))
-            m = gl.maximum(m - room, top[2 * n + e])
-            new_top = new_top + (m,)
-            factor = factor + (exp2_fast(top[2 * n + e] - m),)
-    p = ()
-    for i in gl.static_range(COUNT):
-        for n in gl.static_range(NT):
-            x = scores[i * NT + n]
-            low = pack_half2(exp2_fast(x[0] - new_top[2 * n]), exp2_fast(x[1] - new_top[2 * n + 1]), False)
-            high = pack_half2(exp2_fast(x[2] - new_top[2 * n]), exp2_fast(x[3] - new_top[2 * n + 1]), False)
-            p = p + (transpose8(low), transpose8(high))
-    return new_top, factor, p
+    return _headroom(x)
 
 
 @gluon.jit

@@ -17,7 +17,6 @@ its own bytes:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_keys import lift
 from kvfold.kernels._hadamard import hadamard, sign_bits, turned_back
 from kvfold.kernels._page_codes import (
     fetch_page,
@@ -32,13 +31,12 @@ from kvfold.kernels._page_sums import (
     _norm_words,
     _page_scores,
     _page_values,
-    _probabilities,
     _raw_queries,
     _room,
     _turned_queries,
 )
 from kvfold.kernels._registers import _zero4
-from kvfold.kernels._softmax import LOG2E, _finish, _nothing
+from kvfold.kernels._softmax import LIFT, LOG2E, _finish, _nothing, _probabilities
 from kvfold.kernels._warp import (
     as_float,
     copy_commit,
@@ -251,7 +249,6 @@ def pages_kernel(
     slot0 = head.to(gl.int64) * parts + (part0 + split)
 
     if split >= splits:
-        LIFT: gl.constexpr = lift(V_BITS, 0)
         sink_len = gl.load(sink_len_ptr + batch)
         recent_len = gl.load(recent_len_ptr + batch)
         top, out, side = _nothing(lane, CT, NT)

@@ -7,8 +7,11 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._warp import (
+    as_float,
+    as_int,
     exp2_fast,
     load_shared4f,
+    max_half2,
     pack_half2,
     program_sync,
     shuffle_xor,
@@ -17,6 +20,8 @@ from kvfold.kernels._warp import (
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
+LIFT = gl.constexpr(4)
+"""log2 of the factor that probabilities carry where no scale multiplies them, so that small ones are not subnormal."""
 LOWEST = gl.constexpr(-1.0e30)  # running maximum before any token: finite, so that differences are never NaN
 
 
@@ -47,6 +52,47 @@ def _softmax(scores, top, COUNT: gl.constexpr, NT: gl.constexpr, BF16: gl.conste
             x = scores[i * NT + n]
             low = pack_half2(exp2_fast(x[0] + shift[2 * n]), exp2_fast(x[1] + shift[2 * n + 1]), BF16)
             high = pack_half2(exp2_fast(x[2] + shift[2 * n]), exp2_fast(x[3] + shift[2 * n + 1]), BF16)
+            p = p + (transpose8(low), transpose8(high))
+    return new_top, factor, p
+
+
+@gluon.jit
+def _headroom(x):
+    """log2 of the factor that probabilities of a stage may carry: up to 15, and so that times any scale it stays below 2^15.
+
+    ``x`` are pairs of fp16 scales, the largest that a lane has seen.
+    """
+    for i in gl.static_range(5):
+        x = max_half2(x, as_int(shuffle_xor(as_float(x), 1 << i)))
+    return gl.minimum(29 - (gl.maximum(x & 0xFFFF, x >> 16) >> 10), 15).to(gl.float32)
+
+
+@gluon.jit
+def _probabilities(scores, top, room, COUNT: gl.constexpr, NT: gl.constexpr):
+    """Running exponent, factor of what was summed before, and a stage's exp2(score - exponent) as B operands.
+
+    Scores are a tuple of COUNT * NT accumulators. The exponent is the maximum less ``room``, or that of a stage before if it is
+    higher.
+    """
+    new_top = ()
+    factor = ()
+    for n in gl.static_range(NT):
+        for e in gl.static_range(2):
+            m = gl.maximum(scores[n][e], scores[n][e + 2])
+            for i in gl.static_range(1, COUNT):
+                m = gl.maximum(m, gl.maximum(scores[i * NT + n][e], scores[i * NT + n][e + 2]))
+            m = gl.maximum(m, shuffle_xor(m, 4))
+            m = gl.maximum(m, shuffle_xor(m, 8))
+            m = gl.maximum(m, shuffle_xor(m, 16))
+            m = gl.maximum(m - room, top[2 * n + e])
+            new_top = new_top + (m,)
+            factor = factor + (exp2_fast(top[2 * n + e] - m),)
+    p = ()
+    for i in gl.static_range(COUNT):
+        for n in gl.static_range(NT):
+            x = scores[i * NT + n]
+            low = pack_half2(exp2_fast(x[0] - new_top[2 * n]), exp2_fast(x[1] - new_top[2 * n + 1]), False)
+            high = pack_half2(exp2_fast(x[2] - new_top[2 * n]), exp2_fast(x[3] - new_top[2 * n + 1]), False)
             p = p + (transpose8(low), transpose8(high))
     return new_top, factor, p
 

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import code_bytes, meta_bytes
-from kvfold.kernels._affine_keys import lift
+from kvfold.kernels._affine_values import carried
 from kvfold.kernels._decode_gluon import attend_blocks
 from kvfold.kernels._registers import _item
 from kvfold.kernels._softmax import LOG2E, _finish
@@ -26,7 +26,7 @@ def affine_pieces_kernel(
     """As :func:`kvfold.kernels.paged._fold.fold_pieces_kernel`."""
     W: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    LIFT: gl.constexpr = lift(V_BITS, V_AXIS)
+    CARRIED: gl.constexpr = carried(V_AXIS)
     K_META: gl.constexpr = _item(meta_bytes(D, K_AXIS, K_MODE, K_GROUP), 0) + _item(
         meta_bytes(D, K_AXIS, K_MODE, K_GROUP), 1
     )
@@ -65,7 +65,7 @@ def affine_pieces_kernel(
             D, K_BITS, K_AXIS, K_MODE, K_GROUP, V_BITS, V_AXIS, V_MODE, V_GROUP, NT, NB, False, CENTER, False,
         )  # fmt: skip
         _finish(
-            base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, LIFT
+            base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, CARRIED
         )
         program_sync(lane)
     if EARLY:  # the merge waits for these programs alone: the raw tokens' kernel must have ended, too
