@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import _bytes, _load_codes, _operand, _signed, code_bytes, step, weight
 from kvfold.kernels._registers import ONES, _axpy4, _replace, _two, _unit_half2, _zero4
-from kvfold.kernels._softmax import _headroom
+from kvfold.kernels._softmax import LIFT, _headroom
 from kvfold.kernels._warp import (
     abs_halves,
     add_half2,
@@ -40,7 +40,7 @@ def _lighten(p, lane, BY: gl.constexpr):
 def carried(axis):
     """log2 of the factor that sums of packed values carry beside what running maxima have: nothing for groups of channels
     (``axis`` 1), whose factor follows their scales and is in the maxima."""
-    return 0 if axis == 1 else 4
+    return 0 if axis == 1 else LIFT.value
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from kvfold.kernels._page_codes import (
     weight,
 )
 from kvfold.kernels._registers import _kind, _query, _replace, _zero4, query_at
+from kvfold.kernels._softmax import _headroom
 from kvfold.kernels._warp import (
     abs_halves,
     as_float,
