@@ -24,6 +24,7 @@ from kvfold.commands.explain import explain
 from kvfold.commands.generate import generate
 from kvfold.commands.lm_eval import lm_eval
 from kvfold.commands.methods import list_methods
+from kvfold.commands.plan import plan
 from kvfold.commands.recommend import recommend
 from kvfold.commands.report import report
 from kvfold.commands.terminal import spread
@@ -122,6 +123,7 @@ def cli() -> None:
 for _command in (
     generate,
     explain,
+    plan,
     list_methods,
     chat,
     compare,

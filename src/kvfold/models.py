@@ -136,6 +136,25 @@ def load(
     return loaded, tokenizer, info
 
 
+def outline(model: str | None = None) -> tuple[str, Any, int]:
+    """A model's name, its configuration, and the bytes of its weights in 16 bits: nothing of the weights is read.
+
+    Raises
+    ------
+    ModelError
+        As :func:`load`.
+    """
+    from transformers import AutoConfig
+
+    source, local = _source(model)
+    name = model or DEFAULT_MODEL
+    with _as_model_error(name):
+        config = AutoConfig.from_pretrained(source, local_files_only=local)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
+    return name, config, 2 * sum(p.numel() for p in empty.parameters())
+
+
 def context_limit(config: Any) -> int | None:
     """Largest number of tokens that a configuration's positions allow, or None where it does not say."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)

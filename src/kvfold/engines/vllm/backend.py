@@ -21,10 +21,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvfold.engines.vllm import refusals, report
+from kvfold.engines.vllm.long import PIECE
 from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, layer_spec, method_of, stored
 from kvfold.engines.vllm.spec import RecentSpec
-from kvfold.engines.vllm.step import Layer, Step, run
+from kvfold.engines.vllm.step import Batch, Layer, Step, run
 from kvfold.errors import KVFoldError
+from kvfold.kernels.paged import Workspace
+
+MOST_CACHED = 1 << 22
+"""Tokens of all sequences of a step that attention's pieces are planned for; beyond, pieces are longer."""
 
 
 @dataclass
@@ -37,6 +42,8 @@ class StepMetadata(AttentionMetadata):
     query_start, seq_lens : Tensor, int32 [seqs + 1], [seqs]
         On the device.
     max_query_len : int
+    batch : Batch
+        Which of the sequences decode.
     steps : dict
         What layers share whose windows share a table (vLLM may cut the windows into several groups); the first makes it.
     """
@@ -45,6 +52,7 @@ class StepMetadata(AttentionMetadata):
     query_start: torch.Tensor
     seq_lens: torch.Tensor
     max_query_len: int
+    batch: Batch
     steps: dict[int, Step] = field(default_factory=dict)
 
 
@@ -61,7 +69,15 @@ class MetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> StepMetadata:
         common = common_attn_metadata
-        return StepMetadata(common.block_table_tensor, common.query_start_loc, common.seq_lens, common.max_query_len)
+        starts, lengths = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound  # exact for prompts
+        short = 1 + refusals.drafts(self.vllm_config)
+        if common.max_query_len <= short:
+            batch = Batch(common.seq_lens.shape[0], common.max_query_len)
+        else:
+            batch = Batch.of(starts.tolist(), (common.seq_lens if lengths is None else lengths).tolist(), short)
+        return StepMetadata(
+            common.block_table_tensor, common.query_start_loc, common.seq_lens, common.max_query_len, batch
+        )
 
 
 class _Backend(AttentionBackend):
@@ -198,12 +214,30 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         found = stored(self.method, spec)
         if found is None:
             raise KVFoldError(f"keep: layer {spec.layer_idx} in full precision is not served yet; leave keep= out")
-        refusals.check_kernel(found, device)
-        report.started(name, found, self.config)
+        recent = self._recent(found, layer)
+        report.started(found, recent.window, self.config, refusals.check_kernel(found, device))
         self.window_name = f"{name}.recent"
         layer.attn_backend = backend_of(found.page_bytes)
-        layers[self.window_name] = RecentLayer(self._recent(found, layer))
-        self.layer = Layer(found, self.scale)
+        layers[self.window_name] = RecentLayer(recent)
+        self.layer = Layer(found, self.scale, None if device.type == "cpu" else self._workspace(device))
+
+    def _workspace(self, device: torch.device) -> Workspace:
+        """What the kernels of all layers write to: the first layer makes it."""
+        config, layers = self.config, self.config.compilation_config.static_forward_context
+        others = (getattr(getattr(layer, "impl", None), "layer", None) for layer in layers.values())
+        if (made := next((o.workspace for o in others if o is not None), None)) is not None:
+            return made
+        scheduler, length = config.scheduler_config, config.model_config.max_model_len
+        return Workspace.make(
+            max_seqs=max(scheduler.max_num_seqs, config.compilation_config.max_cudagraph_capture_size or 0),
+            max_tokens=scheduler.max_num_batched_tokens,
+            max_len=length,
+            num_heads=self.num_heads,
+            head_dim=self.head_size,
+            device=device,
+            cached_tokens=min(scheduler.max_num_seqs * length, MOST_CACHED),
+            short=1 + refusals.drafts(config),
+        )
 
     def _recent(self, found: Stored, layer: Any) -> RecentSpec:
         method = found.method
@@ -232,6 +266,7 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
     ) -> torch.Tensor:
         """Attention of a step's tokens ``[tokens, heads, head_dim]``, into ``output``. Profiling runs have no metadata."""
         if attn_metadata is None:
+            self._reserve(query)
             return output.zero_()
         assert self.layer is not None
         context = get_forward_context()
@@ -240,8 +275,14 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         run(self.layer, self._step(attn_metadata, context.attn_metadata[self.window_name]), query, key, value, output)
         return output
 
+    def _reserve(self, query: torch.Tensor) -> None:
+        """Take for a moment what a chunk's unpacked pieces take, so that vLLM leaves room for them."""
+        if query.is_cuda:
+            torch.empty(8, PIECE, self.num_kv_heads, self.head_size, dtype=torch.float32, device=query.device)
+
     def _step(self, packed: StepMetadata, window: StepMetadata) -> Step:
         assert self.layer is not None
         if id(window) not in packed.steps:
-            packed.steps[id(window)] = Step.of(self.layer.stored.method, packed, window.block_table, WINDOW_BLOCK)
+            method = self.layer.stored.method
+            packed.steps[id(window)] = Step.of(method, packed, window.block_table, WINDOW_BLOCK, self.layer)
         return packed.steps[id(window)]

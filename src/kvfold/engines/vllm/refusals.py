@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from kvfold.engines.vllm.settings import Stored, unservable
+from kvfold.engines.vllm.settings import SERVED, Stored, unservable
 from kvfold.errors import KVFoldError
+from kvfold.kernels import paged
 from kvfold.methods import Method
 
 VERSIONS = ("0.32.",)
@@ -136,10 +137,24 @@ def check_layer(
         raise KVFoldError(REMEDIES["attention sinks not supported"])
 
 
-def check_kernel(stored: Stored, device: torch.device) -> None:
-    """Refuse what no kernel attends to.
+def check_kernel(stored: Stored, device: torch.device) -> str:
+    """What attends to a layer's pages and encodes them.
 
     Raises
     ------
     KVFoldError
+        On a GPU, where only the reference could.
     """
+    if device.type == "cpu":
+        return "reference: paged kernels run on cuda"
+    from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+
+    if not is_flash_attn_varlen_func_available():
+        raise KVFoldError("FlashAttention is not there, which prompts need; install vLLM's build for CUDA")
+    if why := paged.why_not(*stored.formats, device):
+        raise KVFoldError(f"{stored.method}: no kernel attends to its pages: {why}; allowed: {', '.join(SERVED)}")
+    if why := paged.why_not_stored(*stored.formats):
+        raise KVFoldError(f"{stored.method}: no kernel encodes its pages: {why}; allowed: {', '.join(SERVED)}")
+    if stored.spec.dtype not in (torch.float16, torch.bfloat16):
+        raise KVFoldError(f"dtype={str(stored.spec.dtype)[6:]}: allowed on a GPU: bfloat16, float16")
+    return "paged, first choice"

@@ -15,10 +15,10 @@ from kvfold.methods import LayerSpec, Method
 
 FIELD = "kvfold"
 EXAMPLE = """--additional-config '{"kvfold": "fold"}'"""
+SERVED = ("fold", "kivi", "innerq", "qjl", "turboquant")
+"""Methods whose pages are read and written without anything of a request."""
 WINDOW_BLOCK = 16
 """Tokens of a block of the recent window."""
-ALIGNMENT = 256
-"""Bytes that a page of one KV head is a multiple of: each of its 128 tokens has as many, and whole elements of 16 bits."""
 
 
 def method_of(additional_config: object) -> Method:
@@ -45,20 +45,16 @@ def unservable(method: Method) -> str | None:
                 f"{part}: paper=true takes statistics of a whole first call; allowed: paper=false, statistics per page"
             )
         if part.query_window:
-            return f"{part.name}: blocks are encoded with a state that follows each request's queries; allowed: {_servable()}"
+            return f"{part.name}: blocks are encoded with a state that follows each request's queries; allowed: {', '.join(SERVED)}"
         if part.block != 32:
             return f"{part.name}: group={part.group}: blocks of {part.block} tokens; allowed: groups of up to 32"
         if part.pre_rope or part.maps_values or part.values_need_keys:
             return (
-                f"{part.name}: keys before RoPE, or values that are mapped, are not served yet; allowed: {_servable()}"
+                f"{part.name}: keys before RoPE, or values that are mapped, are not served yet; allowed: {', '.join(SERVED)}"
             )
     if method.sink % 32 or method.sink > 96:
         return f"sink={method.sink}: allowed: 0, 32, 64, 96"
     return None
-
-
-def _servable() -> str:
-    return "fold, kivi, innerq, qjl, turboquant"
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,9 @@ class Stored:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page of one KV head, as vLLM allocates them."""
-        return -(-self.layout.bytes // ALIGNMENT) * ALIGNMENT
+        """Bytes of a page of one KV head, as vLLM allocates them: each token has as many, and whole elements of the dtype."""
+        least = PAGE * self.spec.dtype.itemsize
+        return -(-self.layout.bytes // least) * least
 
     @property
     def formats(self) -> tuple[Any, Any]:
@@ -112,4 +109,4 @@ def layer_spec(
     return LayerSpec(layer_idx, num_layers, num_heads, num_kv_heads, head_dim, dtype, fragments=on_gpu)
 
 
-__all__ = ["ALIGNMENT", "PAGE", "WINDOW_BLOCK", "Stored", "layer_spec", "method_of", "stored", "unservable"]
+__all__ = ["PAGE", "WINDOW_BLOCK", "Stored", "layer_spec", "method_of", "stored", "unservable"]

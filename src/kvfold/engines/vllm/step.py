@@ -1,46 +1,100 @@
 """A step of one layer, on the pages and windows that vLLM allocated."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 
+from kvfold.engines.vllm.long import Chunk, attend_chunk
 from kvfold.engines.vllm.settings import Stored
 from kvfold.formats import Fields
 from kvfold.kernels import paged
-from kvfold.kernels.paged import PagedCall, PagedStep
+from kvfold.kernels.paged import PagedCall, PagedStep, Workspace
 from kvfold.methods import Method
 
 
 @dataclass(frozen=True)
-class Step:
-    """What the layers of a step share."""
+class Batch:
+    """How a step divides, known on the host: decodes come first, and prompts' chunks follow.
 
-    paged: PagedStep
+    Attributes
+    ----------
+    decodes : int
+        Sequences, padded ones among them, whose tokens the paged kernels serve.
+    most : int
+        Tokens that one of these has, at most.
+    chunks : list of Chunk
+        The others.
+    """
+
+    decodes: int
+    most: int
+    chunks: list[Chunk] = field(default_factory=list)
 
     @classmethod
-    def of(cls, method: Method, packed: Any, window_table: torch.Tensor, window_block: int) -> Self:
+    def of(cls, starts: list[int], lengths: list[int], short: int) -> Self:
+        """From first tokens [seqs + 1] and lengths after the step [seqs]; ``short``: tokens of a decode, at most."""
+        counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+        decodes = next((i for i, n in enumerate(counts) if n > short), len(counts))
+        chunks = [
+            Chunk(row, starts[row], counts[row], lengths[row] - counts[row])
+            for row in range(decodes, len(counts))
+            if counts[row]
+        ]
+        return cls(decodes, max([1, *counts[:decodes]]), chunks)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers of a step share whose windows share a table.
+
+    Attributes
+    ----------
+    paged : PagedStep
+        All sequences.
+    decodes : PagedStep
+        The first ones, which kernels serve.
+    batch : Batch
+    owner : object
+        The layer that prepares the step, each time that it runs: a graph that is captured replays it.
+    """
+
+    paged: PagedStep
+    decodes: PagedStep
+    batch: Batch
+    owner: object
+
+    @classmethod
+    def of(cls, method: Method, packed: Any, window_table: torch.Tensor, window_block: int, owner: object) -> Self:
         """From vLLM's metadata of the packed group, and the windows' block table."""
-        return cls(
-            PagedStep(
-                query_start=packed.query_start,
-                seq_lens=packed.seq_lens,
-                table=packed.block_table,
-                window_table=window_table,
-                max_query_len=packed.max_query_len,
-                recent=method.recent,
-                sink=method.sink,
-                block=method.block,
-                window_block=window_block,
-            )
+        whole = PagedStep(
+            query_start=packed.query_start,
+            seq_lens=packed.seq_lens,
+            table=packed.block_table,
+            window_table=window_table,
+            max_query_len=packed.max_query_len,
+            recent=method.recent,
+            sink=method.sink,
+            block=method.block,
+            window_block=window_block,
         )
+        n = packed.batch.decodes
+        decodes = replace(
+            whole,
+            query_start=whole.query_start[: n + 1],
+            seq_lens=whole.seq_lens[:n],
+            table=whole.table[:n],
+            window_table=window_table[:n],
+            max_query_len=packed.batch.most,
+        )
+        return cls(whole, decodes, packed.batch, owner)
 
 
 class Layer:
     """A layer's formats, and its views of what vLLM allocated."""
 
-    def __init__(self, stored: Stored, scale: float) -> None:
-        self.stored, self.scale = stored, scale
+    def __init__(self, stored: Stored, scale: float, workspace: Workspace | None) -> None:
+        self.stored, self.scale, self.workspace = stored, scale, workspace
         self._bound: tuple[int, int] | None = None
         self.keys: Fields = {}
         self.values: Fields = {}
@@ -80,5 +134,15 @@ def run(
         new_keys=key,
         new_values=value,
     )
-    paged.store(call)
-    paged.attend(replace(call, query=query), out)
+    if layer.workspace is None:
+        paged.store(call)
+        paged.attend(replace(call, query=query), out)
+        return
+    if step.owner is layer:
+        paged.prepare(step.paged, layer.workspace, call.seen)
+    paged.store(call, layer.workspace)
+    call = replace(call, query=query)
+    if step.batch.decodes:
+        paged.attend(replace(call, step=step.decodes, new_keys=None, new_values=None), out, layer.workspace)
+    for chunk in step.batch.chunks:
+        attend_chunk(call, chunk, out)

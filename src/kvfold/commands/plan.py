@@ -1,0 +1,103 @@
+"""The command ``kvfold plan``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvfold.commands.terminal import JSON_HELP, json_target, publish, say, show
+from kvfold.errors import KVFoldError
+
+if TYPE_CHECKING:
+    from kvfold.engines.vllm.capacity import Capacity
+
+METHODS = ("fold", "fold:bits=2", "kivi", "innerq", "turboquant", "qjl")
+GIB = 1 << 30
+OVERHEAD = 2.3e9
+"""Bytes that vLLM takes beside weights and caches with its defaults: activations of a profiling run, graphs."""
+
+
+@click.command(short_help="Say how many tokens and sequences fit when vLLM serves a model with folded caches.")
+@click.option("--model", metavar="M", help="Hub id, local folder or .gguf file.  [default: embedded SmolLM2-135M-Instruct]")
+@click.option("--context", metavar="N", type=click.IntRange(1), required=True, help="Tokens of a sequence (--max-model-len).")
+@click.option("--tp", metavar="T", type=click.IntRange(1), default=1, show_default=True, help="GPUs (--tensor-parallel-size).")
+@click.option("--kv-bytes", metavar="B", type=click.IntRange(1), help="Memory for caches per GPU (--kv-cache-memory-bytes).")
+@click.option("--gpu-memory", metavar="GB", type=click.FloatRange(1), help="Memory of a GPU, of which vLLM takes 90 %.")
+@click.option("--methods", metavar="X ...", multiple=True, help="Methods.  [default: " + " ".join(METHODS) + "]")
+@click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
+def plan(
+    model: str | None,
+    context: int,
+    tp: int,
+    kv_bytes: int | None,
+    gpu_memory: float | None,
+    methods: tuple[str, ...],
+    json_path: str | None,
+) -> None:
+    """Say how many tokens and sequences fit, method by method, when vLLM serves a model with folded caches (docs/serving.md).
+
+    With --kv-bytes the numbers are those that vLLM logs; with --gpu-memory an estimate. Shorter contexts follow, since a request's
+    window takes the same room however short it is.
+    """
+    if (kv_bytes is None) == (gpu_memory is None):
+        raise click.UsageError("give one of --kv-bytes and --gpu-memory")
+    target = json_target(json_path)
+    from kvfold.engines.vllm import shapes
+
+    shape = shapes.of_model(model, tp)
+    room = kv_bytes if kv_bytes is not None else _room(shape, gpu_memory or 0.0, tp)
+    chosen = methods or tuple(m for m in METHODS if shapes.fits(shape, m))
+    lengths = sorted({context, *(n for n in (1024, 4096, 8192) if n < context)}, reverse=True)
+    rows = [
+        {"method": name, "context": n, **_row(found, n, shape)}
+        for n in lengths
+        for name, found in [("none", shapes.dense(shape, room, n)), *((m, shapes.folded(shape, room, n, m)) for m in chosen)]
+    ]
+    plain = {row["context"]: row["tokens"] for row in rows if row["method"] == "none"}
+
+    def table() -> None:
+        from kvfold.sheet import Column, Sheet
+
+        names = ("tokens", "sequences", "bytes per token", "window per sequence", "against none")
+        sheet = Sheet(
+            [Column("context", right=True, key=True), Column("method", key=True, wraps=True)]
+            + [Column(name, right=True) for name in names],
+            f"{shape.name}, {room:,} bytes for caches per GPU, {tp} GPU{'s' if tp > 1 else ''}",
+        )
+        for row in rows:
+            factor = row["tokens"] / max(plain[row["context"]], 1)
+            sheet.add(
+                f"{row['context']:,}",
+                row["method"],
+                f"{row['tokens']:,}",
+                f"{row['sequences']:.1f}",
+                f"{row['bytes_per_token']:,.0f}",
+                f"{row['window_bytes']:,}",
+                f"{factor:.2f}x",
+            )
+        show(sheet)
+        if kv_bytes is None:
+            say("an estimate: vLLM measures what is left of the GPU at start-up, and logs the cache's size")
+
+    publish({"model": shape.name, "tp": tp, "kv_bytes": room, "rows": rows}, json_path, target, table)
+
+
+def _room(shape: Any, gpu_memory: float, tp: int) -> int:
+    room = int(0.9 * gpu_memory * GIB - shape.weight_bytes / tp - OVERHEAD)
+    if room <= 0:
+        raise KVFoldError(
+            f"gpu-memory: {gpu_memory:g} GiB do not hold the weights' {shape.weight_bytes / tp / GIB:.1f}; give more, or --tp"
+        )
+    return room
+
+
+def _row(found: Capacity, context: int, shape: Any) -> dict[str, Any]:
+    return {
+        "tokens": found.tokens,
+        "sequences": found.sequences,
+        "bytes_per_token": found.request_blocks * found.block_bytes * shape.tp / context,
+        "window_bytes": found.window_bytes * shape.tp,
+        "block_bytes": found.block_bytes,
+        "blocks": found.blocks,
+    }

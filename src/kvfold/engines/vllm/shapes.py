@@ -1,0 +1,86 @@
+"""What the plan needs to know of a model: read from its configuration, without its weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvfold import methods, models
+from kvfold.engines.vllm import capacity
+from kvfold.engines.vllm.capacity import Capacity
+from kvfold.engines.vllm.settings import Stored, layer_spec, stored, unservable
+from kvfold.errors import KVFoldError, MethodError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's caches on one of ``tp`` GPUs."""
+
+    name: str
+    layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    tp: int
+    weight_bytes: int
+
+
+def of_model(model: str | None, tp: int) -> Shape:
+    """The shape of a model.
+
+    Raises
+    ------
+    KVFoldError
+        If its caches are not what is served, or its heads do not divide among GPUs.
+    """
+    name, config, weight_bytes = models.outline(model)
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise KVFoldError(f"model: {name} has layers of {', '.join(sorted(kinds))}; allowed: full attention in all of them")
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise KVFoldError(f"tp: {tp} GPUs do not share {heads} heads and {kv_heads} KV heads; give what divides both")
+    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    dtype = text.dtype if text.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    return Shape(name, text.num_hidden_layers, heads // tp, max(1, kv_heads // tp), dim, dtype, tp, weight_bytes)
+
+
+def layers_of(shape: Shape, spec: str) -> list[Stored]:
+    """What every layer stores.
+
+    Raises
+    ------
+    KVFoldError
+        If the method cannot be served, or does not suit the model.
+    """
+    method = methods.get(spec)
+    if why := unservable(method):
+        raise KVFoldError(why)
+    facts: Any = (shape.layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, True)
+    found = [stored(method, layer_spec(index, *facts)) for index in range(shape.layers)]
+    if any(layer is None for layer in found):
+        raise KVFoldError(f"{spec}: layers in full precision are not served yet; leave keep= out")
+    return [layer for layer in found if layer is not None]
+
+
+def fits(shape: Shape, spec: str) -> bool:
+    """Whether a method suits the model."""
+    try:
+        layers_of(shape, spec)
+    except MethodError:
+        return False
+    return True
+
+
+def dense(shape: Shape, kv_bytes: int, context: int) -> Capacity:
+    """Of vLLM's own caches in 16 bits."""
+    size = shape.dtype.itemsize
+    return capacity.dense(kv_bytes, context, shape.layers, shape.num_kv_heads, shape.head_dim, size)
+
+
+def folded(shape: Shape, kv_bytes: int, context: int, spec: str) -> Capacity:
+    """Of folded caches."""
+    return capacity.folded(kv_bytes, context, layers_of(shape, spec), shape.num_kv_heads)
