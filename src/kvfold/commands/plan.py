@@ -19,10 +19,18 @@ OVERHEAD = 2.3e9
 
 
 @click.command(short_help="Say how many tokens and sequences fit when vLLM serves a model with folded caches.")
-@click.option("--model", metavar="M", help="Hub id, local folder or .gguf file.  [default: embedded SmolLM2-135M-Instruct]")
-@click.option("--context", metavar="N", type=click.IntRange(1), required=True, help="Tokens of a sequence (--max-model-len).")
-@click.option("--tp", metavar="T", type=click.IntRange(1), default=1, show_default=True, help="GPUs (--tensor-parallel-size).")
-@click.option("--kv-bytes", metavar="B", type=click.IntRange(1), help="Memory for caches per GPU (--kv-cache-memory-bytes).")
+@click.option(
+    "--model", metavar="M", help="Hub id, local folder or .gguf file.  [default: embedded SmolLM2-135M-Instruct]"
+)
+@click.option(
+    "--context", metavar="N", type=click.IntRange(1), required=True, help="Tokens of a sequence (--max-model-len)."
+)
+@click.option(
+    "--tp", metavar="T", type=click.IntRange(1), default=1, show_default=True, help="GPUs (--tensor-parallel-size)."
+)
+@click.option(
+    "--kv-bytes", metavar="B", type=click.IntRange(1), help="Memory for caches per GPU (--kv-cache-memory-bytes)."
+)
 @click.option("--gpu-memory", metavar="GB", type=click.FloatRange(1), help="Memory of a GPU, of which vLLM takes 90 %.")
 @click.option("--methods", metavar="X ...", multiple=True, help="Methods.  [default: " + " ".join(METHODS) + "]")
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
@@ -37,8 +45,8 @@ def plan(
 ) -> None:
     """Say how many tokens and sequences fit, method by method, when vLLM serves a model with folded caches (docs/serving.md).
 
-    With --kv-bytes the numbers are those that vLLM logs; with --gpu-memory an estimate. Shorter contexts follow, since a request's
-    window takes the same room however short it is.
+    With --kv-bytes the numbers are those that vLLM logs; with --gpu-memory an estimate. Shorter contexts follow, since a
+    request's window takes the same room however short it is.
     """
     if (kv_bytes is None) == (gpu_memory is None):
         raise click.UsageError("give one of --kv-bytes and --gpu-memory")
@@ -52,7 +60,10 @@ def plan(
     rows = [
         {"method": name, "context": n, **_row(found, n, shape)}
         for n in lengths
-        for name, found in [("none", shapes.dense(shape, room, n)), *((m, shapes.folded(shape, room, n, m)) for m in chosen)]
+        for name, found in [
+            ("none", shapes.dense(shape, room, n)),
+            *((m, shapes.folded(shape, room, n, m)) for m in chosen),
+        ]
     ]
     plain = {row["context"]: row["tokens"] for row in rows if row["method"] == "none"}
 

@@ -1,7 +1,8 @@
 """How many tokens fit: vLLM's own arithmetic of blocks and groups, without vLLM.
 
-One pool of blocks serves all groups. A block is as large as the largest group needs it: packed pages of 128 tokens of all layers,
-or 16 raw tokens of as many windows as fit beside them. A request holds its pages, and its window's blocks of every group.
+One pool of blocks serves all groups. A block is as large as the largest group needs it: packed pages of 128 tokens of all
+layers, or 16 raw tokens of as many windows as fit beside them. A request holds its pages, and its window's blocks of every
+group.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,9 @@ class Capacity:
         return (self.request_blocks - self.page_blocks) * self.block_bytes
 
 
-def dense(kv_bytes: int, context: int, layers: int, heads: int, head_dim: int, itemsize: int, block: int = 16) -> Capacity:
+def dense(
+    kv_bytes: int, context: int, layers: int, heads: int, head_dim: int, itemsize: int, block: int = 16
+) -> Capacity:
     """Of a cache that stores vectors, as vLLM's own do.
 
     Parameters

@@ -45,13 +45,11 @@ def unservable(method: Method) -> str | None:
                 f"{part}: paper=true takes statistics of a whole first call; allowed: paper=false, statistics per page"
             )
         if part.query_window:
-            return f"{part.name}: blocks are encoded with a state that follows each request's queries; allowed: {', '.join(SERVED)}"
+            return f"{part.name}: its encoder follows each request's queries; allowed: {', '.join(SERVED)}"
         if part.block != 32:
             return f"{part.name}: group={part.group}: blocks of {part.block} tokens; allowed: groups of up to 32"
         if part.pre_rope or part.maps_values or part.values_need_keys:
-            return (
-                f"{part.name}: keys before RoPE, or values that are mapped, are not served yet; allowed: {', '.join(SERVED)}"
-            )
+            return f"{part.name}: keys before RoPE, or values that are mapped, are not served yet; allowed: {', '.join(SERVED)}"
     if method.sink % 32 or method.sink > 96:
         return f"sink={method.sink}: allowed: 0, 32, 64, 96"
     return None

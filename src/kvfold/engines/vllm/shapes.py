@@ -38,7 +38,9 @@ def of_model(model: str | None, tp: int) -> Shape:
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise KVFoldError(f"model: {name} has layers of {', '.join(sorted(kinds))}; allowed: full attention in all of them")
+        raise KVFoldError(
+            f"model: {name} has layers of {', '.join(sorted(kinds))}; allowed: full attention in all of them"
+        )
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % tp or (kv_heads % tp and tp % kv_heads):

@@ -1,6 +1,7 @@
 """A step of one layer, on the pages and windows that vLLM allocated."""
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -34,7 +35,7 @@ class Batch:
     @classmethod
     def of(cls, starts: list[int], lengths: list[int], short: int) -> Self:
         """From first tokens [seqs + 1] and lengths after the step [seqs]; ``short``: tokens of a decode, at most."""
-        counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+        counts = [b - a for a, b in pairwise(starts)]
         decodes = next((i for i, n in enumerate(counts) if n > short), len(counts))
         chunks = [
             Chunk(row, starts[row], counts[row], lengths[row] - counts[row])
