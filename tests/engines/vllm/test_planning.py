@@ -1,0 +1,147 @@
+"""What is decided before vLLM allocates anything: methods, windows, blocks, capacity. Needs no vLLM."""
+
+import json
+
+import pytest
+import torch
+
+from kvfold import cli, methods
+from kvfold.engines.vllm import capacity, shapes
+from kvfold.engines.vllm.settings import layer_spec, method_of, stored, unservable
+from kvfold.engines.vllm.step import Batch
+from kvfold.engines.vllm.windows import Window
+from kvfold.errors import KVFoldError
+
+
+def llama(spec, dtype=torch.bfloat16, dim=128):
+    return [stored(methods.get(spec), layer_spec(i, 32, 32, 8, dim, dtype, True)) for i in range(32)]
+
+
+@pytest.mark.parametrize("given", [None, {}, {"kvfold": 3}, {"kvfold": None}, "fold"])
+def test_a_missing_method_is_asked_for(given):
+    with pytest.raises(
+        KVFoldError, match=r"additional_config: kvfold=.* names no method; allowed: .*--additional-config"
+    ):
+        method_of(given)
+
+
+def test_an_unknown_method_is_refused_as_everywhere():
+    with pytest.raises(KVFoldError, match="did you mean fold"):
+        method_of({"kvfold": "fodl"})
+    assert str(method_of({"kvfold": "fold:bits=2"})) == "fold:bits=2"
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("squat", "squat: its encoder follows each request's queries; allowed: fold,"),
+        ("zipcache", "zipcache: its encoder"),
+        ("kivi:paper=true", "paper=true takes statistics of a whole first call"),
+        ("kivi:group=64", "group=64: blocks of 64 tokens"),
+        ("none", "none folds nothing"),
+        ("fold:sink=48", "sink=48: allowed: 0, 32, 64, 96"),
+        ("squat_pre", "squat_pre: its encoder"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(spec, why):
+    assert why in unservable(methods.get(spec))
+
+
+@pytest.mark.parametrize("spec", ["fold", "fold:bits=2", "kivi", "kivi:bits=4", "innerq", "qjl", "turboquant"])
+def test_what_can_be_served_is(spec):
+    assert unservable(methods.get(spec)) is None
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = llama(spec, dtype)[0]
+        assert layer.layout.bytes <= layer.page_bytes < layer.layout.bytes + 128 * dtype.itemsize
+        assert layer.page_bytes % (128 * dtype.itemsize) == 0
+
+
+@pytest.mark.parametrize(("recent", "sink", "drafts"), [(96, 32, 0), (0, 0, 0), (40, 64, 3), (128, 0, 5)])
+def test_a_window_holds_what_a_step_reads_and_no_more(recent, sink, drafts):
+    """Blocks by the rule, against tokens counted one by one; never more than what vLLM is told."""
+    window, step = Window(recent, sink, drafts, 16), (1, 1, 7, 130, 1, 256, 33)
+    held: set[int] = set()
+    tokens = entries = 0
+    for turn in range(200):
+        after = tokens + step[turn % len(step)]
+        packed = max(0, (tokens - recent) // 32 * 32)
+        assert window.packed(tokens) == packed
+        assert all(p // 16 in held for p in [*range(min(sink, tokens)), *range(packed, tokens)]), "a token is missing"
+        held = {i for i in held if i < sink // 16 or i >= packed // 16}
+        new = {i for i in range(entries, window.blocks(after)) if window.exists(i, window.tail(after))}
+        assert len(new) == window.new(entries, after)
+        assert len(held | new) <= window.most(10**6)
+        held, entries = held | new, window.blocks(after)
+        tokens = after - min(turn % (drafts + 1), after - tokens - 1)  # some drafts are taken back
+
+
+def test_llama_8b_as_in_the_issue():
+    """33,280 and 8,704 tokens, 109 GB for caches."""
+    room = 109_200_000_000
+    ratio = {}
+    for context in (33_280, 8_704, 1_024):
+        bf16 = capacity.dense(room, context, 32, 8, 128, 2).tokens
+        ratio[context] = [capacity.folded(room, context, llama(spec), 8).tokens / bf16 for spec in ("fold", "kivi")]
+    assert ratio[33_280][0] > 5.2 and ratio[33_280][1] > 4.8
+    assert ratio[8_704][0] > 4.4 and ratio[8_704][1] > 4.2
+    assert ratio[1_024][0] < 2  # where folding hardly pays
+    assert capacity.dense(room, 33_280, 32, 8, 128, 2).tokens == pytest.approx(833_136, rel=1e-3)
+
+
+def test_windows_in_several_groups_when_pages_are_small():
+    one, several = (capacity.folded(1 << 30, 4096, llama(spec), 8) for spec in ("fold", "fold:bits=1"))
+    held = Window(96, 32, 0, 16).most(4096)
+    assert one.request_blocks == 32 + held and several.request_blocks == 32 + 2 * held
+
+
+def test_a_batch_divides_into_decodes_and_chunks():
+    batch = Batch.of([0, 1, 2, 7, 7, 47], [100, 5, 5, 0, 300], 1)
+    assert (batch.decodes, batch.most) == (2, 1)
+    assert [(c.row, c.start, c.count, c.before) for c in batch.chunks] == [(2, 2, 5, 0), (4, 7, 40, 260)]
+    assert batch.chunks[1].span == slice(7, 47)
+    drafts = Batch.of([0, 4, 5, 25], [50, 60, 20], 4)
+    assert (drafts.decodes, drafts.most, len(drafts.chunks)) == (2, 4, 1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 500, "intermediate_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 64, "torch_dtype": "bfloat16"}))
+    return str(tmp_path)
+
+
+def test_the_plan_is_printed(folder, capsys):
+    assert cli.main(["plan", "--model", folder, "--context", "8192", "--kv-bytes", "1000000000", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {(row["method"], row["context"]): row for row in found["rows"]}
+    assert {context for _, context in rows} == {8192, 4096, 1024}
+    expected = capacity.folded(10**9, 8192, shapes.layers_of(shapes.of_model(folder, 1), "fold"), 2)
+    assert rows["fold", 8192]["tokens"] == expected.tokens > 3 * rows["none", 8192]["tokens"]
+    assert (
+        cli.main(["plan", "--model", folder, "--context", "4096", "--gpu-memory", "24", "--methods", "fold", "kivi"])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert "4,096" in shown and "an estimate" in shown and "x" in shown
+
+
+def test_two_gpus_hold_twice_as_much(folder):
+    one, two = (shapes.folded(shapes.of_model(folder, tp), 10**9, 8192, "fold") for tp in (1, 2))
+    assert two.tokens == pytest.approx(2 * one.tokens, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "64"], "give one of --kv-bytes and --gpu-memory"),
+        (["--context", "64", "--kv-bytes", "9", "--gpu-memory", "9"], "give one of --kv-bytes and --gpu-memory"),
+        (["--context", "0", "--kv-bytes", "9"], "context"),
+        (["--context", "64", "--kv-bytes", "10000000", "--tp", "3"], "tp: 3 GPUs do not share 8 heads and 2 KV heads"),
+        (["--context", "64", "--kv-bytes", "10000000", "--methods", "squat"], "squat: its encoder follows"),
+        (["--context", "64", "--gpu-memory", "1"], "gpu-memory: 1 GiB do not hold"),
+    ],
+)
+def test_wrong_plans_end_with_status_2(folder, arguments, message, capsys):
+    assert cli.main(["plan", "--model", folder, *arguments]) == 2
+    assert message in capsys.readouterr().err
