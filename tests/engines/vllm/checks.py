@@ -290,14 +290,144 @@ def check_plan():
         assert planned.blocks == engine.pool.num_gpu_blocks
 
 
+def check_refusals():
+    """What cannot be served ends at start-up, with a sentence that names it and what to do."""
+    from vllm import EngineArgs
+
+    from kvfold.engines.vllm import refusals
+    from kvfold.engines.vllm.settings import method_of
+
+    def problems(method="fold", **options):
+        arguments = EngineArgs(model_path(), additional_config={"kvfold": method}, max_model_len=512, **options)
+        config = arguments.create_engine_config()
+        return list(refusals.problems(config, method_of(config.additional_config)))
+
+    assert problems() == []
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    assert problems(speculative_config=ngram) == []
+    for expected, found in {
+        "recent=0: drafts that are taken back": problems("kivi:recent=0", speculative_config=ngram),
+        "squat: its encoder follows each request's queries": problems("squat"),
+        "disable_hybrid_kv_cache_manager": problems(disable_hybrid_kv_cache_manager=True),
+        "kv_transfer_config": problems(kv_transfer_config=connector),
+    }.items():
+        assert any(expected in problem for problem in found), (expected, found)
+    layer = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", "softcap": None}
+    layer |= {"attn_type": "decoder", "shared": None, "others": {}}
+    refusals.check_layer(**layer)
+    for name, value, expected in (
+        ("alibi_slopes", [1.0], "ALiBi"),
+        ("sliding_window", 128, "backend_per_kind"),
+        ("kv_cache_dtype", "fp8", "--kv-cache-dtype bfloat16"),
+        ("softcap", 30.0, "soft-capped"),
+        ("attn_type", "encoder_decoder", "allowed: decoder"),
+        ("shared", "model.layers.0", "another one's cache"),
+        ("others", {"sinks": 1}, "learned sinks"),
+    ):
+        refuses(lambda layer=layer | {name: value}: refusals.check_layer(**layer), expected)
+    for wrong, expected in (("fodl", "did you mean fold"), (None, "names no method")):
+        refuses(lambda wrong=wrong: Engine(wrong), expected)
+    print("refusals name what they refuse")
+
+
+def refuses(what, expected):
+    try:
+        what()
+    except Exception as error:
+        assert expected in str(error), error
+    else:
+        raise AssertionError(f"not refused: {expected}")
+
+
+def check_kept_layers():
+    """Two layers in full precision: near the unfolded model, and nearer than without them."""
+    answers = {}
+    tokens = prompt(400, seed=7)
+    for method in ("fold:bits=4", "fold:bits=4+keep=0,29", "fold:bits=8"):
+        answers[method] = Engine(method, poison=False).ask(tokens, tokens=1)[0]
+    first = {method: answer[1][0] for method, answer in answers.items()}
+    print("first log-probability:", first)
+    assert len({answer[0][0] for answer in answers.values()}) == 1
+    assert abs(first["fold:bits=4+keep=0,29"] - first["fold:bits=8"]) < 0.1
+
+
+def check_tensor_parallel():
+    """Three processes, a KV head each: as one process."""
+    from vllm import LLM, SamplingParams
+
+    prompts = [prompt(n, seed=n) for n in (129, 300)]
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 4}
+    options |= {"additional_config": {"kvfold": "fold:bits=8"}, "distributed_executor_backend": "mp"}
+    answers = []
+    for size in (1, 3):
+        llm = LLM(model_path(), tensor_parallel_size=size, **options)
+        ask = SamplingParams(max_tokens=8, temperature=0, logprobs=0, ignore_eos=True)
+        outs = llm.generate([{"prompt_token_ids": p} for p in prompts], ask, use_tqdm=False)
+        answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs])
+        llm.llm_engine.engine_core.shutdown()
+    worst = 0.0
+    for one, three in zip(*answers, strict=True):
+        assert one[0] == three[0]
+        worst = max(
+            [worst, *(abs(a[t].logprob - b[t].logprob) for t, a, b in zip(one[0], one[1], three[1], strict=True))]
+        )
+    print(f"TP = 3: {worst:.4f}")
+    assert worst < CLOSE
+
+
+def check_server():
+    """The OpenAI server with eight clients: each gets what it gets alone."""
+    import json
+    import urllib.request
+    from concurrent.futures import ThreadPoolExecutor
+
+    port = 18000 + os.getpid() % 2000
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_path(), "--port", str(port)]
+    command += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--max-num-seqs", "8"]
+    command += ["--served-model-name", "m", "--additional-config", '{"kvfold": "fold:bits=8"}']
+
+    def get(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=240) as answer:
+            return json.loads(answer.read() or "null")
+
+    def ask(tokens):
+        body = {"model": "m", "prompt": tokens, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        return get("/v1/completions", body)["choices"][0]["text"]
+
+    log = open(os.environ.get("KVFOLD_SERVER_LOG", os.devnull), "w")  # noqa: SIM115
+    server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        for _ in range(240):
+            assert server.poll() is None, "the server ended"
+            try:
+                get("/health")
+                break
+            except OSError:
+                time.sleep(1)
+        prompts = [prompt(40 + 30 * i, seed=70 + i) for i in range(8)]
+        with ThreadPoolExecutor(8) as clients:
+            together = list(clients.map(ask, prompts))
+        assert len(set(together)) == 8
+        assert [ask(tokens) for tokens in prompts[:3]] == together[:3]
+        print("eight clients: the same answers as alone")
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 
 def main(names):
-    if len(names) == 1 and names[0] in CHECKS and os.environ.get("KVFOLD_CHECK") == "1":
+    if os.environ.get("KVFOLD_CHECK") == "1":  # the process of one check
         sys.path.insert(0, str(HERE))
         CHECKS[names[0]]()
         return 0
+    if unknown := set(names) - set(CHECKS):
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(CHECKS)}")
     failed = []
     for name in names or CHECKS:
         began = time.time()

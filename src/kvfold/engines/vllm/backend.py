@@ -4,10 +4,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -17,15 +19,17 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvfold.engines.vllm import refusals, report
 from kvfold.engines.vllm.long import PIECE
-from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, layer_spec, method_of, stored
+from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, kept, layer_spec, method_of, stored
 from kvfold.engines.vllm.spec import RecentSpec
-from kvfold.engines.vllm.step import Batch, Layer, Step, run
-from kvfold.errors import KVFoldError
+from kvfold.engines.vllm.step import Batch, Bench, Layer, Step, run
+from kvfold.kernels import paged
 from kvfold.kernels.paged import Workspace
 
 MOST_CACHED = 1 << 22
@@ -53,7 +57,7 @@ class StepMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     max_query_len: int
     batch: Batch
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[tuple[int, int], Step] = field(default_factory=dict)
 
 
 class MetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
@@ -160,6 +164,27 @@ class RecentLayer(AttentionLayerBase):
         return self.spec
 
 
+def give_back(layer: Any, impl: "FoldedImpl", config: VllmConfig) -> None:
+    """Let vLLM's own attention serve a layer that is kept in full precision."""
+    selected = AttentionSelectorConfig(impl.head_size, layer.kv_cache_torch_dtype, layer.kv_cache_dtype, PAGE)
+    with set_current_vllm_config(config):
+        path = current_platform.get_attn_backend_cls(None, attn_selector_config=selected, num_heads=impl.num_heads)
+        backend = resolve_obj_by_qualname(path)
+        layer.impl = backend.get_impl_cls()(
+            impl.num_heads,
+            impl.head_size,
+            impl.scale,
+            impl.num_kv_heads,
+            None,
+            None,
+            impl.kv_cache_dtype,
+            None,
+            AttentionType.DECODER,
+            None,
+        )
+    layer.attn_backend, layer.backend = backend, AttentionBackendEnum[backend.get_name()]
+
+
 class FoldedImpl(AttentionImpl[StepMetadata]):
     """One attention layer: writes a step's tokens, packs what they complete, attends."""
 
@@ -201,34 +226,38 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         name, layer = next((n, found) for n, found in layers.items() if getattr(found, "impl", None) is self)
         total = self.config.model_config.get_total_num_hidden_layers()
         dtype, device = layer.kv_cache_torch_dtype, torch.device(self.config.device_config.device_type)
-        spec = layer_spec(
-            extract_layer_index(name),
-            total,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_size,
-            dtype,
-            device.type != "cpu",
-        )
         self.method.check_layers(total)
-        found = stored(self.method, spec)
+        facts = extract_layer_index(name), total, self.num_heads, self.num_kv_heads, self.head_size, dtype
+        found = self._stored(facts, device)
         if found is None:
-            raise KVFoldError(f"keep: layer {spec.layer_idx} in full precision is not served yet; leave keep= out")
+            give_back(layer, self, self.config)
+            return
         recent = self._recent(found, layer)
         report.started(found, recent.window, self.config, refusals.check_kernel(found, device))
         self.window_name = f"{name}.recent"
         layer.attn_backend = backend_of(found.page_bytes)
         layers[self.window_name] = RecentLayer(recent)
-        self.layer = Layer(found, self.scale, None if device.type == "cpu" else self._workspace(device))
+        self.layer = Layer(found, self.scale, self._bench(device))
 
-    def _workspace(self, device: torch.device) -> Workspace:
+    def _stored(self, facts: tuple[Any, ...], device: torch.device) -> Stored | None:
+        """What the layer stores: in the order of tensor cores where a kernel reads that, else in the plain one."""
+        if device.type == "cpu":
+            return stored(self.method, layer_spec(*facts, False)) or kept(self.method, layer_spec(*facts, False))
+        found = stored(self.method, layer_spec(*facts, True))
+        if found is None or paged.why_not(*found.formats, device) is None:
+            return found
+        return stored(self.method, layer_spec(*facts, False))
+
+    def _bench(self, device: torch.device) -> Bench | None:
         """What the kernels of all layers write to: the first layer makes it."""
+        if device.type == "cpu":
+            return None
         config, layers = self.config, self.config.compilation_config.static_forward_context
         others = (getattr(getattr(layer, "impl", None), "layer", None) for layer in layers.values())
-        if (made := next((o.workspace for o in others if o is not None), None)) is not None:
+        if (made := next((other.bench for other in others if other is not None), None)) is not None:
             return made
         scheduler, length = config.scheduler_config, config.model_config.max_model_len
-        return Workspace.make(
+        workspace = Workspace.make(
             max_seqs=max(scheduler.max_num_seqs, config.compilation_config.max_cudagraph_capture_size or 0),
             max_tokens=scheduler.max_num_batched_tokens,
             max_len=length,
@@ -238,6 +267,7 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
             cached_tokens=min(scheduler.max_num_seqs * length, MOST_CACHED),
             short=1 + refusals.drafts(config),
         )
+        return Bench(workspace)
 
     def _recent(self, found: Stored, layer: Any) -> RecentSpec:
         method = found.method
@@ -282,7 +312,8 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
 
     def _step(self, packed: StepMetadata, window: StepMetadata) -> Step:
         assert self.layer is not None
-        if id(window) not in packed.steps:
+        key = id(window), self.layer.seen
+        if key not in packed.steps:
             method = self.layer.stored.method
-            packed.steps[id(window)] = Step.of(method, packed, window.block_table, WINDOW_BLOCK, self.layer)
-        return packed.steps[id(window)]
+            packed.steps[key] = Step.of(method, packed, window.block_table, WINDOW_BLOCK, self.layer)
+        return packed.steps[key]

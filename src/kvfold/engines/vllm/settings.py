@@ -9,6 +9,7 @@ import torch
 
 from kvfold import methods
 from kvfold.errors import KVFoldError
+from kvfold.formats import Dense
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged import PageLayout, unsupported
 from kvfold.methods import LayerSpec, Method
@@ -100,6 +101,12 @@ def stored(method: Method, spec: LayerSpec) -> Stored | None:
     return Stored(own, spec, PageLayout(*formats))
 
 
+def kept(method: Method, spec: LayerSpec) -> Stored:
+    """A layer in full precision as pages of vectors, where vLLM's own attention cannot take it: on a CPU."""
+    formats = tuple(Dense(spec.head_dim, method.block, side, spec.dtype) for side in ("key", "value"))
+    return Stored(method, spec, PageLayout(*formats))
+
+
 @lru_cache
 def layer_spec(
     layer_idx: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, on_gpu: bool
@@ -107,4 +114,4 @@ def layer_spec(
     return LayerSpec(layer_idx, num_layers, num_heads, num_kv_heads, head_dim, dtype, fragments=on_gpu)
 
 
-__all__ = ["PAGE", "WINDOW_BLOCK", "Stored", "layer_spec", "method_of", "stored", "unservable"]
+__all__ = ["PAGE", "WINDOW_BLOCK", "Stored", "kept", "layer_spec", "method_of", "stored", "unservable"]

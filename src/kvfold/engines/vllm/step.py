@@ -11,6 +11,7 @@ from kvfold.engines.vllm.settings import Stored
 from kvfold.formats import Fields
 from kvfold.kernels import paged
 from kvfold.kernels.paged import PagedCall, PagedStep, Workspace
+from kvfold.kernels.paged.layout import closed_from
 from kvfold.methods import Method
 
 
@@ -47,7 +48,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Step:
-    """What the layers of a step share whose windows share a table.
+    """What the layers of a step share whose windows share a table, and whose blocks are closed alike.
 
     Attributes
     ----------
@@ -91,11 +92,26 @@ class Step:
         return cls(whole, decodes, packed.batch, owner)
 
 
+@dataclass
+class Bench:
+    """What the kernels of all layers write to, and the step that it was last prepared for."""
+
+    workspace: Workspace
+    prepared: Step | None = None
+
+    def prepare(self, step: Step, layer: object, seen: int) -> None:
+        """For a step's first layer always, so that a graph has it; for others where another step was in between."""
+        if step.owner is layer or self.prepared is not step:
+            paged.prepare(step.paged, self.workspace, seen)
+            self.prepared = step
+
+
 class Layer:
     """A layer's formats, and its views of what vLLM allocated."""
 
-    def __init__(self, stored: Stored, scale: float, workspace: Workspace | None) -> None:
-        self.stored, self.scale, self.workspace = stored, scale, workspace
+    def __init__(self, stored: Stored, scale: float, bench: Bench | None) -> None:
+        self.stored, self.scale, self.bench = stored, scale, bench
+        self.seen = max(closed_from(form) for form in stored.formats)
         self._bound: tuple[int, int] | None = None
         self.keys: Fields = {}
         self.values: Fields = {}
@@ -135,15 +151,15 @@ def run(
         new_keys=key,
         new_values=value,
     )
-    if layer.workspace is None:
+    if layer.bench is None:
         paged.store(call)
         paged.attend(replace(call, query=query), out)
         return
-    if step.owner is layer:
-        paged.prepare(step.paged, layer.workspace, call.seen)
-    paged.store(call, layer.workspace)
+    layer.bench.prepare(step, layer, layer.seen)
+    workspace = layer.bench.workspace
+    paged.store(call, workspace)
     call = replace(call, query=query)
     if step.batch.decodes:
-        paged.attend(replace(call, step=step.decodes, new_keys=None, new_values=None), out, layer.workspace)
+        paged.attend(replace(call, step=step.decodes, new_keys=None, new_values=None), out, workspace)
     for chunk in step.batch.chunks:
         attend_chunk(call, chunk, out)
