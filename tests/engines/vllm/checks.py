@@ -397,7 +397,7 @@ def check_server():
         body = {"model": "m", "prompt": tokens, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
         return get("/v1/completions", body)["choices"][0]["text"]
 
-    log = open(os.environ.get("KVFOLD_SERVER_LOG", os.devnull), "w")  # noqa: SIM115
+    log = open(os.environ.get("KVFOLD_SERVER_LOG", os.devnull), "w")
     server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         for _ in range(240):
