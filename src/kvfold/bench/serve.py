@@ -74,6 +74,7 @@ class Server:
         self.engine = self.llm.llm_engine
         self.config = self.engine.vllm_config
         self.number = 0
+        self.profiles = False
 
     @property
     def tokens(self) -> int:
@@ -103,11 +104,9 @@ class Server:
         )
 
     def step(self) -> tuple[float, int]:
-        """Milliseconds of a step, and requests that got a token."""
-        torch.cuda.synchronize()
+        """Milliseconds from a step's tokens to the next one's, and requests that got one."""
         begin = time.perf_counter()
         outs = self.engine.step()
-        torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - begin), len(outs)
 
     def finish(self) -> None:
@@ -123,9 +122,20 @@ class Server:
         for _ in range(5):
             self.step()
         times = [self.step()[0] for _ in range(STEPS)]
+        if self.profiles:
+            self.profile()
         self.engine.abort_request([str(self.number - i) for i in range(len(lengths))])
         self.finish()
         return times
+
+    def profile(self) -> None:
+        """Say which kernels three steps run, the longest first."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            for _ in range(3):
+                self.step()
+        for event in sorted(seen.key_averages(), key=lambda e: -e.device_time_total)[:12]:
+            each = event.device_time_total / 3e3
+            progress(f"{each:7.3f} ms a step in {event.count // 3} calls: {event.key[:90]}")
 
     def prefill(self, length: int) -> list[float]:
         """Milliseconds of a prompt, the second and third of its kind."""
@@ -207,10 +217,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=33280, help="longest request (default: 33280)")
     parser.add_argument("--budget", type=int, default=8192, help="max_num_batched_tokens (default: 8192)")
     parser.add_argument("--kv-bytes", type=int, help="memory for caches (default: what vLLM finds)")
+    parser.add_argument("--profile", action="store_true", help="say which kernels a step runs")
     given = parser.parse_args(argv)
     need_gpu("serve")
     batch = max([1, *(len(workload(work)) for work in given.work)])
     server = Server(given.shape, given.cache, given.context, given.budget, batch, given.kv_bytes)
+    server.profiles = given.profile
     rows = measure(server, given.cache, given.shape, given.work, given.prefill)
     for row in rows:
         speed = "" if row.ms is None else f"{row.ms:9.2f} ms  {row.tokens_per_s:9.0f} tokens/s"
