@@ -5,10 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from kvfold.bench.generation import PLAIN, STATIC
 from kvfold.bench.matvec import LAYOUTS, LENGTHS, MODELS, SIDES
 from kvfold.bench.memory import gains
 from kvfold.bench.rows import latest, of_last_commit, read
+from kvfold.engines.vllm.shapes import Shape, dense, folded
 
 ROWS = Path(__file__).resolve().parent.parent / "benchmarks" / "rows"
 Table = tuple[list[str], list[list[str]]]
@@ -270,6 +273,41 @@ def profile() -> Table:
     return [*head, "allocations", "MB", "of them by CUDA"], lines
 
 
+def serving_speed() -> Table:
+    """vLLM, by cache: steps and prompts, against bfloat16 of the same run."""
+    found = [row for row in rows("serving", "what", "model", "cache", "batch", "context") if row.ms]
+    plain = {(row.what, row.batch, row.context): row for row in found if row.cache == "bfloat16"}
+    lines = []
+    for row in sorted(found, key=lambda r: (r.what, r.batch, r.context)):
+        other = plain.get((row.what, row.batch, row.context))
+        lines.append(
+            [
+                f"{row.what}, {row.batch} x {row.context:,}",
+                f"`{row.cache}`",
+                f"{row.ms:,.2f}",
+                f"{row.tokens_per_s:,.0f}",
+                number(other and other.ms / row.ms, ".2f"),
+            ]
+        )
+    return ["measure", "cache", "ms", "tokens/s", "times as fast as bfloat16"], lines
+
+
+ROOM = 109_200_000_000
+"""Bytes that an H200 has for caches beside Llama-3.1-8B."""
+
+
+def serving_capacity() -> Table:
+    """Tokens that fit, by vLLM's arithmetic."""
+    contexts, methods = (33280, 8704, 4096, 2048, 1024), ("fold", "fold:bits=2", "kivi", "kivi:bits=4")
+    shape = Shape("Llama-3.1-8B", 32, 32, 8, 128, torch.bfloat16, 1, 0)
+    lines = []
+    for context in contexts:
+        plain = dense(shape, ROOM, context).tokens
+        each = [folded(shape, ROOM, context, method).tokens for method in methods]
+        lines.append([f"{context:,}", f"{plain:,}", *(f"{n:,} ({n / plain:.2f}x)" for n in each)])
+    return ["context", "bfloat16", *(f"`{method}`" for method in methods)], lines
+
+
 BENCH = {
     "docs/performance.md": {
         "attention": attention,
@@ -285,5 +323,6 @@ BENCH = {
         "products": products,
         "layouts": layouts,
     },
+    "docs/serving.md": {"serving capacity": serving_capacity, "serving speed": serving_speed},
     "docs/profile.md": {"profile": profile},
 }
