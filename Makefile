@@ -14,7 +14,7 @@ test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # Folded caches in vLLM, end to end on a CPU, in an environment of their own (a third-party build of vLLM's Python code).
-# CHECKS="schedule server" for some.
+# CHECKS="tensor_parallel soak" for the slow ones.
 SERVING := .venv-vllm
 serving: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -c "from kvfold import models; print(models.embedded())"

@@ -1,6 +1,6 @@
 """Folded caches in stock vLLM on a CPU, end to end: run by .ci/run in an environment of their own (see make vllm).
 
-    python tests/engines/vllm/checks.py            # all
+    python tests/engines/vllm/checks.py            # all but the slow ones
     python tests/engines/vllm/checks.py schedule   # some
 
 Every check is a process of its own. SmolLM2-135M-Instruct in float32, on one thread.
@@ -546,6 +546,9 @@ def check_soak():
 
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
+SLOW = ("tensor_parallel", "soak")
+"""Run only when they are named: minutes each."""
+
 
 def main(names):
     if os.environ.get("KVFOLD_CHECK") == "1":  # the process of one check
@@ -555,7 +558,7 @@ def main(names):
     if unknown := set(names) - set(CHECKS):
         sys.exit(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(CHECKS)}")
     failed = []
-    for name in names or CHECKS:
+    for name in names or [name for name in CHECKS if name not in SLOW]:
         began = time.time()
         done = subprocess.run(
             [sys.executable, __file__, name], env={**os.environ, **ENVIRONMENT, "KVFOLD_CHECK": "1"}, check=False
