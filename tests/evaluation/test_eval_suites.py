@@ -339,7 +339,7 @@ def test_code_asks_for_the_line_that_follows(texts):
 
 
 def test_unknown_names_say_what_is_known():
-    with pytest.raises(KVFoldError, match=r"^suite: 'mmlu' is unknown; known: divergence, ppl, needle"):
+    with pytest.raises(KVFoldError, match=r"^suite: 'mmlu' is unknown; known: divergence, ppl, layers"):
         make(["mmlu"], TOKENIZER, Options())
     with pytest.raises(KVFoldError, match=r"^tasks: 'x' is no task of ruler; allowed: multikey"):
         suite("ruler", tasks=("x",))

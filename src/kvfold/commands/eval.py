@@ -30,7 +30,19 @@ if TYPE_CHECKING:
     from kvfold.evaluation.summary import Cell
 
 SUITES = (
-    *("divergence", "ppl", "needle", "ruler", "retrieval", "gsm8k", "math", "code", "longbench", "infinitebench"),
+    *(
+        "divergence",
+        "ppl",
+        "layers",
+        "needle",
+        "ruler",
+        "retrieval",
+        "gsm8k",
+        "math",
+        "code",
+        "longbench",
+        "infinitebench",
+    ),
     *("lm-eval:TASK", "paper:kivi", "paper:squat", "paper:qjl", "paper:innerq", "paper:commvq"),
 )
 """For the help and completion, which load no suite."""
@@ -92,8 +104,8 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
     "files",
     metavar="NAME=FILE",
     multiple=True,
-    help="Text to score (divergence, ppl), to hide things in (needle, ruler), or, named code, to go on with (code). May be "
-    "given again.  [default: prose and code that ship with Python]",
+    help="Text to score (divergence, ppl, layers), to hide things in (needle, ruler), or, named code, to go on with (code). "
+    "May be given again.  [default: prose and code that ship with Python]",
 )
 @click.option(
     "--data",
@@ -256,7 +268,7 @@ def _named(files: Sequence[str]) -> dict[str, str]:
 
 def _check_names(names: Sequence[str]) -> None:
     tasks = [name for name in names if name.startswith("lm-eval:") and name not in ("lm-eval:", "lm-eval:TASK")]
-    if unknown := [name for name in names if name not in (*SUITES[:10], *SUITES[11:], *tasks)]:
+    if unknown := [name for name in names if name not in (*SUITES[:11], *SUITES[12:], *tasks)]:
         raise KVFoldError(f"suite: {unknown[0]!r} is unknown; known: {', '.join(SUITES)}")
 
 

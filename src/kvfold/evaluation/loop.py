@@ -359,7 +359,8 @@ def measure(
         )
 
     if own is not None:
-        return [row(group[0], own, {}, own.answer)]
+        series = {key: [_finite(v) for v in values] for key, values in own.series.items()}
+        return [row(group[0], own, series, own.answer or None)]
     rows = []
     for asked, (outcome, tested) in zip(group, outcomes, strict=True):
         prompt = asked.prompt

@@ -302,12 +302,13 @@ def _plots(
             times.append(figures.Point(cell.method, mean, e.mean, e.low, e.high))
     x = figures.Axis("decode ms per token", low=0.0, written=lambda v: f"{v:.4g}")
     parts.append(plot(f"{place}: {y.label} by decode time", times, x, y))
-    parts.append(_positions(place, rows, main, methods))
+    along = REGISTRY[cells[0].suite].along if cells else ""
+    parts.append(_positions(place, rows, main, methods, along))
     return f'<div class="plots">{"".join(parts)}</div>' if any(parts) else ""
 
 
-def _positions(place: str, rows: Sequence[Result], main: Measure, methods: Sequence[str]) -> str:
-    """Means over items of the main measure's series, along the scored tokens."""
+def _positions(place: str, rows: Sequence[Result], main: Measure, methods: Sequence[str], along: str) -> str:
+    """Means over items of the main measure's series, along the scored tokens or the layers."""
     found = []
     for method in methods:
         mine = [row for row in rows if row.method == method and row.tested]
@@ -316,13 +317,14 @@ def _positions(place: str, rows: Sequence[Result], main: Measure, methods: Seque
         if not known or len(known) < len(mine) or len({len(values) for values in known}) > 1:
             continue
         pieces, read = len(known[0]), math.fsum(row.read for row in mine) / len(mine)
-        xs = tuple((i + 0.5) / pieces * read for i in range(pieces))
+        xs = tuple(float(i) if along == "layer" else (i + 0.5) / pieces * read for i in range(pieces))
         found.append(
             figures.Line(method, xs, tuple(math.fsum(v[i] for v in known) / len(known) for i in range(pieces)))
         )
     kept = [line for line in found if line.method != "none" or not _axis(main).log]
-    axis = figures.Axis("tokens after the prefilled ones", low=0.0)
-    return figures.lines(f"{place}: {_name(main)} by position", kept, axis, _axis(main), methods)
+    axis = figures.Axis(along, low=0.0)
+    what = "layer" if along == "layer" else "position"
+    return figures.lines(f"{place}: {_name(main)} by {what}", kept, axis, _axis(main), methods)
 
 
 def _heats(rows: Sequence[Result], main: Measure, methods: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from kvfold.evaluation.suites.base import Item, Measure, Outcome, Prompt, Suite,
 from kvfold.evaluation.suites.code import Code
 from kvfold.evaluation.suites.gsm8k import SHOTS, Gsm8k
 from kvfold.evaluation.suites.infinitebench import InfiniteBench
+from kvfold.evaluation.suites.layers import LayerErrors
 from kvfold.evaluation.suites.lm_tasks import PREFIX, LmEval
 from kvfold.evaluation.suites.longbench import LongBench
 from kvfold.evaluation.suites.math_problems import Math
@@ -29,7 +30,20 @@ __all__ = ["KNOWN", "PAPERS", "REGISTRY", "Item", "Measure", "Options", "Outcome
 
 REGISTRY: dict[str, type[Suite]] = {
     kind.name: kind
-    for kind in (Divergence, Perplexity, Needle, Ruler, Retrieval, Gsm8k, Math, Code, LongBench, InfiniteBench, LmEval)
+    for kind in (
+        Divergence,
+        Perplexity,
+        LayerErrors,
+        Needle,
+        Ruler,
+        Retrieval,
+        Gsm8k,
+        Math,
+        Code,
+        LongBench,
+        InfiniteBench,
+        LmEval,
+    )
 }
 
 KNOWN = (*(name for name in REGISTRY if name != LmEval.name), f"{PREFIX}TASK", *PAPERS)
@@ -116,9 +130,11 @@ def make(names: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: Opti
 
 def _make(name: str, tokenizer: PreTrainedTokenizerBase, options: Options) -> Suite:
     chat = not options.raw and bool(tokenizer.chat_template)
-    if name in ("divergence", "ppl"):
+    if name in ("divergence", "ppl", "layers"):
         texts = load_texts(() if options.texts else DOMAINS, options.texts)
         given = {key: text for key, text in texts.items() if text is not None}
+        if name == "layers":
+            return LayerErrors(tokenizer, given)
         return (Divergence if name == "divergence" else Perplexity)(tokenizer, given, options.tokens)
     if name == "retrieval":
         return Retrieval(tokenizer, options.tokens)

@@ -155,6 +155,7 @@ class Own:
     tested: int
     sizes: Sizes
     answer: str
+    series: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
 
 class Suite:
@@ -169,6 +170,8 @@ class Suite:
     measures: ClassVar[tuple[Measure, ...]]
     compares: ClassVar[bool] = False
     """Whether outcomes are compared with the full-precision cache's logits, which are then made once per item."""
+    along: ClassVar[str] = "tokens after the prefilled ones"
+    """What :meth:`series` goes along."""
     version: ClassVar[int] = 1
     """Of its prompts and grades; a change makes other settings."""
     tokenizer: PreTrainedTokenizerBase
