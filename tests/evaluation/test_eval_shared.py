@@ -6,6 +6,7 @@ from kvfold.cli import main
 from kvfold.errors import KVFoldError
 from kvfold.evaluation import loop
 from kvfold.evaluation.perplexity import score
+from kvfold.evaluation.report import sources
 from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.suites import Options, make
 from kvfold.evaluation.suites.gsm8k import Gsm8k
@@ -100,3 +101,23 @@ def test_answers_of_a_batch_are_those_of_one_at_a_time(tiny, tmp_path, method):
         other = together[key]
         assert (row.answer, row.scores, row.read, row.tested) == (other.answer, other.scores, other.read, other.tested)
     assert len({row.answer for row in alone.values()}) > 1
+
+
+def test_a_report_puts_parts_together(tiny, tmp_path):
+    tokenizer, info = byte_tokenizer(), ModelInfo("tiny", "float32", "cpu", 1024, 1)
+    suites = make(["retrieval"], tokenizer, Options(tokens=64))
+
+    def run(folder, part):
+        planned = loop.plan(tiny, info, ["kivi"], suites, lengths=[300], limit=4, part=part)
+        (file,) = loop.run(tiny, tokenizer, info, planned, tmp_path / folder)
+        return file
+
+    whole, (one, two) = run("whole", (1, 1)), (run(f"parts/{i}", (i, 2)) for i in (1, 2))
+    assert one.path.name == two.path.name == whole.path.name
+    (source,) = sources.read([tmp_path / "parts"]).sources
+    assert set(source.found.rows) == set(whole.rows) and len(source.found.rows) == 8
+    assert [run["run"] for run in source.found.runs] == [0, 1]
+    assert {row.run for key, row in source.found.rows.items() if key in two.rows} == {1}
+    scores = {key: row.scores for key, row in whole.rows.items()}
+    assert {key: row.scores for key, row in source.found.rows.items()} == scores
+    assert len(sources.read([tmp_path]).sources[0].found.rows) == 8

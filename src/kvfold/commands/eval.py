@@ -146,7 +146,8 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
 @click.option(
     "--part",
     metavar="I/N",
-    help="Every N-th item only, from the I-th on, for N processes or GPUs; each has an --out of its own.",
+    help="Every N-th item only, from the I-th on, for N processes or GPUs; each has an --out of its own, and `kvfold report` "
+    "puts them together.",
 )
 @click.option(
     "--own-windows", is_flag=True, help="Compare methods that keep different numbers of tokens in full precision."

@@ -254,6 +254,20 @@ class ResultFile:
             raise KVFoldError(f"results: {path} has no settings in its first line")
         return found
 
+    @classmethod
+    def joined(cls, found: Sequence[ResultFile]) -> ResultFile:
+        """Rows of several files of the same settings, such as the parts of a suite; of rows that are there twice, the first.
+
+        Runs are numbered anew.
+        """
+        whole = cls(found[0].path, found[0].settings)
+        for file in found:
+            begun = len(whole.runs)
+            whole.runs += [{**run, "run": begun + number} for number, run in enumerate(file.runs)]
+            for key, row in file.rows.items():
+                whole.rows.setdefault(key, dataclasses.replace(row, run=begun + row.run))
+        return whole
+
     def lock(self) -> BaseFileLock:
         """Held while rows are added.
 

@@ -113,8 +113,25 @@ def read(paths: Sequence[Path]) -> Sources:
         )
     order = ("eval", "compare", "domains")
     return Sources(
-        sorted(sources, key=lambda s: (order.index(s.command), s.found.settings.model, s.name)), layers, others
+        sorted(_together(sources), key=lambda s: (order.index(s.command), s.found.settings.model, s.name)),
+        layers,
+        others,
     )
+
+
+def _together(sources: Sequence[Source]) -> list[Source]:
+    """Files of ``eval`` with the same settings as one: parts of a suite that several processes ran."""
+    found: dict[str, list[Source]] = {}
+    for source in sources:
+        alike = source.found.settings.digest if source.command == "eval" else f"{source.command} {len(found)}"
+        found.setdefault(alike, []).append(source)
+    return [group[0] if len(group) == 1 else _joined(group) for group in found.values()]
+
+
+def _joined(group: Sequence[Source]) -> Source:
+    digest = hashlib.sha256("".join(source.sha256 for source in group).encode()).hexdigest()
+    names = ", ".join(dict.fromkeys(source.name for source in group))
+    return Source(names, "eval", digest, ResultFile.joined([source.found for source in group]))
 
 
 def _files(folder: Path) -> Iterable[Path]:
