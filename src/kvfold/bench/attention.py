@@ -77,6 +77,13 @@ class Work:
         return self.method not in FUSED
 
     @property
+    def kernel(self) -> str:
+        """Name in the registry of what attends."""
+        if self.read:
+            return "blocks"
+        return "triton" if self.plain else {"fold": "pages", "none": "dense"}.get(self.method, "gluon")
+
+    @property
     def formats(self) -> tuple[Any, Any]:
         """Of keys and values: affine groups; fold's are paged; those of ``none`` are dense, of the run's dtype."""
         if self.read:
@@ -138,12 +145,23 @@ DEFAULT = (
 )
 """The decode steps of docs/performance.md."""
 
-STORED = (("kivi", 2), ("innerq-asym", 2), ("innerq-sym", 2), ("innerq-hybrid", 2), ("kivi", 4))
+READERS = (
+    "turboquant:bits=3", "turboquant:bits=3,center=false,normalize=false", "qjl", "innerq", "gear", "zipcache",
+    "vqllm:bits=1", "vqllm", "kvquant:bits=3", "commvq:bits=1", "commvq",
+)  # fmt: skip
+READ = tuple(Work(method, 0, batch, context) for method in READERS for batch, context in ((1, 131072), (16, 32768)))
+"""Formats that readers take."""
+
+STORED = (
+    *(("fold", 0), ("none", 16), ("kivi", 2), ("innerq-asym", 2), ("innerq-sym", 2), ("innerq-hybrid", 2), ("kivi", 4)),
+    *((method, 0) for method in READERS if "center=false" not in method),
+)
 LONG = (
     *(Work(m, bits, 1, 32768, query_tokens=n) for n in (64, 512, 2048) for m, bits in STORED),
     *(Work(m, 2, 4, 32768, query_tokens=512, padded=True) for m in ("kivi", "innerq-asym")),
 )
-"""Its calls of many tokens on an existing cache."""
+"""Calls of many tokens on an existing cache."""
+
 
 PLAIN = tuple(
     replace(work, plain=True)
@@ -156,17 +174,6 @@ PLAIN = tuple(
     )
 )
 """What the fused kernels refuse, and KIVI at ``head_dim`` 128 for comparison."""
-
-
-READ = tuple(
-    Work(method, 0, batch, context)
-    for method in (
-        "turboquant:bits=3", "turboquant:bits=3,center=false,normalize=false", "qjl", "innerq", "gear", "zipcache",
-        "vqllm:bits=1", "vqllm", "kvquant:bits=3", "commvq:bits=1", "commvq",
-    )
-    for batch, context in ((1, 131072), (16, 32768))
-)  # fmt: skip
-"""Formats that readers take."""
 
 
 @dataclass
@@ -282,10 +289,12 @@ def reference(work: Work, inputs: Inputs, sequence: int) -> torch.Tensor:
 
 
 def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.Tensor:
-    from kvfold.kernels import dense, pages
-    from kvfold.kernels.decode import decode_attention, long_attention
+    from kvfold.kernels import REGISTRY, dense, pages
+    from kvfold.kernels.decode import decode_attention
 
     scale = 1 / math.sqrt(work.head_dim)
+    if work.long:
+        return REGISTRY[work.kernel].attend(_given(work, inputs, scale)).to(inputs.q.dtype)
     if work.method == "none":
         return dense.attend(_given(work, inputs, scale), out=out)
     if work.read:
@@ -296,11 +305,7 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
         return _plain_call(work, inputs, scale)
     if work.method == "fold":
         return pages.decode_attention(inputs.q, *work.formats, [inputs.span], inputs.windows, scale, out=out)
-    if inputs.new is None:
-        return decode_attention(inputs.q, *work.formats, [inputs.span], inputs.windows, scale, out=out)
-    return long_attention(
-        inputs.q, *work.formats, [inputs.span], inputs.windows, *inputs.new, inputs.valid, scale
-    )  # fmt: skip
+    return decode_attention(inputs.q, *work.formats, [inputs.span], inputs.windows, scale, out=out)
 
 
 def _plain_call(work: Work, inputs: Inputs, scale: float) -> torch.Tensor:
@@ -470,11 +475,7 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
         query_tokens=work.query_tokens,
         context=work.context,
         dtype=str(dtype).removeprefix("torch."),
-        kernel="blocks"
-        if work.read
-        else "triton"
-        if work.plain
-        else {"fold": "pages", "none": "dense"}.get(work.method, "gluon"),
+        kernel=work.kernel,
         error=error,
         limit=LIMIT[dtype],
         p20_ms=p20,

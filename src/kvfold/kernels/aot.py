@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 from kvfold.formats import AffineGroups, Format, Paged
-from kvfold.kernels import _encode_dense, _encode_pages, dense, encode, encode_pages, pages
+from kvfold.kernels import _encode_dense, _encode_pages, dense, encode, encode_pages, pages, unpack
 from kvfold.kernels._blocks import blocks_kernel
 from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels._dense import dense_kernel
@@ -24,6 +24,7 @@ from kvfold.kernels._encode_step import _step_kernel
 from kvfold.kernels._encode_tile import _encode_kernel
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._tiles import tiles_kernel
+from kvfold.kernels._unpack import unpack_kernel
 from kvfold.kernels.blocks import Plan as BlocksPlan
 from kvfold.kernels.blocks import constants as blocks_constants
 from kvfold.kernels.blocks import is_turned, readers_of, resident
@@ -199,6 +200,34 @@ def compile_blocks(
         signature[name] = _typed((at,), value, name in fixed, constants, aligned)
     source = ASTSource(blocks_kernel, signature, constants, aligned)
     return _compile(source, capability, **blocks_options(readers, plan.warps))
+
+
+def compile_unpack(
+    form: Format, rotary: int = 0, turn: bool = False, bf16: bool = False, capability: int = 90
+) -> Report:
+    """Compile the kernel that unpacks a format; ``rotary`` channels are rotated, ``turn``: every head has a matrix."""
+    reader, fixed = unpack._reader(form, rotary), unpack.constants(form, rotary, turn)
+    stored = form.allocate(1, 1, max(1, 128 // form.block), "cpu")
+    types: dict[str, Any] = {
+        "fields": tuple(_pointer(x) for x in reader.fields(stored)),
+        "tables": tuple(_pointer(x) for x in reader.tables(torch.device("cpu"))),
+        "mean_ptr": "*fp32" if turn else "*fp16",
+        "norm_ptr": "*u8",
+        "basis_ptr": "*fp16",
+        "table_ptr": "*fp16",
+        "position_ptr": "*i64",
+        "scratch_ptr": "*i64",
+        "out_ptr": _width(bf16),
+    }
+    types |= dict.fromkeys(("size_ptr", "freq_ptr"), "*fp32")
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for at, name in enumerate(unpack_kernel.arg_names):
+        value = fixed.get(name, types.get(name, "i32"))
+        signature[name] = _typed((at,), value, name in fixed, constants, aligned)
+    source = ASTSource(unpack_kernel, signature, constants, aligned)
+    return _compile(source, capability, **unpack.OPTIONS)
 
 
 def _typed(

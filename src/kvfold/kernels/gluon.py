@@ -8,13 +8,16 @@ from kvfold.kernels.call import AttentionCall, Windows
 from kvfold.kernels.reference import ReferenceKernel
 
 BLOCK = 32
+LONG = 64
+"""Query tokens beyond which packed storage is unpacked for the platform's flash attention, if it can be."""
 
 
 class GluonKernel(AttentionKernel):
     """Affine groups on NVIDIA GPUs (sm_80 and later); calls of any length, with padding or without.
 
-    Up to 16 query tokens without padding are written to the windows first and attended to in one launch per slab; others
-    read packed storage with the same kernel and the windows and new tokens with another.
+    Up to 16 query tokens without padding are written to the windows first and attended to in one launch per slab. Of longer
+    calls those of up to 64 tokens read packed storage with the same kernel, and the windows and new tokens with another; beyond
+    that bounded pieces are unpacked to 16 bits for the platform's flash attention, where sequences have one length.
     """
 
     name = "gluon"
@@ -33,7 +36,10 @@ class GluonKernel(AttentionKernel):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         from kvfold.kernels.decode import decode_attention, long_attention
+        from kvfold.kernels.unpacked import attend_unpacked, serves
 
+        if call.tokens > LONG and serves(call):
+            return attend_unpacked(call)
         keys, values, windows, new, query = call.key_format, call.value_format, call.windows, call.new, call.query
         assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups) and isinstance(windows, Windows)
         assert call.rope is None and call.unproject is None

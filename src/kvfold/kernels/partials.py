@@ -92,6 +92,45 @@ def merge_parts(  # type: ignore[no-untyped-def]
     tl.store(out + channel, result.to(out.dtype.element_ty))
 
 
+@triton.jit(do_not_specialize=["heads", "rows", "parts", "batch_step", "head_step", "row_step"])
+def join_kernel(  # type: ignore[no-untyped-def]
+    part_out, part_top, part_sum, more, more_total, bias_ptr, heads, rows, parts, batch_step, head_step, row_step,
+    D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Add normalized attention over other tokens, in ``parts``, to R rows of the only partial result.
+
+    Grid: (blocks of rows, batch * heads). ``more`` is [batch, heads * parts, rows, D] of any strides but adjacent channels, its
+    log-sum-exps ``more_total`` contiguous, in natural units; ``bias_ptr``, [batch * heads, rows], is added to those.
+    """
+    head = tl.program_id(1)
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    channel = tl.arange(0, DP)
+    inside = row < rows
+    both = inside[:, None] & (channel < D)[None, :]
+    at = head.to(tl.int64) * rows + row
+    top = tl.load(part_top + at, mask=inside, other=-1.0e30)
+    total = tl.load(part_sum + at, mask=inside, other=0.0)
+    acc = tl.load(part_out + at[:, None] * D + channel[None, :], mask=both, other=0.0)
+    bias = tl.zeros([R], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    source = more + (head // heads).to(tl.int64) * batch_step + (head % heads * parts).to(tl.int64) * head_step
+    for part in range(0, parts):
+        place = (head.to(tl.int64) * parts + part) * rows + row
+        other = (tl.load(more_total + place, mask=inside, other=0.0) + bias) * 1.4426950408889634
+        x = tl.load(
+            source + part * head_step + row.to(tl.int64)[:, None] * row_step + channel[None, :], mask=both, other=0.0
+        )
+        new = tl.maximum(top, other)
+        before, weight = tl.exp2(top - new), tl.exp2(other - new)
+        total = total * before + weight
+        acc = acc * before[:, None] + weight[:, None] * x.to(tl.float32)
+        top = new
+    tl.store(part_top + at, top, mask=inside)
+    tl.store(part_sum + at, total, mask=inside)
+    tl.store(part_out + at[:, None] * D + channel[None, :], acc, mask=both)
+
+
 @dataclass(frozen=True)
 class Partials:
     """Workspace for ``splits`` partial results of every query row.
@@ -120,6 +159,44 @@ class Partials:
     @property
     def splits(self) -> int:
         return self.out.shape[1]
+
+    def join(self, more: torch.Tensor, total: torch.Tensor, parts: int = 1, bias: torch.Tensor | None = None) -> None:
+        """Add normalized attention over other tokens to the only split.
+
+        Parameters
+        ----------
+        more : Tensor [batch, num_kv_heads * parts, rows, head_dim], any strides but adjacent channels
+        total : Tensor, float32 [batch * num_kv_heads * parts, rows]
+            Log-sum-exp of every row's scores, natural units.
+        parts : int
+            Results of each row.
+        bias : Tensor or None, float32 [batch, num_kv_heads, rows]
+            Was left out of every score of a row.
+        """
+        heads, splits, rows, dim = self.out.shape
+        if splits != 1 or more.shape[1] * more.shape[0] != heads * parts:
+            raise ValueError(
+                f"partial results of {heads} heads and {splits} splits; {tuple(more.shape)} are to be added"
+            )
+        more = more if more.stride(-1) == 1 else more.contiguous()
+        block = 32
+        join_kernel[(triton.cdiv(rows, block), heads)](
+            self.out,
+            self.top,
+            self.total,
+            more,
+            total.contiguous(),
+            self.total if bias is None else bias.contiguous(),
+            more.shape[1] // parts,
+            rows,
+            parts,
+            *more.stride()[:3],
+            D=dim,
+            DP=triton.next_power_of_2(dim),
+            R=block,
+            HAS_BIAS=bias is not None,
+            num_warps=4,
+        )
 
     def merge(
         self, out: torch.Tensor, early: bool = False, sinks: torch.Tensor | None = None, tokens: int = 1

@@ -35,7 +35,8 @@ WIDE = 64
 class TilesKernel(AttentionKernel):
     """Affine groups in plain order on NVIDIA GPUs (sm_80 and later); calls of any length, with padding or without.
 
-    Decoded tiles are fp16, so layers of float32 models are left to the reference kernel.
+    Decoded tiles are fp16, so layers of float32 models are left to the reference kernel. Calls of more than 16 tokens unpack
+    bounded pieces to 16 bits for the platform's flash attention, where sequences have one length.
     """
 
     name = "triton"
@@ -52,6 +53,10 @@ class TilesKernel(AttentionKernel):
         return unsupported(key_format, value_format, pre_rope)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        from kvfold.kernels.unpacked import attend_unpacked, serves
+
+        if call.tokens > self.in_place_tokens and serves(call):
+            return attend_unpacked(call)
         return attend(call)
 
 

@@ -4,18 +4,35 @@ A call of hundreds of tokens reads every packed byte for hundreds of queries, so
 the inner loop do. Every query sees every packed token: no mask is needed, and query heads of a KV head are rows of one call.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
 
 from kvfold.formats import Dense, Fields, Format
+from kvfold.kernels import unpack
 from kvfold.kernels.call import AttentionCall, Span, Windows
-from kvfold.kernels.merge import Partial
-from kvfold.kernels.partials import LOG2E, Partials
+from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.partials import Partials
 from kvfold.kernels.windows import attend_windows
 
-PIECE = 8192
-"""Packed tokens that exist unpacked at a time."""
+PIECE = 64 << 20
+"""Bytes of keys, and as many of values, that exist unpacked at a time."""
+STEP = 8192
+"""Pieces are this many tokens, or a part of them, so that attention meets the same shapes again."""
+ROWS = 128
+"""Query rows of a program of the platform's attention."""
+
+
+def why_not(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
+    """Why calls on these formats cannot unpack; None if they can."""
+    for side, form, stored_before in (("keys", key_format, pre_rope), ("values", value_format, False)):
+        if form.head_dim % 8:
+            return f"{side}: head_dim={form.head_dim}; allowed: multiples of 8"
+        why = None if isinstance(form, Dense) and not stored_before else unpack.why_not(form, stored_before)
+        if why is not None:
+            return f"{side}: {why}"
+    return None
 
 
 def serves(call: AttentionCall) -> bool:
@@ -25,11 +42,9 @@ def serves(call: AttentionCall) -> bool:
         and call.uniform
         and isinstance(call.windows, Windows)
         and call.softcap is None
-        and call.project is None
-        and call.rope is None
-        and call.unproject is None
         and call.new.keys.dtype in (torch.float16, torch.bfloat16)
         and not call.query.requires_grad
+        and why_not(call.key_format, call.value_format, call.rope is not None) is None
     )
 
 
@@ -43,7 +58,7 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
 
     Returns
     -------
-    Tensor [batch, num_heads, tokens, head_dim], float32
+    Tensor [batch, num_heads, tokens, head_dim], of the new keys' dtype
     """
     assert call.new is not None and isinstance(call.windows, Windows)
     query = call.query.to(call.new.keys.dtype).contiguous()
@@ -51,45 +66,94 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
     batch, heads, count, dim = rows.shape
     partials = Partials.empty(batch * heads, 1, count, dim, query.device)
     attend_windows(query, call.windows, call.scale, partials, 0, call.new.keys, call.new.values, call.new.valid)
-    whole = Partial(
-        partials.out.view(rows.shape),
-        partials.top.view(batch, heads, count, 1) / LOG2E,
-        partials.total.view(batch, heads, count, 1),
-    )
+    bias = None
+    if call.spans and call.project is not None:
+        projected, shift = call.projected
+        rows = projected.to(rows.dtype)
+        bias = None if shift is None else shift * call.scale
+    for keys, values in _pieces(call, rows.dtype):
+        _flash(rows, keys, values, call.scale, bias, partials)
+    return call.ungrouped(partials.merge(torch.empty_like(rows), False, call.sinks, call.tokens))
+
+
+def _pieces(call: AttentionCall, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of all that is packed, [batch, num_kv_heads, tokens, head_dim], piece by piece."""
+    dense = isinstance(call.key_format, Dense) and isinstance(call.value_format, Dense)
+    turn = None
+    if call.unproject is not None and call.spans:
+        turn = unpack.Turn.of(call.unproject, call.value_format, call.num_kv_heads, call.query.device)
     for span in call.spans:
-        for keys, values in _pieces(call, span, rows.dtype):
-            whole = Partial.join(whole, _flash(rows, keys, values, call.scale))
-    if call.sinks is not None:
-        whole = Partial.join(whole, Partial.of_sinks(call.sinks, whole))
-    return call.ungrouped(Partial.merge([whole]))
+        form = call.key_format
+        stored = next(t for name, t in span.keys.items() if name in form.fields())
+        tokens = stored.shape[2] * form.block
+        step = tokens if dense else _piece(stored.shape[0] * stored.shape[1] * form.head_dim)
+        for first in range(0, tokens, step):
+            count = min(step, tokens - first)
+            keys = _side(call, span, form, span.keys, first, count, dtype)
+            values = _side(call, span, call.value_format, span.values, first, count, dtype, turn)
+            yield keys, values
 
 
-def _pieces(call: AttentionCall, span: Span, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Decoded keys and values of a span, piece by piece."""
-    blocks, step = next(iter(span.keys.values())).shape[2], PIECE // call.key_format.block
-    if isinstance(call.key_format, Dense) and isinstance(call.value_format, Dense):
-        step = blocks  # nothing comes into being
-    for first in range(0, blocks, step):
-        count = min(step, blocks - first)
-        sides = ((call.key_format, span.keys), (call.value_format, span.values))
-        keys, values = (_decoded(form, form.take(fields, count, first), dtype) for form, fields in sides)
-        yield keys, values
+def _piece(elements: int) -> int:
+    """Tokens of a piece, of ``elements`` elements each."""
+    most = max(1, PIECE // (2 * elements))
+    return most // STEP * STEP if most >= STEP else max(256, most // 256 * 256)
 
 
-def _decoded(form: Format, fields: Fields, dtype: torch.dtype) -> torch.Tensor:
-    """Vectors [batch, num_kv_heads, tokens, head_dim]; where they are stored as such, they themselves."""
-    if isinstance(form, Dense) and form.dtype == dtype:
-        return fields["x"].flatten(-3, -2)
-    return form.decode(fields).to(dtype)
+def _side(
+    call: AttentionCall,
+    span: Span,
+    form: Format,
+    fields: Fields,
+    first: int,
+    count: int,
+    dtype: torch.dtype,
+    turn: unpack.Turn | None = None,
+) -> torch.Tensor:
+    """Vectors of one side; where they are stored as such, they themselves."""
+    if isinstance(form, Dense):
+        return fields["x"].flatten(-3, -2)[:, :, first : first + count].to(dtype)
+    rope = call.rope if fields is span.keys else None
+    return unpack.unpack(form, fields, span.start, first, count, dtype, rope, call.first_position, turn)
 
 
-def _flash(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Partial:
-    """Attention of rows [batch, num_kv_heads, rows, head_dim] over all of the keys, with its log-sum-exp."""
+def _flash(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None,
+    partials: Partials,
+) -> None:
+    """Add attention of rows [batch, num_kv_heads, rows, head_dim] over all of the keys to what ``partials`` has.
+
+    Where rows are too few for all multiprocessors, parts of the keys are heads of their own.
+    """
+    batch, heads, count, dim = rows.shape
+    parts = _parts(batch * heads * math.ceil(count / ROWS), keys.shape[2], multiprocessors(rows.device))
+    if parts > 1:
+        keys, values = (x.unflatten(2, (parts, -1)).flatten(1, 2) for x in (keys, values))
+        rows = rows.unsqueeze(2).expand(-1, -1, parts, -1, -1).flatten(1, 2)
     if rows.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, total = flash(rows, keys, values, 0.0, False, scale=scale)
+    elif takes_cudnn(rows):
+        flash = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, total = flash(rows, keys, values, None, True, 0.0, False, False, scale=scale)[:2]
     else:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out, total = flash(rows, keys, values, 0.0, False, False, scale=scale)[:2]
-    total = total.unsqueeze(-1)
-    return Partial(out.float(), total, torch.ones_like(total))
+    partials.join(out, total.reshape(batch * heads * parts, count), parts, bias)
+
+
+def _parts(programs: int, tokens: int, processors: int) -> int:
+    """Parts of the keys, a power of two, each of at least 512 tokens."""
+    parts = 1
+    while 2 * parts * programs <= processors and tokens % (2 * parts) == 0 and tokens >= 1024 * parts:
+        parts *= 2
+    return parts
+
+
+def takes_cudnn(rows: torch.Tensor) -> bool:
+    """Whether cuDNN's attention is the faster one: on Hopper and later."""
+    return rows.shape[-1] <= 128 and torch.cuda.get_device_capability(rows.device)[0] >= 9

@@ -1,0 +1,188 @@
+"""Unpacking and calls that unpack, with their answers by formats and by the float32 reference.
+
+``python unpacked_case.py NAME...`` runs cases by name, under Triton's interpreter where TRITON_INTERPRET is set.
+"""
+
+import sys
+
+import torch
+
+import blocks_case
+from blocks_case import Case, affine, commvq, kvquant, lookups, mixed, of_method, residuals, unproject
+from kvfold.formats.paged import plain
+from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, unpack, unpacked
+from kvfold.kernels.reference import ReferenceKernel
+from kvfold.methods import LayerSpec, get
+
+LIMIT = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+# ---- unpacking ---------------------------------------------------------------------------------------------------------
+
+
+def fragments(spec, head_dim=64):
+    """Formats of a method in the order of tensor cores."""
+
+    def formats(d, device):
+        method, layer = get(spec), LayerSpec(0, 1, 2, 4, d)
+        return plain(method.key_format(layer)), method.value_format(layer)
+
+    return formats
+
+
+FORMATS = {
+    "turboquant-3bit": {"method": "turboquant:bits=3"},
+    "turboquant-d128": {"method": "turboquant:bits=2", "head_dim": 128, "slabs": (12,)},
+    "turboquant-d80": {"method": "turboquant:bits=2,center=false,normalize=false", "head_dim": 80},
+    "fold-plain-d96": {"method": "fold", "head_dim": 96, "slabs": (4, 5)},
+    "qjl": {"method": "k=qjl+v=turboquant"},
+    "innerq": {"method": "innerq"},
+    "gear": {"method": "gear"},
+    "gear-rope": {"method": blocks_case.low_rank(affine("token", "channel", "asym")), "rotary": 40, "head_dim": 96},
+    "zipcache": {"method": "zipcache", "slabs": (2,)},
+    "mixed-rope": {"method": mixed(2, 2, 60, 128), "rotary": 40, "head_dim": 80, "slabs": (1,)},
+    "lookup-range": {"method": lookups(3, 2, values="range")},
+    "lookup-channel-rope": {"method": lookups(3, keys="channel", values="range"), "rotary": 64},
+    "lookup-block128": {"method": lookups(2, block=128), "slabs": (2,)},
+    "kivi-rope-d80": {"method": affine("token", "channel", "asym", 2, 16), "rotary": 40, "head_dim": 80},
+    "kvquant": {"method": kvquant(2), "rotary": 64},
+    "kvquant-d128-part": {"method": kvquant(3, 2), "rotary": 64, "head_dim": 128, "scaling": 1.1, "slabs": (3,)},
+    "commvq": {"method": commvq(5), "rotary": 64, "unproject": unproject},
+    "commvq-d96": {"method": commvq(4, 32, 96, block=128), "rotary": 96, "head_dim": 96, "unproject": unproject, "slabs": (2,)},
+    "commvq-odd-rope": {"method": commvq(3, 256, 48, 24), "rotary": 24, "unproject": unproject},
+    "residual": {"method": residuals(), "rotary": 64},
+    "residual-part-of-rope": {"method": residuals(), "rotary": 32, "head_dim": 128, "scaling": 1.1, "slabs": (3,)},
+    "residual-odd-rope": {"method": residuals((3, 16, 128)), "rotary": 24},
+    "residual-no-rope-d96": {"method": residuals((4, 16, 256)), "head_dim": 96},
+    **{f"fold-{bits}bit": {"method": fragments(f"fold:bits={bits}")} for bits in (1, 2, 3, 4, 8)},
+    "fold-d128": {"method": fragments("fold"), "head_dim": 128, "slabs": (4, 5)},
+    "kivi": {"method": fragments("kivi"), "slabs": (3, 4)},
+    "kivi-g64-d128": {"method": fragments("kivi:group=64,bits=4"), "head_dim": 128, "slabs": (3,)},
+    **{f"innerq-{mode}": {"method": fragments(f"innerq:paper=true,mode={mode}")} for mode in ("asym", "sym", "hybrid")},
+}  # fmt: skip
+
+
+def stored(name, device="cpu", dtype=torch.float32):
+    """A case whose sequences fill their slabs."""
+    how = {"slabs": (8,), "head_dim": 64, **FORMATS[name]}
+    method = how["method"]
+    form = (method(how["head_dim"], device) if callable(method) else of_method(method, how["head_dim"]))[0]
+    return Case(**how | {"packed": (sum(how["slabs"]) * form.block,) * 2, "device": device, "dtype": dtype})
+
+
+def unpacking_error(name, device="cpu", dtype=torch.float16):
+    """Largest relative RMS error of keys and values of every span, from its first token and from its second page on."""
+    call, worst = stored(name, device).call, 0.0
+    for span in call.spans:
+        for form, fields in ((call.key_format, span.keys), (call.value_format, span.values)):
+            keys = fields is span.keys
+            rope = call.rope if keys else None
+            assert unpack.why_not(form, rope is not None) is None
+            want = form.decode(fields)
+            turn = None
+            if not keys and call.unproject is not None:
+                want, turn = call.unproject(want), unpack.Turn.of(call.unproject, form, 2, want.device)
+            if rope is not None:
+                place = span.start + torch.arange(want.shape[2], device=want.device)
+                want = rope.rotate(want, (call.first_position.unsqueeze(-1) + place)[:, None])
+            for first in (0, 128):
+                count = want.shape[2] - first
+                if count > 0:
+                    got = unpack.unpack(form, fields, span.start, first, count, dtype, rope, call.first_position, turn)
+                    whole = want[:, :, first:]
+                    assert got.dtype == dtype and got.shape == whole.shape
+                    worst = max(worst, float((got.float() - whole).norm() / whole.norm()))
+    return worst
+
+
+# ---- calls -------------------------------------------------------------------------------------------------------------
+
+
+def call(
+    device, method="fold", batch=2, tokens=33, packed=(448, 96), dim=64, heads=4, kv_heads=2, dtype=torch.float16, **how
+):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(device)
+
+    spec = LayerSpec(0, 1, heads, kv_heads, dim, dtype, fragments=how.pop("fragments", True))
+    forms = get(method).key_format(spec), get(method).value_format(spec)
+    spans, start = [], 0
+    for n in packed:
+        fields = [form.encode(random(batch, kv_heads, n, dim) + random(1, kv_heads, 1, dim)) for form in forms]
+        spans.append(Span(start, *fields))
+        start += n
+    sides = [random(batch, kv_heads, slots, dim).to(dtype) for slots in (8, 8, 64, 64)]
+
+    def full(n):
+        return torch.full((batch,), n, dtype=torch.int32, device=device)
+
+    windows = Windows((sides[0], sides[1]), (sides[2], sides[3]), full(8), full(start), full(50))
+    new = NewTokens(*(random(batch, kv_heads, tokens, dim).to(dtype) for _ in range(2)), how.pop("valid", None))
+    query = random(batch, heads, tokens, dim).to(dtype)
+    return AttentionCall(
+        query, dim**-0.5, kv_heads, *forms, spans, full(start), windows, new, how.pop("uniform", True), **how
+    )
+
+
+def shifted(device):
+    """Statistics of whole sequences, which queries carry."""
+    norm = 1 + torch.rand(2, 2, 1, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    return lambda q: (q * norm, (q * norm).sum(-1))
+
+
+def padded(device):
+    valid = torch.ones(2, 33, dtype=torch.bool, device=device)
+    valid[1, :7] = False
+    return valid
+
+
+CALLS = {
+    **{name: lambda device, name=name: {"method": name} for name in ("fold", "fold:bits=1", "kivi", "squat", "none")},
+    "turboquant": lambda device: {"method": "turboquant", "fragments": False},
+    "statistics of sequences": lambda device: {"method": "kivi", "project": shifted(device)},
+    "padding and sinks": lambda device: {
+        "valid": padded(device),
+        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], device=device),
+    },
+    "nothing packed": lambda device: {"packed": ()},
+    "parts of keys": lambda device: {"packed": (1152,), "batch": 1, "heads": 2},
+}
+
+
+def attention_error(name, device="cpu", dtype=torch.float16):
+    given = call(device, **CALLS[name](device), dtype=dtype)
+    assert unpacked.serves(given)
+    got, want = unpacked.attend_unpacked(given).float(), ReferenceKernel().attend(given).float()
+    if given.new.valid is not None:
+        got, want = (x.transpose(1, 2)[given.new.valid] for x in (got, want))
+    return float((got - want).norm() / want.norm())
+
+
+def stored_call_error(name, device="cpu", dtype=torch.float16):
+    """Of a call of 20 tokens on a case of :data:`FORMATS`."""
+    how = FORMATS[name] | {"tokens": 20}
+    method, dim = how["method"], how.get("head_dim", 64)
+    form = (method(dim, device) if callable(method) else of_method(method, dim))[0]
+    packed = (sum(how.get("slabs", (8,))) * form.block,) * 2
+    given = Case(**how | {"packed": packed, "device": device, "dtype": dtype})
+    from dataclasses import replace
+
+    uniform = replace(given.call, uniform=True)
+    got, want = unpacked.attend_unpacked(uniform).float(), given.expected().float()
+    return float((got - want).norm() / want.norm())
+
+
+if __name__ == "__main__":
+    unpacked.PIECE = 256 * 2 * 4 * 64  # several pieces
+    unpacked.multiprocessors = lambda device: 8  # few enough rows for parts of keys
+    wrong = {}
+    for name in sys.argv[1:]:
+        kind, _, case = name.partition("/")
+        error = {"unpack": unpacking_error, "call": attention_error, "stored": stored_call_error}[kind](case)
+        if not error < (1e-3 if kind == "unpack" else LIMIT[torch.float16]):
+            wrong[name] = error
+    for name, error in wrong.items():
+        print(f"{name}: {error:.2e}", file=sys.stderr)
+    sys.exit(bool(wrong))
