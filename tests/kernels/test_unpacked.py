@@ -1,90 +1,138 @@
-"""Calls of many tokens that unpack what is packed: against the reference, in Triton's interpreter and on a GPU."""
+"""Calls of many tokens that unpack what is packed: in Triton's interpreter, compiled ahead, and on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-import kvfold.kernels.unpacked as compiled
-from helpers import interpreted_module
-from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
-from kvfold.kernels.reference import ReferenceKernel
+import unpacked_case
+from blocks_case import of_method
+from kvfold.bench import storage
+from kvfold.formats.paged import plain
+from kvfold.kernels import AttentionCall, aot, unpack, unpacked
 from kvfold.methods import LayerSpec, get
+from unpacked_case import CALLS, FORMATS, LIMIT
 
-LIMIT = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-
-@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "gpu" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda" if request.param == "gpu" else "cpu")
+STORED = ["commvq", "qjl", "gear-rope", "residual"]
+"""Formats that calls are made on, too."""
+NAMES = [f"unpack/{n}" for n in FORMATS] + [f"call/{n}" for n in CALLS] + [f"stored/{n}" for n in STORED]
 
 
-@pytest.fixture
-def kernel(device, monkeypatch):
-    if device.type == "cpu":
-        windows = interpreted_module("kvfold.kernels.windows")
-        monkeypatch.setattr(compiled, "attend_windows", windows.attend_windows)
-    monkeypatch.setattr(compiled, "PIECE", 256)  # several pieces
-    return compiled
+@pytest.mark.parametrize("first", range(0, len(NAMES), 10))
+def test_interpreted(first):
+    """The interpreter is chosen when kernels are defined, so it needs a process of its own."""
+    here = Path(__file__).parents[1]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (here, *sys.path)))}
+    command = [sys.executable, str(here / "unpacked_case.py"), *NAMES[first : first + 10]]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-def call(
-    device, method="fold", batch=2, tokens=33, packed=(448, 96), dim=64, heads=4, kv_heads=2, dtype=torch.float16, **how
-):
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator).to(device)
-
-    spec = LayerSpec(0, 1, heads, kv_heads, dim, dtype)
-    forms = get(method).key_format(spec), get(method).value_format(spec)
-    spans, start = [], 0
-    for n in packed:
-        fields = [form.encode(random(batch, kv_heads, n, dim) + random(1, kv_heads, 1, dim)) for form in forms]
-        spans.append(Span(start, *fields))
-        start += n
-    sides = [random(batch, kv_heads, slots, dim).to(dtype) for slots in (8, 8, 64, 64)]
-
-    def full(n):
-        return torch.full((batch,), n, dtype=torch.int32, device=device)
-
-    windows = Windows((sides[0], sides[1]), (sides[2], sides[3]), full(8), full(start), full(50))
-    new = NewTokens(*(random(batch, kv_heads, tokens, dim).to(dtype) for _ in range(2)), how.pop("valid", None))
-    query = random(batch, heads, tokens, dim).to(dtype)
-    return AttentionCall(
-        query, dim**-0.5, kv_heads, *forms, spans, full(start), windows, new, how.pop("uniform", True), **how
-    )
-
-
-def error(kernel, given):
-    assert kernel.serves(given)
-    got, want = kernel.attend_unpacked(given).float(), ReferenceKernel().attend(given).float()
-    if given.new.valid is not None:
-        got, want = (x.transpose(1, 2)[given.new.valid] for x in (got, want))
-    return float((got - want).norm() / want.norm())
-
-
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
-@pytest.mark.parametrize("method", ["fold", "fold:bits=1", "kivi", "turboquant", "none"])
-def test_equals_the_reference(kernel, device, method, dtype):
-    if dtype == torch.bfloat16 and device.type == "cpu":
-        pytest.skip("the interpreter knows no bfloat16")
-    assert error(kernel, call(device, method, dtype=dtype)) < LIMIT[dtype]
+@pytest.mark.parametrize("name", FORMATS)
+def test_unpacks_on_a_gpu(name, dtype):
+    assert unpacked_case.unpacking_error(name, "cuda", dtype) < LIMIT[dtype]
 
 
-def test_padding_and_sinks(kernel, device):
-    valid = torch.ones(2, 33, dtype=torch.bool, device=device)
-    valid[1, :7] = False
-    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
-    assert error(kernel, call(device, valid=valid, sinks=sinks)) < LIMIT[torch.float16]
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_on_a_gpu(name, dtype):
+    assert unpacked_case.attention_error(name, "cuda", dtype) < LIMIT[dtype]
 
 
-def test_nothing_packed(kernel, device):
-    assert error(kernel, call(device, packed=())) < LIMIT[torch.float16]
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", STORED)
+def test_calls_on_readers_formats_on_a_gpu(name):
+    assert unpacked_case.stored_call_error(name, "cuda", torch.float16) < LIMIT[torch.float16]
+
+
+# ---- compiled ahead --------------------------------------------------------------------------------------------------
+
+SPILLS = {"commvq": 100, "kvquant": 100, "vqllm": 100}
+"""Where keys are rotated, those of a cosine of a large angle."""
+
+
+@pytest.mark.parametrize(
+    "method", ["fold", "kivi", "turboquant:bits=3", "qjl", "gear", "zipcache", "kvquant", "commvq", "vqllm"]
+)
+def test_compiles_without_spills(method):
+    if method in ("fold", "kivi"):
+        layer = LayerSpec(0, 1, 8, 32, 128)
+        forms, turn = (plain(get(method).key_format(layer)), get(method).value_format(layer)), None
+    else:
+        *forms, turn = storage.formats(method, 8, 128, torch.device("cpu"))
+    for i, form in enumerate(forms):
+        rotary = 128 if i == 0 and method in SPILLS else 0
+        report = aot.compile_unpack(form, rotary, i == 1 and turn is not None)
+        assert report.spills_in_loop <= (SPILLS[method] if rotary else 0) and report.shared <= 160 * 1024
+
+
+# ---- which calls it serves -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", [{"uniform": False}, {"softcap": 30.0}, {"dtype": torch.float32}], ids=str)
-def test_what_it_leaves_to_the_reference(device, how):
-    assert not compiled.serves(call(device, tokens=2, packed=(32,), **how))
+def test_what_it_leaves_to_other_kernels(how):
+    assert not unpacked.serves(unpacked_case.call(torch.device("cpu"), tokens=2, packed=(32,), **how))
+
+
+@pytest.mark.parametrize("method", ["fold", "kivi", "squat", "innerq", "none", "turboquant", "qjl", "gear", "zipcache"])
+def test_defaults_are_served(method):
+    layer = LayerSpec(0, 1, 2, 4, 128, fragments=method in ("fold", "kivi", "squat"))
+    forms = plain(get(method).key_format(layer)), get(method).value_format(layer)
+    assert unpacked.why_not(*forms, False) is None
+
+
+@pytest.mark.parametrize(
+    "method, reason",
+    [
+        ("gear:paper=true", "keys: statistics of all tokens; allowed: 128"),
+        ("turboquant:residual=true", "keys: sketched residual storage"),
+        ("gear:outliers=0.01", "keys: low rank beside outliers; allowed: affine"),
+    ],
+)
+def test_what_is_refused(method, reason):
+    assert reason in unpacked.why_not(*of_method(method), False)
+
+
+def test_refused_in_the_order_of_tensor_cores():
+    layer = LayerSpec(0, 1, 2, 4, 128)
+    forms = get("innerq:mode=sym,group=64,paper=true").key_format(layer), get("kivi").value_format(layer)
+    assert unpacked.why_not(plain(forms[0]), forms[1], False) == "keys: group=64 in mode sym; allowed: 32"
+
+
+def test_a_piece_begins_a_page():
+    (form, _), fields = of_method("turboquant"), {}
+    with pytest.raises(ValueError, match="first=32: allowed: multiples of 128"):
+        unpack.unpack(form, fields, 0, 32, 32, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "programs, tokens, parts", [(8, 8192, 16), (128, 8192, 1), (16, 8192, 8), (8, 4096, 8), (8, 8160, 8), (8, 8224, 16)]
+)
+def test_parts_of_keys(programs, tokens, parts):
+    found = unpacked._parts(programs, tokens, 132)
+    assert found * programs <= 132 and tokens % found == 0 and tokens // found >= 512
+    assert found == parts or found < parts
+
+
+def test_pieces_are_bounded():
+    for heads in (1, 8, 64, 1024):
+        step = unpacked._piece(heads * 128)
+        assert step % 128 == 0 and (2 * step * heads * 128 <= unpacked.PIECE or step == 256)
+
+
+def test_an_empty_cache_is_no_span():
+    given = unpacked_case.call(torch.device("cpu"), packed=())
+    assert isinstance(given, AttentionCall) and list(unpacked._pieces(given, torch.float16)) == []

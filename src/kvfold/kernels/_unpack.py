@@ -16,7 +16,7 @@ MOST = tl.constexpr(65504.0)
 
 
 @triton.jit
-def _put(out, x, token, channel, left, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put(out, x, token, channel, left, D: tl.constexpr):
     """Write a tile, float32 [T, W]; nothing becomes an infinity."""
     if out.dtype.element_ty == tl.float16:
         x = tl.minimum(tl.maximum(x, -MOST), MOST)
@@ -34,14 +34,15 @@ def unpack_kernel(
 ):  # fmt: skip
     """Decode tokens ``first`` to ``first + tokens`` of a span to ``out_ptr``, [batch * heads, tokens, D].
 
-    Grid: (tiles / each, batch * heads); a program decodes ``each`` tiles of T tokens. The span's first token is number ``start``
-    of a sequence's packed part; from one KV head's storage to the next are ``room`` tokens and ``pages`` pages. Decoded
-    vectors have W channels (a power of two, the last ones perhaps padding).
+    Grid: (tiles / each, batch * heads); a program decodes ``each`` tiles of T tokens. The span's first token is number
+    ``start`` of a sequence's packed part; from one KV head's storage to the next are ``room`` tokens and ``pages`` pages.
+    Decoded vectors have W channels (a power of two, the last ones perhaps padding).
 
-    With BASIS they are multiplied with ``basis_ptr``, fp16 [width, D]. With BY_HEAD every KV head has its own, to be multiplied
-    with ``size_ptr``, float32 [heads], and MEAN means a vector of each head, float32 [heads, D]; without, one of each page.
-    With ROTARY tiles are read as the two halves of RoPE's pairs, as in :func:`kvfold.kernels._blocks.blocks_kernel`, and rotated
-    by their position.
+    With BASIS they are multiplied with ``basis_ptr``, fp16 [width, D]. With BY_HEAD every KV head has its own, to be
+    multiplied with ``size_ptr``, float32 [heads], and MEAN means a vector of each head, float32 [heads, D]; without, one of
+    each page.
+    With ROTARY tiles are read as the two halves of RoPE's pairs, as in :func:`kvfold.kernels._blocks.blocks_kernel`, and
+    rotated by their position.
     """
     head = tl.program_id(1)
     batch = head // heads

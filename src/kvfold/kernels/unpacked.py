@@ -129,7 +129,7 @@ def _flash(
 
     Where rows are too few for all multiprocessors, parts of the keys are heads of their own.
     """
-    batch, heads, count, dim = rows.shape
+    batch, heads, count, _ = rows.shape
     parts = _parts(batch * heads * math.ceil(count / ROWS), keys.shape[2], multiprocessors(rows.device))
     if parts > 1:
         keys, values = (x.unflatten(2, (parts, -1)).flatten(1, 2) for x in (keys, values))
