@@ -118,13 +118,14 @@ def test_a_piece_begins_a_page():
         unpack.unpack(form, fields, 0, 32, 32, torch.float16)
 
 
-@pytest.mark.parametrize(
-    "programs, tokens, parts", [(8, 8192, 16), (128, 8192, 1), (16, 8192, 8), (8, 4096, 8), (8, 8160, 8), (8, 8224, 16)]
-)
-def test_parts_of_keys(programs, tokens, parts):
-    found = unpacked._parts(programs, tokens, 132)
-    assert found * programs <= 132 and tokens % found == 0 and tokens // found >= 512
-    assert found == parts or found < parts
+@pytest.mark.parametrize("count", [1, 100, 256, 257, 2048, 2052, 5000, 100000])
+def test_cudnn_meets_few_numbers_of_rows(count):
+    rows = torch.ones(1, 2, count, 8)
+    wide = unpacked._widened(rows)
+    assert torch.equal(wide[:, :, :count], rows) and not wide[:, :, count:].any()
+    assert wide.shape[2] % 256 == 0 and wide.shape[2] <= max(256, count + count // 8)
+    seen = {unpacked._widened(torch.empty(0, 1, n, 1)).shape[2] for n in range(2048, 4097)}
+    assert len(seen) == 9
 
 
 def test_pieces_are_bounded():

@@ -316,13 +316,18 @@ def _plain_call(work: Work, inputs: Inputs, scale: float) -> torch.Tensor:
 
 def _given(work: Work, inputs: Inputs, scale: float) -> AttentionCall:
     """What a kernel of the registry is given."""
-    windows = inputs.windows
+    windows, span = inputs.windows, inputs.span
+    if work.long:  # all of it is written, as sequences of one length have it
+        tokens = work.context - SINK - RECENT
+        key_format, value_format = work.formats
+        sides = ((key_format, span.keys), (value_format, span.values))
+        span = Span(0, *(form.take(fields, tokens // form.block) for form, fields in sides))
     return AttentionCall(
         inputs.q,
         scale,
         work.num_kv_heads,
         *work.formats,
-        [inputs.span],
+        [span],
         windows.packed_len,
         windows,
         None if inputs.new is None else NewTokens(*inputs.new, inputs.valid),

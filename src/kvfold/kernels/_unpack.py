@@ -18,10 +18,19 @@ MOST = tl.constexpr(65504.0)
 @triton.jit
 def _put(out, x, token, channel, left, D: tl.constexpr):
     """Write a tile, float32 [T, W]; nothing becomes an infinity."""
+    x = x.to(out.dtype.element_ty)
     if out.dtype.element_ty == tl.float16:
-        x = tl.minimum(tl.maximum(x, -MOST), MOST)
+        most = tl.full([1, 1], MOST, tl.float16)
+        x = tl.minimum(tl.maximum(x, -most), most)
     inside = (token < left)[:, None] & (channel < D)[None, :]
-    tl.store(out + token.to(tl.int64)[:, None] * D + channel[None, :], x.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token.to(tl.int64)[:, None] * D + channel[None, :], x, mask=inside)
+
+
+@triton.jit
+def _in_order(x, GROUPS: tl.constexpr):
+    """Channels of a half, group by group, as they lie."""
+    x = tl.reshape(x, (x.shape[0], GROUPS, x.shape[1] // GROUPS))
+    return tl.reshape(tl.permute(x, (0, 2, 1)), (x.shape[0], x.shape[1] * x.shape[2]))
 
 
 @triton.jit(do_not_specialize=["heads", "start", "first", "tokens", "room", "pages", "each"])
@@ -57,19 +66,31 @@ def unpack_kernel(
         tables = tables + (scratch,)
     if ROTARY:
         H: tl.constexpr = W // 2
+        # all channels are turned: halves lie together, and the compiler is to see it
+        WHOLE: tl.constexpr = ROTARY == D and D == W
         a_four = tl.arange(0, H // 4)
-        half: tl.constexpr = ROTARY // (8 * GROUPS)  # fours of a group
-        rest: tl.constexpr = (D - ROTARY) // (8 * GROUPS)  # channels that are not rotated are pairs of angle 0
-        live = a_four < D // 8
-        group = a_four // (half + rest) * 2 * (half + rest)
-        a_four %= half + rest
-        turned = a_four < half
-        a_four = group + tl.where(turned, a_four, a_four + half)
-        b_four = a_four + tl.where(turned, half, rest)
-        a_four = tl.where(live, a_four, D)  # beyond: nothing is read
-        b_four = tl.where(live, b_four, D)
-        a_channel = _channel(channels(a_four), D, GROUPS)
-        b_channel = _channel(channels(b_four), D, GROUPS)
+        if WHOLE and GROUPS == 1:
+            b_four = a_four + H // 4
+        else:
+            half: tl.constexpr = ROTARY // (8 * GROUPS)  # fours of a group
+            rest: tl.constexpr = (D - ROTARY) // (8 * GROUPS)  # channels that are not rotated are pairs of angle 0
+            live = a_four < D // 8
+            group = a_four // (half + rest) * 2 * (half + rest)
+            a_four %= half + rest
+            turned = a_four < half
+            a_four = group + tl.where(turned, a_four, a_four + half)
+            b_four = a_four + tl.where(turned, half, rest)
+            a_four = tl.where(live, a_four, D)  # beyond: nothing is read
+            b_four = tl.where(live, b_four, D)
+        if WHOLE:
+            a_channel = tl.arange(0, H)
+            b_channel = a_channel + H
+        else:
+            a_channel = _channel(channels(a_four), D, GROUPS)
+            b_channel = _channel(channels(b_four), D, GROUPS)
+            if GROUPS == 1:
+                a_channel = tl.max_contiguous(tl.multiple_of(a_channel, 4), 4)
+                b_channel = tl.max_contiguous(tl.multiple_of(b_channel, 4), 4)
         freq = tl.load(freq_ptr + tl.arange(0, H))
         gain = tl.load(freq_ptr + H + tl.arange(0, H))
         at = tl.arange(0, T)[:, None] * H + tl.arange(0, H)[None, :]
@@ -104,8 +125,12 @@ def unpack_kernel(
                 sin = (far_sin * near_cos + far_cos * near_sin) * gain[None, :]
                 a = a.to(tl.float32) * scale[:, None]
                 b = b.to(tl.float32) * scale[:, None]
-                _put(out, a * cos - b * sin, token, a_channel, left, D)
-                _put(out, b * cos + a * sin, token, b_channel, left, D)
+                a, b = a * cos - b * sin, b * cos + a * sin
+                if WHOLE and GROUPS > 1:
+                    a = _in_order(a, GROUPS)
+                    b = _in_order(b, GROUPS)
+                _put(out, a, token, a_channel, left, D)
+                _put(out, b, token, b_channel, left, D)
             else:
                 x, scale = READ(fields, more, head % heads, at_token, left, four, T, SPEC)
                 if BASIS:

@@ -16,12 +16,17 @@ from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import Partials
 from kvfold.kernels.windows import attend_windows
 
-PIECE = 64 << 20
-"""Bytes of keys, and as many of values, that exist unpacked at a time."""
-STEP = 8192
-"""Pieces are this many tokens, or a part of them, so that attention meets the same shapes again."""
+PIECE = 16 << 20
+"""Bytes of keys, and as many of values, that exist unpacked at a time: they stay in the L2 cache until they are read."""
+STEP = 1024
+"""cuDNN, which compiles for every shape, is given multiples of this many keys."""
 ROWS = 128
-"""Query rows of a program of the platform's attention."""
+"""Query rows of a program of cuDNN's attention."""
+JOIN = 4
+"""Results over pieces that exist at a time."""
+
+Result = tuple[torch.Tensor, torch.Tensor]
+"""Attention over some keys [batch, num_kv_heads, rows, head_dim], and its log-sum-exp [batch, num_kv_heads, rows]."""
 
 
 def why_not(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
@@ -71,9 +76,16 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
         projected, shift = call.projected
         rows = projected.to(rows.dtype)
         bias = None if shift is None else shift * call.scale
+    results: list[Result] = []
+    wide = _widened(rows) if takes_cudnn(rows) else None
     for keys, values in _pieces(call, rows.dtype):
-        _flash(rows, keys, values, call.scale, bias, partials)
-    return call.ungrouped(partials.merge(torch.empty_like(rows), False, call.sinks, call.tokens))
+        if len(results) >= JOIN:
+            partials.join(results, bias)
+            results = []
+        results += _attend(rows, wide, keys, values, call.scale)
+    out = torch.empty_like(rows)
+    partials.join(results, bias, out, call.sinks, call.tokens)
+    return call.ungrouped(out)
 
 
 def _pieces(call: AttentionCall, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -95,8 +107,8 @@ def _pieces(call: AttentionCall, dtype: torch.dtype) -> Iterator[tuple[torch.Ten
 
 
 def _piece(elements: int) -> int:
-    """Tokens of a piece, of ``elements`` elements each."""
-    most = max(1, PIECE // (2 * elements))
+    """Tokens of a piece, of ``elements`` elements each: whole pages."""
+    most = PIECE // (2 * elements)
     return most // STEP * STEP if most >= STEP else max(256, most // 256 * 256)
 
 
@@ -117,43 +129,43 @@ def _side(
     return unpack.unpack(form, fields, span.start, first, count, dtype, rope, call.first_position, turn)
 
 
-def _flash(
-    rows: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    bias: torch.Tensor | None,
-    partials: Partials,
-) -> None:
-    """Add attention of rows [batch, num_kv_heads, rows, head_dim] over all of the keys to what ``partials`` has.
-
-    Where rows are too few for all multiprocessors, parts of the keys are heads of their own.
-    """
-    batch, heads, count, _ = rows.shape
-    parts = _parts(batch * heads * math.ceil(count / ROWS), keys.shape[2], multiprocessors(rows.device))
-    if parts > 1:
-        keys, values = (x.unflatten(2, (parts, -1)).flatten(1, 2) for x in (keys, values))
-        rows = rows.unsqueeze(2).expand(-1, -1, parts, -1, -1).flatten(1, 2)
-    if rows.device.type == "cpu":
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, total = flash(rows, keys, values, 0.0, False, scale=scale)
-    elif takes_cudnn(rows):
-        flash = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out, total = flash(rows, keys, values, None, True, 0.0, False, False, scale=scale)[:2]
-    else:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out, total = flash(rows, keys, values, 0.0, False, False, scale=scale)[:2]
-    partials.join(out, total.reshape(batch * heads * parts, count), parts, bias)
+def _attend(
+    rows: torch.Tensor, wide: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> list[Result]:
+    """Attention of rows [batch, num_kv_heads, rows, head_dim] over all of the keys; ``wide``: the same rows as cuDNN is given
+    them."""
+    whole = keys.shape[2] // STEP * STEP if wide is not None else 0
+    results = []
+    if wide is not None and whole:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, total = cudnn(wide, keys[:, :, :whole], values[:, :, :whole], None, True, 0.0, False, False, scale=scale)[
+            :2
+        ]
+        total = total.reshape(wide.shape[:3])[:, :, : rows.shape[2]]
+        results.append((out, total))
+    if whole < keys.shape[2]:
+        keys, values = keys[:, :, whole:], values[:, :, whole:]
+        if rows.device.type == "cpu":
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            results.append(flash(rows, keys, values, 0.0, False, scale=scale))
+        else:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            results.append(flash(rows, keys, values, 0.0, False, False, scale=scale)[:2])
+    return [(out, total.contiguous()) for out, total in results]
 
 
-def _parts(programs: int, tokens: int, processors: int) -> int:
-    """Parts of the keys, a power of two, each of at least 512 tokens."""
-    parts = 1
-    while 2 * parts * programs <= processors and tokens % (2 * parts) == 0 and tokens >= 1024 * parts:
-        parts *= 2
-    return parts
+def _widened(rows: torch.Tensor) -> torch.Tensor:
+    """Rows, and others after them, so that there are one of eight numbers up to the next power of two."""
+    count = rows.shape[2]
+    step = max(256, 1 << (count.bit_length() - 4))
+    more = -count % step
+    return torch.nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
 
 
 def takes_cudnn(rows: torch.Tensor) -> bool:
-    """Whether cuDNN's attention is the faster one: on Hopper and later."""
-    return rows.shape[-1] <= 128 and torch.cuda.get_device_capability(rows.device)[0] >= 9
+    """Whether cuDNN's attention is faster than flash attention: on Hopper and later, where there are programs enough."""
+    batch, heads, count, dim = rows.shape
+    if rows.device.type != "cuda" or dim > 128 or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    programs = batch * heads * math.ceil(count / ROWS)
+    return torch.cuda.get_device_capability(rows.device)[0] >= 9 and 4 * programs >= 3 * multiprocessors(rows.device)
