@@ -60,6 +60,13 @@ FORMATS = {
     "fold-d128": {"method": fragments("fold"), "head_dim": 128, "slabs": (4, 2)},
     "kivi": {"method": fragments("kivi"), "slabs": (3, 2)},
     "kivi-g64-d128": {"method": fragments("kivi:group=64,bits=4"), "head_dim": 128, "slabs": (3,)},
+    "turboquant-fragments": {"method": fragments("turboquant:bits=3")},
+    "turboquant-fragments-d128": {"method": fragments("turboquant:bits=2"), "head_dim": 128},
+    "qjl-fragments": {"method": fragments("qjl")},
+    "innerq-fragments": {"method": fragments("innerq")},
+    "gear-fragments": {"method": fragments("gear"), "slabs": (4, 2)},
+    "zipcache-fragments": {"method": fragments("zipcache"), "slabs": (1, 2)},
+    "zipcache-fragments-group32": {"method": fragments("zipcache:group=32,salient_bits=3"), "slabs": (4, 2)},
     **{f"innerq-{mode}": {"method": fragments(f"innerq:paper=true,mode={mode}")} for mode in ("asym", "sym", "hybrid")},
 }  # fmt: skip
 

@@ -136,6 +136,35 @@ def test_outputs_that_a_graph_does_not_have_are_refused(monkeypatch):
             model(ids[:, :1], past_key_values=cache, use_cache=True, output_hidden_states=True)
 
 
+@pytest.mark.parametrize("where", ["a layer", "the head"])
+def test_a_model_on_several_devices_is_refused_by_name(where):
+    """As ``device_map`` splits one; another kind of device stands for a second GPU."""
+    model, ids = llama(), prompt(1, 60)
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        if where == "a layer":
+            cache.folded[1].device = torch.device("meta")
+        else:
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"), requires_grad=False)
+        with pytest.raises(UnsupportedModelError, match="the model lies on cpu, meta; allowed: one device"):
+            graph.DecodeGraph(model, cache, 4)
+    assert all(layer.static is None for layer in cache.folded)
+
+
+def test_a_model_on_several_devices_decodes_step_by_step(monkeypatch):
+    model, ids = llama(), prompt(1, 60)
+    want = generate(model, ids, kvfold.fold(model, "kivi:sink=0,recent=16"), 8)
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
+    places = {torch.device("cuda", 0), torch.device("cuda", 1)}
+    monkeypatch.setattr(graph, "_devices", lambda model, folded: places)
+    with graph.decoding(model, cache, room=8, required=False) as steps:
+        assert torch.equal(generate(model, ids, cache, 8), want)
+    assert steps.replayed == 0 and "the model lies on cuda:0, cuda:1" in steps.reason
+    with pytest.raises(UnsupportedModelError, match="cuda:0, cuda:1"), graph.decoding(model, cache, room=8):
+        generate(model, torch.cat((want, ids[:, :1]), 1), cache, 8)
+
+
 def test_a_forward_that_was_put_in_place_before_is_put_back():
     model = llama()
     hooked = model.forward

@@ -224,7 +224,9 @@ class Stream:
         self.printer = Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def put(self, value: Any) -> None:
-        self.times.append(time.perf_counter())
+        from kvfold.kernels.compiling import compiling
+
+        self.times.append(time.perf_counter() - compiling.seconds)
         self.printer.put(value)
 
     def show(self, text: str, end: str) -> None:
@@ -242,7 +244,7 @@ class Stream:
         self.printer.end()
 
     def tokens_per_s(self) -> float | None:
-        """Decode speed: the prompt and the first token, which the prefill makes, are left out."""
+        """Decode speed: the prompt, the first token, which the prefill makes, and compilation of kernels are left out."""
         steps = self.times[1:]
         return (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 else None
 

@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvfold.formats import Fields, Format, Paged
-from kvfold.formats.basis import Basis
 from kvfold.formats.codebook import BinaryCodes
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.device import multiprocessors
-from kvfold.rope import Rope
+from kvfold.kernels.stored import (
+    basis_matrix,
+    check_strides,
+    inner,
+    pages_between,
+    power,
+    room_between,
+    rotation_of,
+    static,
+)
 
 if TYPE_CHECKING:
     from kvfold.kernels.partials import Partials
@@ -77,11 +85,6 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str
     return None
 
 
-def inner(form: Format) -> Format:
-    """What a reader reads of a format; the kernel does what pages add."""
-    return form.inner if isinstance(form, Paged) else form
-
-
 @dataclass(frozen=True)
 class Plan:
     """Launch shape; depends on shapes only, never on lengths.
@@ -138,49 +141,6 @@ def make_plan(
     resident = min(resident, most)
     splits = max(1, min(processors * resident // jobs, tokens // (2 * tile), 256))
     return Plan(m, tile, warps, splits, processors)
-
-
-def power(n: int) -> int:
-    """The power of two that holds n channels; at least 16, for a tensor core's product."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-@lru_cache(maxsize=1024)  # decode graphs know where they are
-def _basis(basis: Basis, width: int, device: torch.device, back: bool) -> torch.Tensor:
-    """What queries are multiplied with, fp16 [width, d], or (``back``) sums of decoded vectors, its transpose."""
-    matrix = basis.restore(torch.eye(width, dtype=torch.float32, device=device))
-    return (matrix.T if back else matrix).to(torch.float16).contiguous()
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Constants of a model's RoPE, pair by pair; padding has frequency 0.
-
-    Attributes
-    ----------
-    freq : Tensor, float32 [2, pairs]
-        Angles per position, and factors of rotated pairs.
-    table : Tensor, float16 [2, tokens of a tile, pairs]
-        Cosines and sines of the angles within a tile.
-    """
-
-    freq: torch.Tensor
-    table: torch.Tensor
-
-
-@lru_cache(maxsize=1024)
-def _rotation(rope: Rope, pairs: int, tokens: int, groups: int, dim: int, device: torch.device) -> Rotation:
-    freq = torch.zeros(pairs, dtype=torch.float64, device="cpu")
-    gain = torch.ones(pairs, dtype=torch.float64, device="cpu")
-    count = rope.inv_freq.numel()
-    place = torch.arange(dim // 2, device="cpu").view(groups, -1)[
-        :, : count // groups
-    ]  # of every rotated pair, by group
-    order = torch.arange(count, device="cpu").view(-1, groups).T
-    freq[place], gain[place] = rope.inv_freq.cpu().double()[order], rope.scaling
-    angles = torch.arange(tokens, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
-    table = torch.stack((angles.cos(), angles.sin()))
-    return Rotation(torch.stack((freq, gain)).float().to(device), table.half().contiguous().to(device))
 
 
 def attend(call: AttentionCall, plan: Plan | None = None) -> torch.Tensor:
@@ -298,26 +258,6 @@ def stages(readers: "list[Reader[Any]]") -> int:
     return 3 if all(reader.ahead for reader in readers) else 1
 
 
-def static(spec: tuple[Any, ...]) -> Any:
-    """A reader's numbers and functions as the kernel's constants. Functions stay: Triton's cache knows their text."""
-    from triton import knobs
-    from triton.language import constexpr
-
-    if knobs.runtime.interpret:
-        return Numbers(spec)
-    return tuple(static(x) if isinstance(x, tuple) else x if callable(x) else constexpr(x) for x in spec)
-
-
-class Numbers:
-    """Constants for Triton's interpreter, which makes tensors of a tuple's."""
-
-    def __init__(self, values: tuple[Any, ...]) -> None:
-        self.values = tuple(Numbers(x) if isinstance(x, tuple) else x for x in values)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.values[index]
-
-
 def attend_packed(
     call: AttentionCall,
     span: Span,
@@ -342,7 +282,7 @@ def attend_packed(
     batch, heads, rows, _ = packed.shape
     device = packed.device
     sides = ((call.key_format, span.keys), (call.value_format, span.values))
-    room = {_room(form, fields) for form, fields in sides}
+    room = {room_between(form, fields) for form, fields in sides}
     if len(room) > 1:
         raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
     rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
@@ -358,7 +298,7 @@ def attend_packed(
         ]
     freq, table = nothing, nothing
     if call.rope is not None:
-        rotation = _rotation(call.rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
+        rotation = rotation_of(call.rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
         freq, table = rotation.freq, rotation.table
     # codes whose sums another map turns into vectors
     out = partials.out if call.unproject is None else torch.empty(
@@ -391,8 +331,8 @@ def attend_packed(
         span.start,
         _tokens(call.key_format, span.keys),
         room.pop(),
-        _pages(call.key_format, span.keys),
-        _pages(call.value_format, span.values),
+        pages_between(call.key_format, span.keys),
+        pages_between(call.value_format, span.values),
         plan.splits,
         plan.processors,
         first,
@@ -414,7 +354,7 @@ def _of_pages(
     """Means, norms and basis, where a format has them."""
     if isinstance(form, PagedFormat):
         for name in form.page_fields():
-            _check(name, fields[name], fields[name].stride(1) // fields[name].stride(2))
+            check_strides(name, fields[name], fields[name].stride(1) // fields[name].stride(2))
     if not isinstance(form, Paged):
         return nothing, nothing, nothing
     return (
@@ -425,30 +365,7 @@ def _of_pages(
 
 
 def basis_of(form: Format, width: int, device: torch.device, back: bool, nothing: torch.Tensor) -> torch.Tensor:
-    """What a side is turned with (:func:`_basis`), or ``nothing``."""
+    """What a side is turned with (:func:`~kvfold.kernels.stored.basis_matrix`), or ``nothing``."""
     if not isinstance(form, Paged) or form.basis is None:
         return nothing
-    return _basis(form.basis, width, device, back)
-
-
-def _pages(form: Format, fields: Fields) -> int:
-    """Pages from one KV head's storage to the next one's."""
-    if not isinstance(form, PagedFormat) or not form.page_fields():
-        return 0
-    x = fields[next(iter(form.page_fields()))]
-    return x.stride(1) // x.stride(2)
-
-
-def _room(form: Format, fields: Fields) -> int:
-    """Tokens from one KV head's storage to the next one's, in every field the same."""
-    own = [(name, fields[name]) for name in form.fields()]
-    room = own[0][1].stride(1) // own[0][1].stride(2)
-    for name, x in own:
-        _check(name, x, room)
-    return room * form.block
-
-
-def _check(name: str, x: torch.Tensor, room: int) -> None:
-    each = x[0, 0, 0].numel()
-    if each and (x.stride(2) != each or x.stride(1) != room * each or x.stride(0) != x.shape[1] * x.stride(1)):
-        raise ValueError(f"packed storage: {name} has strides {x.stride()} of {tuple(x.shape)}, not those of a slab")
+    return basis_matrix(form.basis, width, device, back)

@@ -100,9 +100,9 @@ def join_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Add normalized attention over other tokens to R rows of the only partial result; with LAST write all to ``out``.
 
-    Grid: (blocks of rows, batch * heads). ``others``: COUNT tensors [batch, heads, rows, D] with the ``strides`` of their first
-    three dimensions; ``totals``: their log-sum-exps, contiguous, in natural units. ``bias_ptr``, [batch * heads, rows], is added
-    to those. A learned sink (HAS_SINKS) is as in :func:`merge_kernel`.
+    Grid: (blocks of rows, batch * heads). ``others``: COUNT tensors [batch, heads, rows, D] with the ``strides`` of their
+    first three dimensions; ``totals``: their log-sum-exps, contiguous, in natural units. ``bias_ptr``, [batch * heads, rows],
+    is added to those. A learned sink (HAS_SINKS) is as in :func:`merge_kernel`.
     """
     head = tl.program_id(1)
     row = tl.program_id(0) * R + tl.arange(0, R)

@@ -10,12 +10,12 @@ import torch
 from kvfold.formats import Fields, Format, Paged
 from kvfold.formats.codebook import BinaryCodes
 from kvfold.formats.paged import PAGE, PagedFormat
-from kvfold.kernels.blocks import _basis, _pages, _room, _rotation, inner, power, static
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.readers import Reader, reader_of
 from kvfold.kernels.readers import why_not as no_reader
 from kvfold.kernels.readers.fragments import FRAGMENTS
 from kvfold.kernels.readers.fragments import why_not as no_fragments
+from kvfold.kernels.stored import basis_matrix, inner, pages_between, power, room_between, rotation_of, static
 from kvfold.rope import Rope
 
 MAX_DIM = 256
@@ -164,11 +164,11 @@ def unpack(
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read
     if isinstance(form, Paged):
         mean, norm = fields.get("mean", out), fields.get("norm", out)
-        basis = out if form.basis is None else _basis(form.basis, reader.width, device, False)
+        basis = out if form.basis is None else basis_matrix(form.basis, reader.width, device, False)
     if turn is not None:
         mean, basis, size = turn.offset, turn.matrix, turn.size
     if rope is not None:
-        turning = _rotation(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
+        turning = rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
         freq, table = turning.freq, turning.table
     tiles = math.ceil(tokens / fixed["T"])
     each = max(1, math.ceil(tiles * batch * heads / (multiprocessors(device) * PROGRAMS)))
@@ -190,8 +190,8 @@ def unpack(
         start,
         first,
         tokens,
-        _room(form, fields),
-        _pages(form, fields),
+        room_between(form, fields),
+        pages_between(form, fields),
         each,
         **fixed,
         **OPTIONS,

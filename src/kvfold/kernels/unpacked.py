@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 
 from kvfold.formats import Dense, Fields, Format
-from kvfold.kernels import unpack
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import Partials
+from kvfold.kernels.unpack import Turn, unpack
+from kvfold.kernels.unpack import why_not as no_unpacking
 from kvfold.kernels.windows import attend_windows
 
 PIECE = 16 << 20
@@ -34,7 +35,7 @@ def why_not(key_format: Format, value_format: Format, pre_rope: bool) -> str | N
     for side, form, stored_before in (("keys", key_format, pre_rope), ("values", value_format, False)):
         if form.head_dim % 8:
             return f"{side}: head_dim={form.head_dim}; allowed: multiples of 8"
-        why = None if isinstance(form, Dense) and not stored_before else unpack.why_not(form, stored_before)
+        why = None if isinstance(form, Dense) and not stored_before else no_unpacking(form, stored_before)
         if why is not None:
             return f"{side}: {why}"
     return None
@@ -93,7 +94,7 @@ def _pieces(call: AttentionCall, dtype: torch.dtype) -> Iterator[tuple[torch.Ten
     dense = isinstance(call.key_format, Dense) and isinstance(call.value_format, Dense)
     turn = None
     if call.unproject is not None and call.spans:
-        turn = unpack.Turn.of(call.unproject, call.value_format, call.num_kv_heads, call.query.device)
+        turn = Turn.of(call.unproject, call.value_format, call.num_kv_heads, call.query.device)
     for span in call.spans:
         form = call.key_format
         stored = next(t for name, t in span.keys.items() if name in form.fields())
@@ -120,13 +121,13 @@ def _side(
     first: int,
     count: int,
     dtype: torch.dtype,
-    turn: unpack.Turn | None = None,
+    turn: Turn | None = None,
 ) -> torch.Tensor:
     """Vectors of one side; where they are stored as such, they themselves."""
     if isinstance(form, Dense):
         return fields["x"].flatten(-3, -2)[:, :, first : first + count].to(dtype)
     rope = call.rope if fields is span.keys else None
-    return unpack.unpack(form, fields, span.start, first, count, dtype, rope, call.first_position, turn)
+    return unpack(form, fields, span.start, first, count, dtype, rope, call.first_position, turn)
 
 
 def _attend(

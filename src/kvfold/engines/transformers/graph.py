@@ -68,6 +68,21 @@ def _check_alike(folded: "list[FoldedLayer]") -> None:
         )
 
 
+def _devices(model: PreTrainedModel, folded: "list[FoldedLayer]") -> set[torch.device]:
+    """Where a model and the layers of its cache lie."""
+    return {layer.device for layer in folded if layer.is_initialized} | {p.device for p in model.parameters()}
+
+
+def _check_device(model: PreTrainedModel, folded: "list[FoldedLayer]") -> None:
+    """Refuse a model that is split over devices (``device_map``): a capture records one device's launches."""
+    places = _devices(model, folded)
+    if len(places) > 1:
+        raise UnsupportedModelError(
+            f"decode graph: the model lies on {', '.join(sorted(map(str, places)))}; allowed: one device (without a graph, "
+            "split models decode step by step)"
+        )
+
+
 class DecodeGraph:
     """A captured decode step of a model over a folded cache.
 
@@ -98,6 +113,7 @@ class DecodeGraph:
         folded = cache.folded
         if len(folded) != len(cache.layers):
             raise UnsupportedModelError("decode graph: every layer must be folded")
+        _check_device(model, folded)
         for layer in folded:
             if why := why_not(layer):
                 raise UnsupportedModelError(f"decode graph: layer {layer.spec.layer_idx}: {why}")

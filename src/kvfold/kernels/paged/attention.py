@@ -169,7 +169,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         ]
     freq, table = nothing, nothing
     if call.rope is not None:
-        rotation = blocks._rotation(call.rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
+        rotation = blocks.rotation_of(call.rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
         freq, table = rotation.freq, rotation.table
     row_blocks = math.ceil(rows / plan.rows)
     programs = workspace.processors * min(most, 4)

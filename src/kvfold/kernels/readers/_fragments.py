@@ -95,3 +95,72 @@ def _spread(x, U: tl.constexpr, OF: tl.constexpr, C: tl.constexpr, D: tl.constex
     """Numbers [units, OF * C] of OF parts of a unit's tokens and C parts of the channels: [32 units, D]."""
     x = tl.reshape(x, (U, OF, 1, C, 1))
     return tl.reshape(tl.broadcast_to(x, (U, OF, 32 // OF, C, D // C)), (32 * U, D))
+
+
+@triton.jit
+def read_lookup(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
+    code = fragment_codes(fields[0], first, left, T, SPEC[0], SPEC[1], SPEC[2])
+    return tl.load(tables[0] + code.to(tl.int32)), of_tokens(fields[1], first, left, T, 1, 0)
+
+
+@triton.jit
+def read_sketch(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
+    FACTOR: tl.constexpr = SPEC[2]
+    code = fragment_codes(fields[0], first, left, T, SPEC[0], 1, SPEC[1])
+    return code.to(tl.float16) * 2.0 - 1.0, of_tokens(fields[1], first, left, T, 1, 0) * FACTOR
+
+
+@triton.jit
+def read_lowrank(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
+    D: tl.constexpr = SPEC[0]
+    RANK: tl.constexpr = SPEC[1]
+    x, scale = SPEC[3](fields, tables, head, first, left, four, T, SPEC[4])
+    basis = fields[SPEC[2] + 1] + tables[len(tables) - 1] * (D * RANK)
+    for r in tl.static_range(RANK):
+        row = of_tokens(fields[SPEC[2]], first, left, T, RANK, r)
+        x += row[:, None] * tl.load(basis + tl.arange(0, D) * RANK + r).to(tl.float32)[None, :]
+    return x, scale
+
+
+@triton.jit
+def read_mixed(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
+    """``which`` has the bits of a block's tokens in the order of signs."""
+    D: tl.constexpr = SPEC[0]
+    BITS: tl.constexpr = SPEC[1]
+    EXTRA: tl.constexpr = SPEC[3]
+    AXIS: tl.constexpr = SPEC[4]
+    BLOCK: tl.constexpr = SPEC[5]
+    SALIENT: tl.constexpr = SPEC[6]
+    FINE: tl.constexpr = 1.0 / ((1 << (BITS + EXTRA)) - 1)
+    COARSE: tl.constexpr = 1.0 / ((1 << BITS) - 1)
+    x = fragment_codes(fields[0], first, left, T, D, BITS, SPEC[2]).to(tl.float32)
+    token = tl.minimum(tl.arange(0, T), left - 1)
+    place = first + token  # of the storage, whose blocks follow each other
+    block = place // BLOCK
+    if SALIENT > 0:
+        words = fields[2] + block * (BLOCK // 32)
+        unit = (place % BLOCK // 32).to(tl.int32)
+        bit = tl.load(tables[0] + token % 32)
+        word = tl.load(words + unit)
+        salient = (word >> bit) & 1 != 0
+        rank = tl.zeros([T], tl.int32)
+        for i in tl.static_range(BLOCK):
+            before = (tl.load(words + i // 32) >> tl.load(tables[0] + i % 32)) & 1
+            rank += tl.where(i < place % BLOCK, before, 0)
+        row = block * SALIENT + tl.minimum(rank, SALIENT - 1)
+        EACH: tl.constexpr = 16 // EXTRA
+        channel = tl.arange(0, D)
+        low = tl.load(
+            fields[1] + row[:, None] * (D // EACH) + (channel // EACH)[None, :], mask=salient[:, None], other=0
+        )
+        low = (low.to(tl.int32) >> (channel % EACH * EXTRA)[None, :]) & ((1 << EXTRA) - 1)
+        x = tl.where(salient[:, None], (x * (1 << EXTRA) + low.to(tl.float32)) * FINE, x * COARSE)
+    else:
+        x = x * COARSE
+    if AXIS == 0:
+        meta = tl.load(fields[3] + block[:, None] * D + tl.arange(0, D)[None, :])
+    else:
+        meta = tl.load(fields[3] + place)[:, None]
+    zero = (meta & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    span = (meta >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return zero + span * x, tl.full([T], 1.0, tl.float32)

@@ -1,16 +1,24 @@
-"""Codes in the order of tensor cores (:mod:`kvfold.formats.packing`), to be unpacked: uniform levels and affine groups.
+"""Codes in the order of tensor cores (:mod:`kvfold.formats.packing`), to be unpacked.
 
 The kernels that attend to these orders multiply words as they lie and have readers of their own.
 """
 
+import math
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from kvfold.formats import AffineGroups, Fields, Format, UniformTokens
+from kvfold.formats import AffineGroups, Fields, Format, Lookup, LowRank, MixedTokens, SignSketch, UniformTokens
 from kvfold.formats.packing import group_order
-from kvfold.kernels.readers._fragments import read_affine, read_uniform
+from kvfold.kernels.readers._fragments import (
+    read_affine,
+    read_lookup,
+    read_lowrank,
+    read_mixed,
+    read_sketch,
+    read_uniform,
+)
 from kvfold.kernels.readers.base import Reader
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
@@ -51,6 +59,83 @@ class AffineFragments(Reader[AffineGroups]):
         return (_places(form.operand, form.axis, groups, device), _sign_bits(device))
 
 
+class LookupFragments(Reader[Lookup]):
+    """``tables``: the levels."""
+
+    read = read_lookup
+    names = ("codes", "scale")
+    words = ()
+
+    @property
+    def spec(self) -> tuple[int, ...]:
+        return (self.form.head_dim, self.form.bits_per_code, int(self.form.operand == "key"))
+
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return (_levels(self.form.levels, device),)
+
+
+class SketchFragments(Reader[SignSketch]):
+    read = read_sketch
+    names = ("signs", "rms")
+    words = ()
+
+    @property
+    def spec(self) -> tuple[float, ...]:
+        form = self.form
+        return (form.sketches[0], int(form.operand == "key"), form.gains[0] * math.sqrt(form.head_dim))
+
+
+class LowRankFragments(Reader[LowRank]):
+    """Fields: the inner format's, rows of tokens, bases of pages."""
+
+    read = read_lowrank
+    of_pages = True
+
+    def __init__(self, form: LowRank) -> None:
+        super().__init__(form)
+        assert isinstance(form.inner, AffineGroups)
+        self.inner = AffineFragments(form.inner)
+        self.names = (*self.inner.names, "row", "basis")
+
+    @property
+    def spec(self) -> tuple[Any, ...]:
+        return (self.form.head_dim, self.form.rank, len(self.inner.names), self.inner.read, self.inner.spec)
+
+    def fields(self, stored: Fields) -> tuple[torch.Tensor, ...]:
+        return (*self.inner.fields(stored), stored["row"], stored["basis"])
+
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return self.inner.tables(device)
+
+
+class MixedFragments(Reader[MixedTokens]):
+    """``tables``: bits of a unit's tokens."""
+
+    read = read_mixed
+    names = ("codes", "low", "which", "meta")
+    words = ("which", "meta")
+
+    @property
+    def spec(self) -> tuple[int, ...]:
+        form = self.form
+        return (
+            *(form.head_dim, form.bits_per_code, int(form.operand == "key"), form.extra_bits),
+            *(int(form.axis == "channel"), form.block, form.salient),
+        )
+
+    def fields(self, stored: Fields) -> tuple[torch.Tensor, ...]:
+        low = stored["low" if self.form.salient else "codes"]
+        return (stored["codes"], low, stored["which"].view(torch.int32), stored["meta"].view(torch.int32))
+
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return (_sign_bits(device),)
+
+
+@lru_cache(maxsize=256)
+def _levels(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(levels, dtype=torch.float16, device=device)
+
+
 @lru_cache
 def _places(operand: str, axis: str, groups: int, device: torch.device) -> torch.Tensor:
     return torch.argsort(group_order(operand, axis, groups)).to(device=device, dtype=torch.int32)
@@ -66,15 +151,27 @@ def _sign_bits(device: torch.device) -> torch.Tensor:
 FRAGMENTS: dict[type[Format], type[Reader[Any]]] = {
     UniformTokens: UniformFragments,
     AffineGroups: AffineFragments,
+    Lookup: LookupFragments,
+    LowRank: LowRankFragments,
+    MixedTokens: MixedFragments,
+    SignSketch: SketchFragments,
 }
 
 
 def why_not(form: Format) -> str | None:
     """Why a format in the order of tensor cores cannot be unpacked; None if it can."""
     if type(form) not in FRAGMENTS:
-        return f"{form.kind} storage packed for tensor cores; allowed: uniform, affine"
+        return f"{form.kind} storage packed for tensor cores; allowed: {', '.join(kind.kind for kind in FRAGMENTS)}"
     if form.head_dim & (form.head_dim - 1):
         return f"head_dim={form.head_dim}; allowed: powers of two"
+    if isinstance(form, LowRank):
+        if not isinstance(form.inner, AffineGroups):
+            return f"low rank beside {form.inner.kind}; allowed: affine"
+        return why_not(form.inner)
+    if isinstance(form, SignSketch) and (len(form.sketches) != 1 or form.sketches[0] & (form.sketches[0] - 1)):
+        return f"sketches of {'+'.join(map(str, form.sketches))} rows; allowed: one, of a power of two"
+    if isinstance(form, Lookup) and form.scaling != "rms":
+        return f"levels scaled by {form.scaling}; allowed: rms"
     if isinstance(form, AffineGroups):
         if form.group % 32:
             return f"group={form.group}; allowed: multiples of 32"

@@ -1,0 +1,58 @@
+"""Compilation of kernels: said once, and kept apart from what is measured as speed.
+
+Triton compiles a kernel at its first launch and keeps it in a cache on disk. The first process that meets a GPU, a shape or a
+version of kvfold so takes seconds where later ones take none.
+"""
+
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+KERNELS = 12
+"""Kernels that a method's prompt, its decode steps and a longer call take, about."""
+
+log = logging.getLogger("kvfold")
+
+
+class Compiling:
+    """Listens to Triton's compiler.
+
+    Attributes
+    ----------
+    seconds : float
+        Spent compiling kernels of kvfold in this process; what came from the cache counts for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._before: Callable[..., Any] | None = None
+        self._listens = self._told = False
+
+    def listen(self) -> None:
+        """Begin, in place of whoever listened before, who is told as well."""
+        if self._listens or find_spec("triton") is None:
+            return
+        from triton import knobs
+
+        self._before, knobs.compilation.listener = knobs.compilation.listener, self
+        self._listens = True
+
+    def __call__(self, **about: Any) -> None:
+        if self._before is not None:
+            self._before(**about)
+        module = getattr(getattr(about.get("src"), "fn", None), "__module__", "")
+        if about.get("cache_hit") or not str(module).startswith("kvfold."):
+            return
+        took = about["times"].total / 1e6
+        self.seconds += took
+        if not self._told:
+            self._told = True
+            log.warning(
+                "kvfold: compiling kernels for this GPU, about %d s; they are cached for the next time",
+                max(1, round(took * KERNELS)),
+            )
+
+
+compiling = Compiling()
+"""The one of this process."""
