@@ -11,6 +11,7 @@ BENCHMARKS = {
     "prefill": "Folding a prompt into a layer: time and memory by kernel and by torch (GPU).",
     "modes": "Encoding in symmetric, asymmetric and hybrid mode, InnerQ's Figure 4 (GPU).",
     "decode": "A whole model decoding in a CUDA graph, folded against bf16 (GPU).",
+    "generate": "What model.generate gives, folded against Transformers' own caches (GPU).",
     "memory": "Peak memory, largest batch and throughput under a memory cap (GPU).",
     "profile": "Kernels, allocations, copies and waits of one decode step (GPU).",
     "serve": "vLLM with folded caches against its own: steps, prompts, capacity (GPU).",
