@@ -17,8 +17,8 @@ from kvfold.kernels.unpack import Turn, unpack
 from kvfold.kernels.unpack import why_not as no_unpacking
 from kvfold.kernels.windows import attend_windows
 
-PIECE = 16 << 20
-"""Bytes of keys, and as many of values, that exist unpacked at a time: they stay in the L2 cache until they are read."""
+PIECE = 64 << 20
+"""Bytes of keys, and as many of values, that exist unpacked at a time."""
 STEP = 1024
 """cuDNN, which compiles for every shape, is given multiples of this many keys."""
 ROWS = 128
