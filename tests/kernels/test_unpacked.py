@@ -60,7 +60,7 @@ def test_calls_on_readers_formats_on_a_gpu(name):
 
 # ---- compiled ahead --------------------------------------------------------------------------------------------------
 
-SPILLS = {"commvq": 100, "kvquant": 100, "vqllm": 100}
+SPILLS = {"commvq": 150, "kvquant": 100, "vqllm": 100}
 """Where keys are rotated, those of a cosine of a large angle."""
 
 
@@ -123,7 +123,7 @@ def test_cudnn_meets_few_numbers_of_rows(count):
     rows = torch.ones(1, 2, count, 8)
     wide = unpacked._widened(rows)
     assert torch.equal(wide[:, :, :count], rows) and not wide[:, :, count:].any()
-    assert wide.shape[2] % 256 == 0 and wide.shape[2] <= max(256, count + count // 8)
+    assert wide.shape[2] % 256 == 0 and wide.shape[2] - count <= max(255, count // 8)
     seen = {unpacked._widened(torch.empty(0, 1, n, 1)).shape[2] for n in range(2048, 4097)}
     assert len(seen) == 9
 

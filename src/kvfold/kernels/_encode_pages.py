@@ -8,24 +8,29 @@ on a GPU and in the interpreter.
 import triton
 import triton.language as tl
 
+from kvfold.kernels._encode_codes import _across, _codes_tile, _root, _store_plane
 from kvfold.kernels._encode_groups import ROUND, _divided, _finite, _fma, _max, _over, _sum, _to_fp16
 from kvfold.kernels._encode_step import _advance, _append, _blocks_due
 from kvfold.kernels._encode_tile import _encode_tile, _load_state, _tokens_at
 from kvfold.kernels._encode_words import _log2, _tile_out
 
 # What a side is encoded as, one tuple of constants (:func:`kvfold.kernels.encode_pages.side`)
-UNIFORM = tl.constexpr(0)  # whether its inner format has uniform levels; if not, affine groups
+KIND = tl.constexpr(
+    0
+)  # of its inner format: 0 affine groups, 1 uniform levels, 2 levels of a table, 3 signs of a sketch
 TILE = tl.constexpr(1)  # tokens that are encoded together
 BITS = tl.constexpr(2)
 MEAN = tl.constexpr(3)  # whether pages have a mean
 NORM = tl.constexpr(4)  # their norms: 0 none, 1 rms, 2 max
 PAGE = tl.constexpr(5)
 SEEN = tl.constexpr(6)
+WIDTH = tl.constexpr(7)  # numbers of a vector through a dense basis
 FIT = tl.constexpr(7)  # of uniform levels: 0 least, 1 size, 2 unbiased
 ROTATION = tl.constexpr(8)  # channels of a Hadamard block; 0: no basis
 GROUP = tl.constexpr(7)  # of affine groups
 AXIS = tl.constexpr(8)
 MODE = tl.constexpr(9)
+ORDER = tl.constexpr(9)  # of others' codes: 0 keys', 1 values' of tensor cores, 2 plain
 
 ROWS = tl.constexpr(16)
 """Tokens whose statistics are summed side by side."""
@@ -37,25 +42,12 @@ def _step(bits):
     return {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352}[bits]
 
 
-@triton.constexpr_function
-def _root(n):
-    return n**0.5
-
-
 @triton.jit
 def _down(x, N: tl.constexpr, D: tl.constexpr):
     """Sum over tokens, [N, D] -> [D]: of the two halves, and so on."""
     for level in tl.static_range(_log2(N)):
         x = _sum(tl.reshape(x, (2, N >> (level + 1), D)), 0)
     return tl.reshape(x, (D,))
-
-
-@triton.jit
-def _across(x, N: tl.constexpr, D: tl.constexpr):
-    """Sum over channels, [N, D] -> [N]: of neighbours, and so on."""
-    for level in tl.static_range(_log2(D)):
-        x = _sum(tl.reshape(x, (N, D >> (level + 1), 2)), 2)
-    return tl.reshape(x, (N,))
 
 
 @triton.jit
@@ -211,18 +203,18 @@ def _levels(x, scale, real, MIDDLE: tl.constexpr):
 
 
 @triton.jit
-def _uniform_tile(source, page, signs, codes_out, scale_out, D: tl.constexpr, FORM: tl.constexpr, VALUE, RING):
+def _uniform_tile(source, page, signs, codes_out, scale_out, D: tl.constexpr, FORM: tl.constexpr, RING):
     """Encode 32 tokens; all pointers point to the first of them, or to their page."""
     DP: tl.constexpr = triton.next_power_of_2(D)
-    WIDTH: tl.constexpr = FORM[BITS]
-    MIDDLE: tl.constexpr = ((1 << WIDTH) - 1) / 2
+    BITS_: tl.constexpr = FORM[BITS]
+    MIDDLE: tl.constexpr = ((1 << BITS_) - 1) / 2
     x = _prepared(source, page, signs, D, FORM, RING)
     real = (tl.arange(0, DP) < D)[None, :]
     size = _across(x * x, 32, DP)
-    if WIDTH == 8:
+    if BITS_ == 8:
         scale = tl.math.div_rn(_max(tl.abs(x), 1), tl.full((32,), MIDDLE, tl.float32))
     else:
-        scale = tl.sqrt_rn(tl.math.div_rn(size, tl.full((32,), D, tl.float32))) * _step(WIDTH)
+        scale = tl.sqrt_rn(tl.math.div_rn(size, tl.full((32,), D, tl.float32))) * _step(BITS_)
     levels, along, squares = x, size, size
     for _ in range(3):  # once more than kvfold.formats.uniform.ROUNDS: the last codes are stored
         levels = _levels(x, scale, real, MIDDLE)
@@ -234,32 +226,11 @@ def _uniform_tile(source, page, signs, codes_out, scale_out, D: tl.constexpr, FO
         scale = tl.where(along > 0.0, tl.math.div_rn(size, tl.where(along > 0.0, along, 1.0)), 0.0)
     tl.store(scale_out + tl.arange(0, 32), _to_fp16(scale))
     codes = tl.reshape((levels + MIDDLE).to(tl.int32), (32 * DP,))
-    if WIDTH == 3:
-        _store_words(codes & 3, codes_out, D, 2, VALUE)
-        _store_words(codes >> 2, codes_out + 4 * D, D, 1, VALUE)
+    if BITS_ == 3:
+        _store_plane(codes & 3, codes_out, D, 2, FORM[ORDER])
+        _store_plane(codes >> 2, codes_out + 4 * D, D, 1, FORM[ORDER])
     else:
-        _store_words(codes, codes_out, D, WIDTH, VALUE)
-
-
-@triton.jit
-def _store_words(codes, out, D: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr):
-    """Store a plane of codes [32 tokens * channels] as kvfold.formats.packing.pack does: field f of word w is the code at
-    ``f W + w`` of the stream."""
-    DP: tl.constexpr = triton.next_power_of_2(D)
-    WORDS: tl.constexpr = 2 * D * WIDTH
-    WP: tl.constexpr = triton.next_power_of_2(WORDS)
-    n = tl.arange(0, 32 * DP)
-    field = n // WP
-    at = field * WORDS + tl.minimum(n % WP, WORDS - 1)
-    # of the stream: channel tile, token tile, g, t, col_half, row_half, pair
-    row = at // 2 % 2 * 8 + at // 32 % 8
-    column = at // 4 % 2 * 8 + at // 8 % 4 * 2 + at % 2
-    channel = at // 512 * 16 + (row if VALUE else column)
-    token = at // 256 % 2 * 16 + (column if VALUE else row)
-    picked = tl.gather(codes, token * DP + channel, 0) << field * WIDTH
-    words = _sum(tl.reshape(picked, (16 // WIDTH, WP)), 0)
-    i = tl.arange(0, WP)
-    tl.store(out + i, words.to(tl.int16), mask=i < WORDS)
+        _store_plane(codes, codes_out, D, BITS_, FORM[ORDER])
 
 
 @triton.jit
@@ -282,9 +253,15 @@ def _tile(
     WIDTH: of a slice of SQuat's update, which ``page[3]`` then points to.
     """
     codes, meta, aux = stored
-    if FORM[UNIFORM]:
+    if FORM[KIND] > 1:
+        at = unit * (2 * FORM[WIDTH] * FORM[BITS])
+        _codes_tile(
+            source, page, signs, codes + at, meta + unit * 32, D, FORM[BITS], FORM[WIDTH], FORM[MEAN], FORM[NORM] > 0,
+            FORM[KIND] == 3, FORM[ORDER], RING,
+        )  # fmt: skip
+    elif FORM[KIND] == 1:
         at = unit * (2 * D * FORM[BITS])
-        _uniform_tile(source, page, signs, codes + at, meta + unit * 32, D, FORM, VALUE, RING)
+        _uniform_tile(source, page, signs, codes + at, meta + unit * 32, D, FORM, RING)
     else:
         _encode_tile(
             source,

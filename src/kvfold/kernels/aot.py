@@ -465,8 +465,8 @@ def compile_pages_step(
 
 def _words(of: encode_pages.Side, letter: str) -> dict[str, str]:
     """Types of a side's codes and 32 bits of groups."""
-    uniform = of.form[0] == 1
-    return {f"{letter}codes": "*i16" if uniform else "*i32", f"{letter}aux": "*i16" if uniform else "*i32"}
+    width = "*i32" if of.form[0] == 0 else "*i16"
+    return {f"{letter}codes": width, f"{letter}aux": width}
 
 
 def _compile_pages(

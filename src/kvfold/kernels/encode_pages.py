@@ -1,7 +1,7 @@
 """Encoding on the GPU for formats with statistics per page: what :mod:`kvfold.kernels.encode` is for affine groups alone.
 
 Each side, keys or values, is uniform levels or affine groups, with or without a page's mean and norms; uniform levels may have
-a Hadamard basis. Two doors:
+a Hadamard basis. Levels of a table come with a rotation, signs with a sketch (TurboQuant, QJL). Two doors:
 
 * :func:`encode_pages` encodes a call's blocks: one small launch for the statistics of pages that begin, one for the blocks.
   Tokens that were waiting in the ring and tokens of the call are read where they lie.
@@ -19,7 +19,19 @@ from functools import lru_cache
 import torch
 import triton
 
-from kvfold.formats import AffineGroups, Fields, Format, Hadamard, Paged, UniformTokens
+from kvfold.formats import (
+    AffineGroups,
+    Fields,
+    Format,
+    Hadamard,
+    Lookup,
+    Paged,
+    Rotation,
+    SignSketch,
+    Sketch,
+    UniformTokens,
+)
+from kvfold.formats.basis import Basis
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import norms
 from kvfold.kernels._encode_pages import _blocks_kernel, _statistics_kernel, _step_kernel
@@ -28,6 +40,11 @@ from kvfold.kernels.encode import _warps as affine_warps
 from kvfold.kernels.encode import unsupported as affine_unsupported
 from kvfold.kernels.lengths import Lengths
 
+BASES = {UniformTokens: Hadamard, Lookup: Rotation, SignSketch: Sketch}
+"""Maps that the kernels know before what they store."""
+ORDERS = {"key": 0, "value": 1, "plain": 2}
+MAX_ROWS = 512
+"""Of a sketch."""
 FITS = {"least": 0, "size": 1, "unbiased": 2}
 NORMS = {"": 0, "rms": 1, "max": 2}
 
@@ -48,17 +65,29 @@ def unsupported(fmt: Format) -> str | None:
             return "statistics of a whole sequence beside those of pages"
         if fmt.page % UNIT or fmt.page % fmt.block:
             return f"page={fmt.page}: must be a multiple of {UNIT} tokens and of the block's {fmt.block}"
-        if fmt.basis is not None and not (isinstance(fmt.basis, Hadamard) and isinstance(inner, UniformTokens)):
-            return f"basis {type(fmt.basis).__name__.lower()} before {inner.kind} storage; allowed: hadamard before uniform"
+        if fmt.basis is not None and not isinstance(fmt.basis, BASES.get(type(inner), ())):
+            return (
+                f"basis {type(fmt.basis).__name__.lower()} before {inner.kind} storage; allowed: hadamard before uniform, "
+                "rotation before lookup, sketch before sign sketch"
+            )
     if isinstance(inner, AffineGroups):
         return affine_unsupported(inner)
-    if not isinstance(inner, UniformTokens):
+    if not isinstance(inner, UniformTokens | Lookup | SignSketch):
         return f"{inner.kind} storage"
-    if inner.operand not in ("key", "value"):
-        return f"operand={inner.operand}; allowed: key, value"
+    if not isinstance(inner, UniformTokens) and (fmt is inner or getattr(fmt, "basis", None) is None):
+        return f"{inner.kind} storage without a basis"
+    if isinstance(inner, Lookup) and (inner.scaling != "rms" or inner.bits_per_code > 4):
+        return (
+            f"{inner.bits_per_code}-bit levels scaled by {inner.scaling}; allowed: up to 4 bits, by the rms of a token"
+        )
+    if isinstance(inner, SignSketch) and (len(inner.sketches) != 1 or inner.sketches[0] > MAX_ROWS):
+        return f"sketches of {'+'.join(map(str, inner.sketches))} rows; allowed: one of up to {MAX_ROWS}"
     if inner.head_dim > 256:
         return f"head_dim={inner.head_dim}; allowed: up to 256"
     return None
+
+
+Inner = UniformTokens | AffineGroups | Lookup | SignSketch
 
 
 @dataclass(frozen=True)
@@ -67,21 +96,26 @@ class Side:
 
     Attributes
     ----------
-    inner : UniformTokens or AffineGroups
+    inner : UniformTokens, AffineGroups, Lookup or SignSketch
     form : tuple of int
         Constants of :mod:`kvfold.kernels._encode_pages`.
-    basis : Hadamard or None
+    basis : Basis or None
     per_page : tuple of str
         Names of what pages store.
     warps : int
         Of a program.
     """
 
-    inner: UniformTokens | AffineGroups
+    inner: Inner
     form: tuple[int, ...]
-    basis: Hadamard | None
+    basis: Basis | None
     per_page: tuple[str, ...]
     warps: int
+
+    @property
+    def codes(self) -> str:
+        """Name of the field that holds codes."""
+        return "signs" if isinstance(self.inner, SignSketch) else "codes"
 
     @property
     def tile(self) -> int:
@@ -107,15 +141,19 @@ def side(fmt: Format, mode: str | None = None) -> Side:
         raise ValueError(f"encode: {why}")
     paged = fmt if isinstance(fmt, Paged) else None
     inner = fmt if paged is None else paged.inner
-    assert isinstance(inner, UniformTokens | AffineGroups)
+    assert isinstance(inner, Inner)
     basis = None if paged is None else paged.basis
     names = () if paged is None else tuple(paged.page_fields())
     statistics = (0, 0, inner.block, inner.block)
     if paged is not None:
         statistics = (int(paged.mean), NORMS[paged.norm], paged.page, paged.seen)
-    assert basis is None or isinstance(basis, Hadamard)
+    if isinstance(inner, Lookup | SignSketch):
+        bits, width = (1, inner.width) if isinstance(inner, SignSketch) else (inner.bits_per_code, inner.head_dim)
+        form = (2 + isinstance(inner, SignSketch), UNIT, bits, *statistics, width, 0, ORDERS[inner.operand])
+        return Side(inner, form, basis, names, max(1, triton.next_power_of_2(width) // 16))
     if isinstance(inner, UniformTokens):
-        form = (1, UNIT, inner.bits_per_code, *statistics, FITS[inner.fit], basis.block if basis else 0)
+        turned = basis.block if isinstance(basis, Hadamard) else 0
+        form = (1, UNIT, inner.bits_per_code, *statistics, FITS[inner.fit], turned, ORDERS[inner.operand])
         # 16 elements a thread: with more of them the compiler lays channels out so that sums need seven times the shuffles
         return Side(inner, form, basis, names, max(1, triton.next_power_of_2(inner.head_dim) // 16))
     chosen = MODES["sym" if mode == "sym" and inner.mode == "hybrid" else inner.mode]
@@ -142,8 +180,10 @@ def _stored(of: Side, fields: Fields) -> tuple[torch.Tensor, ...]:
 def addressed(of: Side, fields: Fields) -> tuple[torch.Tensor, ...]:
     """Codes, metadata, sign words, means and codes of norms as the kernels address them; what is not there stands for itself
     in another tensor, and is never read."""
-    codes = fields["codes"]
-    if isinstance(of.inner, UniformTokens):
+    codes = fields[of.codes]
+    if isinstance(of.inner, SignSketch):
+        words, meta, aux = codes, fields["rms"], codes
+    elif not isinstance(of.inner, AffineGroups):
         words, meta, aux = codes, fields["scale"], codes
     else:
         names = ("meta",) if of.inner.mode == "asym" else ("scale", "aux")
@@ -158,7 +198,20 @@ def _pages(of: Side, fields: Fields) -> int:
 
 
 def _signs(of: Side, other: torch.Tensor) -> torch.Tensor:
-    return other if of.basis is None else of.basis.signs(other.device)
+    """Constants of the basis: a Hadamard rotation's signs, of others what :func:`_tables` makes; without one ``other``."""
+    if of.basis is None:
+        return other
+    if isinstance(of.basis, Hadamard):
+        return of.basis.signs(other.device)
+    return _tables(of.basis, of.inner.levels if isinstance(of.inner, Lookup) else (), other.device)
+
+
+@lru_cache(maxsize=64)
+def _tables(basis: Basis, levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """A dense basis, [head_dim, width], and the borders between levels: float32, one after the other."""
+    (matrix,) = basis.tables(device).values()
+    between = torch.tensor(levels, dtype=torch.float32, device=device)
+    return torch.cat((matrix.T.reshape(-1), (between[1:] + between[:-1]) / 2))
 
 
 def encode_pages(
@@ -200,11 +253,11 @@ def encode_pages(
     """
     of = side(fmt, mode)
     batch, heads, tokens, dim = new.shape
-    block, blocks = of.inner.block, fields["codes"].shape[2]
+    block, blocks = of.inner.block, fields[of.codes].shape[2]
     if start % block or stop % block or dim != of.inner.head_dim:
         raise ValueError(f"tokens {start} to {stop}, {dim} channels: allowed: blocks of {block} by {of.inner.head_dim}")
-    if fields["codes"].shape[1] != heads or (rows is None and fields["codes"].shape[0] != batch):
-        raise ValueError(f"fields: hold {tuple(fields['codes'].shape[:2])} sequences and heads, new {(batch, heads)}")
+    if fields[of.codes].shape[1] != heads or (rows is None and fields[of.codes].shape[0] != batch):
+        raise ValueError(f"fields: hold {tuple(fields[of.codes].shape[:2])} sequences and heads, new {(batch, heads)}")
     if not first_block * block <= start <= stop <= (first_block + blocks) * block:
         raise ValueError(
             f"tokens {start} to {stop}: storage has those from {first_block * block} to {(first_block + blocks) * block}"
@@ -315,7 +368,7 @@ def append_and_close(
         if not window.is_contiguous():
             raise ValueError(f"{name}: must be contiguous, its strides are {window.stride()}")
     k_stored, v_stored = _stored(k, key_fields), _stored(v, value_fields)
-    shapes = [fields["codes"].shape[:3] for fields in (key_fields, value_fields)]
+    shapes = [fields[of.codes].shape[:3] for of, fields in ((k, key_fields), (v, value_fields))]
     blocks = shapes[0][2]
     if shapes[0][:2] != (batch, heads) or shapes[1] != shapes[0]:
         raise ValueError(f"fields: {tuple(shapes[0])}, {tuple(shapes[1])} for {batch} x {heads}")

@@ -19,6 +19,8 @@ from kvfold.kernels.stored import basis_matrix, inner, pages_between, power, roo
 from kvfold.rope import Rope
 
 MAX_DIM = 256
+TURNED = 128
+"""Tokens of a tile that passes a basis."""
 OPTIONS = {"num_warps": 4, "num_stages": 1}
 PROGRAMS = 8
 """Of a multiprocessor, in all: a few follow each other."""
@@ -99,7 +101,7 @@ def constants(form: Format, rotary: int = 0, turn: bool = False) -> dict[str, An
     reader, page = _reader(form, rotary), form if isinstance(form, Paged) else None
     dim, basis = form.head_dim, page is not None and page.basis is not None
     width = 2 * power(dim // 2) if rotary else power(reader.spec[0])
-    tile = 128 if basis and width <= 128 else 64 if dim <= 128 and width <= 256 else 32
+    tile = TURNED if basis and width <= 128 else 64 if dim <= 128 and width <= 256 else 32
     return {
         "READ": reader.read,
         "SPEC": static(reader.spec_of_halves() if rotary else reader.spec),

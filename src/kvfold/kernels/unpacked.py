@@ -158,7 +158,7 @@ def _attend(
 def _widened(rows: torch.Tensor) -> torch.Tensor:
     """Rows, and others after them, so that there are one of eight numbers up to the next power of two."""
     count = rows.shape[2]
-    step = max(256, 1 << (count.bit_length() - 4))
+    step = max(256, 1 << max(0, count.bit_length() - 4))
     more = -count % step
     return torch.nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
 

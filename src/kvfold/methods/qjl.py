@@ -74,6 +74,10 @@ class QJL(Method):
         if self.outliers >= spec.head_dim:
             yield Problem("outliers", range(spec.head_dim))
 
+    @property
+    def kernel_encodes(self) -> bool:
+        return True
+
     def _rows(self, spec: LayerSpec) -> int:
         return (self.early_k_bits if spec.layer_idx < self.early_layers else self.key_bits) * spec.head_dim
 

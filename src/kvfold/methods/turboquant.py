@@ -53,6 +53,10 @@ class TurboQuant(Method):
             field = "bits" if self.k_bits is None else "k_bits"
             yield Problem(field, (2, 3, 4), " is not allowed beside residual=true, which takes a key's bit for signs")
 
+    @property
+    def kernel_encodes(self) -> bool:
+        return True
+
     def _format(self, spec: LayerSpec, operand: str, bits: int, residual: bool, norm: str) -> Format:
         if spec.head_dim % 16:
             raise MethodError(f"{self.name}: head_dim={spec.head_dim} is not a multiple of 16")
