@@ -24,7 +24,7 @@ MEAN = tl.constexpr(3)  # whether pages have a mean
 NORM = tl.constexpr(4)  # their norms: 0 none, 1 rms, 2 max
 PAGE = tl.constexpr(5)
 SEEN = tl.constexpr(6)
-WIDTH = tl.constexpr(7)  # numbers of a vector through a dense basis
+NUMBERS = tl.constexpr(7)  # numbers of a vector through a dense basis
 FIT = tl.constexpr(7)  # of uniform levels: 0 least, 1 size, 2 unbiased
 ROTATION = tl.constexpr(8)  # channels of a Hadamard block; 0: no basis
 GROUP = tl.constexpr(7)  # of affine groups
@@ -254,9 +254,9 @@ def _tile(
     """
     codes, meta, aux = stored
     if FORM[KIND] > 1:
-        at = unit * (2 * FORM[WIDTH] * FORM[BITS])
+        at = unit * (2 * FORM[NUMBERS] * FORM[BITS])
         _codes_tile(
-            source, page, signs, codes + at, meta + unit * 32, D, FORM[BITS], FORM[WIDTH], FORM[MEAN], FORM[NORM] > 0,
+            source, page, signs, codes + at, meta + unit * 32, D, FORM[BITS], FORM[NUMBERS], FORM[MEAN], FORM[NORM] > 0,
             FORM[KIND] == 3, FORM[ORDER], RING,
         )  # fmt: skip
     elif FORM[KIND] == 1:

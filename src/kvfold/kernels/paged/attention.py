@@ -14,6 +14,7 @@ from kvfold.kernels.paged._attend import merge_pieces_kernel, pieces_kernel, raw
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace
 from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
+from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.windows import program_memory, stages, tile_sizes
 
 Pieces = Callable[[PagedCall, torch.Tensor, int, Workspace], None]
@@ -169,7 +170,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         ]
     freq, table = nothing, nothing
     if call.rope is not None:
-        rotation = blocks.rotation_of(call.rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
+        rotation = rotation_of(call.rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
         freq, table = rotation.freq, rotation.table
     row_blocks = math.ceil(rows / plan.rows)
     programs = workspace.processors * min(most, 4)
