@@ -78,18 +78,20 @@ def attention() -> Table:
     return head, lines
 
 
+def _long(row: Any) -> str:
+    """Milliseconds, and how many times fp16's time that is."""
+    return "-" if row.p50_ms is None else f"{row.p50_ms:.3g} ({1 / row.ratio:.2f}x)"
+
+
 def long_calls() -> Table:
     """Calls of many tokens on an existing cache."""
     works: dict[str, dict[Any, Any]] = {}
     for row in _attention():
-        if row.kernel in FUSED and row.query_tokens > 1:
+        if row.kernel != "triton" and row.query_tokens > 1:
             works.setdefault(row.work.partition(",")[0], {})[row.batch, row.query_tokens] = row
     columns = sorted({key for found in works.values() for key in found})
     base = {key: next(found[key] for found in works.values() if key in found) for key in columns}
-    lines = [
-        [work, *(number(found[key].p50_ms, ".3g") if key in found else "-" for key in columns)]
-        for work, found in works.items()
-    ]
+    lines = [[work, *(_long(found[key]) if key in found else "-" for key in columns)] for work, found in works.items()]
     lines.append(
         [
             "fp16, the fastest",
@@ -127,7 +129,7 @@ def readers() -> Table:
             f"{row.error:.1e}",
         ]
         for row in _attention()
-        if row.kernel == "blocks"
+        if row.kernel == "blocks" and row.query_tokens == 1
     ]
     return ["method, keys and values", "shape", "ms", "times as fast as fp16", "relative RMS error"], lines
 
@@ -191,6 +193,24 @@ def decode() -> Table:
         for row in rows("decode", "model", "batch", "context", "method")
     ]
     return ["model, batch, context, cache", "ms a step", "tokens/s", "cache, GB", "times as fast as bf16"], lines
+
+
+def generate() -> Table:
+    """``model.generate``, step by step."""
+    lines = [
+        [
+            f"B={row.batch}, N={row.prompt:,}: `{row.cache}`",
+            f"{row.ms:.2f}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.prefill_ms:,.0f}",
+            f"{row.begin_ms:,.0f}",
+            number(row.times_default, ".1f"),
+            number(row.times_best, ".2f"),
+        ]
+        for row in rows("generate", "model", "batch", "prompt", "cache")
+    ]
+    head = ["batch, prompt, cache", "ms a step", "tokens/s", "prefill, ms", "second token, ms"]
+    return [*head, "times as fast as the default", "as the best of Transformers"], lines
 
 
 def _memory() -> list[Any]:
@@ -318,6 +338,7 @@ BENCH = {
         "prefill": prefill,
         "modes": modes,
         "decode": decode,
+        "generate": generate,
         "memory": memory,
         "memory gains": memory_gains,
         "products": products,

@@ -157,7 +157,7 @@ STORED = (
     *((method, 0) for method in READERS if "center=false" not in method),
 )
 LONG = (
-    *(Work(m, bits, 1, 32768, query_tokens=n) for n in (64, 512, 2048) for m, bits in STORED),
+    *(Work(m, bits, 1, 32768, query_tokens=n) for n in (512, 2048, 64) for m, bits in STORED),
     *(Work(m, 2, 4, 32768, query_tokens=512, padded=True) for m in ("kivi", "innerq-asym")),
 )
 """Calls of many tokens on an existing cache."""
