@@ -2,8 +2,9 @@
 
 ``kvfold bench prefill`` appends a prompt to a folded layer of Llama-3.1-8B's shape, as its first call does after attending, in
 the order in which its attention kernel reads. The two encoders' packed bytes are compared before a time is taken; where no
-kernel encodes, there is torch's time alone. A row's ``error`` is the fraction of bytes that differ from torch's; ``extra_mb`` is the most memory that was allocated while appending, beyond what the layer
-keeps; ``ratio`` is how many times as long torch takes.
+kernel encodes, there is torch's time alone. A row's ``error`` is the fraction of bytes that differ from torch's; ``extra_mb``
+is the most memory that was allocated while appending, beyond what the layer keeps; ``ratio`` is how many times as long torch
+takes.
 """
 
 import sys
