@@ -24,7 +24,9 @@ STEP = 1024
 ROWS = 128
 """Query rows of a program of cuDNN's attention."""
 JOIN = 4
-"""Results over pieces that exist at a time."""
+"""Results over pieces that are joined in one launch at most."""
+RESULTS = 64 << 20
+"""Bytes of results over pieces that wait to be joined, apart from one piece's."""
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys [batch, num_kv_heads, rows, head_dim], and its log-sum-exp [batch, num_kv_heads, rows]."""
@@ -78,9 +80,10 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
         rows = projected.to(rows.dtype)
         bias = None if shift is None else shift * call.scale
     results: list[Result] = []
+    most = max(1, min(JOIN, RESULTS // (rows.numel() * rows.itemsize)))
     wide = _widened(rows) if takes_cudnn(rows) else None
     for keys, values in _pieces(call, rows.dtype):
-        if len(results) >= JOIN:
+        if len(results) >= most:
             partials.join(results, bias)
             results = []
         results += _attend(rows, wide, keys, values, call.scale)
