@@ -50,8 +50,10 @@ class LowRank(PagedFormat):
         page, made = self.with_statistics(x, page)
         x = x.float()
         # one product per block: the same rows whatever the call's length; B's columns are orthonormal, so this a is the best
-        rows = self._missed(x).unflatten(-2, (-1, self.block)) @ page["basis"].float()
-        return {**self.inner.encode(x, **how), "row": to_fp16(rows), **made}
+        inner = self.inner.encode(x, **how)
+        missed = self._missed(x) if how else x - self.inner.decode(inner)
+        rows = missed.unflatten(-2, (-1, self.block)) @ page["basis"].float()
+        return {**inner, "row": to_fp16(rows), **made}
 
     def decode(self, fields: Fields) -> torch.Tensor:
         inner, page = self.split(fields)

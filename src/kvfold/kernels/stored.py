@@ -62,12 +62,19 @@ def rotation_of(rope: Rope, pairs: int, tokens: int, groups: int, dim: int, devi
 
 def static(spec: tuple[Any, ...]) -> Any:
     """A reader's numbers and functions as the kernel's constants. Functions stay: Triton's cache knows their text."""
+    interpret, constexpr = _triton()
+    if interpret:
+        return Numbers(spec)
+    return tuple(static(x) if isinstance(x, tuple) else x if callable(x) else constexpr(x) for x in spec)
+
+
+@lru_cache
+def _triton() -> tuple[bool, Any]:
+    """Whether kernels are interpreted, and what makes a constant."""
     from triton import knobs
     from triton.language import constexpr
 
-    if knobs.runtime.interpret:
-        return Numbers(spec)
-    return tuple(static(x) if isinstance(x, tuple) else x if callable(x) else constexpr(x) for x in spec)
+    return knobs.runtime.interpret, constexpr
 
 
 class Numbers:
