@@ -195,24 +195,6 @@ def decode() -> Table:
     return ["model, batch, context, cache", "ms a step", "tokens/s", "cache, GB", "times as fast as bf16"], lines
 
 
-def generate() -> Table:
-    """``model.generate``, step by step."""
-    lines = [
-        [
-            f"B={row.batch}, N={row.prompt:,}: `{row.cache}`",
-            f"{row.ms:.2f}",
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.prefill_ms:,.0f}",
-            f"{row.begin_ms:,.0f}",
-            number(row.times_default, ".1f"),
-            number(row.times_best, ".2f"),
-        ]
-        for row in rows("generate", "model", "batch", "prompt", "cache")
-    ]
-    head = ["batch, prompt, cache", "ms a step", "tokens/s", "prefill, ms", "second token, ms"]
-    return [*head, "times as fast as the default", "as the best of Transformers"], lines
-
-
 def _memory() -> list[Any]:
     return rows("memory", "cache", "prompt", "output", choose=of_last_commit)
 
@@ -338,7 +320,6 @@ BENCH = {
         "prefill": prefill,
         "modes": modes,
         "decode": decode,
-        "generate": generate,
         "memory": memory,
         "memory gains": memory_gains,
         "products": products,
