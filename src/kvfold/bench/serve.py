@@ -7,6 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,14 @@ class ServeRow:
 class Server:
     """vLLM in this process."""
 
-    def __init__(self, shape: str, cache: str, context: int, budget: int, batch: int, kv_bytes: int | None) -> None:
+    def __init__(
+        self, shape: str, cache: str, context: int, budget: int, sizes: list[int], kv_bytes: int | None
+    ) -> None:
         from vllm import LLM
 
         given: dict[str, Any] = {"kv_cache_dtype": OWN[cache]} if cache in OWN else {}
         if cache not in OWN:
             given = {"attention_backend": "CUSTOM", "additional_config": {"kvfold": cache}}
-        sizes = sorted({1, 2, 4, 8, 16, 32, 64, batch})
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
         self.llm = LLM(
             _folder(shape),
@@ -65,7 +67,7 @@ class Server:
             skip_tokenizer_init=True,
             max_model_len=context,
             max_num_batched_tokens=budget,
-            max_num_seqs=batch,
+            max_num_seqs=max(sizes),
             enable_prefix_caching=False,
             compilation_config=graphs,
             kv_cache_memory_bytes=kv_bytes,
@@ -177,27 +179,23 @@ def workload(text: str) -> list[int]:
         raise KVFoldError(f"work: {text!r} is not allowed; write 8x32768, or 1x131072+63x2048") from None
 
 
-def measure(server: Server, cache: str, shape: str, works: list[str], prefill: int) -> list[ServeRow]:
-    """Rows of one engine."""
+def measure(server: Server, cache: str, shape: str, works: list[str], prefill: int) -> Iterator[ServeRow]:
+    """Rows of one engine, as they come."""
     facts = server.facts() | environment()
     longest, capacity = server.config.model_config.max_model_len, server.tokens
-    rows = [ServeRow("capacity", shape, cache, 0, longest, None, None, None, None, capacity, **facts)]
+    yield ServeRow("capacity", shape, cache, 0, longest, None, None, None, None, capacity, **facts)
 
-    def timed(what: str, batch: int, context: int, times: list[float], tokens: int) -> None:
+    def timed(what: str, batch: int, context: int, times: list[float], tokens: int) -> ServeRow:
         tenths = statistics.quantiles(times, n=10) if len(times) > 2 else sorted(times * 5)[:9]
-        low, middle, high = tenths[1], statistics.median(times), tenths[7]
-        row = ServeRow(
-            what, shape, cache, batch, context, middle, low, high, 1e3 * tokens / middle, server.tokens, **facts
-        )
-        rows.append(row)
-        progress(f"{cache}: {what} {batch} x {context}: {middle:.2f} ms")
+        middle = statistics.median(times)
+        speed = 1e3 * tokens / middle
+        return ServeRow(what, shape, cache, batch, context, middle, tenths[1], tenths[7], speed, capacity, **facts)
 
     for work in works:
         lengths = workload(work)
-        timed("decode", len(lengths), max(lengths), server.decode(lengths), len(lengths))
+        yield timed("decode", len(lengths), max(lengths), server.decode(lengths), len(lengths))
     if prefill:
-        timed("prefill", 1, prefill, server.prefill(prefill), prefill)
-    return rows
+        yield timed("prefill", 1, prefill, server.prefill(prefill), prefill)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -220,19 +218,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="say which kernels a step runs")
     given = parser.parse_args(argv)
     need_gpu("serve")
-    batch = max([1, *(len(workload(work)) for work in given.work)])
-    server = Server(given.shape, given.cache, given.context, given.budget, batch, given.kv_bytes)
+    sizes = sorted({1, *(len(workload(work)) for work in given.work)})
+    server = Server(given.shape, given.cache, given.context, given.budget, sizes, given.kv_bytes)
     server.profiles = given.profile
-    rows = measure(server, given.cache, given.shape, given.work, given.prefill)
-    for row in rows:
+    for row in measure(server, given.cache, given.shape, given.work, given.prefill):
         speed = "" if row.ms is None else f"{row.ms:9.2f} ms  {row.tokens_per_s:9.0f} tokens/s"
         show(
             row,
             f"{row.what:<9} {row.cache:<12} {row.batch:>3} x {row.context:>6} {speed} {row.tokens:>10,}",
             given.json,
         )
-    if given.rows:
-        append(given.rows, rows)
+        if given.rows:
+            append(given.rows, [row])
     return 0
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvfold.formats.paged import PAGE
-from kvfold.kernels.paged import PagedCall, PagedStep, reference
+from kvfold.kernels.paged import PagedCall, PagedStep, reference, unpacking
 
 PIECE = 8192
 """Packed tokens that exist unpacked at a time."""
@@ -98,11 +98,14 @@ def either(call: PagedCall, chunk: Chunk, start: int, stop: int) -> tuple[torch.
 
 def unpacked(call: PagedCall, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What pages make of tokens ``start`` to ``stop``; anything where they are not closed."""
-    dtype = call.window_keys.dtype
-    step = call.step
-    end = -(-stop // step.block) * step.block
+    dtype, step = call.window_keys.dtype, call.step
+    sides = ((call.key_format, call.keys), (call.value_format, call.values))
+    if call.window_keys.is_cuda and not any(unpacking.unsupported(form) for form, _ in sides):
+        table = step.table[chunk.row]
+        keys, values = (unpacking.unpack(form, fields, table, start, stop, dtype) for form, fields in sides)
+        return keys, values
+    end, count = -(-stop // step.block) * step.block, stop - start
     keys, values = reference.unpacked(call, Pages(step, chunk.row), start, end)  # type: ignore[arg-type]
-    count = stop - start
     return keys[0, :, :count].transpose(0, 1).to(dtype), values[0, :, :count].transpose(0, 1).to(dtype)
 
 
