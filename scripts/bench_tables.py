@@ -14,6 +14,7 @@ from kvfold.bench.rows import latest, of_last_commit, read
 from kvfold.engines.vllm.shapes import Shape, dense, folded
 
 ROWS = Path(__file__).resolve().parent.parent / "benchmarks" / "rows"
+VARIANTS = ROWS.parent / "long-variants.csv"
 Table = tuple[list[str], list[list[str]]]
 Choice = Callable[..., list[Any]]
 
@@ -78,28 +79,24 @@ def attention() -> Table:
     return head, lines
 
 
-def _long(row: Any) -> str:
-    """Milliseconds, and how many times fp16's time that is."""
-    return "-" if row.p50_ms is None else f"{row.p50_ms:.3g} ({1 / row.ratio:.2f}x)"
-
-
 def long_calls() -> Table:
-    """Calls of many tokens on an existing cache."""
-    works: dict[str, dict[Any, Any]] = {}
-    for row in _attention():
-        if row.kernel != "triton" and row.query_tokens > 1:
-            works.setdefault(row.work.partition(",")[0], {})[row.batch, row.query_tokens] = row
-    columns = sorted({key for found in works.values() for key in found})
-    base = {key: next(found[key] for found in works.values() if key in found) for key in columns}
-    lines = [[work, *(_long(found[key]) if key in found else "-" for key in columns)] for work, found in works.items()]
-    lines.append(
-        [
-            "fp16, the fastest",
-            *(f"{base[k].baseline_ms:.3g} ({base[k].baseline.removeprefix('SDPA ')})" for k in columns),
-        ]
-    )
-    heads = [f"{n:,} tokens" if b == 1 else f"B={b}, {n:,} tokens, left-padded" for b, n in columns]
-    return ["ms", *heads], lines
+    """Calls of many tokens on an existing cache, unpacked: of a shape's rows the fastest."""
+    found: dict[str, dict[int, float]] = {}
+    variants = [SimpleNamespace(**{k: value(v) for k, v in row.items()}) for row in read(VARIANTS)]
+    commit = variants[-1].commit
+    for row in variants:
+        if row.commit == commit:
+            times = found.setdefault(row.work, {})
+            times[row.query_tokens] = min(row.p50_ms, times.get(row.query_tokens, row.p50_ms))
+    base = found.pop("fp16")
+    tokens = sorted(base)
+
+    def cell(times: dict[int, float], n: int) -> str:
+        return f"{times[n]:.3g} ({times[n] / base[n]:.2f}x)" if n in times else "-"
+
+    lines = [[f"`{work}`", *(cell(times, n) for n in tokens)] for work, times in found.items()]
+    lines.append(["fp16, the fastest", *(f"{base[n]:.3g} (cuDNN, no mask)" for n in tokens)])
+    return ["ms", *(f"{n:,} tokens" for n in tokens)], lines
 
 
 def plain_order() -> Table:

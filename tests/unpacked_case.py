@@ -180,13 +180,35 @@ def stored_call_error(name, device="cpu", dtype=torch.float16):
     return float((got - want).norm() / want.norm())
 
 
+LENGTHS = {
+    "turboquant": {"method": "turboquant", "packed": (64, 160), "slabs": (3, 4)},
+    "nothing packed of one": {"method": "turboquant", "packed": (0, 96), "slabs": (4,)},
+    "commvq": {"method": commvq(5), "rotary": 64, "unproject": unproject, "packed": (96, 32), "slabs": (4,)},
+    "kivi": {"method": fragments("kivi"), "packed": (32, 96), "slabs": (2, 2)},
+}
+"""Sequences of different length; what they do not fill is full of NaN."""
+
+
+def lengths_error(name, device="cpu", dtype=torch.float16):
+    given = Case(**LENGTHS[name] | {"tokens": 20, "device": device, "dtype": dtype})
+    given.call = replace(given.call, packed=LENGTHS[name]["packed"])
+    assert unpacked.serves(given.call)
+    got, want = unpacked.attend_unpacked(given.call).float(), given.expected().float()
+    return float((got - want).norm() / want.norm())
+
+
 if __name__ == "__main__":
     unpacked.PIECE = 256 * 2 * 4 * 64  # several pieces
     unpacked.JOIN = 1
     wrong = {}
     for name in sys.argv[1:]:
         kind, _, case = name.partition("/")
-        error = {"unpack": unpacking_error, "call": attention_error, "stored": stored_call_error}[kind](case)
+        error = {
+            "unpack": unpacking_error,
+            "call": attention_error,
+            "stored": stored_call_error,
+            "lengths": lengths_error,
+        }[kind](case)
         if not error < (1e-3 if kind == "unpack" else LIMIT[torch.float16]):
             wrong[name] = error
     for name, error in wrong.items():

@@ -16,13 +16,14 @@ from kvfold.bench import storage
 from kvfold.formats.paged import plain
 from kvfold.kernels import AttentionCall, aot, unpack, unpacked
 from kvfold.methods import LayerSpec, get
-from unpacked_case import CALLS, FORMATS, LIMIT
+from unpacked_case import CALLS, FORMATS, LENGTHS, LIMIT
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 STORED = ["commvq", "qjl", "gear-rope", "residual"]
 """Formats that calls are made on, too."""
 NAMES = [f"unpack/{n}" for n in FORMATS] + [f"call/{n}" for n in CALLS] + [f"stored/{n}" for n in STORED]
+NAMES += [f"lengths/{n}" for n in LENGTHS]
 
 
 @pytest.mark.parametrize("first", range(0, len(NAMES), 10))
@@ -56,6 +57,13 @@ def test_calls_on_a_gpu(name, dtype):
 @pytest.mark.parametrize("name", STORED)
 def test_calls_on_readers_formats_on_a_gpu(name):
     assert unpacked_case.stored_call_error(name, "cuda", torch.float16) < LIMIT[torch.float16]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", LENGTHS)
+def test_sequences_of_different_length_on_a_gpu(name):
+    assert unpacked_case.lengths_error(name, "cuda", torch.float16) < LIMIT[torch.float16]
 
 
 # ---- compiled ahead --------------------------------------------------------------------------------------------------
@@ -136,4 +144,6 @@ def test_pieces_are_bounded():
 
 def test_an_empty_cache_is_no_span():
     given = unpacked_case.call(torch.device("cpu"), packed=())
-    assert isinstance(given, AttentionCall) and list(unpacked._pieces(given, torch.float16)) == []
+    assert (
+        isinstance(given, AttentionCall) and list(unpacked._pieces(given, slice(0, 2), None, torch.float16, None)) == []
+    )

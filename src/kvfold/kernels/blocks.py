@@ -36,7 +36,7 @@ class BlocksKernel(AttentionKernel):
     """Formats with a reader, in plain order, on NVIDIA GPUs (sm_80 and later); calls of any length.
 
     Tiles are decoded to fp16, so layers of float32 models are left to the reference kernel. Longer calls unpack bounded
-    pieces to 16 bits for the platform's flash attention, where sequences have one length.
+    pieces to 16 bits for the platform's flash attention.
     """
 
     name = "blocks"

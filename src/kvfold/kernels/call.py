@@ -105,6 +105,8 @@ class AttentionCall:
         None: the call's tokens lie in the windows, and none is padding.
     uniform : bool
         Whether all sequences have as many packed tokens as ``spans`` hold.
+    packed : tuple of int or None
+        Packed tokens of every sequence, where the host knows them.
     project : callable or None
         From queries [batch, num_kv_heads, rows, head_dim] to (the same as decoded keys meet them, float32; what is added to
         their scores of packed tokens before ``scale``, float32 [batch, num_kv_heads, rows], or None). None: queries meet keys
@@ -141,6 +143,7 @@ class AttentionCall:
     unproject: Callable[[torch.Tensor], torch.Tensor] | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    packed: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:

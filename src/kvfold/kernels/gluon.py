@@ -17,7 +17,7 @@ class GluonKernel(AttentionKernel):
 
     Up to 16 query tokens without padding are written to the windows first and attended to in one launch per slab. Of longer
     calls those of up to 64 tokens read packed storage with the same kernel, and the windows and new tokens with another; beyond
-    that bounded pieces are unpacked to 16 bits for the platform's flash attention, where sequences have one length.
+    that bounded pieces are unpacked to 16 bits for the platform's flash attention.
     """
 
     name = "gluon"
@@ -68,14 +68,13 @@ class PagesKernel(AttentionKernel):
     """Pages of uniform codes (fold) on NVIDIA GPUs (sm_80 and later); calls of any length.
 
     Up to 16 query tokens without padding are written to the windows first and attended to in one launch per slab. Longer
-    calls unpack bounded pieces to 16 bits for the platform's flash attention; those of sequences of different length go to
-    the reference.
+    calls unpack bounded pieces to 16 bits for the platform's flash attention; those whose queries need gradients go to the
+    reference.
     """
 
     name = "pages"
     in_place_tokens = 16
     captures = True
-    limits = "calls of more than 16 tokens by sequences of different length"
     dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:

@@ -36,7 +36,7 @@ class TilesKernel(AttentionKernel):
     """Affine groups in plain order on NVIDIA GPUs (sm_80 and later); calls of any length, with padding or without.
 
     Decoded tiles are fp16, so layers of float32 models are left to the reference kernel. Calls of more than 16 tokens unpack
-    bounded pieces to 16 bits for the platform's flash attention, where sequences have one length.
+    bounded pieces to 16 bits for the platform's flash attention.
     """
 
     name = "triton"

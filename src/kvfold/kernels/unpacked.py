@@ -6,16 +6,18 @@ the inner loop do. Every query sees every packed token: no mask is needed, and q
 
 import math
 from collections.abc import Iterator
+from itertools import groupby
 
 import torch
 
 from kvfold.formats import Dense, Fields, Format
-from kvfold.kernels.call import AttentionCall, Span, Windows
+from kvfold.kernels.call import AttentionCall, Windows
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import Partials
 from kvfold.kernels.unpack import Turn, unpack
 from kvfold.kernels.unpack import why_not as no_unpacking
 from kvfold.kernels.windows import attend_windows
+from kvfold.rope import Rope
 
 PIECE = 64 << 20
 """Bytes of keys, and as many of values, that exist unpacked at a time."""
@@ -47,7 +49,7 @@ def serves(call: AttentionCall) -> bool:
     """Whether :func:`attend_unpacked` can compute this call."""
     return (
         call.new is not None
-        and call.uniform
+        and (call.uniform or call.packed is not None)
         and isinstance(call.windows, Windows)
         and call.softcap is None
         and call.new.keys.dtype in (torch.float16, torch.bfloat16)
@@ -79,34 +81,73 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
         projected, shift = call.projected
         rows = projected.to(rows.dtype)
         bias = None if shift is None else shift * call.scale
+    out = torch.empty_like(rows)
+    turn = None
+    if call.unproject is not None and call.spans:
+        turn = Turn.of(call.unproject, call.value_format, call.num_kv_heads, query.device)
+    for part, tokens in _alike(call, batch):
+        some = slice(part.start * heads, part.stop * heads)
+        own = Partials(partials.out[some], partials.top[some], partials.total[some])
+        shared = None if bias is None else bias[part]
+        _attend_alike(call, part, tokens, rows[part], shared, own, out[part], turn)
+    return call.ungrouped(out)
+
+
+def _alike(call: AttentionCall, batch: int) -> list[tuple[slice, int | None]]:
+    """Neighbours in the batch with as many packed tokens, and how many; None: all that spans hold."""
+    if call.uniform:
+        return [(slice(0, batch), None)]
+    assert call.packed is not None
+    found: list[tuple[slice, int | None]] = []
+    first = 0
+    for tokens, rows in groupby(call.packed):
+        stop = first + len(list(rows))
+        found.append((slice(first, stop), tokens))
+        first = stop
+    return found
+
+
+def _attend_alike(
+    call: AttentionCall,
+    part: slice,
+    tokens: int | None,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    partials: Partials,
+    out: torch.Tensor,
+    turn: Turn | None,
+) -> None:
+    """Attention of some sequences over their packed tokens, joined with what ``partials`` has of them, to ``out``."""
     results: list[Result] = []
     most = max(1, min(JOIN, RESULTS // (rows.numel() * rows.itemsize)))
     wide = _widened(rows) if takes_cudnn(rows) else None
-    for keys, values in _pieces(call, rows.dtype):
+    for keys, values in _pieces(call, part, tokens, rows.dtype, turn):
         if len(results) >= most:
             partials.join(results, bias)
             results = []
         results += _attend(rows, wide, keys, values, call.scale)
-    out = torch.empty_like(rows)
     partials.join(results, bias, out, call.sinks, call.tokens)
-    return call.ungrouped(out)
 
 
-def _pieces(call: AttentionCall, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of all that is packed, [batch, num_kv_heads, tokens, head_dim], piece by piece."""
-    dense = isinstance(call.key_format, Dense) and isinstance(call.value_format, Dense)
-    turn = None
-    if call.unproject is not None and call.spans:
-        turn = Turn.of(call.unproject, call.value_format, call.num_kv_heads, call.query.device)
+def _pieces(
+    call: AttentionCall, part: slice, packed: int | None, dtype: torch.dtype, turn: Turn | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of ``packed`` tokens of some sequences (None: of all that spans hold), [sequences, num_kv_heads, tokens,
+    head_dim], piece by piece."""
+    form = call.key_format
+    dense = isinstance(form, Dense) and isinstance(call.value_format, Dense)
     for span in call.spans:
-        form = call.key_format
-        stored = next(t for name, t in span.keys.items() if name in form.fields())
+        sides = [{name: t[part] for name, t in fields.items()} for fields in (span.keys, span.values)]
+        stored = next(t for name, t in sides[0].items() if name in form.fields())
         tokens = stored.shape[2] * form.block
-        step = tokens if dense else _piece(stored.shape[0] * stored.shape[1] * form.head_dim)
+        if packed is not None:
+            tokens = max(0, min(tokens, packed - span.start))
+        step = max(tokens, 1) if dense else _piece(stored.shape[0] * stored.shape[1] * form.head_dim)
+        place = None if call.first_position is None else call.first_position[part]
         for first in range(0, tokens, step):
             count = min(step, tokens - first)
-            keys = _side(call, span, form, span.keys, first, count, dtype)
-            values = _side(call, span, call.value_format, span.values, first, count, dtype, turn)
+            keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place)
+            values = _side(call.value_format, sides[1], span.start, first, count, dtype, turn=turn)
             yield keys, values
 
 
@@ -117,20 +158,20 @@ def _piece(elements: int) -> int:
 
 
 def _side(
-    call: AttentionCall,
-    span: Span,
     form: Format,
     fields: Fields,
+    start: int,
     first: int,
     count: int,
     dtype: torch.dtype,
+    rope: Rope | None = None,
+    place: torch.Tensor | None = None,
     turn: Turn | None = None,
 ) -> torch.Tensor:
     """Vectors of one side; where they are stored as such, they themselves."""
     if isinstance(form, Dense):
         return fields["x"].flatten(-3, -2)[:, :, first : first + count].to(dtype)
-    rope = call.rope if fields is span.keys else None
-    return unpack(form, fields, span.start, first, count, dtype, rope, call.first_position, turn)
+    return unpack(form, fields, start, first, count, dtype, rope, place, turn)
 
 
 def _attend(

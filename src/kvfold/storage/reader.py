@@ -61,6 +61,7 @@ class Reader:
             Windows(self.sink.pair, self.ring.pair, now.sink, now.packed, now.recent),
             new,
             uniform=lengths is None and len(set(sequences.packed)) == 1,
+            packed=tuple(sequences.packed) if lengths is None else None,
             project=None if key_format is layout.key_format else self.project,
             rope=layout.spec.rope if method.pre_rope else None,
             first_position=sequences.first_packed if method.pre_rope else None,
