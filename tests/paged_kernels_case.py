@@ -102,6 +102,8 @@ STORES = {
     "kivi": {"method": "kivi", "lengths": (1, 70, 33), "heads": 1},
     "kivi-64": {"method": "kivi:group=64", "sink": 64, "lengths": (130, 70), "heads": 1},
     "innerq": {"method": "innerq", "lengths": (140,), "heads": 1},
+    "turboquant": {"method": "turboquant:bits=3", "lengths": (140,), "heads": 1},
+    "sketch": {"method": "k=qjl+v=turboquant", "lengths": (140,), "heads": 1},
 }
 
 ATTENDS = {

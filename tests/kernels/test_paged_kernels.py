@@ -84,9 +84,9 @@ def test_decoding_beside_a_chunk_on_a_gpu():
         ("squat", True, None, None),
         ("innerq", True, "keys: packed for tensor cores", None),
         ("innerq", False, None, "keys: operand=plain"),
-        ("fold", False, None, "keys: operand=plain"),
-        ("turboquant", False, None, "before lookup storage"),
-        ("qjl", False, None, "before sign sketch storage"),
+        ("fold", False, None, None),
+        ("turboquant", False, None, None),
+        ("qjl", False, None, "values: operand=plain"),
         ("turboquant:residual=true", False, "keys: sketched residual storage", "keys: "),
     ],
 )
