@@ -4,6 +4,7 @@ Its parts (the chunk itself and raw tokens before it; pieces of packed tokens) a
 to know of a chunk is where it begins; what lies raw and what packed is read from the windows' table on the device.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ import torch
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged import PagedCall, PagedStep, reference, unpacking
 
+KERNEL = "KVFOLD_VLLM_UNPACK"
+"""Environment variable: ``1`` unpacks pages of fold by a kernel. It has been interpreted and compiled, not run on a GPU."""
 PIECE = 8192
 """Packed tokens that exist unpacked at a time."""
 
@@ -100,7 +103,7 @@ def unpacked(call: PagedCall, chunk: Chunk, start: int, stop: int) -> tuple[torc
     """What pages make of tokens ``start`` to ``stop``; anything where they are not closed."""
     dtype, step = call.window_keys.dtype, call.step
     sides = ((call.key_format, call.keys), (call.value_format, call.values))
-    if call.window_keys.is_cuda and not any(unpacking.unsupported(form) for form, _ in sides):
+    if os.environ.get(KERNEL) == "1" and not any(unpacking.unsupported(form) for form, _ in sides):
         table = step.table[chunk.row]
         keys, values = (unpacking.unpack(form, fields, table, start, stop, dtype) for form, fields in sides)
         return keys, values
