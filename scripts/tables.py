@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import claims
+import evidence
 from bench_tables import BENCH
 
 from kvfold.evaluation.domains import DomainRow, read_rows
@@ -267,11 +268,10 @@ def between(numbers: Iterable[float]) -> str:
 
 
 def headline() -> str:
-    """The README's first claims, with the worst of fold's divergences over all models and lengths."""
-    found = [by_length(runs(stem)) for stem, _ in MODELS.values()]
-    worst = max(kld / each[BASE][prefix] for each in found for prefix, kld in each["fold"].items())
-    (bits,) = {row.effective_bits for row in runs("qwen2.5-coder-1.5b") if row.method == "fold" and row.prefix == 16384}
-    return claims.headline(bits, worst)
+    """The README's first claims."""
+    bits, ratio = evidence.bits_of("fold"), evidence.pair("fold", evidence.BASE)
+    assert bits is not None and ratio is not None
+    return claims.headline(bits, ratio)
 
 
 def by_column(what: str, columns: list[int]) -> list[str]:
@@ -330,7 +330,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "methods": catalogue,
         "attention": claims.attention,
         "throughput": claims.throughput,
-        "lengths": lengths("qwen2.5-coder-1.5b", only=MAIN.__contains__),
+        "evidence": evidence.main,
         "compare": comparison("compare-smollm2-135m.json", only=MAIN.__contains__),
     },
     "docs/results.md": {
@@ -363,6 +363,14 @@ def bench(table: Callable[[], tuple[list[str], list[list[str]]]]) -> Callable[[]
     return lambda: markdown(*table())
 
 
+TABLES["docs/evidence.md"] = {
+    "rows": evidence.rows_there,
+    "claims": evidence.claims,
+    "equal bytes": evidence.equal_bytes,
+    "texts": evidence.texts,
+    "everything": evidence.everything,
+}
+PICTURES = {"docs/plots/pareto.svg": evidence.pareto}
 TABLES |= {file: {name: bench(table) for name, table in tables.items()} for file, tables in BENCH.items()}
 
 
@@ -389,6 +397,12 @@ def main() -> int:
             stale.append(file)
             if not arguments.check:
                 path.write_text(new, encoding="utf-8")
+    for file, draw in PICTURES.items():
+        path, drawn = ROOT / file, draw()
+        if not path.is_file() or path.read_text(encoding="utf-8") != drawn:
+            stale.append(file)
+            if not arguments.check:
+                path.write_text(drawn, encoding="utf-8")
     if stale:
         print(f"{'stale' if arguments.check else 'written'}: {', '.join(stale)}")
     return int(bool(stale) and arguments.check)

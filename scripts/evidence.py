@@ -1,0 +1,467 @@
+"""Tables of docs/evidence.md: what the committed rows show of the papers' claims, and who wins at equal bytes.
+
+``tables.py`` writes them. Rows are those of ``kvfold eval`` in benchmarks/evidence/ and of ``kvfold domains`` in
+benchmarks/lengths/ and benchmarks/learned/. Methods are paired within one run only: of the same model, text, windows and tokens
+per call.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Iterable
+
+from kvfold.evaluation.domains import read_rows
+from kvfold.evaluation.report import figures
+from kvfold.evaluation.results import ResultFile
+from kvfold.evaluation.statistics import paired
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
+MODELS = {
+    "Qwen2.5-Coder-1.5B": ("1.5B", "qwen2.5-coder-1.5b"),
+    "Qwen2.5-Coder-0.5B": ("0.5B", "qwen2.5-coder-0.5b"),
+    "SmolLM2-135M": ("135M", "smollm2-135m"),
+}
+"""Short names, and beginnings of files' names."""
+BUDGETS = (1.0, 1.3, 2.0, 2.3, 2.8, 3.0, 4.0, 5.0)
+"""Effective bits of heads of 128 channels that methods are compared at."""
+SLACK = 0.05
+"""Of a bit, by which a method may be beyond a budget."""
+BASE, NOTHING = "kivi", "none"
+TINY = 1e-9
+"""Divergences below are noise; they have a logarithm."""
+
+Item = tuple[str, ...]
+Measured = dict[Item, dict[int, float]]
+"""Divergence by what was scored, and by the tokens before it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Rows that may be paired.
+
+    Attributes
+    ----------
+    model, device, source
+        ``source``: a file or folder of benchmarks/.
+    bits
+        Effective bits by method, at the longest length, without the tables that all sequences share.
+    by_method
+    """
+
+    model: str
+    device: str
+    source: str
+    bits: dict[str, float]
+    by_method: dict[str, Measured]
+
+    @property
+    def items(self) -> set[Item]:
+        return {item for measured in self.by_method.values() for item in measured}
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({n for measured in self.by_method.values() for at in measured.values() for n in at})
+
+    @property
+    def rows(self) -> int:
+        return sum(len(at) for measured in self.by_method.values() for at in measured.values())
+
+
+@functools.cache
+def runs() -> tuple[Run, ...]:
+    """All of them, model by model; those of ``eval`` first."""
+    found = []
+    for model, (_, stem) in MODELS.items():
+        for path in sorted((ROOT / "evidence").glob("divergence-*.jsonl")):
+            file = ResultFile.read(path)
+            if file.settings.model.startswith(model):
+                found.append(_of_eval(model, file))
+        found += [run for folder in ("lengths", "learned") if (run := _of_domains(model, stem, folder)) is not None]
+    return tuple(found)
+
+
+def _of_eval(model: str, file: ResultFile) -> Run:
+    by_method: dict[str, Measured] = {}
+    bits: dict[str, tuple[int, float]] = {}
+    for row in file.rows.values():
+        kld = row.scores.get("kld")
+        assert row.length is not None
+        if kld is not None:
+            item = (row.task, row.item.rsplit("/", 1)[-1])  # a window is the same one at every length
+            by_method.setdefault(row.method, {}).setdefault(item, {})[row.length] = kld
+        if row.bits_without_tables is not None:
+            bits[row.method] = max(bits.get(row.method, (0, 0.0)), (row.length, row.bits_without_tables))
+    source = f"evidence/{file.path.name}"
+    return Run(model, file.settings.device, source, {name: b for name, (_, b) in bits.items()}, by_method)
+
+
+def _of_domains(model: str, stem: str, folder: str) -> Run | None:
+    by_method: dict[str, Measured] = {}
+    bits: dict[str, tuple[int, float]] = {}
+    devices = []
+    for path in sorted((ROOT / folder).glob(f"{stem}*.json")):
+        held = json.loads(path.read_text(encoding="utf-8"))
+        devices.append(str(held["header"]["device"]))
+        for row in read_rows(held):
+            name = plain(row.method)
+            if row.kld is not None:
+                at = by_method.setdefault(name, {}).setdefault((row.domain, str(row.window)), {})
+                at[row.prefix] = row.kld
+            if row.bits_without_tables is not None:
+                bits[name] = max(bits.get(name, (0, 0.0)), (row.prefix, row.bits_without_tables))
+    if not by_method:
+        return None
+    return Run(model, " and ".join(dict.fromkeys(devices)), folder, {n: b for n, (_, b) in bits.items()}, by_method)
+
+
+def plain(spec: str) -> str:
+    """A method without the place of its artefact."""
+    name, _, options = spec.partition(":")
+    kept = [option for option in options.split(",") if option and not option.startswith("artefact=")]
+    return f"{name}{':' if kept else ''}{','.join(kept)}"
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One method's divergence over another's, on the same windows.
+
+    Attributes
+    ----------
+    value, low, high
+        Ratio of geometric means over all models' windows, and its 95% interval.
+    items
+        How many windows; one that was scored at several lengths is one.
+    by_model
+        Ratios by the model's name.
+    p, verdict
+        As of :class:`~kvfold.evaluation.statistics.Difference`, of the logarithms.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    items: int
+    by_model: dict[str, float]
+    verdict: str
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The model with the largest ratio."""
+        return max(self.by_model.items(), key=lambda pair: pair[1])
+
+
+def logs(run: Run, a: str, b: str) -> list[float]:
+    """Logarithms of ratios, a mean over lengths for each window that both have."""
+    mine, theirs = run.by_method.get(a, {}), run.by_method.get(b, {})
+    found = []
+    for item, at in mine.items():
+        both = [(kld, theirs[item][n]) for n, kld in at.items() if n in theirs.get(item, {})]
+        if both:
+            found.append(sum(math.log(max(x, TINY) / max(y, TINY)) for x, y in both) / len(both))
+    return found
+
+
+@functools.cache
+def pair(a: str, b: str, model: str | None = None) -> Pair | None:
+    """Of all models that have both, or of one; None: no run has."""
+    by_model: dict[str, list[float]] = {}
+    for run in runs():
+        seen = by_model.get(run.model)
+        if run.source == "learned" and seen and "lengths" in sources(run.model, a, b):
+            continue  # the same windows once more
+        if (found := logs(run, a, b)) and model in (None, run.model):
+            by_model.setdefault(run.model, []).extend(found)
+    values = [value for found in by_model.values() for value in found]
+    if not values:
+        return None
+    means = {name: math.exp(sum(found) / len(found)) for name, found in by_model.items()}
+    found = paired(values, [0.0] * len(values), higher_is_better=False)
+    ends = (None if end is None else math.exp(end) for end in (found.low, found.high))
+    return Pair(math.exp(found.mean), *ends, found.items, means, found.verdict)
+
+
+def sources(model: str, a: str, b: str) -> set[str]:
+    """Runs of a model that have both methods."""
+    return {run.source for run in runs() if run.model == model and logs(run, a, b)}
+
+
+def shown(found: Pair) -> str:
+    """``0.19 [0.15, 0.24]``."""
+    return f"{found.value:.2f}" + (
+        "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
+    )
+
+
+def models_of(found: Pair) -> str:
+    """``1.5B: 0.18, 135M: 0.12``."""
+    return ", ".join(f"{MODELS[name][0]}: {value:.2f}" for name, value in found.by_model.items())
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+NUMBERS = ("bits", "windows", "rows", "methods", "worst")
+"""First words of columns that are aligned right."""
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A table; words are aligned left."""
+    marks = ["---:" if name.partition(" ")[0] in NUMBERS else "---" for name in head]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *rows))
+
+
+def rows_there() -> str:
+    """What was measured."""
+    lines = []
+    for run in runs():
+        kinds = list(dict.fromkeys(item[0] for item in sorted(run.items)))
+        tokens = ", ".join(f"{n:,}" for n in run.lengths)
+        lines.append(
+            [
+                f"`{run.source}`",
+                run.model,
+                run.device,
+                ", ".join(kinds),
+                tokens,
+                str(len(run.items)),
+                str(len(run.by_method)),
+                f"{run.rows:,}",
+            ]
+        )
+    return markdown(
+        ["file or folder", "model", "device", "texts", "tokens before", "windows", "methods", "rows"], lines
+    )
+
+
+def bits_of(name: str) -> float | None:
+    """Effective bits, tables aside, of the model with heads of 128 channels."""
+    return next((run.bits[name] for run in runs() if name in run.bits and run.model == next(iter(MODELS))), None)
+
+
+def ranked() -> list[tuple[str, float, Pair]]:
+    """Every method that the first model was run with, at equal windows: its bits and its ratio to KIVI-2."""
+    names = dict.fromkeys(name for run in runs() for name in run.by_method)
+    found = []
+    for name in names:
+        bits, ratio = bits_of(name), pair(name, BASE)
+        if name not in (BASE, NOTHING) and "paper=true" not in name and bits is not None and ratio is not None:
+            found.append((name, bits, ratio))
+    return sorted(found, key=lambda entry: (entry[1], entry[0]))
+
+
+def everything() -> str:
+    """Every method at equal windows, by its bits: divergence as a multiple of KIVI-2's."""
+    lines = []
+    for name, bits, ratio in ranked():
+        model, worst = ratio.worst
+        lines.append(
+            [
+                f"`{name}`",
+                f"{bits:.2f}",
+                shown(ratio),
+                str(ratio.items),
+                models_of(ratio),
+                f"{worst:.2f} ({MODELS[model][0]})",
+                ratio.verdict,
+            ]
+        )
+    head = ["method", "bits", "times KIVI-2's KL [95%]", "windows", "by model", "worst", "than KIVI-2"]
+    return markdown(head, lines)
+
+
+MAIN = (
+    *(
+        "fold",
+        "fold:bits=2",
+        "fold:bits=1",
+        "fold:bits=4",
+        "kivi:bits=4",
+        "kivi:bits=1",
+        "squat",
+        "squat_pre",
+        "innerq",
+    ),
+    *("turboquant:bits=3", "turboquant", "qjl", "gear", "zipcache", "commvq", "vqllm", "kvquant"),
+)
+"""What the README shows."""
+
+
+def main() -> str:
+    """The README's table."""
+    lines = [
+        [f"`{name}`", f"{bits:.2f}", shown(ratio), str(ratio.items), f"{ratio.worst[1]:.2f}", ratio.verdict]
+        for name, bits, ratio in ranked()
+        if name in MAIN
+    ]
+    return markdown(["method", "bits", "times KIVI-2's KL [95%]", "windows", "worst model", "than KIVI-2"], lines)
+
+
+def family(name: str) -> str:
+    """Methods of one idea: SQuat before RoPE is SQuat."""
+    return name.partition(":")[0].removesuffix("_pre")
+
+
+def equal_bytes() -> str:
+    """The method with the least divergence on its worst model, within each budget, and the best of another kind."""
+    lines = []
+    everybody = [*ranked(), (BASE, bits_of(BASE) or 0.0, Pair(1.0, None, None, 0, dict.fromkeys(MODELS, 1.0), ""))]
+    for budget in BUDGETS:
+        fit = [entry for entry in everybody if entry[1] <= budget + SLACK and len(entry[2].by_model) == len(MODELS)]
+        if not fit:
+            lines.append([f"{budget:g}", "none is that small", "-", "-", "-", "-"])
+            continue
+        name, bits, ratio = min(fit, key=lambda entry: entry[2].worst[1])
+        others = [entry for entry in fit if family(entry[0]) != family(name)]
+        second = min(others, key=lambda entry: entry[2].worst[1], default=None)
+        against = pair(name, second[0]) if second else None
+        lines.append(
+            [
+                f"{budget:g}",
+                f"`{name}` ({bits:.2f})",
+                models_of(ratio),
+                "-" if second is None else f"`{second[0]}` ({second[1]:.2f})",
+                "-" if second is None else models_of(second[2]),
+                "not in one run"
+                if against is None
+                else f"{shown(against)}, {against.items} windows: {against.verdict}",
+            ]
+        )
+    head = [
+        "bits",
+        "winner (its bits)",
+        "times KIVI-2's KL",
+        "best of another kind",
+        "times KIVI-2's KL",
+        "winner over it",
+    ]
+    return markdown(head, lines)
+
+
+def texts() -> str:
+    """Ratios to KIVI-2 by kind of text, all models and lengths together."""
+    kinds = list(dict.fromkeys(item[0] for run in runs() for item in sorted(run.items)))
+    lines = []
+    for name in ("fold", "fold:bits=2", "squat", "innerq", "turboquant:bits=3", "qjl", "commvq", "vqllm"):
+        cells = []
+        for kind in kinds:
+            values = [
+                value
+                for run in runs()
+                for value in logs(dataclasses.replace(run, by_method=_only(run, kind)), name, BASE)
+            ]
+            cells.append(f"{math.exp(sum(values) / len(values)):.2f}" if values else "-")
+        lines.append([f"`{name}`", *cells])
+    return markdown(["method", *kinds], lines)
+
+
+def _only(run: Run, kind: str) -> dict[str, Measured]:
+    return {name: {i: at for i, at in m.items() if i[0] == kind} for name, m in run.by_method.items()}
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a paper says, the method that it has ahead, and the other one."""
+
+    paper: str
+    says: str
+    ours: str
+    other: str
+
+
+OUTLIERS = "qjl:paper=true,outliers=8,early_layers=15"
+CLAIMS = (
+    Claim("SQuat", "less loss than KIVI with the same storage", "squat", "kivi"),
+    Claim("SQuat", "keys before RoPE (SQuat_pre) are better still", "squat_pre", "squat"),
+    Claim("SQuat", "rank 5 is better than rank 20", "squat:rank=5", "squat:rank=20"),
+    Claim("SQuat", "a smaller weight is better (0.1 than 1; ours is normalized)", "squat:lam=0.1", "squat"),
+    Claim("SQuat", "as published, less loss than KIVI as published", "squat:paper=true", "kivi:paper=true"),
+    Claim("SQuat", "SQuat_pre as published, less than KIVI as published", "squat_pre:paper=true", "kivi:paper=true"),
+    Claim("InnerQ", "less loss than KIVI with sinks (3.59 and 3.00 bits)", "innerq", "kivi"),
+    Claim("InnerQ", "as published, less loss than KIVI as published", "innerq:paper=true", "kivi:paper=true"),
+    Claim("InnerQ", "KIVI gains by sinks: 32 + 96 tokens against 0 + 128", "kivi", "kivi:paper=true"),
+    Claim("InnerQ", "symmetric groups are better than asymmetric ones", "innerq:mode=sym", "innerq:mode=asym"),
+    Claim("InnerQ", "hybrid groups are better than symmetric ones", "innerq", "innerq:mode=sym"),
+    Claim("InnerQ", "normalized key channels are better", "innerq", "innerq:normalize=false"),
+    Claim("QJL", "less loss than KIVI at 3 bits (2.66 and 3.00)", "qjl", "kivi"),
+    Claim("QJL", "as published, less loss than KIVI as published", "qjl:paper=true", "kivi:paper=true"),
+    Claim("QJL", "outlier channels of their own help", OUTLIERS, "qjl:paper=true"),
+    Claim("CommVQ", "2.05 bits lose less than KIVI's 3.00", "commvq", "kivi"),
+    Claim("CommVQ", "1.08 bits lose less than KIVI's 2.00", "commvq:bits=1", "kivi:bits=1"),
+    Claim("CommVQ", "less loss than VQLLM at 2 bits", "commvq", "vqllm"),
+    Claim("CommVQ", "less loss than VQLLM at 1 bit", "commvq:bits=1", "vqllm:bits=1"),
+    Claim("CommVQ", "2.05 bits lose less than KVQuant's 2.45", "commvq", "kvquant"),
+    Claim("KVQuant", "2.45 bits lose less than KIVI's 3.00", "kvquant", "kivi"),
+    Claim(
+        "TurboQuant",
+        "as published, 3 bits lose less than KIVI's 2 as published",
+        "turboquant:bits=3,paper=true",
+        "kivi:paper=true",
+    ),
+    Claim(
+        "TurboQuant",
+        "QJL of the residual keys is worth its bits",
+        "turboquant:bits=3,residual=true",
+        "turboquant:bits=3",
+    ),
+    Claim("GEAR", "a low rank of the residual (3.50 bits) is better than KIVI", "gear", "kivi"),
+    Claim("ZipCache", "more bits for salient tokens (3.50 bits) are better than KIVI", "zipcache", "kivi"),
+    Claim("kvfold", "`fold` at 2.78 bits loses less than KIVI at 3.00", "fold", "kivi"),
+    Claim("kvfold", "`fold` at 2.28 bits loses less than KIVI at 3.00", "fold:bits=2", "kivi"),
+    Claim("kvfold", "`fold` at 1.28 bits loses less than KIVI at 2.00", "fold:bits=1", "kivi:bits=1"),
+    Claim("kvfold", "`fold` at 2.78 bits loses less than TurboQuant at 3.28", "fold", "turboquant:bits=3"),
+    Claim("kvfold", "`fold` at 1.28 bits loses less than CommVQ at 1.08", "fold:bits=1", "commvq:bits=1"),
+)
+
+
+def verdict(found: Pair | None) -> str:
+    """A claim holds if it is shown over all windows and on no model the means say otherwise."""
+    if found is None:
+        return "not measured"
+    against = [MODELS[name][0] for name, value in found.by_model.items() if value >= 1]
+    if found.verdict == "better":
+        return "holds" if not against else f"does not hold on {' and '.join(against)}"
+    if found.verdict == "worse":
+        return "does not hold here"
+    return found.verdict + (
+        f"; not on {' and '.join(against)}" if against and len(against) < len(found.by_model) else ""
+    )
+
+
+def claims() -> str:
+    """Every claim with its numbers and a verdict."""
+    lines = []
+    for claim in CLAIMS:
+        found = pair(claim.ours, claim.other)
+        cells = ["-", "-", "-"] if found is None else [shown(found), str(found.items), models_of(found)]
+        lines.append([claim.paper, claim.says, f"`{claim.ours}`", f"`{claim.other}`", *cells, f"**{verdict(found)}**"])
+    return markdown(
+        ["paper", "claim", "method", "against", "times its KL [95%]", "windows", "by model", "verdict"], lines
+    )
+
+
+def pareto() -> str:
+    """Bits against divergence, on the worst of the models, as a picture."""
+    points = [
+        figures.Point(name, bits, ratio.worst[1])
+        for name, bits, ratio in ranked()
+        if len(ratio.by_model) == len(MODELS) and ":seed=" not in name
+    ]
+    points.append(figures.Point(BASE, bits_of(BASE) or 0.0, 1.0))
+    x = figures.Axis("effective bits, tables aside", low=0.0, high=5.5, written=lambda v: f"{v:.4g}")
+    y = figures.Axis("KL, times KIVI-2's, worst of models", log=True, limit=30, written=lambda v: f"{v:.3g}")
+    drawn = figures.pareto("Divergence by effective bits", points, x, y, False, [point.method for point in points])
+    svg = drawn[drawn.index("<svg") : drawn.index("</svg>") + len("</svg>")]
+    style = (
+        "<style>text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}"
+        ".frontier{fill:none;stroke:#999;stroke-width:1.5}</style>"
+        '<rect width="100%" height="100%" fill="#fff"/>'
+    )
+    head, _, rest = svg.partition(">")
+    return f'{head} xmlns="http://www.w3.org/2000/svg" width="720" height="480">{style}{rest}\n'
