@@ -451,7 +451,7 @@ def pareto() -> str:
     points = [
         figures.Point(name, bits, ratio.worst[1])
         for name, bits, ratio in ranked()
-        if len(ratio.by_model) == len(MODELS) and ":seed=" not in name
+        if len(ratio.by_model) == len(MODELS) and ":seed=" not in name and name != "squat_pre"
     ]
     points.append(figures.Point(BASE, bits_of(BASE) or 0.0, 1.0))
     x = figures.Axis("effective bits, tables aside", low=0.0, high=5.5, written=lambda v: f"{v:.4g}")
