@@ -311,6 +311,46 @@ def ablation(*tables: str) -> Callable[[], str]:
     return table
 
 
+def shown(spec: str) -> str:
+    """A method's string without the places of artefacts, in any part of it."""
+    kept = re.sub(r",?artefact=[^,+]*", "", spec)
+    return f"`{re.sub(r':(?=[,+]|$)', '', kept).replace(':,', ':')}`"
+
+
+def rivals(only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
+    """Divergence of rows of ``kvfold eval`` in benchmarks/eval/rivals/, as multiples of KIVI-2's on the same items."""
+
+    def table() -> str:
+        bits: dict[str, list[float]] = {}
+        found: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
+        for path in sorted((BENCHMARKS / "eval" / "rivals").glob("*.jsonl")):
+            head, *rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+            for row in (row for row in rows if "method" in row):
+                name = shown(row["method"])
+                cell = found.setdefault((head["settings"]["model"], row["length"]), {})
+                cell.setdefault(name, {})[row["item"]] = row["scores"]["kld"]
+                bits.setdefault(name, []).append(row["bits_without_tables"])
+        columns = sorted(found, key=lambda column: (column[0].startswith("Smol"), column))
+
+        def multiple(name: str, column: tuple[str, int]) -> str:
+            mine, base = found[column].get(name, {}), found[column]["`kivi`"]
+            if mine.keys() != base.keys():
+                return "-"
+            return f"{sum(mine.values()) / sum(base.values()):.2f}"
+
+        head = [f"{model.split('-Instruct')[0]}, {length:,}" for model, length in columns]
+        lines = [
+            [name, " - ".join(f"{b:.2f}" for b in sorted({min(bits[name]), max(bits[name])})), *cells]
+            for name in sorted(bits, key=lambda name: (min(bits[name]), name))
+            if name != "`none`"
+            and only(name.strip("`"))
+            and any(c != "-" for c in (cells := [multiple(name, c) for c in columns]))
+        ]
+        return markdown(["method", "bits", *head], lines)
+
+    return table
+
+
 PAGES = ("fold", "kivi", "squat", "innerq", "qjl", "turboquant", "gear", "zipcache")
 
 RESULTS = {

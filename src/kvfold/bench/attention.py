@@ -244,7 +244,7 @@ def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int 
             (windows[0], windows[1]), (windows[2], windows[3]), lengths(SINK), lengths(packed), lengths(RECENT)
         ),
     )  # fmt: skip
-    if work.method.partition(":")[0] in ("squat_pre", "commvq", "vqllm", "kvquant"):
+    if work.method.partition(":")[0] in ("squat_pre", "commvq", "vqllm", "gsrq", "tasq", "kvquant"):
         inputs.rope = Rope(10000.0 ** (-torch.arange(0, dim, 2, device=device).float() / dim))
     if work.long:
         keys, values = (random(batch, tokens, heads, dim).to(dtype).transpose(1, 2) for _ in range(2))
