@@ -324,10 +324,10 @@ def rivals(only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]
         bits: dict[str, list[float]] = {}
         found: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
         for path in sorted((BENCHMARKS / "eval" / "rivals").glob("*.jsonl")):
-            head, *rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+            about, *rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
             for row in (row for row in rows if "method" in row):
                 name = shown(row["method"])
-                cell = found.setdefault((head["settings"]["model"], row["length"]), {})
+                cell = found.setdefault((about["settings"]["model"], row["length"]), {})
                 cell.setdefault(name, {})[row["item"]] = row["scores"]["kld"]
                 bits.setdefault(name, []).append(row["bits_without_tables"])
         columns = sorted(found, key=lambda column: (column[0].startswith("Smol"), column))
@@ -339,13 +339,12 @@ def rivals(only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]
             return f"{sum(mine.values()) / sum(base.values()):.2f}"
 
         head = [f"{model.split('-Instruct')[0]}, {length:,}" for model, length in columns]
-        lines = [
-            [name, " - ".join(f"{b:.2f}" for b in sorted({min(bits[name]), max(bits[name])})), *cells]
-            for name in sorted(bits, key=lambda name: (min(bits[name]), name))
-            if name != "`none`"
-            and only(name.strip("`"))
-            and any(c != "-" for c in (cells := [multiple(name, c) for c in columns]))
-        ]
+        lines = []
+        for name in sorted(bits, key=lambda name: (min(bits[name]), name)):
+            cells = [multiple(name, column) for column in columns]
+            if name != "`none`" and only(name.strip("`")) and set(cells) != {"-"}:
+                each = " - ".join(f"{b:.2f}" for b in sorted({min(bits[name]), max(bits[name])}))
+                lines.append([name, each, *cells])
         return markdown(["method", "bits", *head], lines)
 
     return table
