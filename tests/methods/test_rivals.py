@@ -1,6 +1,7 @@
 """KVarN, GSRQ, NOVA-KV, TaSQ and fold's codebook: each formula against a plain statement of it, and what is claimed of it."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,33 @@ def test_a_refitted_scale_repairs_what_residual_codes_shrink(operand, fit):
 def test_gsrq_costs_what_vqllm_costs():
     for bits in (1, 2):
         assert get(f"gsrq:bits={bits}").effective_bits(64) == get(f"vqllm:bits={bits}").effective_bits(64)
+
+
+# ---- VQLLM and CommVQ ------------------------------------------------------------------------------------------------
+
+
+def test_what_docs_say_of_vqllms_lead_is_in_the_rows():
+    """docs/methods/commvq.md: CommVQ's keys have less error than VQLLM's, its values more, and its token weights add to it."""
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks" / "vqllm-commvq.json").read_text(encoding="utf-8"))[
+        "rows"
+    ]
+    found = {(r["layer"], r["side"], round(r["bits"]), r["what"]): r["mse"] for r in rows}
+
+    def of(at, side, bits, beginning):
+        (mse,) = (m for key, m in found.items() if key[:3] == (at, side, bits) and key[3].startswith(beginning))
+        return mse
+
+    for at, bits in ((10, 1), (10, 2), (21, 1)):
+        theirs, untied = of(at, "keys", bits, "vqllm"), of(at, "keys", bits, "whole heads, 64")
+        tied = next(m for k, m in found.items() if k[:3] == (at, "keys", bits) and k[3].endswith("passes=0"))
+        assert all(0.65 < mine / other < 0.91 for mine, other in zip(tied, theirs, strict=True))
+        assert all(0.8 < mine / other < 1.1 for mine, other in zip(tied, untied, strict=True))
+    for bits in (1, 2):
+        theirs = of(10, "values", bits, "vqllm values, scale rms")
+        even = next(m for k, m in found.items() if k[:3] == (10, "values", bits) and k[3].endswith("form, plain loss"))
+        weighted = of(10, "values", bits, "commvq values, closed form, as")
+        assert all(m > 1.1 * t for m, t in zip(even, theirs, strict=True))
+        assert all(m > 1.08 * t for m, t in zip(weighted, even, strict=True))
 
 
 # ---- NOVA-KV and TaSQ ------------------------------------------------------------------------------------------------

@@ -84,8 +84,16 @@ PRESETS = {
         network_steps=20000,
     ),
     "long": Schedule(
-        window=2048, em_tokens=0, em_steps=60, hard_steps=40, joint_rounds=4, value_rounds=12, value_tokens=0
+        window=2048,
+        em_tokens=0,
+        em_steps=60,
+        hard_steps=40,
+        joint_rounds=4,
+        encoder="mlp",
+        value_rounds=12,
+        value_tokens=0,
     ),
 }
 """``fast``: minutes on a CPU; ``paper``: the published objective and networks, for a GPU;
-``long``: our objective and a longer schedule."""
+``long``: our objective, the network and a longer schedule. The network gains from more steps, the closed form nothing from more
+rounds (docs/methods/commvq.md)."""
