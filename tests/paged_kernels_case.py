@@ -130,14 +130,16 @@ def lists(device="cpu"):
         assert space.packed[:seqs].tolist() == [row.packed for row in rows]
         assert space.sink[:seqs].tolist() == [row.sink for row in rows]
         assert space.before[:seqs].tolist() == [row.before for row in rows]
-        pieces = [
-            (row.index, i)
-            for row, size in zip(rows, space.piece.tolist(), strict=False)
-            if row.packed > row.sink
-            for i in range(-(-row.packed // (128 * size)))
-        ]
-        assert space.item_list[: len(pieces)].tolist() == [list(p) for p in pieces]
-        assert int(space.items[seqs]) == len(pieces) <= space.item_list.shape[0]
+        count = int(space.items[seqs])
+        found, last = space.item_list[:count].tolist(), {}
+        for seq, first, stop, packed, sink, start, tokens, _ in found:
+            row = rows[seq]
+            assert (packed, sink, start, tokens) == (row.packed, row.sink, row.start, row.count)
+            assert first == last.get(seq, 0) and first < stop <= first + 64
+            last[seq] = stop
+        assert last == {row.index: -(-row.packed // 128) for row in rows if row.packed > row.sink}
+        assert [item[0] for item in found] == sorted(item[0] for item in found)
+        assert count <= space.item_list.shape[0]
         closes = sorted({(row.index, at // 128) for row in rows for at in row.due(call.seen)})
         assert space.close_list[: len(closes)].tolist() == [list(c) for c in closes]
         assert int(space.closes[seqs]) == len(closes) == 1

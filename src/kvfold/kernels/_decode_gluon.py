@@ -52,9 +52,9 @@ def _place(stored, unit, table, steps, number, id):
     if table is None:
         return stored[0], stored[1], unit, number
     else:
-        at = id.to(gl.int64) * steps[0] + steps[1]
-        k = (stored[0][0] + at, stored[0][1] + at, stored[0][2] + at)
-        v = (stored[1][0] + at, stored[1][1] + at, stored[1][2] + at)
+        at = stored[0] + id.to(gl.int64) * steps[0]
+        k = (at, at + stored[1], at + stored[2])
+        v = (at + stored[3], at + stored[4], at + stored[5])
         return k, v, unit, number % PAGE_BLOCKS
 
 
@@ -69,9 +69,10 @@ def attend_blocks(
     """Attention of ``8 NT`` query rows over blocks ``lo`` to ``hi``, which the program's warps share. All warps are done with
     shared memory at the end.
 
-    ``stored``: addresses of both sides' codes, metadata and sign words. In a slab, the head's storage begins at block ``unit``.
-    With a ``table``, which points to the numbers of pages, ``steps`` are bytes from a page to the next, of those before the
-    head, and blocks at the beginning whose scores do not count. ``to_log2``: the scale times log2(e); ``varlen``: see
+    In a slab, ``stored`` are the addresses of both sides' codes, metadata and sign words, and the head's storage begins at
+    block ``unit``. With a ``table``, which points to the numbers of pages, ``stored`` is where the head's share of page 0
+    begins, with the keys' codes, and bytes from there to the other fields; ``steps`` are bytes from a page to the next, and
+    blocks at the beginning whose scores do not count. ``to_log2``: the scale times log2(e); ``varlen``: see
     :func:`query_at`.
     """
     W: gl.constexpr = gl.num_warps()
@@ -165,7 +166,7 @@ def attend_blocks(
             if table is None:
                 hidden = gl.where(left > j, 0.0, float("-inf"))
             else:
-                hidden = gl.where((left > j) & (following - NB + j >= steps[2]), 0.0, float("-inf"))
+                hidden = gl.where((left > j) & (following - NB + j >= steps[1]), 0.0, float("-inf"))
             for e in gl.static_range(2 * NT):
                 extra = extra + (hidden + bias[e],)
         if K_AXIS == 0:

@@ -62,9 +62,9 @@ def _place(stored, place, table, steps, number, id, NB: gl.constexpr):
         block = place[0] + number * NB
         return stored[0], block, place[1] + number, stored[1], block, place[2] + number
     else:
-        at = id.to(gl.int64) * steps[0] + steps[1]
-        k = (stored[0][0] + at, stored[0][1] + at, stored[0][2] + at, stored[0][3] + at)
-        v = (stored[1][0] + at, stored[1][1] + at, stored[1][2] + at, stored[1][3] + at)
+        at = stored[0] + id.to(gl.int64) * steps[0]
+        k = (at, at + stored[1], at + stored[2], at + stored[3])
+        v = (at + stored[4], at + stored[5], at + stored[6], at)
         none = id * 0
         return k, none, none, v, none, none
 
@@ -81,9 +81,10 @@ def attend_pages(
     """Attention of ``8 NT`` query rows over pages ``lo`` to ``hi``, which the program's warps share; of ``blocks`` blocks the
     scores count. All warps are done with shared memory at the end.
 
-    ``stored``: addresses of both sides' fields. In a slab, ``place`` says where the head's storage begins: first block, first
-    page of keys and of values. With a ``table``, which points to the numbers of pages, ``steps`` are bytes from a page to the
-    next, of those before the head, and blocks at the beginning whose scores do not count. ``to_log2``: the scale times log2(e);
+    In a slab, ``stored`` are the addresses of both sides' fields, and ``place`` says where the head's storage begins: first
+    block, first page of keys and of values. With a ``table``, which points to the numbers of pages, ``stored`` is where the
+    head's share of page 0 begins, with the keys' codes, and bytes from there to the other fields; ``steps`` are bytes from a
+    page to the next, and blocks at the beginning whose scores do not count. ``to_log2``: the scale times log2(e);
     ``varlen``: see :func:`_raw_queries`.
     """
     W: gl.constexpr = gl.num_warps()
@@ -153,7 +154,7 @@ def attend_pages(
         skip = None
         if table is not None:
             id = gl.load(table + following + 1, mask=i + 2 < count, other=0)
-            skip = steps[2] - (following - 1) * NB
+            skip = steps[1] - (following - 1) * NB
         copy_wait_1(lane)  # keys of this page
         if K_NORM:
             _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT)

@@ -464,3 +464,11 @@ def load_pair(address, active, KIND: gl.constexpr):
             return unpack_half2(word)
         else:
             return as_float(word << 16), as_float(word & -65536)
+
+
+@gluon.jit
+def prefetch(address):
+    """Bring what will be read soon nearer, from addresses int64."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )

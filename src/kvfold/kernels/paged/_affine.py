@@ -8,22 +8,23 @@ from kvfold.kernels._affine_values import carried
 from kvfold.kernels._decode_gluon import attend_blocks
 from kvfold.kernels._registers import _item
 from kvfold.kernels._softmax import LOG2E, _finish
-from kvfold.kernels._warp import launch_dependents, program_sync, shared_base, wait_for_previous
+from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
 
 
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
 def affine_pieces_kernel(
-    q_ptr, q_token, query_start, seq_lens, before_ptr,
-    sink_ptr, packed_ptr, piece_ptr, items_ptr, item_list, table, table_step,
-    k_codes, k_meta, k_aux, v_codes, v_meta, v_aux, page_step, head_step,
+    q_ptr, q_token, items_ptr, item_list, table, table_step,
+    region, page_step, head_step,
     part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_AXIS: gl.constexpr, K_MODE: gl.constexpr, K_GROUP: gl.constexpr,
     V_BITS: gl.constexpr, V_AXIS: gl.constexpr, V_MODE: gl.constexpr, V_GROUP: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, BF16: gl.constexpr, HAS_BIAS: gl.constexpr, CENTER: gl.constexpr,
     EARLY: gl.constexpr, SHARED: gl.constexpr,
+    AT: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`kvfold.kernels.paged._fold.fold_pieces_kernel`."""
+    """As :func:`kvfold.kernels.paged._fold.fold_pieces_kernel`; AT: bytes to the keys' metadata and sign words, and to the
+    values' codes, metadata and sign words."""
     W: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     CARRIED: gl.constexpr = carried(V_AXIS)
@@ -41,29 +42,29 @@ def affine_pieces_kernel(
     base0 = shared_base(lane, W * (STAGE if STAGE > MEET else MEET))
     if EARLY:
         launch_dependents(lane)
-    for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads * columns, gl.num_programs(0)):
+    tasks = gl.load(items_ptr + seqs) * heads * columns
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)
         head = task // columns % heads
         column0 = task % columns * (8 * NT)
-        seq = gl.load(item_list + 2 * item)
-        number = gl.load(item_list + 2 * item + 1)
-        begin = gl.load(query_start + seq)
-        count = gl.load(seq_lens + seq) - gl.load(before_ptr + seq)
-        blocks = gl.load(piece_ptr + seq) * 4
-        lo = number * blocks
-        hi = gl.minimum(lo + blocks, gl.load(packed_ptr + seq) // 32)
-        stored = (
-            (k_codes.to(gl.int64), k_meta.to(gl.int64), k_aux.to(gl.int64)),
-            (v_codes.to(gl.int64), v_meta.to(gl.int64), v_aux.to(gl.int64)),
-        )
-        steps = (page_step, head.to(gl.int64) * head_step, gl.load(sink_ptr + seq) // 32)
-        row0 = begin.to(gl.int64) * q_token + head * (rows // tokens) * D
+        place = item_list + 8 * item
+        seq = gl.load(place)
+        lo = gl.load(place + 1) * 4
+        hi = gl.minimum(gl.load(place + 2) * 4, gl.load(place + 3) // 32)
+        count = gl.load(place + 6)
+        following = item_list + 8 * (gl.minimum(task + gl.num_programs(0), tasks - 1) // (heads * columns))
+        prefetch(following.to(gl.int64) + lane * 0)
+        stored = (region.to(gl.int64) + head.to(gl.int64) * head_step, AT[0], AT[1], AT[2], AT[3], AT[4])
+        steps = (page_step, gl.load(place + 4) // 32)
+        row0 = gl.load(place + 5).to(gl.int64) * q_token + head * (rows // tokens) * D
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
         top, out, side = attend_blocks(
             base0, lane, thread, warp, lo, hi, stored, head * 0, table + seq.to(gl.int64) * table_step, steps,
             q_ptr, q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count),
             D, K_BITS, K_AXIS, K_MODE, K_GROUP, V_BITS, V_AXIS, V_MODE, V_GROUP, NT, NB, False, CENTER, False,
         )  # fmt: skip
+        first = gl.load(following + 1) + warp * ((gl.load(following + 2) - gl.load(following + 1) + W - 1) // W)
+        prefetch((table + gl.load(following).to(gl.int64) * table_step + first).to(gl.int64))
         _finish(
             base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, CARRIED
         )

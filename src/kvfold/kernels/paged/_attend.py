@@ -18,10 +18,9 @@ PAGE = tl.constexpr(128)
 
 
 @triton.jit
-def _rows(q, query_start, before_ptr, seq_lens, seq, head, row, rows, tokens):
-    """Pointers to the queries of rows [M], and which there are. ``q``: pointer, strides of tokens and heads."""
-    begin = tl.load(query_start + seq)
-    count = tl.load(seq_lens + seq) - tl.load(before_ptr + seq)
+def _rows(q, begin, count, head, row, rows, tokens):
+    """Pointers to the queries of rows [M], and which there are. ``q``: pointer, strides of tokens and heads; ``begin``: first
+    of ``count`` tokens."""
     token = row % tokens
     at = (begin + token).to(tl.int64) * q[1] + (head * (rows // tokens) + row // tokens).to(tl.int64) * q[2]
     return q[0] + at, (row < rows) & (token < count)
@@ -29,8 +28,7 @@ def _rows(q, query_start, before_ptr, seq_lens, seq, head, row, rows, tokens):
 
 @triton.jit(do_not_specialize=["heads", "rows", "row_blocks", "tokens", "seqs"])
 def pieces_kernel(
-    q_ptr, q_token, q_head, query_start, seq_lens, before_ptr,
-    sink_ptr, packed_ptr, piece_ptr, items_ptr, item_list, table, table_step,
+    q_ptr, q_token, q_head, items_ptr, item_list, table, table_step,
     k_fields, k_steps, k_tables, k_mean, k_norm, k_basis, k_page_steps,
     v_fields, v_steps, v_tables, v_mean, v_norm, v_basis, v_page_steps,
     freq_ptr, table_ptr, part_out, part_top, part_sum, scratch_ptr,
@@ -56,17 +54,16 @@ def pieces_kernel(
         item = task // (heads * row_blocks)
         head = task // row_blocks % heads
         row = task % row_blocks * M + tl.arange(0, M)
-        seq = tl.load(item_list + 2 * item)
-        number = tl.load(item_list + 2 * item + 1)
-        q_row, inside = _rows((q_ptr, q_token, q_head), query_start, before_ptr, seq_lens, seq, head, row, rows, tokens)
-        used = tl.load(packed_ptr + seq)
-        size = tl.load(piece_ptr + seq) * (PAGE // T)
-        begin = number * size
-        end = tl.minimum(begin + size, (used + T - 1) // T)
+        place = item_list + 8 * item
+        seq = tl.load(place)
+        used = tl.load(place + 3)
+        begin = tl.load(place + 1) * (PAGE // T)
+        end = tl.minimum(tl.load(place + 2) * (PAGE // T), (used + T - 1) // T)
+        q_row, inside = _rows((q_ptr, q_token, q_head), tl.load(place + 5), tl.load(place + 6), head, row, rows, tokens)
         slot = ((item + seq + 1).to(tl.int64) * heads + head) * rows + row
         attend_tiles(
             q_row, inside, q_row, 0, (k_steps, v_steps, k_page_steps, v_page_steps), table + seq.to(tl.int64) * table_step,
-            begin, end, tl.load(sink_ptr + seq), used, head,
+            begin, end, tl.load(place + 4), used, head,
             k_fields, k_tables, k_mean, k_norm, k_basis, v_fields, v_tables, v_mean, v_norm, v_basis,
             freq_ptr, table_ptr, part_out, part_top, part_sum, slot, factor,
             K_READ, K_SPEC, V_READ, V_SPEC, D, DP, KW, VW, V_OUT, M, T, K_MEAN, K_NORM, K_BASIS, V_MEAN, V_NORM, V_BASIS,
@@ -103,7 +100,8 @@ def raw_kernel(
     after = tl.load(seq_lens + seq)
     row = tl.program_id(0) * M + tl.arange(0, M)
     channel = tl.arange(0, DP)
-    q_row, inside = _rows((q_ptr, q_token, q_head), query_start, before_ptr, seq_lens, seq, head, row, rows, tokens)
+    begin = tl.load(query_start + seq)
+    q_row, inside = _rows((q_ptr, q_token, q_head), begin, after - before, head, row, rows, tokens)
     token = row % tokens
     if after > 0:
         q = tl.load(q_row[:, None] + channel[None, :], mask=inside[:, None] & (channel < D)[None, :], other=0.0)
@@ -130,7 +128,6 @@ def raw_kernel(
             sees = live[None, :] & inside[:, None] & (position[None, :] <= (before + token)[:, None])
             top, total, acc = tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
         if HAS_NEW:
-            begin = tl.load(query_start + seq)
             count = tl.minimum(after - before, tokens)  # later ones have no row here
             for i in range(0, count, N):
                 at = i + tl.arange(0, N)

@@ -6,27 +6,28 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._pages_gluon import attend_pages
 from kvfold.kernels._softmax import LOG2E, _finish
-from kvfold.kernels._warp import launch_dependents, program_sync, shared_base, wait_for_previous
+from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
 
 PAGE = gl.constexpr(128)
 
 
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
 def fold_pieces_kernel(
-    q_ptr, q_token, query_start, seq_lens, before_ptr,
-    sink_ptr, packed_ptr, piece_ptr, items_ptr, item_list, table, table_step,
-    k_codes, k_scale, k_mean, k_norm, k_signs, v_codes, v_scale, v_mean, v_signs, page_step, head_step,
+    q_ptr, q_token, items_ptr, item_list, table, table_step,
+    region, page_step, head_step, k_signs, v_signs,
     part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr,
+    AT: gl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th (piece, KV head, ``8 NT`` query rows).
 
-    ``page_step`` and ``head_step``: bytes from a page, and from a head, to the next, of every field. Query heads lie together,
-    ``q_token`` elements from a token to the next. EARLY: launched while the kernel of raw tokens runs, of which this reads
-    nothing.
+    ``region``: where pages' bytes lie, from the keys' codes on; AT: bytes from there to the keys' scale, mean and norms, and to
+    the values' codes, scale and mean. ``page_step`` and ``head_step``: bytes from a page, and from a head, to the next. Query
+    heads lie together, ``q_token`` elements from a token to the next. EARLY: launched while the kernel of raw tokens runs, of
+    which this reads nothing.
     """
     W: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
@@ -36,30 +37,30 @@ def fold_pieces_kernel(
     base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
     if EARLY:
         launch_dependents(lane)
-    for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads * columns, gl.num_programs(0)):
+    tasks = gl.load(items_ptr + seqs) * heads * columns
+    for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)
         head = task // columns % heads
         column0 = task % columns * (8 * NT)
-        seq = gl.load(item_list + 2 * item)
-        number = gl.load(item_list + 2 * item + 1)
-        begin = gl.load(query_start + seq)
-        count = gl.load(seq_lens + seq) - gl.load(before_ptr + seq)
-        blocks = gl.load(packed_ptr + seq) // 32
-        pages = gl.load(piece_ptr + seq)
-        lo = number * pages
-        hi = gl.minimum(lo + pages, (blocks + NB - 1) // NB)
-        stored = (
-            (k_codes.to(gl.int64), k_scale.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
-            (v_codes.to(gl.int64), v_scale.to(gl.int64), v_mean.to(gl.int64), v_mean.to(gl.int64)),
-        )
-        steps = (page_step, head.to(gl.int64) * head_step, gl.load(sink_ptr + seq) // 32)
-        row0 = begin.to(gl.int64) * q_token + head * (rows // tokens) * D
+        place = item_list + 8 * item
+        seq = gl.load(place)
+        lo = gl.load(place + 1)
+        hi = gl.load(place + 2)
+        blocks = gl.load(place + 3) // 32
+        count = gl.load(place + 6)
+        following = item_list + 8 * (gl.minimum(task + gl.num_programs(0), tasks - 1) // (heads * columns))
+        prefetch(following.to(gl.int64) + lane * 0)
+        stored = (region.to(gl.int64) + head.to(gl.int64) * head_step, AT[0], AT[1], AT[2], AT[3], AT[4], AT[5])
+        steps = (page_step, gl.load(place + 4) // 32)
+        row0 = gl.load(place + 5).to(gl.int64) * q_token + head * (rows // tokens) * D
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
         top, out, total = attend_pages(
             base0, lane, warp, lo, hi, blocks, stored, None, table + seq.to(gl.int64) * table_step, steps,
             q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count), k_signs, v_signs,
             D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR,
         )  # fmt: skip
+        first = gl.load(following + 1) + warp * ((gl.load(following + 2) - gl.load(following + 1) + W - 1) // W)
+        prefetch((table + gl.load(following).to(gl.int64) * table_step + first).to(gl.int64))
         side = ()
         for n in gl.static_range(NT):
             side = side + ((total[2 * n], total[2 * n + 1], total[2 * n], total[2 * n + 1]),)  # noqa: RUF005

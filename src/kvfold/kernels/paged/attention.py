@@ -178,12 +178,6 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
     pieces_kernel[(programs,)](
         query,
         *query.stride()[:2],
-        step.query_start,
-        step.seq_lens,
-        workspace.before,
-        workspace.sink,
-        workspace.packed,
-        workspace.piece,
         workspace.items,
         workspace.item_list,
         step.table,

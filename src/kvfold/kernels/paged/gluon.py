@@ -30,19 +30,20 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
     """Write the parts of all pieces of packed tokens."""
     keys, values = call.key_format, call.value_format
     bf16, early = query.dtype == torch.bfloat16, overlaps_launches(query.device)
-    k, v, kernel, fixed = _arrays(keys, call.keys), _arrays(values, call.values), affine_pieces_kernel, {}
+    k, v = _arrays(keys, call.keys), _arrays(values, call.values)
+    steps, at = region_of((*k, *v))
+    stored: tuple[torch.Tensor | int, ...] = (k[0], *steps)
+    kernel: Any = affine_pieces_kernel
     if isinstance(keys, Paged):
         assert isinstance(values, Paged)
         plan, resident = paged_plan(keys, values, rows)
         kernel, fixed = fold_pieces_kernel, pages.constants(keys, values, plan, bf16, early)
-        steps = byte_steps((*k, *v))
-        k, v = [*k, pages._signs(keys, workspace.top)], [*v[:3], pages._signs(values, workspace.top)]
+        stored = (*stored, *(pages._signs(form, workspace.top) for form in (keys, values)))
     else:
         assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
         plan, resident = affine_plan(keys, values, rows)
         fixed = decode.constants(keys, values, plan, bf16, False, early)
-        steps = byte_steps((*k, *v))
-    _launch(kernel, call, query, rows, workspace, (*k, *v, *steps), plan, resident, fixed)
+    _launch(kernel, call, query, rows, workspace, stored, plan, resident, {**fixed, "AT": at})
 
 
 def paged_plan(key_format: Paged, value_format: Paged, rows: int) -> tuple[Plan, int]:
@@ -77,7 +78,7 @@ def _launch(
     stored: tuple[torch.Tensor | int, ...],
     plan: Plan,
     resident: int,
-    fixed: dict[str, int | bool],
+    fixed: dict[str, Any],
 ) -> None:
     step, w = call.step, workspace
     if query.stride(1) != query.shape[2]:
@@ -85,12 +86,6 @@ def _launch(
     kernel[(w.processors * resident,)](
         query,
         query.stride(0),
-        step.query_start,
-        step.seq_lens,
-        w.before,
-        w.sink,
-        w.packed,
-        w.piece,
         w.items,
         w.item_list,
         step.table,
@@ -115,16 +110,18 @@ def _launch(
 def _arrays(form: Format, stored: Fields) -> list[torch.Tensor]:
     """A side's fields as the kernels take them; what is not there stands for itself in another tensor, and is never read."""
     if isinstance(form, Paged):
-        names = ["codes", "scale", "mean" if form.mean else "scale", "norm" if form.norm else "codes"]
+        names = ["codes", "scale", "mean" if form.mean else "scale"]
+        if form.operand == "key":
+            names.append("norm" if form.norm else "codes")
     else:
         assert isinstance(form, AffineGroups)
         names = ["codes", "meta", "codes"] if form.mode == "asym" else ["codes", "scale", "aux"]
     return [stored[name] for name in names]
 
 
-def byte_steps(fields: tuple[torch.Tensor, ...]) -> tuple[int, int]:
-    """Bytes from a page, and from a head, to the next: the same for all fields."""
+def region_of(fields: tuple[torch.Tensor, ...]) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Bytes from a page, and from a head, to the next, the same for all fields; and from the first field to the others."""
     steps = {(t.stride(0) * t.element_size(), t.stride(1) * t.element_size()) for t in fields}
     if len(steps) > 1:
         raise ValueError(f"pages: fields have strides of {sorted(steps)} bytes; allowed: views of one region")
-    return steps.pop()
+    return steps.pop(), tuple(t.data_ptr() - fields[0].data_ptr() for t in fields[1:])

@@ -50,7 +50,7 @@ def _closing(before, after, BLOCK: tl.constexpr, SEEN: tl.constexpr):  # type: i
 @triton.jit(do_not_specialize=["seqs", "recent", "sink", "null", "piece", "most"])
 def plan_kernel(  # type: ignore[no-untyped-def]
     query_start, seq_lens, window_table, window_step,
-    before_ptr, sink_ptr, packed_ptr, piece_ptr, items_ptr, closes_ptr,
+    before_ptr, sink_ptr, packed_ptr, items_ptr, closes_ptr,
     seqs, recent, sink, null, piece, most,
     S: tl.constexpr, BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr, LOOK: tl.constexpr,
     PIECES: tl.constexpr,
@@ -88,7 +88,6 @@ def plan_kernel(  # type: ignore[no-untyped-def]
     tl.store(before_ptr + s, before, mask=live)
     tl.store(sink_ptr + s, own, mask=live)
     tl.store(packed_ptr + s, at, mask=live)
-    tl.store(piece_ptr + s, size, mask=live)
     tl.store(items_ptr + s + 1, _running(pieces), mask=live)
     tl.store(closes_ptr + s + 1, _running(closes), mask=live)
     tl.store(items_ptr + s, 0, mask=s == 0)
@@ -97,25 +96,37 @@ def plan_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["recent", "sink", "null"])
 def lists_kernel(  # type: ignore[no-untyped-def]
-    query_start, seq_lens, window_table, window_step, before_ptr, items_ptr, closes_ptr,
+    query_start, seq_lens, window_table, window_step, before_ptr, sink_ptr, packed_ptr, items_ptr, closes_ptr,
     item_list, close_list, slots,
     recent, sink, null,
     BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence: its pieces (sequence, number), its pages to close, where its new tokens go (-1: nowhere)."""
+    """One program per sequence: its pieces, its pages to close, where its new tokens go (-1: nowhere).
+
+    A piece: sequence, first page, page after the last, packed tokens, those of the sink that are read raw, first token of the
+    step and their number. Pieces of a sequence are equally long, to a page.
+    """
     s = tl.program_id(0)
     i = tl.arange(0, N)
+    before, after = tl.load(before_ptr + s), tl.load(seq_lens + s)
+    begin, end = tl.load(query_start + s), tl.load(query_start + s + 1)
+    packed = tl.load(packed_ptr + s)
+    pages = (packed + _PAGE - 1) // _PAGE
     start, stop = tl.load(items_ptr + s), tl.load(items_ptr + s + 1)
     for at in range(start, stop, N):
-        tl.store(item_list + 2 * (at + i), tl.zeros_like(i) + s, mask=at + i < stop)
-        tl.store(item_list + 2 * (at + i) + 1, at + i - start, mask=at + i < stop)
-    before, after = tl.load(before_ptr + s), tl.load(seq_lens + s)
+        inside, number, item = at + i < stop, at + i - start, item_list + 8 * (at + i)
+        tl.store(item, tl.zeros_like(i) + s, mask=inside)
+        tl.store(item + 1, number * pages // (stop - start), mask=inside)
+        tl.store(item + 2, (number + 1) * pages // (stop - start), mask=inside)
+        tl.store(item + 3, tl.zeros_like(i) + packed, mask=inside)
+        tl.store(item + 4, tl.zeros_like(i) + tl.load(sink_ptr + s), mask=inside)
+        tl.store(item + 5, tl.zeros_like(i) + begin, mask=inside)
+        tl.store(item + 6, tl.zeros_like(i) + (after - before), mask=inside)
     first, _ = _closing(before, after, BLOCK, SEEN)
     start, stop = tl.load(closes_ptr + s), tl.load(closes_ptr + s + 1)
     for at in range(start, stop, N):
         tl.store(close_list + 2 * (at + i), tl.zeros_like(i) + s, mask=at + i < stop)
         tl.store(close_list + 2 * (at + i) + 1, first // _PAGE + at + i - start, mask=at + i < stop)
-    begin, end = tl.load(query_start + s), tl.load(query_start + s + 1)
     kept = tl.maximum(after - tl.maximum(recent, SHORT), 0) // BLOCK * BLOCK  # calls in place read their own tokens
     for at in range(begin, end, N):
         position = before + at - begin + i
@@ -131,12 +142,14 @@ class Workspace:
 
     Attributes
     ----------
-    before, sink, packed, piece : Tensor, int32 [max_seqs]
-        Tokens before the step; those of the sink that are read raw; end of the packed ones; pages of a piece.
+    before, sink, packed : Tensor, int32 [max_seqs]
+        Tokens before the step; those of the sink that are read raw; end of the packed ones.
     items, closes : Tensor, int32 [max_seqs + 1]
         Where a sequence's pieces, and pages to close, begin in their lists; at the end their number.
-    item_list, close_list : Tensor, int32 [most, 2]
-        Sequence and number of a piece, or of a page.
+    item_list : Tensor, int32 [most, 8]
+        Pieces: see :func:`lists_kernel`.
+    close_list : Tensor, int32 [most, 2]
+        Sequence and number of a page.
     slots : Tensor, int64 [max_tokens]
         Where a new token goes in the windows: block * window_block + place, or -1.
     out, top, total : Tensor, float32
@@ -150,7 +163,6 @@ class Workspace:
     before: torch.Tensor
     sink: torch.Tensor
     packed: torch.Tensor
-    piece: torch.Tensor
     items: torch.Tensor
     closes: torch.Tensor
     item_list: torch.Tensor
@@ -213,10 +225,9 @@ class Workspace:
             before=numbers(max_seqs),
             sink=numbers(max_seqs),
             packed=numbers(max_seqs),
-            piece=numbers(max_seqs),
             items=numbers(max_seqs + 1),
             closes=numbers(max_seqs + 1),
-            item_list=numbers(most, 2),
+            item_list=numbers(most, 8),
             close_list=numbers(max_tokens // PAGE + 2 * max_seqs, 2),
             slots=torch.full((max_tokens,), -1, dtype=torch.int64, device=device),
             out=torch.empty(rows, head_dim, dtype=torch.float32, device=device),
@@ -248,7 +259,6 @@ def prepare(step: PagedStep, workspace: Workspace, seen: int) -> None:
         w.before,
         w.sink,
         w.packed,
-        w.piece,
         w.items,
         w.closes,
         seqs,
@@ -269,6 +279,8 @@ def prepare(step: PagedStep, workspace: Workspace, seen: int) -> None:
         step.window_table,
         step.window_table.stride(0),
         w.before,
+        w.sink,
+        w.packed,
         w.items,
         w.closes,
         w.item_list,
