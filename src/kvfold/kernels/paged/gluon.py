@@ -13,7 +13,7 @@ from kvfold.kernels.decode import STATIC_SHARED, Plan
 from kvfold.kernels.paged._affine import affine_pieces_kernel
 from kvfold.kernels.paged._fold import fold_pieces_kernel
 from kvfold.kernels.paged.call import PagedCall
-from kvfold.kernels.paged.work import Workspace
+from kvfold.kernels.paged.work import Workspace, raw_parts
 from kvfold.kernels.partials import early_launch, overlaps_launches
 
 
@@ -100,6 +100,7 @@ def _launch(
         step.max_query_len,
         plan.columns,
         step.seqs,
+        raw_parts(step),
         **fixed,
         num_warps=plan.warps,
         maxnreg=plan.registers,
