@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import paged
+from kvfold.kernels import aot, paged
 from kvfold.kernels.paged import work
 from paged_case import Server, formats_of
 from paged_kernels_case import ATTENDS, STORES, attending, mixed, storing
@@ -39,6 +39,14 @@ def test_interpreted(names):
         [sys.executable, str(here / "paged_kernels_case.py"), *names], env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("method, registers, spills", [("fold", 168, 8), ("kivi", 168, 8)])
+def test_a_table_costs_no_warps(method, registers, spills):
+    """Three programs of four warps, as over a slab. What is spilled lies in the loop over pieces, not in that over pages."""
+    report = aot.compile_pieces(*formats_of(method, 128, fragments=True))
+    assert report.registers <= registers and report.spills_in_loop <= spills
+    assert report.shared <= 50176
 
 
 GPU = {"device": "cuda", "dtype": torch.float16}

@@ -31,6 +31,8 @@ from kvfold.kernels.blocks import is_turned, readers_of, resident
 from kvfold.kernels.blocks import make_plan as make_blocks_plan
 from kvfold.kernels.blocks import options as blocks_options
 from kvfold.kernels.decode import Plan, constants, make_plan
+from kvfold.kernels.paged import PageLayout
+from kvfold.kernels.paged import gluon as paged_gluon
 from kvfold.kernels.partials import merge_kernel
 from kvfold.kernels.tiles import constants as tiles_constants
 from kvfold.kernels.tiles import make_plan as make_tiles_plan
@@ -140,6 +142,24 @@ def compile_pages(
     types |= dict.fromkeys(("k_signs", "v_signs", "part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(pages_kernel, *_signature(pages_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
+
+
+def compile_pieces(
+    key_format: Format, value_format: Format, rows: int = 4, bf16: bool = False, capability: int = 90
+) -> Report:
+    """Compile the kernel over pieces of a server's pages as a layer with ``rows`` query rows per KV head would use it."""
+    layout = PageLayout(key_format, value_format)
+    keys, values = layout.views(torch.zeros(1, 1, layout.bytes, dtype=torch.uint8, device="cpu"))
+    shape = paged_gluon.shape(key_format, value_format, rows, bf16, capability >= 90)
+    fields = (*paged_gluon.arrays(key_format, keys), *paged_gluon.arrays(value_format, values))
+    fixed: dict[str, Any] = shape.fixed | {"AT": paged_gluon.region_of(fields)[1]}
+    if shape.plan.columns == 1:
+        fixed["columns"] = 1
+    types = {"q_ptr": _width(bf16), "scale": "fp32", "region": "*i16"}
+    types |= dict.fromkeys(("items_ptr", "item_list", "table"), "*i32")
+    types |= dict.fromkeys(("k_signs", "v_signs", "part_out", "part_top", "part_sum"), "*fp32")
+    source = GluonASTSource(shape.kernel, *_signature(shape.kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=shape.plan.warps, maxnreg=shape.plan.registers)
 
 
 def compile_tiles(

@@ -1,7 +1,8 @@
 """Pieces of packed tokens where codes are packed for tensor cores: launches the Gluon kernels (fold; KIVI, SQuat, InnerQ)."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,24 +27,65 @@ def unsupported(key_format: Format, value_format: Format) -> str | None:
     return why
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A kernel, how a program of it looks, how many of them a multiprocessor holds, and what it is specialized on."""
+
+    kernel: Any
+    plan: Plan
+    resident: int
+    fixed: dict[str, Any]
+
+
+@lru_cache(maxsize=256)
+def shape(key_format: Format, value_format: Format, rows: int, bf16: bool, early: bool) -> Shape:
+    """What serves formats that :func:`unsupported` has nothing against, with ``rows`` query rows per KV head."""
+    if isinstance(key_format, Paged):
+        assert isinstance(value_format, Paged)
+        plan, resident = paged_plan(key_format, value_format, rows)
+        return Shape(fold_pieces_kernel, plan, resident, pages.constants(key_format, value_format, plan, bf16, early))
+    assert isinstance(key_format, AffineGroups) and isinstance(value_format, AffineGroups)
+    plan, resident = affine_plan(key_format, value_format, rows)
+    fixed = decode.constants(key_format, value_format, plan, bf16, False, early)
+    return Shape(affine_pieces_kernel, plan, resident, {**fixed})
+
+
 def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
     """Write the parts of all pieces of packed tokens."""
     keys, values = call.key_format, call.value_format
-    bf16, early = query.dtype == torch.bfloat16, overlaps_launches(query.device)
-    k, v = _arrays(keys, call.keys), _arrays(values, call.values)
+    chosen = shape(keys, values, rows, query.dtype == torch.bfloat16, overlaps_launches(query.device))
+    k, v = arrays(keys, call.keys), arrays(values, call.values)
     steps, at = region_of((*k, *v))
     stored: tuple[torch.Tensor | int, ...] = (k[0], *steps)
-    kernel: Any = affine_pieces_kernel
-    if isinstance(keys, Paged):
-        assert isinstance(values, Paged)
-        plan, resident = paged_plan(keys, values, rows)
-        kernel, fixed = fold_pieces_kernel, pages.constants(keys, values, plan, bf16, early)
+    if isinstance(keys, Paged) and isinstance(values, Paged):
         stored = (*stored, *(pages._signs(form, workspace.top) for form in (keys, values)))
-    else:
-        assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
-        plan, resident = affine_plan(keys, values, rows)
-        fixed = decode.constants(keys, values, plan, bf16, False, early)
-    _launch(kernel, call, query, rows, workspace, stored, plan, resident, {**fixed, "AT": at})
+    step, w = call.step, workspace
+    if query.stride(1) != query.shape[2]:
+        query = query.contiguous()
+    chosen.kernel[(w.processors * chosen.resident,)](
+        query,
+        query.stride(0),
+        w.items,
+        w.item_list,
+        step.table,
+        step.table.stride(0),
+        *stored,
+        w.out,
+        w.top,
+        w.total,
+        float(call.scale),
+        call.num_kv_heads,
+        rows,
+        step.max_query_len,
+        chosen.plan.columns,
+        step.seqs,
+        raw_parts(step),
+        AT=at,
+        **chosen.fixed,
+        num_warps=chosen.plan.warps,
+        maxnreg=chosen.plan.registers,
+        **early_launch(bool(chosen.fixed["EARLY"])),
+    )
 
 
 def paged_plan(key_format: Paged, value_format: Paged, rows: int) -> tuple[Plan, int]:
@@ -69,46 +111,7 @@ def affine_plan(key_format: AffineGroups, value_format: AffineGroups, rows: int)
     return plan, resident
 
 
-def _launch(
-    kernel: Any,
-    call: PagedCall,
-    query: torch.Tensor,
-    rows: int,
-    workspace: Workspace,
-    stored: tuple[torch.Tensor | int, ...],
-    plan: Plan,
-    resident: int,
-    fixed: dict[str, Any],
-) -> None:
-    step, w = call.step, workspace
-    if query.stride(1) != query.shape[2]:
-        query = query.contiguous()
-    kernel[(w.processors * resident,)](
-        query,
-        query.stride(0),
-        w.items,
-        w.item_list,
-        step.table,
-        step.table.stride(0),
-        *stored,
-        w.out,
-        w.top,
-        w.total,
-        float(call.scale),
-        call.num_kv_heads,
-        rows,
-        step.max_query_len,
-        plan.columns,
-        step.seqs,
-        raw_parts(step),
-        **fixed,
-        num_warps=plan.warps,
-        maxnreg=plan.registers,
-        **early_launch(bool(fixed["EARLY"])),
-    )
-
-
-def _arrays(form: Format, stored: Fields) -> list[torch.Tensor]:
+def arrays(form: Format, stored: Fields) -> list[torch.Tensor]:
     """A side's fields as the kernels take them; what is not there stands for itself in another tensor, and is never read."""
     if isinstance(form, Paged):
         names = ["codes", "scale", "mean" if form.mean else "scale"]
@@ -122,7 +125,9 @@ def _arrays(form: Format, stored: Fields) -> list[torch.Tensor]:
 
 def region_of(fields: tuple[torch.Tensor, ...]) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Bytes from a page, and from a head, to the next, the same for all fields; and from the first field to the others."""
-    steps = {(t.stride(0) * t.element_size(), t.stride(1) * t.element_size()) for t in fields}
+    # strides of a dimension of one say nothing
+    steps = {tuple(t.stride(i) * t.element_size() if t.shape[i] > 1 else 0 for i in (0, 1)) for t in fields}
     if len(steps) > 1:
         raise ValueError(f"pages: fields have strides of {sorted(steps)} bytes; allowed: views of one region")
-    return steps.pop(), tuple(t.data_ptr() - fields[0].data_ptr() for t in fields[1:])
+    ((page, head),) = steps
+    return (page, head), tuple(t.data_ptr() - fields[0].data_ptr() for t in fields[1:])
