@@ -44,7 +44,6 @@ def affine_pieces_kernel(
     warp = thread // 32
     base0 = shared_base(lane, W * (STAGE if STAGE > MEET else MEET))
     if EARLY:
-        wait_for_previous(lane)
         launch_dependents(lane)
     tasks = gl.load(items_ptr + seqs) * heads * columns
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
@@ -73,3 +72,5 @@ def affine_pieces_kernel(
             base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, CARRIED
         )
         program_sync(lane)
+    if EARLY:  # the merge waits for these programs alone: the raw tokens' kernel must have ended, too
+        wait_for_previous(lane)

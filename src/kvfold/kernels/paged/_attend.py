@@ -84,10 +84,9 @@ def raw_kernel(
 
     Raw tokens are those of the sink, then those behind the packed ones; a part is N of them. Without new tokens (HAS_NEW) the
     step's own lie in the windows; with them, they belong to the first part. ``factor`` is the scale times log2(e).
-
-    EARLY: launched while the kernel of pieces ends, of which this reads nothing; what came before has ended.
     """
     if EARLY:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1) % heads
     seq = tl.program_id(1) // heads
@@ -135,8 +134,6 @@ def raw_kernel(
         tl.store(part_top + slot, top, mask=inside)
         tl.store(part_sum + slot, total, mask=inside)
         tl.store(part_out + slot[:, None] * D + channel[None, :], acc, mask=inside[:, None] & (channel < D)[None, :])
-    if EARLY:  # the merge waits for these programs alone: the pieces must be there, too
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["heads", "rows", "tokens", "raw_parts"])

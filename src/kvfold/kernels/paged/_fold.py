@@ -29,7 +29,8 @@ def fold_pieces_kernel(
 
     ``region``: where pages' bytes lie, from the keys' codes on; AT: bytes from there to the keys' scale, mean and norms, and to
     the values' codes, scale and mean. ``page_step`` and ``head_step``: bytes from a page, and from a head, to the next. Query
-    heads lie together, ``q_token`` elements from a token to the next. EARLY: as in the slab's kernel.
+    heads lie together, ``q_token`` elements from a token to the next. EARLY: launched while the kernel of raw tokens runs, of
+    which this reads nothing.
     """
     W: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
@@ -38,7 +39,6 @@ def fold_pieces_kernel(
     warp = thread // 32
     base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
     if EARLY:
-        wait_for_previous(lane)
         launch_dependents(lane)
     tasks = gl.load(items_ptr + seqs) * heads * columns
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
@@ -69,3 +69,5 @@ def fold_pieces_kernel(
             side = side + ((total[2 * n], total[2 * n + 1], total[2 * n], total[2 * n + 1]),)  # noqa: RUF005
         _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, 0)
         program_sync(lane)
+    if EARLY:  # the merge waits for these programs alone: the raw tokens' kernel must have ended, too
+        wait_for_previous(lane)

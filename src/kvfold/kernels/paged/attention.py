@@ -68,8 +68,8 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
     query = call.query.to(call.window_keys.dtype)
     if query.stride(-1) != 1:
         query = query.contiguous()
+    _raw(call, query, rows, workspace)
     choose(call.key_format, call.value_format, call.rope is not None, query.device)(call, query, rows, workspace)
-    _raw(call, query, rows, workspace)  # fills the multiprocessors that have no more pieces
     early = overlaps_launches(query.device)
     whole = min(dim & -dim, 256 if step.seqs * heads * rows >= 4096 else 32)
     merge_pieces_kernel[(step.seqs * heads * rows, dim // whole)](

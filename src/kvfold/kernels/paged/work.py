@@ -189,7 +189,7 @@ class Workspace:
         device: torch.device | str,
         cached_tokens: int | None = None,
         short: int = 1,
-        piece_pages: int = 22,
+        piece_pages: int = 16,
         window: int = 256,
     ) -> "Workspace":
         """Allocate.
@@ -209,8 +209,7 @@ class Workspace:
             Most tokens of a sequence that the kernels of short calls serve, at most 16; more go another way
             (:mod:`kvfold.kernels.paged.long`).
         piece_pages : int
-            Pages of a piece, at most, of sequences with up to 64 of them. Three pieces per 8,192 tokens fill the programs of
-            132 multiprocessors, three each, where KV heads times sequences are a power of two.
+            Pages of a piece, at the least.
         window : int
             Raw tokens of a sequence, at most: of sink, recent tokens, a block and a short call.
         """
