@@ -11,14 +11,11 @@ from kvfold.kernels._softmax import LOG2E, _finish
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
 
 
-@gluon.jit(
-    do_not_specialize=["scale", "heads", "rows", "tokens", "seqs", "raw_parts"],
-    do_not_specialize_on_alignment=["columns"],
-)
+@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
 def affine_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step,
     region, page_step, head_step,
-    part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs, raw_parts,
+    part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_AXIS: gl.constexpr, K_MODE: gl.constexpr, K_GROUP: gl.constexpr,
     V_BITS: gl.constexpr, V_AXIS: gl.constexpr, V_MODE: gl.constexpr, V_GROUP: gl.constexpr,
@@ -60,7 +57,7 @@ def affine_pieces_kernel(
         stored = (region.to(gl.int64) + head.to(gl.int64) * head_step, AT[0], AT[1], AT[2], AT[3], AT[4])
         steps = (page_step, gl.load(place + 4) // 32)
         row0 = gl.load(place + 5).to(gl.int64) * q_token + head * (rows // tokens) * D
-        slot0 = (item + raw_parts * (seq + 1)).to(gl.int64) * heads + head
+        slot0 = (item + seq + 1).to(gl.int64) * heads + head
         top, out, side = attend_blocks(
             base0, lane, thread, warp, lo, hi, stored, head * 0, table + seq.to(gl.int64) * table_step, steps,
             q_ptr, q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count),

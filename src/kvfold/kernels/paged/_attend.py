@@ -26,13 +26,13 @@ def _rows(q, begin, count, head, row, rows, tokens):
     return q[0] + at, (row < rows) & (token < count)
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "row_blocks", "tokens", "seqs", "raw_parts"])
+@triton.jit(do_not_specialize=["heads", "rows", "row_blocks", "tokens", "seqs"])
 def pieces_kernel(
     q_ptr, q_token, q_head, items_ptr, item_list, table, table_step,
     k_fields, k_steps, k_tables, k_mean, k_norm, k_basis, k_page_steps,
     v_fields, v_steps, v_tables, v_mean, v_norm, v_basis, v_page_steps,
     freq_ptr, table_ptr, part_out, part_top, part_sum, scratch_ptr,
-    factor, heads, rows, row_blocks, tokens, seqs, raw_parts,
+    factor, heads, rows, row_blocks, tokens, seqs,
     K_READ: tl.constexpr, K_SPEC, V_READ: tl.constexpr, V_SPEC,
     D: tl.constexpr, DP: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, V_OUT: tl.constexpr,
     M: tl.constexpr, T: tl.constexpr,
@@ -60,7 +60,7 @@ def pieces_kernel(
         begin = tl.load(place + 1) * (PAGE // T)
         end = tl.minimum(tl.load(place + 2) * (PAGE // T), (used + T - 1) // T)
         q_row, inside = _rows((q_ptr, q_token, q_head), tl.load(place + 5), tl.load(place + 6), head, row, rows, tokens)
-        slot = ((item + raw_parts * (seq + 1)).to(tl.int64) * heads + head) * rows + row
+        slot = ((item + seq + 1).to(tl.int64) * heads + head) * rows + row
         attend_tiles(
             q_row, inside, q_row, 0, (k_steps, v_steps, k_page_steps, v_page_steps), table + seq.to(tl.int64) * table_step,
             begin, end, tl.load(place + 4), used, head,
@@ -69,6 +69,13 @@ def pieces_kernel(
             K_READ, K_SPEC, V_READ, V_SPEC, D, DP, KW, VW, V_OUT, M, T, K_MEAN, K_NORM, K_BASIS, V_MEAN, V_NORM, V_BASIS,
             ROTARY, K_GROUPS, False, K_OF_PAGES, V_OF_PAGES,
         )  # fmt: skip
+
+
+@triton.jit
+def _slots(window, table, position, live, WINDOW_BLOCK: tl.constexpr):
+    """Pointers [N, 1] to raw tokens. ``window``: of a head; strides of blocks and places."""
+    block = tl.load(table + position // WINDOW_BLOCK, mask=live, other=0).to(tl.int64)
+    return (window[0] + (block * window[1] + (position % WINDOW_BLOCK).to(tl.int64) * window[2]))[:, None]
 
 
 @triton.jit(do_not_specialize=["factor", "heads", "rows", "tokens"])
@@ -80,66 +87,66 @@ def raw_kernel(
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_NEW: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """M query rows of one KV head over N of a sequence's raw tokens. Grid: (blocks of rows, seqs * heads, parts).
+    """M query rows of one KV head over a sequence's raw tokens. Grid: (blocks of rows, seqs * heads).
 
-    Raw tokens are those of the sink, then those behind the packed ones; a part is N of them. Without new tokens (HAS_NEW) the
-    step's own lie in the windows; with them, they belong to the first part. ``factor`` is the scale times log2(e).
+    Without new tokens (HAS_NEW) the step's own lie in the windows. ``factor`` is the scale times log2(e).
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1) % heads
     seq = tl.program_id(1) // heads
-    part = tl.program_id(2)
     before = tl.load(before_ptr + seq)
     after = tl.load(seq_lens + seq)
-    begin = tl.load(query_start + seq)
-    sink = tl.load(sink_ptr + seq)
-    packed = tl.load(packed_ptr + seq)
     row = tl.program_id(0) * M + tl.arange(0, M)
     channel = tl.arange(0, DP)
+    begin = tl.load(query_start + seq)
     q_row, inside = _rows((q_ptr, q_token, q_head), begin, after - before, head, row, rows, tokens)
     token = row % tokens
     if after > 0:
+        q = tl.load(q_row[:, None] + channel[None, :], mask=inside[:, None] & (channel < D)[None, :], other=0.0)
         top = tl.full([M], -1.0e30, tl.float32)  # finite, so that differences are never NaN
         total = tl.full([M], 0.0, tl.float32)
         acc = tl.full([M, DP], 0.0, tl.float32)
-        raw = part * N + tl.arange(0, N)
-        position = tl.where(raw < sink, raw, packed + raw - sink)
+        table = window_table + seq.to(tl.int64) * window_step
+        keys = (window_k + head.to(tl.int64) * wk_head, wk_block, wk_place)
+        values = (window_v + head.to(tl.int64) * wv_head, wv_block, wv_place)
+        sink = tl.load(sink_ptr + seq)
+        for i in range(0, sink, N):
+            position = i + tl.arange(0, N)
+            live = position < sink
+            k_at = _slots(keys, table, position, live, WINDOW_BLOCK)
+            v_at = _slots(values, table, position, live, WINDOW_BLOCK)
+            sees = live[None, :] & inside[:, None]
+            top, total, acc = tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
         stop = before if HAS_NEW else tl.minimum(after, before + tokens)
-        live = position < stop
-        if part * N < sink + tl.maximum(stop - packed, 0):
-            q = tl.load(q_row[:, None] + channel[None, :], mask=inside[:, None] & (channel < D)[None, :], other=0.0)
-            table = window_table + seq.to(tl.int64) * window_step
-            block = tl.load(table + position // WINDOW_BLOCK, mask=live, other=0).to(tl.int64)
-            place = (position % WINDOW_BLOCK).to(tl.int64)
-            k_at = (window_k + head.to(tl.int64) * wk_head + block * wk_block + place * wk_place)[:, None]
-            v_at = (window_v + head.to(tl.int64) * wv_head + block * wv_block + place * wv_place)[:, None]
+        for i in range(tl.load(packed_ptr + seq), stop, N):
+            position = i + tl.arange(0, N)
+            live = position < stop
+            k_at = _slots(keys, table, position, live, WINDOW_BLOCK)
+            v_at = _slots(values, table, position, live, WINDOW_BLOCK)
             sees = live[None, :] & inside[:, None] & (position[None, :] <= (before + token)[:, None])
             top, total, acc = tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
         if HAS_NEW:
-            if part == 0:
-                q = tl.load(q_row[:, None] + channel[None, :], mask=inside[:, None] & (channel < D)[None, :], other=0.0)
-                count = tl.minimum(after - before, tokens)  # later ones have no row here
-                for i in range(0, count, N):
-                    at = i + tl.arange(0, N)
-                    live = at < count
-                    place = (begin + at).to(tl.int64)
-                    k_at = (new_k + head.to(tl.int64) * k_head + place * k_token)[:, None]
-                    v_at = (new_v + head.to(tl.int64) * v_head + place * v_token)[:, None]
-                    sees = live[None, :] & inside[:, None] & (at[None, :] <= token[:, None])
-                    top, total, acc = tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
-        first = tl.load(items_ptr + seq) + tl.num_programs(2) * seq + part
-        slot = (first.to(tl.int64) * heads + head) * rows + row
+            count = tl.minimum(after - before, tokens)  # later ones have no row here
+            for i in range(0, count, N):
+                at = i + tl.arange(0, N)
+                live = at < count
+                place = (begin + at).to(tl.int64)
+                k_at = (new_k + head.to(tl.int64) * k_head + place * k_token)[:, None]
+                v_at = (new_v + head.to(tl.int64) * v_head + place * v_token)[:, None]
+                sees = live[None, :] & inside[:, None] & (at[None, :] <= token[:, None])
+                top, total, acc = tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D)
+        slot = ((tl.load(items_ptr + seq) + seq).to(tl.int64) * heads + head) * rows + row
         tl.store(part_top + slot, top, mask=inside)
         tl.store(part_sum + slot, total, mask=inside)
         tl.store(part_out + slot[:, None] * D + channel[None, :], acc, mask=inside[:, None] & (channel < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "tokens", "raw_parts"])
+@triton.jit(do_not_specialize=["heads", "rows", "tokens"])
 def merge_pieces_kernel(
     part_out, part_top, part_sum, out, out_token, out_head, sinks, query_start, seq_lens, before_ptr, items_ptr,
-    heads, rows, tokens, raw_parts,
+    heads, rows, tokens,
     D: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row. Grid: (seqs * heads * rows, pieces of PART channels)."""
@@ -152,11 +159,11 @@ def merge_pieces_kernel(
     token = row % tokens
     if token < count:
         items = tl.load(items_ptr + seq)
-        first = ((items + raw_parts * seq).to(tl.int64) * heads + head) * rows + row
+        first = ((items + seq).to(tl.int64) * heads + head) * rows + row
         query_head = head * (rows // tokens) + row // tokens
         to = (tl.load(query_start + seq) + token).to(tl.int64) * out_token + query_head.to(tl.int64) * out_head
         channel = tl.program_id(1) * PART + tl.arange(0, PART)
         merge_parts(
             part_out, part_top, part_sum, out + to, sinks + query_head, first, heads * rows,
-            tl.load(items_ptr + seq + 1) - items + raw_parts, channel, D, PART, N, HAS_SINKS,
+            tl.load(items_ptr + seq + 1) - items + 1, channel, D, PART, N, HAS_SINKS,
         )  # fmt: skip

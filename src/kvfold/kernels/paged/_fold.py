@@ -11,14 +11,11 @@ from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shar
 PAGE = gl.constexpr(128)
 
 
-@gluon.jit(
-    do_not_specialize=["scale", "heads", "rows", "tokens", "seqs", "raw_parts"],
-    do_not_specialize_on_alignment=["columns"],
-)
+@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
 def fold_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step,
     region, page_step, head_step, k_signs, v_signs,
-    part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs, raw_parts,
+    part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
@@ -56,7 +53,7 @@ def fold_pieces_kernel(
         stored = (region.to(gl.int64) + head.to(gl.int64) * head_step, AT[0], AT[1], AT[2], AT[3], AT[4], AT[5])
         steps = (page_step, gl.load(place + 4) // 32)
         row0 = gl.load(place + 5).to(gl.int64) * q_token + head * (rows // tokens) * D
-        slot0 = (item + raw_parts * (seq + 1)).to(gl.int64) * heads + head
+        slot0 = (item + seq + 1).to(gl.int64) * heads + head
         top, out, total = attend_pages(
             base0, lane, warp, lo, hi, blocks, stored, None, table + seq.to(gl.int64) * table_step, steps,
             q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count), k_signs, v_signs,

@@ -12,10 +12,10 @@ from kvfold.formats.codebook import BinaryCodes
 from kvfold.kernels import blocks
 from kvfold.kernels.paged._attend import merge_pieces_kernel, pieces_kernel, raw_kernel
 from kvfold.kernels.paged.call import PagedCall
-from kvfold.kernels.paged.work import RAW, Workspace, raw_parts
+from kvfold.kernels.paged.work import Workspace
 from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
 from kvfold.kernels.stored import rotation_of
-from kvfold.kernels.windows import tile_sizes
+from kvfold.kernels.windows import program_memory, stages, tile_sizes
 
 Pieces = Callable[[PagedCall, torch.Tensor, int, Workspace], None]
 
@@ -62,7 +62,7 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         raise ValueError("softcap: soft-capped scores are not computed over pages by kernels")
     tokens, heads = step.max_query_len, call.num_kv_heads
     rows = num_heads // heads * tokens
-    parts = workspace.item_list.shape[0] + raw_parts(step) * step.seqs
+    parts = workspace.item_list.shape[0] + step.seqs
     if parts * heads * rows > workspace.top.numel() or dim > workspace.out.shape[1]:
         raise ValueError(f"workspace: too small for {step.seqs} sequences of {tokens} tokens and {num_heads} heads")
     query = call.query.to(call.window_keys.dtype)
@@ -86,7 +86,6 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         heads,
         rows,
         tokens,
-        raw_parts(step),
         D=dim,
         PART=whole,
         N=16,
@@ -99,14 +98,14 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
 
 
 def _raw(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
-    """Write the parts of raw tokens of every sequence."""
+    """Write the raw tokens' part of every sequence."""
     step, dim = call.step, query.shape[2]
-    m, _, warps = tile_sizes(rows, dim)
+    m, n, warps = tile_sizes(rows, dim)
     early = overlaps_launches(query.device)
     has_new = call.new_keys is not None
     new_keys, new_values = (call.new_keys, call.new_values) if has_new else (query, query)
     assert new_keys is not None and new_values is not None
-    raw_kernel[(triton.cdiv(rows, m), step.seqs * call.num_kv_heads, raw_parts(step))](
+    raw_kernel[(triton.cdiv(rows, m), step.seqs * call.num_kv_heads)](
         query,
         *query.stride()[:2],
         step.query_start,
@@ -135,12 +134,12 @@ def _raw(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) 
         D=dim,
         DP=triton.next_power_of_2(dim),
         M=m,
-        N=RAW,
+        N=n,
         HAS_NEW=has_new,
         WINDOW_BLOCK=step.window_block,
         EARLY=early,
         num_warps=warps,
-        num_stages=1,
+        num_stages=stages(dim, program_memory(query.device)),
         **early_launch(early),
     )
 
@@ -196,7 +195,6 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         row_blocks,
         step.max_query_len,
         step.seqs,
-        raw_parts(step),
         **fixed,
         **blocks.options(readers, plan.warps),
     )

@@ -12,8 +12,6 @@ from kvfold.kernels.paged.call import IN_PLACE, PagedStep
 
 PIECES = 64
 """Pieces of a long sequence, at most; they are longer for it."""
-RAW = 64
-"""Raw tokens of a part."""
 
 _PAGE = tl.constexpr(PAGE)
 SHORT = tl.constexpr(IN_PLACE)
@@ -155,8 +153,7 @@ class Workspace:
     slots : Tensor, int64 [max_tokens]
         Where a new token goes in the windows: block * window_block + place, or -1.
     out, top, total : Tensor, float32
-        Partial results. With ``r`` parts of raw tokens (:func:`raw_parts`), those of sequence ``s`` begin with number
-        ``items[s] + r s``, and piece ``i`` of the list, if it is of this sequence, is part ``i + r (s + 1)``.
+        Partial results; part ``i + s + 1`` is piece ``i`` of sequence ``s``, and part ``items[s] + s`` its raw tokens.
     piece_pages, short : int
         See :meth:`make`.
     processors : int
@@ -190,7 +187,6 @@ class Workspace:
         cached_tokens: int | None = None,
         short: int = 1,
         piece_pages: int = 16,
-        window: int = 256,
     ) -> "Workspace":
         """Allocate.
 
@@ -210,8 +206,6 @@ class Workspace:
             (:mod:`kvfold.kernels.paged.long`).
         piece_pages : int
             Pages of a piece, at the least.
-        window : int
-            Raw tokens of a sequence, at most: of sink, recent tokens, a block and a short call.
         """
         device = torch.device(device)
         if not 1 <= short <= IN_PLACE:
@@ -225,7 +219,7 @@ class Workspace:
         most = max_seqs * each
         if cached_tokens is not None:
             most = min(most, max(max_seqs, -(-cached_tokens // (PAGE * piece_pages)) + max_seqs))
-        rows = (most + -(-window // RAW) * max_seqs) * num_heads * short
+        rows = (most + max_seqs) * num_heads * short
         sums = torch.zeros(2, rows, dtype=torch.float32, device=device)
         return cls(
             before=numbers(max_seqs),
@@ -243,11 +237,6 @@ class Workspace:
             processors=multiprocessors(device),
             short=short,
         )
-
-
-def raw_parts(step: PagedStep) -> int:
-    """Parts of a sequence's raw tokens."""
-    return -(-(step.sink + step.recent + step.block - 1 + step.max_query_len) // RAW)
 
 
 def prepare(step: PagedStep, workspace: Workspace, seen: int) -> None:
