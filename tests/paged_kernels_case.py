@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from kvfold.kernels import paged
-from kvfold.kernels.paged import attention, work
+from kvfold.kernels.paged import attention, check, work
 from kvfold.kernels.paged.storing import store
-from paged_case import Server, cuts
+from paged_case import Server, cuts, formats_of
 
 SHORT = 4
 """Tokens of the calls that kernels attend to, in these cases."""
@@ -21,11 +21,11 @@ def workspace(server, **options):
     return work.Workspace.make(**most, **sizes, **options)
 
 
-def storing(method, lengths=(1, 150, 33), most=70, device="cpu", **options):
+def storing(method, lengths=(1, 150, 33), most=70, device="cpu", fragments=True, **options):
     """Pages after random steps: bytes as the formats encode them, up to ties; the same after other steps."""
     found = []
     for seed in (1, 2):
-        server = Server(method, lengths, fragments=True, device=device, **options)
+        server = Server(method, lengths, fragments=fragments, device=device, **options)
         space = workspace(server)
         for counts in cuts(lengths, most, torch.Generator().manual_seed(seed)):
             call = server.step(counts)
@@ -104,6 +104,8 @@ STORES = {
     "innerq": {"method": "innerq", "lengths": (140,), "heads": 1},
     "turboquant": {"method": "turboquant:bits=3", "lengths": (140,), "heads": 1},
     "sketch": {"method": "k=qjl+v=turboquant", "lengths": (140,), "heads": 1},
+    "fold-plain": {"method": "fold", "lengths": (140,), "heads": 1, "head_dim": 96, "fragments": False},
+    "turboquant-plain": {"method": "turboquant:bits=3", "lengths": (140,), "heads": 1, "fragments": False},
 }
 
 ATTENDS = {
@@ -159,7 +161,24 @@ def mixed(device="cpu", dtype=torch.float32, **options):
     assert float((got - want).norm() / want.norm()) < 2e-3
 
 
-CASES = {"lists": lists, "mixed": mixed}
+def checks():
+    """The test that a device's kernels have to pass, and that it sees wrong bytes."""
+    cpu = torch.device("cpu")
+    forms = formats_of("turboquant:bits=3", 64)
+    assert check.self_test(*forms, cpu, torch.float32) is None
+    right, check.storing.store = check.storing.store, lambda call, space: None
+    try:
+        assert "stored in pages" in check.self_test.__wrapped__(*forms, cpu, torch.float32)
+    finally:
+        check.storing.store = right
+    right, check.attention.attend = check.attention.attend, lambda call, out, space: out
+    try:
+        assert "attention over pages" in check.self_test.__wrapped__(*forms, cpu, torch.float32)
+    finally:
+        check.attention.attend = right
+
+
+CASES = {"lists": lists, "mixed": mixed, "checks": checks}
 CASES |= {f"attend-{name}": lambda options=options: attending(**options) for name, options in ATTENDS.items()}
 CASES |= {f"store-{name}": lambda options=options: storing(**options) for name, options in STORES.items()}
 

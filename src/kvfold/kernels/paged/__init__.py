@@ -71,10 +71,20 @@ def store(call: PagedCall, workspace: Workspace | None = None) -> None:
 
 
 def why_not(key_format: Format, value_format: Format, device: torch.device, pre_rope: bool = False) -> str | None:
-    """Why no kernel attends to pages of these formats; None if one does."""
+    """Why no kernel attends to pages of these formats; None if one does.
+
+    On a GPU kernels that store and attend are run once and compared with the reference (:mod:`kvfold.kernels.paged.check`).
+    """
     from kvfold.kernels.paged import attention
 
-    return attention.why_not(key_format, value_format, pre_rope, device)
+    why = attention.why_not(key_format, value_format, pre_rope, device)
+    if why is None and device.type == "cuda" and torch.cuda.is_available():
+        from kvfold.kernels.paged.check import self_test
+
+        why = "keys: stored before RoPE; not checked in pages on a GPU" if pre_rope else self_test(
+            key_format, value_format, device
+        )  # fmt: skip
+    return why
 
 
 def why_not_stored(key_format: Format, value_format: Format, call: PagedCall | None = None) -> str | None:

@@ -186,7 +186,7 @@ class Workspace:
         device: torch.device | str,
         cached_tokens: int | None = None,
         short: int = 1,
-        piece_pages: int = 16,
+        piece_pages: int = 24,
     ) -> "Workspace":
         """Allocate.
 

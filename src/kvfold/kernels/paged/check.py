@@ -1,0 +1,115 @@
+"""Kernels over pages, run once as they are compiled on a device and compared with the reference: wrong bytes are silent."""
+
+import math
+from functools import lru_cache
+
+import torch
+
+from kvfold.formats import Format
+from kvfold.formats.paged import PAGE
+from kvfold.kernels.paged import attention, reference, storing
+from kvfold.kernels.paged.call import PagedCall, PagedStep
+from kvfold.kernels.paged.layout import PageLayout
+from kvfold.kernels.paged.work import Workspace, prepare
+
+TOLERANCES = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Of attention, relative RMS."""
+STORED = 0.02
+"""Of what pages hold, relative RMS: some rounding ties may differ, a misplaced code in a hundred may not."""
+LENGTHS = (2 * PAGE + 107, 40)
+
+
+@lru_cache(maxsize=64)
+def self_test(
+    key_format: Format, value_format: Format, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> str | None:
+    """Store two short sequences and attend to them, by kernels and by the reference.
+
+    Returns
+    -------
+    str or None
+        What went wrong; None if nothing did. Waits for the device, once per process and formats.
+    """
+    heads, per_head, dim, block = 2, 2, key_format.head_dim, key_format.block
+    calls = [_call(key_format, value_format, heads, per_head, device, dtype) for _ in "kr"]
+    by_kernel = storing.unsupported(key_format, value_format) is None
+    space = Workspace.make(len(LENGTHS), sum(LENGTHS), max(LENGTHS) + 1, heads * per_head, dim, device, piece_pages=1)
+    for call, kernel in zip(calls, (by_kernel, False), strict=True):
+        if kernel:
+            prepare(call.step, space, call.seen)
+            storing.store(call, space)
+        else:
+            reference.store(call)
+    row = calls[0].step.host[0]
+    closed = row.after // PAGE * PAGE if calls[0].seen else row.after // block * block
+    for got, want, side in zip(
+        *(reference.unpacked(c, row, 0, closed) for c in calls), ("keys", "values"), strict=True
+    ):
+        if not (error := _difference(got, want)) <= STORED:
+            return f"{side} stored in pages on this device differ from the format's by {error:.2g} (relative RMS)"
+    call = _next(calls[1])
+    assert call.query is not None
+    prepare(call.step, space, call.seen)
+    out, truth = (torch.zeros(call.query.shape, dtype=torch.float32, device=device) for _ in "ot")
+    attention.attend(call, out, space)
+    if not (error := _difference(out, reference.attend(call, truth))) <= TOLERANCES[dtype]:
+        return f"attention over pages on this device differs from the reference's by {error:.2g} (relative RMS)"
+    return None
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def _call(
+    key_format: Format, value_format: Format, heads: int, per_head: int, device: torch.device, dtype: torch.dtype
+) -> PagedCall:
+    """A step in which the sequences begin; the same every time."""
+    draw, dim, block = torch.Generator().manual_seed(0), key_format.head_dim, key_format.block
+    pages, blocks = -(-(max(LENGTHS) + 1) // PAGE), -(-(max(LENGTHS) + 1) // 16)
+
+    def numbers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    def tokens(count: int, lanes: int) -> torch.Tensor:
+        x = torch.randn(count, lanes, dim, generator=draw, dtype=torch.float32, device="cpu")
+        return (x * torch.exp(x[:1]) + 3 * x[1:2]).to(device=device, dtype=dtype)
+
+    layout = PageLayout(key_format, value_format)
+    region = torch.zeros(1 + pages * len(LENGTHS), heads, layout.bytes, dtype=torch.uint8, device=device)
+    table = (torch.randperm(pages * len(LENGTHS), generator=draw, device="cpu") + 1).view(-1, pages)
+    places = (torch.randperm(blocks * len(LENGTHS), generator=draw, device="cpu") + 1).view(-1, blocks)
+    window = torch.zeros(1 + blocks * len(LENGTHS), heads, 16, 2 * dim, dtype=dtype, device=device).transpose(1, 2)
+    step = PagedStep(
+        query_start=numbers(0, LENGTHS[0], sum(LENGTHS)),
+        seq_lens=numbers(*LENGTHS),
+        table=table.to(device=device, dtype=torch.int32),
+        window_table=places.to(device=device, dtype=torch.int32),
+        max_query_len=max(LENGTHS),
+        recent=PAGE - 32,
+        block=block,
+    )
+    keys, values = layout.views(region)
+    windows = window.split(dim, -1)
+    scale = 1 / math.sqrt(dim)
+    new = tokens(sum(LENGTHS), heads), tokens(sum(LENGTHS), heads)
+    return PagedCall(step, key_format, value_format, keys, values, windows[0], windows[1], scale, None, *new)
+
+
+def _next(call: PagedCall) -> PagedCall:
+    """A decode step of the same sequences, by the last of their tokens again, which lie in the windows."""
+    assert call.new_keys is not None
+    step, heads = call.step, call.num_kv_heads
+    after = PagedStep(
+        query_start=torch.arange(len(LENGTHS) + 1, dtype=torch.int32, device=call.new_keys.device),
+        seq_lens=step.seq_lens,
+        table=step.table,
+        window_table=step.window_table,
+        max_query_len=1,
+        recent=step.recent,
+        block=step.block,
+    )
+    query = call.new_keys[: len(LENGTHS)].repeat(1, 2, 1) / 4
+    assert query.shape[1] == 2 * heads
+    fields = (call.key_format, call.value_format, call.keys, call.values, call.window_keys, call.window_values)
+    return PagedCall(after, *fields, call.scale, query)
