@@ -1,0 +1,89 @@
+"""The tables of docs/evidence.md: what is paired, and when a claim is said to hold."""
+
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
+
+import evidence
+
+
+def run(model, source="evidence/x", **methods):
+    """Divergences by method: of windows one after the other, after 1,024 tokens, or a dict by length."""
+    by_method = {
+        name.replace("_", ":"): {
+            ("prose", str(i)): value if isinstance(value, dict) else {1024: value} for i, value in enumerate(values)
+        }
+        for name, values in methods.items()
+    }
+    return evidence.Run(model, "cpu", source, dict.fromkeys(by_method, 3.0), by_method)
+
+
+@pytest.fixture
+def of(monkeypatch):
+    def of(*found):
+        evidence.pair.cache_clear()
+        monkeypatch.setattr(evidence, "runs", lambda: found)
+        return evidence.pair
+
+    yield of
+    evidence.pair.cache_clear()
+
+
+BIG, MIDDLE, SMALL = evidence.MODELS
+
+
+def test_a_claim_holds_where_every_model_says_so(of):
+    pair = of(run(BIG, a=[0.5] * 4, kivi=[1.0, 1.1, 0.9, 1.0]), run(SMALL, a=[0.25] * 4, kivi=[1.0, 1.2, 0.8, 1.0]))
+    found = pair("a", "kivi")
+    assert found.items == 8 and 0.25 < found.value < 0.5 and found.low < found.value < found.high
+    assert found.by_model[BIG] == pytest.approx(0.5, rel=0.01) and found.worst[0] == BIG
+    assert evidence.verdict(found) == "holds"
+    assert evidence.verdict(pair("kivi", "a")) == "does not hold here"
+    assert evidence.verdict(pair("a", "nothing")) == "not measured"
+
+
+def test_one_model_that_says_otherwise_is_named(of):
+    pair = of(run(BIG, a=[1.2] * 3, kivi=[1.0] * 3), run(SMALL, a=[0.1] * 9, kivi=[1.0] * 9))
+    found = pair("a", "kivi")
+    assert found.verdict == "better" and evidence.verdict(found) == "does not hold on 1.5B"
+
+
+def test_few_windows_and_noise_show_nothing(of):
+    assert evidence.verdict(of(run(BIG, a=[0.1] * 5, kivi=[1.0] * 5))("a", "kivi")) == "too few items"
+    noise = [0.5, 2.0, 0.6, 1.8, 0.4, 2.2, 0.7, 1.5]
+    assert evidence.verdict(of(run(BIG, a=noise, kivi=[1.0] * 8))("a", "kivi")).startswith("no difference shown")
+
+
+def test_lengths_of_a_window_are_one_item_and_only_common_ones_count(of):
+    pair = of(run(BIG, a=[{1024: 0.5, 4096: 0.125, 16384: 9.0}] * 6, kivi=[{1024: 1.0, 4096: 1.0}] * 6))
+    found = pair("a", "kivi")
+    assert found.items == 6 and found.value == pytest.approx(0.25)
+
+
+def test_methods_of_different_runs_are_not_paired(of):
+    pair = of(run(BIG, "evidence/x", a=[0.5] * 6), run(BIG, "lengths", kivi=[1.0] * 6))
+    assert pair("a", "kivi") is None
+
+
+def test_learned_rows_count_only_where_the_others_lack_a_method(of):
+    pair = of(
+        run(BIG, "lengths", a=[0.5] * 6, kivi=[1.0] * 6),
+        run(BIG, "learned", a=[0.1] * 6, kivi=[1.0] * 6, learned=[0.3] * 6),
+    )
+    assert pair("a", "kivi").value == pytest.approx(0.5) and pair("a", "kivi").items == 6
+    assert pair("learned", "kivi").value == pytest.approx(0.3)
+
+
+def test_the_committed_rows_give_every_table_and_a_picture():
+    evidence.pair.cache_clear()
+    for table in (evidence.claims, evidence.equal_bytes, evidence.everything, evidence.texts, evidence.main):
+        lines = table().splitlines()
+        assert len(lines) > 5 and len({line.count(" | ") for line in lines}) == 1, table
+    assert evidence.pareto().startswith("<svg") and ">fold</text>" in evidence.pareto()
+    assert {evidence.plain("commvq:artefact=a/b.safetensors,bits=1"), evidence.plain("kivi")} == {
+        "commvq:bits=1",
+        "kivi",
+    }
