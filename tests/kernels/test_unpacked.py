@@ -136,6 +136,30 @@ def test_cudnn_meets_few_numbers_of_rows(count):
     assert len(seen) == 9
 
 
+@pytest.mark.parametrize(
+    "tokens, parts", [(31, [31]), (1024, [1024]), (8160, [7168, 992]), (20000, [8192, 8192, 3072, 544])]
+)
+def test_cudnn_meets_few_numbers_of_keys(tokens, parts, monkeypatch):
+    """A function of the same arguments takes cuDNN's place on a CPU."""
+    seen = []
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def cudnn(query, keys, values, bias, wants_total, dropout, causal, debug, scale):
+        seen.append(keys.shape[2])
+        out, total = flash(query, keys, values, 0.0, False, scale=scale)
+        return out, total.unsqueeze(-1)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn)
+    rows = torch.randn(1, 1, 5, 8, generator=torch.Generator().manual_seed(0))
+    keys, values = torch.randn(2, 1, 1, tokens, 8, generator=torch.Generator().manual_seed(1))
+    found = list(unpacked._attend(rows, unpacked._widened(rows), keys, values, 1.0))
+    assert seen == [n for n in parts if n % 1024 == 0] and len(found) == len(parts)
+    weights = torch.stack([total for _, total in found]).softmax(0).unsqueeze(-1)
+    out = sum(w * part[:, :, :5] for w, (part, _) in zip(weights, found, strict=True))
+    want = torch.nn.functional.scaled_dot_product_attention(rows, keys, values, scale=1.0)
+    assert (out - want).abs().max() < 1e-5
+
+
 def test_pieces_are_bounded():
     for heads in (1, 8, 64, 1024):
         step = unpacked._piece(heads * 128)

@@ -21,11 +21,11 @@ from kvfold.rope import Rope
 
 PIECE = 64 << 20
 """Bytes of keys, and as many of values, that exist unpacked at a time."""
-STEP = 1024
-"""cuDNN, which compiles for every shape, is given multiples of this many keys."""
+STEP, MOST = 1024, 8192
+"""cuDNN, which compiles for every shape, is given multiples of ``STEP`` keys, at most ``MOST`` at a time."""
 ROWS = 128
 """Query rows of a program of cuDNN's attention."""
-JOIN = 4
+JOIN = 8
 """Results over pieces that are joined in one launch at most."""
 RESULTS = 64 << 20
 """Bytes of results over pieces that wait to be joined, apart from one piece's."""
@@ -122,10 +122,11 @@ def _attend_alike(
     most = max(1, min(JOIN, RESULTS // (rows.numel() * rows.itemsize)))
     wide = _widened(rows) if takes_cudnn(rows) else None
     for keys, values in _pieces(call, part, tokens, rows.dtype, turn):
-        if len(results) >= most:
-            partials.join(results, bias)
-            results = []
-        results += _attend(rows, wide, keys, values, call.scale)
+        for result in _attend(rows, wide, keys, values, call.scale):
+            if len(results) >= most:
+                partials.join(results, bias)
+                results = []
+            results.append(result)
     partials.join(results, bias, out, call.sinks, call.tokens)
 
 
@@ -176,27 +177,26 @@ def _side(
 
 def _attend(
     rows: torch.Tensor, wide: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> list[Result]:
-    """Attention of rows [batch, num_kv_heads, rows, head_dim] over all of the keys; ``wide``: the same rows as cuDNN is given
-    them."""
-    whole = keys.shape[2] // STEP * STEP if wide is not None else 0
-    results = []
-    if wide is not None and whole:
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out, total = cudnn(wide, keys[:, :, :whole], values[:, :, :whole], None, True, 0.0, False, False, scale=scale)[
-            :2
-        ]
-        total = total.reshape(wide.shape[:3])[:, :, : rows.shape[2]]
-        results.append((out, total))
-    if whole < keys.shape[2]:
-        keys, values = keys[:, :, whole:], values[:, :, whole:]
-        if rows.device.type == "cpu":
-            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            results.append(flash(rows, keys, values, 0.0, False, scale=scale))
+) -> Iterator[Result]:
+    """Attention of rows [batch, num_kv_heads, rows, head_dim] over all of the keys, part by part; ``wide``: the same rows as
+    cuDNN is given them."""
+    at = 0
+    while at < keys.shape[2]:
+        left = keys.shape[2] - at
+        count = min(MOST, left // STEP * STEP) if wide is not None else 0
+        part = slice(at, at + (count or left))
+        k, v = keys[:, :, part], values[:, :, part]
+        if count and wide is not None:
+            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+            out, total = cudnn(wide, k, v, None, True, 0.0, False, False, scale=scale)[:2]
+            total = total.reshape(wide.shape[:3])[:, :, : rows.shape[2]]
+        elif rows.device.type == "cpu":
+            out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, 0.0, False, scale=scale)
         else:
             flash = torch.ops.aten._scaled_dot_product_flash_attention
-            results.append(flash(rows, keys, values, 0.0, False, False, scale=scale)[:2])
-    return [(out, total.contiguous()) for out, total in results]
+            out, total = flash(rows, k, v, 0.0, False, False, scale=scale)[:2]
+        yield out, total.contiguous()
+        at = part.stop
 
 
 def _widened(rows: torch.Tensor) -> torch.Tensor:
