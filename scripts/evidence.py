@@ -429,9 +429,8 @@ def verdict(found: Pair | None) -> str:
         return "holds" if not against else f"does not hold on {' and '.join(against)}"
     if found.verdict == "worse":
         return "does not hold here"
-    return found.verdict + (
-        f"; not on {' and '.join(against)}" if against and len(against) < len(found.by_model) else ""
-    )
+    means = f"; means against it: {', '.join(against)}" if against and len(against) < len(found.by_model) else ""
+    return found.verdict + means
 
 
 def claims() -> str:
