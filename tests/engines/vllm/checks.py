@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -328,7 +329,23 @@ def check_refusals():
         refuses(lambda layer=layer | {name: value}: refusals.check_layer(**layer), expected)
     for wrong, expected in (("fodl", "did you mean fold"), (None, "names no method")):
         refuses(lambda wrong=wrong: Engine(wrong), expected)
-    print("refusals name what they refuse")
+    changes_nothing()
+    print("refusals name what they refuse; what is not chosen changes nothing")
+
+
+def changes_nothing():
+    """Installed but not chosen: vLLM's own attention is what it was."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from kvfold.engines.vllm import plugin
+
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    del os.environ[plugin.ON_CPU]
+    plugin.register()
+    plugin.register()
+    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+    assert AttentionBackendEnum.CPU_ATTN.get_path() == "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+    assert AttentionBackendEnum.CUSTOM.get_path() == plugin.BACKEND
 
 
 def refuses(what, expected):
@@ -425,8 +442,6 @@ class Server:
 
 def check_server():
     """The OpenAI server with eight clients: each gets what it gets alone, and the example's client streams it."""
-    from concurrent.futures import ThreadPoolExecutor
-
     with Server(model_path()) as server:
 
         def ask(tokens):
@@ -471,7 +486,6 @@ def check_soak():
     import socket
     import tempfile
     import urllib.error
-    from concurrent.futures import ThreadPoolExecutor
 
     import psutil
 
@@ -568,6 +582,8 @@ def check_soak():
 
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
+WORKERS = 2
+"""Checks at a time: each has one thread."""
 SLOW = ("tensor_parallel", "soak")
 """Run only when they are named: minutes each."""
 
@@ -579,15 +595,28 @@ def main(names):
         return 0
     if unknown := set(names) - set(CHECKS):
         sys.exit(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(CHECKS)}")
-    failed = []
-    for name in names or [name for name in CHECKS if name not in SLOW]:
-        began = time.time()
-        done = subprocess.run(
-            [sys.executable, __file__, name], env={**os.environ, **ENVIRONMENT, "KVFOLD_CHECK": "1"}, check=False
-        )
-        print(f"--- {name}: {'failed' if done.returncode else 'ok'}, {time.time() - began:.0f} s", flush=True)
-        failed += [name] if done.returncode else []
-    return len(failed)
+    with ThreadPoolExecutor(WORKERS) as workers:
+        right = list(workers.map(run, names or [name for name in CHECKS if name not in SLOW]))
+    return right.count(False)
+
+
+def run(name):
+    """One check in a process of its own; what it printed, and all it said if it failed."""
+    began = time.time()
+    done = subprocess.run(
+        [sys.executable, __file__, name],
+        env={**os.environ, **ENVIRONMENT, "KVFOLD_CHECK": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    right = done.returncode == 0
+    said = [] if right else [done.stderr[-6000:]]
+    printed = [line for line in done.stdout.splitlines() if "pid=" not in line and line.strip()]
+    result = f"--- {name}: {'ok' if right else 'failed'}, {time.time() - began:.0f} s"
+    print("\n".join([*said, *printed, result]), flush=True)
+    return right
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The attention backend: what vLLM asks of one, and one layer's step."""
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,9 +27,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvfold.engines.vllm import refusals, report
 from kvfold.engines.vllm.long import PIECE
+from kvfold.engines.vllm.plugin import UNSEEN
 from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, kept, layer_spec, method_of, stored
 from kvfold.engines.vllm.spec import RecentSpec
 from kvfold.engines.vllm.step import Batch, Bench, Layer, Step, run
+from kvfold.errors import KVFoldError
 from kvfold.kernels import paged
 from kvfold.kernels.paged import Workspace
 
@@ -165,7 +168,11 @@ class RecentLayer(AttentionLayerBase):
 
 
 def give_back(layer: Any, impl: "FoldedImpl", config: VllmConfig) -> None:
-    """Let vLLM's own attention serve a layer that is kept in full precision."""
+    """Let vLLM's own attention serve a layer that is kept in full precision, on a GPU."""
+    if os.environ.get(UNSEEN) != "1":
+        raise KVFoldError(
+            f"keep: kept layers beside folded ones have not been run on a GPU; leave keep= out, or set {UNSEEN}=1"
+        )
     selected = AttentionSelectorConfig(impl.head_size, layer.kv_cache_torch_dtype, layer.kv_cache_dtype, PAGE)
     with set_current_vllm_config(config):
         path = current_platform.get_attn_backend_cls(None, attn_selector_config=selected, num_heads=impl.num_heads)

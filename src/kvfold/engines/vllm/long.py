@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvfold.engines.vllm.plugin import UNSEEN
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged import PagedCall, PagedStep, reference, unpacking
 
-KERNEL = "KVFOLD_VLLM_UNPACK"
-"""Environment variable: ``1`` unpacks pages of fold by a kernel. It has been interpreted and compiled, not run on a GPU."""
 PIECE = 8192
 """Packed tokens that exist unpacked at a time."""
 
@@ -103,7 +102,7 @@ def unpacked(call: PagedCall, chunk: Chunk, start: int, stop: int) -> tuple[torc
     """What pages make of tokens ``start`` to ``stop``; anything where they are not closed."""
     dtype, step = call.window_keys.dtype, call.step
     sides = ((call.key_format, call.keys), (call.value_format, call.values))
-    if os.environ.get(KERNEL) == "1" and not any(unpacking.unsupported(form) for form, _ in sides):
+    if os.environ.get(UNSEEN) == "1" and not any(unpacking.unsupported(form) for form, _ in sides):
         table = step.table[chunk.row]
         keys, values = (unpacking.unpack(form, fields, table, start, stop, dtype) for form, fields in sides)
         return keys, values
