@@ -9,6 +9,8 @@ import torch
 from kvfold.kernels import paged
 from kvfold.kernels.paged import attention, check, work
 from kvfold.kernels.paged.storing import store
+from kvfold.methods import LayerSpec
+from kvfold.methods.base import Observation
 from paged_case import Server, cuts, formats_of
 
 SHORT = 4
@@ -178,7 +180,33 @@ def checks():
         check.attention.attend = right
 
 
-CASES = {"lists": lists, "mixed": mixed, "checks": checks}
+def steered(device="cpu"):
+    """SQuat's update goes the same way in the kernel and in the method's own encoding."""
+    found = []
+    for by_kernel in (True, False):
+        draw = torch.Generator().manual_seed(3)
+        server = Server("squat", (70, 33), heads=1, fragments=True, device=device)
+        spec = LayerSpec(0, 1, 2, 1, server.dim)
+        queries = torch.randn(1, 2, 64, server.dim, generator=draw).to(device)
+        state = server.method.observe(Observation(queries, torch.arange(64, device=device).view(1, -1)), spec)
+
+        def encode(x, positions, page, method=server.method, state=state, spec=spec):
+            return method.encode_keys(x, state, spec, positions, False, page)
+
+        space = workspace(server)
+        for counts in ([40, 1], [30, 32]):
+            call = replace(server.step(counts), update=state["update"][0], encode_keys=encode)
+            if by_kernel:
+                assert paged.why_not_stored(*server.formats, call) is None
+                paged.prepare(call.step, space, call.seen)
+            paged.store(call, space if by_kernel else None)
+        form = server.formats[0]
+        found.append([form.decode(form.take(server.stored(i, 0), server.closed(i) // server.block)) for i in range(2)])
+    for got, want in zip(*found, strict=True):
+        assert float((got - want).norm() / want.norm()) < 0.02
+
+
+CASES = {"steered": steered, "lists": lists, "mixed": mixed, "checks": checks}
 CASES |= {f"attend-{name}": lambda options=options: attending(**options) for name, options in ATTENDS.items()}
 CASES |= {f"store-{name}": lambda options=options: storing(**options) for name, options in STORES.items()}
 

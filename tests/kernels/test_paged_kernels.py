@@ -28,6 +28,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
         pytest.param(
             ("store-fold-no-window", "store-innerq", "store-kivi-64", "store-fold-d128"), marks=pytest.mark.slow
         ),
+        pytest.param(
+            ("steered", "store-fold-plain", "store-turboquant", "store-turboquant-plain", "store-sketch"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids="+".join,
 )
