@@ -299,11 +299,13 @@ def test_a_layers_steps_close_pages(pages_interpreted, monkeypatch, method):
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("qjl", "qjl"),
+        ("gear", "gear"),
+        ("qjl:outliers=4,normalize=false", "split sketch storage"),
         ("squat_pre", "squat_pre"),
         ("innerq:paper=true,group=16", "group=16"),
         ("innerq:group=16", "group=16"),
-        ("turboquant", "turboquant"),
+        ("turboquant:residual=true", "sketched residual storage"),
+        ("turboquant:bits=8", "8-bit levels"),
         ("k=squat+v=fold", "update of following channels"),
         ("k=innerq:paper=true+v=fold", "whole sequence"),
         ("squat:channels=8", "channels=8"),
@@ -314,7 +316,10 @@ def test_what_torch_encodes_on_a_gpu_is_named(method, reason):
     assert found.name == "torch" and reason in found.reason
 
 
-@pytest.mark.parametrize("method", ["fold", "fold:bits=1", "innerq", "innerq:mode=hybrid_prefill", "k=fold+v=kivi"])
+@pytest.mark.parametrize(
+    "method",
+    ["fold", "fold:bits=1", "innerq", "innerq:mode=hybrid_prefill", "k=fold+v=kivi", "turboquant:bits=3", "qjl"],
+)
 def test_what_kernels_encode_on_a_gpu(method, monkeypatch):
     """Asked without a GPU, so the kernels cannot test themselves."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
