@@ -56,7 +56,9 @@ class LmEval(Suite):
         from lm_eval.tasks import TaskManager
 
         try:
-            manager = TaskManager(include_path=self.folder)
+            manager = TaskManager(include_path=self.folder, include_defaults=self.folder is None)
+            if not set(self.tasks) <= set(manager.all_tasks):  # to index lm-eval's own takes many seconds
+                manager = TaskManager(include_path=self.folder)
             return dict(manager.load(list(self.tasks))["tasks"])
         except Exception as error:  # unknown names, and what data sets of the hub raise
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
