@@ -312,20 +312,23 @@ def ablation(*tables: str) -> Callable[[], str]:
 
 
 def shown(spec: str) -> str:
-    """A method's string without the places of artefacts, in any part of it."""
-    kept = re.sub(r",?artefact=[^,+]*", "", spec)
+    """A method's string without the places of artefacts, in any part of it, and without layers kept in full precision."""
+    kept = re.sub(r",?artefact=[^,+]*|\+keep=[\d,]+", "", spec)
     return f"`{re.sub(r':(?=[,+]|$)', '', kept).replace(':,', ':')}`"
 
 
-def rivals(only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
-    """Divergence of rows of ``kvfold eval`` in benchmarks/eval/rivals/, as multiples of KIVI-2's on the same items."""
+def rivals(some_layers: bool) -> Callable[[], str]:
+    """Divergence of rows of ``kvfold eval`` in benchmarks/eval/rivals/, as multiples of KIVI-2's on the same items.
+
+    ``some_layers``: of rows where all but a few layers are kept in full precision, or of the others.
+    """
 
     def table() -> str:
         bits: dict[str, list[float]] = {}
         found: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
         for path in sorted((BENCHMARKS / "eval" / "rivals").glob("*.jsonl")):
             about, *rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-            for row in (row for row in rows if "method" in row):
+            for row in (row for row in rows if "method" in row and ("+keep=" in row["method"]) == some_layers):
                 name = shown(row["method"])
                 cell = found.setdefault((about["settings"]["model"], row["length"]), {})
                 cell.setdefault(name, {})[row["item"]] = row["scores"]["kld"]
@@ -342,7 +345,7 @@ def rivals(only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]
         lines = []
         for name in sorted(bits, key=lambda name: (min(bits[name]), name)):
             cells = [multiple(name, column) for column in columns]
-            if name != "`none`" and only(name.strip("`")) and set(cells) != {"-"}:
+            if name != "`none`" and set(cells) != {"-"}:
                 each = " - ".join(f"{b:.2f}" for b in sorted({min(bits[name]), max(bits[name])}))
                 lines.append([name, each, *cells])
         return markdown(["method", "bits", *head], lines)
@@ -389,6 +392,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         f"docs/methods/{name}.md": {"learned": worst(of_method(name, "fold"), "learned", shared=True)}
         for name in ("vqllm", "kvquant")
     },
+    "docs/notes/rivals.md": {"rivals": rivals(False)},
     "docs/methods/commvq.md": {
         "learned": worst(of_method("commvq", "fold"), "learned", shared=True),
         "ablation keys": ablation("9", "10", "figure 4"),
