@@ -55,7 +55,7 @@ def _shape(row: Any) -> str:
 
 def _attention(dtype: str = "float16") -> list[Any]:
     found = rows("attention", "work", "dtype", "kernel", *SHAPE)
-    return [row for row in found if row.dtype == dtype and row.kernel in (*FUSED, "triton", "blocks")]
+    return [row for row in found if row.dtype == dtype and row.kernel in (*FUSED, "triton", "blocks", "fragments")]
 
 
 def attention() -> Table:
@@ -113,6 +113,38 @@ def plain_order() -> Table:
         if row.kernel == "triton"
     ]
     return ["storage: shape", "ms", "% of floor", "times as fast as fp16", "relative RMS error"], lines
+
+
+def _variants() -> dict[tuple[Any, ...], Any]:
+    """Of the launch shapes that were tried for pages of other codes, the fastest of the last commit, by work and shape."""
+    found: Any = read(ROWS.parent / "fragments-variants.csv")
+    tried = [SimpleNamespace(**{k: value(v) for k, v in row.items()}) for row in found]
+    best: dict[tuple[Any, ...], Any] = {}
+    for row in tried:
+        before = best.get(key := (row.work, row.batch, row.context))
+        if before is None or row.commit != before.commit or row.ms < before.ms:
+            best[key] = row
+    return best
+
+
+def fragments() -> Table:
+    """Pages of other codes, with fp16's times of another run on a GPU of the same kind."""
+    fp16 = {(row.batch, row.context): row.baseline_ms for row in _attention() if row.kernel == "blocks"}
+    slow = {(row.work, row.batch, row.context): row for row in _attention() if row.kernel == "blocks"}
+    lines = [
+        [
+            f"`{work}`",
+            f"B={batch}, N={context:,}",
+            number(row.ms, ".4f"),
+            number(fp16[batch, context] / row.ms, ".2f"),
+            number(slow[key].p50_ms / row.ms if key in slow else None, ".1f"),
+            f"{row.error:.1e}",
+        ]
+        for key, row in _variants().items()
+        for work, batch, context in (key,)
+        if not work.startswith("turboquant")  # which it does not serve yet
+    ]
+    return ["method", "shape", "ms", "times as fast as fp16", "times as fast as blocks", "relative RMS error"], lines
 
 
 def readers() -> Table:
@@ -312,6 +344,7 @@ BENCH = {
         "attention": attention,
         "long calls": long_calls,
         "plain order": plain_order,
+        "fragments": fragments,
         "readers": readers,
         "encode": encode,
         "prefill": prefill,

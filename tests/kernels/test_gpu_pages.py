@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import Span, Windows
+from kvfold.kernels import Span, Windows, pages
 from kvfold.kernels.decode import STATIC_SHARED, Plan
-from kvfold.kernels.pages import BLOCKS, decode_attention, program_bytes, unsupported
+from kvfold.kernels.pages import BLOCKS, program_bytes
 from kvfold.methods import LayerSpec, get
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -22,13 +22,14 @@ class Case:
 
     def __init__(
         self, method, lens=(1000 // 32 * 32, 0, 32, 128, 416), heads=8, kv_heads=2, dim=128, tokens=1,
-        dtype=torch.float16, size=1.0, mean=1.0, query=1.0, split=None, seed=0,
+        dtype=torch.float16, size=1.0, mean=1.0, query=1.0, split=None, seed=0, kernel=pages,
     ):  # fmt: skip
         self.generator = torch.Generator("cuda").manual_seed(seed)
         spec = LayerSpec(0, 1, heads, kv_heads, dim, dtype)
         method = get(method)
         self.formats = method.key_format(spec), method.value_format(spec)
-        assert unsupported(*self.formats) is None
+        self.kernel = kernel
+        assert kernel.unsupported(*self.formats) is None
         self.lens, batch = lens, len(lens)
         most = max(lens)
         gain, offset = torch.exp(0.7 * self.random(1, kv_heads, 1, dim)), mean * self.random(1, kv_heads, 1, dim)
@@ -82,7 +83,7 @@ class Case:
                 parts = [self.windows.sink[i][b].float()]
                 if n:
                     of = {name: x[b : b + 1] for name, x in self.fields[i].items()}
-                    parts.append(form.decode(form.take(of, n // 32))[0])
+                    parts.append(form.decode(form.take(of, n // form.block))[0])
                 sides.append(torch.cat([*parts, self.windows.ring[i][b][:, ring].float()], 1))
             keys, values = (x.double() for x in sides)
             q = self.q[b].double().unflatten(0, (keys.shape[0], -1)).flatten(1, 2)
@@ -93,7 +94,7 @@ class Case:
         return out
 
     def error(self, plan=None):
-        got = decode_attention(self.q, *self.formats, self.spans, self.windows, self.scale, plan=plan)
+        got = self.kernel.decode_attention(self.q, *self.formats, self.spans, self.windows, self.scale, plan=plan)
         want = self.reference()
         assert torch.isfinite(got).all()
         each = (got.float() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)

@@ -149,7 +149,7 @@ def test_groups_that_no_unit_of_tokens_holds():
 )
 def test_defaults_of_all_methods_are_served(method, head_dim):
     """Formats as a layer on a GPU would have them; learned tables are random."""
-    keys, values, _ = storage.formats(method, 2, head_dim, torch.device("cpu"))
+    keys, values, _ = storage.formats(method, 2, head_dim, torch.device("cpu"), fused=False)
     pre_rope = get(method).pre_rope
     assert blocks.unsupported(plain(keys), values, pre_rope) is None
 

@@ -144,14 +144,19 @@ def spec(head_dim, dtype=torch.float16):
     [
         ("kivi", 128, "gluon", "first choice"),
         ("innerq:paper=true", 64, "gluon", "first choice"),
-        ("innerq", 64, "blocks", "triton: keys: paged storage"),
+        ("innerq", 64, "fragments", "pages: keys: affine storage in pages"),
+        ("turboquant:bits=4", 128, "blocks", "fragments: keys: levels of 4 bits"),
+        ("turboquant", 128, "blocks", "not seen right on a GPU yet"),
         ("kivi", 96, "triton", "gluon: keys: head_dim=96"),
         ("kivi:group=16", 80, "triton", "gluon: keys: head_dim=80"),
         ("kivi:group=16", 64, "triton", "gluon: keys: group=16"),
         ("kivi:group=64", 128, "triton", "gluon: blocks of 64 tokens"),
         ("innerq:paper=true,group=16", 128, "triton", "gluon: keys: group=16"),
         ("squat_pre", 128, "triton", "gluon: keys are stored before RoPE"),
-        ("qjl", 128, "blocks", "triton: keys: paged storage"),
+        ("qjl", 128, "fragments", "pages: keys: sign sketch storage in pages"),
+        ("gear", 128, "fragments", "pages: keys: low rank storage"),
+        ("zipcache", 128, "fragments", "pages: blocks of 128 tokens"),
+        ("zipcache", 64, "blocks", "fragments: keys: head_dim=64 in blocks of 128"),
     ],
 )
 def test_the_order_of_codes_follows_the_kernel(hopper, method, head_dim, kernel, reason):

@@ -80,7 +80,7 @@ class Work:
     def kernel(self) -> str:
         """Name in the registry of what attends."""
         if self.read:
-            return "blocks"
+            return "blocks" if self.formats[0].operand == "plain" else "fragments"
         return "triton" if self.plain else {"fold": "pages", "none": "dense"}.get(self.method, "gluon")
 
     @property
@@ -298,8 +298,11 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
     if work.method == "none":
         return dense.attend(_given(work, inputs, scale), out=out)
     if work.read:
-        from kvfold.kernels import blocks
+        from kvfold.kernels import blocks, fragments
 
+        if work.formats[0].operand != "plain":
+            span = [inputs.span]
+            return fragments.decode_attention(inputs.q, *work.formats, span, inputs.windows, scale, out=out)
         return blocks.attend(_given(work, inputs, scale)).to(inputs.q.dtype)
     if work.plain:
         return _plain_call(work, inputs, scale)

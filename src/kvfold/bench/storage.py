@@ -1,6 +1,7 @@
 """Packed storage of every method, for measurements: formats with tables that no calibration made, and contents."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,13 +28,17 @@ SAMPLE = 4096
 
 
 @lru_cache(maxsize=16)
-def formats(method: str, heads: int, head_dim: int, device: torch.device) -> tuple[Format, Format, Map | None]:
-    """Formats of keys and values in plain order, and what turns sums of values into outputs.
+def formats(
+    method: str, heads: int, head_dim: int, device: torch.device, fused: bool = True
+) -> tuple[Format, Format, Map | None]:
+    """Formats of keys and values in the order that their kernel reads, and what turns sums of values into outputs.
 
     Parameters
     ----------
     method : str
         As on the command line, without an artefact: learned tables are random ones of the right size.
+    fused : bool
+        In tensor-core order where a kernel reads that; else in plain order.
     """
     spec = LayerSpec(0, 1, heads, heads, head_dim, fragments=False)
     made: Any = methods.get(method)
@@ -75,7 +80,13 @@ def formats(method: str, heads: int, head_dim: int, device: torch.device) -> tup
         scales = ChannelScales(random(heads, head_dim), 3 * random(heads, head_dim).abs() + 1)
         learned = Learned(levels[0], levels[1], scales)
         return made.format(spec, "key", learned), made.format(spec, "value", learned), None
-    return made.key_format(spec), made.value_format(spec), None
+    from kvfold.kernels.fragments import unsupported
+
+    spec = replace(spec, fragments=fused)
+    pair = made.key_format(spec), made.value_format(spec)
+    if fused and unsupported(*pair):
+        return formats(method, heads, head_dim, device, fused=False)
+    return (*pair, None)
 
 
 def fill(form: Format, fields: Fields, vectors: torch.Tensor, tokens: int) -> None:

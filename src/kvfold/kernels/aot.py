@@ -16,12 +16,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 from kvfold.formats import AffineGroups, Format, Paged
-from kvfold.kernels import _encode_dense, _encode_pages, dense, encode, encode_pages, pages, unpack
+from kvfold.kernels import _encode_dense, _encode_pages, dense, encode, encode_pages, fragments, pages, unpack
 from kvfold.kernels._blocks import blocks_kernel
 from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels._dense import dense_kernel
 from kvfold.kernels._encode_step import _step_kernel
 from kvfold.kernels._encode_tile import _encode_kernel
+from kvfold.kernels._fragments_gluon import fragments_kernel
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels._unpack import unpack_kernel
@@ -160,6 +161,30 @@ def compile_pieces(
     types |= dict.fromkeys(("k_signs", "v_signs", "part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(shape.kernel, *_signature(shape.kernel, fixed, types), {})
     return _compile(source, capability, num_warps=shape.plan.warps, maxnreg=shape.plan.registers)
+
+
+def compile_fragments(
+    key_format: Format,
+    value_format: Format,
+    rows: int = 4,
+    bf16: bool = False,
+    capability: int = 90,
+    plan: Plan | None = None,
+) -> Report:
+    """Compile the decode kernel over pages of any codes as a layer with ``rows`` query rows per KV head would use it."""
+    plan = plan or fragments.make_plan(key_format, value_format, 128, rows, 1024, 160, 132)
+    fixed: dict[str, Any] = fragments.constants(key_format, value_format, plan, bf16, capability >= 90)
+    if plan.columns == 1:
+        fixed["columns"] = 1
+    width = _width(bf16)
+    types = {"q_ptr": width, "scale": "fp32", "k_norm": "*u8", "v_norm": "*u8"}
+    types |= dict.fromkeys(("packed_len_ptr", "sink_len_ptr", "recent_len_ptr"), "*i32")
+    types |= dict.fromkeys(("k_codes", "k_aux", "v_codes", "v_aux"), "*i16")
+    types |= dict.fromkeys(("k_meta", "k_mean", "k_table", "v_meta", "v_mean", "v_table"), "*fp16")
+    types |= dict.fromkeys(("sink_k", "sink_v", "ring_k", "ring_v"), width)
+    types |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")
+    source = GluonASTSource(fragments_kernel, *_signature(fragments_kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
 
 
 def compile_tiles(

@@ -98,15 +98,54 @@ class PagesKernel(AttentionKernel):
         return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
 
 
+class FragmentsKernel(AttentionKernel):
+    """Pages of other codes (InnerQ, QJL, GEAR, ZipCache) on NVIDIA GPUs (sm_80 and later); calls of any length.
+
+    Calls as of :class:`PagesKernel`. It serves what :data:`kvfold.kernels.fragments.SEEN` lists, in models of fp16: no run on a
+    GPU has shown bf16 right yet.
+    """
+
+    name = "fragments"
+    in_place_tokens = 16
+    captures = True
+    dtypes = frozenset({torch.float16})
+
+    def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
+        if why := _needs_gpu(device, pre_rope):
+            return why
+        try:
+            from kvfold.kernels.fragments import unsupported
+        except ImportError as error:
+            return f"needs Triton 3.6 with Gluon ({error})"
+        return unsupported(key_format, value_format)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.new is None:
+            from kvfold.kernels.fragments import decode_attention
+
+            keys, values = call.key_format, call.value_format
+            assert isinstance(call.windows, Windows)
+            return decode_attention(call.query, keys, values, call.spans, call.windows, call.scale, sinks=call.sinks)
+        from kvfold.kernels.unpacked import attend_unpacked, serves
+
+        return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
+
+
 def _needs(key_format: Format, device: torch.device, pre_rope: bool) -> str | None:
+    if why := _needs_gpu(device, pre_rope):
+        return why
+    if key_format.block != BLOCK:
+        return f"blocks of {key_format.block} tokens; allowed: {BLOCK}"
+    return None
+
+
+def _needs_gpu(device: torch.device, pre_rope: bool) -> str | None:
     if device.type != "cuda":
         return "needs an NVIDIA GPU"
     if torch.cuda.get_device_capability(device)[0] < 8:
         return "needs compute capability 8.0"
     if pre_rope:
         return "keys are stored before RoPE"
-    if key_format.block != BLOCK:
-        return f"blocks of {key_format.block} tokens; allowed: {BLOCK}"
     return None
 
 

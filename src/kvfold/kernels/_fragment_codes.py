@@ -1,0 +1,146 @@
+"""Pages of any codes in tensor-core order: where they lie in a warp's stage, how they come there, levels as operands.
+
+=====  =====================  ==============================================  ==================================
+KIND   name                   a code u stands for                             beside the codes
+=====  =====================  ==============================================  ==================================
+0      affine, channels       see :mod:`kvfold.formats.affine`                scales of groups of a token
+1      affine, tokens         the same                                        scales of groups of a channel
+2      uniform                ``u - o``, times the token's scale              a scale per token
+3      levels                 entry u of a table of fp16, times that scale    a scale per token
+4      mixed                  see :mod:`kvfold.kernels._fragment_mixed`       zeros and ranges, low bits, a mask
+=====  =====================  ==============================================  ==================================
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._affine_codes import _fetch, _load_codes, code_bytes, meta_bytes
+from kvfold.kernels._page_codes import page_words
+
+CHANNELS, TOKENS, UNIFORM, LEVELS, MIXED = range(5)
+
+# ---- where a side of a page lies in a warp's stage ------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def row_bytes(kind, dim, mode, group, rank):
+    """Bytes per 32 tokens of what lies beside codes: scales and zero-points; sign words, or rows of a low-rank term."""
+    if kind == 4:
+        return 128, 4
+    row, words = (64, 0) if kind >= 2 else meta_bytes(dim, kind == 0, mode, group)
+    return row, words + 64 * rank
+
+
+@gluon.constexpr_function
+def page_bytes(kind, dim, rank, mean):
+    """Bytes of a page's mean, of the basis of a low-rank term, or of low bits of salient tokens."""
+    return 32 * rank if kind == 4 else 2 * dim * (mean + rank)
+
+
+@gluon.constexpr_function
+def places(kind, dim, width, bits, mode, group, rank, mean, norms, blocks):
+    """Where (scales, sign words or rows, the mean or the basis, norms of ``norms`` pages, what follows) begin in a side of a
+    page."""
+    row, words = row_bytes(kind, dim, mode, group, rank)
+    at = [blocks * code_bytes(width, bits)]
+    for size in (blocks * row, blocks * words, page_bytes(kind, dim, rank, mean), norms * dim):
+        at.append(at[-1] + size)
+    return tuple(at)
+
+
+@gluon.jit
+def fetch_side(
+    base, lane, codes, meta, aux, mean, norm, block, page, valid, stats, norms, AT: gl.constexpr, KIND: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr, MODE: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr,
+    MEAN: gl.constexpr, NORMS: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr,
+):  # fmt: skip
+    """One side of a stage, whose first block is number ``block``; blocks from number ``valid`` on become zeros, what page
+    number ``page`` has one of if ``stats`` is 0, and norms of NORMS pages from number ``norms`` on."""
+    CODE: gl.constexpr = code_bytes(WIDTH, BITS)
+    SIZES: gl.constexpr = row_bytes(KIND, D, MODE, GROUP, RANK)
+    to = base + lane * 16
+    at = block.to(gl.int64)
+    _fetch(to, codes + at * CODE + lane * 16, lane, valid, TO, CODE, NB, 32)
+    _fetch(to, meta + at * SIZES[0] + lane * 16, lane, valid, TO + AT[0], SIZES[0], NB, 32)
+    if SIZES[1] > 0:
+        _fetch(to, aux + at * SIZES[1] + lane * 16, lane, valid, TO + AT[1], SIZES[1], NB, 32)
+    at = page.to(gl.int64)
+    EACH: gl.constexpr = page_bytes(KIND, D, RANK, MEAN)
+    if EACH > 0:
+        _fetch(to, mean + at * EACH + lane * 16, lane, stats, TO + AT[2], EACH, 1, 32)
+    if NORMS > 0:
+        _fetch(to, norm + at * D + lane * 16, lane, norms, TO + AT[3], D, NORMS, 32)
+
+
+# ---- levels as operands ---------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _nibbles_asm(mask, shift):
+    shifted = f"shr.b32 x, $1, {shift};" if shift else "mov.b32 x, $1;"
+    return f"{{ .reg .b32 x; {shifted} and.b32 $0, x, {mask}; }}"
+
+
+@gluon.jit
+def _nibbles(x, MASK: gl.constexpr, SHIFT: gl.constexpr):
+    asm: gl.constexpr = _nibbles_asm(MASK, SHIFT)
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def level_words(base, lane, OFFSET: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr):
+    """A lane's codes of 32 tokens, of 2 or 3 bits, a nibble each: four words for each array of 256 words and parity of
+    fields."""
+    out = ()
+    if BITS == 3:
+        words = page_words(base, lane, OFFSET, D, BITS)
+        for i in gl.static_range(len(words)):
+            out = out + (_nibbles(words[i], 0x77777777, 0),)
+    else:
+        words = _load_codes(base, lane, OFFSET, D, BITS)
+        for a in gl.static_range(len(words) // 4):
+            for odd in gl.static_range(2):
+                for i in gl.static_range(4):
+                    out = out + (_nibbles(words[4 * a + i], 0x33333333, 2 * odd),)
+    return out
+
+
+@gluon.constexpr_function
+def _levels_asm(table, half):
+    """Fields 2 HALF and 2 HALF + 1 of both halves of a word, as two pairs of fp16 numbers.
+
+    Bytes of the four codes become the selector of two look-ups, for the upper and for the lower bytes of their levels.
+    """
+    table = table.split()
+    chosen = "0x4431" if half else "0x4420"
+    return f"""{{ .reg .b32 s, u, v;
+        prmt.b32 s, $2, 0, {chosen};
+        prmt.b32 u, {table[0]}, {table[1]}, s;
+        prmt.b32 v, {table[2]}, {table[3]}, s;
+        prmt.b32 $0, v, u, 0x6240;
+        prmt.b32 $1, v, u, 0x7351; }}"""
+
+
+@gluon.jit
+def _two_levels(x, TABLE: gl.constexpr, HALF: gl.constexpr):
+    asm: gl.constexpr = _levels_asm(TABLE, HALF)
+    return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def level_tile(dim, word, half, which):
+    """Tile (of :mod:`kvfold.formats.packing`) of the operand ``which`` of :func:`level_operands`."""
+    return (word % 2 + 2 * (2 * half + which)) * (dim // 64) + word // 2
+
+
+@gluon.jit
+def level_operands(words, WORD: gl.constexpr, HALF: gl.constexpr, TABLE: gl.constexpr):
+    """Two tiles' registers, from the four words number WORD."""
+    a = ()
+    b = ()
+    for i in gl.static_range(4):
+        x, y = _two_levels(words[4 * WORD + i], TABLE, HALF)
+        a = a + (x,)
+        b = b + (y,)
+    return a, b

@@ -1,0 +1,150 @@
+"""Queries as a page's codes meet them: times the page's norms, through a dense matrix; and sums of values back through one.
+
+The matrix lies in memory as fragments of ``mma.m16n8k16``'s first operand, 512 bytes for 16 x 16 numbers, which stay in the
+first cache. With four query rows or fewer, the other columns of the operand are the same queries for the next page (PAIR 2), so
+that a matrix is read once for two pages. Those columns stay apart to the end: each page counts for its own.
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._affine_codes import weight
+from kvfold.kernels._page_sums import NORM_STEP
+from kvfold.kernels._registers import _replace, _unit_half2, _zero4
+from kvfold.kernels._warp import (
+    as_float,
+    as_int,
+    exp2_fast,
+    load_matrix4,
+    load_shared,
+    load_shared_short,
+    mma,
+    mul_half2,
+    pack_half2,
+    shuffle_xor,
+    store_shared1,
+    transpose8,
+    warp_sync,
+)
+
+
+@gluon.constexpr_function
+def _fragment_asm(offset):
+    return f"ld.global.nc.L1::evict_last.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];"
+
+
+@gluon.jit
+def load_fragment(address, OFFSET: gl.constexpr):
+    """A lane's four registers of a constant operand. Not pure: a loop is to read it each time, not to keep it."""
+    asm: gl.constexpr = _fragment_asm(OFFSET)
+    return gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,l", [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def norm_words(base, scratch, lane, D: gl.constexpr, BITS: gl.constexpr, NORM: gl.constexpr, AT: gl.constexpr,
+               PAIR: gl.constexpr):  # fmt: skip
+    """Leave norms of PAIR pages, times 2^-k of their channel's codes (BITS 0: without), in a warp's scratch: fp16 [PAIR, D]."""
+    for i in gl.static_range(D // 64):
+        k = lane * 0
+        if BITS > 0:
+            for c in gl.static_range(4):
+                k = gl.where(lane // 8 == c, weight(D, BITS, 4 * i + c), k)
+        less = k.to(gl.float32)
+        for page in gl.static_range(PAIR):
+            at = (lane + 32 * i) * 2
+            low = -less
+            high = low
+            if NORM:
+                codes = load_shared_short(base + at, AT + page * D)
+                low = exp2_fast(gl.fma((codes & 255).to(gl.float32), NORM_STEP, low))
+                high = exp2_fast(gl.fma((codes >> 8).to(gl.float32), NORM_STEP, high))
+            else:
+                low = exp2_fast(low)
+                high = low
+            store_shared1(scratch + 2 * at + 2 * D * page, pack_half2(low, high, False))
+    warp_sync(lane)
+
+
+@gluon.jit
+def normed_queries(far, scratch, lane, D: gl.constexpr, PAIR: gl.constexpr):
+    """Queries (a lane's address in shared memory) times what :func:`norm_words` left: operand pairs of channel tiles."""
+    address = scratch + lane // 8 * 16
+    if PAIR == 2:
+        address = address + lane % 8 // 4 * (2 * D)
+    out = ()
+    for i in gl.static_range(D // 32):
+        norm = load_matrix4(address, 64 * i, False)
+        for c in gl.static_range(2):
+            b = load_shared(far, 256 * (2 * i + c), 2)
+            out = out + (mul_half2(b[0], norm[2 * c]), mul_half2(b[1], norm[2 * c + 1]))
+    return out
+
+
+@gluon.jit
+def through(table, lane, x, ROWS: gl.constexpr, CT: gl.constexpr):
+    """The matrix times operand pairs x of CT channel tiles: accumulators of ROWS / 16 tiles. ``table`` is a lane's address."""
+    out = ()
+    for r in gl.static_range(ROWS // 64):
+        accs = (_zero4(lane), _zero4(lane), _zero4(lane), _zero4(lane))
+        for c in gl.static_range(CT):
+            for i in gl.static_range(4):
+                a = load_fragment(table, 512 * ((4 * r + i) * CT + c))
+                accs = _replace(accs, i, mma(a[0], a[1], a[2], a[3], x[2 * c], x[2 * c + 1], accs[i], False))
+        out = out + accs
+    return out
+
+
+@gluon.jit
+def projected(table, lane, x, WIDTH: gl.constexpr, CT: gl.constexpr):
+    """The same as operand pairs of WIDTH / 16 tiles."""
+    accs = through(table, lane, x, WIDTH, CT)
+    out = ()
+    for c in gl.static_range(WIDTH // 16):
+        y = accs[c]
+        out = out + (transpose8(pack_half2(y[0], y[1], False)), transpose8(pack_half2(y[2], y[3], False)))
+    return out
+
+
+@gluon.jit
+def middle_sums(x, lane, WIDTH: gl.constexpr, BITS: gl.constexpr):
+    """-o times the sums of queries that carry 2^-k of their tile, in units of code sums, for a lane's two columns."""
+    MIDDLE: gl.constexpr = -((1 << BITS) - 1) / 2 / (1 << 24)
+    sums = (_zero4(lane), _zero4(lane))
+    for c in gl.static_range(WIDTH // 16):
+        one = _unit_half2(lane, weight(WIDTH, BITS, c))
+        sums = _replace(sums, c % 2, mma(one, one, one, one, x[2 * c], x[2 * c + 1], sums[c % 2], False))
+    return (sums[0][0] + sums[1][0]) * MIDDLE, (sums[0][1] + sums[1][1]) * MIDDLE
+
+
+@gluon.jit
+def brought_back(out, table, lane, D: gl.constexpr):
+    """Sums of values through the matrix: each query row scaled by a power of two, and rounded to fp16 on its way."""
+    CT: gl.constexpr = D // 16
+    down = ()
+    up = ()
+    for e in gl.static_range(2):
+        big = _zero4(lane)[0]
+        for c in gl.static_range(CT):
+            big = gl.maximum(big, gl.maximum(gl.abs(out[c][e]), gl.abs(out[c][e + 2])))
+        big = gl.maximum(big, shuffle_xor(big, 4))
+        big = gl.maximum(big, shuffle_xor(big, 8))
+        big = gl.maximum(big, shuffle_xor(big, 16))
+        exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
+        down = down + (as_float((254 + 8 - exponent) << 23),)
+        up = up + (as_float((exponent - 8) << 23),)
+    x = ()
+    for c in gl.static_range(CT):
+        y = out[c]
+        x = x + (
+            transpose8(pack_half2(y[0] * down[0], y[1] * down[1], False)),
+            transpose8(pack_half2(y[2] * down[0], y[3] * down[1], False)),
+        )
+    accs = through(table, lane, x, D, CT)
+    full = ()
+    for c in gl.static_range(CT):
+        y = accs[c]
+        full = full + ((y[0] * up[0], y[1] * up[1], y[2] * up[0], y[3] * up[1]),)
+    return full

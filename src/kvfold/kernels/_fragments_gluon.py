@@ -1,0 +1,421 @@
+"""Decode attention over pages of any codes in tensor-core order (InnerQ, QJL, TurboQuant): the Gluon kernel.
+
+:mod:`kvfold.kernels.fragments` launches it. As in :mod:`kvfold.kernels._pages_gluon` a stage is a page of 128 tokens, packed
+codes are the first operand of ``mma.m16n8k16``, and a page's statistics go into the query. What a code stands for is what
+differs (:mod:`kvfold.kernels._fragment_codes`):
+
+* Affine groups are multiplied as in :mod:`kvfold.kernels._decode_gluon`; sums of the query belong to a page.
+* Signs of a sketch are uniform codes of one bit, whose middle is half of the query's sum. The query goes through the sketch's
+  matrix once for two pages, as it does through a rotation (:mod:`kvfold.kernels._fragment_queries`).
+* Levels of a table become operands by byte permutations: a selector of four codes fetches their levels' upper bytes, then
+  their lower ones, and two more permutations put both together.
+
+Means of values are not rotated: their sums wait apart, in the model's basis, and join the others at the end.
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._affine_keys import _query_sums, _scores_accumulator, _scores_operand, query_exponent
+from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
+from kvfold.kernels._fragment_codes import fetch_side, places
+from kvfold.kernels._fragment_mixed import mixed_scores, mixed_values, no_weights, scratch_bytes
+from kvfold.kernels._fragment_queries import brought_back, middle_sums, norm_words, normed_queries, projected
+from kvfold.kernels._fragment_ranks import rank_scores, rank_values
+from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
+from kvfold.kernels._page_codes import weight
+from kvfold.kernels._page_sums import _mean_scores, _room
+from kvfold.kernels._registers import _kind, _zero4
+from kvfold.kernels._softmax import LOG2E, _finish, _nothing, _probabilities, _rescale, _softmax
+from kvfold.kernels._warp import (
+    as_float,
+    as_int,
+    copy_commit,
+    copy_wait_1,
+    copy_wait_all,
+    launch_dependents,
+    load_pair,
+    pack_half2,
+    program_sync,
+    shared_base,
+    shuffle,
+    shuffle_xor,
+    store_shared2,
+    wait_for_previous,
+    warp_sync,
+)
+from kvfold.kernels._windows_gluon import _dense
+
+
+@gluon.constexpr_function
+def layout(k, v, dim, k_width, pair, blocks):
+    """Where sides, norms in fp16, and sums of means or scores of salient tokens begin in a warp's stage; its bytes; and where
+    weights of salient tokens begin. A side is (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level
+    table, rank or salient tokens)."""
+    keys = places(k[0], dim, k_width, k[1], k[2], k[3], k[9], k[4], pair * k[5], blocks)
+    values = places(v[0], dim, dim, v[1], v[2], v[3], v[9], v[4], v[5], blocks)
+    scratch = keys[-1] + values[-1]
+    means = scratch + 2 * dim * pair
+    weights = means + (32 * dim if v[4] else scratch_bytes(k[9])[0] if k[0] == 4 else 0)
+    return keys, values, keys[-1], scratch, means, weights + (scratch_bytes(v[9])[1] if v[0] == 4 else 0), weights
+
+
+@gluon.constexpr_function
+def _lift(kind, bits):
+    """log2 of the factor that probabilities carry, so that small ones are not subnormal: as much as the product with any scale
+    allows where scales of groups multiply them, nothing where it follows a token's scales."""
+    return 0 if kind >= 2 else query_exponent(bits, kind == 0) + 1
+
+
+@gluon.constexpr_function
+def shared_bytes(k, v, dim, k_width, pair, blocks, warps):
+    """Bytes of shared memory of a program: stages and queries; and, later, sums."""
+    return max(warps * layout(k, v, dim, k_width, pair, blocks)[5] + 16 * dim, warps * dim * 32)
+
+
+@gluon.jit
+def _raw_queries(
+    q_ptr, far, g, t, row0, column0, rows, factor, D: gl.constexpr, PAIR: gl.constexpr, E: gl.constexpr,
+):  # fmt: skip
+    """Leave the queries of eight columns in shared memory, as B operands, the largest element of each scaled to [2^E,
+    2^(E + 1)); what turns products into ``factor`` times the score, for a lane's two columns."""
+    KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
+    SIZE: gl.constexpr = 4 if KIND == 2 else 2
+    row = column0 + g % (8 // PAIR)
+    live = (row < rows).to(gl.int32)
+    address = q_ptr.to(gl.int64) + ((row0 + row) * D + 2 * t) * SIZE
+    raw = ()
+    big = (g * 0).to(gl.float32)
+    for i in gl.static_range(D // 8):
+        low, high = load_pair(address + 8 * i * SIZE, live, KIND)
+        raw = raw + (low, high)
+        big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
+    big = gl.maximum(big, shuffle_xor(big, 1))
+    big = gl.maximum(big, shuffle_xor(big, 2))
+    exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
+    down = as_float((254 + E - exponent) << 23)
+    for c in gl.static_range(D // 16):
+        store_shared2(
+            far + 256 * c,
+            pack_half2(raw[4 * c] * down, raw[4 * c + 1] * down, False),
+            pack_half2(raw[4 * c + 2] * down, raw[4 * c + 3] * down, False),
+        )  # all warps have the same
+    up = as_float((exponent - E) << 23) * factor
+    return shuffle(up, 8 * t), shuffle(up, 8 * t + 4)
+
+
+@gluon.jit
+def _met(
+    base, scratch, far, table, lane, g, t, D: gl.constexpr, WIDTH: gl.constexpr, KIND: gl.constexpr, BITS: gl.constexpr,
+    MODE: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr, AT: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    """Queries as codes meet them, and what zero-points or the middle of codes need of them."""
+    AFFINE: gl.constexpr = KIND < 2
+    norm_words(base, scratch, lane, D, BITS if AFFINE else 0, NORM, AT, PAIR)
+    x = normed_queries(far, scratch, lane, D, PAIR)
+    if AFFINE:
+        return x, _query_sums(x, lane, g, t, D, BITS, int(KIND == 0), MODE, GROUP, 1)
+    else:
+        x = projected(table, lane, x, WIDTH, D // 16)
+        start = (_zero4(lane)[0], _zero4(lane)[0])
+        if KIND == 2:
+            start = middle_sums(x, lane, WIDTH, BITS)
+        return x, start
+
+
+@gluon.jit
+def _nothing_met(
+    lane, D: gl.constexpr, WIDTH: gl.constexpr, KIND: gl.constexpr, MODE: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """What :func:`_met` returns, before any page."""
+    met = ()
+    more = ()
+    if KIND < 4:
+        for _i in gl.static_range(WIDTH // 8):
+            met = met + (lane * 0,)
+    if KIND == 0 and MODE != 1:
+        for _i in gl.static_range(2 * ((D // GROUP + 3) // 4) if MODE == 2 else 2):
+            more = more + (lane * 0,)
+    if KIND == 2 or KIND == 3:
+        more = (_zero4(lane)[0], _zero4(lane)[0])
+    return met, more
+
+
+@gluon.jit
+def _page_bias(base, far, lane, up, D: gl.constexpr, AT: gl.constexpr):
+    """q . mean of the page, in units of scores, for a lane's columns."""
+    one = _zero4(lane)[0] + 1.0
+    products = _mean_scores(far, base, lane, (one,), D, 1, AT, True)
+    return products[0] * up[0], products[1] * up[1]
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "scale", "heads", "rows", "tokens", "first_token", "capacity", "k_pages", "v_pages", "sinks", "slots", "splits",
+        "dense_splits", "parts", "part0",
+    ],
+    do_not_specialize_on_alignment=["columns"],
+)  # fmt: skip
+def fragments_kernel(
+    q_ptr, k_codes, k_meta, k_aux, k_mean, k_norm, k_table, v_codes, v_meta, v_aux, v_mean, v_norm, v_table,
+    packed_len_ptr, sink_k, sink_v, sink_len_ptr, ring_k, ring_v, recent_len_ptr,
+    part_out, part_top, part_sum,
+    scale, heads, rows, tokens, columns, first_token, capacity, k_pages, v_pages, sinks, slots, splits, dense_splits, parts,
+    part0,
+    D: gl.constexpr, K: gl.constexpr, K_WIDTH: gl.constexpr, V: gl.constexpr, PAIR: gl.constexpr, NB: gl.constexpr,
+    PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """One program: one split of one KV head of one sequence, for ``8 / PAIR`` query rows.
+
+    Grid: (batch * heads * columns, splits + dense_splits); a split writes PAIR parts, of even and of odd pages. PER stages
+    of NB blocks of 32 tokens are a page. ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its
+    pages. K and V: (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level table, rank).
+    """
+    W: gl.constexpr = gl.num_warps()
+    CT: gl.constexpr = D // 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    thread = gl.arange(0, 32 * W, LAYOUT)
+    lane = thread % 32
+    warp = thread // 32
+    g = lane // 4
+    t = lane % 4
+    K_KIND: gl.constexpr = K[0]
+    K_BITS: gl.constexpr = K[1]
+    V_KIND: gl.constexpr = V[0]
+    V_BITS: gl.constexpr = V[1]
+    V_MEAN: gl.constexpr = V[4]
+    PLACES: gl.constexpr = layout(K, V, D, K_WIDTH, PAIR, NB)
+    K_AT: gl.constexpr = PLACES[0]
+    V_IN: gl.constexpr = PLACES[1]
+    V_AT: gl.constexpr = PLACES[2]
+    SCRATCH: gl.constexpr = PLACES[3]
+    MEANS: gl.constexpr = PLACES[4]
+    STAGE: gl.constexpr = PLACES[5]
+    WEIGHTS: gl.constexpr = PLACES[6]
+    V_SCALES: gl.constexpr = V_IN[0]
+    K_TABLE: gl.constexpr = K[8]
+    V_TABLE: gl.constexpr = V[8]
+    LIFT: gl.constexpr = _lift(V_KIND, V_BITS)
+    base0 = shared_base(lane, shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W))
+
+    if EARLY:
+        wait_for_previous(lane)
+        launch_dependents(lane)
+    split = gl.program_id(1)
+    column0 = (gl.program_id(0) % columns) * (8 // PAIR)
+    head = gl.program_id(0) // columns
+    batch = head // heads
+    packed_len = gl.load(packed_len_ptr + batch)
+    row0 = head.to(gl.int64) * rows
+
+    if split >= splits:
+        slot0 = head.to(gl.int64) * parts + (part0 + (PAIR - 1) * splits + split)
+        sink_len = gl.load(sink_len_ptr + batch)
+        recent_len = gl.load(recent_len_ptr + batch)
+        top, out, side = _nothing(lane, CT, 1)
+        for tile in range(split - splits, (sinks + slots + 16 * W - 1) // (16 * W), dense_splits):
+            top, out, side = _dense(
+                lane, warp, tile, head, q_ptr, row0, column0, rows, tokens,
+                sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64),
+                sinks, slots, sink_len, packed_len, recent_len, scale * LOG2E, top, out, side, D, 1, BF16, LIFT,
+            )  # fmt: skip
+        _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, 1, LIFT)
+    else:
+        # pages of this split, then of this warp: contiguous, so that every warp streams
+        blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
+        pages = (blocks + PER * NB - 1) // (PER * NB)
+        lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
+        hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+        each = (hi - lo + W - 1) // W
+        first = lo + warp * each
+        count = gl.minimum(hi - first, each) * PER
+        start = first * (PER * NB)
+        base = base0 + warp * STAGE
+        scratch = base + SCRATCH
+        block0 = head * capacity
+        k_page0 = head * k_pages
+        v_page0 = head * v_pages
+        kc = k_codes.to(gl.int64)
+        km = k_meta.to(gl.int64)
+        ka = k_aux.to(gl.int64)
+        kp = k_mean.to(gl.int64)
+        kn = k_norm.to(gl.int64)
+        vc = v_codes.to(gl.int64)
+        vm = v_meta.to(gl.int64)
+        va = v_aux.to(gl.int64)
+        vp = v_mean.to(gl.int64)
+        vn = v_norm.to(gl.int64)
+        k_lane = k_table.to(gl.int64) + lane * 16
+        left = gl.where(count > 0, blocks - start, 0)
+        norms = gl.where(count > 0, pages - first, 0)
+        NORMS: gl.constexpr = PAIR * K[5]
+        fetch_side(
+            base, lane, kc, km, ka, kp, kn, block0 + start, k_page0 + first, left, left, norms, K_AT, K_KIND, D, K_WIDTH,
+            K_BITS, K[2], K[3], K[9], K[4], NORMS, NB, 0,
+        )  # fmt: skip
+        copy_commit(lane)
+        last = gl.where(PER == 1, left, 0)  # means of values are there for a page's last stage
+        fetch_side(
+            base, lane, vc, vm, va, vp, vn, block0 + start, v_page0 + first, left, last, left, V_IN, V_KIND, D, D, V_BITS,
+            V[2], V[3], V[9], V_MEAN, V[5], NB, V_AT,
+        )  # fmt: skip
+        copy_commit(lane)
+
+        EXPONENT: gl.constexpr = query_exponent(K_BITS, True) if K_KIND == 1 else -1 if K_KIND == 4 else 8
+        far = base0 + W * STAGE + lane * 8
+        up = _raw_queries(q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, PAIR, EXPONENT)
+        UNIT: gl.constexpr = K[7] * (16777216.0 if K_KIND < 3 else 1.0)
+        code_factor = (up[0] * UNIT, up[1] * UNIT)
+        program_sync(lane)
+        if V_KIND == 4:
+            no_weights(base + WEIGHTS, lane, V[9])
+        met, more = _nothing_met(lane, D, K_WIDTH, K_KIND, K[2], K[3])
+        if K_KIND < 4 and not K[5]:  # what codes meet is the same for all pages
+            met, more = _met(
+                base, scratch, far, k_lane, lane, g, t, D, K_WIDTH, K_KIND, K_BITS, K[2], K[3], False, 0, PAIR
+            )
+        if V_MEAN:
+            no_means(base, lane, D, MEANS)
+        top, out, side = _nothing(lane, CT, 1)
+        total = (_zero4(lane)[0], _zero4(lane)[0])
+        shared_page = t // 2  # of two pages, the one that a lane's columns count for
+        since = (total[0], total[0], total[0] + 1.0, total[0] + 1.0)
+        bias = (total[0], total[0])
+
+        for i in range(each * PER):
+            ahead = i + 1
+            left = gl.where(i < count, blocks - (start + i * NB), 0)
+            next_block = start + ahead * NB
+            next_page = first + ahead // PER
+            next_left = gl.where(ahead < count, blocks - next_block, 0)
+            next_stats = gl.where(ahead % PER == 0, next_left, 0)
+            # a page's mean counts for its blocks, which may all lie before its last stage
+            page_left = gl.where(ahead < count, blocks - (start + ahead // PER * (PER * NB)), 0)
+            next_last = gl.where(ahead % PER == PER - 1, page_left, 0)
+            next_norms = gl.where((ahead < count) & (ahead % (PER * PAIR) == 0), pages - next_page, 0)
+            copy_wait_1(lane)  # keys of this stage
+            if K_KIND < 4 and K[5]:
+                if PER * PAIR == 1:
+                    met, more = _met(
+                        base, scratch, far, k_lane, lane, g, t, D, K_WIDTH, K_KIND, K_BITS, K[2], K[3], True, K_AT[3], 1
+                    )
+                else:
+                    if i % (PER * PAIR) == 0:
+                        met, more = _met(
+                            base, scratch, far, k_lane, lane, g, t, D, K_WIDTH, K_KIND, K_BITS, K[2], K[3], True, K_AT[3],
+                            PAIR,
+                        )  # fmt: skip
+            if K[4]:
+                if PER == 1:
+                    bias = _page_bias(base, far, lane, up, D, K_AT[2])
+                else:
+                    if i % PER == 0:
+                        bias = _page_bias(base, far, lane, up, D, K_AT[2])
+            seen = bias
+            if PAIR == 2:
+                hidden = gl.where(shared_page == i // PER % 2, 0.0, float("-inf"))
+                seen = (bias[0] + hidden, bias[1] + hidden)
+            if K_KIND < 2:
+                extra = ()
+                for j in gl.static_range(NB):
+                    hidden = gl.where(left > j, 0.0, float("-inf"))
+                    extra = extra + (seen[0] + hidden, seen[1] + hidden)
+                if K_KIND == 0:
+                    scores = _scores_accumulator(
+                        base, lane, met, more, code_factor, extra, D, K_BITS, K[2], K[3], 1, NB, 0, K_AT[0], K_AT[1]
+                    )
+                else:
+                    scores = _scores_operand(
+                        base, lane, met, code_factor, up, extra, D, K_BITS, 1, NB, 0, K_AT[0], D == 64
+                    )
+                if K[9] > 0:
+                    scores = rank_scores(scores, base, lane, far, up, D, K[9], NB, K_AT[1], K_AT[2])
+            elif K_KIND == 4:
+                scores = mixed_scores(
+                    base, far, base + MEANS, lane, left, up, D, K_BITS, K[9], NB, K_AT[0], K_AT[1], K_AT[2]
+                )
+            elif K_KIND == 2:
+                scores = sign_scores(base, lane, met, more, seen, code_factor, left, K_WIDTH, K_BITS, NB)
+            else:
+                scores = level_scores(base, lane, met, seen, code_factor, left, D, K_BITS, K_TABLE, NB, K_AT[0])
+            warp_sync(lane)
+            fetch_side(
+                base, lane, kc, km, ka, kp, kn, block0 + next_block, k_page0 + next_page, next_left, next_stats, next_norms,
+                K_AT, K_KIND, D, K_WIDTH, K_BITS, K[2], K[3], K[9], K[4], NORMS, NB, 0,
+            )  # fmt: skip
+            copy_commit(lane)
+            if V_KIND < 2:
+                top, factor, p = _softmax(scores, top, 2 * NB, 1, False, LIFT)
+                out = _rescale(out, factor, CT, 1)
+                side = _rescale(side, factor, 1, 1)
+                copy_wait_1(lane)  # values of this page
+                if V_KIND == 0:
+                    out, side = _values_operand(base, lane, p, out, side, D, V_BITS, V[3], 1, NB, V_AT, V_AT + V_SCALES)
+                    if V[9] > 0:
+                        out = rank_values(out, base, lane, p, D, V_BITS, V[9], NB, V_AT + V_IN[1], V_AT + V_IN[2])
+                else:
+                    out, side = _values_accumulator(
+                        base, lane, p, out, side, D, V_BITS, V[2], 1, NB, V_AT, V_AT + V_SCALES, V_AT + V_IN[1]
+                    )
+            else:
+                copy_wait_1(lane)
+                room = _room(base, lane, 2 * NB if V_KIND == 4 else NB, V_AT + V_SCALES)
+                top, factor, p = _probabilities(scores, top, room, 2 * NB, 1)
+                if V_KIND == 4:
+                    norm_words(base, scratch, lane, D, 0, V[5], V_AT + V_IN[3], 1)
+                    out, side = mixed_values(
+                        base, base + WEIGHTS, scratch, lane, p, factor, out, side, D, V_BITS, V[9], NB, V_AT, V_SCALES,
+                        V_IN[1], V_IN[2],
+                    )  # fmt: skip
+                else:
+                    out, total, since = token_values(
+                        base, lane, p, total, factor, out, since, D, V_BITS, V_TABLE, NB, V_AT, V_SCALES,
+                    )  # fmt: skip
+                    if V_MEAN:
+                        if PER == 1:
+                            since = take_means(base, lane, since, D, V_AT + V_IN[2], MEANS)
+                        else:
+                            if ahead % PER == 0:
+                                since = take_means(base, lane, since, D, V_AT + V_IN[2], MEANS)
+            warp_sync(lane)
+            fetch_side(
+                base, lane, vc, vm, va, vp, vn, block0 + next_block, v_page0 + next_page, next_left, next_last, next_left, V_IN,
+                V_KIND, D, D, V_BITS, V[2], V[3], V[9], V_MEAN, V[5], NB, V_AT,
+            )  # fmt: skip
+            copy_commit(lane)
+
+        copy_wait_all(lane)
+        if V_KIND < 2:
+            out = _whole_values(out, side, lane, D, V_BITS, int(V_KIND == 0), V[2], V[3], 1)
+        elif V_KIND < 4:
+            if V_KIND == 2:
+                whole = ()
+                for c in gl.static_range(CT):
+                    f = float(1 << (24 - weight(D, V_BITS, c)))
+                    x = out[c]
+                    whole = whole + ((x[0] * f, x[1] * f, x[2] * f, x[3] * f),)
+                out = whole
+            out = brought_back(out, v_table.to(gl.int64) + lane * 16, lane, D)
+            if V[7] != 1.0:
+                whole = ()
+                for c in gl.static_range(CT):
+                    x = out[c]
+                    whole = whole + ((x[0] * V[7], x[1] * V[7], x[2] * V[7], x[3] * V[7]),)
+                out = whole
+            if V_MEAN:
+                out = with_means(out, base, lane, D, MEANS)
+            side = ((total[0], total[1], total[0], total[1]),)
+        program_sync(lane)
+        slot0 = head.to(gl.int64) * parts + (part0 + PAIR * split)
+        if PAIR == 2:
+            slots_of_lanes = slot0 + shared_page
+            columns_of_lanes = column0 - 4 * shared_page
+            _finish(
+                base0, lane, warp, top, out, side, part_out, part_top, part_sum, slots_of_lanes, columns_of_lanes, rows,
+                False, D, 1, LIFT,
+            )  # fmt: skip
+        else:
+            _finish(
+                base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, 1, LIFT
+            )

@@ -1,0 +1,467 @@
+"""Decode attention over pages of any codes in tensor-core order (InnerQ, QJL, TurboQuant): one pass over all tokens."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kvfold.formats import (
+    AffineGroups,
+    Fields,
+    Format,
+    Lookup,
+    LowRank,
+    MixedTokens,
+    Paged,
+    Rotation,
+    SignSketch,
+    Sketch,
+)
+from kvfold.formats.basis import Basis
+from kvfold.formats.paged import PAGE, PagedFormat
+from kvfold.kernels._fragment_codes import CHANNELS, LEVELS, MIXED, TOKENS, UNIFORM
+from kvfold.kernels._fragments_gluon import fragments_kernel, shared_bytes
+from kvfold.kernels._page_codes import weight
+from kvfold.kernels.call import Span, Windows
+from kvfold.kernels.decode import MAX_TOKENS, MODES, STATIC_SHARED, Plan
+from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
+
+BLOCK = 32
+BLOCKS = PAGE // BLOCK
+"""Blocks of a page."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values, as the kernel knows them.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Fields with codes, scales, and sign words or rows of a low-rank term; the last may be a stand-in.
+    constants : tuple
+        (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level table, rank).
+    width : int
+        Numbers of a stored vector.
+    basis : Basis or None
+    table_scale : float
+        Of the matrix in memory.
+    """
+
+    names: tuple[str, str, str]
+    constants: tuple[Any, ...]
+    width: int
+    basis: Basis | None
+    table_scale: float = 1.0
+
+
+SEEN: frozenset[tuple[Any, ...]] = frozenset(
+    (keys, values, dim)
+    for keys, values, dims in (
+        # kind, bits, mode, group, mean, norm, rank, width
+        (
+            (CHANNELS, 2, 2, 32, True, True, 0, 1),
+            (TOKENS, 2, 2, 32, False, False, 0, 1),
+            (64, 128, 256),
+        ),  # InnerQ, hybrid
+        ((CHANNELS, 2, 0, 32, True, True, 0, 1), (TOKENS, 2, 0, 32, False, False, 0, 1), (128,)),  # InnerQ, asym
+        ((UNIFORM, 1, 0, 0, True, True, 0, 2), (CHANNELS, 2, 0, 32, False, False, 0, 1), (128, 256)),  # QJL
+        ((LEVELS, 2, 0, 0, True, True, 0, 1), (CHANNELS, 2, 0, 32, False, False, 0, 1), (128,)),  # k=turboquant+v=kivi
+        ((TOKENS, 2, 0, 32, False, False, 2, 1), (CHANNELS, 2, 0, 32, False, False, 2, 1), (64, 128)),  # GEAR
+        ((TOKENS, 2, 0, 32, False, False, 4, 1), (CHANNELS, 2, 0, 32, False, False, 4, 1), (128,)),
+        ((MIXED, 2, 0, 0, False, False, 77, 1), (MIXED, 2, 0, 0, False, True, 77, 1), (128,)),  # ZipCache
+    )
+    for dim in dims
+)
+"""Pairs of formats, and head sizes, whose numbers a run on a GPU has shown right. What else can be read is left to other
+kernels until one has (``pytest -m gpu tests/kernels/test_gpu_fragments.py``)."""
+
+
+def unsupported(key_format: Format, value_format: Format) -> str | None:
+    """Why the kernel does not serve these formats; None if it does."""
+    if why := unreadable(key_format, value_format):
+        return why
+    if (_kept(key_format), _kept(value_format), key_format.head_dim) not in SEEN:
+        sides = f"{key_format.describe()} with {value_format.describe()}"
+        return f"{sides} at head_dim={key_format.head_dim}: not seen right on a GPU yet"
+    return None
+
+
+def _kept(form: Format) -> tuple[Any, ...]:
+    of = side(form)
+    return (*of.constants[:6], of.constants[9], of.width // form.head_dim)
+
+
+def unreadable(key_format: Format, value_format: Format) -> str | None:
+    """Why the kernel cannot read these formats; None if it can."""
+    if not any(isinstance(form, PagedFormat) for form in (key_format, value_format)):
+        return f"keys: {key_format.kind} storage; allowed: paged"
+    for name, form in (("keys", key_format), ("values", value_format)):
+        if why := _unsupported(form, name):
+            return f"{name}: {why}"
+        if form.operand != name[:-1]:
+            return f"{name}: operand={form.operand}; allowed: {name[:-1]}"
+    if program_bytes(key_format, value_format, 1, 1, stage_blocks(key_format, value_format)) > STATIC_SHARED:
+        return f"a page at head_dim={key_format.head_dim} is larger than shared memory"
+    return None
+
+
+def _unsupported(form: Format, name: str) -> str | None:
+    paged = form if isinstance(form, Paged) else None
+    inner = form.inner if isinstance(form, Paged | LowRank) else form
+    if form.head_dim not in (64, 128, 256):
+        return f"head_dim={form.head_dim}; allowed: 64, 128, 256"
+    page = form.page if isinstance(form, PagedFormat) else PAGE
+    if isinstance(inner, MixedTokens):
+        return _unsupported_mixed(form, inner, name)
+    if form.block != BLOCK or page != PAGE:
+        return f"pages of {page or 'all'} tokens in blocks of {form.block}; allowed: {PAGE}, {BLOCK}"
+    if paged and paged.norm and name == "values":
+        return "norms per page; allowed: none"
+    if isinstance(form, LowRank):
+        return _unsupported_ranks(form, name)
+    if isinstance(inner, AffineGroups):
+        return _unsupported_groups(inner, paged, name)
+    if paged is None or not isinstance(paged.basis, Rotation | Sketch):
+        return f"{inner.kind} storage without a rotation or a sketch"
+    if isinstance(inner, SignSketch):
+        if name == "values" or len(inner.sketches) > 1 or inner.width % 64 or inner.width > 512:
+            return (
+                f"sketches of {'+'.join(map(str, inner.sketches))}; allowed: one for keys, a multiple of 64 up to 512"
+            )
+        return None
+    if not isinstance(inner, Lookup):
+        return f"{inner.kind} storage in pages; allowed: affine, lookup, sign sketch"
+    if inner.scaling != "rms" or any(a + b for a, b in zip(inner.levels, inner.levels[::-1], strict=True)):
+        return "levels; allowed: symmetric ones, scaled by the rms of a token"
+    if inner.bits_per_code > 3 or (inner.bits_per_code == 3 and form.head_dim == 64):
+        return f"levels of {inner.bits_per_code} bits; allowed: 1, 2, and 3 at head_dim 128 and 256"
+    return None
+
+
+def _unsupported_mixed(form: Format, inner: MixedTokens, name: str) -> str | None:
+    if form.head_dim != 128 or form.block != PAGE:
+        return f"head_dim={form.head_dim} in blocks of {form.block}; allowed: 128, {PAGE}"
+    if inner.extra_bits != 2 or inner.bits_per_code not in (1, 2) or not inner.salient:
+        return f"{inner.describe()}; allowed: 1 or 2 bits, and 2 more of some"
+    if inner.axis != ("token" if name == "keys" else "channel"):
+        return f"a range per {inner.axis}"
+    if isinstance(form, Paged) and (name == "keys" or form.mean or form.basis is not None or form.page != PAGE):
+        return "statistics; allowed: norms of values per page"
+    return None
+
+
+def _unsupported_ranks(form: LowRank, name: str) -> str | None:
+    inner = form.inner
+    if not isinstance(inner, AffineGroups):
+        return f"low rank beside {inner.kind}; allowed: affine"
+    if form.rank not in (2, 4, 6, 8):
+        return f"rank {form.rank}; allowed: 2, 4, 6, 8"
+    if inner.axis != ("token" if name == "keys" else "channel") or inner.mode != "asym":
+        return f"low rank beside {inner.describe()}; allowed: asym, keys along tokens and values along channels"
+    if inner.group % 32 or inner.group > (32 if name == "keys" else 128):
+        return f"group={inner.group}; allowed: 32, of values also 64 and 128"
+    return None
+
+
+def _unsupported_groups(inner: AffineGroups, paged: Paged | None, name: str) -> str | None:
+    if paged and paged.basis is not None:
+        return "groups in a basis; allowed: none"
+    if paged and name == "values":
+        return "groups with statistics per page; allowed: without"
+    if name == "keys" and inner.axis == "token":
+        return "groups along tokens; allowed: along channels"
+    if inner.axis == "token" and inner.group != 32:
+        return f"group={inner.group} along tokens; allowed: 32"
+    if inner.group % 32 or inner.group > 128:
+        return f"group={inner.group}; allowed: 32, 64, 128"
+    if inner.mode != "asym" and (inner.group != 32 or (name == "values" and inner.axis == "channel")):
+        return f"mode={inner.mode} with groups of {inner.group} along {inner.axis}s; allowed: asym"
+    return None
+
+
+@lru_cache(maxsize=256)
+def side(form: Format) -> Side:
+    """A format that :func:`unsupported` has nothing against."""
+    paged = form if isinstance(form, Paged) else None
+    if isinstance(form.inner if isinstance(form, Paged) else form, MixedTokens):
+        return _mixed_side(form)
+    rank = form.rank if isinstance(form, LowRank) else 0
+    inner = form.inner if isinstance(form, Paged | LowRank) else form
+    mean, norm = (paged.mean, bool(paged.norm)) if paged else (False, False)
+    if isinstance(inner, AffineGroups):
+        names = ("codes", "scale", "aux") if inner.mode != "asym" else ("codes", "meta", "row" if rank else "codes")
+        kind = CHANNELS if inner.axis == "channel" else TOKENS
+        fixed = (kind, inner.bits_per_code, MODES[inner.mode], inner.group, mean, norm, False, 1.0, "", rank)
+        return Side(names, fixed, form.head_dim, None)
+    assert paged is not None
+    if isinstance(inner, SignSketch):  # a row of the sketch is as long as sqrt(d): less would not fit fp16
+        short = 1 / math.sqrt(form.head_dim)
+        factor = 2 * inner.gains[0] * form.head_dim
+        return Side(
+            ("signs", "rms", "signs"),
+            (UNIFORM, 1, 0, 0, mean, norm, True, factor, "", 0),
+            inner.width,
+            paged.basis,
+            short,
+        )
+    assert isinstance(inner, Lookup)
+    bits, levels = inner.bits_per_code, inner.levels
+    factor, table = (levels[1] - levels[0], "") if bits == 1 else (1.0, _level_table(levels))
+    kind = UNIFORM if bits == 1 else LEVELS
+    fixed = (kind, bits, 0, 0, mean, norm, True, factor, table, 0)
+    return Side(("codes", "scale", "codes"), fixed, form.head_dim, paged.basis)
+
+
+def _mixed_side(form: Format) -> Side:
+    inner = form.inner if isinstance(form, Paged) else form
+    assert isinstance(inner, MixedTokens)
+    norm = isinstance(form, Paged) and bool(form.norm)
+    fixed = (MIXED, inner.bits_per_code, 0, 0, False, norm, False, 1.0, "", inner.salient)
+    return Side(("codes", "meta", "which"), fixed, form.head_dim, None)
+
+
+def _level_table(levels: tuple[float, ...]) -> str:
+    """Upper bytes of four levels, of the next four, and their lower bytes: four numbers as text, which constants may be."""
+    numbers = torch.zeros(8, dtype=torch.float16, device="cpu")
+    numbers[: len(levels)] = torch.tensor(levels, dtype=torch.float64, device="cpu").half()
+    lower, upper = numbers.view(torch.uint8).view(8, 2).T.contiguous().view(torch.int32).tolist()
+    return " ".join(f"{x & 0xFFFFFFFF:#x}" for x in (*upper, *lower))
+
+
+@lru_cache(maxsize=1024)  # decode graphs know where they are
+def _table(form: Format, device: torch.device, back: bool) -> torch.Tensor | None:
+    """What queries, or (``back``) sums of values, go through, as fragments of an operand: fp16 [tiles, tiles, 32, 8]."""
+    of = side(form)
+    if of.basis is None:
+        return None
+    matrix = of.basis.restore(torch.eye(of.width, dtype=torch.float32, device=device)) * of.table_scale
+    if back:
+        matrix = matrix.T
+    elif of.constants[0] == UNIFORM:  # codes of a tile count 2^k times
+        k = [weight(of.width, of.constants[1], c) for c in range(of.width // 16)]
+        matrix = matrix * torch.tensor([2.0**-x for x in k], device=device).repeat_interleave(16)[:, None]
+    tiles = matrix.half().unflatten(-1, (-1, 2, 4, 2)).unflatten(0, (-1, 2, 8))  # [row tile, half, g, tile, half, t, 2]
+    return tiles.permute(0, 3, 2, 5, 4, 1, 6).contiguous()
+
+
+def pairs(key_format: Format, rows: int) -> int:
+    """Pages that a query goes through a matrix for at once."""
+    of = side(key_format)
+    return 2 if rows <= 4 and of.basis is not None and of.constants[5] else 1
+
+
+def stage_blocks(key_format: Format, value_format: Format) -> int:
+    """Blocks of a stage: half a page where the loop over whole ones would not fit the instruction cache."""
+    whole = any(
+        side(form).constants[9] for form in (key_format, value_format)
+    )  # what pages have more than once a stage
+    return BLOCKS if whole or key_format.head_dim == 64 else BLOCKS // 2
+
+
+def program_bytes(key_format: Format, value_format: Format, pair: int, warps: int, blocks: int) -> int:
+    """Bytes of shared memory of a program."""
+    k, v = side(key_format), side(value_format)
+    return int(shared_bytes(k.constants, v.constants, key_format.head_dim, k.width, pair, blocks, warps))
+
+
+REGISTERS: dict[int, int] = {64: 168, 128: 168}
+"""Most registers of a thread, by ``head_dim``."""
+
+
+@lru_cache
+def make_plan(
+    key_format: Format,
+    value_format: Format,
+    batch_heads: int,
+    rows: int,
+    capacity: int,
+    window_slots: int,
+    processors: int,
+) -> Plan:
+    """Choose a launch shape, as :func:`kvfold.kernels.pages.make_plan`; ``tiles`` are the pages that share a matrix."""
+    dim, pair = key_format.head_dim, pairs(key_format, rows)
+    columns = math.ceil(rows * pair / 8)
+    pages = math.ceil(capacity / BLOCKS)
+    blocks = stage_blocks(key_format, value_format)
+    warps = next(
+        w for w in (4, 2, 1) if program_bytes(key_format, value_format, pair, w, blocks) <= STATIC_SHARED or w == 1
+    )
+    full = batch_heads * columns >= processors // 2
+    mixed = side(key_format).constants[0] == MIXED
+    registers = None if mixed and full else REGISTERS.get(dim)  # spills cost it more than warps gain
+    wide = (
+        side(key_format).width > dim and full
+    )  # a sketch with more rows than channels: small programs, and many of them
+    if wide:
+        warps = min(warps, 2)
+    threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
+    size = program_bytes(key_format, value_format, pair, warps, blocks)
+    resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
+    jobs = batch_heads * columns
+    least = min(1.0, 9 / (resident * warps))
+
+    def cost(n: int) -> float:
+        stages = math.ceil(math.ceil(pages / n) / warps) + 1.6
+        waves, rest = divmod(jobs * n, processors * resident)
+        fill = math.ceil(rest / processors) / resident
+        return stages * (waves + (max(least, fill ** (0.7 if wide else 0.9)) if rest else 0))
+
+    splits = min(range(1, max(2, min(256, pages // warps + 2))), key=cost)
+    each = 3 if capacity >= 512 or 4 * jobs >= processors else 1
+    return Plan(warps, blocks, pair, columns, splits, math.ceil(window_slots / (16 * warps * each)), False, registers)
+
+
+def parts(plan: Plan) -> int:
+    """Partial results that a launch writes."""
+    return plan.tiles * plan.splits + plan.dense_splits
+
+
+def decode_attention(
+    q: torch.Tensor,
+    key_format: Format,
+    value_format: Format,
+    spans: list[Span],
+    windows: Windows,
+    scale: float,
+    out: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the newest tokens of every sequence over sink, packed and recent tokens.
+
+    As :func:`kvfold.kernels.decode.decode_attention`; what pages do to queries, the kernel does.
+    """
+    batch, num_heads, tokens, dim = q.shape
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"tokens={tokens}: 1 to {MAX_TOKENS} query tokens are allowed")
+    heads = windows.sink[0].shape[1]
+    rows = num_heads // heads * tokens
+    slots = windows.sink[0].shape[2] + windows.ring[0].shape[2]
+    plans = [
+        make_plan(
+            key_format,
+            value_format,
+            batch * heads,
+            rows,
+            unit_capacity_of(key_format, s),
+            slots,
+            multiprocessors(q.device),
+        )
+        for s in spans
+    ]
+    plans[0] = plan or plans[0]
+    plans[1:] = [replace(p, dense_splits=0) for p in plans[1:]]
+    q = q.contiguous()
+    early = overlaps_launches(q.device)
+    partials = Partials.empty(batch * heads, sum(map(parts, plans)), rows, dim, q.device)
+    at = 0
+    for each, span in zip(plans, spans, strict=True):
+        _launch(q, key_format, value_format, span, windows, scale, partials, at, each, early)
+        at += parts(each)
+    return partials.merge(torch.empty_like(q) if out is None else out, early, sinks, tokens)
+
+
+def unit_capacity_of(form: Format, span: Span) -> int:
+    """Blocks of 32 tokens from one KV head's storage to the next one's."""
+    codes = span.keys[side(form).names[0]]
+    return codes.stride(1) // codes.stride(2) * codes.shape[3]
+
+
+def _arrays(form: Format, stored: Fields, back: bool) -> list[torch.Tensor]:
+    """Codes, scales, sign words, means, norms, the matrix, as the kernel takes them."""
+    of = side(form)
+    arrays = [stored[n] for n in of.names]
+    more = (
+        "mean"
+        if of.constants[4]
+        else "low"
+        if of.constants[0] == MIXED
+        else "basis"
+        if of.constants[9]
+        else of.names[0]
+    )
+    arrays.append(stored[more])
+    arrays.append(stored["norm"] if of.constants[5] else arrays[0])
+    for x in arrays:
+        if not (x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1)):
+            raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
+    table = _table(form, arrays[0].device, back)
+    return [*arrays, arrays[0] if table is None else table]
+
+
+def _pages(form: Format, stored: Fields) -> int:
+    """Pages from one KV head's storage to the next one's."""
+    names = ["low"] if "low" in stored else list(form.page_fields()) if isinstance(form, PagedFormat) else []
+    if not names:
+        return 0
+    x = stored[names[0]]
+    return x.stride(1) // x.stride(2)
+
+
+def _launch(
+    q: torch.Tensor,
+    key_format: Format,
+    value_format: Format,
+    span: Span,
+    windows: Windows,
+    scale: float,
+    partials: Partials,
+    part: int,
+    plan: Plan,
+    early: bool,
+) -> None:
+    """Write partial results of one span (and, if planned, of the windows) to parts ``part`` and following."""
+    heads, rows = windows.sink[0].shape[1], partials.out.shape[2]
+    sink, ring = windows.sink, windows.ring
+    fragments_kernel[(partials.out.shape[0] * plan.columns, plan.splits + plan.dense_splits)](
+        q,
+        *_arrays(key_format, span.keys, False),
+        *_arrays(value_format, span.values, True),
+        windows.packed_len,
+        *sink,
+        windows.sink_len,
+        *ring,
+        windows.recent_len,
+        partials.out,
+        partials.top,
+        partials.total,
+        float(scale),
+        heads,
+        rows,
+        q.shape[2],
+        plan.columns,
+        span.start,
+        unit_capacity_of(key_format, span),
+        _pages(key_format, span.keys),
+        _pages(value_format, span.values),
+        sink[0].shape[2],
+        ring[0].shape[2],
+        plan.splits,
+        plan.dense_splits,
+        partials.splits,
+        part,
+        **constants(key_format, value_format, plan, ring[0].dtype == torch.bfloat16, early),
+        num_warps=plan.warps,
+        maxnreg=plan.registers,
+        **early_launch(early),
+    )
+
+
+def constants(key_format: Format, value_format: Format, plan: Plan, bf16: bool, early: bool) -> dict[str, Any]:
+    """What the kernel is specialized on."""
+    k, v = side(key_format), side(value_format)
+    return {
+        "D": key_format.head_dim,
+        "K": k.constants,
+        "K_WIDTH": k.width,
+        "V": v.constants,
+        "PAIR": plan.tiles,
+        "NB": plan.blocks,
+        "PER": BLOCKS // plan.blocks,
+        "BF16": bf16,
+        "EARLY": early,
+    }

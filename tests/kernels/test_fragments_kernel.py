@@ -1,0 +1,133 @@
+"""What the decode kernel over pages of any codes takes, its constants, its launches; numbers: test_gpu_fragments.py."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kvfold.formats.basis import projection
+from kvfold.kernels import aot, fragments
+from kvfold.kernels._fragment_codes import level_tile
+from kvfold.kernels._page_codes import _place
+from kvfold.kernels.decode import STATIC_SHARED, Plan
+from kvfold.methods import LayerSpec, get
+from kvfold.methods.turboquant import lloyd_max
+
+
+def formats(method, dim=128, **spec):
+    method, spec = get(method), LayerSpec(0, 1, 8, 2, dim, torch.float16, **spec)
+    return method.key_format(spec), method.value_format(spec)
+
+
+TAKEN = [
+    ("innerq", 64), ("innerq", 128), ("innerq", 256), ("innerq:mode=asym", 128), ("innerq:normalize=false,bits=4", 128),
+    ("qjl", 64), ("qjl", 128), ("qjl:k_bits=1", 128), ("turboquant", 64), ("turboquant", 128), ("turboquant:bits=3", 128),
+    ("turboquant:bits=1", 64), ("turboquant:center=false,normalize=false", 128), ("k=qjl+v=turboquant", 128), ("gear", 64),
+    ("gear", 128), ("gear:rank=4", 128), ("zipcache", 128),
+]  # fmt: skip
+
+
+SERVED = [
+    ("innerq", 64), ("innerq", 128), ("innerq", 256), ("innerq:mode=asym", 128), ("qjl", 128), ("qjl", 256), ("gear", 64),
+    ("gear", 128), ("gear:rank=4", 128), ("zipcache", 128), ("k=turboquant+v=kivi", 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method, dim", TAKEN)
+def test_what_it_reads(method, dim):
+    assert fragments.unreadable(*formats(method, dim)) is None
+
+
+@pytest.mark.parametrize("method, dim", SERVED)
+def test_it_serves_what_a_gpu_has_shown_right(method, dim):
+    assert fragments.unsupported(*formats(method, dim)) is None
+
+
+def test_nothing_else_is_served():
+    assert len(fragments.SEEN) == len(SERVED)
+    for method, dim in {*TAKEN, ("turboquant", 128), ("qjl:v_bits=4", 128)} - set(SERVED):
+        why = fragments.unsupported(*formats(method, dim))
+        assert why.endswith(f"at head_dim={dim}: not seen right on a GPU yet"), method
+
+
+@pytest.mark.parametrize("method, dim, reason", [
+    ("innerq", 96, "keys: head_dim=96; allowed: 64, 128, 256"),
+    ("kivi", 128, "keys: affine storage; allowed: paged"),
+    ("fold", 128, "keys: uniform storage without a rotation or a sketch"),
+    ("qjl:paper=true", 128, "keys: pages of all tokens in blocks of 32; allowed: 128, 32"),
+    ("turboquant:bits=4", 128, "keys: levels of 4 bits; allowed: 1, 2, and 3 at head_dim 128 and 256"),
+    ("turboquant:bits=3", 64, "keys: levels of 3 bits; allowed: 1, 2, and 3 at head_dim 128 and 256"),
+    ("gear:rank=3", 128, "keys: rank 3; allowed: 2, 4, 6, 8"),
+    ("zipcache", 64, "keys: head_dim=64 in blocks of 128; allowed: 128, 128"),
+])  # fmt: skip
+def test_what_it_refuses_is_named(method, dim, reason):
+    assert fragments.unsupported(*formats(method, dim)) == reason
+
+
+def test_codes_in_plain_order_are_refused():
+    assert fragments.unsupported(*formats("qjl", fragments=False)) == "keys: operand=plain; allowed: key"
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_bytes_of_levels_are_looked_up_by_code(bits):
+    levels = lloyd_max(bits, 128)
+    upper, more, lower, rest = (int(x, 16) for x in fragments._level_table(levels).split())
+    for code, level in enumerate(levels):
+        pair = (upper, lower) if code < 4 else (more, rest)
+        high, low = ((x >> 8 * (code % 4)) & 255 for x in pair)
+        number = torch.tensor([low, high], dtype=torch.uint8).view(torch.float16)
+        assert float(number) == float(torch.tensor(level).half())
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_every_tile_of_levels_comes_once_and_from_its_nibble(dim):
+    tiles = [
+        (level_tile(dim, w, half, i), w, 2 * half + i) for w in range(dim // 32) for half in (0, 1) for i in (0, 1)
+    ]
+    assert sorted(tile for tile, _, _ in tiles) == list(range(dim // 8))
+    for tile, word, nibble in tiles:
+        place, right, bit = _place(dim, 3, tile)
+        assert (place, (right + bit) // 4) == (word, nibble)
+
+
+@pytest.mark.parametrize("name", ["qjl", "turboquant"])
+def test_a_matrix_lies_as_operands(name):
+    keys, _ = formats(name)
+    of = fragments.side(keys)
+    table = fragments._table(keys, torch.device("cpu"), False)
+    want = projection(of.width, 128, 0, "cpu") / math.sqrt(128)  # a rotation is that of as many rows as channels
+    for row, channel in ((0, 0), (9, 1), (37, 77), (of.width - 1, 126)):
+        lane = row % 8 * 4 + channel % 8 // 2
+        register = row % 16 // 8 + 2 * (channel % 16 // 8)
+        k = row // 16 % 8 if name == "qjl" else 0
+        got = table[row // 16, channel // 16].reshape(32, 4, 2)[lane, register, channel % 2]
+        assert float(got) * 2**k == pytest.approx(float(want[row, channel]), rel=1e-3)
+
+
+@pytest.mark.parametrize("batch_heads", [1, 8, 1024])
+@pytest.mark.parametrize("rows", [1, 4, 8, 64])
+@pytest.mark.parametrize("capacity", [1, 64, 4096])
+@pytest.mark.parametrize("method, dim", TAKEN)
+def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
+    forms = formats(method, dim)
+    plan = fragments.make_plan(*forms, batch_heads, rows, capacity, 160, 132)
+    assert fragments.program_bytes(*forms, plan.tiles, plan.warps, plan.blocks) <= STATIC_SHARED
+    assert plan.columns * 8 // plan.tiles >= rows
+    assert plan.tiles == 1 or rows <= 4
+    assert 1 <= plan.splits <= 256 and plan.dense_splits >= 1
+
+
+@pytest.mark.parametrize("method, loop", [("qjl", 2150), ("turboquant:bits=3", 3200)])
+def test_it_compiles_without_spills_in_its_loop(method, loop):
+    report = aot.compile_fragments(*formats(method))
+    assert report.registers <= 168
+    assert report.spills_in_loop <= 12
+    assert report.loop <= loop
+    assert report.shared <= STATIC_SHARED + 1024
+
+
+def test_it_compiles_before_hopper():
+    plan = Plan(2, 4, 1, 1, 4, 2, False, 168)
+    assert aot.compile_fragments(*formats("gear"), capability=80, plan=plan).shared <= STATIC_SHARED + 1024
