@@ -82,12 +82,12 @@ kernels until one has (``pytest -m gpu tests/kernels/test_gpu_fragments.py``).""
 
 def unsupported(key_format: Format, value_format: Format) -> str | None:
     """Why the kernel does not serve these formats; None if it does."""
-    if why := unreadable(key_format, value_format):
+    if why := _foreign(key_format, value_format):
         return why
     if (_kept(key_format), _kept(value_format), key_format.head_dim) not in SEEN:
         sides = f"{key_format.describe()} with {value_format.describe()}"
         return f"{sides} at head_dim={key_format.head_dim}: not seen right on a GPU yet"
-    return None
+    return _other_order(key_format, value_format)
 
 
 def _kept(form: Format) -> tuple[Any, ...]:
@@ -97,13 +97,23 @@ def _kept(form: Format) -> tuple[Any, ...]:
 
 def unreadable(key_format: Format, value_format: Format) -> str | None:
     """Why the kernel cannot read these formats; None if it can."""
+    return _foreign(key_format, value_format) or _other_order(key_format, value_format)
+
+
+def _other_order(key_format: Format, value_format: Format) -> str | None:
+    """Named last, for what makes a layer be stored in another order is the reason that a report should give."""
+    for name, form in (("keys", key_format), ("values", value_format)):
+        if form.operand != name[:-1]:
+            return f"{name}: operand={form.operand}; allowed: {name[:-1]}"
+    return None
+
+
+def _foreign(key_format: Format, value_format: Format) -> str | None:
     if not any(isinstance(form, PagedFormat) for form in (key_format, value_format)):
         return f"keys: {key_format.kind} storage; allowed: paged"
     for name, form in (("keys", key_format), ("values", value_format)):
         if why := _unsupported(form, name):
             return f"{name}: {why}"
-        if form.operand != name[:-1]:
-            return f"{name}: operand={form.operand}; allowed: {name[:-1]}"
     if program_bytes(key_format, value_format, 1, 1, stage_blocks(key_format, value_format)) > STATIC_SHARED:
         return f"a page at head_dim={key_format.head_dim} is larger than shared memory"
     return None
