@@ -540,7 +540,7 @@ def test_a_plot_shows_labels_units_and_baseline(drawn):
 
 def test_committed_plots_are_small_and_all_there():
     folder = COMMITTED.parent.parent / "docs" / "plots"
-    assert {path.stem for path in folder.glob("*.svg")} == set(plot.PLOTS)
+    assert {path.stem for path in folder.glob("*.svg")} == set(plot.PLOTS) | {"pareto"}  # which scripts/tables.py draws
     assert all(path.stat().st_size < 150_000 for path in folder.iterdir())
 
 
