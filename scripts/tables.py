@@ -313,8 +313,8 @@ def ablation(*tables: str) -> Callable[[], str]:
 
 def shown(spec: str) -> str:
     """A method's string without the places of artefacts, in any part of it, and without layers kept in full precision."""
-    kept = re.sub(r",?artefact=[^,+]*|\+keep=[\d,]+", "", spec)
-    return f"`{re.sub(r':(?=[,+]|$)', '', kept).replace(':,', ':')}`"
+    kept = re.sub(r"(?<=:)artefact=[^,+]*,|[:,]artefact=[^,+]*|\+keep=[\d,-]+", "", spec)
+    return f"`{kept}`"
 
 
 def rivals(some_layers: bool) -> Callable[[], str]:
@@ -392,7 +392,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         f"docs/methods/{name}.md": {"learned": worst(of_method(name, "fold"), "learned", shared=True)}
         for name in ("vqllm", "kvquant")
     },
-    "docs/notes/rivals.md": {"rivals": rivals(False)},
+    "docs/notes/rivals.md": {"rivals": rivals(False), "two layers": rivals(True)},
     "docs/methods/commvq.md": {
         "learned": worst(of_method("commvq", "fold"), "learned", shared=True),
         "ablation keys": ablation("9", "10", "figure 4"),
