@@ -313,7 +313,7 @@ def ablation(*tables: str) -> Callable[[], str]:
 
 def shown(spec: str) -> str:
     """A method's string without the places of artefacts, in any part of it, and without layers kept in full precision."""
-    kept = re.sub(r"(?<=:)artefact=[^,+]*,|[:,]artefact=[^,+]*|\+keep=[\d,-]+", "", spec)
+    kept = re.sub(r"[:,]artefact=[^,+]*|\+keep=[\d,-]+", "", re.sub(r":artefact=[^,+]*,", ":", spec))
     return f"`{kept}`"
 
 
