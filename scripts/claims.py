@@ -39,7 +39,6 @@ def headline(bits: float, ratio: Pair) -> str:
             f"- **{fold.ratio:.2f} times as fast** for the whole model, {fold.tokens_per_s:.0f} tokens/s instead of "
             f"{full.tokens_per_s:.0f} ([rows](docs/performance.md#end-to-end), one {gpu}).",
             f"- **{low:.2f} to {high:.2f} of the divergence of KIVI**, the common baseline at 3.00 bits, with {bits:.2f} bits "
-            f"(of heads of 128 channels) "
             f"([three models, {ratio.items} windows of five kinds of text, up to 30,000 tokens](docs/evidence.md)).",
         )
     )

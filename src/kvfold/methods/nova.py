@@ -161,7 +161,7 @@ class TaSQ(ByteCodes):
 
     name = "tasq"
     summary = "keys before RoPE and values, a byte for 8 channels, codebooks for queries' distance"
-    source = "TaSQ (arXiv 2610.03027)"
+    source = "TaSQ: Tailoring the Quantization Space for 1-Bit KV Cache Compression (arXiv 2610.03027)"
     url = "https://arxiv.org/abs/2610.03027"
     published: ClassVar[dict[str, object]] = {"sink": 0, "recent": 128, "refit": False}
     pre_rope = True
