@@ -39,12 +39,12 @@ def everywhere(cases):
 def check(case, capability):
     """A decode step's loop hardly touches the stack: a few registers may lie there where fewer of them make room for more
     warps. A loop over sixteen rows at once, or over 256 channels in groups along them, has more numbers than there are
-    registers: one of forty instructions, at most, may move one of them."""
+    registers: one of forty instructions, at most, may move one of them; else one of ninety."""
     key, value = case.formats
     report = aot.compile_decode(key, value, bf16=case.bf16, has_bias=case.bias, capability=capability, plan=case.plan)
     full = case.tiles > 1 or case.shared or (case.head_dim == 256 and case.mode != "kivi")
-    assert report.spills_in_loop <= report.loop / (40 if full else 100)
-    assert report.spilled <= (256 if full else 48)  # outside of the loop a few addresses may wait
+    assert report.spills_in_loop <= report.loop / (40 if full else 90)
+    assert report.spilled <= (256 if full else 64)  # bytes; outside of the loop a few addresses may wait
     assert report.registers <= (case.plan.cap(case.bias) or 255)
     assert report.shared <= min(SHARED_MEMORY.values())  # so that a plan fits wherever the kernel runs
     if capability < 100:

@@ -111,8 +111,10 @@ def _spread(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _imbalance(x: torch.Tensor) -> torch.Tensor:
     """How uneven a tile is, 2 at the least: [..., 1, 1]."""
-    total = torch.zeros(())
-    for dim in (-2, -1):
-        spread = x.std(dim, keepdim=True)
-        total = total.to(x) + spread.amax(-3 - dim, keepdim=True) / spread.amin(-3 - dim, keepdim=True).clamp_min(LEAST)
-    return total
+    return _unevenness(x, -2) + _unevenness(x, -1)
+
+
+def _unevenness(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Largest standard deviation over ``dim`` by the smallest one."""
+    spread = x.std(dim, keepdim=True)
+    return spread.amax(-3 - dim, keepdim=True) / spread.amin(-3 - dim, keepdim=True).clamp_min(LEAST)
