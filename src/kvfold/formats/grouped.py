@@ -7,9 +7,10 @@ from typing import ClassVar
 import torch
 
 from kvfold.formats.affine import to_fp16
-from kvfold.formats.base import Fields, Format
+from kvfold.formats.base import Fields
 from kvfold.formats.packing import UNIT
-from kvfold.formats.uniform import FITS, fitted
+from kvfold.formats.uniform import fitted
+from kvfold.formats.vectors import VectorCodes
 
 CHUNK = 1 << 23
 """Distances between vectors and codes that exist at once."""
@@ -39,7 +40,7 @@ class GroupBook:
 
 
 @dataclass(frozen=True)
-class GroupCodes(Format):
+class GroupCodes(VectorCodes):
     """Each group of ``vector`` channels as one code of its own codebook, times the token's scale.
 
     Parameters
@@ -70,30 +71,12 @@ class GroupCodes(Format):
     kind: ClassVar[str] = "group codes"
 
     def __post_init__(self) -> None:
-        if self.vector < 1 or self.head_dim % self.vector:
-            allowed = [v for v in range(1, self.head_dim + 1) if self.head_dim % v == 0]
-            raise ValueError(f"vector={self.vector} does not divide head_dim={self.head_dim}; allowed: {allowed}")
+        super().__post_init__()
         if not 2 <= self.codes <= 256:
             raise ValueError(f"codes={self.codes}: allowed: 2 to 256")
-        if self.fit not in ("rms", *FITS):
-            raise ValueError(f"fit={self.fit}: allowed: rms, {', '.join(FITS)}")
-
-    @property
-    def groups(self) -> int:
-        return self.head_dim // self.vector
 
     def fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"codes": ((self.block, self.groups), torch.uint8), "rms": ((self.block,), torch.float16)}
-
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., head_dim] -> [..., groups, vector]."""
-        if self.strided:
-            return x.unflatten(-1, (self.vector, -1)).transpose(-1, -2)
-        return x.unflatten(-1, (-1, self.vector))
-
-    def join(self, x: torch.Tensor) -> torch.Tensor:
-        """Inverse of :meth:`split`."""
-        return (x.transpose(-1, -2) if self.strided else x).flatten(-2)
 
     def encode(self, x: torch.Tensor) -> Fields:
         assert self.book is not None

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 
 from kvfold.formats.affine import to_fp16
-from kvfold.formats.base import Fields, Format
-from kvfold.formats.uniform import FITS, fitted
+from kvfold.formats.base import Fields
+from kvfold.formats.uniform import fitted
+from kvfold.formats.vectors import VectorCodes
 
 CHUNK = 8192
 """Vectors whose distances to all codes exist at once."""
@@ -28,7 +29,7 @@ class Codebook:
 
 
 @dataclass(frozen=True)
-class ResidualCodes(Format):
+class ResidualCodes(VectorCodes):
     """Each group of ``vector`` channels as the sum of one code per stage, times the token's scale.
 
     Parameters
@@ -61,30 +62,15 @@ class ResidualCodes(Format):
     kind: ClassVar[str] = "residual codes"
 
     def __post_init__(self) -> None:
-        if self.vector < 1 or self.head_dim % self.vector:
-            allowed = [v for v in range(1, self.head_dim + 1) if self.head_dim % v == 0]
-            raise ValueError(f"vector={self.vector} does not divide head_dim={self.head_dim}; allowed: {allowed}")
+        super().__post_init__()
         if not 2 <= self.codes <= 256 or self.stages < 1:
             raise ValueError(f"codes={self.codes}, stages={self.stages}: 2 to 256 codes and at least 1 stage")
-        if self.fit not in ("rms", *FITS):
-            raise ValueError(f"fit={self.fit}: allowed: rms, {', '.join(FITS)}")
 
     def fields(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        groups = self.head_dim // self.vector
         return {
-            "codes": ((self.block, groups, self.stages), torch.uint8),
+            "codes": ((self.block, self.groups, self.stages), torch.uint8),
             "rms": ((self.block,), torch.float16),
         }
-
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., head_dim] -> [..., head_dim / vector, vector]."""
-        if self.strided:
-            return x.unflatten(-1, (self.vector, -1)).transpose(-1, -2)
-        return x.unflatten(-1, (-1, self.vector))
-
-    def join(self, x: torch.Tensor) -> torch.Tensor:
-        """Inverse of :meth:`split`."""
-        return (x.transpose(-1, -2) if self.strided else x).flatten(-2)
 
     def encode(self, x: torch.Tensor) -> Fields:
         assert self.book is not None
