@@ -134,6 +134,18 @@ def test_tokens_that_read_nothing_packed_are_not_counted(tiny):
     assert outcome.new_tokens == 48 and tested == 120 + 48 - 1 - 160
 
 
+def test_rows_say_what_attended_and_what_encoded(tiny, tmp_path, monkeypatch):
+    from kvfold.engines.transformers import layer
+    from kvfold.plan import choose_kernel
+
+    (file,) = rows_of(tiny, tmp_path / "a")
+    assert {(row.kernel, row.encoder) for row in file.rows.values()} == {("cpu", "torch")}
+    insisted = lambda method, spec, device, name, dtype: choose_kernel(method, spec, device, "reference", dtype)  # noqa: E731
+    monkeypatch.setattr(layer, "choose_kernel", insisted)
+    (file,) = rows_of(tiny, tmp_path / "b")
+    assert {row.kernel for row in file.rows.values()} == {"reference"}
+
+
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
 

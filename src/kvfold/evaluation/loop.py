@@ -33,6 +33,8 @@ from kvfold.evaluation.suites.base import LEAST, Own
 from kvfold.models import ModelInfo
 
 if TYPE_CHECKING:
+    from kvfold.engines.transformers.cache import FoldedCache
+    from kvfold.engines.transformers.layer import FoldedLayer
     from kvfold.methods.base import Method
 
 LENGTHS = (1024,)
@@ -316,6 +318,7 @@ def measure(
     first = group[0].prompt
     started = now(model)
     outcomes: list[tuple[Outcome, int]] = []
+    by: tuple[str | None, str | None] = (None, None)
     own = suite.ask(model, group[0].item, method, chunk)
     if own is None:
         longest = max(asked.prompt.ids.shape[1] for asked in group)
@@ -329,7 +332,7 @@ def measure(
                 outcomes = [(Outcome(found), found.tested)]
         finally:
             kvfold.unfold(model)
-        sizes = sizes_of(cache)
+        sizes, by = sizes_of(cache), _served(cache)
     seconds = (now(model) - started) / len(group)
 
     def row(asked: Asked, own: Own, series: dict[str, list[float | None]], answer: str | None) -> Result:
@@ -356,6 +359,8 @@ def measure(
             seconds=round(seconds, 3),
             run=run,
             answer=answer,
+            kernel=by[0],
+            encoder=by[1],
         )
 
     if own is not None:
@@ -370,6 +375,21 @@ def measure(
         graded = Own(suite.graded(asked.item, prompt, outcome), read, tested, sizes, outcome.text)
         rows.append(row(asked, graded, _series(suite, outcome), outcome.text if prompt.new_tokens else None))
     return rows
+
+
+def _served(cache: FoldedCache) -> tuple[str | None, str | None]:
+    """The kernels that attended to a cache's folded layers and those that encoded them, by name."""
+    layers = [layer for layer in cache.folded if layer.is_initialized]
+    kernels, encoders = ({found(layer) for layer in layers} for found in (_kernel_of, _encoder_of))
+    return "+".join(sorted(kernels)) or None, "+".join(sorted(encoders)) or None
+
+
+def _kernel_of(layer: FoldedLayer) -> str:
+    return layer.kernel.name
+
+
+def _encoder_of(layer: FoldedLayer) -> str:
+    return layer.encoder.name
 
 
 def _series(suite: Suite, outcome: Outcome) -> dict[str, list[float | None]]:

@@ -147,6 +147,8 @@ class Result:
         Which process made it: the ``run`` of a line above.
     answer
         What was generated; None where nothing was.
+    kernel, encoder
+        What attended to the folded layers and what encoded them; None in older rows, and where a suite asks by itself.
     decode_tokens_per_s, decode_path
         Of rows of ``kvfold compare``, as in :class:`~kvfold.evaluation.schema.Row`.
     """
@@ -172,6 +174,8 @@ class Result:
     seconds: float
     run: int
     answer: str | None = None
+    kernel: str | None = None
+    encoder: str | None = None
     decode_tokens_per_s: float | None = None
     decode_path: str | None = None
 
