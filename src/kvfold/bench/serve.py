@@ -1,5 +1,7 @@
-"""vLLM decoding and prefilling, folded and by its own caches: one engine per process, random weights in a real shape."""
+"""vLLM decoding and prefilling, folded and by its own caches: one engine after the other, random weights in a real shape."""
 
+import contextlib
+import gc
 import json
 import os
 import random
@@ -7,8 +9,10 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +25,25 @@ from kvfold.errors import KVFoldError
 ROWS = Path("benchmarks/rows/serving.csv")
 OWN = {"bfloat16": "auto", "fp8": "fp8", "int4": "int4_per_token_head", "turboquant": "turboquant_4bit_nc"}
 """vLLM's own caches: our name, its ``kv_cache_dtype``."""
-STEPS = 40
+STEPS = 128
+"""Decode steps that are timed: every sequence fills a page in them."""
+FIRST = 5
+"""Decode steps before these."""
 
 
 @dataclass
 class ServeRow:
-    """One measure: ``what`` is decode (``ms`` of a step), prefill (``ms`` of a prompt) or capacity (``tokens``)."""
+    """One measure: ``what`` is decode (``ms`` of a step, mean), prefill (``ms`` of a prompt) or capacity (``tokens``).
+
+    ``context`` is the longest request's, ``total`` that of all.
+    """
 
     what: str
     model: str
     cache: str
     batch: int
     context: int
+    total: int
     ms: float | None
     p20_ms: float | None
     p80_ms: float | None
@@ -60,6 +71,8 @@ class Server:
         given: dict[str, Any] = {"kv_cache_dtype": OWN[cache]} if cache in OWN else {}
         if cache not in OWN:
             given = {"attention_backend": "CUSTOM", "additional_config": {"kvfold": cache}}
+        if kv_bytes is not None:  # vLLM looks at nothing but whether this share of the GPU is free
+            given["gpu_memory_utilization"] = 0.5
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
         self.llm = LLM(
             _folder(shape),
@@ -80,8 +93,31 @@ class Server:
 
     @property
     def tokens(self) -> int:
-        """Capacity, as vLLM logs it."""
+        """Capacity at the longest request, as vLLM logs it."""
         return int(self.config.cache_config.kv_cache_size_tokens or 0)
+
+    def capacity(self, context: int) -> int:
+        """Tokens that fit in requests of ``context``, as vLLM would log them if none were longer."""
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+
+        model, core = self.config.model_config, self._core
+        longest, model.max_model_len = model.max_model_len, context
+        try:
+            return int(get_kv_cache_capacity(self.config, core.scheduler.kv_cache_config)[0])
+        finally:
+            model.max_model_len = longest
+
+    @property
+    def _core(self) -> Any:
+        """vLLM's engine, which is in this process where the environment says so."""
+        return self.engine.engine_core.engine_core
+
+    def close(self) -> None:
+        """Give its memory back."""
+        self.engine.engine_core.shutdown()
+        del self.llm, self.engine
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def facts(self) -> dict[str, Any]:
         import vllm
@@ -98,7 +134,7 @@ class Server:
 
         self.number += 1
         chosen = random.Random(self.number)
-        prompt = [chosen.randrange(10, 30000) for _ in range(length)]
+        prompt = chosen.choices(range(10, 30000), k=length)
         self.engine.add_request(
             str(self.number),
             {"prompt_token_ids": prompt},
@@ -115,29 +151,71 @@ class Server:
         while self.engine.has_unfinished_requests():
             self.engine.step()
 
+    def scatter(self) -> None:
+        """Bytes of 0 to 63 at random to all caches: as numbers of any type they are finite."""
+        layers = self.config.compilation_config.static_forward_context.values()
+        caches = [c for layer in layers if isinstance(c := getattr(layer, "kv_cache", None), torch.Tensor)]
+        storages = {s.data_ptr(): s for cache in caches if (s := cache.untyped_storage()).nbytes()}
+        for storage in storages.values():
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for piece in whole.split(1 << 30):
+                piece.random_(0, 64)
+
+    @contextlib.contextmanager
+    def without_model(self) -> Iterator[None]:
+        """Prompts are computed by nobody: vLLM gives their tokens places in the caches, which hold what they hold."""
+        width, dtype = self.config.model_config.get_hidden_size(), self.config.model_config.dtype
+
+        def nothing(positions: torch.Tensor, **others: Any) -> torch.Tensor:
+            return torch.zeros(positions.shape[-1], width, dtype=dtype, device=positions.device)
+
+        def put(model: Any, forward: Any) -> None:
+            if forward is None:
+                del model.forward
+            else:
+                model.forward = forward
+
+        self.engine.apply_model(partial(put, forward=nothing))
+        try:
+            yield
+        finally:
+            self.engine.apply_model(partial(put, forward=None))
+
     def decode(self, lengths: list[int]) -> list[float]:
-        """Milliseconds of every step in which all requests decode, after the first few."""
-        for length in lengths:
-            self.add(length, 2 * STEPS + 2000)
-        while self.step()[1] < len(lengths):
-            pass
-        for _ in range(5):
+        """Milliseconds of every step in which all requests decode, after the first few; then they have ``lengths``.
+
+        Raises
+        ------
+        KVFoldError
+            If not all of them fit.
+        """
+        budget, many = self.config.scheduler_config.max_num_batched_tokens, len(lengths)
+        ends = [-(-sum(lengths[: i + 1]) // budget) for i in range(many)]
+        for length, end in zip(lengths, ends, strict=True):  # what it decodes while others' prompts are placed
+            self.add(max(1, length - (ends[-1] - end)), 2 * STEPS + 2000)
+        with self.without_model():
+            for _ in range(2 * ends[-1] + 50):
+                if self.step()[1] == many:
+                    break
+        for _ in range(FIRST):
             self.step()
-        times = [self.step()[0] for _ in range(STEPS)]
+        steps = [self.step() for _ in range(STEPS)]
         if self.profiles:
             self.profile()
-        self.engine.abort_request([str(self.number - i) for i in range(len(lengths))])
+        self.engine.abort_request([str(self.number - i) for i in range(many)])
         self.finish()
-        return times
+        if any(count != many for _, count in steps):
+            raise KVFoldError(f"work: {many} requests of up to {max(lengths)} tokens do not fit together; give fewer")
+        return [ms for ms, _ in steps]
 
-    def profile(self) -> None:
-        """Say which kernels three steps run, the longest first."""
+    def profile(self, steps: int = 3) -> None:
+        """Say which kernels some steps run, the longest first."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            for _ in range(3):
+            for _ in range(steps):
                 self.step()
-        for event in sorted(seen.key_averages(), key=lambda e: -e.device_time_total)[:12]:
-            each = event.device_time_total / 3e3
-            progress(f"{each:7.3f} ms a step in {event.count // 3} calls: {event.key[:90]}")
+        for event in sorted(seen.key_averages(), key=lambda e: -e.device_time_total)[:14]:
+            each = event.device_time_total / 1e3 / steps
+            progress(f"{each:7.3f} ms a step in {event.count // steps} calls: {event.key[:90]}")
 
     def prefill(self, length: int) -> list[float]:
         """Milliseconds of a prompt, the second and third of its kind."""
@@ -148,6 +226,10 @@ class Server:
             while self.engine.has_unfinished_requests():
                 total += self.step()[0]
             times.append(total)
+        if self.profiles:
+            self.add(length, 1)
+            self.profile(-(-length // self.config.scheduler_config.max_num_batched_tokens))
+            self.finish()
         return times[1:]
 
 
@@ -179,58 +261,75 @@ def workload(text: str) -> list[int]:
         raise KVFoldError(f"work: {text!r} is not allowed; write 8x32768, or 1x131072+63x2048") from None
 
 
-def measure(server: Server, cache: str, shape: str, works: list[str], prefill: int) -> Iterator[ServeRow]:
+def measure(server: Server, cache: str, shape: str, given: Namespace) -> Iterator[ServeRow]:
     """Rows of one engine, as they come."""
     facts = server.facts() | environment()
-    longest, capacity = server.config.model_config.max_model_len, server.tokens
-    yield ServeRow("capacity", shape, cache, 0, longest, None, None, None, None, capacity, **facts)
+    longest = server.config.model_config.max_model_len
+    for context in given.capacity or [longest]:
+        tokens = server.capacity(context)
+        yield ServeRow("capacity", shape, cache, 0, context, context, None, None, None, None, tokens, **facts)
 
-    def timed(what: str, batch: int, context: int, times: list[float], tokens: int) -> ServeRow:
+    def timed(what: str, lengths: list[int], times: list[float], tokens: int) -> ServeRow:
         tenths = statistics.quantiles(times, n=10) if len(times) > 2 else sorted(times * 5)[:9]
-        middle = statistics.median(times)
-        speed = 1e3 * tokens / middle
-        return ServeRow(what, shape, cache, batch, context, middle, tenths[1], tenths[7], speed, capacity, **facts)
+        mean, longest, total = statistics.fmean(times), max(lengths), sum(lengths)
+        numbers = mean, tenths[1], tenths[7], 1e3 * tokens / mean, server.tokens
+        return ServeRow(what, shape, cache, len(lengths), longest, total, *numbers, **facts)
 
-    for work in works:
+    server.scatter()
+    for work in given.work:
         lengths = workload(work)
-        yield timed("decode", len(lengths), max(lengths), server.decode(lengths), len(lengths))
-    if prefill:
-        yield timed("prefill", 1, prefill, server.prefill(prefill), prefill)
+        try:
+            yield timed("decode", lengths, server.decode(lengths), len(lengths))
+        except KVFoldError as error:
+            progress(f"{cache}: {error}")
+    if given.prefill:
+        yield timed("prefill", [given.prefill], server.prefill(given.prefill), given.prefill)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure one cache."""
+    """Measure one cache after the other."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     parser = options("serve", __doc__, ROWS)
     parser.add_argument(
         "--shape", choices=SHAPES, default="llama-3.1-8b", help="the model's shape (default: llama-3.1-8b)"
     )
     parser.add_argument(
-        "--cache", default="fold", help=f"a method, or one of vLLM's own: {', '.join(OWN)} (default: fold)"
+        "--cache",
+        nargs="*",
+        default=["fold"],
+        help=f"methods, and vLLM's own: {', '.join(OWN)} (default: fold)",
     )
     parser.add_argument(
-        "--work", nargs="*", default=["8x32768"], help="requests that decode together (default: 8x32768)"
+        "--work",
+        nargs="*",
+        default=["8x32768"],
+        help="requests that decode together; their caches are filled with random bytes (default: 8x32768)",
     )
     parser.add_argument("--prefill", type=int, default=0, metavar="N", help="also time a prompt of N tokens")
+    parser.add_argument("--capacity", type=int, nargs="*", metavar="N", help="say what fits in requests of N tokens")
     parser.add_argument("--context", type=int, default=33280, help="longest request (default: 33280)")
     parser.add_argument("--budget", type=int, default=8192, help="max_num_batched_tokens (default: 8192)")
     parser.add_argument("--kv-bytes", type=int, help="memory for caches (default: what vLLM finds)")
     parser.add_argument("--profile", action="store_true", help="say which kernels a step runs")
     given = parser.parse_args(argv)
-    need_gpu("serve")
     sizes = sorted({1, *(len(workload(work)) for work in given.work)})
-    server = Server(given.shape, given.cache, given.context, given.budget, sizes, given.kv_bytes)
-    server.profiles = given.profile
-    for row in measure(server, given.cache, given.shape, given.work, given.prefill):
-        speed = "" if row.ms is None else f"{row.ms:9.2f} ms  {row.tokens_per_s:9.0f} tokens/s"
-        show(
-            row,
-            f"{row.what:<9} {row.cache:<12} {row.batch:>3} x {row.context:>6} {speed} {row.tokens:>10,}",
-            given.json,
-        )
-        if given.rows:
-            append(given.rows, [row])
+    need_gpu("serve")
+    for cache in given.cache:
+        server = Server(given.shape, cache, given.context, given.budget, sizes, given.kv_bytes)
+        server.profiles = given.profile
+        for row in measure(server, cache, given.shape, given):
+            _tell(row, given)
+        server.close()
     return 0
+
+
+def _tell(row: ServeRow, given: Namespace) -> None:
+    """Print a row, and write it."""
+    speed = "" if row.ms is None else f"{row.ms:9.2f} ms  {row.tokens_per_s:9.0f} tokens/s"
+    text = f"{row.what:<9} {row.cache:<12} {row.batch:>3} x {row.context:>6} {speed} {row.tokens:>10,}"
+    show(row, text, given.json)
+    if given.rows:
+        append(given.rows, [row])
 
 
 if __name__ == "__main__":
