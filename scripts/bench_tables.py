@@ -304,16 +304,22 @@ def profile() -> Table:
     return [*head, "allocations", "MB", "of them by CUDA"], lines
 
 
+def uneven(row: Any) -> str:
+    """Of one long request beside equal short ones."""
+    return f"1 x {row.context:,} + {row.batch - 1} x {(row.total - row.context) // (row.batch - 1):,}"
+
+
 def serving_speed() -> Table:
     """vLLM, by cache: steps and prompts, against bfloat16 of the same run."""
-    found = [row for row in rows("serving", "what", "model", "cache", "batch", "context") if row.ms]
-    plain = {(row.what, row.batch, row.context): row for row in found if row.cache == "bfloat16"}
+    found = [row for row in rows("serving", "what", "model", "cache", "batch", "context", "total") if row.ms]
+    plain = {(row.what, row.batch, row.total): row for row in found if row.cache == "bfloat16"}
     lines = []
     for row in sorted(found, key=lambda r: (r.what, r.batch, r.context)):
-        other = plain.get((row.what, row.batch, row.context))
+        other = plain.get((row.what, row.batch, row.total))
+        even = row.total == max(row.batch, 1) * row.context
         lines.append(
             [
-                f"{row.what}, {row.batch} x {row.context:,}",
+                f"{row.what}, {row.batch} x {row.context:,}" if even else f"{row.what}, {uneven(row)}",
                 f"`{row.cache}`",
                 f"{row.ms:,.2f}",
                 f"{row.tokens_per_s:,.0f}",

@@ -375,6 +375,30 @@ def check_kept_layers():
     assert worst < 0.1
 
 
+def check_benchmark():
+    """What `kvfold bench serve` does on a GPU: caches without a model, steps of equal and unequal requests, engine after engine."""
+    import torch
+
+    from kvfold.bench import decode, serve
+
+    torch.cuda.empty_cache = lambda: None  # there is none
+    tiny = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tiny |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 1024}
+    decode.SHAPES["tiny"] = tiny
+    serve.STEPS = 6
+    for method in ("fold", "kivi"):
+        server = serve.Server("tiny", method, 1024, 256, [1, 4], None)
+        assert server.capacity(1024) == server.tokens > server.capacity(256)
+        free = server._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        server.scatter()
+        for work in ("4x600", "1x700+3x100"):
+            times = server.decode(serve.workload(work))
+            assert len(times) == 6 and min(times) > 0
+        assert len(server.prefill(700)) == 2
+        assert server._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+        server.close()
+
+
 def check_tensor_parallel():
     """Three processes, a KV head each: as one process."""
     from vllm import LLM, SamplingParams

@@ -1,0 +1,15 @@
+import pytest
+
+from kvfold.bench.serve import workload
+from kvfold.errors import KVFoldError
+
+
+def test_work_is_written_as_counts_of_lengths():
+    assert workload("8x32768") == [32768] * 8
+    assert workload("1x131072+3x2048") == [131072, 2048, 2048, 2048]
+
+
+@pytest.mark.parametrize("text", ["", "8", "8x", "x8", "8x1x2", "8x1k"])
+def test_other_work_is_refused_by_name(text):
+    with pytest.raises(KVFoldError, match="work: .* is not allowed; write 8x32768"):
+        workload(text)
