@@ -11,5 +11,5 @@ def test_work_is_written_as_counts_of_lengths():
 
 @pytest.mark.parametrize("text", ["", "8", "8x", "x8", "8x1x2", "8x1k"])
 def test_other_work_is_refused_by_name(text):
-    with pytest.raises(KVFoldError, match="work: .* is not allowed; write 8x32768"):
+    with pytest.raises(KVFoldError, match=r"work: .* is not allowed; write 8x32768"):
         workload(text)

@@ -376,7 +376,7 @@ def check_kept_layers():
 
 
 def check_benchmark():
-    """What `kvfold bench serve` does on a GPU: caches without a model, steps of equal and unequal requests, engine after engine."""
+    """What `kvfold bench serve` does on a GPU: caches without a model, equal and unequal requests, engine after engine."""
     import torch
 
     from kvfold.bench import decode, serve
