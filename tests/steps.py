@@ -8,8 +8,8 @@ class Steps:
 
     made = 0
 
-    def __init__(self, model, cache, room):
-        self.model, self.cache, self.room, self.steps = model, cache, room, 0
+    def __init__(self, model, cache, room, compile=False):
+        self.model, self.cache, self.room, self.compile, self.steps = model, cache, room, compile, 0
         assert all(graph.is_ready(layer) for layer in cache.folded)
         type(self).made += 1
 

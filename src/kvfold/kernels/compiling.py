@@ -27,7 +27,7 @@ class Compiling:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._before: Callable[..., Any] | None = None
-        self._listens = self._told = False
+        self._listens = self._told = self._told_of_model = False
 
     def listen(self) -> None:
         """Begin, in place of whoever listened before, who is told as well."""
@@ -51,6 +51,14 @@ class Compiling:
             log.warning(
                 "kvfold: compiling kernels for this GPU, about %d s; they are cached for the next time",
                 max(1, round(took * KERNELS)),
+            )
+
+    def tell_model(self) -> None:
+        """Say once that ``torch.compile`` is given a model."""
+        if not self._told_of_model:
+            self._told_of_model = True
+            log.warning(
+                "kvfold: compiling the model's step, about a minute; what can be cached is, and later processes take less"
             )
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvfold.arithmetic import storing
+from kvfold.engines.transformers import compiled
 from kvfold.errors import CacheStateError, UnsupportedModelError
 from kvfold.kernels import REGISTRY
 from kvfold.kernels.lengths import Lengths
@@ -95,11 +96,13 @@ class DecodeGraph:
         :meth:`finish` only this object may use it: the cache refuses others with a ``CacheStateError``.
     room : int
         Tokens that will be decoded at most.
+    compile : bool
+        Have ``torch.compile`` fuse what lies between the layers' attention; see :func:`decoding`.
 
     Raises
     ------
     UnsupportedModelError
-        If a layer cannot decode in a graph; the message says why.
+        If a layer cannot decode in a graph, or the model's step cannot be compiled; the message says why.
 
     Notes
     -----
@@ -108,12 +111,14 @@ class DecodeGraph:
     """
 
     @storing
-    def __init__(self, model: PreTrainedModel, cache: "FoldedCache", room: int) -> None:
+    def __init__(self, model: PreTrainedModel, cache: "FoldedCache", room: int, compile: bool = False) -> None:
         cache.settle()
         folded = cache.folded
         if len(folded) != len(cache.layers):
             raise UnsupportedModelError("decode graph: every layer must be folded")
         _check_device(model, folded)
+        if compile:
+            compiled.check(model)
         for layer in folded:
             if why := why_not(layer):
                 raise UnsupportedModelError(f"decode graph: layer {layer.spec.layer_idx}: {why}")
@@ -122,7 +127,7 @@ class DecodeGraph:
         for layer in folded:
             layer.following.make_room()
             layer.make_room(room)
-        self.model, self.cache, self.room = model, cache, room
+        self.model, self.cache, self.room, self.compile = model, cache, room, compile
         self.method = first.method
         sink = self.method.sink
         before, after = (Lengths.of(first.lens, first.packed, sink, first.device) for _ in range(2))
@@ -154,13 +159,19 @@ class DecodeGraph:
         self.lengths.begin(1, method.sink, method.recent, method.block)
         self.lengths.running = True
         try:
-            out: Any = self.model(
-                input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
-            )
+            logits = self._logits()
         finally:
             self.lengths.running = False
         self.lengths.end()
         self.positions.add_(1)
+        return logits
+
+    def _logits(self) -> torch.Tensor:
+        if self.compile:
+            return compiled.run(self.model, self.cache, self.ids, self.positions)
+        out: Any = self.model(
+            input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
+        )
         return out.logits
 
     def _capture(self) -> None:
@@ -260,8 +271,10 @@ class Decoding:
         Why steps run one by one, kernel for kernel; None once a graph decodes.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: "FoldedCache", room: int, required: bool) -> None:
-        self.model, self.cache, self.room, self.required = model, cache, room, required
+    def __init__(
+        self, model: PreTrainedModel, cache: "FoldedCache", room: int, required: bool, compile: bool = False
+    ) -> None:
+        self.model, self.cache, self.room, self.required, self.compile = model, cache, room, required, compile
         self.graph: DecodeGraph | None = None
         self.replayed, self.done = 0, 0
         self.reason: str | None = "no token was decoded yet"
@@ -324,7 +337,7 @@ class Decoding:
             return False
         self._busy = True  # the capture runs the model
         try:
-            self.graph = DecodeGraph(self.model, self.cache, max(1, self.room - self.done))
+            self.graph = DecodeGraph(self.model, self.cache, max(1, self.room - self.done), self.compile)
         except UnsupportedModelError as error:
             if self.required:
                 raise
@@ -349,7 +362,9 @@ class Decoding:
 
 
 @contextmanager
-def decoding(model: PreTrainedModel, cache: "FoldedCache", room: int, required: bool = True) -> Iterator[Decoding]:
+def decoding(
+    model: PreTrainedModel, cache: "FoldedCache", room: int, required: bool = True, compile: bool = False
+) -> Iterator[Decoding]:
     """Within it the model decodes over ``cache`` in a CUDA graph, also inside of ``model.generate``.
 
     Calls of one token per sequence replay a graph, which is captured when the first of them comes (for methods that know
@@ -367,11 +382,14 @@ def decoding(model: PreTrainedModel, cache: "FoldedCache", room: int, required: 
         Tokens that will be decoded at most.
     required : bool
         False: where a graph is refused, decode step by step, and say why in ``reason``.
+    compile : bool
+        Have ``torch.compile`` fuse the model's small operations within the graph (norms, rotations, activations); attention
+        and the cache stay kvfold's. The first graph of a model and batch size waits for the compiler, a minute or so.
 
     Raises
     ------
     UnsupportedModelError
-        At the first step, if a layer cannot decode in a graph.
+        At the first step, if a layer cannot decode in a graph, or the model's step cannot be compiled.
 
     Examples
     --------
@@ -379,13 +397,14 @@ def decoding(model: PreTrainedModel, cache: "FoldedCache", room: int, required: 
     >>> with decoding(model, cache, room=512):  # doctest: +SKIP
     ...     model.generate(**inputs, past_key_values=cache, max_new_tokens=512)
     """
-    state = Decoding(model, cache, room, required)
+    state = Decoding(model, cache, room, required, compile)
     own = model.__dict__.get("forward")  # a hook's, perhaps
 
     @wraps(state._plain)  # `generate` looks at its signature
     def forward(*args: Any, **kwargs: Any) -> Any:
         return state.forward(*args, **kwargs)
 
+    forward._kvfold_plain = state._plain  # type: ignore[attr-defined]
     model.forward = forward
     try:
         yield state
