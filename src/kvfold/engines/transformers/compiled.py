@@ -6,6 +6,7 @@ cache: which one a step belongs to is looked up when the operator runs, so cache
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -121,7 +122,8 @@ def _attending(model: PreTrainedModel) -> Iterator[None]:
             config._attn_implementation_internal = before
 
 
-_compiled: WeakKeyDictionary[PreTrainedModel, Callable[..., torch.Tensor]] = WeakKeyDictionary()
+_compiled: WeakKeyDictionary[PreTrainedModel, dict[int, Callable[..., torch.Tensor]]] = WeakKeyDictionary()
+"""By model and batch size."""
 
 
 def plain(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,17 +146,21 @@ def check(model: PreTrainedModel) -> None:
         )
 
 
-def _forward(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
-    """The step of a model that is compiled at its first call with a batch size."""
-    if model not in _compiled:
-        forward = type(model).forward
+def _logits(
+    model: Any, forward: Callable[..., Any], ids: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    out: Any = forward(model, input_ids=ids, position_ids=positions, past_key_values=PASSING, use_cache=True)
+    return out.logits
 
-        def logits(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            out: Any = forward(model, input_ids=ids, position_ids=positions, past_key_values=PASSING, use_cache=True)
-            return out.logits
 
-        _compiled[model] = torch.compile(logits, fullgraph=True, dynamic=False, options=OPTIONS)
-    return _compiled[model]
+def _forward(model: PreTrainedModel, batch: int) -> Callable[..., torch.Tensor]:
+    """The step of a model and a batch size; it is compiled at its first call."""
+    made = _compiled.setdefault(model, {})
+    if batch not in made:
+        # Dynamo keeps what it compiled by code object, and allows a few for each
+        own = FunctionType(_logits.__code__.replace(), globals(), _logits.__name__)
+        made[batch] = torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)
+    return made[batch]
 
 
 def run(model: PreTrainedModel, cache: "FoldedCache", ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -178,9 +184,9 @@ def run(model: PreTrainedModel, cache: "FoldedCache", ids: torch.Tensor, positio
     _running.append(cache)
     try:
         with _attending(model):
-            return _forward(model)(model, ids, positions)
+            return _forward(model, len(ids))(model, type(model).forward, ids, positions)
     except (TorchDynamoException, InductorError) as error:
-        _compiled.pop(model, None)
+        _compiled[model].pop(len(ids), None)
         why = next(line for line in str(error).splitlines() if line.strip())
         raise UnsupportedModelError(
             f"compiled step: torch.compile cannot take {type(model).__name__} in one piece ({why.strip()}); allowed: "
