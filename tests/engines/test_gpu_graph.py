@@ -101,3 +101,35 @@ def test_generate_decodes_in_a_graph(method, length):
     # the step at which they part, if they do, has seen the same tokens: what differs there is rounding, which decided a tie
     a, b = (torch.stack(x.logits[: same - length + 1]).float() for x in (plain, captured))
     assert same - length > 4 and (a - b).norm() < 5e-2 * a.norm()
+
+
+@pytest.mark.parametrize("method", ["fold", "kivi"])
+def test_a_compiled_step_equals_a_step(method):
+    """The same kernels attend; what the compiler fused between them rounds differently."""
+    torch.manual_seed(0)
+    model = llama(head_dim=64, max_position_embeddings=2048).to("cuda", torch.bfloat16).eval()
+    ids = torch.randint(3, 96, (2, 460), device="cuda")
+    caches = [kvfold.fold(model, method, max_length=700) for _ in range(2)]
+    got = []
+    for cache, compile in zip(caches, (False, True), strict=True):
+        with torch.no_grad():
+            model(ids[:, :415], past_key_values=cache, use_cache=True)
+        graph = DecodeGraph(model, cache, 45, compile)
+        got.append(torch.cat([graph(ids[:, at : at + 1]).clone() for at in range(415, 460)], 1).float())
+        graph.finish()
+    assert (got[0] - got[1]).norm() < 2e-2 * got[0].norm()
+    for a, b in zip(*(cache.folded for cache in caches), strict=True):
+        assert (a.lens, a.packed, a.columns.count) == (b.lens, b.packed, b.columns.count)
+
+
+def test_generate_decodes_in_a_compiled_graph():
+    torch.manual_seed(0)
+    model = llama(head_dim=64, max_position_embeddings=2048).to("cuda", torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(3, 96, (2, 40), device="cuda")
+    for _ in range(2):
+        cache = kvfold.fold(model, "fold")
+        with decoding(model, cache, 80, compile=True) as steps:
+            out = model.generate(ids, past_key_values=cache, max_new_tokens=80, do_sample=False)
+        assert out.shape == (2, 120) and steps.replayed == 79
+        assert str(steps) == "79 tokens decoded in a compiled CUDA graph"

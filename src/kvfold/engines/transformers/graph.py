@@ -283,7 +283,7 @@ class Decoding:
 
     def __str__(self) -> str:
         if self.replayed:
-            return f"{self.replayed} tokens decoded in a CUDA graph"
+            return f"{self.replayed} tokens decoded in a {'compiled ' if self.compile else ''}CUDA graph"
         return f"decoded step by step: {self.reason}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
