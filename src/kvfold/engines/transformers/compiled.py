@@ -146,9 +146,7 @@ def check(model: PreTrainedModel) -> None:
         )
 
 
-def _logits(
-    model: Any, forward: Callable[..., Any], ids: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def _logits(model: Any, forward: Callable[..., Any], ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     out: Any = forward(model, input_ids=ids, position_ids=positions, past_key_values=PASSING, use_cache=True)
     return out.logits
 
