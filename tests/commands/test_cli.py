@@ -153,23 +153,23 @@ def test_domains_take_several_prefixes_and_chunks(run, tiny, tmp_path):
 
 
 def test_a_killed_run_of_domains_says_what_is_kept_and_goes_on(run, tiny, tmp_path, monkeypatch):
-    from kvfold.evaluation import domains
+    from kvfold.evaluation import loop
 
     arguments = ["domains", "--model", tiny, "--methods", "none", "kivi", "--windows", "1", "--tokens", "64"]
     arguments += ["--domains", "prose", "--prefix", "320", "512", "--json", str(tmp_path / "x.json")]
-    score, calls = domains.score, []
+    score, calls = loop.score, []
 
-    def fail(*args):
+    def fail(*args, **how):
         calls.append(args)
         if len(calls) == 4:
             raise RuntimeError("out of memory")
-        return score(*args)
+        return score(*args, **how)
 
-    monkeypatch.setattr(domains, "score", fail)
+    monkeypatch.setattr(loop, "score", fail)
     with pytest.raises(RuntimeError):
         run(*arguments)
     assert not (tmp_path / "x.json").exists()
-    monkeypatch.setattr(domains, "score", score)
+    monkeypatch.setattr(loop, "score", score)
     status, _, err = run(*arguments)
     assert status == 0 and "kvfold: 3 of 4 rows taken over from an earlier run" in err
     assert "[4/4] prose 0 after 512: kivi: KL" in err and "[3/4]" not in err

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 
@@ -10,8 +11,9 @@ from kvfold import models
 from kvfold.cli import main
 from kvfold.commands.eval import SUITES
 from kvfold.errors import KVFoldError
-from kvfold.evaluation import loop, windows
+from kvfold.evaluation import compare, domains, loop, windows
 from kvfold.evaluation.answer import answer
+from kvfold.evaluation.compare import row_of
 from kvfold.evaluation.results import ResultFile
 from kvfold.evaluation.suites import KNOWN, REGISTRY, Options, Prompt, make
 from kvfold.evaluation.summary import summarize
@@ -163,7 +165,8 @@ def test_every_suite_makes_a_row_per_item_and_method(tiny, tmp_path):
         for row in file.rows.values():
             by_method.setdefault(row.method, []).append(row)
             assert row.tested > 0 and row.read >= row.tested and row.seconds > 0
-            assert set(row.scores) == {m.name for m in REGISTRY[file.settings.suite].measures}
+            asked = {m.name for m in REGISTRY[file.settings.suite].measures}
+            assert set(row.scores) == (asked - {"exact"} if row.task in ("prose", "code") else asked)
             assert all(value is not None for value in row.scores.values())
             assert row.cache_bytes > 0 and row.full_cache_bytes > 0
         none, kivi = by_method["none"], by_method["kivi:sink=0,recent=32"]
@@ -173,6 +176,30 @@ def test_every_suite_makes_a_row_per_item_and_method(tiny, tmp_path):
     assert all(row.scores["kld"] < 1e-6 and row.scores["top5"] == 1 for row in rows if row.method == "none")
     assert all(row.scores["kld"] > 1e-3 and len(row.series["kld"]) == 8 for row in rows if row.method != "none")
     assert ResultFile.read(next(tmp_path.glob("divergence-*.jsonl"))).settings.windows == (0, 32)
+
+
+def test_rows_of_compare_and_domains_are_those_of_the_commands(tiny, tmp_path):
+    """The commands are the same suites in another schema."""
+    how = {"lengths": [320, 400], "limit": 1, "methods": ["kivi"], "options": Options(tokens=64, new_tokens=4)}
+    by_suite = {
+        file.settings.suite: file.rows.values() for file in rows_of(tiny, tmp_path, ["compare", "domains"], **how)
+    }
+    text = windows.load_text()
+    made = compare(tiny, TOKENIZER, INFO, ["none", "kivi"], text, prefix=[320, 400], tokens=64, new_tokens=4)
+    assert [dataclasses.replace(row_of(row), **SPEEDS) for row in by_suite["compare"]] == [
+        dataclasses.replace(row, **SPEEDS) for row in made.rows
+    ]
+    pieces = windows.make_windows(TOKENIZER, windows.load_texts(["prose", "code", "retrieval"], {}), [320, 400], 64, 1)
+    _, rows = domains.run(tiny, INFO, ["none", "kivi"], pieces)
+    found = {
+        (row.method, row.task, row.length): (row.scores["kld"], row.scores.get("exact")) for row in by_suite["domains"]
+    }
+    assert found == {(row.method, row.domain, row.prefix): (row.kld, row.exact) for row in rows}
+    with pytest.raises(KVFoldError, match="seeds: 2; windows of domains"):
+        planned(tiny, ["domains"], seeds=2)
+
+
+SPEEDS = dict.fromkeys(("seconds", "prefill_tokens_per_s", "decode_tokens_per_s"), 0.0)
 
 
 def test_a_stopped_run_goes_on_and_a_larger_one_takes_the_rows_over(tiny, tmp_path):

@@ -1,7 +1,6 @@
 import dataclasses
 import hashlib
 import json
-import sys
 import time
 
 import pytest
@@ -13,13 +12,13 @@ import kvfold
 from helpers import llama, prompt
 from kvfold import files, models
 from kvfold.errors import KVFoldError
-from kvfold.evaluation import Row, Text, compare, domains, load_text, reference, score, windows
-from kvfold.evaluation.compare import encode
+from kvfold.evaluation import Row, Text, compare, decoding, domains, load_text, reference, score, windows
 from kvfold.evaluation.schema import Sidecar, read_row, write_json
+from kvfold.evaluation.suites import beginning
+from kvfold.evaluation.windows import encode
 from tiny_model import byte_tokenizer, tiny_llama
 
 PREFIX, TOKENS = 320, 96
-comparison = sys.modules["kvfold.evaluation.compare"]  # the package's `compare` is the function
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +321,7 @@ def test_continuations_are_greedy_and_their_first_step_is_not_timed(tiny, ids, m
             return own(*args, **kwargs)
 
         monkeypatch.setattr(tiny, "forward", slow)
-        decoded = comparison.decode(tiny, cache, result.last_logits, 6)
+        decoded = decoding.decode(tiny, cache, result.last_logits, 6)
     finally:
         kvfold.unfold(tiny)
     assert len(calls) == 6 and decoded.seconds < 0.5 and decoded.path == "steps: no CUDA device"
@@ -350,7 +349,7 @@ def test_on_a_gpu_rows_are_decoded_in_graphs_that_a_throw_away_cache_came_before
         lengths.append(max_length)
         return own(model, method, max_length=max_length)
 
-    monkeypatch.setattr(comparison, "on_gpu", lambda model: True)
+    monkeypatch.setattr(decoding, "on_gpu", lambda model: True)
     monkeypatch.setattr(graph, "DecodeGraph", Graph)
     monkeypatch.setattr(kvfold, "fold", fold)
     (row,) = run(tiny, methods=["kivi"], new_tokens=6).rows
@@ -364,9 +363,9 @@ def test_on_a_gpu_rows_are_decoded_in_graphs_that_a_throw_away_cache_came_before
 
 
 def test_rows_say_how_they_were_decoded():
-    assert comparison.decode_path(16, 16, None) == "graph"
-    assert comparison.decode_path(0, 16, "layer 0: why") == "steps: layer 0: why"
-    assert comparison.decode_path(14, 16, None) == "steps: 2 of 16 tokens before a graph"
+    assert decoding.decode_path(16, 16, None) == "graph"
+    assert decoding.decode_path(0, 16, "layer 0: why") == "steps: layer 0: why"
+    assert decoding.decode_path(14, 16, None) == "steps: 2 of 16 tokens before a graph"
 
 
 def test_several_prefixes_give_the_rows_of_each_and_one_reference_a_prefix(tiny, tmp_path, monkeypatch):
@@ -376,7 +375,7 @@ def test_several_prefixes_give_the_rows_of_each_and_one_reference_a_prefix(tiny,
         references.append(prefix)
         return reference(model, ids, prefix, *args)
 
-    monkeypatch.setattr(comparison, "reference", counted)
+    monkeypatch.setattr(beginning, "reference", counted)
     result = run(tiny, tmp_path / "out.json", prefix=[PREFIX, 512])
     assert references == [PREFIX, 512] and result.header.prefixes == [PREFIX, 512]
     assert [(row.method, row.prefix) for row in result.rows] == [(m, p) for p in (PREFIX, 512) for m in METHODS]

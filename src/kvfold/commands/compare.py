@@ -95,7 +95,7 @@ def compare(
     from kvfold import methods
     from kvfold.evaluation import compare as run
     from kvfold.evaluation import load_text
-    from kvfold.evaluation.compare import encode
+    from kvfold.evaluation.windows import encode
 
     chosen = [methods.get(spec) for spec in specs or methods.DEFAULT]
     text = load_text(text_path)

@@ -34,6 +34,8 @@ SUITES = (
         "divergence",
         "ppl",
         "layers",
+        "compare",
+        "domains",
         "needle",
         "ruler",
         "retrieval",
@@ -104,8 +106,8 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
     "files",
     metavar="NAME=FILE",
     multiple=True,
-    help="Text to score (divergence, ppl, layers), to hide things in (needle, ruler), or, named code, to go on with (code). "
-    "May be given again.  [default: prose and code that ship with Python]",
+    help="Text to score (divergence, ppl, layers, compare, domains), to hide things in (needle, ruler), or, named code, to go "
+    "on with (code). May be given again.  [default: prose and code that ship with Python]",
 )
 @click.option(
     "--data",
@@ -121,10 +123,13 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
     type=int,
     default=256,
     show_default=True,
-    help="Tokens scored (divergence, ppl, retrieval).",
+    help="Tokens scored (divergence, ppl, compare, domains, retrieval).",
 )
 @click.option(
-    "--max-new-tokens", metavar="N", type=int, help="Tokens of an answer.  [default: gsm8k 320, math 1024, code 48]"
+    "--max-new-tokens",
+    metavar="N",
+    type=int,
+    help="Tokens of an answer.  [default: gsm8k 320, math 1024, code 48, compare 16]",
 )
 @click.option("--depths", metavar="N ...", type=int, multiple=True, help="Needles' depths.  [default: 0 25 50 75 100]")
 @click.option(
@@ -269,7 +274,8 @@ def _named(files: Sequence[str]) -> dict[str, str]:
 
 def _check_names(names: Sequence[str]) -> None:
     tasks = [name for name in names if name.startswith("lm-eval:") and name not in ("lm-eval:", "lm-eval:TASK")]
-    if unknown := [name for name in names if name not in (*SUITES[:11], *SUITES[12:], *tasks)]:
+    known = [name for name in SUITES if name != "lm-eval:TASK"]
+    if unknown := [name for name in names if name not in (*known, *tasks)]:
         raise KVFoldError(f"suite: {unknown[0]!r} is unknown; known: {', '.join(SUITES)}")
 
 
@@ -282,7 +288,7 @@ def _check_used(names: Sequence[str], options: Options) -> None:
         ("data", options.data, {*of_records, *lm_tasks, "ruler"}),
         ("examples", options.examples, {"gsm8k", *papers}),
         ("shots", options.shots, {"gsm8k", *papers}),
-        ("max-new-tokens", options.new_tokens, {"gsm8k", "math", "code", *papers}),
+        ("max-new-tokens", options.new_tokens, {"gsm8k", "math", "code", "compare", *papers}),
         ("tasks", options.tasks or None, {"ruler", "longbench", "infinitebench"}),
     )
     if options.data is None and (needing := [name for name in names if name in of_records]):

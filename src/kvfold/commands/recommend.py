@@ -78,7 +78,7 @@ def recommend(
     """
     from kvfold import methods
     from kvfold.evaluation import recommend as r
-    from kvfold.evaluation.compare import device_name, versions
+    from kvfold.evaluation.machine import device_name, versions
     from kvfold.evaluation.results import as_folder, weights_sha256
     from kvfold.evaluation.text import load_text
 
@@ -162,7 +162,7 @@ def _count() -> Any:
 
 def _ids(tokenizer: Any, text: Text, length: int, tokens: int, most: int | None) -> torch.Tensor:
     """The beginning of a text; the check reads the second half of the prose."""
-    from kvfold.evaluation.compare import encode
+    from kvfold.evaluation.windows import encode
 
     return encode(tokenizer, text, length, tokens, 2, most)[length]
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.engines.transformers.graph import decoding
 from kvfold.errors import KVFoldError
-from kvfold.evaluation.compare import on_gpu
+from kvfold.evaluation.decoding import on_gpu
 from kvfold.evaluation.perplexity import packs, prefill
 from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.suites.base import Outcome, Prompt

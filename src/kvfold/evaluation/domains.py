@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import time
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PreTrainedModel
 
 from kvfold.errors import KVFoldError
-from kvfold.evaluation.compare import make_header, room
-from kvfold.evaluation.perplexity import CHUNK, Score, reference, score
-from kvfold.evaluation.schema import Header, Sidecar, finite, read_row, write_json
+from kvfold.evaluation import loop
+from kvfold.evaluation.beside import Beside
+from kvfold.evaluation.machine import make_header
+from kvfold.evaluation.perplexity import CHUNK, MOST_NATS
+from kvfold.evaluation.results import Result
+from kvfold.evaluation.schema import Header, Sidecar, read_row, write_json
+from kvfold.evaluation.suites.domains import Domains
 from kvfold.evaluation.text import Text
 from kvfold.evaluation.windows import Window
 from kvfold.models import ModelInfo
@@ -45,7 +48,7 @@ class DomainRow:
     exact
         Share of a retrieval window's answers whose tokens were all the model's first choice, 0 to 1.
     seconds
-        Wall-clock time; a method's first row includes what is compiled for it.
+        Wall-clock time, without what is compiled; as in :class:`~kvfold.evaluation.results.Result`.
     prefilled
         Tokens that were prefilled: a retrieval window's pairs may not fill its prefix. None in files of before it was recorded.
     tested
@@ -147,29 +150,17 @@ def run(
     done = {key: row for key, row in done.items() if key in set(wanted)}
     if on_start is not None:
         on_start(len(done), len(wanted))
-    for window in windows:
-        ids = window.ids.to(model.device)
-        truth = None
-        for name, method in specs.items():
-            key = _key(name, window)
-            if key in done:
-                continue
-            if truth is None:
-                truth = reference(model, ids, window.prefilled, chunk)
-            torch.manual_seed(seed)
-            started = time.perf_counter()
-            cache = kvfold.fold(model, method, max_length=room(model, ids.shape[1]))
-            try:
-                result = score(model, ids, window.prefilled, cache, chunk, truth)
-            finally:
-                kvfold.unfold(model)
-            bits = [cache.effective_bits(tables) if cache.nbytes()["packed"] else None for tables in (False, True)]
-            del cache  # before the next one is filled
-            done[key] = _row(name, window, result, bits, time.perf_counter() - started)
-            if sidecar is not None:
-                sidecar.add(done[key])
-            if on_row is not None:
-                on_row(done[key], len(done), len(wanted))
+    suite = Domains(None, texts or {}, header.tokens)
+    items = suite.hold(windows, seed=seed)
+    window_of = {item.name: window for item, window in zip(items, windows, strict=True)}
+
+    def read(result: Result) -> DomainRow:
+        return row_of(result, window_of[result.item])
+
+    keeper = Beside(sidecar, done, lambda method, item: _key(method, window_of[item]), read)
+    for result in loop.rows(model, None, suite, items, loop.Plan(specs, [(suite, items)], None, chunk), keeper):
+        if on_row is not None:
+            on_row(done[_key(result.method, window_of[result.item])], len(done), len(wanted))
     rows = [done[key] for key in wanted]
     if json_path is not None:
         write_json(json_path, to_dict(header, rows), (header, rows))
@@ -178,23 +169,23 @@ def run(
     return header, rows
 
 
-def _row(name: str, window: Window, result: Score, bits: list[float | None], seconds: float) -> DomainRow:
-    right = result.correct
-    answers = [bool(right[first:stop].all()) for first, stop in window.answers]
+def row_of(result: Result, window: Window) -> DomainRow:
+    """A row of the suite ``domains`` in this command's schema."""
+    nll = result.scores["nll"]
     return DomainRow(
-        method=name,
+        method=result.method,
         domain=window.domain,
         window=window.index,
         prefix=window.prefix,
-        tokens=len(result.nll),
-        bits_without_tables=bits[0],
-        effective_bits=bits[1],
-        ppl=finite(result.ppl) if result.tested else None,
-        kld=finite(result.kld) if result.tested else None,
-        top1=finite(result.top1) if result.tested else None,
-        exact=sum(answers) / len(answers) if answers and result.tested else None,
-        seconds=seconds,
-        prefilled=window.prefilled,
+        tokens=result.read,
+        bits_without_tables=result.bits_without_tables,
+        effective_bits=result.effective_bits,
+        ppl=None if nll is None or nll >= MOST_NATS else math.exp(nll),
+        kld=result.scores["kld"],
+        top1=result.scores["top1"],
+        exact=result.scores.get("exact"),
+        seconds=result.seconds,
+        prefilled=result.prefilled,
         tested=result.tested,
     )
 

@@ -23,7 +23,7 @@ import kvfold
 from kvfold import methods, models
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.answer import answer
-from kvfold.evaluation.compare import room
+from kvfold.evaluation.decoding import room
 from kvfold.evaluation.perplexity import CHUNK, score
 from kvfold.evaluation.sizes import sizes_of
 from kvfold.evaluation.suites.base import Prompt, Sizes

@@ -6,21 +6,21 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.answer import answers
-from kvfold.evaluation.compare import device_name, room, versions
+from kvfold.evaluation.decoding import room
+from kvfold.evaluation.machine import device_name, versions
 from kvfold.evaluation.perplexity import CHUNK, Reference, now, reference, score
 from kvfold.evaluation.results import (
     Result,
     ResultFile,
     Settings,
     as_folder,
-    key_of,
     prompt_sha256,
     this_run,
     weights_sha256,
@@ -213,7 +213,7 @@ def run(
         if on_start is not None:
             on_start(done, planned.rows)
         for file, (suite, items) in zip(found, planned.suites, strict=True):
-            for row in _rows(model, tokenizer, info, suite, items, planned, file):
+            for row in rows(model, tokenizer, suite, items, planned, file, info.max_context):
                 done += 1
                 if on_row is not None:
                     on_row(suite, row, done, planned.rows)
@@ -248,22 +248,51 @@ def settings_of(model: PreTrainedModel, info: ModelInfo, suite: Suite, planned: 
     )
 
 
-def _rows(
+class Keeper(Protocol):
+    """Where rows go: a file of results, or one beside a command's JSON."""
+
+    @property
+    def run(self) -> int:
+        """Number of the process that adds rows now."""
+        ...
+
+    def has(self, method: str, item: str, prompt_sha256: str) -> bool:
+        """Whether a row is there already."""
+        ...
+
+    def add(self, row: Result, run: dict[str, Any]) -> None:
+        """Put a row on disk."""
+        ...
+
+
+def rows(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    info: ModelInfo,
+    tokenizer: PreTrainedTokenizerBase | None,
     suite: Suite,
     items: Sequence[Item],
     planned: Plan,
-    file: ResultFile,
+    kept: Keeper,
+    max_context: int | None = None,
 ) -> Iterator[Result]:
-    """New rows of a suite, each on disk before it is given."""
+    """New rows of a suite, item by item, each on disk before it is given.
+
+    Parameters
+    ----------
+    tokenizer
+        None where no answers are generated.
+    planned
+        Its methods, ``chunk`` and ``batch`` are looked at.
+    kept
+        What is there already is not run.
+    max_context
+        Of the model; None: not checked here.
+    """
     this = this_run(torch.get_num_threads())
-    for group in _groups(suite, items, planned.batch, info.max_context):
+    for group in _groups(suite, items, planned.batch, max_context):
         truth = None
         shared: dict[tuple[str, ...], SharedPrompt] = {}
         for name, method in planned.methods.items():
-            missing = [asked for asked in group if key_of(name, asked.item.name, asked.digest) not in file.rows]
+            missing = [asked for asked in group if not kept.has(name, asked.item.name, asked.digest)]
             if not missing:
                 continue
             if suite.compares and truth is None:
@@ -271,8 +300,8 @@ def _rows(
                 truth = reference(model, prompt.ids.to(model.device), prompt.prefilled, planned.chunk)
             torch.manual_seed(missing[0].item.seed)
             same = shared.setdefault(tuple(asked.digest for asked in missing), SharedPrompt())
-            for row in measure(model, tokenizer, suite, missing, method, planned.chunk, truth, file.run, same):
-                file.add(row, this)
+            for row in measure(model, tokenizer, suite, missing, method, planned.chunk, truth, kept.run, same):
+                kept.add(row, this)
                 yield row
 
 
@@ -303,7 +332,7 @@ def _groups(suite: Suite, items: Sequence[Item], batch: int, max_context: int | 
 
 def measure(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     suite: Suite,
     group: Sequence[Asked],
     method: Method,
@@ -325,6 +354,7 @@ def measure(
         cache = kvfold.fold(model, method, max_length=room(model, longest + first.new_tokens))
         try:
             if first.new_tokens:
+                assert tokenizer is not None
                 prompts = [asked.prompt for asked in group]
                 outcomes = answers(model, tokenizer, prompts, cache, chunk, shared)
             else:
@@ -333,7 +363,11 @@ def measure(
         finally:
             kvfold.unfold(model)
         sizes, by = sizes_of(cache), _served(cache)
+    else:
+        sizes = own.sizes
     seconds = (now(model) - started) / len(group)
+    if own is not None and own.seconds is not None:
+        seconds = own.seconds
 
     def row(asked: Asked, own: Own, series: dict[str, list[float | None]], answer: str | None) -> Result:
         item = asked.item
@@ -361,20 +395,23 @@ def measure(
             answer=answer,
             kernel=by[0],
             encoder=by[1],
+            decode_tokens_per_s=own.decode_tokens_per_s,
+            decode_path=own.decode_path,
+            costs=own.costs,
         )
 
     if own is not None:
         series = {key: [_finite(v) for v in values] for key, values in own.series.items()}
         return [row(group[0], own, series, own.answer or None)]
-    rows = []
+    found_rows = []
     for asked, (outcome, tested) in zip(group, outcomes, strict=True):
         prompt = asked.prompt
         read = prompt.ids.shape[1] - prompt.prefilled + outcome.new_tokens
         if outcome.score is not None:
             read = len(outcome.score.nll)
         graded = Own(suite.graded(asked.item, prompt, outcome), read, tested, sizes, outcome.text)
-        rows.append(row(asked, graded, _series(suite, outcome), outcome.text if prompt.new_tokens else None))
-    return rows
+        found_rows.append(row(asked, graded, _series(suite, outcome), outcome.text if prompt.new_tokens else None))
+    return found_rows
 
 
 def _served(cache: FoldedCache) -> tuple[str | None, str | None]:

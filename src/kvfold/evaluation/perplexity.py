@@ -20,6 +20,8 @@ from kvfold.evaluation.shared import SharedPrompt
 from kvfold.kernels.compiling import compiling
 
 CHUNK = 32
+MOST_NATS = 700
+"""Mean negative log-likelihood from which on a perplexity is infinite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Score:
     def ppl(self) -> float:
         """Perplexity of the scored tokens; infinite or NaN when the predictions are."""
         mean = float(self.nll.double().mean())
-        return math.exp(mean) if mean < 700 else (math.nan if math.isnan(mean) else math.inf)
+        return math.exp(mean) if mean < MOST_NATS else (math.nan if math.isnan(mean) else math.inf)
 
     @property
     def kld(self) -> float:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import kvfold
 from kvfold.engines.transformers.sizes import foretold
 from kvfold.errors import KVFoldError, MethodError
-from kvfold.evaluation.compare import room
+from kvfold.evaluation.decoding import room
 from kvfold.evaluation.perplexity import CHUNK, Reference, reference, score
 from kvfold.methods import Method, Pair, Recipe, get
 

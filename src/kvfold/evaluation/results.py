@@ -150,7 +150,9 @@ class Result:
     kernel, encoder
         What attended to the folded layers and what encoded them; None in older rows, and where a suite asks by itself.
     decode_tokens_per_s, decode_path
-        Of rows of ``kvfold compare``, as in :class:`~kvfold.evaluation.schema.Row`.
+        Of rows of ``compare``, as in :class:`~kvfold.evaluation.schema.Row`.
+    costs
+        Of rows of ``compare``: bytes of the cache's parts, its tokens, and prefilled tokens per second.
     """
 
     method: str
@@ -178,6 +180,7 @@ class Result:
     encoder: str | None = None
     decode_tokens_per_s: float | None = None
     decode_path: str | None = None
+    costs: dict[str, float] | None = None
 
     @property
     def key(self) -> str:
@@ -290,6 +293,10 @@ class ResultFile:
         except OSError as error:
             raise KVFoldError(f"out: cannot write in {self.path.parent}: {error.strerror}") from error
         return lock
+
+    def has(self, method: str, item: str, prompt_sha256: str) -> bool:
+        """Whether a row is there already."""
+        return key_of(method, item, prompt_sha256) in self.rows
 
     @property
     def run(self) -> int:

@@ -27,6 +27,10 @@ BUILT_IN = ("prose", "code", "tools", "retrieval")
 """Domains that need no file: CPython's documentation, its library's source, calls of tools about it, and random pairs."""
 LONG = 4_000_000
 """Characters beyond which a text is tokenized around its windows only: all of it would take longer than scoring them."""
+# Fewer say nothing: the windows alone of most methods hold 128 tokens.
+MIN_PREFIX = 64
+MIN_TOKENS = 32
+MIN_NEW_TOKENS = 2  # the first one's step is not timed
 CHARACTERS = 32
 """More than a token has, on average over a window, in any text."""
 
@@ -126,6 +130,50 @@ def bos_of(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> int | None:
     """The token that the tokenizer put before a text of ``[n]`` tokens; None if it puts none."""
     bos = tokenizer.bos_token_id
     return int(ids[0]) if bos is not None and len(ids) and int(ids[0]) == bos else None
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    text: Text,
+    prefix: int | Sequence[int],
+    tokens: int,
+    new_tokens: int,
+    max_context: int | None,
+) -> dict[int, torch.Tensor]:
+    """The beginning of a text, as it is read at every prefix.
+
+    At each the same tokens are scored, those after the longest prefix; a shorter one begins later.
+
+    Returns
+    -------
+    dict
+        Prefix to ``[1, prefix + tokens + 1]`` int64, ascending.
+
+    Raises
+    ------
+    KVFoldError
+        Too few tokens asked for, more than the model's context, or more than the text has.
+    """
+    prefixes = as_prefixes(prefix)
+    if prefixes[0] < MIN_PREFIX:
+        raise KVFoldError(f"prefix: {prefixes[0]} is too small; give at least {MIN_PREFIX} tokens")
+    if tokens < MIN_TOKENS:
+        raise KVFoldError(f"tokens: {tokens} is too small; give at least {MIN_TOKENS}")
+    if new_tokens < MIN_NEW_TOKENS:
+        raise KVFoldError(f"new_tokens: {new_tokens} is too small; give at least {MIN_NEW_TOKENS}")
+    check_context(prefixes, tokens, new_tokens, max_context)
+    needed = prefixes[-1] + tokens + 1
+    # Encoding all of a long book would take longer than a method; its beginning nearly always has the tokens.
+    ids = tokenizer(text.text[: CHARACTERS * needed], return_tensors="pt", verbose=False).input_ids[0, :needed]
+    if len(ids) < needed:
+        ids = tokenizer(text.text, return_tensors="pt", verbose=False).input_ids[0, :needed]
+    if len(ids) < needed:
+        raise KVFoldError(
+            f"text: {text.source} has {len(ids)} tokens, and {needed} are needed "
+            f"(prefix {prefixes[-1]} + tokens {tokens} + 1); give a longer text, or smaller --prefix or --tokens"
+        )
+    bos = bos_of(tokenizer, ids)
+    return {p: tail(ids, p + tokens + 1, bos) for p in prefixes}
 
 
 def windows_of(

@@ -11,7 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.suites.base import Item, Measure, Outcome, Prompt, Suite, load_records
+from kvfold.evaluation.suites.beginning import NEW_TOKENS as GENERATED
+from kvfold.evaluation.suites.beginning import Beginning
 from kvfold.evaluation.suites.code import Code
+from kvfold.evaluation.suites.domains import DOMAINS as SHIFTS
+from kvfold.evaluation.suites.domains import Domains
 from kvfold.evaluation.suites.gsm8k import SHOTS, Gsm8k
 from kvfold.evaluation.suites.infinitebench import InfiniteBench
 from kvfold.evaluation.suites.layers import LayerErrors
@@ -34,6 +38,8 @@ REGISTRY: dict[str, type[Suite]] = {
         Divergence,
         Perplexity,
         LayerErrors,
+        Beginning,
+        Domains,
         Needle,
         Ruler,
         Retrieval,
@@ -60,8 +66,8 @@ class Options:
     Attributes
     ----------
     texts
-        Name to UTF-8 file. ``divergence`` and ``ppl`` score all of them, ``code`` reads the one named ``code``, ``needle`` and
-        ``ruler`` hide in the first that has another name.
+        Name to UTF-8 file. ``divergence``, ``ppl`` and ``domains`` score all of them, ``compare`` the first, ``code`` reads the
+        one named ``code``, ``needle`` and ``ruler`` hide in the first that has another name.
     data, examples
         JSON lines: GSM8K's problems and solved examples; ``data`` also MATH's problems and questions for ``ruler``'s qa.
         A folder has a file for each task: ``TASK.jsonl`` of ``longbench`` and ``infinitebench``, ``gsm8k.jsonl``,
@@ -69,7 +75,7 @@ class Options:
     tokens
         Tokens scored.
     new_tokens
-        Tokens generated at most by ``gsm8k``, ``math`` and ``code``; None: the suite's own number.
+        Tokens generated at most by ``gsm8k``, ``math`` and ``code``, and by ``compare``; None: the suite's own number.
     shots
         Solved examples before a problem; None: five where there are examples, else none.
     depths
@@ -136,6 +142,12 @@ def _make(name: str, tokenizer: PreTrainedTokenizerBase, options: Options) -> Su
         if name == "layers":
             return LayerErrors(tokenizer, given)
         return (Divergence if name == "divergence" else Perplexity)(tokenizer, given, options.tokens)
+    if name == "compare":
+        return Beginning(tokenizer, _hay(options), options.tokens, options.new_tokens or GENERATED)
+    if name == "domains":
+        return Domains(
+            tokenizer, load_texts(("retrieval",) if options.texts else SHIFTS, options.texts), options.tokens
+        )
     if name == "retrieval":
         return Retrieval(tokenizer, options.tokens)
     if name == "needle":

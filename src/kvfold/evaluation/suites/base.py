@@ -148,7 +148,11 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """What came of an item that its suite asks by itself: see :meth:`Suite.ask`."""
+    """What came of an item that its suite asks by itself: see :meth:`Suite.ask`.
+
+    ``costs``, ``decode_tokens_per_s`` and ``decode_path`` are as in :class:`~kvfold.evaluation.results.Result`; ``seconds`` is
+    given where not all of asking counts.
+    """
 
     scores: dict[str, float | None]
     read: int
@@ -156,6 +160,10 @@ class Own:
     sizes: Sizes
     answer: str
     series: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    costs: dict[str, float] | None = None
+    decode_tokens_per_s: float | None = None
+    decode_path: str | None = None
+    seconds: float | None = None
 
 
 class Suite:
