@@ -51,12 +51,28 @@ def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
 
 @pytest.mark.parametrize("dim, registers", [(64, 168), (128, 168), (256, 255)])
 def test_it_compiles_without_spills_in_its_loop(dim, registers):
-    report = aot.compile_pages(*formats("fold", dim))
+    report = aot.compile_pages(*formats("fold", dim), rows=8)
     assert report.registers <= registers
     assert report.spills_in_loop <= 8
     assert report.shared <= STATIC_SHARED + 1024
     # codes: one for 16 x 16 of them; means, sums and rotations; the windows' program
     assert report.instructions["HMMA"] <= dim + dim // 2 + dim // 16 * 4 + 20
+
+
+@pytest.mark.parametrize("method, most", [("fold", 1160), ("fold:bits=2", 1070)])
+def test_products_of_bytes_take_fewer_instructions(method, most):
+    report = aot.compile_pages(*formats(method), rows=4)
+    assert report.registers <= 168 and report.spills_in_loop == 0 and report.shared <= STATIC_SHARED + 1024
+    assert report.loop <= most
+    assert report.instructions["IMMA"] == 72  # codes: one for 16 x 32 of them; sums of queries and of weights
+
+
+@pytest.mark.parametrize("method, dim, rows, whether", [
+    ("fold", 128, 4, True), ("fold", 128, 5, False), ("fold", 64, 4, False), ("fold", 256, 1, False),
+    ("fold:bits=4", 128, 4, False), ("fold:bits=2", 128, 4, True), ("fold:rotation=1", 128, 4, False),
+])  # fmt: skip
+def test_where_products_of_bytes_serve(method, dim, rows, whether):
+    assert pages.make_plan(*formats(method, dim), 8, rows, 1024, 160, 132).bytewise is whether
 
 
 def test_it_compiles_before_hopper():

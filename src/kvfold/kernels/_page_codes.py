@@ -125,6 +125,20 @@ def shared_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, tiles, blocks, far
 
 
 @gluon.jit
+def page_place(stored, place, table, steps, number, id, NB: gl.constexpr):
+    """Where page ``number`` of a head lies: the fields' addresses, first block and page of keys, and of values."""
+    if table is None:
+        block = place[0] + number * NB
+        return stored[0], block, place[1] + number, stored[1], block, place[2] + number
+    else:
+        at = stored[0] + id.to(gl.int64) * steps[0]
+        k = (at, at + stored[1], at + stored[2], at + stored[3])
+        v = (at + stored[4], at + stored[5], at + stored[6], at)
+        none = id * 0
+        return k, none, none, v, none, none
+
+
+@gluon.jit
 def fetch_page(
     base, lane, codes, scale, mean, norm, block, page, valid, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
     NORM: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr,

@@ -23,6 +23,7 @@ from kvfold.kernels._page_codes import (
     mean_at,
     norm_at,
     page_bytes,
+    page_place,
     scale_at,
     shared_bytes,
 )
@@ -35,6 +36,7 @@ from kvfold.kernels._page_sums import (
     _room,
     _turned_queries,
 )
+from kvfold.kernels._pages_rows_gluon import attend_rows, row_bytes
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LIFT, LOG2E, _finish, _nothing, _probabilities
 from kvfold.kernels._warp import (
@@ -53,20 +55,6 @@ from kvfold.kernels._warp import (
 from kvfold.kernels._windows_gluon import _dense
 
 # ---- pages, one after the other -------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _place(stored, place, table, steps, number, id, NB: gl.constexpr):
-    """Where page ``number`` of a head lies: the fields' addresses, first block and page of keys, and of values."""
-    if table is None:
-        block = place[0] + number * NB
-        return stored[0], block, place[1] + number, stored[1], block, place[2] + number
-    else:
-        at = stored[0] + id.to(gl.int64) * steps[0]
-        k = (at, at + stored[1], at + stored[2], at + stored[3])
-        v = (at + stored[4], at + stored[5], at + stored[6], at)
-        none = id * 0
-        return k, none, none, v, none, none
 
 
 @gluon.jit
@@ -105,7 +93,7 @@ def attend_pages(
     id = lane * 0
     if table is not None:
         id = gl.load(table + first, mask=count > 0, other=0)
-    k_at, k_block, k_page, v_at, v_block, v_page = _place(stored, place, table, steps, first, id, NB)
+    k_at, k_block, k_page, v_at, v_block, v_page = page_place(stored, place, table, steps, first, id, NB)
     fetch_page(base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, left, D, K_BITS, K_MEAN, K_NORM, NB, 0)
     copy_commit(lane)
     fetch_page(
@@ -150,7 +138,7 @@ def attend_pages(
         following = first + i + 1
         left = gl.where(i < count, blocks - (following - 1) * NB, 0)
         next_left = gl.where(i + 1 < count, blocks - following * NB, 0)
-        k_at, k_block, k_page, v_at, v_block, v_page = _place(stored, place, table, steps, following, id, NB)
+        k_at, k_block, k_page, v_at, v_block, v_page = page_place(stored, place, table, steps, following, id, NB)
         skip = None
         if table is not None:
             id = gl.load(table + following + 1, mask=i + 2 < count, other=0)
@@ -222,7 +210,7 @@ def pages_kernel(
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
-    NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr,
+    NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 NT`` query rows.
 
@@ -236,7 +224,10 @@ def pages_kernel(
     thread = gl.arange(0, 32 * W, LAYOUT)
     lane = thread % 32
     warp = thread // 32
-    base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
+    if BYTES:
+        base0 = shared_base(lane, row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W))
+    else:
+        base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
 
     if EARLY:
         wait_for_previous(lane)
@@ -272,11 +263,19 @@ def pages_kernel(
             (k_codes.to(gl.int64), k_scale.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
             (v_codes.to(gl.int64), v_scale.to(gl.int64), v_mean.to(gl.int64), v_mean.to(gl.int64)),
         )
-        top, out, total = attend_pages(
-            base0, lane, warp, lo, hi, blocks, stored, (head * capacity, head * k_pages, head * v_pages), None, None,
-            q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-            D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR,
-        )  # fmt: skip
+        at = (head * capacity, head * k_pages, head * v_pages)
+        if BYTES:
+            top, out, total = attend_rows(
+                base0, lane, warp, lo, hi, blocks, stored, at, None, None,
+                q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
+            )  # fmt: skip
+        else:
+            top, out, total = attend_pages(
+                base0, lane, warp, lo, hi, blocks, stored, at, None, None,
+                q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR,
+            )  # fmt: skip
         side = ()
         for n in gl.static_range(NT):
             side = side + ((total[2 * n], total[2 * n + 1], total[2 * n], total[2 * n + 1]),)

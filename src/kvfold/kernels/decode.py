@@ -83,6 +83,8 @@ class Plan:
         Most registers of a thread; None leaves it to the compiler.
     shared : bool
         The warps of a program read the same tokens for query rows of their own: for calls of many rows.
+    bytewise : bool
+        Products of bytes, four query rows in eight columns (pages alone).
     """
 
     warps: int
@@ -94,6 +96,7 @@ class Plan:
     center: bool = False
     registers: int | None = None
     shared: bool = False
+    bytewise: bool = False
 
     def cap(self, has_bias: bool) -> int | None:
         """``registers``, unless a bias needs the few that the cap leaves."""

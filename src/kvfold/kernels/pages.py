@@ -10,6 +10,7 @@ from kvfold.formats import Fields, Format, Hadamard, Paged, UniformTokens
 from kvfold.formats.paged import PAGE
 from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._pages_gluon import pages_kernel
+from kvfold.kernels._pages_rows_gluon import row_bytes
 from kvfold.kernels.call import Span, Windows
 from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan, unit_capacity
 from kvfold.kernels.device import multiprocessors
@@ -60,12 +61,32 @@ def _bits(form: Paged) -> int:
 
 def program_bytes(key_format: Paged, value_format: Paged, plan: Plan, far: bool = True) -> int:
     """Bytes of shared memory of a program."""
+    if plan.bytewise:
+        norm, sides = bool(key_format.norm), (key_format, value_format)
+        bits, means = [_bits(form) for form in sides], [form.mean for form in sides]
+        return int(row_bytes(key_format.head_dim, bits[0], means[0], norm, bits[1], means[1], BLOCKS, plan.warps))
     return int(
         shared_bytes(
             key_format.head_dim, _bits(key_format), key_format.mean, bool(key_format.norm), _bits(value_format),
             value_format.mean, plan.tiles, BLOCKS, far, plan.warps,
         )
     )  # fmt: skip
+
+
+def bytewise(key_format: Paged, value_format: Paged, rows: int) -> bool:
+    """Whether products of bytes serve: eight columns are then four query rows.
+
+    Fewer rows, other bits and pages without means, norms or rotations would do as well; a GPU has shown these alone to be right
+    so far.
+    """
+    sides = (key_format, value_format)
+    return (
+        rows == 4
+        and key_format.head_dim == 128
+        and (_bits(key_format), _bits(value_format)) in ((3, 2), (2, 2))
+        and all(_mix(form) >= 16 and form.mean for form in sides)
+        and bool(key_format.norm)
+    )
 
 
 @lru_cache
@@ -83,7 +104,8 @@ def make_plan(
     tiles = 2 if rows > 8 and dim < 128 else 1
     columns = math.ceil(rows / (8 * tiles))
     pages = math.ceil(capacity / BLOCKS)
-    shapes = [Plan(warps, BLOCKS, tiles, columns, 1, 1) for warps in (4, 2, 1)]
+    narrow = bytewise(key_format, value_format, rows)
+    shapes = [Plan(warps, BLOCKS, tiles, columns, 1, 1, bytewise=narrow) for warps in (4, 2, 1)]
     shape = next(s for s in shapes if program_bytes(key_format, value_format, s) <= STATIC_SHARED)
     warps, registers = shape.warps, REGISTERS.get(dim)
     threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
@@ -101,7 +123,8 @@ def make_plan(
 
     splits = min(range(1, max(2, min(256, pages // warps + 2))), key=cost)
     each = 3 if capacity >= 512 or 4 * jobs >= processors else 1
-    return Plan(warps, BLOCKS, tiles, columns, splits, math.ceil(window_slots / (16 * warps * each)), False, registers)
+    dense = math.ceil(window_slots / (16 * warps * each))
+    return replace(shape, splits=splits, dense_splits=dense, registers=registers)
 
 
 REGISTERS: dict[int, int] = {128: 168}
@@ -233,4 +256,5 @@ def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, ea
         "FAR": True,
         "BF16": bf16,
         "EARLY": early,
+        "BYTES": plan.bytewise,
     }

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._pages_gluon import attend_pages
+from kvfold.kernels._pages_rows_gluon import attend_rows, row_bytes
 from kvfold.kernels._softmax import LOG2E, _finish
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
 
@@ -20,7 +21,7 @@ def fold_pieces_kernel(
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr,
-    AT: gl.constexpr,
+    BYTES: gl.constexpr, AT: gl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th (piece, KV head, ``8 NT`` query rows).
 
@@ -34,7 +35,10 @@ def fold_pieces_kernel(
     thread = gl.arange(0, 32 * W, LAYOUT)
     lane = thread % 32
     warp = thread // 32
-    base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
+    if BYTES:
+        base0 = shared_base(lane, row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W))
+    else:
+        base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
     if EARLY:
         launch_dependents(lane)
     tasks = gl.load(items_ptr + seqs) * heads * columns
@@ -54,11 +58,18 @@ def fold_pieces_kernel(
         steps = (page_step, gl.load(place + 4) // 32)
         row0 = gl.load(place + 5).to(gl.int64) * q_token + head * (rows // tokens) * D
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
-        top, out, total = attend_pages(
-            base0, lane, warp, lo, hi, blocks, stored, None, table + seq.to(gl.int64) * table_step, steps,
-            q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count), k_signs, v_signs,
-            D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR,
-        )  # fmt: skip
+        if BYTES:
+            top, out, total = attend_rows(
+                base0, lane, warp, lo, hi, blocks, stored, None, table + seq.to(gl.int64) * table_step, steps,
+                q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count), k_signs, v_signs,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
+            )  # fmt: skip
+        else:
+            top, out, total = attend_pages(
+                base0, lane, warp, lo, hi, blocks, stored, None, table + seq.to(gl.int64) * table_step, steps,
+                q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count), k_signs, v_signs,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR,
+            )  # fmt: skip
         first = gl.load(following + 1) + warp * ((gl.load(following + 2) - gl.load(following + 1) + W - 1) // W)
         prefetch((table + gl.load(following).to(gl.int64) * table_step + first).to(gl.int64))
         side = ()

@@ -1,0 +1,188 @@
+"""The loop over pages of :mod:`kvfold.kernels._pages_gluon` for up to four query rows of a KV head, by products of bytes."""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._hadamard import hadamard, sign_bits, turned_back
+from kvfold.kernels._page_bytes import (
+    byte_queries,
+    byte_scores,
+    byte_values,
+    byte_weights,
+    mean_signs,
+    page_scales,
+    row_means,
+    row_queries,
+    turned_mean,
+    turned_rows,
+)
+from kvfold.kernels._page_codes import fetch_page, mean_at, norm_at, page_bytes, page_place, scale_at, weight
+from kvfold.kernels._page_sums import _exponent, _norm_words
+from kvfold.kernels._registers import _zero4
+from kvfold.kernels._softmax import LOWEST
+from kvfold.kernels._warp import (
+    as_float,
+    copy_commit,
+    copy_wait_1,
+    copy_wait_all,
+    exp2_fast,
+    program_sync,
+    shuffle,
+    store_shared2,
+    store_shared4,
+    warp_sync,
+)
+
+
+@gluon.constexpr_function
+def row_stage(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks):
+    """Bytes of a warp's stage: both sides of a page; norms as fp16, or the values' mean as fp32."""
+    sides = page_bytes(dim, k_bits, blocks, k_mean, k_norm) + page_bytes(dim, v_bits, blocks, v_mean, False)
+    return sides + 4 * dim
+
+
+@gluon.constexpr_function
+def row_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, warps):
+    """Bytes of shared memory of a program: stages, the Hadamard matrix as an operand, the queries; and, later, sums."""
+    stage = row_stage(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks)
+    return max(warps * stage + 512 + dim * 8, warps * dim * 32)
+
+
+@gluon.constexpr_function
+def _unit(dim, bits, tile):
+    """What turns sums of values of a tile into what :func:`turned_back` takes."""
+    return 2.0 ** (weight(dim, bits, tile) - weight(dim, bits, tile % (dim // 32)) - 16)
+
+
+@gluon.jit
+def attend_rows(
+    base0, lane, warp, lo, hi, blocks, stored, at, table, steps, q_ptr, row0, column0, rows, to_log2, varlen, k_signs,
+    v_signs,
+    D: gl.constexpr,
+    K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
+    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr,
+):  # fmt: skip
+    """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns."""
+    W: gl.constexpr = gl.num_warps()
+    CT: gl.constexpr = D // 16
+    V_AT: gl.constexpr = page_bytes(D, K_BITS, NB, K_MEAN, K_NORM)
+    K_MEAN_AT: gl.constexpr = mean_at(D, K_BITS, NB)
+    K_NORM_AT: gl.constexpr = norm_at(D, K_BITS, NB, K_MEAN)
+    SCRATCH: gl.constexpr = V_AT + page_bytes(D, V_BITS, NB, V_MEAN, False)
+    STAGE: gl.constexpr = SCRATCH + 4 * D
+    g = lane // 4
+    t = lane % 4
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    base = base0 + warp * STAGE
+    scratch = base + SCRATCH
+    left = gl.where(count > 0, blocks - first * NB, 0)
+    id = lane * 0
+    if table is not None:
+        id = gl.load(table + first, mask=count > 0, other=0)
+    k_at, k_block, k_page, v_at, v_block, v_page = page_place(stored, at, table, steps, first, id, NB)
+    fetch_page(base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, left, D, K_BITS, K_MEAN, K_NORM, NB, 0)
+    copy_commit(lane)
+    fetch_page(
+        base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT
+    )
+    copy_commit(lane)
+    if table is not None:  # the numbers of pages are a page ahead of their bytes
+        id = gl.load(table + first + 1, mask=count > 1, other=0)
+
+    q, up = row_queries(q_ptr, g, t, row0, column0, rows, to_log2, varlen, D, _exponent(K_MIX))
+    far = base0 + W * STAGE + 512 + lane * 8
+    for i in gl.static_range(CT // 2):  # all warps have the same
+        store_shared2(far + 256 * i, q[2 * i], q[2 * i + 1])
+    # the Hadamard matrix waits in shared memory, which all warps fill alike
+    matrix = base0 + W * STAGE + lane * 16
+    m = hadamard(g, t, K_MIX, False)
+    store_shared4(matrix, as_float(m[0]), as_float(m[1]), as_float(m[2]), as_float(m[3]))
+    k_sign = lane * 0
+    v_sign = lane * 0
+    if K_MIX > 1:
+        k_sign = sign_bits(k_signs, lane, D)
+    if V_MEAN and V_MIX > 1:
+        v_sign = mean_signs(v_signs, g, t)
+    program_sync(lane)
+    up = up * (K_MIX**-0.5)
+    if not K_NORM:  # what codes meet is the same for all pages
+        _norm_words(base, scratch, lane, k_sign, D, False, 0)
+        turned, start, unit = byte_queries(turned_rows(far, scratch, lane, matrix, D, K_MIX, True), lane, D, K_BITS)
+        unit = unit * up
+    zero = _zero4(lane)[0]
+    top = zero + LOWEST
+    total = zero
+    out = ()
+    for _i in gl.static_range(2 * CT):
+        out = out + (zero,)
+
+    for i in range(each):
+        following = first + i + 1
+        left = gl.where(i < count, blocks - (following - 1) * NB, 0)
+        next_left = gl.where(i + 1 < count, blocks - following * NB, 0)
+        k_at, k_block, k_page, v_at, v_block, v_page = page_place(stored, at, table, steps, following, id, NB)
+        skip = None
+        if table is not None:
+            id = gl.load(table + following + 1, mask=i + 2 < count, other=0)
+            skip = steps[1] - (following - 1) * NB
+        copy_wait_1(lane)  # keys of this page
+        if K_NORM:
+            _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT)
+            turned, start, unit = byte_queries(turned_rows(far, scratch, lane, matrix, D, K_MIX, True), lane, D, K_BITS)
+            unit = unit * up
+        bias = zero
+        if K_MEAN:
+            bias = row_means(far, base, lane, D, K_MEAN_AT, True) * (up * K_MIX**0.5)
+        scores = byte_scores(base, lane, turned, start, left, skip, D, K_BITS, NB)
+        warp_sync(lane)
+        fetch_page(
+            base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, 0
+        )
+        copy_commit(lane)
+        copy_wait_1(lane)  # values of this page
+        scale = page_scales(base, lane, NB, V_AT + scale_at(D, V_BITS, NB))
+        p, page_top, page_total = byte_weights(scores, unit, bias, scale, NB)
+        new_top = gl.maximum(top, page_top)
+        before = exp2_fast(top - new_top)
+        now = exp2_fast(page_top - new_top)
+        top = new_top
+        total = gl.fma(total, before, page_total * now)
+        mean = ()
+        if V_MEAN:
+            mean = turned_mean(base, scratch, lane, v_sign, matrix, D, V_MIX, V_AT + mean_at(D, V_BITS, NB))
+        out = byte_values(base, lane, p, before, now, page_total, mean, out, D, V_BITS, V_MEAN, V_MIX, NB, V_AT)
+        warp_sync(lane)
+        fetch_page(
+            base,
+            lane,
+            v_at[0],
+            v_at[1],
+            v_at[2],
+            v_at[3],
+            v_block,
+            v_page,
+            next_left,
+            D,
+            V_BITS,
+            V_MEAN,
+            False,
+            NB,
+            V_AT,
+        )
+        copy_commit(lane)
+
+    copy_wait_all(lane)
+    program_sync(lane)
+    # rows t of lanes become columns 2t and 2t + 1
+    a = g * 4 + 2 * t % 4
+    tops = (shuffle(top, a), shuffle(top, a + 1))
+    totals = (shuffle(total, a), shuffle(total, a + 1))
+    sums = ()
+    for ct in gl.static_range(CT):
+        x = out[2 * ct] * _unit(D, V_BITS, ct)
+        y = out[2 * ct + 1] * _unit(D, V_BITS, ct)
+        sums = sums + ((shuffle(x, a), shuffle(x, a + 1), shuffle(y, a), shuffle(y, a + 1)),)
+    return tops, turned_back(sums, lane, v_signs, D, V_BITS, V_MIX, 1), totals

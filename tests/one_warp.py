@@ -1,0 +1,266 @@
+"""One warp in NumPy: runs the functions of Gluon kernels, which no interpreter runs, where there is no GPU.
+
+:func:`on_cpu` gives a module's functions anew, with the instructions of :mod:`kvfold.kernels._warp` as what PTX says they do to
+32 lanes. A program has one warp; memory is one array of bytes, addresses are integers.
+"""
+
+import sys
+from types import FunctionType, SimpleNamespace
+
+import numpy as np
+from triton.experimental.gluon import language
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+LANE = np.arange(32)
+ROW, COLUMN = LANE // 4, LANE % 4
+TYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
+
+
+class Register(np.ndarray):
+    """An element per lane, or one for all."""
+
+    def to(self, dtype):
+        return self.astype(TYPES[dtype]).view(Register)
+
+    def __index__(self):
+        return int(np.asarray(self).reshape(-1)[0])
+
+
+def register(x, dtype=None):
+    x = np.asarray(x, dtype)
+    return (x.astype(np.float32) if x.dtype == np.float64 else x).view(Register)
+
+
+def scalar(x, dtype=np.int32):
+    return register([x], dtype)
+
+
+class Pointer:
+    """Global memory from an address on; ``kind`` is Triton's name of the elements' type."""
+
+    def __init__(self, address, dtype, kind="fp32", offset=0):
+        self.address, self.type, self.offset = address, np.dtype(dtype), offset
+        self.dtype = SimpleNamespace(element_ty=SimpleNamespace(name=kind))
+
+    def __add__(self, offset):
+        return Pointer(self.address, self.type, self.dtype.element_ty.name, self.offset + offset)
+
+    def to(self, _dtype):
+        return scalar(self.address, np.int64)
+
+
+class Machine:
+    """Global and shared memory, and what a warp does with them."""
+
+    def __init__(self, size=1 << 22):
+        self.memory, self.shared, self.end = np.zeros(size, np.uint8), np.zeros(1 << 17, np.uint8), 4096
+
+    def put(self, tensor):
+        """Address of a copy of a Torch tensor."""
+        data = np.frombuffer(tensor.contiguous().numpy().tobytes(), np.uint8)
+        at, self.end = self.end, -(-(self.end + len(data)) // 4096) * 4096
+        self.memory[at : at + len(data)] = data
+        return at
+
+    # ---- what `gl` offers
+
+    int32, int64, float32 = TYPES
+    static_range = staticmethod(range)
+
+    def num_warps(self):
+        return 1
+
+    def where(self, condition, a, b):
+        return register(np.where(condition, a, b))
+
+    def fma(self, a, b, c):
+        return register(np.asarray(a, np.float64) * np.asarray(b, np.float64) + np.asarray(c, np.float64))
+
+    def maximum(self, a, b):
+        return register(np.maximum(a, b))
+
+    def minimum(self, a, b):
+        return register(np.minimum(a, b))
+
+    def abs(self, x):
+        return register(np.abs(x))
+
+    def load(self, pointer, mask=None, other=0):
+        at = pointer.address + lanes(pointer.offset, np.int64) * pointer.type.itemsize
+        return register(self._read(self.memory, at, pointer.type.itemsize).view(pointer.type)[:, 0])
+
+    # ---- memory
+
+    def _read(self, memory, at, size):
+        return np.stack([memory[a : a + size] for a in at])
+
+    def load_shared(self, address, offset, n):
+        words = self._read(self.shared, lanes(address, np.int64) + offset, 4 * n).view(np.int32)
+        return tuple(register(words[:, i].copy()) for i in range(n))
+
+    def load_shared4f(self, address):
+        return tuple(x.view(np.float32) for x in self.load_shared(address, 0, 4))
+
+    def load_shared_short(self, address, offset):
+        return register(self._read(self.shared, lanes(address, np.int64) + offset, 2).view(np.uint16)[:, 0], np.int32)
+
+    def load_matrix4(self, address, offset, transposed):
+        rows = self._read(self.shared, lanes(address, np.int64) + offset, 16).view(np.uint16).reshape(4, 8, 8)
+        return tuple(fragment(m.T if transposed else m) for m in rows)
+
+    def store(self, address, *words):
+        at = lanes(address, np.int64)
+        for i, word in enumerate(words):
+            data = unsigned(word).view(np.uint8).reshape(32, 4)
+            for lane in range(32):
+                self.shared[at[lane] + 4 * i : at[lane] + 4 * i + 4] = data[lane]
+
+    store_shared1 = store_shared2 = store_shared4 = store
+
+    def copy_async(self, to, source, size, active, to_offset, source_offset, guarded):
+        to, source, size = lanes(to, np.int64) + to_offset, lanes(source, np.int64) + source_offset, lanes(size)
+        for lane in LANE[lanes(active) != 0] if guarded else LANE:
+            data = self.memory[source[lane] : source[lane] + 16] if size[lane] else 0
+            self.shared[to[lane] : to[lane] + 16] = data
+
+    def load_pair(self, address, active, kind):
+        assert kind == 0
+        at = np.where(lanes(active) != 0, lanes(address, np.int64), 0)
+        pair = self._read(self.memory, at, 4).view(np.float16).astype(np.float32)
+        return register(pair[:, 0].copy()), register(pair[:, 1].copy())
+
+    def nothing(self, *_):
+        return None
+
+    copy_commit = copy_wait_1 = copy_wait_all = warp_sync = program_sync = nothing
+
+
+def lanes(x, dtype=np.int32):
+    return np.broadcast_to(np.asarray(x).astype(dtype), (32,))
+
+
+def unsigned(x):
+    """The 32 bits of a register."""
+    x = np.asarray(x)
+    x = x.view(np.uint32) if x.dtype == np.float32 else (x.astype(np.int64) & 0xFFFFFFFF).astype(np.uint32)
+    return np.ascontiguousarray(np.broadcast_to(x, (32,)))
+
+
+def word(x):
+    return register(np.ascontiguousarray(x).reshape(32, -1).view(np.int32)[:, 0])
+
+
+def halves(x):
+    return unsigned(x).view(np.float16).reshape(32, 2)
+
+
+def fragment(matrix):
+    """A lane's pair of an 8 x 8 matrix of 16 bits."""
+    return word(np.stack([matrix[ROW, 2 * COLUMN], matrix[ROW, 2 * COLUMN + 1]], 1))
+
+
+def transpose8(x):
+    matrix = np.zeros((8, 8), np.uint16)
+    for e in range(2):
+        matrix[ROW, 2 * COLUMN + e] = unsigned(x).view(np.uint16).reshape(32, 2)[:, e]
+    return fragment(matrix.T)
+
+
+def _parts(kind):
+    """How a register of an operand becomes numbers, [32, n]."""
+    if kind == "bf16":
+        return lambda x: (
+            np.stack([unsigned(x) << 16, unsigned(x) & np.uint32(0xFFFF0000)], 1).view(np.float32).astype(float)
+        )
+    if kind == "fp16":
+        return lambda x: halves(x).astype(float)
+    return lambda x: unsigned(x).view(kind).reshape(32, 4).astype(np.int64)
+
+
+def product(a, b, c, a_kind, b_kind, dtype):
+    """c + A B of registers; operands as in :func:`kvfold.kernels._warp.mma` and ``mma_bytes``."""
+    of_a, of_b = _parts(a_kind), _parts(b_kind)
+    n = of_a(a[0]).shape[1]
+    left, right, sums = np.zeros((16, 8 * n)), np.zeros((8 * n, 8)), np.zeros((16, 8))
+    for i in range(4):
+        for e in range(n):
+            left[ROW + 8 * (i % 2), n * COLUMN + e + 4 * n * (i // 2)] = of_a(a[i])[:, e]
+    for i in range(2):
+        for e in range(n):
+            right[n * COLUMN + e + 4 * n * i, ROW] = of_b(b[i])[:, e]
+    for i in range(4):
+        sums[ROW + 8 * (i // 2), 2 * COLUMN + i % 2] = lanes(c[i], float)
+    sums = (sums + left @ right).astype(dtype)
+    return tuple(register(sums[ROW + 8 * (i // 2), 2 * COLUMN + i % 2]) for i in range(4))
+
+
+def mma(a0, a1, a2, a3, b0, b1, c, bf16):
+    kind = "bf16" if bf16 else "fp16"
+    return product((a0, a1, a2, a3), (b0, b1), c, kind, kind, np.float32)
+
+
+def mma_bytes(a0, a1, a2, a3, b0, b1, c, signed):
+    return product((a0, a1, a2, a3), (b0, b1), c, np.uint8, np.int8 if signed else np.uint8, np.int32)
+
+
+def pack_half2(low, high, bf16):
+    pair = np.stack([lanes(low, np.float32), lanes(high, np.float32)], 1)
+    if not bf16:
+        return word(pair.astype(np.float16))
+    bits = pair.view(np.uint32)
+    return word(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
+
+
+def unpack_half2(x):
+    return tuple(register(halves(x)[:, i].astype(np.float32)) for i in range(2))
+
+
+def either_bytes(a, b, which):
+    chosen = [int(digit) for digit in reversed(str(which)[2:])]
+    return word(np.concatenate([unsigned(x).view(np.uint8).reshape(32, 4) for x in (a, b)], 1)[:, chosen])
+
+
+def select(a, b, mask):
+    return word((unsigned(a) & np.uint32(mask)) | (unsigned(b) & ~np.uint32(mask)))
+
+
+INSTRUCTIONS = {
+    "mma": mma, "mma_bytes": mma_bytes, "transpose8": transpose8, "pack_half2": pack_half2, "unpack_half2": unpack_half2,
+    "either_bytes": either_bytes, "select": select,
+    "mul_half2": lambda a, b: word(halves(a) * halves(b)),
+    "max_half2": lambda a, b: word(np.maximum(halves(a), halves(b))),
+    "shuffle": lambda x, source: register(lanes(x, np.float32)[lanes(source)]),
+    "shuffle_xor": lambda x, mask: register(lanes(x, np.float32)[LANE ^ mask]),
+    "exp2_fast": lambda x: register(np.exp2(np.asarray(x, np.float32))),
+    "reciprocal": lambda x: register(np.float32(1) / np.asarray(x, np.float32)),
+    "as_int": lambda x: word(lanes(x, np.float32)),
+    "as_float": lambda x: register(unsigned(x).view(np.float32)),
+}  # fmt: skip
+
+
+def on_cpu(module, machine):
+    """The functions of a module of kernels, as they run on a machine's only warp."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = names = {}
+            for key, value in vars(sys.modules[name]).items():
+                if key == "gl":
+                    names[key] = machine
+                elif key in INSTRUCTIONS:
+                    names[key] = INSTRUCTIONS[key]
+                elif isinstance(value, GluonJITFunction):
+                    own = getattr(machine, key, None)
+                    names[key] = own if own else (value.fn.__module__, value.fn)
+                elif isinstance(value, language.constexpr):
+                    names[key] = value.value
+                else:
+                    names[key] = value
+            for key, value in names.items():
+                if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], FunctionType):
+                    where = names if value[0] == name else of(value[0])
+                    names[key] = FunctionType(value[1].__code__, where, key, value[1].__defaults__)
+        return made[name]
+
+    return SimpleNamespace(**of(module.__name__))
