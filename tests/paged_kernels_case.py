@@ -29,6 +29,8 @@ def storing(method, lengths=(1, 150, 33), most=70, device="cpu", fragments=True,
     for seed in (1, 2):
         server = Server(method, lengths, fragments=fragments, device=device, **options)
         space = workspace(server)
+        if device == "cpu" and seed == 2:  # programs enough for blocks of a page to be shared out
+            space = replace(space, processors=4)
         for counts in cuts(lengths, most, torch.Generator().manual_seed(seed)):
             call = server.step(counts)
             work.prepare(call.step, space, call.seen)

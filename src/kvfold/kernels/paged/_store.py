@@ -17,19 +17,20 @@ def _at(stored, steps, page, head, I: tl.constexpr):
 
 @triton.jit
 def _close_page(
-    source, stored, steps, statistics, signs, update, page, head, start, stop, sink,
+    source, stored, steps, statistics, signs, update, page, head, begins, start, stop, sink,
     D: tl.constexpr, FORM: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Encode tokens ``start`` to ``stop`` of one page of one side of one head; its first block brings the statistics.
+    """Encode tokens ``start`` to ``stop`` of one page of one side of one head. The statistics are made first where the step
+    closes the page from its beginning (``begins``): by every program that closes some of it, which all leave the same.
 
     ``source`` as :func:`kvfold.kernels._encode_tile._tokens_at` takes it, without the first token.
     """
     mean, norm = _at(stored, steps, page, head, 3), _at(stored, steps, page, head, 4)
     fields = (_at(stored, steps, page, head, 0), _at(stored, steps, page, head, 1), _at(stored, steps, page, head, 2))
     if FORM[MEAN] or FORM[NORM] > 0:
-        if start % PAGE == 0:
-            skip = tl.where(start == 0, sink, 0)
-            _statistics(_from(source, start), mean, norm, D, FORM, 3, skip)
+        if begins:
+            first = start // PAGE * PAGE
+            _statistics(_from(source, first), mean, norm, D, FORM, 3, tl.where(first == 0, sink, 0))
         tl.debug_barrier()  # what these threads stored, others read
     for i in tl.range(0, (stop - start) // FORM[TILE], disable_licm=True):
         first = start + i * FORM[TILE]
@@ -90,26 +91,34 @@ def store_kernel(
             _append(
                 (value, v_token, v_head), (window_v, wv_block, wv_place, wv_head), zero + token, slot, heads, D, H, WINDOW_BLOCK
             )  # fmt: skip
+    # a few pages are shared out block by block, many page by page
+    pages = tl.load(closes_ptr + seqs) * heads * 2
+    shares = tl.where(pages * (PAGE // BLOCK) <= programs, PAGE // BLOCK, 1)
     # seldom anything: nothing of it is to be made, and kept in registers, before it
-    for task in tl.range(tl.program_id(0), tl.load(closes_ptr + seqs) * heads * 2, programs, disable_licm=True):
-        entry = task // (2 * heads)
-        head = zero + task // 2 % heads
+    for task in tl.range(tl.program_id(0), pages * shares, programs, disable_licm=True):
+        share = task % shares
+        side = task // shares % 2
+        entry = task // shares // (2 * heads)
+        head = zero + task // shares // 2 % heads
         seq = tl.load(close_list + 2 * entry).to(tl.int64)
         number = tl.load(close_list + 2 * entry + 1)
         before = tl.load(before_ptr + seq)
         first, last = _closing(before, tl.load(seq_lens + seq), BLOCK, SEEN)
-        start, stop = tl.maximum(first, number * PAGE), tl.minimum(last, number * PAGE + PAGE)
+        begins = first <= number * PAGE
+        size = PAGE // shares
+        start = tl.maximum(first, number * PAGE + share * size)
+        stop = tl.maximum(tl.minimum(last, number * PAGE + share * size + size), start)
         page = tl.load(table + seq * table_step + number).to(tl.int64)
         begin = tl.load(query_start + seq).to(tl.int64)
         row = window_table + seq * window_step
-        if task % 2 == 0:
+        if side == 0:
             source = (
                 window_k + head * wk_head, wk_place, wk_block, key + begin * k_token + head * k_head, k_token, before, row,
                 WINDOW_BLOCK,
             )  # fmt: skip
             matrix = update + head * ((D - WIDTH) * (D - WIDTH))
             _close_page(
-                source, k_stored, k_steps, norm_table, k_signs, matrix, page, head, start, stop, sink,
+                source, k_stored, k_steps, norm_table, k_signs, matrix, page, head, begins, start, stop, sink,
                 D, KEY, False, WIDTH, WARPS,
             )  # fmt: skip
         else:
@@ -118,6 +127,6 @@ def store_kernel(
                 WINDOW_BLOCK,
             )  # fmt: skip
             _close_page(
-                source, v_stored, v_steps, norm_table, v_signs, update, page, head, start, stop, sink,
+                source, v_stored, v_steps, norm_table, v_signs, update, page, head, begins, start, stop, sink,
                 D, VALUE, True, 0, WARPS,
             )  # fmt: skip

@@ -87,6 +87,7 @@ def store(call: PagedCall, workspace: Workspace) -> None:
         WIDTH=width or 0,
         WARPS=warps,
         num_warps=warps,
+        maxnreg=128 if warps > 4 else None,  # two programs of eight warps at a time, without spills
         num_stages=1,
         enable_fp_fusion=False,
     )
