@@ -5,7 +5,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._registers import ONES, _kind, _replace, _two, _zero4
+from kvfold.kernels._registers import ONES, _kind, _replace, _two, _zero4, query_at
 from kvfold.kernels._softmax import _rescale, _softmax
 from kvfold.kernels._warp import high_halves, load_global4, load_pair, low_halves, mma, pack_half2
 
@@ -40,36 +40,66 @@ def _dense(
     LIFT: gl.constexpr,
 ):  # fmt: skip
     """16 slots of the sink and recent windows per warp, after those of which the sums are given."""
-    CT: gl.constexpr = D // 16
     g = lane // 4
     t = lane % 4
     first = (tile * gl.num_warps() + warp) * 16
     total = sink_len + packed_len + recent_len
     valid0, position0 = _window_slot(first + g, sink_len, packed_len, recent_len, sinks, slots)
     valid1, position1 = _window_slot(first + g + 8, sink_len, packed_len, recent_len, sinks, slots)
-    k0 = _row_address(sink_k, ring_k, first + g, head, sinks, slots, 2 * D) + t * 16
-    k1 = _row_address(sink_k, ring_k, first + g + 8, head, sinks, slots, 2 * D) + t * 16
+    k0 = _row_address(sink_k, ring_k, first + g, head, sinks, slots, 2 * D)
+    k1 = _row_address(sink_k, ring_k, first + g + 8, head, sinks, slots, 2 * D)
+    v = ()
+    for i in gl.static_range(4):
+        slot = first + value_row(t, i)
+        valid, _position = _window_slot(slot, sink_len, packed_len, recent_len, sinks, slots)
+        v = v + ((_row_address(sink_v, ring_v, slot, head, sinks, slots, 2 * D), valid),)
+    return attend_raw(
+        lane, ((k0, valid0, position0), (k1, valid1, position1)), v, q_ptr, row0, column0, rows, None, total - tokens, tokens,
+        factor, top, before, before_side, D, NT, BF16, LIFT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def value_row(t, i: gl.constexpr):
+    """Which of 16 tokens a lane reads values of, for ``i`` from 0 to 3."""
+    return 2 * t + i % 2 + 8 * (i // 2)
+
+
+@gluon.jit
+def attend_raw(
+    lane, keys, values, q_ptr, row0, column0, rows, varlen, newest, tokens, factor, top, before, before_side,
+    D: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr, LIFT: gl.constexpr,
+):  # fmt: skip
+    """16 raw tokens per warp, after those of which the sums are given.
+
+    ``keys``: of tokens ``lane // 4`` and 8 after it, the address, whether there is one, and its position; ``values``: the first
+    two, of the four tokens that :func:`value_row` names. The call's first token has position ``newest``; for ``varlen`` see
+    :func:`kvfold.kernels._registers.query_at`.
+    """
+    CT: gl.constexpr = D // 16
+    g = lane // 4
+    t = lane % 4
+    k0 = keys[0][0] + t * 16
+    k1 = keys[1][0] + t * 16
+    valid0 = keys[0][1]
+    valid1 = keys[1][1]
     k = ()
     for c in gl.static_range(D // 32):
         k = k + load_global4(k0 + 64 * c, valid0.to(gl.int32)) + load_global4(k1 + 64 * c, valid1.to(gl.int32))
     # values: rows of the fragment are channels in the order 16 g + (2 tile + half), so that a lane reads 32 adjacent bytes
     v = ()
     for i in gl.static_range(4):
-        slot = first + 2 * t + i % 2 + 8 * (i // 2)
-        valid, _position = _window_slot(slot, sink_len, packed_len, recent_len, sinks, slots)
-        address = _row_address(sink_v, ring_v, slot, head, sinks, slots, 2 * D) + g * (D // 4)
+        address = values[i][0] + g * (D // 4)
         words = ()
         for c in gl.static_range(D // 64):
-            words = words + load_global4(address + 16 * c, valid.to(gl.int32))
+            words = words + load_global4(address + 16 * c, values[i][1].to(gl.int32))
         v = v + (words,)
     # contraction order is free as long as both operands agree: a lane takes 8 adjacent channels of every 32
     KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
     SIZE: gl.constexpr = 4 if KIND == 2 else 2
     q = ()
     for n in gl.static_range(NT):
-        row = column0 + n * 8 + g
-        live = (row < rows).to(gl.int32)
-        address = q_ptr.to(gl.int64) + ((row0 + row) * D + t * 8) * SIZE
+        address, live = query_at(q_ptr, row0, column0 + n * 8 + g, rows, t * 8, varlen, D, SIZE)
         for c in gl.static_range(D // 32):
             if KIND == (1 if BF16 else 0):
                 q = q + load_global4(address + 32 * c * SIZE, live)
@@ -93,11 +123,11 @@ def _dense(
         x = ()
         for e in gl.static_range(4):
             # rows of a KV head are [query head, token]; the tokens are the newest of the sequence
-            query = total - tokens + (column0 + n * 8 + 2 * t + e % 2) % tokens
+            query = newest + (column0 + n * 8 + 2 * t + e % 2) % tokens
             if e < 2:
-                sees = valid0 & (position0 <= query)
+                sees = valid0 & (keys[0][2] <= query)
             else:
-                sees = valid1 & (position1 <= query)
+                sees = valid1 & (keys[1][2] <= query)
             x = x + (gl.where(sees, accs[n][e] * factor, never),)
         scores = scores + (x,)
     top, scaled, p = _softmax(scores, top, 1, NT, BF16, LIFT)

@@ -146,18 +146,19 @@ def compile_pages(
 
 
 def compile_pieces(
-    key_format: Format, value_format: Format, rows: int = 4, bf16: bool = False, capability: int = 90
+    key_format: Format, value_format: Format, rows: int = 4, bf16: bool = False, raw: int = 16, capability: int = 90
 ) -> Report:
     """Compile the kernel over pieces of a server's pages as a layer with ``rows`` query rows per KV head would use it."""
     layout = PageLayout(key_format, value_format)
     keys, values = layout.views(torch.zeros(1, 1, layout.bytes, dtype=torch.uint8, device="cpu"))
     shape = paged_gluon.shape(key_format, value_format, rows, bf16, capability >= 90)
     fields = (*paged_gluon.arrays(key_format, keys), *paged_gluon.arrays(value_format, values))
-    fixed: dict[str, Any] = shape.fixed | {"AT": paged_gluon.region_of(fields)[1]}
+    fixed: dict[str, Any] = shape.fixed | {"AT": paged_gluon.region_of(fields)[1], "RAW": raw}
     if shape.plan.columns == 1:
         fixed["columns"] = 1
     types = {"q_ptr": _width(bf16), "scale": "fp32", "region": "*i16"}
-    types |= dict.fromkeys(("items_ptr", "item_list", "table"), "*i32")
+    numbers = ("items_ptr", "item_list", "table", "query_start", "seq_lens", "before_ptr", "sink_ptr", "packed_ptr")
+    types |= dict.fromkeys((*numbers, "window_table"), "*i32") | dict.fromkeys(("window_k", "window_v"), _width(bf16))
     types |= dict.fromkeys(("k_signs", "v_signs", "part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(shape.kernel, *_signature(shape.kernel, fixed, types), {})
     return _compile(source, capability, num_warps=shape.plan.warps, maxnreg=shape.plan.registers)

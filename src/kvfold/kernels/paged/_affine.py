@@ -8,12 +8,15 @@ from kvfold.kernels._affine_values import carried
 from kvfold.kernels._decode_gluon import attend_blocks
 from kvfold.kernels._registers import _item
 from kvfold.kernels._softmax import LOG2E, _finish
+from kvfold.kernels.paged._raw import attend_windows
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
 
 
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
 def affine_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step,
+    query_start, seq_lens, before_ptr, sink_ptr, packed_ptr,
+    window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head, window_table, window_step,
     region, page_step, head_step,
     part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs,
     D: gl.constexpr,
@@ -21,7 +24,7 @@ def affine_pieces_kernel(
     V_BITS: gl.constexpr, V_AXIS: gl.constexpr, V_MODE: gl.constexpr, V_GROUP: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, BF16: gl.constexpr, HAS_BIAS: gl.constexpr, CENTER: gl.constexpr,
     EARLY: gl.constexpr, SHARED: gl.constexpr,
-    AT: gl.constexpr,
+    AT: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
     """As :func:`kvfold.kernels.paged._fold.fold_pieces_kernel`; AT: bytes to the keys' metadata and sign words, and to the
     values' codes, metadata and sign words."""
@@ -41,8 +44,18 @@ def affine_pieces_kernel(
     warp = thread // 32
     base0 = shared_base(lane, W * (STAGE if STAGE > MEET else MEET))
     if EARLY:
+        wait_for_previous(lane)
         launch_dependents(lane)
     tasks = gl.load(items_ptr + seqs) * heads * columns
+    if RAW:
+        attend_windows(
+            base0, lane, warp, q_ptr, q_token, (query_start, seq_lens, before_ptr, sink_ptr, packed_ptr, items_ptr),
+            (
+                window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head,
+                window_table, window_step,
+            ),
+            tasks, gl.load(item_list + 2) - gl.load(item_list + 1), seqs, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
+        )  # fmt: skip
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)
         head = task // columns % heads
@@ -69,5 +82,3 @@ def affine_pieces_kernel(
             base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, CARRIED
         )
         program_sync(lane)
-    if EARLY:  # the merge waits for these programs alone: the raw tokens' kernel must have ended, too
-        wait_for_previous(lane)

@@ -152,6 +152,7 @@ def merge_pieces_kernel(
     """Merge the parts of one row. Grid: (seqs * heads * rows, pieces of PART channels)."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) % rows
     head = tl.program_id(0) // rows % heads
     seq = tl.program_id(0) // rows // heads

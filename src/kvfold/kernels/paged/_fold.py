@@ -7,6 +7,7 @@ from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._pages_gluon import attend_pages
 from kvfold.kernels._pages_rows_gluon import attend_rows, row_bytes
 from kvfold.kernels._softmax import LOG2E, _finish
+from kvfold.kernels.paged._raw import attend_windows
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
 
 PAGE = gl.constexpr(128)
@@ -15,20 +16,22 @@ PAGE = gl.constexpr(128)
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
 def fold_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step,
+    query_start, seq_lens, before_ptr, sink_ptr, packed_ptr,
+    window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head, window_table, window_step,
     region, page_step, head_step, k_signs, v_signs,
     part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr,
-    BYTES: gl.constexpr, AT: gl.constexpr,
+    BYTES: gl.constexpr, AT: gl.constexpr, RAW: gl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th (piece, KV head, ``8 NT`` query rows).
 
     ``region``: where pages' bytes lie, from the keys' codes on; AT: bytes from there to the keys' scale, mean and norms, and to
     the values' codes, scale and mean. ``page_step`` and ``head_step``: bytes from a page, and from a head, to the next. Query
-    heads lie together, ``q_token`` elements from a token to the next. EARLY: launched while the kernel of raw tokens runs, of
-    which this reads nothing.
+    heads lie together, ``q_token`` elements from a token to the next. RAW: tokens of a window block where raw tokens are read as
+    well, which lie in the windows, the step's own among them; 0: they are not. EARLY: as in the slab's kernel.
     """
     W: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
@@ -40,8 +43,18 @@ def fold_pieces_kernel(
     else:
         base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
     if EARLY:
+        wait_for_previous(lane)
         launch_dependents(lane)
     tasks = gl.load(items_ptr + seqs) * heads * columns
+    if RAW:
+        attend_windows(
+            base0, lane, warp, q_ptr, q_token, (query_start, seq_lens, before_ptr, sink_ptr, packed_ptr, items_ptr),
+            (
+                window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head,
+                window_table, window_step,
+            ),
+            tasks, gl.load(item_list + 2) - gl.load(item_list + 1), seqs, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
+        )  # fmt: skip
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)
         head = task // columns % heads
@@ -77,5 +90,3 @@ def fold_pieces_kernel(
             side = side + ((total[2 * n], total[2 * n + 1], total[2 * n], total[2 * n + 1]),)  # noqa: RUF005
         _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, 0)
         program_sync(lane)
-    if EARLY:  # the merge waits for these programs alone: the raw tokens' kernel must have ended, too
-        wait_for_previous(lane)

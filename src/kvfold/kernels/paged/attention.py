@@ -68,8 +68,10 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
     query = call.query.to(call.window_keys.dtype)
     if query.stride(-1) != 1:
         query = query.contiguous()
-    _raw(call, query, rows, workspace)
-    choose(call.key_format, call.value_format, call.rope is not None, query.device)(call, query, rows, workspace)
+    kernel = choose(call.key_format, call.value_format, call.rope is not None, query.device)
+    if kernel is pieces or not _reads_windows(call):
+        _raw(call, query, rows, workspace)
+    kernel(call, query, rows, workspace)
     early = overlaps_launches(query.device)
     whole = min(dim & -dim, 256 if step.seqs * heads * rows >= 4096 else 32)
     merge_pieces_kernel[(step.seqs * heads * rows, dim // whole)](
@@ -95,6 +97,12 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         **early_launch(early),
     )
     return out
+
+
+def _reads_windows(call: PagedCall) -> bool:
+    from kvfold.kernels.paged import gluon
+
+    return gluon.reads_windows(call)
 
 
 def _raw(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:

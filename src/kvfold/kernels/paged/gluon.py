@@ -69,6 +69,17 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         w.item_list,
         step.table,
         step.table.stride(0),
+        step.query_start,
+        step.seq_lens,
+        w.before,
+        w.sink,
+        w.packed,
+        call.window_keys,
+        *call.window_keys.stride()[:3],
+        call.window_values,
+        *call.window_values.stride()[:3],
+        step.window_table,
+        step.window_table.stride(0),
         *stored,
         w.out,
         w.top,
@@ -80,10 +91,21 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         chosen.plan.columns,
         step.seqs,
         AT=at,
+        RAW=step.window_block if reads_windows(call) else 0,
         **chosen.fixed,
         num_warps=chosen.plan.warps,
         maxnreg=chosen.plan.registers,
         **early_launch(bool(chosen.fixed["EARLY"])),
+    )
+
+
+def reads_windows(call: PagedCall) -> bool:
+    """Whether :func:`pieces` reads a call's raw tokens as well: where they are in the windows, 16 bytes at a time."""
+    if call.new_keys is not None or unsupported(call.key_format, call.value_format) is not None:
+        return False
+    windows = (call.window_keys, call.window_values)
+    return all(
+        x.element_size() == 2 and x.data_ptr() % 16 == 0 and not any(step % 8 for step in x.stride()[:3]) for x in windows
     )
 
 

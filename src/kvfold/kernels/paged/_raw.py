@@ -1,0 +1,89 @@
+"""Raw tokens of a server's sequences, by the programs that read its pages."""
+
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._softmax import LIFT, _finish, _nothing
+from kvfold.kernels._warp import program_sync
+from kvfold.kernels._windows_gluon import attend_raw, value_row
+
+PAGE_COST = gl.constexpr(3)
+RAW_COST = gl.constexpr(4)
+"""How long a warp is with a page, and a program with a sequence's raw tokens, to each other."""
+
+
+@gluon.jit
+def _slot(window, table, sink, packed, stop, index, SIZE: gl.constexpr, BLOCK: gl.constexpr):
+    """Of raw token ``index``: address, whether there is one, position. ``window``: address; elements from a block, and from a
+    token, to the next."""
+    position = gl.where(index < sink, index, packed + (index - sink))
+    valid = position < stop
+    block = gl.load(table + position // BLOCK, mask=valid, other=0).to(gl.int64)
+    return window[0] + (block * window[1] + (position % BLOCK) * window[2]) * SIZE, valid, position
+
+
+@gluon.jit
+def attend_windows(
+    base0, lane, warp, q_ptr, q_token, lengths, windows, pieces, longest, seqs, heads, rows, tokens, columns,
+    part_out, part_top, part_sum, to_log2,
+    D: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Write the part of every (sequence, KV head, ``8 NT`` query rows) that falls to this program: if possible, to those that have a
+    piece less than others.
+
+    ``lengths``: pointers to first tokens of the step, lengths after it and before it, the sink's and the packed ones' ends, and
+    where pieces begin. ``windows``: of keys, then of values: address, elements from a block, a token and a head to the next;
+    the table and elements from a sequence to the next. ``pieces``: how many of them programs have, and of how many
+    pages one of them is (``longest``).
+    """
+    CT: gl.constexpr = D // 16
+    W: gl.constexpr = gl.num_warps()
+    tasks = seqs * heads * columns
+    programs = gl.num_programs(0)
+    rest = pieces % programs
+    idle = programs - rest
+    first = gl.program_id(0) - rest
+    step = idle
+    if tasks > (longest + W - 1) // W * PAGE_COST // RAW_COST * idle:
+        step = programs
+        if first < 0:
+            first += programs
+    if first < 0:
+        first = tasks
+    for task in range(first, tasks, step):
+        seq = task // (heads * columns)
+        head = task // columns % heads
+        column0 = task % columns * (8 * NT)
+        after = gl.load(lengths[1] + seq)
+        before = gl.load(lengths[2] + seq)
+        sink = gl.load(lengths[3] + seq)
+        packed = gl.load(lengths[4] + seq)
+        row0 = gl.load(lengths[0] + seq).to(gl.int64) * q_token + head * (rows // tokens) * D
+        slot0 = (gl.load(lengths[5] + seq) + seq).to(gl.int64) * heads + head
+        stop = gl.minimum(after, before + tokens)
+        varlen = (q_token, tokens, after - before)
+        table = windows[8] + seq.to(gl.int64) * windows[9]
+        keys = (windows[0].to(gl.int64) + head.to(gl.int64) * windows[3] * 2, windows[1], windows[2])
+        values = (windows[4].to(gl.int64) + head.to(gl.int64) * windows[7] * 2, windows[5], windows[6])
+        top, out, side = _nothing(lane, CT, NT)
+        for tile in range((sink + gl.maximum(stop - packed, 0) + 16 * W - 1) // (16 * W)):
+            index = (tile * W + warp) * 16
+            k = (
+                _slot(keys, table, sink, packed, stop, index + lane // 4, 2, BLOCK),
+                _slot(keys, table, sink, packed, stop, index + lane // 4 + 8, 2, BLOCK),
+            )
+            v = ()
+            for i in gl.static_range(4):
+                v = v + (_slot(values, table, sink, packed, stop, index + value_row(lane % 4, i), 2, BLOCK),)
+            top, out, side = attend_raw(
+                lane, k, v, q_ptr, row0, column0, rows, varlen, before, tokens, to_log2, top, out, side, D, NT, BF16, LIFT
+            )
+        _finish(
+            base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT, LIFT
+        )
+        program_sync(lane)
+
+
+__all__ = ["attend_windows"]
