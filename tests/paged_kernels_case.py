@@ -129,8 +129,9 @@ def lists(device="cpu"):
     call = server.step([100, 1, 1, 1, 37])
     server.window_table[1, : 650 // 16] = 0  # a shared prefix, without the sink
     step = replace(call.step, window_table=server.window_table.to(device), max_query_len=100)
-    for most in (None, 800):
-        space = workspace(server, piece_pages=1, cached_tokens=most)
+    fixed = {"piece_pages": 1}
+    for options in (fixed, fixed | {"cached_tokens": 800}, {"num_kv_heads": server.heads}):
+        space = workspace(server, **options)
         work.prepare(step, space, call.seen)
         rows, seqs = step.host, step.seqs
         assert space.packed[:seqs].tolist() == [row.packed for row in rows]
@@ -149,6 +150,32 @@ def lists(device="cpu"):
         closes = sorted({(row.index, at // 128) for row in rows for at in row.due(call.seen)})
         assert space.close_list[: len(closes)].tolist() == [list(c) for c in closes]
         assert int(space.closes[seqs]) == len(closes) == 1
+
+
+def filling(device="cpu"):
+    """Pieces follow the batch where they may, and a sequence's own length where they are to."""
+
+    def cut(lengths, **options):
+        count, most = len(lengths), max(lengths)
+        sizes = {"max_seqs": count, "max_tokens": count, "max_len": most, "num_heads": 32, "head_dim": 128}
+        right, work.multiprocessors = work.multiprocessors, lambda device: 132
+        try:
+            space = work.Workspace.make(**sizes, device=device, **options)
+        finally:
+            work.multiprocessors = right
+        numbers = torch.arange(count + 1, dtype=torch.int32, device=device)
+        lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        tables = (torch.ones(count, -(-most // size) + 1, dtype=torch.int32, device=device) for size in (128, 16))
+        work.prepare(paged.PagedStep(numbers, lens, *tables, 1, 96, 32), space, 128)
+        return space.items[1 : count + 1].diff(prepend=space.items[:1]).tolist()
+
+    length = 32768 + 97
+    assert cut([length] * 16, num_kv_heads=8) == [3] * 16  # 384 of 396 programs
+    assert cut([length] * 8, num_kv_heads=8) == [6] * 8
+    assert cut([length], num_kv_heads=8)[0] >= 24
+    assert cut([length]) == cut([length, 300])[:1] == [11]
+    mixed = cut([131072, *[2048] * 15], num_kv_heads=8)
+    assert mixed[0] > 30 and max(mixed[1:]) <= 4
 
 
 def mixed(device="cpu", dtype=torch.float32, **options):
@@ -208,7 +235,7 @@ def steered(device="cpu"):
         assert float((got - want).norm() / want.norm()) < 0.02
 
 
-CASES = {"steered": steered, "lists": lists, "mixed": mixed, "checks": checks}
+CASES = {"steered": steered, "lists": lists, "filling": filling, "mixed": mixed, "checks": checks}
 CASES |= {f"attend-{name}": lambda options=options: attending(**options) for name, options in ATTENDS.items()}
 CASES |= {f"store-{name}": lambda options=options: storing(**options) for name, options in STORES.items()}
 

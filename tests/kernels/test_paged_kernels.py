@@ -21,7 +21,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.parametrize(
     "names",
     [
-        ("lists", "mixed", "checks", "attend-turboquant", "attend-kivi-sinks"),
+        ("lists", "filling", "mixed", "checks", "attend-turboquant", "attend-kivi-sinks"),
         ("attend-fold-d96", "store-kivi"),
         ("store-fold",),
         pytest.param(("attend-gear", "attend-qjl", "attend-zipcache"), marks=pytest.mark.slow),

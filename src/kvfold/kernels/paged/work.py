@@ -13,6 +13,11 @@ from kvfold.kernels.paged.call import IN_PLACE, PagedStep
 PIECES = 64
 """Pieces of a long sequence, at most; they are longer for it."""
 
+PAGES = 24
+"""Pages of a piece, at the least, where they are not to follow the batch."""
+WARPS, RESIDENT = 4, 3
+"""Warps of a program that reads pieces, and such programs of a multiprocessor: fold's and KIVI's, at ``head_dim`` 128."""
+
 _PAGE = tl.constexpr(PAGE)
 SHORT = tl.constexpr(IN_PLACE)
 
@@ -26,6 +31,44 @@ def _sum(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _running(x):  # type: ignore[no-untyped-def]
     return tl.associative_scan(x, 0, tl.standard._sum_combine)
+
+
+@triton.jit
+def _least(x, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.reduce(x, AXIS, tl.standard._elementwise_min)
+
+
+@triton.jit
+def _filling(pages, seqs, jobs, processors, most, PIECES: tl.constexpr, WARPS: tl.constexpr, RESIDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pages of a piece, of 32 lengths the one with which the programs of a device are done first.
+
+    The unit is a warp's time for a page; beginning and ending a piece takes 0.7 of it, a sequence's raw tokens 1.3. ``jobs``: how
+    often a piece is read, by KV heads and blocks of rows; ``most``: pieces there is room for.
+    """
+    programs = processors * RESIDENT
+    best = float("inf")
+    chosen = 1 << 20
+    for i in range(4):
+        c = 8 * i + tl.arange(0, 8)
+        stages = tl.where(c < 8, c + 1, (8 * tl.exp2((c - 7) / 4.0)).to(tl.int32))
+        size = tl.maximum((stages * WARPS)[:, None], ((pages + PIECES - 1) // PIECES)[None, :])
+        pieces = (pages[None, :] + size - 1) // size
+        each = (pages[None, :] + pieces - 1) // tl.maximum(pieces, 1)
+        count = tl.reduce(pieces, 1, tl.standard._sum_combine)
+        longest = tl.reduce((each + WARPS - 1) // WARPS, 1, tl.standard._elementwise_max).to(tl.float32)
+        waves = count * jobs // programs
+        rest = count * jobs % programs
+        last = tl.where(rest > processors * (RESIDENT - 1), 1.0, 0.75)  # fewer programs of a multiprocessor are faster
+        cost = (longest + 0.7) * (waves + tl.where(rest > 0, last, 0.0))
+        raw = seqs * jobs
+        crowded = raw > longest * 0.75 * (programs - rest)
+        cost += tl.where(crowded, 1.3 * ((raw + programs - 1) // programs), 0.0)
+        cost = tl.where(count > most, float("inf"), cost)
+        least = _least(cost, 0)
+        if least < best:
+            best = least
+            chosen = _least(tl.where(cost == least, stages * WARPS, 1 << 20), 0)
+    return chosen
 
 
 @triton.jit
@@ -47,17 +90,17 @@ def _closing(before, after, BLOCK: tl.constexpr, SEEN: tl.constexpr):  # type: i
     return _closed_length(before, BLOCK, SEEN), _closed_length(after, BLOCK, SEEN)
 
 
-@triton.jit(do_not_specialize=["seqs", "recent", "sink", "null", "piece", "most"])
+@triton.jit(do_not_specialize=["seqs", "recent", "sink", "null", "piece", "most", "jobs", "processors"])
 def plan_kernel(  # type: ignore[no-untyped-def]
     query_start, seq_lens, window_table, window_step,
     before_ptr, sink_ptr, packed_ptr, items_ptr, closes_ptr,
-    seqs, recent, sink, null, piece, most,
+    seqs, recent, sink, null, piece, most, jobs, processors,
     S: tl.constexpr, BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr, LOOK: tl.constexpr,
-    PIECES: tl.constexpr,
+    PIECES: tl.constexpr, WARPS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """One program for all sequences. ``items_ptr`` and ``closes_ptr`` [seqs + 1]: where a sequence's pieces and pages to close
-    begin in their lists. ``piece``: fewest pages of a piece; ``most``: pieces that the workspace has room for. LOOK: window
-    blocks between P(n0) and n0, at most."""
+    begin in their lists. ``piece``: fewest pages of a piece, 0: see :func:`_filling`; ``most``: pieces that the workspace has
+    room for. LOOK: window blocks between P(n0) and n0, at most."""
     s = tl.arange(0, S)
     live = s < seqs
     after = tl.load(seq_lens + s, mask=live, other=0)
@@ -75,9 +118,9 @@ def plan_kernel(  # type: ignore[no-untyped-def]
         at = tl.where(walks, tl.minimum(at // WINDOW_BLOCK * WINDOW_BLOCK + WINDOW_BLOCK, before), at)
         walks = walks & (at < before)
     pages = tl.where(at > own, (at + _PAGE - 1) // _PAGE, 0)
-    size = tl.full([S], 1, tl.int32) * piece
-    for _ in range(16):
-        size = tl.where(pages > PIECES * size, 2 * size, size)
+    if piece == 0:
+        piece = _filling(pages, seqs, jobs, processors, most, PIECES, WARPS, RESIDENT)
+    size = tl.maximum(piece, (pages + PIECES - 1) // PIECES)
     pieces = (pages + size - 1) // size
     for _ in range(16):  # only where the lengths are more than what the workspace was made for
         double = _sum(pieces) > most
@@ -154,8 +197,8 @@ class Workspace:
         Where a new token goes in the windows: block * window_block + place, or -1.
     out, top, total : Tensor, float32
         Partial results; part ``i + s + 1`` is piece ``i`` of sequence ``s``, and part ``items[s] + s`` its raw tokens.
-    piece_pages, short : int
-        See :meth:`make`.
+    piece_pages, num_heads, num_kv_heads, short : int
+        See :meth:`make`; ``piece_pages`` is 0 where pieces follow the batch.
     processors : int
         Multiprocessors.
     """
@@ -172,6 +215,8 @@ class Workspace:
     top: torch.Tensor
     total: torch.Tensor
     piece_pages: int
+    num_heads: int
+    num_kv_heads: int
     processors: int
     short: int
 
@@ -186,7 +231,8 @@ class Workspace:
         device: torch.device | str,
         cached_tokens: int | None = None,
         short: int = 1,
-        piece_pages: int = 24,
+        piece_pages: int | None = None,
+        num_kv_heads: int | None = None,
     ) -> "Workspace":
         """Allocate.
 
@@ -204,8 +250,11 @@ class Workspace:
         short : int
             Most tokens of a sequence that the kernels of short calls serve, at most 16; more go another way
             (:mod:`kvfold.kernels.paged.long`).
-        piece_pages : int
-            Pages of a piece, at the least.
+        piece_pages : int or None
+            Pages of a piece, at the least: the same whatever the batch, and so is what comes out. None: as many as keep the
+            device busy, which depends on the lengths of a step's sequences; 24 without ``num_kv_heads``.
+        num_kv_heads : int or None
+            Of most layers.
         """
         device = torch.device(device)
         if not 1 <= short <= IN_PLACE:
@@ -214,11 +263,15 @@ class Workspace:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        pages = -(-max_len // PAGE)
-        each = max(1, min(PIECES, -(-pages // piece_pages)))
+        pages, least, processors = -(-max_len // PAGE), piece_pages or PAGES, multiprocessors(device)
+        each = max(1, min(PIECES, -(-pages // least)))
         most = max_seqs * each
         if cached_tokens is not None:
-            most = min(most, max(max_seqs, -(-cached_tokens // (PAGE * piece_pages)) + max_seqs))
+            most = min(most, max(max_seqs, -(-cached_tokens // (PAGE * least)) + max_seqs))
+        follows = piece_pages is None and num_kv_heads is not None
+        if follows:
+            few = max_seqs + 2 * RESIDENT * processors // (num_kv_heads or 1)
+            most = max(most, min(few, max_seqs * min(PIECES, pages)))
         rows = (most + max_seqs) * num_heads * short
         sums = torch.zeros(2, rows, dtype=torch.float32, device=device)
         return cls(
@@ -233,8 +286,10 @@ class Workspace:
             out=torch.empty(rows, head_dim, dtype=torch.float32, device=device),
             top=sums[0],
             total=sums[1],
-            piece_pages=piece_pages,
-            processors=multiprocessors(device),
+            piece_pages=0 if follows else least,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads or 0,
+            processors=processors,
             short=short,
         )
 
@@ -251,6 +306,7 @@ def prepare(step: PagedStep, workspace: Workspace, seen: int) -> None:
     if seqs > workspace.before.shape[0]:
         raise ValueError(f"workspace: made for {workspace.before.shape[0]} sequences, the step has {seqs}")
     w = workspace
+    rows = w.num_heads // (w.num_kv_heads or 1) * step.max_query_len
     plan_kernel[(1,)](
         step.query_start,
         step.seq_lens,
@@ -267,10 +323,14 @@ def prepare(step: PagedStep, workspace: Workspace, seen: int) -> None:
         step.null,
         w.piece_pages,
         w.item_list.shape[0],
+        w.num_kv_heads * -(-rows // 8),
+        w.processors,
         S=max(16, triton.next_power_of_2(seqs)),
         LOOK=(max(step.recent, step.sink) + step.block) // step.window_block + 1,
         PIECES=PIECES,
-        num_warps=4,
+        WARPS=WARPS,
+        RESIDENT=RESIDENT,
+        num_warps=8 if seqs > 64 else 4,
         **sizes,
     )
     lists_kernel[(seqs,)](
