@@ -137,12 +137,12 @@ def test_the_platforms_attention_is_called_with_bounded_pieces(monkeypatch):
     paged.store(call)
     seen = []
 
-    def flash(query, keys, values, causal, scale):
+    def flash(query, keys, values, scale, causal):
         seen.append((len(keys), causal))
-        return paged.long.torch_flash(query, keys, values, causal, scale)
+        return paged.long.torch_flash(query, keys, values, scale, causal)
 
     out = torch.empty_like(call.query)
-    paged.long.attend(call, out, None, flash)
+    paged.long.attend(call, out, None, paged.Flash(flash, paged.long.merged))
     assert seen == [(200, True), (256, False), (256, False), (64 + 124, False)]  # the last with what is raw
     assert error(out, server.expected()) < 1e-5
 

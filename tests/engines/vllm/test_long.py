@@ -1,33 +1,15 @@
-"""A prompt's chunk from unpacked pages, against the float32 reference; flash attention stands in for the platform's."""
+"""A prompt's chunk from unpacked pages, against the float32 reference; Torch's flash attention stands in for vLLM's."""
 
 import pytest
 import torch
 
 from kvfold import methods
-from kvfold.engines.vllm import long
-from kvfold.engines.vllm.long import Chunk, attend_chunk
 from kvfold.engines.vllm.settings import layer_spec, stored
 from kvfold.kernels import paged
-from kvfold.kernels.paged import PagedCall, PagedStep
+from kvfold.kernels.paged import PagedCall, PagedStep, long
+from kvfold.kernels.paged.long import TORCH, Chunk, attend_chunk
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 64, 16
-
-
-def flash(query, keys, values, scale, causal):
-    """What the platform's flash attention computes, in float32."""
-    groups = HEADS // KV_HEADS
-    q, k, v = query.transpose(0, 1), *(x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
-    scores = q @ k.mT * scale
-    if causal:
-        n, m = scores.shape[-2:]
-        scores = scores.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(m - n + 1), float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1)
-
-
-def merged(a, b):
-    total = torch.logaddexp(a[1], b[1])
-    parts = (x[0] * (x[1] - total).exp().T.unsqueeze(-1) for x in (a, b))
-    return sum(parts), total
 
 
 class Server:
@@ -71,22 +53,18 @@ class Server:
 @pytest.mark.parametrize("spec", ["fold", "fold:sink=0", "kivi:recent=40", "innerq", "turboquant:sink=64"])
 def test_a_chunk_reads_what_the_reference_reads(spec, piece, monkeypatch):
     monkeypatch.setattr(long, "PIECE", piece)
-    monkeypatch.setattr(long, "flash", flash)
-    monkeypatch.setattr(long, "merged", merged)
     torch.manual_seed(0)
     server = Server(spec)
     for counts in ((20, 130), (57, 1), (200, 300), (3, 17), (400, 0), (100, 250)):
         expected, call, chunks = server.step(*counts)
         out = torch.full_like(expected, float("nan"))
         for chunk in chunks:
-            attend_chunk(call, chunk, out)
+            attend_chunk(call, chunk, out, TORCH)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_prefix_that_has_no_window_is_read_packed(monkeypatch):
+def test_a_prefix_that_has_no_window_is_read_packed():
     """After a hit the blocks of recent tokens are null, and the sink's may be."""
-    monkeypatch.setattr(long, "flash", flash)
-    monkeypatch.setattr(long, "merged", merged)
     torch.manual_seed(1)
     for sink_is_there in (True, False):
         server = Server("fold", seqs=1)
@@ -98,5 +76,5 @@ def test_a_prefix_that_has_no_window_is_read_packed(monkeypatch):
         assert call.step.host[0].packed == 256 and with_window.step.host[0].packed == 160
         assert call.step.host[0].sink == (32 if sink_is_there else 0)
         out = torch.full_like(expected, float("nan"))
-        attend_chunk(call, chunks[0], out)
+        attend_chunk(call, chunks[0], out, TORCH)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)

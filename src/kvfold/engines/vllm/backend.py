@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvfold.engines.vllm import refusals, report
-from kvfold.engines.vllm.long import PIECE
 from kvfold.engines.vllm.plugin import UNSEEN
 from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, kept, layer_spec, method_of, stored
 from kvfold.engines.vllm.spec import RecentSpec
@@ -34,6 +33,7 @@ from kvfold.engines.vllm.step import Batch, Bench, Layer, Step, run
 from kvfold.errors import KVFoldError
 from kvfold.kernels import paged
 from kvfold.kernels.paged import Workspace
+from kvfold.kernels.paged.long import PIECE
 
 MOST_CACHED = 1 << 22
 """Tokens of all sequences of a step that attention's pieces are planned for; beyond, pieces are longer."""

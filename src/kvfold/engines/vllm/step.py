@@ -6,12 +6,13 @@ from typing import Any, Self
 
 import torch
 
-from kvfold.engines.vllm.long import Chunk, attend_chunk
+from kvfold.engines.vllm.long import FLASH
 from kvfold.engines.vllm.settings import Stored
 from kvfold.formats import Fields
 from kvfold.kernels import paged
 from kvfold.kernels.paged import PagedCall, PagedStep, Workspace
 from kvfold.kernels.paged.layout import closed_from
+from kvfold.kernels.paged.long import Chunk, attend_chunk
 from kvfold.methods import Method
 
 
@@ -162,4 +163,4 @@ def run(
     if step.batch.decodes:
         paged.attend(replace(call, step=step.decodes, new_keys=None, new_values=None), out, workspace)
     for chunk in step.batch.chunks:
-        attend_chunk(call, chunk, out)
+        attend_chunk(call, chunk, out, FLASH)

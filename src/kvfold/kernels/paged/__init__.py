@@ -34,8 +34,8 @@ def attend(
         Written, and returned; tokens of no sequence are left as they are.
     workspace : Workspace or None
         For kernels; the step was prepared. None: the float32 reference.
-    flash : callable or None
-        The platform's attention (:data:`Flash`) for sequences with more tokens than ``workspace.short`` in the step; None:
+    flash : Flash or None
+        The platform's attention for sequences with more tokens than ``workspace.short`` in the step; None:
         Torch's. Such steps read lengths on the host, and are not fit for a CUDA graph.
     """
     if workspace is None:

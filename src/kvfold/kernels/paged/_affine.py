@@ -8,8 +8,8 @@ from kvfold.kernels._affine_values import carried
 from kvfold.kernels._decode_gluon import attend_blocks
 from kvfold.kernels._registers import _item
 from kvfold.kernels._softmax import LOG2E, _finish
-from kvfold.kernels.paged._raw import attend_windows
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
+from kvfold.kernels.paged._raw import attend_windows
 
 
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
@@ -48,13 +48,13 @@ def affine_pieces_kernel(
         launch_dependents(lane)
     tasks = gl.load(items_ptr + seqs) * heads * columns
     if RAW:
+        lengths = (query_start, seq_lens, before_ptr, sink_ptr, packed_ptr, items_ptr)
+        keys = (window_k, wk_block, wk_place, wk_head)
+        values = (window_v, wv_block, wv_place, wv_head)
+        longest = gl.load(item_list + 2) - gl.load(item_list + 1)
         attend_windows(
-            base0, lane, warp, q_ptr, q_token, (query_start, seq_lens, before_ptr, sink_ptr, packed_ptr, items_ptr),
-            (
-                window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head,
-                window_table, window_step,
-            ),
-            tasks, gl.load(item_list + 2) - gl.load(item_list + 1), seqs, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
+            base0, lane, warp, q_ptr, q_token, lengths, (keys, values, window_table, window_step), (tasks, longest),
+            seqs, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
         )  # fmt: skip
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)

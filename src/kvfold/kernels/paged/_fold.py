@@ -7,8 +7,8 @@ from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._pages_gluon import attend_pages
 from kvfold.kernels._pages_rows_gluon import attend_rows, row_bytes
 from kvfold.kernels._softmax import LOG2E, _finish
-from kvfold.kernels.paged._raw import attend_windows
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
+from kvfold.kernels.paged._raw import attend_windows
 
 PAGE = gl.constexpr(128)
 
@@ -30,8 +30,8 @@ def fold_pieces_kernel(
 
     ``region``: where pages' bytes lie, from the keys' codes on; AT: bytes from there to the keys' scale, mean and norms, and to
     the values' codes, scale and mean. ``page_step`` and ``head_step``: bytes from a page, and from a head, to the next. Query
-    heads lie together, ``q_token`` elements from a token to the next. RAW: tokens of a window block where raw tokens are read as
-    well, which lie in the windows, the step's own among them; 0: they are not. EARLY: as in the slab's kernel.
+    heads lie together, ``q_token`` elements from a token to the next. RAW: tokens of a window block where raw tokens are read,
+    too, which lie in the windows, the step's own among them; 0: they are not. EARLY: as in the slab's kernel.
     """
     W: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
@@ -47,13 +47,13 @@ def fold_pieces_kernel(
         launch_dependents(lane)
     tasks = gl.load(items_ptr + seqs) * heads * columns
     if RAW:
+        lengths = (query_start, seq_lens, before_ptr, sink_ptr, packed_ptr, items_ptr)
+        keys = (window_k, wk_block, wk_place, wk_head)
+        values = (window_v, wv_block, wv_place, wv_head)
+        longest = gl.load(item_list + 2) - gl.load(item_list + 1)
         attend_windows(
-            base0, lane, warp, q_ptr, q_token, (query_start, seq_lens, before_ptr, sink_ptr, packed_ptr, items_ptr),
-            (
-                window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head,
-                window_table, window_step,
-            ),
-            tasks, gl.load(item_list + 2) - gl.load(item_list + 1), seqs, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
+            base0, lane, warp, q_ptr, q_token, lengths, (keys, values, window_table, window_step), (tasks, longest),
+            seqs, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
         )  # fmt: skip
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)

@@ -15,9 +15,14 @@ RAW_COST = gl.constexpr(4)
 
 
 @gluon.jit
+def _of_head(window, head, SIZE: gl.constexpr):
+    """Address of a head's share, and elements from a block, and from a token, to the next."""
+    return window[0].to(gl.int64) + head.to(gl.int64) * window[3] * SIZE, window[1], window[2]
+
+
+@gluon.jit
 def _slot(window, table, sink, packed, stop, index, SIZE: gl.constexpr, BLOCK: gl.constexpr):
-    """Of raw token ``index``: address, whether there is one, position. ``window``: address; elements from a block, and from a
-    token, to the next."""
+    """Of raw token ``index``: address, whether there is one, position. ``window``: see :func:`_of_head`."""
     position = gl.where(index < sink, index, packed + (index - sink))
     valid = position < stop
     block = gl.load(table + position // BLOCK, mask=valid, other=0).to(gl.int64)
@@ -26,27 +31,26 @@ def _slot(window, table, sink, packed, stop, index, SIZE: gl.constexpr, BLOCK: g
 
 @gluon.jit
 def attend_windows(
-    base0, lane, warp, q_ptr, q_token, lengths, windows, pieces, longest, seqs, heads, rows, tokens, columns,
+    base0, lane, warp, q_ptr, q_token, lengths, windows, pieces, seqs, heads, rows, tokens, columns,
     part_out, part_top, part_sum, to_log2,
     D: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Write the part of every (sequence, KV head, ``8 NT`` query rows) that falls to this program: if possible, to those that have a
-    piece less than others.
+    """Write the part of every (sequence, KV head, ``8 NT`` query rows) that falls to this program: if possible, to programs
+    that have a piece less than others.
 
     ``lengths``: pointers to first tokens of the step, lengths after it and before it, the sink's and the packed ones' ends, and
-    where pieces begin. ``windows``: of keys, then of values: address, elements from a block, a token and a head to the next;
-    the table and elements from a sequence to the next. ``pieces``: how many of them programs have, and of how many
-    pages one of them is (``longest``).
+    where pieces begin. ``windows``: of keys and of values the address, and elements from a block, a token and a head to the
+    next; the table, and elements from a sequence to the next. ``pieces``: how many of them programs have, and the pages of one.
     """
     CT: gl.constexpr = D // 16
     W: gl.constexpr = gl.num_warps()
     tasks = seqs * heads * columns
     programs = gl.num_programs(0)
-    rest = pieces % programs
+    rest = pieces[0] % programs
     idle = programs - rest
     first = gl.program_id(0) - rest
     step = idle
-    if tasks > (longest + W - 1) // W * PAGE_COST // RAW_COST * idle:
+    if tasks > (pieces[1] + W - 1) // W * PAGE_COST // RAW_COST * idle:
         step = programs
         if first < 0:
             first += programs
@@ -64,9 +68,9 @@ def attend_windows(
         slot0 = (gl.load(lengths[5] + seq) + seq).to(gl.int64) * heads + head
         stop = gl.minimum(after, before + tokens)
         varlen = (q_token, tokens, after - before)
-        table = windows[8] + seq.to(gl.int64) * windows[9]
-        keys = (windows[0].to(gl.int64) + head.to(gl.int64) * windows[3] * 2, windows[1], windows[2])
-        values = (windows[4].to(gl.int64) + head.to(gl.int64) * windows[7] * 2, windows[5], windows[6])
+        table = windows[2] + seq.to(gl.int64) * windows[3]
+        keys = _of_head(windows[0], head, 2)
+        values = _of_head(windows[1], head, 2)
         top, out, side = _nothing(lane, CT, NT)
         for tile in range((sink + gl.maximum(stop - packed, 0) + 16 * W - 1) // (16 * W)):
             index = (tile * W + warp) * 16
@@ -78,7 +82,24 @@ def attend_windows(
             for i in gl.static_range(4):
                 v = v + (_slot(values, table, sink, packed, stop, index + value_row(lane % 4, i), 2, BLOCK),)
             top, out, side = attend_raw(
-                lane, k, v, q_ptr, row0, column0, rows, varlen, before, tokens, to_log2, top, out, side, D, NT, BF16, LIFT
+                lane,
+                k,
+                v,
+                q_ptr,
+                row0,
+                column0,
+                rows,
+                varlen,
+                before,
+                tokens,
+                to_log2,
+                top,
+                out,
+                side,
+                D,
+                NT,
+                BF16,
+                LIFT,
             )
         _finish(
             base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT, LIFT

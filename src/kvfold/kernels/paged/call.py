@@ -39,7 +39,8 @@ class PagedStep:
         Tokens of each sequence after the step. 0: a padded row, of which nothing is read or written, whatever its
         ``query_start`` says.
     table : Tensor, int32 [seqs, max_pages]
-        Packed page of tokens ``128 p`` to ``128 p + 127``. Read up to the last packed token; the rest may hold anything.
+        Packed page of tokens ``128 p`` to ``128 p + 127``. Read up to the last token before the step; the rest may hold
+        anything.
     window_table : Tensor, int32 [seqs, max_window_blocks]
         Window block of the tokens from position ``window_block * i`` on. Read for the step's tokens, for ``P(n0)`` to ``n0``,
         for what closing needs (the tokens of an unfinished page) and for the sink; the rest may hold anything.
@@ -92,12 +93,19 @@ class PagedStep:
         return int(self.seq_lens.shape[0])
 
     @cached_property
-    def host(self) -> list["Row"]:
-        """Every sequence's lengths and tables, on the host: waits for the device."""
+    def host_rows(self) -> list[tuple[int, int, int]]:
+        """Every sequence's first token in the step, its tokens there (none for padding), and those before the step; waits for
+        the device where it has to be asked."""
         starts, lens = self.host_query_start, self.host_seq_lens
         starts = self.query_start.tolist() if starts is None else starts
         lens = self.seq_lens.tolist() if lens is None else lens
-        return [Row(self, i, int(starts[i]), int(starts[i + 1]) - int(starts[i]), int(n)) for i, n in enumerate(lens)]
+        counts = [int(starts[i + 1]) - int(starts[i]) if n else 0 for i, n in enumerate(lens)]
+        return [(int(starts[i]), counts[i], int(n) - counts[i]) for i, n in enumerate(lens)]
+
+    @cached_property
+    def host(self) -> list["Row"]:
+        """Every sequence's lengths and tables, on the host: waits for the device."""
+        return [Row(self, i, start, count, before + count) for i, (start, count, before) in enumerate(self.host_rows)]
 
 
 class Row:

@@ -105,7 +105,8 @@ def reads_windows(call: PagedCall) -> bool:
         return False
     windows = (call.window_keys, call.window_values)
     return all(
-        x.element_size() == 2 and x.data_ptr() % 16 == 0 and not any(step % 8 for step in x.stride()[:3]) for x in windows
+        x.element_size() == 2 and x.data_ptr() % 16 == 0 and not any(step % 8 for step in x.stride()[:3])
+        for x in windows
     )
 
 

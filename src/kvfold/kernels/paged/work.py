@@ -42,8 +42,8 @@ def _least(x, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
 def _filling(pages, seqs, jobs, processors, most, PIECES: tl.constexpr, WARPS: tl.constexpr, RESIDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pages of a piece, of 32 lengths the one with which the programs of a device are done first.
 
-    The unit is a warp's time for a page; beginning and ending a piece takes 0.7 of it, a sequence's raw tokens 1.3. ``jobs``: how
-    often a piece is read, by KV heads and blocks of rows; ``most``: pieces there is room for.
+    The unit is a warp's time for a page; beginning and ending a piece takes 0.7 of it, a sequence's raw tokens 1.3. ``jobs``:
+    how often a piece is read, by KV heads and blocks of rows; ``most``: pieces there is room for.
     """
     programs = processors * RESIDENT
     best = float("inf")
