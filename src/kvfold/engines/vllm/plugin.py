@@ -7,8 +7,7 @@ ON_CPU = "KVFOLD_VLLM_CPU"
 """Environment variable: ``1`` puts the backend in the place of vLLM's attention on CPUs, where vLLM offers no choice."""
 
 UNSEEN = "KVFOLD_VLLM_UNSEEN"
-"""Environment variable: ``1`` allows what has not been run on a GPU yet: pages of fold unpacked by a kernel (it has been
-interpreted and compiled), and layers kept in full precision beside folded ones."""
+"""Environment variable: ``1`` allows what has not been run on a GPU yet: layers kept in full precision beside folded ones."""
 
 
 def register() -> None:
