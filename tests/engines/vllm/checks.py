@@ -62,14 +62,14 @@ class Seen(NamedTuple):
 class Engine:
     """vLLM in this process, with a look at its blocks."""
 
-    def __init__(self, method="fold:bits=8", poison=True, **options):
+    def __init__(self, method="fold:bits=8", poison=True, path=None, **options):
         from vllm import LLM
 
         import kvfold.engines.vllm.backend as backend
 
         defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 1024}
         defaults |= {"max_num_seqs": 8, "enable_prefix_caching": True, "seed": 0}
-        self.llm = LLM(model_path(), additional_config={"kvfold": method}, **(defaults | options))
+        self.llm = LLM(path or model_path(), additional_config={"kvfold": method}, **(defaults | options))
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.pool = self.core.scheduler.kv_cache_manager.block_pool
         self.layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context
@@ -129,7 +129,7 @@ def difference(a, b):
 def scheduled(engine, path):
     from scheduled import Scheduled
 
-    return Scheduled(path, engine.impls[0].layer.stored)
+    return Scheduled(path, [impl.layer.stored for impl in engine.impls])
 
 
 def follow(reference, tokens, answer, done=0):
@@ -373,6 +373,36 @@ def check_kept_layers():
     worst = abs(logs[0] - float(expected[found[0]]))
     print(f"layers 0 and 29 kept: {worst:.4f} from the unfolded model")
     assert worst < 0.1
+
+
+def check_learned():
+    """Methods whose tables come with an artefact, keys before RoPE: as a float32 model that follows the same schedule."""
+    import tempfile
+
+    from transformers import AutoModelForCausalLM
+
+    from kvfold import methods
+    from kvfold.calibration.run import calibrate
+    from kvfold.evaluation.text import Text
+
+    sys.path.insert(0, str(HERE.parents[1]))
+    from tiny_model import byte_tokenizer, save
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(save(Path(folder) / "model"))
+        model = AutoModelForCausalLM.from_pretrained(path)
+        text = Text("".join(f"{TEXT}{i} " for i in range(40)), "prose.txt")
+        for spec in ("vqllm:bits=8", "commvq:bits=2"):
+            out = Path(folder) / f"{spec[:5]}.safetensors"
+            calibrate(model, byte_tokenizer(), "tiny", methods.get(spec), [text], 1024, out)
+            engine = Engine(f"{spec},artefact={out}", path=path, max_num_batched_tokens=128, skip_tokenizer_init=True)
+            tokens = [1 + t % 250 for t in prompt(400)]
+            (answer,) = engine.ask(tokens, tokens=12)
+            worst = difference(answer, follow(scheduled(engine, path), tokens, answer))
+            print(f"{spec}: 400 tokens in chunks of 128, 12 more: {worst:.4f}")
+            assert worst < CLOSE
+            assert engine.free == engine.pool.num_gpu_blocks - 1
+            del engine
 
 
 def check_benchmark():

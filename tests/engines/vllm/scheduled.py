@@ -19,8 +19,8 @@ class Scheduled:
     ----------
     path : str
         Of the model.
-    stored : kvfold.engines.vllm.settings.Stored
-        Method and formats of all layers.
+    stored : list of kvfold.engines.vllm.settings.Stored
+        Method and formats by layer.
     """
 
     def __init__(self, path, stored):
@@ -28,7 +28,7 @@ class Scheduled:
         self.model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="scheduled"
         ).eval()
-        self.method, self.formats = stored.method, stored.formats
+        self.method, self.stored = stored[0].method, stored
         self.start()
 
     def start(self, hit=0):
@@ -57,7 +57,7 @@ class Scheduled:
         if packed > sink:
             keys, values = keys.clone(), values.clone()
             for side, x in enumerate((keys, values)):
-                x[:, :, sink:packed] = self.page(layer, side, packed)[:, :, sink:packed]
+                x[:, :, sink:packed] = self.restored(layer, side, self.page(layer, side, packed))[:, :, sink:packed]
         groups = query.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
         scores = query @ keys.mT * scaling
@@ -67,23 +67,40 @@ class Scheduled:
 
     def encoded(self, layer, side, index):
         """Fields of a page's blocks that are closed: all of them, or what is there of those without statistics."""
-        form, x = self.formats[side], self.raw[layer][side]
+        form, x = self.stored[layer].formats[side], self.raw[layer][side]
         first = index * PAGE
         tokens = x[:, :, first : first + PAGE]
         tokens = tokens[:, :, : tokens.shape[2] // BLOCK * BLOCK]
         if not isinstance(form, PagedFormat):
-            return form.encode(tokens)
+            return self.plain(layer, side, tokens, first)
         begin = max(first, self.method.sink)
         assert x.shape[2] >= first + form.seen, "a page is read whose statistics are not known"
         made = form.statistics(x[:, :, begin : first + form.seen].unsqueeze(2)) if form.page_fields() else {}
         blocks = tokens.shape[2] // BLOCK
         return form.encode(tokens, page={name: t.expand(-1, -1, blocks, -1) for name, t in made.items()}) | made
 
+    def plain(self, layer, side, tokens, first):
+        """Fields of a page without statistics, as the method makes them."""
+        method, spec = self.stored[layer].method, self.stored[layer].spec
+        if side:
+            return method.encode_values(tokens, {}, spec, False)
+        positions = torch.arange(first, first + tokens.shape[2]).view(1, 1, -1)
+        return method.encode_keys(tokens, {}, spec, positions, False)
+
+    def restored(self, layer, side, x):
+        """Keys after RoPE and values of the model, of what pages decode to."""
+        method, spec = self.stored[layer].method, self.stored[layer].spec
+        if side:
+            return method.unproject_values(x, spec)
+        return method.restore_keys(x, spec, torch.arange(x.shape[2]).view(1, 1, -1))
+
     def page(self, layer, side, stop):
         """Decoded tokens up to ``stop``, or a few more."""
-        done = self.decoded.get((layer, side), self.raw[layer][side][:, :, :0])
+        form = self.stored[layer].formats[side]
+        none = self.raw[layer][side][:, :, :0, :1].expand(-1, -1, -1, form.width)
+        done = self.decoded.get((layer, side), none)
         for index in range(done.shape[2] // PAGE, -(-stop // PAGE)):
-            done = torch.cat((done, self.formats[side].decode(self.encoded(layer, side, index))), 2)
+            done = torch.cat((done, form.decode(self.encoded(layer, side, index))), 2)
             if done.shape[2] % PAGE == 0:
                 self.decoded[layer, side] = done
         return done

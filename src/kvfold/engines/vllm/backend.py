@@ -25,7 +25,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvfold.engines.vllm import refusals, report
+from kvfold.engines.vllm import refusals, report, rotation
 from kvfold.engines.vllm.plugin import UNSEEN
 from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, kept, layer_spec, method_of, stored
 from kvfold.engines.vllm.spec import RecentSpec
@@ -34,6 +34,7 @@ from kvfold.errors import KVFoldError
 from kvfold.kernels import paged
 from kvfold.kernels.paged import Workspace
 from kvfold.kernels.paged.long import PIECE
+from kvfold.rope import Rope
 
 MOST_CACHED = 1 << 22
 """Tokens of all sequences of a step that attention's pieces are planned for; beyond, pieces are longer."""
@@ -235,7 +236,7 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         dtype, device = layer.kv_cache_torch_dtype, torch.device(self.config.device_config.device_type)
         self.method.check_layers(total)
         facts = extract_layer_index(name), total, self.num_heads, self.num_kv_heads, self.head_size, dtype
-        found = self._stored(facts, device)
+        found = self._stored(facts, device, self._rope())
         if found is None:
             give_back(layer, self, self.config)
             return
@@ -246,14 +247,28 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         layers[self.window_name] = RecentLayer(recent)
         self.layer = Layer(found, self.scale, self._bench(device))
 
-    def _stored(self, facts: tuple[Any, ...], device: torch.device) -> Stored | None:
+    def _rope(self) -> Rope | None:
+        """Where keys are stored before RoPE: how to rotate them. The first layer finds out, for all."""
+        if not any(part.pre_rope for part in self.method.parts()):
+            return None
+        layers = self.config.compilation_config.static_forward_context
+        others = (getattr(getattr(layer, "impl", None), "layer", None) for layer in layers.values())
+        if (made := next((other.stored.spec.rope for other in others if other is not None), None)) is not None:
+            return made
+        self.method.check_model(self.config.model_config.hf_config)
+        rope = rotation.rope_of_config(self.config.model_config.hf_config)
+        rotation.check(rope)
+        return rope
+
+    def _stored(self, facts: tuple[Any, ...], device: torch.device, rope: Rope | None) -> Stored | None:
         """What the layer stores: in the order of tensor cores where a kernel reads that, else in the plain one."""
+        plain, ordered = layer_spec(*facts, False, rope), layer_spec(*facts, True, rope)
         if device.type == "cpu":
-            return stored(self.method, layer_spec(*facts, False)) or kept(self.method, layer_spec(*facts, False))
-        found = stored(self.method, layer_spec(*facts, True))
-        if found is None or paged.why_not(*found.formats, device) is None:
+            return stored(self.method, plain) or kept(self.method, plain)
+        found = stored(self.method, ordered)
+        if found is None or paged.why_not(*found.formats, device, found.method.pre_rope) is None:
             return found
-        return stored(self.method, layer_spec(*facts, False))
+        return stored(self.method, plain)
 
     def _bench(self, device: torch.device) -> Bench | None:
         """What the kernels of all layers write to: the first layer makes it."""

@@ -98,6 +98,11 @@ class RecentManager(SlidingWindowManager):
         blocks.extend(sink + [self._null_block] * (count - len(sink)))
         self.num_cached_block[request_id] = count
 
+    def cache_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing, where no block is shared: vLLM 0.29 asks all the same, and its hashes then are of whole pages."""
+        if self.kv_cache_spec.prefix_cacheable:
+            super().cache_blocks(*args, **kwargs)
+
     @classmethod
     def find_longest_cache_hit(
         cls,

@@ -9,6 +9,7 @@ from kvfold.engines.vllm.settings import SERVED, Stored, unservable
 from kvfold.errors import KVFoldError
 from kvfold.kernels import paged
 from kvfold.methods import Method
+from kvfold.methods.learned import LearnedMethod
 
 VERSIONS = ("0.32.",)
 """Releases of vLLM that are served: each has been read and run."""
@@ -74,6 +75,9 @@ def problems(config: Any, method: Method) -> Iterator[str]:
     yield from _speculation(config, method)
     if model is not None:
         yield from _model(model)
+        yield from _before_rope(model, method)
+    if parallel.tensor_parallel_size > 1 and (tables := _learned(method)):
+        yield f"tensor_parallel_size={parallel.tensor_parallel_size}: {tables}'s tables are of all KV heads; allowed: 1"
 
 
 def _speculation(config: Any, method: Method) -> Iterator[str]:
@@ -96,6 +100,16 @@ def _model(model: Any) -> Iterator[str]:
         yield "Mamba and other recurrent layers beside attention are not served; leave --attention-backend CUSTOM out"
     if getattr(model, "use_mla", False):
         yield REMEDIES["MLA not supported"]
+
+
+def _before_rope(model: Any, method: Method) -> Iterator[str]:
+    before = [part.name for part in method.parts() if part.pre_rope]
+    if before and getattr(model, "uses_mrope", False):
+        yield f"{before[0]}: keys before RoPE of positions with several parts (M-RoPE); allowed: {', '.join(SERVED)}"
+
+
+def _learned(method: Method) -> str:
+    return next((part.name for part in method.parts() if isinstance(part, LearnedMethod)), "")
 
 
 def drafts(config: Any) -> int:
@@ -151,7 +165,7 @@ def check_kernel(stored: Stored, device: torch.device) -> str:
 
     if not is_flash_attn_varlen_func_available():
         raise KVFoldError("FlashAttention is not there, which prompts need; install vLLM's build for CUDA")
-    if why := paged.why_not(*stored.formats, device):
+    if why := paged.why_not(*stored.formats, device, stored.method.pre_rope):
         raise KVFoldError(f"{stored.method}: no kernel attends to its pages: {why}; allowed: {', '.join(SERVED)}")
     if why := paged.why_not_stored(*stored.formats):
         raise KVFoldError(f"{stored.method}: no kernel encodes its pages: {why}; allowed: {', '.join(SERVED)}")

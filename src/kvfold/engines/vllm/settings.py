@@ -2,22 +2,25 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from kvfold import methods
 from kvfold.errors import KVFoldError
-from kvfold.formats import Dense
+from kvfold.formats import Dense, Fields
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged import PageLayout, unsupported
 from kvfold.methods import LayerSpec, Method
+from kvfold.rope import Rope
 
 FIELD = "kvfold"
 EXAMPLE = """--additional-config '{"kvfold": "fold"}'"""
 SERVED = ("fold", "kivi", "innerq", "qjl", "turboquant")
 """Methods whose pages are read and written without anything of a request."""
+LEARNED = ("commvq", "vqllm", "kvquant")
+"""Methods whose tables come with an artefact; the reference serves them, on a CPU."""
 WINDOW_BLOCK = 16
 """Tokens of a block of the recent window."""
 
@@ -49,8 +52,10 @@ def unservable(method: Method) -> str | None:
             return f"{part.name}: its encoder follows each request's queries; allowed: {', '.join(SERVED)}"
         if part.block != 32:
             return f"{part.name}: group={part.group}: blocks of {part.block} tokens; allowed: groups of up to 32"
-        if part.pre_rope or part.maps_values or part.values_need_keys:
-            return f"{part.name}: keys before RoPE, or values that are mapped, are not served yet; allowed: {', '.join(SERVED)}"
+        if part.values_need_keys:
+            return f"{part.name}: what it stores of values depends on keys; allowed: {', '.join(SERVED)}"
+        if getattr(part, "joint", False):
+            return f"{part.name}: joint=true makes one code of all KV heads, a page is one head's; allowed: joint=false"
     if method.sink % 32 or method.sink > 96:
         return f"sink={method.sink}: allowed: 0, 32, 64, 96"
     return None
@@ -82,6 +87,24 @@ class Stored:
     def formats(self) -> tuple[Any, Any]:
         return self.layout.key_format, self.layout.value_format
 
+    @property
+    def maps(self) -> dict[str, Any]:
+        """What a call needs beside formats where keys are stored before RoPE, or values as bits of a product."""
+        if not (self.method.pre_rope or self.method.maps_values):
+            return {}
+        found: dict[str, Any] = {"encode_keys": self._encode_keys, "encode_values": self._encode_values}
+        if self.method.pre_rope:
+            found["rope"] = self.spec.rope
+        if self.method.maps_values:
+            found["unproject"] = partial(self.method.unproject_values, spec=self.spec)
+        return found
+
+    def _encode_keys(self, keys: torch.Tensor, positions: torch.Tensor, page: Fields | None) -> Fields:
+        return self.method.encode_keys(keys, {}, self.spec, positions, False, page)
+
+    def _encode_values(self, values: torch.Tensor, positions: torch.Tensor, page: Fields | None) -> Fields:
+        return self.method.encode_values(values, {}, self.spec, False, page)
+
 
 def stored(method: Method, spec: LayerSpec) -> Stored | None:
     """What a layer stores; None where it is kept in full precision.
@@ -109,9 +132,16 @@ def kept(method: Method, spec: LayerSpec) -> Stored:
 
 @lru_cache
 def layer_spec(
-    layer_idx: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, on_gpu: bool
+    layer_idx: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    on_gpu: bool,
+    rope: Rope | None = None,
 ) -> LayerSpec:
-    return LayerSpec(layer_idx, num_layers, num_heads, num_kv_heads, head_dim, dtype, fragments=on_gpu)
+    return LayerSpec(layer_idx, num_layers, num_heads, num_kv_heads, head_dim, dtype, rope, fragments=on_gpu)
 
 
 __all__ = ["PAGE", "WINDOW_BLOCK", "Stored", "kept", "layer_spec", "method_of", "stored", "unservable"]

@@ -8,8 +8,10 @@ import torch
 from kvfold import methods, models
 from kvfold.engines.vllm import capacity
 from kvfold.engines.vllm.capacity import Capacity
+from kvfold.engines.vllm.rotation import rope_of_config
 from kvfold.engines.vllm.settings import Stored, layer_spec, stored, unservable
 from kvfold.errors import KVFoldError, MethodError
+from kvfold.methods.learned import LearnedMethod
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Shape:
     dtype: torch.dtype
     tp: int
     weight_bytes: int
+    config: Any = None
 
 
 def of_model(model: str | None, tp: int) -> Shape:
@@ -47,7 +50,9 @@ def of_model(model: str | None, tp: int) -> Shape:
         raise KVFoldError(f"tp: {tp} GPUs do not share {heads} heads and {kv_heads} KV heads; give what divides both")
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     dtype = text.dtype if text.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
-    return Shape(name, text.num_hidden_layers, heads // tp, max(1, kv_heads // tp), dim, dtype, tp, weight_bytes)
+    return Shape(
+        name, text.num_hidden_layers, heads // tp, max(1, kv_heads // tp), dim, dtype, tp, weight_bytes, config
+    )
 
 
 def layers_of(shape: Shape, spec: str) -> list[Stored]:
@@ -61,7 +66,11 @@ def layers_of(shape: Shape, spec: str) -> list[Stored]:
     method = methods.get(spec)
     if why := unservable(method):
         raise KVFoldError(why)
-    facts: Any = (shape.layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, True)
+    if shape.tp > 1 and any(isinstance(part, LearnedMethod) for part in method.parts()):
+        raise KVFoldError(f"tp={shape.tp}: {method.name}'s tables are of all KV heads; allowed: 1")
+    before = shape.config is not None and any(part.pre_rope for part in method.parts())
+    rope = rope_of_config(shape.config) if before else None
+    facts: Any = (shape.layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, True, rope)
     found = [stored(method, layer_spec(index, *facts)) for index in range(shape.layers)]
     if any(layer is None for layer in found):
         raise KVFoldError(f"{spec}: layers in full precision are not served yet; leave keep= out")

@@ -111,7 +111,7 @@ class Layer:
     """A layer's formats, and its views of what vLLM allocated."""
 
     def __init__(self, stored: Stored, scale: float, bench: Bench | None) -> None:
-        self.stored, self.scale, self.bench = stored, scale, bench
+        self.stored, self.scale, self.bench, self.maps = stored, scale, bench, stored.maps
         self.seen = max(closed_from(form) for form in stored.formats)
         self._bound: tuple[int, int] | None = None
         self.keys: Fields = {}
@@ -151,6 +151,7 @@ def run(
         scale=layer.scale,
         new_keys=key,
         new_values=value,
+        **layer.maps,
     )
     if layer.bench is None:
         paged.store(call)
