@@ -301,8 +301,9 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
         from kvfold.kernels import blocks, fragments
 
         if work.formats[0].operand != "plain":
-            span = [inputs.span]
-            return fragments.decode_attention(inputs.q, *work.formats, span, inputs.windows, scale, out=out)
+            given, span = _given(work, inputs, scale), [inputs.span]
+            how: dict[str, Any] = {"out": out, "rotation": fragments.rotary(given)}
+            return fragments.decode_attention(inputs.q, *work.formats, span, inputs.windows, scale, **how)
         return blocks.attend(_given(work, inputs, scale)).to(inputs.q.dtype)
     if work.plain:
         return _plain_call(work, inputs, scale)

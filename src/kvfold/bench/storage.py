@@ -42,6 +42,9 @@ def formats(
     """
     spec = LayerSpec(0, 1, heads, heads, head_dim, fragments=False)
     made: Any = methods.get(method)
+    from kvfold.kernels.fragments import unsupported
+
+    fused = replace(spec, fragments=True)
     draw = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -79,14 +82,10 @@ def formats(
         levels = [tuple(x / 3 for x in lloyd_max(bits)) for bits in (made.key_bits, made.value_bits)]
         scales = ChannelScales(random(heads, head_dim), 3 * random(heads, head_dim).abs() + 1)
         learned = Learned(levels[0], levels[1], scales)
-        return made.format(spec, "key", learned), made.format(spec, "value", learned), None
-    from kvfold.kernels.fragments import unsupported
-
-    spec = replace(spec, fragments=fused)
-    pair = made.key_format(spec), made.value_format(spec)
-    if fused and unsupported(*pair):
-        return formats(method, heads, head_dim, device, fused=False)
-    return (*pair, None)
+        both = [(made.format(s, "key", learned), made.format(s, "value", learned)) for s in (fused, spec)]
+        return (*next(p for p in both if unsupported(*p, pre_rope=True) is None or p is both[1]), None)
+    pair = made.key_format(fused), made.value_format(fused)
+    return (*pair, None) if unsupported(*pair) is None else (made.key_format(spec), made.value_format(spec), None)
 
 
 def fill(form: Format, fields: Fields, vectors: torch.Tensor, tokens: int) -> None:

@@ -8,6 +8,8 @@ KIND   name                   a code u stands for                             be
 2      uniform                ``u - o``, times the token's scale              a scale per token
 3      levels                 entry u of a table of fp16, times that scale    a scale per token
 4      mixed                  see :mod:`kvfold.kernels._fragment_mixed`       zeros and ranges, low bits, a mask
+5      levels of channels     ``center + spread * level``, before RoPE        elements in fp16
+6      levels of ranges       ``middle + half * level``                       middles and halves, elements in fp16
 =====  =====================  ==============================================  ==================================
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
@@ -18,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_codes import _fetch, _load_codes, code_bytes, meta_bytes
 from kvfold.kernels._page_codes import page_words
 
-CHANNELS, TOKENS, UNIFORM, LEVELS, MIXED = range(5)
+CHANNELS, TOKENS, UNIFORM, LEVELS, MIXED, CONSTANTS, RANGES = range(7)
 
 # ---- where a side of a page lies in a warp's stage ------------------------------------------------------------------
 
@@ -26,8 +28,8 @@ CHANNELS, TOKENS, UNIFORM, LEVELS, MIXED = range(5)
 @gluon.constexpr_function
 def row_bytes(kind, dim, mode, group, rank):
     """Bytes per 32 tokens of what lies beside codes: scales and zero-points; sign words, or rows of a low-rank term."""
-    if kind == 4:
-        return 128, 4
+    if kind >= 4:
+        return {4: (128, 4), 5: (0, 0), 6: (128, 0)}[kind]
     row, words = (64, 0) if kind >= 2 else meta_bytes(dim, kind == 0, mode, group)
     return row, words + 64 * rank
 
@@ -35,7 +37,9 @@ def row_bytes(kind, dim, mode, group, rank):
 @gluon.constexpr_function
 def page_bytes(kind, dim, rank, mean):
     """Bytes of a page's mean, of the basis of a low-rank term, or of low bits of salient tokens."""
-    return 32 * rank if kind == 4 else 2 * dim * (mean + rank)
+    if kind >= 4:
+        return 32 * rank if kind == 4 else 0
+    return 2 * dim * (mean + rank)
 
 
 @gluon.constexpr_function

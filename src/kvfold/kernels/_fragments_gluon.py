@@ -20,6 +20,15 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_keys import _query_sums, _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
 from kvfold.kernels._fragment_codes import fetch_side, places
+from kvfold.kernels._fragment_lookup import (
+    PLACES_BYTES,
+    clear_places,
+    constant_scores,
+    load_outliers,
+    page_angles,
+    range_values,
+    rotated_queries,
+)
 from kvfold.kernels._fragment_mixed import mixed_scores, mixed_values, no_weights, scratch_bytes
 from kvfold.kernels._fragment_queries import brought_back, middle_sums, norm_words, normed_queries, projected
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
@@ -35,6 +44,7 @@ from kvfold.kernels._warp import (
     copy_wait_1,
     copy_wait_all,
     launch_dependents,
+    load_global4,
     load_pair,
     pack_half2,
     program_sync,
@@ -52,12 +62,13 @@ from kvfold.kernels._windows_gluon import _dense
 def layout(k, v, dim, k_width, pair, blocks):
     """Where sides, norms in fp16, and sums of means or scores of salient tokens begin in a warp's stage; its bytes; and where
     weights of salient tokens begin. A side is (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level
-    table, rank or salient tokens)."""
+    table, rank, salient tokens or elements)."""
     keys = places(k[0], dim, k_width, k[1], k[2], k[3], k[9], k[4], pair * k[5], blocks)
     values = places(v[0], dim, dim, v[1], v[2], v[3], v[9], v[4], v[5], blocks)
     scratch = keys[-1] + values[-1]
-    means = scratch + 2 * dim * pair
-    weights = means + (32 * dim if v[4] else scratch_bytes(k[9])[0] if k[0] == 4 else 0)
+    means = scratch + 2 * dim * (2 if k[0] == 5 else pair)
+    replaced = PLACES_BYTES.value + 512 if k[0] == 5 or v[0] == 6 else 0
+    weights = means + (32 * dim if v[4] else scratch_bytes(k[9])[0] if k[0] == 4 else replaced)
     return keys, values, keys[-1], scratch, means, weights + (scratch_bytes(v[9])[1] if v[0] == 4 else 0), weights
 
 
@@ -131,7 +142,7 @@ def _nothing_met(
     """What :func:`_met` returns, before any page."""
     met = ()
     more = ()
-    if KIND < 4:
+    if KIND != 4:
         for _i in gl.static_range(WIDTH // 8):
             met = met + (lane * 0,)
     if KIND == 0 and MODE != 1:
@@ -159,7 +170,7 @@ def _page_bias(base, far, lane, up, D: gl.constexpr, AT: gl.constexpr):
 )  # fmt: skip
 def fragments_kernel(
     q_ptr, k_codes, k_meta, k_aux, k_mean, k_norm, k_table, v_codes, v_meta, v_aux, v_mean, v_norm, v_table,
-    packed_len_ptr, sink_k, sink_v, sink_len_ptr, ring_k, ring_v, recent_len_ptr,
+    packed_len_ptr, position_ptr, freq_ptr, turns_ptr, sink_k, sink_v, sink_len_ptr, ring_k, ring_v, recent_len_ptr,
     part_out, part_top, part_sum,
     scale, heads, rows, tokens, columns, first_token, capacity, k_pages, v_pages, sinks, slots, splits, dense_splits, parts,
     part0,
@@ -268,6 +279,21 @@ def fragments_kernel(
         UNIT: gl.constexpr = K[7] * (16777216.0 if K_KIND < 3 else 1.0)
         code_factor = (up[0] * UNIT, up[1] * UNIT)
         program_sync(lane)
+        if K_KIND == 5:
+            # the constants of the head's channels, in what norms take elsewhere: all lanes of a t read the same
+            x = load_global4(k_table.to(gl.int64) + (head % heads) * 512 + lane * 16, lane * 0 + 1)
+            store_shared2(scratch + lane * 16, x[0], x[1])
+            store_shared2(scratch + lane * 16 + 8, x[2], x[3])
+            position = (gl.load(position_ptr + batch) + first_token).to(gl.int32)
+        k_outliers = ()
+        v_outliers = ()
+        if K_KIND == 5:
+            k_outliers = load_outliers(ka, kp, lane, block0 + start, left, K[9], NB)
+        if V_KIND == 6:
+            v_outliers = load_outliers(va, vp, lane, block0 + start, left, V[9], NB)
+        if K_KIND == 5 or V_KIND == 6:
+            clear_places(base + MEANS, lane)
+            warp_sync(lane)
         if V_KIND == 4:
             no_weights(base + WEIGHTS, lane, V[9])
         met, more = _nothing_met(lane, D, K_WIDTH, K_KIND, K[2], K[3])
@@ -306,6 +332,10 @@ def fragments_kernel(
                             base, scratch, far, k_lane, lane, g, t, D, K_WIDTH, K_KIND, K_BITS, K[2], K[3], True, K_AT[3],
                             PAIR,
                         )  # fmt: skip
+            if K_KIND == 5:
+                if i % PER == 0:
+                    page_angles(freq_ptr, base + (MEANS + 8192), lane, position + (first + i // PER) * (32 * NB * PER))
+                    met = rotated_queries(far, base + (MEANS + 8192), lane)
             if K[4]:
                 if PER == 1:
                     bias = _page_bias(base, far, lane, up, D, K_AT[2])
@@ -335,6 +365,12 @@ def fragments_kernel(
                 scores = mixed_scores(
                     base, far, base + MEANS, lane, left, up, D, K_BITS, K[9], NB, K_AT[0], K_AT[1], K_AT[2]
                 )
+            elif K_KIND == 5:
+                scores = constant_scores(
+                    base, base + MEANS, scratch + t * 16, turns_ptr.to(gl.int64) + lane * 16 + i % PER * (NB * 8192), lane,
+                    met, k_outliers, code_factor, left, K_BITS, K_TABLE, NB,
+                )  # fmt: skip
+                k_outliers = load_outliers(ka, kp, lane, block0 + next_block, next_left, K[9], NB)
             elif K_KIND == 2:
                 scores = sign_scores(base, lane, met, more, seen, code_factor, left, K_WIDTH, K_BITS, NB)
             else:
@@ -360,7 +396,7 @@ def fragments_kernel(
                     )
             else:
                 copy_wait_1(lane)
-                room = _room(base, lane, 2 * NB if V_KIND == 4 else NB, V_AT + V_SCALES)
+                room = _room(base, lane, 2 * NB if V_KIND >= 4 else NB, V_AT + V_SCALES)
                 top, factor, p = _probabilities(scores, top, room, 2 * NB, 1)
                 if V_KIND == 4:
                     norm_words(base, scratch, lane, D, 0, V[5], V_AT + V_IN[3], 1)
@@ -368,6 +404,11 @@ def fragments_kernel(
                         base, base + WEIGHTS, scratch, lane, p, factor, out, side, D, V_BITS, V[9], NB, V_AT, V_SCALES,
                         V_IN[1], V_IN[2],
                     )  # fmt: skip
+                elif V_KIND == 6:
+                    out, side = range_values(
+                        base, base + MEANS, lane, p, factor, out, side, v_outliers, V_BITS, V_TABLE, NB, V_AT, V_SCALES
+                    )
+                    v_outliers = load_outliers(va, vp, lane, block0 + next_block, next_left, V[9], NB)
                 else:
                     out, total, since = token_values(
                         base, lane, p, total, factor, out, since, D, V_BITS, V_TABLE, NB, V_AT, V_SCALES,

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,20 +15,25 @@ from kvfold.formats import (
     Lookup,
     LowRank,
     MixedTokens,
+    Outliers,
     Paged,
     Rotation,
     SignSketch,
     Sketch,
 )
 from kvfold.formats.basis import Basis
+from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.paged import PAGE, PagedFormat
-from kvfold.kernels._fragment_codes import CHANNELS, LEVELS, MIXED, TOKENS, UNIFORM
+from kvfold.kernels._fragment_codes import CHANNELS, CONSTANTS, LEVELS, MIXED, RANGES, TOKENS, UNIFORM
 from kvfold.kernels._fragments_gluon import fragments_kernel, shared_bytes
 from kvfold.kernels._page_codes import weight
-from kvfold.kernels.call import Span, Windows
+from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.decode import MAX_TOKENS, MODES, STATIC_SHARED, Plan
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
+from kvfold.rope import Rope
+
+Rotary = tuple[Rope, torch.Tensor] | None
 
 BLOCK = 32
 BLOCKS = PAGE // BLOCK
@@ -80,9 +86,9 @@ SEEN: frozenset[tuple[Any, ...]] = frozenset(
 kernels until one has (``pytest -m gpu tests/kernels/test_gpu_fragments.py``)."""
 
 
-def unsupported(key_format: Format, value_format: Format) -> str | None:
+def unsupported(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
     """Why the kernel does not serve these formats; None if it does."""
-    if why := _foreign(key_format, value_format):
+    if why := _foreign(key_format, value_format, pre_rope):
         return why
     if (_kept(key_format), _kept(value_format), key_format.head_dim) not in SEEN:
         sides = f"{key_format.describe()} with {value_format.describe()}"
@@ -95,9 +101,9 @@ def _kept(form: Format) -> tuple[Any, ...]:
     return (*of.constants[:6], of.constants[9], of.width // form.head_dim)
 
 
-def unreadable(key_format: Format, value_format: Format) -> str | None:
+def unreadable(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
     """Why the kernel cannot read these formats; None if it can."""
-    return _foreign(key_format, value_format) or _other_order(key_format, value_format)
+    return _foreign(key_format, value_format, pre_rope) or _other_order(key_format, value_format)
 
 
 def _other_order(key_format: Format, value_format: Format) -> str | None:
@@ -108,7 +114,11 @@ def _other_order(key_format: Format, value_format: Format) -> str | None:
     return None
 
 
-def _foreign(key_format: Format, value_format: Format) -> str | None:
+def _foreign(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
+    if isinstance(key_format, Outliers) and isinstance(key_format.inner, Lookup):
+        return _unsupported_elements(key_format, value_format, pre_rope)
+    if pre_rope:
+        return "keys are stored before RoPE"
     if not any(isinstance(form, PagedFormat) for form in (key_format, value_format)):
         return f"keys: {key_format.kind} storage; allowed: paged"
     for name, form in (("keys", key_format), ("values", value_format)):
@@ -116,6 +126,20 @@ def _foreign(key_format: Format, value_format: Format) -> str | None:
             return f"{name}: {why}"
     if program_bytes(key_format, value_format, 1, 1, stage_blocks(key_format, value_format)) > STATIC_SHARED:
         return f"a page at head_dim={key_format.head_dim} is larger than shared memory"
+    return None
+
+
+def _unsupported_elements(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
+    """As :func:`unsupported`, where elements of both sides are stored apart."""
+    if not pre_rope:
+        return "keys: constants per channel after RoPE; allowed: before it"
+    for name, form, scaling in (("keys", key_format, "channel"), ("values", value_format, "range")):
+        if form.head_dim != 128 or form.block != BLOCK:
+            return f"{name}: head_dim={form.head_dim} in blocks of {form.block}; allowed: 128, {BLOCK}"
+        if not (isinstance(form, Outliers) and isinstance(form.inner, Lookup) and form.inner.scaling == scaling):
+            return f"{name}: {form.describe()}; allowed: levels with a {scaling}, and elements in fp16"
+        if form.inner.bits_per_code not in (2, 3) or form.count > 64:
+            return f"{name}: {form.inner.bits_per_code} bits, {form.count} elements; allowed: 2 and 3 bits, up to 64"
     return None
 
 
@@ -199,6 +223,13 @@ def side(form: Format) -> Side:
     paged = form if isinstance(form, Paged) else None
     if isinstance(form.inner if isinstance(form, Paged) else form, MixedTokens):
         return _mixed_side(form)
+    if isinstance(form, Outliers):
+        assert isinstance(form.inner, Lookup)
+        keys, table = form.inner.scaling == "channel", _level_table(form.inner.levels)
+        kind, names = (CONSTANTS, ("codes", "codes", "where")) if keys else (RANGES, ("codes", "scale", "where"))
+        return Side(
+            names, (kind, form.inner.bits_per_code, 0, 0, False, False, False, 1.0, table, form.count), 128, None
+        )
     rank = form.rank if isinstance(form, LowRank) else 0
     inner = form.inner if isinstance(form, Paged | LowRank) else form
     mean, norm = (paged.mean, bool(paged.norm)) if paged else (False, False)
@@ -258,6 +289,36 @@ def _table(form: Format, device: torch.device, back: bool) -> torch.Tensor | Non
     return tiles.permute(0, 3, 2, 5, 4, 1, 6).contiguous()
 
 
+_made: WeakKeyDictionary[ChannelScales, dict[torch.device, torch.Tensor]] = WeakKeyDictionary()
+
+
+def _constants(form: Format, device: torch.device) -> torch.Tensor:
+    """Spreads and centers of channels as the kernel's lanes take them: fp16 [heads, 8, 4, 2, 2, 2], of a channel tile, of t, of
+    the tile's halves: a pair of each. Made once: graphs know where they are."""
+    assert isinstance(form, Outliers) and isinstance(form.inner, Lookup) and form.inner.channels is not None
+    channels, most = form.inner.channels, max(1.0, *map(abs, form.inner.levels))
+    made = _made.setdefault(channels, {})
+    if device not in made:
+        own = channels.on(device)
+        both = torch.stack((own.spread.clamp(max=32752 / most), own.center.clamp(-32752, 32752)), 1)
+        lanes = both.half().unflatten(-1, (8, 2, 4, 2))  # [heads, which, tile, half, t, pair]
+        made[device] = lanes.permute(0, 2, 4, 3, 1, 5).contiguous()
+    return made[device]
+
+
+@lru_cache(maxsize=256)
+def _turns(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turns per token of 64 pairs of channels and what float32 leaves of them, float32 [2, 64]; cosines and sines of the places
+    in a page, times RoPE's factor, as fragments of an operand: fp16 [8, 4, 2, 32, 8]."""
+    freq = rope.inv_freq.double().cpu()
+    turns = freq / (2 * math.pi)
+    parts = torch.stack((turns.float(), (turns - turns.float().double()).float()))
+    angles = torch.arange(PAGE, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
+    both = torch.stack((angles.cos(), angles.sin())) * rope.scaling
+    tiles = both.half().unflatten(-1, (4, 2, 4, 2)).unflatten(1, (8, 2, 8))  # [which, tile, half, g, ct, half, t, pair]
+    return parts.to(device), tiles.permute(1, 4, 0, 3, 6, 5, 2, 7).contiguous().to(device)
+
+
 def pairs(key_format: Format, rows: int) -> int:
     """Pages that a query goes through a matrix for at once."""
     of = side(key_format)
@@ -265,10 +326,11 @@ def pairs(key_format: Format, rows: int) -> int:
 
 
 def stage_blocks(key_format: Format, value_format: Format) -> int:
-    """Blocks of a stage: half a page where the loop over whole ones would not fit the instruction cache."""
-    whole = any(
-        side(form).constants[9] for form in (key_format, value_format)
-    )  # what pages have more than once a stage
+    """Blocks of a stage: less than a page where the loop over whole ones would not fit the instruction cache."""
+    sides = [side(form).constants for form in (key_format, value_format)]
+    if any(of[0] >= CONSTANTS for of in sides):
+        return 1
+    whole = any(of[9] for of in sides)  # what a page has once serves all of it
     return BLOCKS if whole or key_format.head_dim == 64 else BLOCKS // 2
 
 
@@ -340,10 +402,12 @@ def decode_attention(
     out: torch.Tensor | None = None,
     plan: Plan | None = None,
     sinks: torch.Tensor | None = None,
+    rotation: Rotary = None,
 ) -> torch.Tensor:
     """Attention of the newest tokens of every sequence over sink, packed and recent tokens.
 
-    As :func:`kvfold.kernels.decode.decode_attention`; what pages do to queries, the kernel does.
+    As :func:`kvfold.kernels.decode.decode_attention`; what pages do to queries, the kernel does. ``rotation``: where keys are
+    stored before RoPE, it and the position of each sequence's first packed token.
     """
     batch, num_heads, tokens, dim = q.shape
     if not 1 <= tokens <= MAX_TOKENS:
@@ -370,9 +434,14 @@ def decode_attention(
     partials = Partials.empty(batch * heads, sum(map(parts, plans)), rows, dim, q.device)
     at = 0
     for each, span in zip(plans, spans, strict=True):
-        _launch(q, key_format, value_format, span, windows, scale, partials, at, each, early)
+        _launch(q, key_format, value_format, span, windows, scale, partials, at, each, early, rotation)
         at += parts(each)
     return partials.merge(torch.empty_like(q) if out is None else out, early, sinks, tokens)
+
+
+def rotary(call: AttentionCall) -> Rotary:
+    """What :func:`decode_attention` is told of a call's RoPE."""
+    return None if call.rope is None or call.first_position is None else (call.rope, call.first_position)
 
 
 def unit_capacity_of(form: Format, span: Span) -> int:
@@ -385,21 +454,14 @@ def _arrays(form: Format, stored: Fields, back: bool) -> list[torch.Tensor]:
     """Codes, scales, sign words, means, norms, the matrix, as the kernel takes them."""
     of = side(form)
     arrays = [stored[n] for n in of.names]
-    more = (
-        "mean"
-        if of.constants[4]
-        else "low"
-        if of.constants[0] == MIXED
-        else "basis"
-        if of.constants[9]
-        else of.names[0]
-    )
+    own = {MIXED: "low", CONSTANTS: "outlier", RANGES: "outlier"}.get(of.constants[0], "basis")
+    more = "mean" if of.constants[4] else own if of.constants[9] else of.names[0]
     arrays.append(stored[more])
     arrays.append(stored["norm"] if of.constants[5] else arrays[0])
     for x in arrays:
         if not (x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1)):
             raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
-    table = _table(form, arrays[0].device, back)
+    table = _table(form, arrays[0].device, back) if of.constants[0] != CONSTANTS else _constants(form, arrays[0].device)
     return [*arrays, arrays[0] if table is None else table]
 
 
@@ -423,15 +485,21 @@ def _launch(
     part: int,
     plan: Plan,
     early: bool,
+    rotation: Rotary,
 ) -> None:
     """Write partial results of one span (and, if planned, of the windows) to parts ``part`` and following."""
     heads, rows = windows.sink[0].shape[1], partials.out.shape[2]
     sink, ring = windows.sink, windows.ring
+    position, tables = windows.packed_len, (partials.top, partials.top)
+    if rotation is not None:
+        position, tables = rotation[1], _turns(rotation[0], q.device)
     fragments_kernel[(partials.out.shape[0] * plan.columns, plan.splits + plan.dense_splits)](
         q,
         *_arrays(key_format, span.keys, False),
         *_arrays(value_format, span.values, True),
         windows.packed_len,
+        position,
+        *tables,
         *sink,
         windows.sink_len,
         *ring,

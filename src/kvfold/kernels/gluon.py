@@ -1,5 +1,7 @@
 """The fused kernels, over affine groups and over pages, as choices of the registry."""
 
+from typing import Any
+
 import torch
 
 from kvfold.formats import AffineGroups, Format, Paged
@@ -99,53 +101,57 @@ class PagesKernel(AttentionKernel):
 
 
 class FragmentsKernel(AttentionKernel):
-    """Pages of other codes (InnerQ, QJL, GEAR, ZipCache) on NVIDIA GPUs (sm_80 and later); calls of any length.
+    """Pages of other codes (InnerQ, QJL, GEAR, ZipCache, KVQuant) on NVIDIA GPUs (sm_80 and later); calls of any length.
 
     Calls as of :class:`PagesKernel`. It serves what :data:`kvfold.kernels.fragments.SEEN` lists, in models of fp16: no run on a
     GPU has shown bf16 right yet.
     """
 
     name = "fragments"
+    limits = "keys before RoPE of models that rotate a part of their channels"
     in_place_tokens = 16
     captures = True
     dtypes = frozenset({torch.float16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
-        if why := _needs_gpu(device, pre_rope):
+        if why := _needs_gpu(device):
             return why
         try:
             from kvfold.kernels.fragments import unsupported
         except ImportError as error:
             return f"needs Triton 3.6 with Gluon ({error})"
-        return unsupported(key_format, value_format)
+        return unsupported(key_format, value_format, pre_rope)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        if call.new is None:
-            from kvfold.kernels.fragments import decode_attention
+        from kvfold.kernels.fragments import decode_attention, rotary
 
-            keys, values = call.key_format, call.value_format
-            assert isinstance(call.windows, Windows)
-            return decode_attention(call.query, keys, values, call.spans, call.windows, call.scale, sinks=call.sinks)
+        keys, values, windows = call.key_format, call.value_format, call.windows
+        assert isinstance(windows, Windows) and call.project is None
+        if call.rope is not None and 2 * call.rope.inv_freq.numel() < keys.head_dim:
+            return ReferenceKernel().attend(call)
+        if call.new is None:
+            how: dict[str, Any] = {"sinks": call.sinks, "rotation": rotary(call)}
+            return decode_attention(call.query, keys, values, call.spans, windows, call.scale, **how)
         from kvfold.kernels.unpacked import attend_unpacked, serves
 
         return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
 
 
 def _needs(key_format: Format, device: torch.device, pre_rope: bool) -> str | None:
-    if why := _needs_gpu(device, pre_rope):
+    if why := _needs_gpu(device):
         return why
+    if pre_rope:
+        return "keys are stored before RoPE"
     if key_format.block != BLOCK:
         return f"blocks of {key_format.block} tokens; allowed: {BLOCK}"
     return None
 
 
-def _needs_gpu(device: torch.device, pre_rope: bool) -> str | None:
+def _needs_gpu(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "needs an NVIDIA GPU"
     if torch.cuda.get_device_capability(device)[0] < 8:
         return "needs compute capability 8.0"
-    if pre_rope:
-        return "keys are stored before RoPE"
     return None
 
 
