@@ -44,7 +44,7 @@ def formats(
     made: Any = methods.get(method)
     from kvfold.kernels.fragments import unsupported
 
-    fused = replace(spec, fragments=True)
+    first = replace(spec, fragments=fused)
     draw = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -82,9 +82,9 @@ def formats(
         levels = [tuple(x / 3 for x in lloyd_max(bits)) for bits in (made.key_bits, made.value_bits)]
         scales = ChannelScales(random(heads, head_dim), 3 * random(heads, head_dim).abs() + 1)
         learned = Learned(levels[0], levels[1], scales)
-        both = [(made.format(s, "key", learned), made.format(s, "value", learned)) for s in (fused, spec)]
+        both = [(made.format(s, "key", learned), made.format(s, "value", learned)) for s in (first, spec)]
         return (*next(p for p in both if unsupported(*p, pre_rope=True) is None or p is both[1]), None)
-    pair = made.key_format(fused), made.value_format(fused)
+    pair = made.key_format(first), made.value_format(first)
     return (*pair, None) if unsupported(*pair) is None else (made.key_format(spec), made.value_format(spec), None)
 
 

@@ -77,6 +77,27 @@ def _before(group):
 
 
 @gluon.jit
+def _low_scores(base, scratch, lane, b, BITS: gl.constexpr, LOW: gl.constexpr):
+    """Scores of the low bits of 16 salient tokens, left in shared memory."""
+    FINE: gl.constexpr = 1.0 / ((4 << BITS) - 1)
+    g = lane // 4
+    t = lane % 4
+    at = base + g * 32 + 4 * t
+    w = ()
+    for r in gl.static_range(4):
+        w = w + (load_shared(at, LOW + 256 * (r % 2) + 16 * (r // 2), 1)[0],)
+    acc = _zero4(lane)
+    for f in gl.static_range(8):
+        a = ()
+        for r in gl.static_range(4):
+            a = a + ((w[r] >> (8 * (f // 4))) & _pair_mask(2, 2 * f % 8),)
+        acc = mma(a[0], a[1], a[2], a[3], b[2 * f], b[2 * f + 1], acc, False)
+    at = scratch + g * 32 + 8 * t
+    store_shared2(at, _int(acc[0] * FINE), _int(acc[1] * FINE))
+    store_shared2(at + 256, _int(acc[2] * FINE), _int(acc[3] * FINE))
+
+
+@gluon.jit
 def mixed_scores(
     base, far, scratch, lane, left, up, D: gl.constexpr, BITS: gl.constexpr, SALIENT: gl.constexpr, NB: gl.constexpr,
     META: gl.constexpr, WHICH: gl.constexpr, LOW: gl.constexpr,
@@ -121,20 +142,8 @@ def mixed_scores(
             b1 = high_halves(off[f // 2], off[4 + f // 2])
         b = b + (_lighten(b0, lane, 2 * f % 8), _lighten(b1, lane, 2 * f % 8))
     warp_sync(lane)
-    for i in gl.static_range(RT):
-        at = base + g * 32 + 4 * t
-        w = ()
-        for r in gl.static_range(4):
-            w = w + (load_shared(at, LOW + 512 * i + 256 * (r % 2) + 16 * (r // 2), 1)[0],)
-        acc = _zero4(lane)
-        for f in gl.static_range(8):
-            a = ()
-            for r in gl.static_range(4):
-                a = a + ((w[r] >> (8 * (f // 4))) & _pair_mask(2, 2 * f % 8),)
-            acc = mma(a[0], a[1], a[2], a[3], b[2 * f], b[2 * f + 1], acc, False)
-        at = scratch + g * 32 + 8 * t
-        store_shared2(at + 512 * i, acc[0] * FINE, acc[1] * FINE)
-        store_shared2(at + 512 * i + 256, acc[2] * FINE, acc[3] * FINE)
+    for tile in range(RT):  # a loop: code that is repeated would leave the instruction cache
+        _low_scores(base + 512 * tile, scratch + 512 * tile, lane, b, BITS, LOW)
     warp_sync(lane)
     f0 = up[0] * 16777216.0
     f1 = up[1] * 16777216.0
@@ -177,10 +186,30 @@ def _float(x):
 
 
 @gluon.jit
+def _int(x):
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def no_weights(scratch, lane, SALIENT: gl.constexpr):
     """What salient tokens weigh, before any: zeros."""
     for i in gl.static_range((8 * weight_pitch(SALIENT) + 127) // 128):
         store_shared1(gl.minimum(scratch + 128 * i + 4 * lane, scratch + (8 * weight_pitch(SALIENT) - 4)), lane * 0)
+
+
+@gluon.jit
+def _low_values(accs, base, row, lane, D: gl.constexpr, BITS: gl.constexpr, LOW: gl.constexpr):
+    """Sums of the low bits of 16 salient tokens."""
+    t = lane % 4
+    b0 = load_shared(row + 4 * t, 0, 1)[0]
+    b1 = load_shared(row + 4 * t, 16, 1)[0]
+    for half in gl.static_range(D // 64):
+        w = ()
+        for r in gl.static_range(4):
+            w = w + (load_shared(base + 64 * t, LOW + 256 * (r // 2) + 32 * (r % 2) + 16 * half, 4),)
+        for k in gl.static_range(4):
+            accs = _low_sums(accs, w, b0, b1, 2 * (lane // 4), 4 * half + k, k, D, BITS)
+    return accs
 
 
 @gluon.jit
@@ -236,16 +265,8 @@ def mixed_values(
                 accs = _replace(accs, c, mma(a[0], a[1], a[2], a[3], b[0], b[1], accs[c], False))
         seen = seen + _ones_of(which[j])
     warp_sync(lane)
-    for i in gl.static_range(RT):
-        b0 = load_shared(row + 4 * t, 32 * i, 1)[0]
-        b1 = load_shared(row + 4 * t, 32 * i + 16, 1)[0]
-        for half in gl.static_range(CT // 4):
-            at = base + 64 * t
-            w = ()
-            for r in gl.static_range(4):
-                w = w + (load_shared(at, AT + LOW + 512 * i + 256 * (r // 2) + 32 * (r % 2) + 16 * half, 4),)
-            for k in gl.static_range(4):
-                accs = _low_sums(accs, w, b0, b1, 2 * g, 4 * half + k, k, D, BITS)
+    for tile in range(RT):
+        accs = _low_values(accs, base + 512 * tile, row + 32 * tile, lane, D, BITS, AT + LOW)
     z0 = extra[0][0] + extra[1][0]
     z1 = extra[0][1] + extra[1][1]
     norms = _plain_mean(norm, lane, D, 0)
