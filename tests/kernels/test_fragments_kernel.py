@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvfold.bench import storage
 from kvfold.formats.basis import projection
 from kvfold.kernels import aot, fragments
 from kvfold.kernels._fragment_codes import level_tile
@@ -14,6 +15,7 @@ from kvfold.kernels._page_codes import _place
 from kvfold.kernels.decode import STATIC_SHARED, Plan
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.turboquant import lloyd_max
+from kvfold.rope import Rope
 
 
 def formats(method, dim=128, **spec):
@@ -64,6 +66,46 @@ def test_nothing_else_is_served():
 ])  # fmt: skip
 def test_what_it_refuses_is_named(method, dim, reason):
     assert fragments.unsupported(*formats(method, dim)) == reason
+
+
+def kvquant(bits=3, heads=2, dim=128, fused=True):
+    return storage.formats(f"kvquant:bits={bits}", heads, dim, torch.device("cpu"), fused)[:2]
+
+
+def test_it_takes_kvquant_before_rope_only():
+    assert fragments.unsupported(*kvquant(), pre_rope=True) is None
+    assert fragments.unsupported(*kvquant()) == "keys: constants per channel after RoPE; allowed: before it"
+
+
+@pytest.mark.parametrize("forms, reason", [
+    (kvquant(bits=4), "keys: 4 bits, 41 elements; allowed: 2 and 3 bits, up to 64"),
+    (kvquant(dim=64), "keys: head_dim=64 in blocks of 32; allowed: 128, 32"),
+    (kvquant(fused=False), "keys: operand=plain; allowed: key"),
+])  # fmt: skip
+def test_what_it_refuses_of_kvquant_is_named(forms, reason):
+    assert fragments.unsupported(*forms, pre_rope=True) == reason
+
+
+def test_channels_constants_lie_as_lanes_take_them():
+    keys, _ = kvquant()
+    got = fragments._constants(keys, torch.device("cpu"))
+    for head, channel in ((0, 0), (1, 77), (1, 127)):
+        of = got[head, channel // 16, channel % 8 // 2, channel % 16 // 8, :, channel % 2]
+        own = keys.inner.channels
+        assert of.tolist() == torch.stack((own.spread[head, channel], own.center[head, channel])).half().tolist()
+
+
+def test_rotations_of_a_page_lie_as_operands():
+    rope = Rope(10000.0 ** (-torch.arange(0, 128, 2).float() / 128), 1.5)
+    turns, table = fragments._turns(rope, torch.device("cpu"))
+    assert (turns.double().sum(0) * 2 * math.pi - rope.inv_freq.double()).abs().max() < 1e-12
+    for token, pair in ((0, 0), (21, 37), (127, 63)):
+        lane = token % 8 * 4 + pair % 8 // 2
+        register = token % 16 // 8 + 2 * (pair % 16 // 8)
+        angle = token * float(rope.inv_freq[pair])
+        for which, want in enumerate((math.cos(angle), math.sin(angle))):
+            of = table[token // 16, pair // 16, which].reshape(32, 4, 2)[lane, register, pair % 2]
+            assert float(of) == pytest.approx(1.5 * want, abs=1e-3)
 
 
 def test_codes_in_plain_order_are_refused():
