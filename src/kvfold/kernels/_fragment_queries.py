@@ -22,9 +22,11 @@ from kvfold.kernels._warp import (
     mma,
     mul_half2,
     pack_half2,
+    shuffle,
     shuffle_xor,
     store_shared1,
     transpose8,
+    unpack_half2,
     warp_sync,
 )
 
@@ -81,6 +83,47 @@ def normed_queries(far, scratch, lane, D: gl.constexpr, PAIR: gl.constexpr):
             b = load_shared(far, 256 * (2 * i + c), 2)
             out = out + (mul_half2(b[0], norm[2 * c]), mul_half2(b[1], norm[2 * c + 1]))
     return out
+
+
+@gluon.jit
+def _sums_by_row(x, lane, g, D: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr):
+    """Sums of queries, which carry 2^-k, over groups of channels, for a lane's two columns: in lanes of row g of group g."""
+    s0 = _zero4(lane)[0]
+    s1 = s0
+    for group in gl.static_range(D // GROUP):
+        acc = _zero4(lane)
+        for i in gl.static_range(GROUP // 16):
+            one = _unit_half2(lane, weight(D, BITS, group * (GROUP // 16) + i))
+            b0 = x[2 * (group * (GROUP // 16) + i)]
+            b1 = x[2 * (group * (GROUP // 16) + i) + 1]
+            acc = mma(one, one, one, one, b0, b1, acc, False)
+        s0 = gl.where(g == group, acc[0], s0)
+        s1 = gl.where(g == group, acc[1], s1)
+    return s0, s1
+
+
+@gluon.jit
+def group_sums(
+    x, lane, g, t, D: gl.constexpr, BITS: gl.constexpr, MODE: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """As :func:`kvfold.kernels._affine_keys._query_sums`, in a chain short enough for every page: sums over groups, in two
+    parts, as the operand that meets zero-points."""
+    qsum = ()
+    if MODE == 0:
+        s0, s1 = _sums_by_row(x, lane, g, D, BITS, GROUP)
+        high = pack_half2(s0, s1, False)
+        back = unpack_half2(high)
+        qsum = (transpose8(high), transpose8(pack_half2(s0 - back[0], s1 - back[1], False)))
+    if MODE == 2:
+        s0, s1 = _sums_by_row(x, lane, g, D, BITS, GROUP)
+        for c in gl.static_range((D // GROUP + 3) // 4):
+            # lane (g, t) takes group 4 c + t of query row g
+            even = shuffle(s0, 4 * (4 * c + t) + g // 2)
+            odd = shuffle(s1, 4 * (4 * c + t) + g // 2)
+            y = gl.where(g % 2 == 0, even, odd) * (1.0 / (1 << 24))  # the unit of code sums
+            high = as_int(y) & -8192
+            qsum = qsum + (high, as_int(y - as_float(high)))
+    return qsum
 
 
 @gluon.jit

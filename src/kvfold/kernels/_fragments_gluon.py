@@ -17,7 +17,7 @@ Means of values are not rotated: their sums wait apart, in the model's basis, an
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_keys import _query_sums, _scores_accumulator, _scores_operand, query_exponent
+from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
 from kvfold.kernels._fragment_codes import fetch_side, places
 from kvfold.kernels._fragment_lookup import (
@@ -30,7 +30,14 @@ from kvfold.kernels._fragment_lookup import (
     rotated_queries,
 )
 from kvfold.kernels._fragment_mixed import mixed_scores, mixed_values, no_weights, scratch_bytes
-from kvfold.kernels._fragment_queries import brought_back, middle_sums, norm_words, normed_queries, projected
+from kvfold.kernels._fragment_queries import (
+    brought_back,
+    group_sums,
+    middle_sums,
+    norm_words,
+    normed_queries,
+    projected,
+)
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
 from kvfold.kernels._page_codes import weight
@@ -126,7 +133,7 @@ def _met(
     norm_words(base, scratch, lane, D, BITS if AFFINE else 0, NORM, AT, PAIR)
     x = normed_queries(far, scratch, lane, D, PAIR)
     if AFFINE:
-        return x, _query_sums(x, lane, g, t, D, BITS, int(KIND == 0), MODE, GROUP, 1)
+        return x, group_sums(x, lane, g, t, D, BITS, MODE, GROUP) if KIND == 0 else ()
     else:
         x = projected(table, lane, x, WIDTH, D // 16)
         start = (_zero4(lane)[0], _zero4(lane)[0])
