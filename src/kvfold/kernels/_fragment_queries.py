@@ -86,6 +86,35 @@ def normed_queries(far, scratch, lane, D: gl.constexpr, PAIR: gl.constexpr):
 
 
 @gluon.jit
+def page_sums(
+    base, far, scratch, lane, g, D: gl.constexpr, GROUP: gl.constexpr, MEAN: gl.constexpr, AT: gl.constexpr,
+):  # fmt: skip
+    """Of raw queries (a lane's address) with a page: products with its mean, for a lane's two columns; and sums, times norms,
+    over groups of channels, in lanes of row g of group g.
+
+    Both in one product: norms are its upper rows, each where its group is, and the mean its lower ones.
+    """
+    at = base + lane // 8 * 16
+    norms = scratch + lane // 8 * 16
+    accs = (_zero4(lane), _zero4(lane))
+    for i in gl.static_range(D // 32):
+        norm = load_matrix4(norms, 64 * i, False)
+        mean = norm
+        if MEAN:
+            mean = load_matrix4(at, AT + 64 * i, False)
+        for c in gl.static_range(2):
+            b = load_shared(far, 256 * (2 * i + c), 2)
+            own = g == (2 * i + c) // (GROUP // 16)
+            low = gl.where(own, norm[2 * c], 0)
+            high = gl.where(own, norm[2 * c + 1], 0)
+            acc = mma(low, mean[2 * c], high, mean[2 * c + 1], b[0], b[1], accs[c], False)
+            accs = _replace(accs, c, acc)
+    x = accs[0]
+    y = accs[1]
+    return (x[0] + y[0], x[1] + y[1]), (x[2] + y[2], x[3] + y[3])
+
+
+@gluon.jit
 def _sums_by_row(x, lane, g, D: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr):
     """Sums of queries, which carry 2^-k, over groups of channels, for a lane's two columns: in lanes of row g of group g."""
     s0 = _zero4(lane)[0]
@@ -108,14 +137,23 @@ def group_sums(
 ):  # fmt: skip
     """As :func:`kvfold.kernels._affine_keys._query_sums`, in a chain short enough for every page: sums over groups, in two
     parts, as the operand that meets zero-points."""
+    if MODE == 1:
+        return ()
+    else:
+        return sum_operands(_sums_by_row(x, lane, g, D, BITS, GROUP), g, t, D, MODE, GROUP)
+
+
+@gluon.jit
+def sum_operands(sums, g, t, D: gl.constexpr, MODE: gl.constexpr, GROUP: gl.constexpr):
+    """Sums over groups, in lanes of row g of group g, in two parts as the operand that meets zero-points."""
+    s0 = sums[0]
+    s1 = sums[1]
     qsum = ()
     if MODE == 0:
-        s0, s1 = _sums_by_row(x, lane, g, D, BITS, GROUP)
         high = pack_half2(s0, s1, False)
         back = unpack_half2(high)
         qsum = (transpose8(high), transpose8(pack_half2(s0 - back[0], s1 - back[1], False)))
     if MODE == 2:
-        s0, s1 = _sums_by_row(x, lane, g, D, BITS, GROUP)
         for c in gl.static_range((D // GROUP + 3) // 4):
             # lane (g, t) takes group 4 c + t of query row g
             even = shuffle(s0, 4 * (4 * c + t) + g // 2)

@@ -17,6 +17,7 @@ Means of values are not rotated: their sums wait apart, in the model's basis, an
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._affine_codes import weight as channel_weight
 from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
 from kvfold.kernels._fragment_codes import fetch_side, places
@@ -36,7 +37,9 @@ from kvfold.kernels._fragment_queries import (
     middle_sums,
     norm_words,
     normed_queries,
+    page_sums,
     projected,
+    sum_operands,
 )
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
@@ -89,15 +92,23 @@ def _lift(kind, bits):
 @gluon.constexpr_function
 def shared_bytes(k, v, dim, k_width, pair, blocks, warps):
     """Bytes of shared memory of a program: stages and queries; and, later, sums."""
-    return max(warps * layout(k, v, dim, k_width, pair, blocks)[5] + 16 * dim, warps * dim * 32)
+    return max(warps * layout(k, v, dim, k_width, pair, blocks)[5] + 16 * dim * (1 + _lightened(k)), warps * dim * 32)
+
+
+@gluon.constexpr_function
+def _lightened(k):
+    """Whether queries also lie in shared memory times 2^-k of their channel's codes, apart from norms."""
+    return int(k[0] == 0 and k[5])
 
 
 @gluon.jit
 def _raw_queries(
     q_ptr, far, g, t, row0, column0, rows, factor, D: gl.constexpr, PAIR: gl.constexpr, E: gl.constexpr,
+    LIGHT: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
     """Leave the queries of eight columns in shared memory, as B operands, the largest element of each scaled to [2^E,
-    2^(E + 1)); what turns products into ``factor`` times the score, for a lane's two columns."""
+    2^(E + 1)); LIGHT: behind them again, times 2^-k of their channel's codes. What turns products into ``factor`` times the
+    score, for a lane's two columns."""
     KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
     SIZE: gl.constexpr = 4 if KIND == 2 else 2
     row = column0 + g % (8 // PAIR)
@@ -119,6 +130,13 @@ def _raw_queries(
             pack_half2(raw[4 * c] * down, raw[4 * c + 1] * down, False),
             pack_half2(raw[4 * c + 2] * down, raw[4 * c + 3] * down, False),
         )  # all warps have the same
+        if LIGHT:
+            less = down * (1.0 / (1 << channel_weight(D, BITS, c)))
+            store_shared2(
+                far + (16 * D + 256 * c),
+                pack_half2(raw[4 * c] * less, raw[4 * c + 1] * less, False),
+                pack_half2(raw[4 * c + 2] * less, raw[4 * c + 3] * less, False),
+            )
     up = as_float((exponent - E) << 23) * factor
     return shuffle(up, 8 * t), shuffle(up, 8 * t + 4)
 
@@ -140,6 +158,21 @@ def _met(
         if KIND == 2:
             start = middle_sums(x, lane, WIDTH, BITS)
         return x, start
+
+
+@gluon.jit
+def _met_by_groups(
+    base, scratch, far, lane, g, t, up, D: gl.constexpr, MODE: gl.constexpr, GROUP: gl.constexpr, AT: gl.constexpr,
+    MEAN: gl.constexpr, MEAN_AT: gl.constexpr,
+):  # fmt: skip
+    """As :func:`_met`, for groups of channels with norms; also q . mean of the page, in units of scores."""
+    norm_words(base, scratch, lane, D, 0, True, AT, 1)
+    sums, products = page_sums(base, far, scratch, lane, g, D, GROUP, MEAN, MEAN_AT)
+    x = normed_queries(far + 16 * D, scratch, lane, D, 1)
+    bias = (products[0] * up[0], products[1] * up[1])
+    if not MEAN:
+        bias = (_zero4(lane)[0], _zero4(lane)[0])
+    return x, sum_operands(sums, g, t, D, MODE, GROUP), bias
 
 
 @gluon.jit
@@ -282,7 +315,9 @@ def fragments_kernel(
 
         EXPONENT: gl.constexpr = query_exponent(K_BITS, True) if K_KIND == 1 else -1 if K_KIND == 4 else 8
         far = base0 + W * STAGE + lane * 8
-        up = _raw_queries(q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, PAIR, EXPONENT)
+        up = _raw_queries(
+            q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, PAIR, EXPONENT, _lightened(K), K_BITS
+        )
         UNIT: gl.constexpr = K[7] * (16777216.0 if K_KIND < 3 else 1.0)
         code_factor = (up[0] * UNIT, up[1] * UNIT)
         program_sync(lane)
@@ -329,7 +364,12 @@ def fragments_kernel(
             next_norms = gl.where((ahead < count) & (ahead % (PER * PAIR) == 0), pages - next_page, 0)
             copy_wait_1(lane)  # keys of this stage
             if K_KIND < 4 and K[5]:
-                if PER * PAIR == 1:
+                if K_KIND == 0:
+                    if i % PER == 0:
+                        met, more, bias = _met_by_groups(
+                            base, scratch, far, lane, g, t, up, D, K[2], K[3], K_AT[3], K[4], K_AT[2]
+                        )
+                elif PER * PAIR == 1:
                     met, more = _met(
                         base, scratch, far, k_lane, lane, g, t, D, K_WIDTH, K_KIND, K_BITS, K[2], K[3], True, K_AT[3], 1
                     )
@@ -343,7 +383,7 @@ def fragments_kernel(
                 if i % PER == 0:
                     page_angles(freq_ptr, base + (MEANS + 8192), lane, position + (first + i // PER) * (32 * NB * PER))
                     met = rotated_queries(far, base + (MEANS + 8192), lane)
-            if K[4]:
+            if K[4] and (K_KIND != 0 or not K[5]):
                 if PER == 1:
                     bias = _page_bias(base, far, lane, up, D, K_AT[2])
                 else:
