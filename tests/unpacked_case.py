@@ -31,6 +31,18 @@ def fragments(spec, head_dim=64):
     return formats
 
 
+def packed_apart(of):
+    """Formats of levels and elements in the order of tensor cores."""
+
+    def formats(d, device):
+        return tuple(
+            replace(form, operand=side, inner=replace(form.inner, operand=side))
+            for side, form in zip(("key", "value"), of(d, device), strict=True)
+        )
+
+    return formats
+
+
 SLABS = (5,)
 FORMATS = {
     "turboquant-3bit": {"method": "turboquant:bits=3"},
@@ -49,6 +61,8 @@ FORMATS = {
     "kivi-rope-d80": {"method": affine("token", "channel", "asym", 2, 16), "rotary": 40, "head_dim": 80},
     "kvquant": {"method": kvquant(2), "rotary": 64},
     "kvquant-d128-part": {"method": kvquant(3, 2), "rotary": 64, "head_dim": 128, "scaling": 1.1, "slabs": (3,)},
+    "kvquant-fragments": {"method": packed_apart(kvquant(2)), "rotary": 64},
+    "kvquant-fragments-d128": {"method": packed_apart(kvquant(3)), "rotary": 128, "head_dim": 128, "scaling": 1.1},
     "commvq": {"method": commvq(5), "rotary": 64, "unproject": unproject},
     "commvq-d96": {"method": commvq(4, 32, 96, block=128), "rotary": 96, "head_dim": 96, "unproject": unproject, "slabs": (2,)},
     "commvq-odd-rope": {"method": commvq(3, 256, 48, 24), "rotary": 24, "unproject": unproject},

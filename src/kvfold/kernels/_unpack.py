@@ -39,7 +39,7 @@ def unpack_kernel(
     heads, start, first, tokens, room, pages, each,
     READ: tl.constexpr, SPEC, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
     MEAN: tl.constexpr, NORM: tl.constexpr, BASIS: tl.constexpr, BY_HEAD: tl.constexpr, ROTARY: tl.constexpr,
-    GROUPS: tl.constexpr, SCRATCH: tl.constexpr, OF_PAGES: tl.constexpr,
+    HALVES: tl.constexpr, GROUPS: tl.constexpr, SCRATCH: tl.constexpr, OF_PAGES: tl.constexpr,
 ):  # fmt: skip
     """Decode tokens ``first`` to ``first + tokens`` of a span to ``out_ptr``, [batch * heads, tokens, D].
 
@@ -51,7 +51,7 @@ def unpack_kernel(
     multiplied with ``size_ptr``, float32 [heads], and MEAN means a vector of each head, float32 [heads, D]; without, one of
     each page.
     With ROTARY tiles are read as the two halves of RoPE's pairs, as in :func:`kvfold.kernels._blocks.blocks_kernel`, and
-    rotated by their position.
+    rotated by their position; without HALVES as a whole, which is then cut.
     """
     head = tl.program_id(1)
     batch = head // heads
@@ -116,8 +116,12 @@ def unpack_kernel(
             out = out_ptr + (head.to(tl.int64) * tokens + tile * T) * D
             at_token = storage + tile * T
             if ROTARY:
-                a, scale = READ(fields, more, head % heads, at_token, left, a_four, T, SPEC)
-                b, _ = READ(fields, more, head % heads, at_token, left, b_four, T, SPEC)
+                if HALVES:
+                    a, scale = READ(fields, more, head % heads, at_token, left, a_four, T, SPEC)
+                    b, _ = READ(fields, more, head % heads, at_token, left, b_four, T, SPEC)
+                else:
+                    x, scale = READ(fields, more, head % heads, at_token, left, four, T, SPEC)
+                    a, b = tl.split(tl.permute(tl.reshape(x, (T, 2, H)), (0, 2, 1)))
                 angle = (position + tile * T).to(tl.float32) * freq
                 far_cos, far_sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
                 near_cos, near_sin = tl.load(table_ptr + at), tl.load(table_ptr + T * H + at)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvfold.formats import Fields, Format, Paged
+from kvfold.formats import Fields, Format, Lookup, Outliers, Paged
 from kvfold.formats.codebook import BinaryCodes
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.device import multiprocessors
@@ -48,8 +48,10 @@ def why_not(form: Format, pre_rope: bool = False) -> str | None:
         return f"blocks of {form.block} tokens; allowed: those that divide {PAGE}, or are a multiple of it"
     if isinstance(form, PagedFormat) and form.page != PAGE:
         return f"statistics of {form.page or 'all'} tokens; allowed: {PAGE}"
-    if pre_rope and (isinstance(form, Paged) or not _is_plain(own)):
-        return "stored before RoPE, with statistics per page or packed for tensor cores"
+    if pre_rope and isinstance(form, Paged):
+        return "stored before RoPE, with statistics per page"
+    if pre_rope and not _is_plain(own) and not isinstance(own, Lookup | Outliers):
+        return f"{own.kind} storage before RoPE, packed for tensor cores; allowed: lookup, outliers"
     if pre_rope and form.head_dim % 8:
         return f"stored before RoPE, head_dim={form.head_dim}; allowed: multiples of 8"
     return None
@@ -104,7 +106,7 @@ def constants(form: Format, rotary: int = 0, turn: bool = False) -> dict[str, An
     tile = TURNED if basis and width <= 128 else 64 if dim <= 128 and width <= 256 else 32
     return {
         "READ": reader.read,
-        "SPEC": static(reader.spec_of_halves() if rotary else reader.spec),
+        "SPEC": static(reader.spec_of_halves() if rotary and _is_plain(inner(form)) else reader.spec),
         "D": dim,
         "DP": power(dim) if basis or turn or rotary else width,
         "W": width,
@@ -114,6 +116,7 @@ def constants(form: Format, rotary: int = 0, turn: bool = False) -> dict[str, An
         "BASIS": basis or turn,
         "BY_HEAD": turn,
         "ROTARY": rotary,
+        "HALVES": rotary > 0 and _is_plain(inner(form)),
         "GROUPS": reader.groups if reader.ordered else 1,
         "SCRATCH": reader.scratch(tile),
         "OF_PAGES": reader.of_pages,
@@ -161,6 +164,8 @@ def unpack(
     some = next(t for name, t in fields.items() if name in form.fields())
     batch, heads, device = *some.shape[:2], some.device
     rotary = 0 if rope is None else 2 * rope.inv_freq.numel()
+    if 0 < rotary < form.head_dim and not _is_plain(inner(form)):
+        raise ValueError(f"rope of {rotary} of {form.head_dim} channels: allowed where codes are packed for tensor cores: all")
     reader, fixed = _reader(form, rotary), constants(form, rotary, turn is not None)
     out = torch.empty(batch, heads, tokens, form.head_dim, dtype=dtype, device=device)
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read

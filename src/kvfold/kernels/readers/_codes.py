@@ -200,3 +200,19 @@ def level_table(levels: tuple[float, ...], device: torch.device) -> torch.Tensor
     halves[: len(levels)] = torch.tensor(levels, dtype=torch.float64, device="cpu").to(torch.float16)
     eights = halves.view(torch.uint8).view(2, 8, 2).flip(-1).transpose(1, 2)  # [which eight, upper or lower, level]
     return eights.contiguous().view(torch.int32).flatten().to(device)
+
+
+@triton.jit
+def bounded(x):  # type: ignore[no-untyped-def]
+    """fp16 without infinities."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; mov.b32 a, 0x7BFF7BFF; min.f16x2 $0, $1, a; mov.b32 a, 0xFBFFFBFF; max.f16x2 $0, $0, a; }",
+            "=r,r",
+            (x,),
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)

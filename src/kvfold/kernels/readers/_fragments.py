@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvfold.kernels.readers._codes import of_tokens
+from kvfold.kernels.readers._codes import bounded, of_tokens
 
 
 @triton.jit
@@ -99,8 +99,19 @@ def _spread(x, U: tl.constexpr, OF: tl.constexpr, C: tl.constexpr, D: tl.constex
 
 @triton.jit
 def read_lookup(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
-    code = fragment_codes(fields[0], first, left, T, SPEC[0], SPEC[1], SPEC[2])
-    return tl.load(tables[0] + code.to(tl.int32)), of_tokens(fields[1], first, left, T, 1, 0)
+    D: tl.constexpr = SPEC[0]
+    SCALING: tl.constexpr = SPEC[3]
+    x = tl.load(tables[0] + fragment_codes(fields[0], first, left, T, D, SPEC[1], SPEC[2]).to(tl.int32))
+    scale = tl.full([T], 1.0, tl.float32)
+    if SCALING == 0:
+        scale = of_tokens(fields[1], first, left, T, 1, 0)
+    elif SCALING == 1:
+        at = fields[1] + (first + tl.minimum(tl.arange(0, T), left - 1)) * 2
+        x = bounded(tl.load(at)[:, None] + tl.load(at + 1)[:, None] * x)
+    else:
+        at = tables[1] + head * (2 * D) + tl.arange(0, D)
+        x = tl.load(at)[None, :] + tl.load(at + D)[None, :] * x
+    return x, scale
 
 
 @triton.jit

@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from kvfold.formats import AffineGroups, Fields, Format, Lookup, LowRank, MixedTokens, SignSketch, UniformTokens
+from kvfold.formats import (
+    AffineGroups,
+    Fields,
+    Format,
+    Lookup,
+    LowRank,
+    MixedTokens,
+    Outliers,
+    SignSketch,
+    UniformTokens,
+)
 from kvfold.formats.packing import group_order
 from kvfold.kernels.readers._fragments import (
     read_affine,
@@ -20,6 +30,8 @@ from kvfold.kernels.readers._fragments import (
     read_uniform,
 )
 from kvfold.kernels.readers.base import Reader
+from kvfold.kernels.readers.lookup import SCALING, constants_of, levels_on
+from kvfold.kernels.readers.outliers import OutliersReader
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 
@@ -60,18 +72,37 @@ class AffineFragments(Reader[AffineGroups]):
 
 
 class LookupFragments(Reader[Lookup]):
-    """``tables``: the levels."""
+    """``tables``: the levels; for constants per channel also those."""
 
     read = read_lookup
-    names = ("codes", "scale")
     words = ()
+
+    def __init__(self, form: Lookup) -> None:
+        super().__init__(form)
+        self.names = ("codes",) if form.scaling == "channel" else ("codes", "scale")
 
     @property
     def spec(self) -> tuple[int, ...]:
-        return (self.form.head_dim, self.form.bits_per_code, int(self.form.operand == "key"))
+        form = self.form
+        return (form.head_dim, form.bits_per_code, int(form.operand == "key"), SCALING[form.scaling])
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return (_levels(self.form.levels, device),)
+        form = self.form
+        levels = levels_on(form.levels, device)
+        if form.scaling != "channel":
+            return (levels,)
+        assert form.channels is not None
+        return (levels, constants_of(form.channels.on(device), max(map(abs, form.levels))))
+
+
+class OutliersFragments(OutliersReader):
+    """Elements of a block in fp16 lie as in plain order."""
+
+    def __init__(self, form: Outliers) -> None:
+        super().__init__(form)
+        assert isinstance(form.inner, Lookup)
+        self.inner = LookupFragments(form.inner)
+        self.words = ()
 
 
 class SketchFragments(Reader[SignSketch]):
@@ -131,11 +162,6 @@ class MixedFragments(Reader[MixedTokens]):
         return (_sign_bits(device),)
 
 
-@lru_cache(maxsize=256)
-def _levels(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(levels, dtype=torch.float16, device=device)
-
-
 @lru_cache
 def _places(operand: str, axis: str, groups: int, device: torch.device) -> torch.Tensor:
     return torch.argsort(group_order(operand, axis, groups)).to(device=device, dtype=torch.int32)
@@ -154,6 +180,7 @@ FRAGMENTS: dict[type[Format], type[Reader[Any]]] = {
     Lookup: LookupFragments,
     LowRank: LowRankFragments,
     MixedTokens: MixedFragments,
+    Outliers: OutliersFragments,
     SignSketch: SketchFragments,
 }
 
@@ -170,8 +197,8 @@ def why_not(form: Format) -> str | None:
         return why_not(form.inner)
     if isinstance(form, SignSketch) and (len(form.sketches) != 1 or form.sketches[0] & (form.sketches[0] - 1)):
         return f"sketches of {'+'.join(map(str, form.sketches))} rows; allowed: one, of a power of two"
-    if isinstance(form, Lookup) and form.scaling != "rms":
-        return f"levels scaled by {form.scaling}; allowed: rms"
+    if isinstance(form, Outliers):
+        return OutliersReader.why_not(form)
     if isinstance(form, AffineGroups):
         if form.group % 32:
             return f"group={form.group}; allowed: multiples of 32"

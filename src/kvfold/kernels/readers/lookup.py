@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvfold.formats import Lookup
 from kvfold.formats.lookup import ChannelScales
-from kvfold.kernels.readers._codes import LEVELS, PLAIN, PTX, channels, codes, level_table, of_tokens, token_of
+from kvfold.kernels.readers._codes import LEVELS, PLAIN, bounded, channels, codes, level_table, of_tokens, token_of
 from kvfold.kernels.readers.base import Reader
 
 SCALING = {"rms": 0, "range": 1, "channel": 2}
@@ -31,29 +31,13 @@ def read_lookup(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
     elif KIND == 1:
         token = tl.minimum(token_of(T, BITS), left - 1)
         at = fields[1] + (first + token) * 2
-        x = _bounded(tl.load(at) + tl.load(at + 1) * x)
+        x = bounded(tl.load(at) + tl.load(at + 1) * x)
     else:
         column = channels(four)[None, None, None, None, :]
         at = tables[1] + head * (2 * D) + column
         inside = column < D
         x = tl.load(at, mask=inside, other=0.0) + tl.load(at + D, mask=inside, other=0.0) * x
     return tl.reshape(x, (T, W)), scale
-
-
-@triton.jit
-def _bounded(x):  # type: ignore[no-untyped-def]
-    """fp16 without infinities."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 a; mov.b32 a, 0x7BFF7BFF; min.f16x2 $0, $1, a; mov.b32 a, 0xFBFFFBFF; max.f16x2 $0, $0, a; }",
-            "=r,r",
-            (x,),
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
 
 
 class LookupReader(Reader[Lookup]):
@@ -71,22 +55,22 @@ class LookupReader(Reader[Lookup]):
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         form = self.form
-        levels = _levels(form.levels, device) if form.bits_per_code == 8 else level_table(form.levels, device)
+        levels = levels_on(form.levels, device) if form.bits_per_code == 8 else level_table(form.levels, device)
         if self.form.scaling != "channel":
             return (levels,)
         assert self.form.channels is not None
-        return (levels, _constants(self.form.channels.on(device), max(map(abs, form.levels))))
+        return (levels, constants_of(self.form.channels.on(device), max(map(abs, form.levels))))
 
 
 @lru_cache(maxsize=256)
-def _levels(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+def levels_on(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(levels, dtype=torch.float16, device=device)
 
 
 _made: WeakKeyDictionary[ChannelScales, tuple[float, torch.Tensor]] = WeakKeyDictionary()
 
 
-def _constants(channels: ChannelScales, most: float) -> torch.Tensor:
+def constants_of(channels: ChannelScales, most: float) -> torch.Tensor:
     """Constants whose values fp16 holds for levels up to ``most``; made once: graphs know where they are."""
     if channels not in _made or _made[channels][0] != most:
         center, spread = channels.center.clamp(-32752, 32752), channels.spread.clamp(max=32752 / max(most, 1.0))
