@@ -35,7 +35,7 @@ def choose_kernel(
 
 def packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> LayerSpec:
     """The spec with codes packed for tensor cores or in plain order, whichever the better kernel reads; where it makes no
-    difference, plain on a CPU."""
+    difference, plain on a CPU. Kernels that rotate keys packed for tensor cores rotate all of their channels."""
 
     def rank(spec: LayerSpec) -> int:
         try:
@@ -44,6 +44,8 @@ def packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: st
             return len(kernels.REGISTRY)
         return list(kernels.REGISTRY).index(choice.kernel.name)
 
+    if spec.rope is not None and 2 * spec.rope.inv_freq.numel() < spec.head_dim:
+        return replace(spec, fragments=False)
     on_cpu = device.type == "cpu"
     return min((replace(spec, fragments=fragments) for fragments in (not on_cpu, on_cpu)), key=rank)
 

@@ -306,11 +306,19 @@ def _constants(form: Format, device: torch.device) -> torch.Tensor:
     return made[device]
 
 
+PAIRS = 64
+"""Pairs of channels that are rotated."""
+STILL = Rope(torch.zeros(PAIRS, dtype=torch.float32, device="cpu"))
+"""Of a layer without a rotation."""
+
+
 @lru_cache(maxsize=256)
 def _turns(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Turns per token of 64 pairs of channels and what float32 leaves of them, float32 [2, 64]; cosines and sines of the places
     in a page, times RoPE's factor, as fragments of an operand: fp16 [8, 4, 2, 32, 8]."""
     freq = rope.inv_freq.double().cpu()
+    if freq.numel() != PAIRS:
+        raise ValueError(f"rope of {2 * freq.numel()} channels: allowed: {2 * PAIRS}")
     turns = freq / (2 * math.pi)
     parts = torch.stack((turns.float(), (turns - turns.float().double()).float()))
     angles = torch.arange(PAGE, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
@@ -493,6 +501,8 @@ def _launch(
     position, tables = windows.packed_len, (partials.top, partials.top)
     if rotation is not None:
         position, tables = rotation[1], _turns(rotation[0], q.device)
+    elif side(key_format).constants[0] == CONSTANTS:
+        tables = _turns(STILL, q.device)
     fragments_kernel[(partials.out.shape[0] * plan.columns, plan.splits + plan.dense_splits)](
         q,
         *_arrays(key_format, span.keys, False),

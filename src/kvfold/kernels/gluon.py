@@ -108,7 +108,6 @@ class FragmentsKernel(AttentionKernel):
     """
 
     name = "fragments"
-    limits = "keys before RoPE of models that rotate a part of their channels"
     in_place_tokens = 16
     captures = True
     dtypes = frozenset({torch.float16})
@@ -127,8 +126,6 @@ class FragmentsKernel(AttentionKernel):
 
         keys, values, windows = call.key_format, call.value_format, call.windows
         assert isinstance(windows, Windows) and call.project is None
-        if call.rope is not None and 2 * call.rope.inv_freq.numel() < keys.head_dim:
-            return ReferenceKernel().attend(call)
         if call.new is None:
             how: dict[str, Any] = {"sinks": call.sinks, "rotation": rotary(call)}
             return decode_attention(call.query, keys, values, call.spans, windows, call.scale, **how)
