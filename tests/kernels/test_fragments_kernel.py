@@ -7,13 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.bench import storage
 from kvfold.formats.basis import projection
+from kvfold.formats.lookup import ChannelScales
 from kvfold.kernels import aot, fragments
 from kvfold.kernels._fragment_codes import level_tile
 from kvfold.kernels._page_codes import _place
 from kvfold.kernels.decode import STATIC_SHARED, Plan
 from kvfold.methods import LayerSpec, get
+from kvfold.methods.kvquant import Learned
 from kvfold.methods.turboquant import lloyd_max
 from kvfold.rope import Rope
 
@@ -32,7 +33,10 @@ TAKEN = [
 
 
 SERVED = [
-    ("innerq", 64), ("innerq", 128), ("innerq", 256), ("innerq:mode=asym", 128), ("qjl", 128), ("qjl", 256), ("gear", 64),
+    ("innerq", 64), ("innerq", 128), ("innerq", 256), ("qjl", 256),
+    ("innerq:mode=asym", 128), ("innerq:normalize=false,bits=4", 128), ("qjl", 64),
+    ("qjl", 128), ("qjl:k_bits=1", 128), ("turboquant", 64), ("turboquant", 128), ("turboquant:bits=3", 128),
+    ("turboquant:bits=1", 64), ("turboquant:center=false,normalize=false", 128), ("k=qjl+v=turboquant", 128), ("gear", 64),
     ("gear", 128), ("gear:rank=4", 128), ("zipcache", 128), ("k=turboquant+v=kivi", 128),
 ]  # fmt: skip
 
@@ -48,8 +52,7 @@ def test_it_serves_what_a_gpu_has_shown_right(method, dim):
 
 
 def test_nothing_else_is_served():
-    assert len(fragments.SEEN) == len(SERVED)
-    for method, dim in {*TAKEN, ("turboquant", 128), ("qjl:v_bits=4", 128)} - set(SERVED):
+    for method, dim in {*TAKEN, ("turboquant", 256), ("innerq:bits=4", 256), ("innerq:bits=3", 64)} - set(SERVED):
         why = fragments.unsupported(*formats(method, dim))
         assert why.endswith(f"at head_dim={dim}: not seen right on a GPU yet"), method
 
@@ -61,6 +64,7 @@ def test_nothing_else_is_served():
     ("qjl:paper=true", 128, "keys: pages of all tokens in blocks of 32; allowed: 128, 32"),
     ("turboquant:bits=4", 128, "keys: levels of 4 bits; allowed: 1, 2, and 3 at head_dim 128 and 256"),
     ("turboquant:bits=3", 64, "keys: levels of 3 bits; allowed: 1, 2, and 3 at head_dim 128 and 256"),
+    ("qjl:k_bits=3", 128, "keys: sketches of 384; allowed: one for keys, of 64, 128, 256 or 512"),
     ("gear:rank=3", 128, "keys: rank 3; allowed: 2, 4, 6, 8"),
     ("zipcache", 64, "keys: head_dim=64 in blocks of 128; allowed: 128, 128"),
 ])  # fmt: skip
@@ -69,12 +73,15 @@ def test_what_it_refuses_is_named(method, dim, reason):
 
 
 def kvquant(bits=3, heads=2, dim=128, fused=True):
-    return storage.formats(f"kvquant:bits={bits}", heads, dim, torch.device("cpu"), fused)[:2]
+    made, spec = get(f"kvquant:bits={bits}"), LayerSpec(0, 1, heads, heads, dim, fragments=fused)
+    levels = tuple(x / 3 for x in lloyd_max(bits))
+    scales = ChannelScales(torch.randn(heads, dim), 3 * torch.randn(heads, dim).abs() + 1)
+    return tuple(made.format(spec, side, Learned(levels, levels, scales)) for side in ("key", "value"))
 
 
-def test_it_takes_kvquant_before_rope_only():
-    assert fragments.unsupported(*kvquant(), pre_rope=True) is None
-    assert fragments.unsupported(*kvquant()) == "keys: constants per channel after RoPE; allowed: before it"
+def test_it_reads_kvquant_before_rope_only():
+    assert fragments.unreadable(*kvquant(), pre_rope=True) is None
+    assert fragments.unreadable(*kvquant()) == "keys: constants per channel after RoPE; allowed: before it"
 
 
 @pytest.mark.parametrize("forms, reason", [
@@ -83,7 +90,7 @@ def test_it_takes_kvquant_before_rope_only():
     (kvquant(fused=False), "keys: operand=plain; allowed: key"),
 ])  # fmt: skip
 def test_what_it_refuses_of_kvquant_is_named(forms, reason):
-    assert fragments.unsupported(*forms, pre_rope=True) == reason
+    assert fragments.unreadable(*forms, pre_rope=True) == reason
 
 
 def test_channels_constants_lie_as_lanes_take_them():

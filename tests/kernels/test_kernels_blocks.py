@@ -164,7 +164,8 @@ def test_a_joint_code_is_refused():
     assert blocks.unsupported(*forms, True) == "values: one code for all heads"
 
 
-def test_a_layer_on_a_gpu_is_packed_in_plain_order(monkeypatch):
+def test_a_layer_on_a_gpu_is_packed_as_its_kernel_reads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    spec = packed_for(get("turboquant"), LayerSpec(0, 1, 2, 4, 64, dtype=torch.float16), torch.device("cuda"), None)
-    assert not spec.fragments
+    spec = LayerSpec(0, 1, 2, 4, 64, dtype=torch.float16)
+    assert not packed_for(get("turboquant:bits=4"), spec, torch.device("cuda"), None).fragments
+    assert packed_for(get("turboquant"), spec, torch.device("cuda"), None).fragments

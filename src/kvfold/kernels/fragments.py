@@ -64,36 +64,46 @@ class Side:
     table_scale: float = 1.0
 
 
+WHOLLY_SEEN = frozenset({128})
+"""Head sizes at which a run on a GPU has shown all that can be read right, but for elements in fp16 (KVQuant)."""
+_INNERQ = [((CHANNELS, 2, m, 32, True, True, 0, 1), (TOKENS, 2, m, 32, False, False, 0, 1)) for m in (0, 1, 2)]
+_KIVI = (CHANNELS, 2, 0, 32, False, False, 0, 1)
 SEEN: frozenset[tuple[Any, ...]] = frozenset(
-    (keys, values, dim)
-    for keys, values, dims in (
+    (*pair, dim)
+    for dim, pairs in {
         # kind, bits, mode, group, mean, norm, rank, width
-        (
-            (CHANNELS, 2, 2, 32, True, True, 0, 1),
-            (TOKENS, 2, 2, 32, False, False, 0, 1),
-            (64, 128, 256),
-        ),  # InnerQ, hybrid
-        ((CHANNELS, 2, 0, 32, True, True, 0, 1), (TOKENS, 2, 0, 32, False, False, 0, 1), (128,)),  # InnerQ, asym
-        ((UNIFORM, 1, 0, 0, True, True, 0, 2), (CHANNELS, 2, 0, 32, False, False, 0, 1), (128, 256)),  # QJL
-        ((LEVELS, 2, 0, 0, True, True, 0, 1), (CHANNELS, 2, 0, 32, False, False, 0, 1), (128,)),  # k=turboquant+v=kivi
-        ((TOKENS, 2, 0, 32, False, False, 2, 1), (CHANNELS, 2, 0, 32, False, False, 2, 1), (64, 128)),  # GEAR
-        ((TOKENS, 2, 0, 32, False, False, 4, 1), (CHANNELS, 2, 0, 32, False, False, 4, 1), (128,)),
-        ((MIXED, 2, 0, 0, False, False, 77, 1), (MIXED, 2, 0, 0, False, True, 77, 1), (128,)),  # ZipCache
-    )
-    for dim in dims
+        64: (
+            *_INNERQ,
+            *(((UNIFORM, 1, 0, 0, True, True, 0, w), _KIVI) for w in (1, 2)),  # QJL
+            ((LEVELS, 2, 0, 0, True, True, 0, 1), (LEVELS, 2, 0, 0, True, False, 0, 1)),  # TurboQuant
+            ((UNIFORM, 1, 0, 0, True, True, 0, 1), (UNIFORM, 1, 0, 0, True, False, 0, 1)),  # the same, 1 bit
+            ((LEVELS, 2, 0, 0, True, True, 0, 1), _KIVI),
+            ((UNIFORM, 1, 0, 0, True, True, 0, 2), (LEVELS, 2, 0, 0, True, False, 0, 1)),  # k=qjl+v=turboquant
+            ((TOKENS, 2, 0, 32, False, False, 2, 1), (CHANNELS, 2, 0, 32, False, False, 2, 1)),  # GEAR
+        ),
+        256: (_INNERQ[2], ((UNIFORM, 1, 0, 0, True, True, 0, 2), _KIVI)),
+    }.items()
+    for pair in pairs
 )
-"""Pairs of formats, and head sizes, whose numbers a run on a GPU has shown right. What else can be read is left to other
-kernels until one has (``pytest -m gpu tests/kernels/test_gpu_fragments.py``)."""
+"""Other head sizes, and pairs of formats of which the same is known there. What else can be read is left to other kernels until
+a run on a GPU has shown it right (``pytest -m gpu tests/kernels/test_gpu_fragments.py``)."""
 
 
 def unsupported(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
     """Why the kernel does not serve these formats; None if it does."""
     if why := _foreign(key_format, value_format, pre_rope):
         return why
-    if (_kept(key_format), _kept(value_format), key_format.head_dim) not in SEEN:
+    if not _seen(key_format, value_format):
         sides = f"{key_format.describe()} with {value_format.describe()}"
         return f"{sides} at head_dim={key_format.head_dim}: not seen right on a GPU yet"
     return _other_order(key_format, value_format)
+
+
+def _seen(key_format: Format, value_format: Format) -> bool:
+    sides = _kept(key_format), _kept(value_format)
+    if key_format.head_dim in WHOLLY_SEEN:
+        return not any(kind in (CONSTANTS, RANGES) for kind, *_ in sides)
+    return (*sides, key_format.head_dim) in SEEN
 
 
 def _kept(form: Format) -> tuple[Any, ...]:
@@ -162,10 +172,8 @@ def _unsupported(form: Format, name: str) -> str | None:
     if paged is None or not isinstance(paged.basis, Rotation | Sketch):
         return f"{inner.kind} storage without a rotation or a sketch"
     if isinstance(inner, SignSketch):
-        if name == "values" or len(inner.sketches) > 1 or inner.width % 64 or inner.width > 512:
-            return (
-                f"sketches of {'+'.join(map(str, inner.sketches))}; allowed: one for keys, a multiple of 64 up to 512"
-            )
+        if name == "values" or len(inner.sketches) > 1 or inner.width not in (64, 128, 256, 512):
+            return f"sketches of {'+'.join(map(str, inner.sketches))}; allowed: one for keys, of 64, 128, 256 or 512"
         return None
     if not isinstance(inner, Lookup):
         return f"{inner.kind} storage in pages; allowed: affine, lookup, sign sketch"

@@ -101,16 +101,15 @@ class PagesKernel(AttentionKernel):
 
 
 class FragmentsKernel(AttentionKernel):
-    """Pages of other codes (InnerQ, QJL, GEAR, ZipCache, KVQuant) on NVIDIA GPUs (sm_80 and later); calls of any length.
+    """Pages of other codes (InnerQ, QJL, TurboQuant, GEAR, ZipCache) on NVIDIA GPUs (sm_80 and later); calls of any length.
 
-    Calls as of :class:`PagesKernel`. It serves what :data:`kvfold.kernels.fragments.SEEN` lists, in models of fp16: no run on a
-    GPU has shown bf16 right yet.
+    Calls as of :class:`PagesKernel`. It serves what a run on a GPU has shown right: :data:`kvfold.kernels.fragments.SEEN`.
     """
 
     name = "fragments"
     in_place_tokens = 16
     captures = True
-    dtypes = frozenset({torch.float16})
+    dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := _needs_gpu(device):

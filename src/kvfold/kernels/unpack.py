@@ -165,7 +165,9 @@ def unpack(
     batch, heads, device = *some.shape[:2], some.device
     rotary = 0 if rope is None else 2 * rope.inv_freq.numel()
     if 0 < rotary < form.head_dim and not _is_plain(inner(form)):
-        raise ValueError(f"rope of {rotary} of {form.head_dim} channels: allowed where codes are packed for tensor cores: all")
+        raise ValueError(
+            f"rope of {rotary} of {form.head_dim} channels: allowed where codes are packed for tensor cores: all"
+        )
     reader, fixed = _reader(form, rotary), constants(form, rotary, turn is not None)
     out = torch.empty(batch, heads, tokens, form.head_dim, dtype=dtype, device=device)
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read

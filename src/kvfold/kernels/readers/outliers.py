@@ -87,7 +87,7 @@ class OutliersReader(Reader[Outliers]):
     def __init__(self, form: Outliers) -> None:
         super().__init__(form)
         assert isinstance(form.inner, Lookup)
-        self.inner = LookupReader(form.inner)
+        self.inner: Reader[Lookup] = LookupReader(form.inner)
         self.names = (*self.inner.names, "outlier", "where")
         self.words = self.inner.words
 
