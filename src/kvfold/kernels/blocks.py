@@ -26,6 +26,7 @@ from kvfold.kernels.stored import (
 )
 
 if TYPE_CHECKING:
+    from kvfold.kernels import codebook
     from kvfold.kernels.partials import Partials
     from kvfold.kernels.readers import Reader
 
@@ -143,7 +144,7 @@ def make_plan(
     return Plan(m, tile, warps, splits, processors)
 
 
-def attend(call: AttentionCall, plan: Plan | None = None) -> torch.Tensor:
+def attend(call: AttentionCall, plan: "Plan | codebook.Plan | None" = None) -> torch.Tensor:
     """Attention over packed spans, windows and new tokens; see :class:`AttentionCall`.
 
     Nothing depends on a value on the host.
@@ -265,7 +266,7 @@ def attend_packed(
     bias: torch.Tensor | None,
     partials: "Partials",
     part: int,
-    plan: Plan,
+    plan: "Plan | codebook.Plan",
 ) -> None:
     """Write partial results over one span to the parts ``part`` to ``part + plan.splits`` of ``partials``.
 
@@ -276,6 +277,49 @@ def attend_packed(
     bias : Tensor or None, float32 [batch, num_kv_heads, rows]
         Added to scores before ``call.scale``.
     """
+    batch, heads, rows, _ = packed.shape
+    # codes whose sums another map turns into vectors
+    width = _summed(call.value_format)
+    out, top, total, first = partials.out, partials.top, partials.total, part
+    if call.unproject is not None:
+        shape = batch * heads, plan.splits, rows
+        out = torch.empty(*shape, width, dtype=torch.float32, device=packed.device)
+        top, total = torch.empty(2, *shape, dtype=torch.float32, device=packed.device)
+        first = 0
+    if isinstance(plan, Plan):
+        _launch(call, span, packed, bias, out, top, total, first, plan)
+    else:
+        from kvfold.kernels import codebook
+
+        codebook.attend_packed(call, span, packed, out, top, total, first, plan)
+    if call.unproject is not None:
+        stop = part + plan.splits
+        partials.top[:, part:stop], partials.total[:, part:stop] = top, total
+        sums = torch.cat((out, total.unsqueeze(-1)), -1) if out.shape[-1] < call.value_format.width else out
+        turned = call.unproject(sums.unflatten(0, (batch, heads)).flatten(2, 3))
+        partials.out[:, part:stop] = turned.reshape(batch * heads, plan.splits, rows, -1)
+
+
+def _summed(value_format: Format) -> int:
+    """Numbers of a value that the kernels sum."""
+    from kvfold.kernels.readers import reader_of
+
+    turned = isinstance(value_format, Paged) and value_format.basis is not None
+    return value_format.head_dim if turned else int(reader_of(inner(value_format)).spec[0])
+
+
+def _launch(
+    call: AttentionCall,
+    span: Span,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    top: torch.Tensor,
+    total: torch.Tensor,
+    first: int,
+    plan: Plan,
+) -> None:
+    """Write parts ``first`` and following of ``out``, ``top`` and ``total``."""
     from kvfold.kernels._blocks import blocks_kernel
     from kvfold.kernels.partials import LOG2E
 
@@ -288,7 +332,7 @@ def attend_packed(
     rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
     readers = readers_of(call.key_format, call.value_format, rotary)
     fixed = constants(call.key_format, call.value_format, plan, rotary, bias is not None)
-    nothing = partials.total  # stands for tensors that are never read
+    nothing = total  # stands for tensors that are never read
     arguments: list[Any] = []
     for i, ((form, fields), reader) in enumerate(zip(sides, readers, strict=True)):
         arguments += [
@@ -300,15 +344,6 @@ def attend_packed(
     if call.rope is not None:
         rotation = rotation_of(call.rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
         freq, table = rotation.freq, rotation.table
-    # codes whose sums another map turns into vectors
-    out = partials.out if call.unproject is None else torch.empty(
-        batch * heads, plan.splits, rows, fixed["V_OUT"], dtype=torch.float32, device=device
-    )  # fmt: skip
-    top, total = partials.top, partials.total
-    first, parts = part, partials.splits
-    if call.unproject is not None:
-        top, total = torch.empty(2, batch * heads, plan.splits, rows, dtype=torch.float32, device=device)
-        first, parts = 0, plan.splits
     row_blocks = math.ceil(rows / plan.rows)
     words = (fixed["K_SCRATCH"] + fixed["V_SCRATCH"]) * batch * heads * row_blocks * plan.splits
     scratch = torch.empty(words, dtype=torch.int64, device=device)
@@ -336,16 +371,10 @@ def attend_packed(
         plan.splits,
         plan.processors,
         first,
-        parts,
+        top.shape[1],
         **fixed,
         **options(readers, plan.warps),
     )
-    if call.unproject is not None:
-        stop = part + plan.splits
-        partials.top[:, part:stop], partials.total[:, part:stop] = top, total
-        sums = torch.cat((out, total.unsqueeze(-1)), -1) if out.shape[-1] < call.value_format.width else out
-        turned = call.unproject(sums.unflatten(0, (batch, heads)).flatten(2, 3))
-        partials.out[:, part:stop] = turned.reshape(batch * heads, plan.splits, rows, -1)
 
 
 def _of_pages(

@@ -115,14 +115,14 @@ class AdditiveReader(Reader[AdditiveCodes]):
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         assert self.form.codebook is not None
-        table, size = _half(self.form.codebook.on(device))
+        table, size = tables_of(self.form.codebook.on(device))
         return (table.view(torch.int64) if self.spec[4] else table, size)
 
 
 _halves: WeakKeyDictionary[KeyCodebook, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 
 
-def _half(book: KeyCodebook) -> tuple[torch.Tensor, torch.Tensor]:
+def tables_of(book: KeyCodebook) -> tuple[torch.Tensor, torch.Tensor]:
     """Centres in fp16 and their size by head, made once: their place in memory stays, as graphs need it."""
     if book not in _halves:
         centres = book.centres.float()

@@ -1,0 +1,520 @@
+"""Decode attention over sums of codebook rows (CommVQ): the Gluon kernel. :mod:`kvfold.kernels.codebook` launches it.
+
+A program keeps one KV head's tables in shared memory, and its warps stream units of 32 tokens on their own. Rows are read in
+16 bytes a lane, which are operands of ``mma.m16n8k16`` as they come: lane (g, t) has channels 8t to 8t + 7 of every 32
+channels ("slots") of tokens g and g + 8. Lanes of odd g read slots 0 and 1, and 2 and 3, the other way round, so that the two
+tokens of a quarter of a warp never meet in a bank; they change places once all stages are summed.
+
+Keys are stored before RoPE. A unit's query is rotated back by the position of the unit's first token, and keys by the rest.
+
+Row r of a tile's 8 is token 4 (r % 2) + r / 2: then the probabilities of a lane, transposed, are those of the tokens whose bits
+one byte of a channel holds.
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._registers import _zero4
+from kvfold.kernels._softmax import LOWEST, _finish
+from kvfold.kernels._warp import (
+    add_half2,
+    as_float,
+    as_int,
+    copy_async,
+    copy_commit,
+    copy_wait_1,
+    copy_wait_all,
+    exp2_fast,
+    load_shared,
+    load_shared_short,
+    mma,
+    mul_half2,
+    pack_half2,
+    program_sync,
+    shuffle_xor,
+    store_shared1,
+    transpose8,
+    unpack_half2,
+    warp_sync,
+)
+
+UNIT = gl.constexpr(32)
+ROW = gl.constexpr(256)
+"""Bytes of a row of 128 channels."""
+LEVELS = gl.constexpr(64)
+TURN = gl.constexpr(32 * 256)
+"""Bytes of cosines and sines of 32 tokens."""
+QUERY = gl.constexpr(272)
+"""Bytes from a turned query to the next: rows begin in different banks."""
+
+
+@gluon.constexpr_function
+def stage_bytes(stages, last):
+    """Bytes of a unit's codes of ``stages`` stages; with ``last`` also its norms and values."""
+    return 48 * stages + (64 + 512 if last else 0)
+
+
+@gluon.constexpr_function
+def shared_bytes(most, columns, warps):
+    """Bytes of shared memory of a program whose passes have up to ``most`` stages."""
+    size = most * 64 * 256 + 32 * 256 + warps * (2 * (48 * most + 576) + columns * 272)
+    return (max(size, warps * 128 * 32) + 8191) // 8192 * 8192
+
+
+@gluon.jit
+def _allocated(thread, BYTES: gl.constexpr):
+    """Shared memory, of which the compiler is to know that it is used."""
+    memory = gl.allocate_shared_memory(gl.int32, [BYTES // 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    memory.slice(0, thread.shape[0]).store(thread)
+    return memory
+
+
+@gluon.jit
+def _dynamic_base(lane):
+    """Address of the program's shared memory, the one allocation of which begins there."""
+    return gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _subtract_half2(a, b):
+    return gl.inline_asm_elementwise("sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _fma_half2(a, b, c):
+    return gl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _funnel(low, high, start):
+    """32 bits from bit ``start`` on of two words."""
+    return gl.inline_asm_elementwise(
+        "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, start], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _byte_asm(i):
+    return f"prmt.b32 $0, $1, 0, {0x4040 | i | i << 8:#x};"
+
+
+@gluon.jit
+def _byte_twice(x, I: gl.constexpr):
+    """Byte I of x in the low byte of each half."""
+    asm: gl.constexpr = _byte_asm(I)
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _turn(angle):
+    """Cosine and sine of angles up to 2^21, errors near 3e-5."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .f32 n, r; mul.rn.f32 n, $2, 0f3E22F983; cvt.rni.f32.f32 n, n; neg.f32 n, n;
+        fma.rn.f32 r, n, 0f40C90000, $2; fma.rn.f32 r, n, 0f3AFDAA22, r;
+        cos.approx.ftz.f32 $0, r; sin.approx.ftz.f32 $1, r; }""",
+        "=&f,=&f,f",
+        [angle],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _four_slots(address, OFFSET: gl.constexpr):
+    """16 words of a row: slots 0 to 3; ``address`` is that of a lane's first 16 bytes."""
+    other = address ^ 64
+    return (
+        load_shared(address, OFFSET, 4)
+        + load_shared(other, OFFSET, 4)
+        + load_shared(address, OFFSET + 128, 4)
+        + load_shared(other, OFFSET + 128, 4)
+    )
+
+
+@gluon.jit
+def _added(x, a, b):
+    """x + a + i b, 16 words each: halves 0 and 1 are real, 2 and 3 imaginary parts."""
+    out = ()
+    for i in gl.static_range(8):
+        out = out + (_subtract_half2(add_half2(x[i], a[i]), b[i + 8]),)
+    for i in gl.static_range(8):
+        out = out + (add_half2(add_half2(x[i + 8], a[i + 8]), b[i]),)
+    return out
+
+
+@gluon.jit
+def _summed(x, codes, rows, start):
+    """A stage's centre of one token of every lane added to ``x``; ``codes``, ``rows``: addresses of the stage's."""
+    low = load_shared(codes, 0, 1)[0]
+    high = load_shared(codes, 4, 1)[0]
+    code = _funnel(low, high, start)
+    a = _four_slots(rows + ((code & 63) << 8), 0)
+    b = _four_slots(rows + ((code << 2) & 16128), 0)
+    return _added(x, a, b)
+
+
+@gluon.jit
+def _tile_sums(lane, codes, rows, start, TILE: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr):
+    """Sums of centres of tokens g and g + 8 of a tile of 16: two times 16 words."""
+    x = ()
+    y = ()
+    for _i in gl.static_range(16):
+        x = x + (lane * 0,)
+        y = y + (lane * 0,)
+    if UNROLLED:  # the last stages first: they are smallest
+        for i in gl.static_range(STAGES):
+            x = _summed(x, codes + ((STAGES - 1 - i) * 48 + TILE * 24), rows + (STAGES - 1 - i) * 16384, start)
+            y = _summed(y, codes + ((STAGES - 1 - i) * 48 + TILE * 24 + 12), rows + (STAGES - 1 - i) * 16384, start)
+    else:
+        at = codes + ((STAGES - 1) * 48 + TILE * 24)
+        row = rows + (STAGES - 1) * 16384
+        for _i in range(STAGES):
+            x = _summed(x, at, row, start)
+            y = _summed(y, at + 12, row, start)
+            at -= 48
+            row -= 16384
+    return x, y
+
+
+@gluon.jit
+def _rotated(x, turns, odd):
+    """Keys of one token of every lane, rotated by its place in the unit, in the order of channels."""
+    cos = load_shared(turns, 0, 4) + load_shared(turns ^ 64, 0, 4)
+    sin = load_shared(turns, 128, 4) + load_shared(turns ^ 64, 128, 4)
+    real = ()
+    imaginary = ()
+    for i in gl.static_range(8):
+        a = x[i]
+        b = x[i + 8]
+        real = real + (_fma_half2(a, cos[i], mul_half2(b ^ -2147450880, sin[i])),)
+        imaginary = imaginary + (_fma_half2(b, cos[i], mul_half2(a, sin[i])),)
+    out = ()
+    for i in gl.static_range(8):
+        out = out + (gl.where(odd, real[(i + 4) % 8], real[i]),)
+    for i in gl.static_range(8):
+        out = out + (gl.where(odd, imaginary[(i + 4) % 8], imaginary[i]),)
+    return out
+
+
+@gluon.jit
+def _tile_scores(x, y, q, acc):
+    """Products of a tile's keys with the queries."""
+    for c in gl.static_range(8):
+        acc = mma(x[2 * c], y[2 * c], x[2 * c + 1], y[2 * c + 1], q[2 * c], q[2 * c + 1], acc, False)
+    return acc
+
+
+@gluon.jit
+def _fetch(
+    to, lane, codes, norms, bits, unit, active, STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    LAST: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy a unit's codes of some stages; in the LAST pass also norms and values."""
+    whole = lane * 0 + 16
+    at = unit.to(gl.int64)
+    source = codes + (at * (48 * STAGES) + 48 * FIRST) + lane * 16
+    place = to + lane * 16
+    for j in gl.static_range((3 * COUNT + 31) // 32):
+        here = active & (lane + 32 * j < 3 * COUNT).to(gl.int32)
+        copy_async(place, source, whole, here, 512 * j, 512 * j, True)
+    if LAST:
+        copy_async(place, norms + at * 64 + lane * 16, whole, active & (lane < 4).to(gl.int32), 48 * COUNT, 0, True)
+        copy_async(place, bits + at * 512 + lane * 16, whole, active, 48 * COUNT + 64, 0, True)
+
+
+@gluon.jit
+def _fetch_rows(base, source, thread, BYTES: gl.constexpr, W: gl.constexpr):
+    """Begin to copy tables; by all threads of the program."""
+    whole = thread * 0 + 16
+    for at in range(0, BYTES, 512 * W):
+        here = (thread * 16 + at < BYTES).to(gl.int32)
+        copy_async(base + thread * 16 + at, source + thread * 16 + at, whole, here, 0, 0, True)
+
+
+@gluon.jit
+def _turned_queries(to, raw, angle, gain, lane, C: gl.constexpr):
+    """Leave the queries, rotated back by ``angle`` of the lane's two pairs, in shared memory."""
+    c0, s0 = _turn(angle[0])
+    c1, s1 = _turn(angle[1])
+    c0 *= gain[0]
+    s0 *= gain[0]
+    c1 *= gain[1]
+    s1 *= gain[1]
+    for i in gl.static_range(C):
+        a0 = raw[4 * i]
+        a1 = raw[4 * i + 1]
+        b0 = raw[4 * i + 2]
+        b1 = raw[4 * i + 3]
+        store_shared1(to + i * 272, pack_half2(a0 * c0 + b0 * s0, a1 * c1 + b1 * s1, False))
+        store_shared1(to + (i * 272 + 128), pack_half2(b0 * c0 - a0 * s0, b1 * c1 - a1 * s1, False))
+
+
+@gluon.jit
+def _weights(scores, top, odd):
+    """Running maxima, factor of what was summed before, and weights of a unit's tokens as B operands.
+
+    A byte's bit f counts 2^(f - 24) as an operand, so its token's weight is 2^(15 - f) times its probability.
+    """
+    new_top = ()
+    factor = ()
+    shift = ()
+    for e in gl.static_range(2):
+        m = gl.maximum(gl.maximum(scores[0][e], scores[0][e + 2]), gl.maximum(scores[1][e], scores[1][e + 2]))
+        m = gl.maximum(m, shuffle_xor(m, 4))
+        m = gl.maximum(m, shuffle_xor(m, 8))
+        m = gl.maximum(m, shuffle_xor(m, 16))
+        m = gl.maximum(m, top[e])
+        new_top = new_top + (m,)
+        factor = factor + (exp2_fast(top[e] - m),)
+        shift = shift + (gl.where(odd, 14.0, 15.0) - m,)
+    p = ()
+    for i in gl.static_range(2):
+        x = scores[i]
+        for h in gl.static_range(2):
+            low = exp2_fast(x[2 * h] + (shift[0] - (4.0 * i + 2.0 * h)))
+            high = exp2_fast(x[2 * h + 1] + (shift[1] - (4.0 * i + 2.0 * h)))
+            p = p + (transpose8(pack_half2(low, high, False)),)
+    return new_top, factor, p
+
+
+@gluon.jit
+def _bit_sums(address, p, factor, out, side, lane):
+    """Sums of bits times weights, a unit further: ``out`` 8 accumulators of channels 16 g + 2 i and the next, ``side`` those
+    of the weights."""
+    words = load_shared(address, 0, 4)
+    new = ()
+    for i in gl.static_range(8):
+        x = _byte_twice(words[i // 2], i % 2 * 2)
+        y = _byte_twice(words[i // 2], i % 2 * 2 + 1)
+        acc = out[i]
+        acc = (acc[0] * factor[0], acc[1] * factor[1], acc[2] * factor[0], acc[3] * factor[1])
+        for s in gl.static_range(2):
+            near = 0x20001 << (4 * s)
+            far = 0x80004 << (4 * s)
+            acc = mma(x & near, y & near, x & far, y & far, p[2 * s], p[2 * s + 1], acc, False)
+        new = new + (acc,)
+    sums = (side[0] * factor[0], side[1] * factor[1], side[2] * factor[0], side[3] * factor[1])
+    for s in gl.static_range(2):
+        near = lane * 0 + (0x20001 << (4 * s))
+        far = lane * 0 + (0x80004 << (4 * s))
+        sums = mma(near, near, far, far, p[2 * s], p[2 * s + 1], sums, False)
+    return new, sums
+
+
+@gluon.jit
+def _chosen(values, index):
+    """Element ``index`` of a tuple, lane by lane."""
+    out = values[0]
+    for i in gl.static_range(1, len(values)):
+        out = gl.where(index == i, values[i], out)
+    return out
+
+
+@gluon.constexpr_function
+def _stages(stages, most, number):
+    """Stages of a pass."""
+    return min(most, stages - number * most)
+
+
+@gluon.jit
+def _over_units(
+    top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, lane_turns, lane_query, raw,
+    freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, done, length, each, count, kept,
+    STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr,
+    BUFFER: gl.constexpr, UNROLLED: gl.constexpr,
+):  # fmt: skip
+    """A pass over a chunk of a warp's units, whose first one is on its way."""
+    for i in range(gl.minimum(length, each - done)):
+        at = done + i
+        here = stage + i % 2 * BUFFER
+        warp_sync(lane)
+        next_unit = (at + 1 < count) & (i + 1 < length)
+        _fetch(
+            stage + (i + 1) % 2 * BUFFER, lane, codes, norms, bits, unit0 + at + 1, next_unit.to(gl.int32), STAGES,
+            FIRST, COUNT, LAST,
+        )  # fmt: skip
+        copy_commit(lane)
+        angle = (position + at * 32).to(gl.float32)
+        _turned_queries(query + lane * 4, raw, (angle * freq0, angle * freq1), gain, lane, C)
+        copy_wait_1(lane)
+        q = ()
+        for j in gl.static_range(4):
+            q = q + load_shared(lane_query, 64 * j, 4)
+        scores = ()
+        for tile in gl.static_range(2):
+            x, y = _tile_sums(lane, here + word, lane_rows, begin, tile, COUNT, UNROLLED)
+            x = _rotated(x, lane_turns + tile * 4096, odd)
+            y = _rotated(y, lane_turns + tile * 4096 + 2048, odd)
+            to = kept + (i * 2 + tile) * 128
+            acc = _zero4(lane)
+            if FIRST > 0:
+                acc = (gl.load(to), gl.load(to + 1), gl.load(to + 2), gl.load(to + 3))
+            acc = _tile_scores(x, y, q, acc)
+            if LAST:
+                near, _ = unpack_half2(load_shared_short(here + token * 2, 48 * COUNT + 32 * tile))
+                far, _ = unpack_half2(load_shared_short(here + token * 2, 48 * COUNT + 32 * tile + 16))
+                alive = at < count
+                hidden = float("-inf")
+                acc = (
+                    gl.where(alive, acc[0] * (near * factor0), hidden),
+                    gl.where(alive, acc[1] * (near * factor1), hidden),
+                    gl.where(alive, acc[2] * (far * factor0), hidden),
+                    gl.where(alive, acc[3] * (far * factor1), hidden),
+                )
+            else:
+                gl.store(to, acc[0])
+                gl.store(to + 1, acc[1])
+                gl.store(to + 2, acc[2])
+                gl.store(to + 3, acc[3])
+            scores = scores + (acc,)
+        if LAST:
+            top, factor, p = _weights(scores, top, odd)
+            out, side = _bit_sums(here + (48 * COUNT + 64) + t * 128 + g * 16, p, factor, out, side, lane)
+    return top, out, side
+
+
+@gluon.jit(
+    do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0", "chunk"]
+)
+def codebook_kernel(
+    q_ptr, codes_ptr, norms_ptr, bits_ptr, rows_ptr, size_ptr, freq_ptr, turns_ptr, packed_len_ptr, position_ptr,
+    part_out, part_top, part_sum, scratch_ptr,
+    scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
+    STAGES: gl.constexpr, PASS: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
+):  # fmt: skip
+    """One program: one split of one KV head of one sequence, for C query rows.
+
+    Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage. The tables of PASS stages lie in
+    shared memory; where there are more stages, a program goes over ``chunk`` units a warp once for each PASS of them, and
+    keeps scores in ``scratch_ptr``, float32 [programs, W, chunk, 2, 32, 4], in between.
+    """
+    W: gl.constexpr = gl.num_warps()
+    D: gl.constexpr = 128
+    PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
+    BYTES: gl.constexpr = shared_bytes(PASS, C, W)
+    BUFFER: gl.constexpr = stage_bytes(PASS, True)
+    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    lane = thread % 32
+    warp = thread // 32
+    g = lane // 4
+    t = lane % 4
+    odd = g % 2 == 1
+    memory = ()
+    for i in gl.static_range(4):
+        if BYTES // 8192 >> i & 1:
+            memory = memory + (_allocated(thread, 8192 << i),)
+    if BYTES >= 131072:
+        memory = memory + (_allocated(thread, 131072),)
+    base = _dynamic_base(lane)
+    program_sync(lane)
+    turns = base + PASS * 16384
+    stage = turns + (8192 + W * C * 272) + warp * (2 * BUFFER)
+    query = turns + 8192 + warp * (C * 272)
+
+    split = gl.program_id(1)
+    column0 = (gl.program_id(0) % columns) * C
+    head = gl.program_id(0) // columns
+    batch = head // heads
+    units = gl.minimum(gl.maximum(gl.load(packed_len_ptr + batch) - start, 0) // 32, capacity)
+    lo = (units.to(gl.int64) * split // splits).to(gl.int32)
+    hi = (units.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    unit0 = head * capacity + first
+    codes = codes_ptr.to(gl.int64)
+    norms = norms_ptr.to(gl.int64)
+    bits = bits_ptr.to(gl.int64)
+    tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * (STAGES * 16384)
+
+    # cosines and sines: a token's 64 cosines, then its sines
+    for i in gl.static_range((512 + 32 * W - 1) // (32 * W)):
+        piece = thread + i * (32 * W)
+        source = turns_ptr.to(gl.int64) + (piece // 8 % 2 * 4096 + piece // 16 * 128 + piece % 8 * 16)
+        copy_async(turns + piece * 16, source, lane * 0 + 16, (piece < 512).to(gl.int32), 0, 0, True)
+    if PASSES == 1:
+        _fetch_rows(base, tables, thread, PASS * 16384, W)
+        copy_commit(lane)
+        _fetch(stage, lane, codes, norms, bits, unit0, (count > 0).to(gl.int32), STAGES, 0, PASS, True)
+        copy_commit(lane)
+
+    # queries: a lane's two pairs of channels of every row, the largest of a row in [1, 2)
+    raw = ()
+    ups = ()
+    pair = 2 * lane
+    for i in gl.static_range(C):
+        row = column0 + i
+        at = q_ptr + (head.to(gl.int64) * rows + row) * D + pair
+        inside = (lane * 0 + row) < rows
+        a0 = gl.load(at, mask=inside, other=0.0)
+        a1 = gl.load(at + 1, mask=inside, other=0.0)
+        b0 = gl.load(at + 64, mask=inside, other=0.0)
+        b1 = gl.load(at + 65, mask=inside, other=0.0)
+        big = gl.maximum(gl.maximum(gl.abs(a0), gl.abs(a1)), gl.maximum(gl.abs(b0), gl.abs(b1)))
+        for j in gl.static_range(5):
+            big = gl.maximum(big, shuffle_xor(big, 1 << j))
+        exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
+        down = as_float((254 - exponent) << 23)
+        raw = raw + (a0 * down, a1 * down, b0 * down, b1 * down)
+        ups = ups + (as_float(exponent << 23),)
+    unit_factor = scale * gl.load(size_ptr + head % heads)
+    factor0 = _chosen(ups, 2 * t % C) * unit_factor
+    factor1 = _chosen(ups, (2 * t + 1) % C) * unit_factor
+    freq0 = gl.load(freq_ptr + pair)
+    freq1 = gl.load(freq_ptr + pair + 1)
+    gain = (gl.load(freq_ptr + 64 + pair), gl.load(freq_ptr + 65 + pair))
+    position = (gl.load(position_ptr + batch) + start).to(gl.int32) + first * 32
+
+    token = 4 * (g % 2) + g // 2  # of every eight, a lane's
+    begin = token * 12 % 32
+    word = token * 12 // 32 * 4
+    lane_rows = base + (g % 2) * 64 + t * 16
+    lane_turns = turns + token * 256 + (g % 2) * 64 + t * 16
+    lane_query = query + g % C * 272 + t * 16
+    top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
+    side = _zero4(lane)
+    out = ()
+    for _i in gl.static_range(8):
+        out = out + (_zero4(lane),)
+
+    if PASSES == 1:
+        copy_wait_1(lane)
+        program_sync(lane)
+        chunks = 1
+        length = each
+    else:
+        chunks = (each + chunk - 1) // chunk
+        length = chunk
+    program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
+    kept = scratch_ptr + ((program * W + warp) * chunk * 2 * 32 + lane) * 4
+    for c in range(chunks):
+        for number in gl.static_range(PASSES):
+            done = c * length
+            if PASSES > 1:
+                program_sync(lane)
+                _fetch_rows(base, tables + number * (PASS * 16384), thread, _stages(STAGES, PASS, number) * 16384, W)
+                copy_commit(lane)
+                _fetch(
+                    stage, lane, codes, norms, bits, unit0 + done, (done < count).to(gl.int32), STAGES, PASS * number,
+                    _stages(STAGES, PASS, number), number == PASSES - 1,
+                )  # fmt: skip
+                copy_commit(lane)
+                copy_wait_1(lane)
+                program_sync(lane)
+            top, out, side = _over_units(
+                top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, lane_turns, lane_query, raw,
+                freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, done, length, each, count, kept,
+                STAGES, PASS * number, _stages(STAGES, PASS, number), number == PASSES - 1, C, BUFFER, UNROLLED,
+            )  # fmt: skip
+            if PASSES > 1:
+                copy_wait_all(lane)
+    copy_wait_all(lane)
+    program_sync(lane)
+    slot0 = head.to(gl.int64) * parts + (part0 + split)
+    _finish(base, lane, warp, top, out, (side,), part_out, part_top, part_sum, slot0, column0, rows, True, D, 1, -9.0)
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()

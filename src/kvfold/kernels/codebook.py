@@ -1,0 +1,158 @@
+"""Decode attention over CommVQ's storage: tables of a KV head in shared memory; see :mod:`kvfold.kernels._codebook_gluon`."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kvfold.formats import Format
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.packing import UNIT
+from kvfold.kernels._codebook_gluon import codebook_kernel, shared_bytes
+from kvfold.kernels.call import AttentionCall, Span
+from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.partials import LOG2E, Partials
+from kvfold.kernels.readers.additive import tables_of
+from kvfold.kernels.stored import room_between, rotation_of
+
+MOST = 11
+"""Stages whose tables fit shared memory."""
+CHUNK = 24
+"""Units of a warp between two changes of tables."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launch shape; depends on shapes only, never on lengths.
+
+    Attributes
+    ----------
+    columns : int
+        Query rows of a program, 4 or 8.
+    stages : int
+        Whose tables lie in shared memory at once.
+    warps, splits, chunk : int
+    unrolled : bool
+        Whether the loop over stages is.
+    registers : int or None
+        Most of a thread.
+    """
+
+    columns: int
+    stages: int
+    warps: int
+    splits: int
+    chunk: int = CHUNK
+    unrolled: bool = False
+    registers: int | None = None
+
+
+def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
+    """Why the kernel does not serve these formats; None if it does."""
+    if not isinstance(key_format, AdditiveCodes):
+        return f"keys: {key_format.kind} storage; allowed: {AdditiveCodes.kind}"
+    if not isinstance(value_format, BinaryCodes) or value_format.joint > 1:
+        return f"values: {value_format.kind} storage; allowed: {BinaryCodes.kind}, of every head its own"
+    if key_format.head_dim != 128 or value_format.codes != 128:
+        return f"head_dim={key_format.head_dim}, {value_format.codes} bits of values; allowed: 128 and 128"
+    if key_format.levels != 64:
+        return f"keys: levels={key_format.levels}; allowed: 64"
+    if not pre_rope or key_format.codebook is None or key_format.codebook.rotary != 128:
+        return "keys: allowed: stored before a RoPE of all channels"
+    if value_format.operand != "plain":
+        return f"values: operand={value_format.operand}; allowed: plain"
+    return None
+
+
+@lru_cache
+def make_plan(stages: int, jobs: int, rows: int, units: int, processors: int) -> Plan:
+    """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units."""
+    columns = 4 if rows <= 4 else 8
+    passes = math.ceil(stages / MOST)
+    jobs *= math.ceil(rows / columns)
+    begin = 6 + 4 * passes  # what beginning costs, in units of a warp
+
+    def cost(splits: int) -> float:
+        each = math.ceil(math.ceil(units / splits) / 8)
+        return math.ceil(jobs * splits / processors) * (each * passes + begin)
+
+    splits = min(range(1, max(2, min(256, units // 8))), key=cost)
+    return Plan(columns, math.ceil(stages / passes), 8, splits)
+
+
+def plan_of(call: AttentionCall, span: Span) -> Plan:
+    batch, heads, rows, _ = call.rows.shape
+    form = call.key_format
+    assert isinstance(form, AdditiveCodes)
+    units = span.keys["codes"].shape[2] * form.block // UNIT
+    return make_plan(form.stages, batch * heads, rows, units, multiprocessors(call.rows.device))
+
+
+def attend_packed(
+    call: AttentionCall,
+    span: Span,
+    packed: torch.Tensor,
+    out: torch.Tensor,
+    top: torch.Tensor,
+    total: torch.Tensor,
+    part: int,
+    plan: Plan,
+) -> None:
+    """Write partial results over one span to the parts ``part`` to ``part + plan.splits``; as of :class:`Partials`."""
+    form, rope = call.key_format, call.rope
+    assert isinstance(form, AdditiveCodes) and form.codebook is not None and rope is not None
+    batch, heads, rows, _ = packed.shape
+    device = packed.device
+    room = {room_between(f, x) for f, x in ((form, span.keys), (call.value_format, span.values))}
+    if len(room) > 1:
+        raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
+    table, size = tables_of(form.codebook.on(device))
+    turning = rotation_of(rope, 64, UNIT, 1, 128, device)
+    columns = math.ceil(rows / plan.columns)
+    programs = batch * heads * columns * plan.splits
+    kept = programs * plan.warps * plan.chunk * 256 if plan.stages < form.stages else 0
+    scratch = torch.empty(kept, dtype=torch.float32, device=device)
+    codebook_kernel[(batch * heads * columns, plan.splits)](
+        packed.float().contiguous(),
+        span.keys["codes"],
+        span.keys["rms"],
+        span.values["bits"],
+        table,
+        size,
+        turning.freq,
+        turning.table,
+        call.packed_len,
+        call.first_position,
+        out,
+        top,
+        total,
+        scratch,
+        float(call.scale) * LOG2E,
+        heads,
+        rows,
+        columns,
+        span.start,
+        room.pop() // UNIT,
+        plan.splits,
+        top.shape[1],
+        part,
+        plan.chunk,
+        **constants(form, plan),
+        num_warps=plan.warps,
+        maxnreg=plan.registers,
+    )
+
+
+def constants(form: AdditiveCodes, plan: Plan) -> dict[str, Any]:
+    """What the kernel is specialized on."""
+    return {"STAGES": form.stages, "PASS": plan.stages, "C": plan.columns, "UNROLLED": plan.unrolled}
+
+
+def program_bytes(plan: Plan) -> int:
+    """Bytes of shared memory of a program."""
+    return int(shared_bytes(plan.stages, plan.columns, plan.warps))
+
+
+__all__ = ["Partials", "Plan", "attend_packed", "make_plan", "plan_of", "unsupported"]
