@@ -236,7 +236,31 @@ def _fetch_rows(base, source, thread, BYTES: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _turned_queries(to, raw, angle, gain, lane, C: gl.constexpr):
+def _pairs_of_queries(q_ptr, head, rows, column0, lane, pair, NEXT: gl.constexpr, C: gl.constexpr):
+    """Of C query rows the channels of a lane's two pairs, ``pair`` and the one NEXT further, the largest channel of a row scaled
+    to [1, 2); and what they have been divided by."""
+    raw = ()
+    ups = ()
+    for i in gl.static_range(C):
+        row = column0 + i
+        at = q_ptr + (head.to(gl.int64) * rows + row) * 128 + pair
+        inside = (lane * 0 + row) < rows
+        a0 = gl.load(at, mask=inside, other=0.0)
+        a1 = gl.load(at + NEXT, mask=inside, other=0.0)
+        b0 = gl.load(at + 64, mask=inside, other=0.0)
+        b1 = gl.load(at + (64 + NEXT), mask=inside, other=0.0)
+        big = gl.maximum(gl.maximum(gl.abs(a0), gl.abs(a1)), gl.maximum(gl.abs(b0), gl.abs(b1)))
+        for j in gl.static_range(5):
+            big = gl.maximum(big, shuffle_xor(big, 1 << j))
+        exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
+        down = as_float((254 - exponent) << 23)
+        raw = raw + (a0 * down, a1 * down, b0 * down, b1 * down)
+        ups = ups + (as_float(exponent << 23),)
+    return raw, ups
+
+
+@gluon.jit
+def _turned_queries(to, raw, angle, gain, lane, FAR: gl.constexpr, C: gl.constexpr):
     """Leave the queries, rotated back by ``angle`` of the lane's two pairs, in shared memory."""
     c0, s0 = _turn(angle[0])
     c1, s1 = _turn(angle[1])
@@ -250,7 +274,7 @@ def _turned_queries(to, raw, angle, gain, lane, C: gl.constexpr):
         b0 = raw[4 * i + 2]
         b1 = raw[4 * i + 3]
         store_shared1(to + i * 272, pack_half2(a0 * c0 + b0 * s0, a1 * c1 + b1 * s1, False))
-        store_shared1(to + (i * 272 + 128), pack_half2(b0 * c0 - a0 * s0, b1 * c1 - a1 * s1, False))
+        store_shared1(to + (i * 272 + FAR), pack_half2(b0 * c0 - a0 * s0, b1 * c1 - a1 * s1, False))
 
 
 @gluon.jit
@@ -339,7 +363,7 @@ def _over_units(
         )  # fmt: skip
         copy_commit(lane)
         angle = (position + at * 32).to(gl.float32)
-        _turned_queries(query + lane * 4, raw, (angle * freq0, angle * freq1), gain, lane, C)
+        _turned_queries(query + lane * 4, raw, (angle * freq0, angle * freq1), gain, lane, 128, C)
         copy_wait_1(lane)
         q = ()
         for j in gl.static_range(4):
@@ -442,25 +466,8 @@ def codebook_kernel(
         _fetch(stage, lane, codes, norms, bits, unit0, (count > 0).to(gl.int32), STAGES, 0, PASS, True)
         copy_commit(lane)
 
-    # queries: a lane's two pairs of channels of every row, the largest of a row in [1, 2)
-    raw = ()
-    ups = ()
     pair = 2 * lane
-    for i in gl.static_range(C):
-        row = column0 + i
-        at = q_ptr + (head.to(gl.int64) * rows + row) * D + pair
-        inside = (lane * 0 + row) < rows
-        a0 = gl.load(at, mask=inside, other=0.0)
-        a1 = gl.load(at + 1, mask=inside, other=0.0)
-        b0 = gl.load(at + 64, mask=inside, other=0.0)
-        b1 = gl.load(at + 65, mask=inside, other=0.0)
-        big = gl.maximum(gl.maximum(gl.abs(a0), gl.abs(a1)), gl.maximum(gl.abs(b0), gl.abs(b1)))
-        for j in gl.static_range(5):
-            big = gl.maximum(big, shuffle_xor(big, 1 << j))
-        exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
-        down = as_float((254 - exponent) << 23)
-        raw = raw + (a0 * down, a1 * down, b0 * down, b1 * down)
-        ups = ups + (as_float(exponent << 23),)
+    raw, ups = _pairs_of_queries(q_ptr, head, rows, column0, lane, pair, 1, C)
     unit_factor = scale * gl.load(size_ptr + head % heads)
     factor0 = _chosen(ups, 2 * t % C) * unit_factor
     factor1 = _chosen(ups, (2 * t + 1) % C) * unit_factor

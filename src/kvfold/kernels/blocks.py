@@ -26,7 +26,7 @@ from kvfold.kernels.stored import (
 )
 
 if TYPE_CHECKING:
-    from kvfold.kernels import codebook
+    from kvfold.kernels import codebook, residual
     from kvfold.kernels.partials import Partials
     from kvfold.kernels.readers import Reader
 
@@ -144,7 +144,7 @@ def make_plan(
     return Plan(m, tile, warps, splits, processors)
 
 
-def attend(call: AttentionCall, plan: "Plan | codebook.Plan | None" = None) -> torch.Tensor:
+def attend(call: AttentionCall, plan: "Plan | codebook.Plan | residual.Plan | None" = None) -> torch.Tensor:
     """Attention over packed spans, windows and new tokens; see :class:`AttentionCall`.
 
     Nothing depends on a value on the host.
@@ -266,7 +266,7 @@ def attend_packed(
     bias: torch.Tensor | None,
     partials: "Partials",
     part: int,
-    plan: "Plan | codebook.Plan",
+    plan: "Plan | codebook.Plan | residual.Plan",
 ) -> None:
     """Write partial results over one span to the parts ``part`` to ``part + plan.splits`` of ``partials``.
 
@@ -289,9 +289,10 @@ def attend_packed(
     if isinstance(plan, Plan):
         _launch(call, span, packed, bias, out, top, total, first, plan)
     else:
-        from kvfold.kernels import codebook
+        from kvfold.kernels import codebook, residual
 
-        codebook.attend_packed(call, span, packed, out, top, total, first, plan)
+        of = codebook if isinstance(plan, codebook.Plan) else residual
+        of.attend_packed(call, span, packed, out, top, total, first, plan)
     if call.unproject is not None:
         stop = part + plan.splits
         partials.top[:, part:stop], partials.total[:, part:stop] = top, total

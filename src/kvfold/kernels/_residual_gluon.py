@@ -1,0 +1,403 @@
+"""Decode attention over residual vector codes (VQLLM): the Gluon kernel. :mod:`kvfold.kernels.residual` launches it.
+
+As :mod:`kvfold.kernels._codebook_gluon`: tables lie in shared memory, warps stream units of 32 tokens, and what a lane reads of a
+row is an operand. A row has 32 channels, 64 bytes, of which lane (g, t) reads 16 for tokens g of every eight. The rows of two
+stages lie together in 128 bytes; lanes of even g read the first stage first, those of odd g the second one, so that two tokens
+never meet in a bank.
+
+Rows of keys hold 4 real and 4 imaginary parts of RoPE's pairs after each other, so that a lane has both. Rows of values become
+operands by transposing 8 x 8 matrices.
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._codebook_gluon import (
+    _allocated,
+    _chosen,
+    _dynamic_base,
+    _fetch_rows,
+    _fma_half2,
+    _pairs_of_queries,
+    _tile_scores,
+    _turned_queries,
+)
+from kvfold.kernels._registers import _zero4
+from kvfold.kernels._softmax import LOWEST, _finish
+from kvfold.kernels._warp import (
+    add_half2,
+    copy_async,
+    copy_commit,
+    copy_wait_1,
+    copy_wait_all,
+    exp2_fast,
+    load_shared,
+    load_shared_short,
+    mma,
+    mul_half2,
+    pack_half2,
+    program_sync,
+    shuffle_xor,
+    transpose8,
+    unpack_half2,
+    warp_sync,
+)
+
+
+@gluon.constexpr_function
+def buffer_bytes(k_stages, v_stages):
+    """Bytes of a unit: codes and norms of both sides."""
+    return 128 * (k_stages + v_stages) + 128
+
+
+@gluon.constexpr_function
+def table_bytes(k_stages, v_stages, both):
+    """Bytes of tables that lie in shared memory at once."""
+    return 16384 * (k_stages + v_stages if both else max(k_stages, v_stages))
+
+
+@gluon.constexpr_function
+def shared_bytes(k_stages, v_stages, both, columns, warps):
+    """Bytes of shared memory of a program."""
+    size = table_bytes(k_stages, v_stages, both) + 8192
+    size += warps * (2 * buffer_bytes(k_stages, v_stages) + columns * 272)
+    return (max(size, warps * 128 * 32) + 8191) // 8192 * 8192
+
+
+@gluon.constexpr_function
+def _byte_asm(i):
+    return f"{{ .reg .b32 x; prmt.b32 x, $1, 0, {0x4440 | i:#x}; mad.lo.s32 $0, x, 128, $2; }}"
+
+
+@gluon.jit
+def _row_at(codes, base, I: gl.constexpr):
+    """``base`` and 128 times byte I of ``codes``."""
+    asm: gl.constexpr = _byte_asm(I)
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [codes, base], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _swapped(x, selector):
+    """Bytes of x as ``selector`` says."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [x, selector], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _group_sums(words, selector, rows, STAGES: gl.constexpr):
+    """Four words of the sum of a group's rows; ``words``: its codes."""
+    out = ()
+    for j in gl.static_range(STAGES):
+        if j % 4 == 0:
+            code = _swapped(words[j // 4], selector)
+        at = _row_at(code, rows if j % 2 == 0 else rows ^ 64, j % 4)
+        x = load_shared(at, j // 2 * 32768, 4)
+        if j == 0:
+            out = x
+        else:
+            out = (add_half2(out[0], x[0]), add_half2(out[1], x[1]), add_half2(out[2], x[2]), add_half2(out[3], x[3]))
+    return out
+
+
+@gluon.jit
+def _token_sums(codes, selector, rows, STAGES: gl.constexpr):
+    """16 words of one token of every lane: four of each group. ``codes``: address of the token's."""
+    words = load_shared(codes, 0, STAGES)
+    out = ()
+    for i in gl.static_range(4):
+        if STAGES == 4:
+            out = out + _group_sums((words[i],), selector, rows, STAGES)
+        else:
+            out = out + _group_sums((words[2 * i], words[2 * i + 1]), selector, rows, STAGES)
+    return out
+
+
+@gluon.jit
+def _rotated(x, turns):
+    """Keys of one token of every lane, rotated by its place in the unit."""
+    out = ()
+    for i in gl.static_range(4):
+        turn = load_shared(turns if i % 2 == 0 else turns ^ 64, i // 2 * 128, 4)
+        a0 = x[4 * i]
+        a1 = x[4 * i + 1]
+        b0 = x[4 * i + 2]
+        b1 = x[4 * i + 3]
+        out = out + (
+            _fma_half2(a0, turn[0], mul_half2(b0 ^ -2147450880, turn[2])),
+            _fma_half2(a1, turn[1], mul_half2(b1 ^ -2147450880, turn[3])),
+            _fma_half2(b0, turn[0], mul_half2(a0, turn[2])),
+            _fma_half2(b1, turn[1], mul_half2(a1, turn[3])),
+        )
+    return out
+
+
+@gluon.jit
+def _fetch(
+    to, lane, k_codes, v_codes, k_norms, v_norms, unit, active, K: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr,
+    VALUES: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy a unit: codes of keys and of values, norms of keys and of values."""
+    whole = lane * 0 + 16
+    at = unit.to(gl.int64)
+    place = to + lane * 16
+    few = active & (lane < 4).to(gl.int32)
+    if KEYS:
+        for j in gl.static_range(K // 4):
+            copy_async(place, k_codes + at * (128 * K) + lane * 16, whole, active, 512 * j, 512 * j, True)
+    if VALUES:
+        for j in gl.static_range(V // 4):
+            copy_async(place, v_codes + at * (128 * V) + lane * 16, whole, active, 128 * K + 512 * j, 512 * j, True)
+        copy_async(place, k_norms + at * 64 + lane * 16, whole, few, 128 * (K + V), 0, True)
+        copy_async(place, v_norms + at * 64 + lane * 16, whole, few, 128 * (K + V) + 64, 0, True)
+
+
+@gluon.jit
+def _weights(scores, norms, top, total):
+    """Running exponents, factor of what was summed before, sums of a lane's probabilities, and probabilities times norms as B
+    operands. ``norms``: of a lane's tokens, four."""
+    most = gl.maximum(gl.maximum(gl.abs(norms[0]), gl.abs(norms[1])), gl.maximum(gl.abs(norms[2]), gl.abs(norms[3])))
+    most = gl.maximum(most, shuffle_xor(most, 4))
+    most = gl.maximum(most, shuffle_xor(most, 8))
+    most = gl.maximum(most, shuffle_xor(most, 16))
+    room = 142 - (
+        gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,f", [most], dtype=gl.int32, is_pure=True, pack=1) >> 23
+    )
+    room = gl.minimum(room, 15 + 20).to(gl.float32) - 1.0  # norms times 2^room stay below 2^15
+    new_top = ()
+    factor = ()
+    sums = ()
+    p = ()
+    for e in gl.static_range(2):
+        m = gl.maximum(gl.maximum(scores[0][e], scores[0][e + 2]), gl.maximum(scores[1][e], scores[1][e + 2]))
+        m = gl.maximum(m, shuffle_xor(m, 4))
+        m = gl.maximum(m, shuffle_xor(m, 8))
+        m = gl.maximum(m, shuffle_xor(m, 16))
+        m = gl.maximum(m - room, top[e])
+        new_top = new_top + (m,)
+        factor = factor + (exp2_fast(top[e] - m),)
+        sums = sums + (total[e] * factor[e],)
+    s0 = sums[0]
+    s1 = sums[1]
+    for i in gl.static_range(2):
+        x = scores[i]
+        for h in gl.static_range(2):
+            low = exp2_fast(x[2 * h] - new_top[0])
+            high = exp2_fast(x[2 * h + 1] - new_top[1])
+            s0 += low
+            s1 += high
+            p = p + (transpose8(pack_half2(low * norms[2 * i + h], high * norms[2 * i + h], False)),)
+    return new_top, factor, (s0, s1), p
+
+
+@gluon.jit
+def _over_units(
+    top, out, total, lane, g, stage, query, selector, k_rows, v_rows, lane_turns, lane_query, to_query, raw, freq0, freq1,
+    gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, done, length, each, count, kept,
+    K: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """A pass over a chunk of a warp's units, whose first one is on its way."""
+    BUFFER: gl.constexpr = buffer_bytes(K, V)
+    for i in range(gl.minimum(length, each - done)):
+        at = done + i
+        here = stage + i % 2 * BUFFER
+        warp_sync(lane)
+        next_unit = (at + 1 < count) & (i + 1 < length)
+        _fetch(
+            stage + (i + 1) % 2 * BUFFER, lane, k_codes, v_codes, k_norms, v_norms, unit0 + at + 1, next_unit.to(gl.int32),
+            K, V, KEYS, VALUES,
+        )  # fmt: skip
+        copy_commit(lane)
+        if KEYS:
+            angle = (position + at * 32).to(gl.float32)
+            _turned_queries(to_query, raw, (angle * freq0, angle * freq1), gain, lane, 8, C)
+        copy_wait_1(lane)
+        products = ()
+        if KEYS:
+            q = ()
+            for j in gl.static_range(4):
+                q = q + load_shared(lane_query, 64 * j, 4)
+            for tile in gl.static_range(2):
+                x = _token_sums(here + g * (4 * K) + tile * (64 * K), selector, k_rows, K)
+                x = _rotated(x, lane_turns + tile * 4096)
+                y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), selector, k_rows, K)
+                y = _rotated(y, lane_turns + (tile * 4096 + 2048))
+                products = products + (_tile_scores(x, y, q, _zero4(lane)),)
+        if not VALUES:
+            for tile in gl.static_range(2):
+                to = kept + (i * 2 + tile) * 128
+                for e in gl.static_range(4):
+                    gl.store(to + e, products[tile][e])
+        else:
+            if not KEYS:
+                for tile in gl.static_range(2):
+                    to = kept + (i * 2 + tile) * 128
+                    products = products + ((gl.load(to), gl.load(to + 1), gl.load(to + 2), gl.load(to + 3)),)
+            scores = ()
+            norms = ()
+            alive = at < count
+            hidden = float("-inf")
+            for tile in gl.static_range(2):
+                acc = products[tile]
+                near, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 32 * tile))
+                far, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 32 * tile + 16))
+                scores = scores + (
+                    (
+                        gl.where(alive, acc[0] * (near * factor0), hidden),
+                        gl.where(alive, acc[1] * (near * factor1), hidden),
+                        gl.where(alive, acc[2] * (far * factor0), hidden),
+                        gl.where(alive, acc[3] * (far * factor1), hidden),
+                    ),
+                )
+                near, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 64 + 32 * tile))
+                far, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 64 + 32 * tile + 16))
+                norms = norms + (gl.where(alive, near, 1.0), gl.where(alive, far, 1.0))
+            top, factor, total, p = _weights(scores, norms, top, total)
+            scaled = ()
+            for c in gl.static_range(8):
+                acc = out[c]
+                scaled = scaled + ((acc[0] * factor[0], acc[1] * factor[1], acc[2] * factor[0], acc[3] * factor[1]),)
+            out = scaled
+            for tile in gl.static_range(2):
+                x = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V)), selector, v_rows, V)
+                y = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), selector, v_rows, V)
+                new = ()
+                for c in gl.static_range(8):
+                    new = new + (
+                        mma(
+                            transpose8(x[2 * c]), transpose8(x[2 * c + 1]), transpose8(y[2 * c]), transpose8(y[2 * c + 1]),
+                            p[2 * tile], p[2 * tile + 1], out[c], False,
+                        ),
+                    )  # fmt: skip
+                out = new
+    return top, out, total
+
+
+@gluon.jit(
+    do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0", "chunk"]
+)
+def residual_kernel(
+    q_ptr, k_codes_ptr, k_norms_ptr, v_codes_ptr, v_norms_ptr, k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr,
+    packed_len_ptr, position_ptr, part_out, part_top, part_sum, scratch_ptr,
+    scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
+    K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One program: one split of one KV head of one sequence, for C query rows.
+
+    Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage; K and V are stages of keys and of
+    values. With BOTH the tables of both lie in shared memory; without, a program goes over ``chunk`` units a warp first for
+    scores, which ``scratch_ptr``, float32 [programs, W, chunk, 2, 32, 4], keeps, and then for values.
+    """
+    W: gl.constexpr = gl.num_warps()
+    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W)
+    BUFFER: gl.constexpr = buffer_bytes(K, V)
+    TABLES: gl.constexpr = table_bytes(K, V, BOTH)
+    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    lane = thread % 32
+    warp = thread // 32
+    g = lane // 4
+    t = lane % 4
+    memory = ()
+    for i in gl.static_range(4):
+        if BYTES // 8192 >> i & 1:
+            memory = memory + (_allocated(thread, 8192 << i),)
+    if BYTES >= 131072:
+        memory = memory + (_allocated(thread, 131072),)
+    base = _dynamic_base(lane)
+    program_sync(lane)
+    turns = base + TABLES
+    stage = turns + (8192 + W * C * 272) + warp * (2 * BUFFER)
+    query = turns + 8192 + warp * (C * 272)
+
+    split = gl.program_id(1)
+    column0 = (gl.program_id(0) % columns) * C
+    head = gl.program_id(0) // columns
+    batch = head // heads
+    units = gl.minimum(gl.maximum(gl.load(packed_len_ptr + batch) - start, 0) // 32, capacity)
+    lo = (units.to(gl.int64) * split // splits).to(gl.int32)
+    hi = (units.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    unit0 = head * capacity + first
+    k_codes = k_codes_ptr.to(gl.int64)
+    v_codes = v_codes_ptr.to(gl.int64)
+    k_norms = k_norms_ptr.to(gl.int64)
+    v_norms = v_norms_ptr.to(gl.int64)
+
+    _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
+    if BOTH:
+        _fetch_rows(base, k_rows_ptr.to(gl.int64), thread, K * 16384, W)
+        _fetch_rows(base + K * 16384, v_rows_ptr.to(gl.int64), thread, V * 16384, W)
+        copy_commit(lane)
+        _fetch(stage, lane, k_codes, v_codes, k_norms, v_norms, unit0, (count > 0).to(gl.int32), K, V, True, True)
+        copy_commit(lane)
+
+    # a lane turns pairs 16 t' + 4 m + i, m = 0, 1 or 2, 3, of group i: those that lane t' of every four reads of the group
+    pair = lane // 2 % 4 * 16 + lane % 2 * 8 + lane // 8
+    raw, ups = _pairs_of_queries(q_ptr, head, rows, column0, lane, pair, 4, C)
+    factor0 = _chosen(ups, 2 * t % C) * scale
+    factor1 = _chosen(ups, (2 * t + 1) % C) * scale
+    freq0 = gl.load(freq_ptr + pair)
+    freq1 = gl.load(freq_ptr + pair + 4)
+    gain = (gl.load(freq_ptr + 64 + pair), gl.load(freq_ptr + 68 + pair))
+    position = (gl.load(position_ptr + batch) + start).to(gl.int32) + first * 32
+
+    odd = g % 2
+    selector = 0x3210 + odd * (0x2301 - 0x3210)
+    k_lane = base + odd * 64 + t * 16
+    v_lane = k_lane + (K * 16384 if BOTH else 0)
+    lane_turns = turns + g * 256 + odd * 64 + t * 16
+    lane_query = query + g % C * 272 + t * 16
+    to_query = query + lane // 8 * 64 + lane // 2 % 4 * 16 + lane % 2 * 4
+    top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
+    total = (_zero4(lane)[0], _zero4(lane)[0])
+    out = ()
+    for _i in gl.static_range(8):
+        out = out + (_zero4(lane),)
+    program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
+    kept = scratch_ptr + ((program * W + warp) * chunk * 2 * 32 + lane) * 4
+    if BOTH:
+        copy_wait_1(lane)
+        program_sync(lane)
+        top, out, total = _over_units(
+            top, out, total, lane, g, stage, query, selector, k_lane, v_lane, lane_turns, lane_query, to_query, raw, freq0,
+            freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, 0, each, each, count, kept,
+            K, V, True, True, C,
+        )  # fmt: skip
+    else:
+        for c in range((each + chunk - 1) // chunk):
+            done = c * chunk
+            for number in gl.static_range(2):
+                program_sync(lane)
+                if number == 0:
+                    _fetch_rows(base, k_rows_ptr.to(gl.int64), thread, K * 16384, W)
+                else:
+                    _fetch_rows(base, v_rows_ptr.to(gl.int64), thread, V * 16384, W)
+                copy_commit(lane)
+                _fetch(
+                    stage, lane, k_codes, v_codes, k_norms, v_norms, unit0 + done, (done < count).to(gl.int32), K, V,
+                    number == 0, number == 1,
+                )  # fmt: skip
+                copy_commit(lane)
+                copy_wait_1(lane)
+                program_sync(lane)
+                top, out, total = _over_units(
+                    top, out, total, lane, g, stage, query, selector, k_lane, v_lane, lane_turns, lane_query, to_query, raw,
+                    freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, done, chunk,
+                    each, count, kept, K, V, number == 0, number == 1, C,
+                )  # fmt: skip
+                copy_wait_all(lane)
+    copy_wait_all(lane)
+    program_sync(lane)
+    s0 = total[0]
+    s1 = total[1]
+    for i in gl.static_range(3):
+        s0 += shuffle_xor(s0, 4 << i)
+        s1 += shuffle_xor(s1, 4 << i)
+    slot0 = head.to(gl.int64) * parts + (part0 + split)
+    side = ((s0, s1, s0, s1),)
+    _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, 128, 1, 0.0)
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()
