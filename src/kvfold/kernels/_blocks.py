@@ -95,7 +95,13 @@ def attend_tiles(
     K_REAL: tl.constexpr = D if K_BASIS or ROTARY else K_SPEC[0]
     a_four = tl.arange(0, H // 4)
     b_four = a_four
-    if ROTARY:
+    # all channels are turned, and in order: halves lie together, and the compiler is to see it
+    WHOLE: tl.constexpr = ROTARY == D and D == KW and K_GROUPS == 1
+    if WHOLE:
+        b_four = a_four + H // 4
+        q_channel = tl.arange(0, H)
+        b_channel = q_channel + H
+    elif ROTARY:
         half: tl.constexpr = ROTARY // (8 * K_GROUPS)  # fours of a group
         rest: tl.constexpr = (D - ROTARY) // (8 * K_GROUPS)  # channels that are not rotated are pairs of angle 0
         live = a_four < D // 8

@@ -50,23 +50,26 @@ QUERY = gl.constexpr(272)
 
 
 @gluon.constexpr_function
-def stage_bytes(stages, last):
-    """Bytes of a unit's codes of ``stages`` stages; with ``last`` also its norms and values."""
-    return 48 * stages + (64 + 512 if last else 0)
+def stage_bytes(stages, bits):
+    """Bytes of a unit: codes of ``stages`` stages, norms, and values of ``bits``."""
+    return 48 * stages + 64 + 4 * bits
 
 
 @gluon.constexpr_function
-def shared_bytes(most, columns, warps):
+def shared_bytes(most, bits, columns, warps):
     """Bytes of shared memory of a program whose passes have up to ``most`` stages."""
-    size = most * 64 * 256 + 32 * 256 + warps * (2 * (48 * most + 576) + columns * 272)
-    return (max(size, warps * 128 * 32) + 8191) // 8192 * 8192
+    size = most * 64 * 256 + 32 * 256 + warps * (2 * (48 * most + 64 + 4 * bits) + columns * 272)
+    return (max(size, warps * bits * 32) + 1023) // 1024 * 1024
 
 
 @gluon.jit
 def _allocated(thread, BYTES: gl.constexpr):
     """Shared memory, of which the compiler is to know that it is used."""
     memory = gl.allocate_shared_memory(gl.int32, [BYTES // 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    memory.slice(0, thread.shape[0]).store(thread)
+    if BYTES // 4 >= thread.shape[0]:
+        memory.slice(0, thread.shape[0]).store(thread)
+    else:
+        memory.store(gl.arange(0, BYTES // 4, thread.type.layout))
     return memory
 
 
@@ -211,9 +214,9 @@ def _tile_scores(x, y, q, acc):
 @gluon.jit
 def _fetch(
     to, lane, codes, norms, bits, unit, active, STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
-    LAST: gl.constexpr,
+    V: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy a unit's codes of some stages; in the LAST pass also norms and values."""
+    """Begin to copy a unit's codes of some stages; with V, bits of values, also norms and those."""
     whole = lane * 0 + 16
     at = unit.to(gl.int64)
     source = codes + (at * (48 * STAGES) + 48 * FIRST) + lane * 16
@@ -221,9 +224,10 @@ def _fetch(
     for j in gl.static_range((3 * COUNT + 31) // 32):
         here = active & (lane + 32 * j < 3 * COUNT).to(gl.int32)
         copy_async(place, source, whole, here, 512 * j, 512 * j, True)
-    if LAST:
+    if V:
         copy_async(place, norms + at * 64 + lane * 16, whole, active & (lane < 4).to(gl.int32), 48 * COUNT, 0, True)
-        copy_async(place, bits + at * 512 + lane * 16, whole, active, 48 * COUNT + 64, 0, True)
+        for j in gl.static_range(V // 128):
+            copy_async(place, bits + at * (4 * V) + lane * 16, whole, active, 48 * COUNT + 64 + 512 * j, 512 * j, True)
 
 
 @gluon.jit
@@ -237,7 +241,7 @@ def _fetch_rows(base, source, thread, BYTES: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _pairs_of_queries(q_ptr, head, rows, column0, lane, pair, NEXT: gl.constexpr, C: gl.constexpr):
-    """Of C query rows the channels of a lane's two pairs, ``pair`` and the one NEXT further, the largest channel of a row scaled
+    """Of C query rows the channels of a lane's two pairs, ``pair`` and the one NEXT further, a row's largest channel scaled
     to [1, 2); and what they have been divided by."""
     raw = ()
     ups = ()
@@ -306,12 +310,12 @@ def _weights(scores, top, odd):
 
 
 @gluon.jit
-def _bit_sums(address, p, factor, out, side, lane):
-    """Sums of bits times weights, a unit further: ``out`` 8 accumulators of channels 16 g + 2 i and the next, ``side`` those
+def _bit_sums(address, p, factor, out, side, lane, V: gl.constexpr):
+    """Sums of bits times weights, a unit further: ``out`` accumulators of channels V / 8 g + 2 i and the next, ``side`` those
     of the weights."""
-    words = load_shared(address, 0, 4)
+    words = load_shared(address, 0, V // 32)
     new = ()
-    for i in gl.static_range(8):
+    for i in gl.static_range(V // 16):
         x = _byte_twice(words[i // 2], i % 2 * 2)
         y = _byte_twice(words[i // 2], i % 2 * 2 + 1)
         acc = out[i]
@@ -348,10 +352,10 @@ def _stages(stages, most, number):
 def _over_units(
     top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, lane_turns, lane_query, raw,
     freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, done, length, each, count, kept,
-    STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr,
+    STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     BUFFER: gl.constexpr, UNROLLED: gl.constexpr,
 ):  # fmt: skip
-    """A pass over a chunk of a warp's units, whose first one is on its way."""
+    """A pass over a chunk of a warp's units, whose first one is on its way. V: 0 but in the last pass."""
     for i in range(gl.minimum(length, each - done)):
         at = done + i
         here = stage + i % 2 * BUFFER
@@ -359,7 +363,7 @@ def _over_units(
         next_unit = (at + 1 < count) & (i + 1 < length)
         _fetch(
             stage + (i + 1) % 2 * BUFFER, lane, codes, norms, bits, unit0 + at + 1, next_unit.to(gl.int32), STAGES,
-            FIRST, COUNT, LAST,
+            FIRST, COUNT, V,
         )  # fmt: skip
         copy_commit(lane)
         angle = (position + at * 32).to(gl.float32)
@@ -378,7 +382,7 @@ def _over_units(
             if FIRST > 0:
                 acc = (gl.load(to), gl.load(to + 1), gl.load(to + 2), gl.load(to + 3))
             acc = _tile_scores(x, y, q, acc)
-            if LAST:
+            if V:
                 near, _ = unpack_half2(load_shared_short(here + token * 2, 48 * COUNT + 32 * tile))
                 far, _ = unpack_half2(load_shared_short(here + token * 2, 48 * COUNT + 32 * tile + 16))
                 alive = at < count
@@ -395,9 +399,9 @@ def _over_units(
                 gl.store(to + 2, acc[2])
                 gl.store(to + 3, acc[3])
             scores = scores + (acc,)
-        if LAST:
+        if V:
             top, factor, p = _weights(scores, top, odd)
-            out, side = _bit_sums(here + (48 * COUNT + 64) + t * 128 + g * 16, p, factor, out, side, lane)
+            out, side = _bit_sums(here + (48 * COUNT + 64) + t * V + g * (V // 8), p, factor, out, side, lane, V)
     return top, out, side
 
 
@@ -408,7 +412,7 @@ def codebook_kernel(
     q_ptr, codes_ptr, norms_ptr, bits_ptr, rows_ptr, size_ptr, freq_ptr, turns_ptr, packed_len_ptr, position_ptr,
     part_out, part_top, part_sum, scratch_ptr,
     scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
-    STAGES: gl.constexpr, PASS: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
+    STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
@@ -417,10 +421,9 @@ def codebook_kernel(
     keeps scores in ``scratch_ptr``, float32 [programs, W, chunk, 2, 32, 4], in between.
     """
     W: gl.constexpr = gl.num_warps()
-    D: gl.constexpr = 128
     PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
-    BYTES: gl.constexpr = shared_bytes(PASS, C, W)
-    BUFFER: gl.constexpr = stage_bytes(PASS, True)
+    BYTES: gl.constexpr = shared_bytes(PASS, V, C, W)
+    BUFFER: gl.constexpr = stage_bytes(PASS, V)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -428,11 +431,9 @@ def codebook_kernel(
     t = lane % 4
     odd = g % 2 == 1
     memory = ()
-    for i in gl.static_range(4):
-        if BYTES // 8192 >> i & 1:
-            memory = memory + (_allocated(thread, 8192 << i),)
-    if BYTES >= 131072:
-        memory = memory + (_allocated(thread, 131072),)
+    for i in gl.static_range(8):
+        if BYTES // 1024 >> i & 1:
+            memory = memory + (_allocated(thread, 1024 << i),)
     base = _dynamic_base(lane)
     program_sync(lane)
     turns = base + PASS * 16384
@@ -463,7 +464,7 @@ def codebook_kernel(
     if PASSES == 1:
         _fetch_rows(base, tables, thread, PASS * 16384, W)
         copy_commit(lane)
-        _fetch(stage, lane, codes, norms, bits, unit0, (count > 0).to(gl.int32), STAGES, 0, PASS, True)
+        _fetch(stage, lane, codes, norms, bits, unit0, (count > 0).to(gl.int32), STAGES, 0, PASS, V)
         copy_commit(lane)
 
     pair = 2 * lane
@@ -485,7 +486,7 @@ def codebook_kernel(
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
     side = _zero4(lane)
     out = ()
-    for _i in gl.static_range(8):
+    for _i in gl.static_range(V // 16):
         out = out + (_zero4(lane),)
 
     if PASSES == 1:
@@ -507,7 +508,7 @@ def codebook_kernel(
                 copy_commit(lane)
                 _fetch(
                     stage, lane, codes, norms, bits, unit0 + done, (done < count).to(gl.int32), STAGES, PASS * number,
-                    _stages(STAGES, PASS, number), number == PASSES - 1,
+                    _stages(STAGES, PASS, number), V if number == PASSES - 1 else 0,
                 )  # fmt: skip
                 copy_commit(lane)
                 copy_wait_1(lane)
@@ -515,13 +516,13 @@ def codebook_kernel(
             top, out, side = _over_units(
                 top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, lane_turns, lane_query, raw,
                 freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, done, length, each, count, kept,
-                STAGES, PASS * number, _stages(STAGES, PASS, number), number == PASSES - 1, C, BUFFER, UNROLLED,
+                STAGES, PASS * number, _stages(STAGES, PASS, number), V if number == PASSES - 1 else 0, C, BUFFER, UNROLLED,
             )  # fmt: skip
             if PASSES > 1:
                 copy_wait_all(lane)
     copy_wait_all(lane)
     program_sync(lane)
     slot0 = head.to(gl.int64) * parts + (part0 + split)
-    _finish(base, lane, warp, top, out, (side,), part_out, part_top, part_sum, slot0, column0, rows, True, D, 1, -9.0)
+    _finish(base, lane, warp, top, out, (side,), part_out, part_top, part_sum, slot0, column0, rows, True, V, 1, -9.0)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

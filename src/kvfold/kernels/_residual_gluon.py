@@ -1,7 +1,7 @@
 """Decode attention over residual vector codes (VQLLM): the Gluon kernel. :mod:`kvfold.kernels.residual` launches it.
 
-As :mod:`kvfold.kernels._codebook_gluon`: tables lie in shared memory, warps stream units of 32 tokens, and what a lane reads of a
-row is an operand. A row has 32 channels, 64 bytes, of which lane (g, t) reads 16 for tokens g of every eight. The rows of two
+As :mod:`kvfold.kernels._codebook_gluon`: tables lie in shared memory, warps stream units of 32 tokens, and what a lane reads of
+a row is an operand. A row has 32 channels, 64 bytes, of which lane (g, t) reads 16 for tokens g of every eight. The rows of two
 stages lie together in 128 bytes; lanes of even g read the first stage first, those of odd g the second one, so that two tokens
 never meet in a bank.
 

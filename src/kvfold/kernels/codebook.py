@@ -55,8 +55,8 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str
         return f"keys: {key_format.kind} storage; allowed: {AdditiveCodes.kind}"
     if not isinstance(value_format, BinaryCodes) or value_format.joint > 1:
         return f"values: {value_format.kind} storage; allowed: {BinaryCodes.kind}, of every head its own"
-    if key_format.head_dim != 128 or value_format.codes != 128:
-        return f"head_dim={key_format.head_dim}, {value_format.codes} bits of values; allowed: 128 and 128"
+    if key_format.head_dim != 128 or value_format.codes not in (128, 256):
+        return f"head_dim={key_format.head_dim}, {value_format.codes} bits of values; allowed: 128, and 128 or 256"
     if key_format.levels != 64:
         return f"keys: levels={key_format.levels}; allowed: 64"
     if not pre_rope or key_format.codebook is None or key_format.codebook.rotary != 128:
@@ -139,20 +139,22 @@ def attend_packed(
         top.shape[1],
         part,
         plan.chunk,
-        **constants(form, plan),
+        **constants(form, call.value_format, plan),
         num_warps=plan.warps,
         maxnreg=plan.registers,
     )
 
 
-def constants(form: AdditiveCodes, plan: Plan) -> dict[str, Any]:
+def constants(keys: AdditiveCodes, values: Format, plan: Plan) -> dict[str, Any]:
     """What the kernel is specialized on."""
-    return {"STAGES": form.stages, "PASS": plan.stages, "C": plan.columns, "UNROLLED": plan.unrolled}
+    assert isinstance(values, BinaryCodes)
+    named = {"STAGES": keys.stages, "PASS": plan.stages, "V": values.codes, "C": plan.columns}
+    return named | {"UNROLLED": plan.unrolled}
 
 
-def program_bytes(plan: Plan) -> int:
+def program_bytes(values: BinaryCodes, plan: Plan) -> int:
     """Bytes of shared memory of a program."""
-    return int(shared_bytes(plan.stages, plan.columns, plan.warps))
+    return int(shared_bytes(plan.stages, values.codes, plan.columns, plan.warps))
 
 
 __all__ = ["Partials", "Plan", "attend_packed", "make_plan", "plan_of", "unsupported"]
