@@ -27,6 +27,7 @@ from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST, _finish
 from kvfold.kernels._warp import (
     add_half2,
+    as_int,
     copy_async,
     copy_commit,
     copy_wait_1,
@@ -161,10 +162,8 @@ def _weights(scores, norms, top, total):
     most = gl.maximum(most, shuffle_xor(most, 4))
     most = gl.maximum(most, shuffle_xor(most, 8))
     most = gl.maximum(most, shuffle_xor(most, 16))
-    room = 142 - (
-        gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,f", [most], dtype=gl.int32, is_pure=True, pack=1) >> 23
-    )
-    room = gl.minimum(room, 15 + 20).to(gl.float32) - 1.0  # norms times 2^room stay below 2^15
+    room = 142 - (as_int(most) >> 23)
+    room = gl.minimum(room, 35).to(gl.float32) - 1.0  # norms times 2^room stay below 2^15
     new_top = ()
     factor = ()
     sums = ()

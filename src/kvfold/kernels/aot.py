@@ -28,7 +28,7 @@ from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels._unpack import unpack_kernel
 from kvfold.kernels.blocks import Plan as BlocksPlan
 from kvfold.kernels.blocks import constants as blocks_constants
-from kvfold.kernels.blocks import is_turned, readers_of, resident
+from kvfold.kernels.blocks import is_turned, most_tokens, readers_of, resident
 from kvfold.kernels.blocks import make_plan as make_blocks_plan
 from kvfold.kernels.blocks import options as blocks_options
 from kvfold.kernels.decode import Plan, constants, make_plan
@@ -227,7 +227,14 @@ def compile_blocks(
     sides = (key_format, value_format)
     readers = readers_of(key_format, value_format, rotary)
     plan = plan or make_blocks_plan(
-        max(r.width for r in readers), 128, rows, 32768, 132, is_turned(key_format), resident(readers)
+        max(r.width for r in readers),
+        128,
+        rows,
+        32768,
+        132,
+        is_turned(key_format),
+        resident(readers),
+        most_tokens(readers),
     )
     fixed = blocks_constants(key_format, value_format, plan, rotary)
     types: dict[str, Any] = {"packed_len_ptr": "*i32", "position_ptr": "*i64", "table_ptr": "*fp16", "factor": "fp32"}

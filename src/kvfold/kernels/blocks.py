@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvfold.formats import Fields, Format, Paged
-from kvfold.formats.codebook import BinaryCodes
+from kvfold.formats import Fields, Format, Paged, ResidualCodes
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
@@ -110,7 +110,14 @@ class Plan:
 
 @lru_cache
 def make_plan(
-    width: int, heads: int, rows: int, tokens: int, processors: int, turned: bool = False, most: int = 4
+    width: int,
+    heads: int,
+    rows: int,
+    tokens: int,
+    processors: int,
+    turned: bool = False,
+    most: int = 4,
+    tile: int = 128,
 ) -> Plan:
     """Choose a launch shape.
 
@@ -128,6 +135,8 @@ def make_plan(
         Whether queries are turned once a tile, which then is a page.
     most : int
         Programs that a multiprocessor has registers for.
+    tile : int
+        Most tokens of a tile.
 
     Notes
     -----
@@ -135,9 +144,11 @@ def make_plan(
     it cannot.
     """
     if rows <= 8:
-        m, tile, warps, resident = 8, 128 if turned and width <= 128 else 64, 4, 4
+        m, warps, resident = 8, 4, 4
+        tile = min(tile, 128 if turned and width <= 128 else 64)
     else:
-        m, tile, warps, resident = 16 if rows <= 16 else 32, 64 if width <= 128 else 32, 2, 4
+        m, warps, resident = 16 if rows <= 16 else 32, 2, 4
+        tile = min(tile, 64 if width <= 128 else 32)
     jobs = heads * math.ceil(rows / m)
     resident = min(resident, most)
     splits = max(1, min(processors * resident // jobs, tokens // (2 * tile), 256))
@@ -185,12 +196,38 @@ def attend(call: AttentionCall, plan: "Plan | codebook.Plan | residual.Plan | No
     return call.ungrouped(partials.merge(out, False, call.sinks, call.tokens))
 
 
-def _plan(call: AttentionCall, span: Span) -> Plan:
+def _plan(call: AttentionCall, span: Span) -> "Plan | codebook.Plan | residual.Plan":
+    of = _of_tables(call)
+    return plain_plan(call, span) if of is None else of.plan_of(call, span)
+
+
+def _of_tables(call: AttentionCall) -> Any:
+    """The kernel that keeps a format's tables in shared memory, where one serves the call; else None."""
+    keys, values, rope = call.key_format, call.value_format, call.rope
+    if call.rows.device.type != "cuda" or not isinstance(keys, AdditiveCodes | ResidualCodes) or rope is None:
+        return None
+    if not _has_gluon():
+        return None
+    from kvfold.kernels import codebook, residual
+
+    of = codebook if isinstance(keys, AdditiveCodes) else residual
+    why = of.unsupported(keys, values, 2 * rope.inv_freq.numel()) or of.declines(call)
+    return None if why else of
+
+
+@lru_cache
+def _has_gluon() -> bool:
+    return find_spec("triton.experimental.gluon") is not None
+
+
+def plain_plan(call: AttentionCall, span: Span) -> Plan:
+    """The launch shape of the kernel with readers."""
     batch, heads, rows, _ = call.rows.shape
     width = max(inner(form).width for form in (call.key_format, call.value_format))
     tokens, turned = _tokens(call.key_format, span.keys), is_turned(call.key_format)
-    most = resident(readers_of(call.key_format, call.value_format, 0))
-    return make_plan(width, batch * heads, rows, tokens, multiprocessors(call.rows.device), turned, most)
+    readers = readers_of(call.key_format, call.value_format, 0)
+    shape = width, batch * heads, rows, tokens, multiprocessors(call.rows.device)
+    return make_plan(*shape, turned, resident(readers), most_tokens(readers))
 
 
 def is_turned(key_format: Format) -> bool:
@@ -245,6 +282,11 @@ def readers_of(key_format: Format, value_format: Format, rotary: int) -> "list[R
 def resident(readers: "list[Reader[Any]]") -> int:
     """Programs of a multiprocessor at a time."""
     return min(reader.resident or 4 for reader in readers)
+
+
+def most_tokens(readers: "list[Reader[Any]]") -> int:
+    """Of a tile."""
+    return min(reader.most_tokens or 128 for reader in readers)
 
 
 def options(readers: "list[Reader[Any]]", warps: int) -> dict[str, int | None]:

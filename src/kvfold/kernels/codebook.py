@@ -1,7 +1,7 @@
 """Decode attention over CommVQ's storage: tables of a KV head in shared memory; see :mod:`kvfold.kernels._codebook_gluon`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,12 +13,17 @@ from kvfold.formats.packing import UNIT
 from kvfold.kernels._codebook_gluon import codebook_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.partials import LOG2E, Partials
+from kvfold.kernels.partials import LOG2E
 from kvfold.kernels.readers.additive import tables_of
 from kvfold.kernels.stored import room_between, rotation_of
+from kvfold.kernels.windows import program_memory
 
 MOST = 11
 """Stages whose tables fit shared memory."""
+MOST_ROWS = 8
+"""Query rows of a KV head; with more, products are more work than tables."""
+SEEN = frozenset({(11, 128)})
+"""Stages of keys and bits of values whose numbers a run on a GPU has shown right."""
 CHUNK = 24
 """Units of a warp between two changes of tables."""
 
@@ -49,7 +54,7 @@ class Plan:
     registers: int | None = None
 
 
-def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
+def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
     """Why the kernel does not serve these formats; None if it does."""
     if not isinstance(key_format, AdditiveCodes):
         return f"keys: {key_format.kind} storage; allowed: {AdditiveCodes.kind}"
@@ -59,27 +64,45 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str
         return f"head_dim={key_format.head_dim}, {value_format.codes} bits of values; allowed: 128, and 128 or 256"
     if key_format.levels != 64:
         return f"keys: levels={key_format.levels}; allowed: 64"
-    if not pre_rope or key_format.codebook is None or key_format.codebook.rotary != 128:
-        return "keys: allowed: stored before a RoPE of all channels"
+    if rotary != 128 or key_format.codebook is None or key_format.codebook.rotary != 128:
+        return f"keys: RoPE of {rotary} channels; allowed: 128"
     if value_format.operand != "plain":
         return f"values: operand={value_format.operand}; allowed: plain"
     return None
 
 
+def declines(call: AttentionCall) -> str | None:
+    """Why the kernel leaves a call on such formats to another; None if it does not."""
+    keys, values = call.key_format, call.value_format
+    assert isinstance(keys, AdditiveCodes) and isinstance(values, BinaryCodes)
+    if (keys.stages, values.codes) not in SEEN:
+        return f"{keys.stages} stages, {values.codes} bits of values: not seen right on a GPU yet"
+    rows, bytes_ = call.rows.shape[2], program_memory(call.rows.device)
+    if rows > MOST_ROWS:
+        return f"{rows} query rows; allowed: up to {MOST_ROWS}"
+    if call.project is not None or call.first_position is None:
+        return "projected queries"
+    need = program_bytes(values, _shape(keys.stages, rows, 1))
+    return None if need <= bytes_ else f"{bytes_} bytes of shared memory; needed: {need}"
+
+
+def _shape(stages: int, rows: int, splits: int) -> Plan:
+    return Plan(4 if rows <= 4 else 8, math.ceil(stages / math.ceil(stages / MOST)), 8, splits)
+
+
 @lru_cache
 def make_plan(stages: int, jobs: int, rows: int, units: int, processors: int) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units."""
-    columns = 4 if rows <= 4 else 8
-    passes = math.ceil(stages / MOST)
-    jobs *= math.ceil(rows / columns)
+    plan = _shape(stages, rows, 1)
+    passes = math.ceil(stages / plan.stages)
     begin = 6 + 4 * passes  # what beginning costs, in units of a warp
+    jobs *= math.ceil(rows / plan.columns)
 
     def cost(splits: int) -> float:
-        each = math.ceil(math.ceil(units / splits) / 8)
+        each = math.ceil(math.ceil(units / splits) / plan.warps)
         return math.ceil(jobs * splits / processors) * (each * passes + begin)
 
-    splits = min(range(1, max(2, min(256, units // 8))), key=cost)
-    return Plan(columns, math.ceil(stages / passes), 8, splits)
+    return replace(plan, splits=min(range(1, max(2, min(256, units // 8))), key=cost))
 
 
 def plan_of(call: AttentionCall, span: Span) -> Plan:
@@ -100,7 +123,8 @@ def attend_packed(
     part: int,
     plan: Plan,
 ) -> None:
-    """Write partial results over one span to the parts ``part`` to ``part + plan.splits``; as of :class:`Partials`."""
+    """Write partial results over one span to the parts ``part`` to ``part + plan.splits``; as of
+    :class:`kvfold.kernels.partials.Partials`."""
     form, rope = call.key_format, call.rope
     assert isinstance(form, AdditiveCodes) and form.codebook is not None and rope is not None
     batch, heads, rows, _ = packed.shape
@@ -155,6 +179,3 @@ def constants(keys: AdditiveCodes, values: Format, plan: Plan) -> dict[str, Any]
 def program_bytes(values: BinaryCodes, plan: Plan) -> int:
     """Bytes of shared memory of a program."""
     return int(shared_bytes(plan.stages, values.codes, plan.columns, plan.warps))
-
-
-__all__ = ["Partials", "Plan", "attend_packed", "make_plan", "plan_of", "unsupported"]

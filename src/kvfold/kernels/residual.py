@@ -16,12 +16,15 @@ from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import LOG2E
 from kvfold.kernels.stored import room_between, rotation_of
+from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
 
+MOST_ROWS = 8
+"""Query rows of a KV head; with more, products are more work than tables."""
+SEEN = frozenset({(4, 4), (8, 8)})
+"""Stages of keys and of values whose numbers a run on a GPU has shown right."""
 CHUNK = 24
 """Units of a warp between two changes of tables."""
-SHARED = 227 * 1024
-"""Bytes that a program may have."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Plan:
     registers: int | None = None
 
 
-def unsupported(key_format: Format, value_format: Format, pre_rope: bool, rotary: int = 128) -> str | None:
+def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
     """Why the kernel does not serve these formats; None if it does."""
     for side, form in (("keys", key_format), ("values", value_format)):
         if not isinstance(form, ResidualCodes):
@@ -58,25 +61,41 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool, rotary
             return f"{side}: {form.stages} stages; allowed: 4, 8"
         if form.strided != (side == "keys"):
             return f"{side}: strided={form.strided}; allowed: {side == 'keys'}"
-    if not pre_rope or rotary != 128:
-        return "keys: allowed: stored before a RoPE of all channels"
+    if rotary != 128:
+        return f"keys: RoPE of {rotary} channels; allowed: 128"
     return None
 
 
+def declines(call: AttentionCall) -> str | None:
+    """Why the kernel leaves a call on such formats to another; None if it does not."""
+    keys, values = call.key_format, call.value_format
+    assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
+    if (keys.stages, values.stages) not in SEEN:
+        return f"{keys.stages} and {values.stages} stages: not seen right on a GPU yet"
+    rows, bytes_ = call.rows.shape[2], program_memory(call.rows.device)
+    if rows > MOST_ROWS:
+        return f"{rows} query rows; allowed: up to {MOST_ROWS}"
+    if call.project is not None or call.first_position is None:
+        return "projected queries"
+    need = int(shared_bytes(keys.stages, values.stages, False, 8, 8))
+    return None if need <= bytes_ else f"{bytes_} bytes of shared memory; needed: {need}"
+
+
 @lru_cache
-def make_plan(k_stages: int, v_stages: int, jobs: int, rows: int, units: int, processors: int) -> Plan:
-    """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units."""
-    columns = 4 if rows <= 4 else 8
-    both = int(shared_bytes(k_stages, v_stages, True, columns, 8)) <= SHARED
+def make_plan(k_stages: int, v_stages: int, jobs: int, rows: int, units: int, processors: int, bytes_: int) -> Plan:
+    """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units; ``bytes_``: of shared
+    memory."""
+    columns, warps = 4 if rows <= 4 else 8, 8
+    both = int(shared_bytes(k_stages, v_stages, True, columns, warps)) <= bytes_
+    passes = 1 if both else 2
+    begin = 12 * passes  # what beginning costs, in units of a warp
     jobs *= math.ceil(rows / columns)
-    begin = 12  # what beginning costs, in units of a warp
 
     def cost(splits: int) -> float:
-        each = math.ceil(math.ceil(units / splits) / 8)
-        return math.ceil(jobs * splits / processors) * (each + begin)
+        each = math.ceil(math.ceil(units / splits) / warps)
+        return math.ceil(jobs * splits / processors) * (each * passes + begin)
 
-    splits = min(range(1, max(2, min(256, units // 8))), key=cost)
-    return Plan(columns, both, 8, splits)
+    return Plan(columns, both, warps, min(range(1, max(2, min(256, units // 8))), key=cost))
 
 
 def plan_of(call: AttentionCall, span: Span) -> Plan:
@@ -84,7 +103,9 @@ def plan_of(call: AttentionCall, span: Span) -> Plan:
     keys, values = call.key_format, call.value_format
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
     units = span.keys["codes"].shape[2] * keys.block // UNIT
-    return make_plan(keys.stages, values.stages, batch * heads, rows, units, multiprocessors(call.rows.device))
+    device = call.rows.device
+    stages = keys.stages, values.stages
+    return make_plan(*stages, batch * heads, rows, units, multiprocessors(device), program_memory(device))
 
 
 def attend_packed(

@@ -55,6 +55,8 @@ class Reader(ABC, Generic[F]):
     """Whether every KV head has tables of its own, so large that a multiprocessor's cache holds those of one."""
     resident: int | None = None
     """Programs of a multiprocessor at a time, for which the compiler is to make registers suffice; None: as it comes."""
+    most_tokens: ClassVar[int | None] = None
+    """Of a tile, where more need more registers than there are; None: as it comes."""
     of_pages: ClassVar[bool] = False
     """Whether it also needs the number, int64, of the tile's page in the storage, as last of ``tables``."""
 

@@ -83,6 +83,7 @@ class OutliersReader(Reader[Outliers]):
 
     read = read_outliers
     resident = 4
+    most_tokens = 32
 
     def __init__(self, form: Outliers) -> None:
         super().__init__(form)

@@ -1,0 +1,37 @@
+"""Compile the kernels with tables in shared memory where there is no GPU; as :mod:`kvfold.kernels.aot`."""
+
+from typing import Any
+
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from kvfold.formats import Format, ResidualCodes
+from kvfold.formats.codebook import AdditiveCodes
+from kvfold.kernels import codebook, residual
+from kvfold.kernels._codebook_gluon import codebook_kernel
+from kvfold.kernels._residual_gluon import residual_kernel
+from kvfold.kernels.aot import Report, _compile, _signature
+
+
+def compile_tables(
+    key_format: AdditiveCodes | ResidualCodes,
+    value_format: Format,
+    rows: int = 4,
+    plan: Any = None,
+    capability: int = 90,
+) -> Report:
+    """Compile the kernel with tables of codes in shared memory as a layer with ``rows`` query rows per KV head would use it."""
+    types = dict.fromkeys(("q_ptr", "freq_ptr", "part_out", "part_top", "part_sum", "scratch_ptr", "size_ptr"), "*fp32")
+    types |= {"packed_len_ptr": "*i32", "position_ptr": "*i64", "turns_ptr": "*fp16", "scale": "fp32"}
+    types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr", "norms_ptr", "k_norms_ptr", "v_norms_ptr"), "*fp16")
+    types |= dict.fromkeys(("codes_ptr", "bits_ptr"), "*i16") | dict.fromkeys(("k_codes_ptr", "v_codes_ptr"), "*u8")
+    kernel: Any
+    if isinstance(key_format, AdditiveCodes):
+        kernel, plan = codebook_kernel, plan or codebook.make_plan(key_format.stages, 8, rows, 4096, 132)
+        fixed = codebook.constants(key_format, value_format, plan)
+    else:
+        assert isinstance(value_format, ResidualCodes)
+        stages = key_format.stages, value_format.stages
+        kernel, plan = residual_kernel, plan or residual.make_plan(*stages, 8, rows, 4096, 132, 227 << 10)
+        fixed = residual.constants(key_format, value_format, plan)
+    source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)

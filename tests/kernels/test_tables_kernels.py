@@ -1,0 +1,123 @@
+"""Kernels that keep tables of codes in shared memory (CommVQ, VQLLM): their lanes run by PyTorch, compiled ahead, chosen."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import lanes
+from blocks_case import Case, commvq, residuals, unproject
+from kvfold.kernels import blocks, codebook, residual
+from kvfold.kernels.aot_tables import compile_tables
+from kvfold.kernels.partials import Partials
+
+FORMATS = {
+    "commvq-1bit": (commvq(11, codes=128), unproject),
+    "commvq-2bit": (commvq(21, codes=256), unproject),
+    "vqllm-1bit": (residuals(), None),
+    "vqllm-2bit": (residuals((8, 32, 256), (8, 32, 256)), None),
+}
+
+
+class Emulated:
+    """A kernel whose launches PyTorch runs."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, maxnreg, **constants):
+            lanes.run(self.kernel, grid, arguments, constants, num_warps, 227 << 10)
+
+        return launch
+
+
+def module(name):
+    return codebook if name.startswith("commvq") else residual
+
+
+def attended(case, of, **change):
+    """Attention over the packed tokens alone, float32 [batch, heads, rows, head_dim]."""
+    call = case.call
+    plans = [replace(of.plan_of(call, span), splits=2, **change) for span in call.spans]
+    batch, heads, rows, dim = call.rows.shape
+    parts = Partials.empty(batch * heads, sum(p.splits for p in plans), rows, dim, call.rows.device)
+    at = 0
+    for plan, span in zip(plans, call.spans, strict=True):
+        blocks.attend_packed(call, span, call.rows, None, parts, at, plan)
+        at += plan.splits
+    weight = torch.exp2(parts.top - parts.top.amax(1, keepdim=True))
+    out = (parts.out * weight.unsqueeze(-1)).sum(1) / (parts.total * weight).sum(1).unsqueeze(-1)
+    return out.view(batch, heads, rows, dim)
+
+
+def wanted(case):
+    """The same by decoding."""
+    call, out = case.call, []
+    for b, tokens in enumerate(call.packed_len.tolist()):
+        sides = []
+        for form, fields in ((call.key_format, "keys"), (call.value_format, "values")):
+            parts = []
+            for span in call.spans:
+                stored = getattr(span, fields)
+                room = next(iter(stored.values())).shape[2]
+                if count := min(max(tokens - span.start, 0) // form.block, room):
+                    parts.append(form.decode({n: x[b : b + 1, :, :count] for n, x in stored.items()}))
+            sides.append(torch.cat(parts, 2).float())
+        keys, values = sides
+        keys = call.rope.rotate(keys, call.first_position[b] + torch.arange(tokens))[0]
+        values = (values if call.unproject is None else call.unproject(values))[0]
+        out.append((call.rows[b] @ keys.transpose(-1, -2) * call.scale).softmax(-1) @ values)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("name, per_head", [*((name, 4) for name in FORMATS), ("commvq-1bit", 6), ("vqllm-1bit", 8)])
+def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
+    of = module(name)
+    kernel = "codebook_kernel" if of is codebook else "residual_kernel"
+    monkeypatch.setattr(of, kernel, Emulated(getattr(of, kernel)))
+    method, turned = FORMATS[name]
+    case = Case(
+        method,
+        head_dim=128,
+        rotary=128,
+        packed=(288, 32),
+        slabs=(4, 8),
+        per_head=per_head,
+        in_place=True,
+        unproject=turned,
+    )
+    got, want = attended(case, of, chunk=1), wanted(case)
+    assert torch.isfinite(got).all()
+    for b in range(len(want)):
+        assert float((got[b] - want[b]).norm() / want[b].norm()) < 1e-3
+
+
+@pytest.mark.parametrize("name, rows", [*((name, 4) for name in FORMATS), ("commvq-2bit", 8)])
+def test_compiles_without_spills_in_the_loop(name, rows):
+    report = compile_tables(*FORMATS[name][0](128, "cpu"), rows=rows)
+    assert report.spills_in_loop == 0 and report.spilled <= 32
+    assert report.instructions["HMMA"] and report.shared <= 228 << 10
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_served(name):
+    of = module(name)
+    keys, values = FORMATS[name][0](128, "cpu")
+    assert of.unsupported(keys, values, 128) is None
+    assert of.unsupported(keys, values, 64) == "keys: RoPE of 64 channels; allowed: 128"
+    assert "values" in of.unsupported(keys, keys, 128)
+    assert "64" in of.unsupported(*FORMATS[name][0](64, "cpu"), 64)
+
+
+def test_programs_fill_the_multiprocessors_once():
+    """Every program begins with its tables, so a second wave would cost them again."""
+    for jobs, units in ((8, 4096), (128, 1024), (32, 1024)):
+        one = codebook.make_plan(11, jobs, 4, units, 132)
+        two = residual.make_plan(4, 4, jobs, 4, units, 132, 227 << 10)
+        for plan in (one, two):
+            assert 0.9 * 132 < jobs * plan.splits <= 132
+    assert residual.make_plan(4, 4, 8, 4, 4096, 132, 227 << 10).both
+    assert not residual.make_plan(8, 8, 8, 4, 4096, 132, 227 << 10).both

@@ -1,0 +1,265 @@
+"""Gluon kernels whose tensors are a register of every thread, run by PyTorch on a CPU.
+
+:func:`run` executes the kernel's own Python text, and that of the functions it calls: only the instructions of
+:mod:`kvfold.kernels._warp`, those that modules write in assembly themselves, and ``gl`` are replaced, by what they mean for all
+threads of a program at once. Copies arrive at once, so what is not waited for is not noticed.
+"""
+
+import importlib
+import itertools
+import types
+
+import torch
+from triton.runtime.jit import JITFunction
+
+MODULES = ("_registers", "_softmax", "_codebook_gluon", "_residual_gluon")
+WORD = 1 << 32
+
+
+def tensor(x, like=None):
+    return x if isinstance(x, torch.Tensor) else torch.tensor(x, device=None if like is None else like.device)
+
+
+def stored_bytes(x):
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+
+
+class Memory:
+    """Bytes at addresses."""
+
+    def __init__(self, size):
+        self.bytes = torch.zeros(size, dtype=torch.uint8)
+        self.end, self.places = 256, {}
+
+    def place(self, x):
+        """A tensor with all that its storage has; tensors of one storage share it here, too."""
+        raw = stored_bytes(x)
+        key = raw.data_ptr() if raw.numel() else None
+        if key is None or key not in self.places:
+            self.places[key] = self.end
+            self.bytes[self.end : self.end + raw.numel()] = raw
+            self.end = (self.end + raw.numel() + 511) // 256 * 256
+            assert self.end <= self.bytes.numel()
+        at = self.places[key]
+        return Pointer(self, at, x.dtype, torch.tensor(x.storage_offset()))
+
+    def read(self, address, dtype, count=1):
+        size = torch.empty((), dtype=dtype).element_size() * count
+        at = address.to(torch.int64).unsqueeze(-1) + torch.arange(size)
+        assert int(at.min()) >= 0 and int(at.max()) < self.bytes.numel()
+        return self.bytes[at].view(dtype)
+
+    def write(self, address, value):
+        raw = value.contiguous().view(torch.uint8).reshape(*address.shape, -1)
+        at = address.to(torch.int64).unsqueeze(-1) + torch.arange(raw.shape[-1])
+        assert int(at.min()) >= 0 and int(at.max()) < self.bytes.numel()
+        self.bytes[at] = raw
+
+
+class Pointer:
+    def __init__(self, memory, base, dtype, index):
+        self.memory, self.base, self.dtype, self.index = memory, base, dtype, index
+
+    def __add__(self, more):
+        return Pointer(self.memory, self.base, self.dtype, self.index + more)
+
+    def to(self, _):
+        return self.base + self.index.to(torch.int64) * self.size
+
+    @property
+    def size(self):
+        return torch.empty((), dtype=self.dtype).element_size()
+
+
+def halves(x):
+    """Words as pairs of fp16 numbers, [..., 2]."""
+    return x.to(torch.int32).contiguous().unsqueeze(-1).view(torch.float16)
+
+
+def joined(x):
+    return x.to(torch.float16).contiguous().view(torch.int32).squeeze(-1)
+
+
+def of_word(f):
+    return lambda *x: joined(f(*(halves(y) for y in x)))
+
+
+def float_bits(x):
+    return x.to(torch.float32).contiguous().view(torch.int32)
+
+
+def bits_float(x):
+    return x.to(torch.int32).contiguous().view(torch.float32)
+
+
+def unsigned(x):
+    return x.to(torch.int64) & (WORD - 1)
+
+
+def signed(x):
+    return ((x + (WORD >> 1)) % WORD - (WORD >> 1)).to(torch.int32)
+
+
+def permuted(x, selector):
+    """PRMT of x and zeros."""
+    out = 0
+    for i in range(4):
+        pick = selector >> (4 * i) & 15
+        out = out | (torch.where(tensor(pick) < 4, unsigned(x) >> (8 * (pick & 3)) & 255, 0) << (8 * i))
+    return signed(out)
+
+
+class Program:
+    """What one program's instructions do."""
+
+    def __init__(self, memory, warps, grid, at, shared_bytes):
+        self.memory, self.warps, self.grid, self.at = memory, warps, grid, at
+        self.shared = Memory(shared_bytes + 1024)
+
+    # ---- gl
+
+    def gl(self):
+        def pick(f):
+            def of(a, b):
+                a, b = torch.broadcast_tensors(tensor(a), tensor(b))
+                return f(a, b)
+
+            return of
+
+        def load(at, mask=None, other=0):
+            index = at.index if mask is None else torch.where(mask, at.index, 0)
+            x = self.memory.read(at.base + index.to(torch.int64) * at.size, at.dtype).squeeze(-1)
+            return x if mask is None else torch.where(mask, x, torch.tensor(other, dtype=x.dtype))
+
+        def store(at, value, mask=None):
+            index = at.index.broadcast_to(value.shape)
+            if mask is not None:
+                mask = mask.broadcast_to(value.shape)
+                index, value = index[mask], value[mask]
+            if index.numel():
+                self.memory.write(at.base + index.to(torch.int64) * at.size, value.to(at.dtype))
+
+        return types.SimpleNamespace(
+            int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=object,
+            static_range=range, num_warps=lambda: self.warps, BlockedLayout=lambda *_: None,
+            arange=lambda a, b, _: torch.arange(a, b, dtype=torch.int32),
+            program_id=lambda i: torch.tensor(self.at[i], dtype=torch.int32),
+            num_programs=lambda i: torch.tensor(self.grid[i], dtype=torch.int32),
+            minimum=pick(torch.minimum), maximum=pick(torch.maximum), abs=torch.abs, where=torch.where,
+            fma=lambda a, b, c: a * b + c, load=load, store=store,
+        )  # fmt: skip
+
+    # ---- instructions
+
+    def by_warp(self, x):
+        return x.view(self.warps, 32)
+
+    def load_shared(self, address, offset, count):
+        return tuple(self.shared.read(address + offset, torch.int32, count).unbind(-1))
+
+    def load_shared4f(self, address):
+        return tuple(self.shared.read(address, torch.float32, 4).unbind(-1))
+
+    def store_shared4(self, address, *words):
+        self.shared.write(address, torch.stack(words, -1).to(torch.float32))
+
+    def load_shared_short(self, address, offset):
+        return self.shared.read(address + offset, torch.int16).squeeze(-1).to(torch.int32) & 0xFFFF
+
+    def copy_async(self, to, source, size, active, to_more, source_more, guarded):
+        assert guarded and bool((size == 16).all())
+        on = (active != 0).broadcast_to(to.shape)
+        if on.any():
+            source = source.broadcast_to(to.shape)[on] + source_more
+            assert bool((source % 16 == 0).all()) and bool(((to[on] + to_more) % 16 == 0).all())
+            self.shared.write(to[on] + to_more, self.memory.read(source, torch.uint8, 16))
+
+    def mma(self, a0, a1, a2, a3, b0, b1, c, bf16):
+        assert not bf16
+        g, t = torch.arange(32) // 4, torch.arange(32) % 4
+        a = torch.zeros(self.warps, 16, 16)
+        b = torch.zeros(self.warps, 16, 8)
+        for e in range(2):
+            for x, row, column in ((a0, 0, 0), (a1, 8, 0), (a2, 0, 8), (a3, 8, 8)):
+                a[:, g + row, 2 * t + column + e] = self.by_warp(halves(x.expand(32 * self.warps))[:, e].float())
+            for x, row in ((b0, 0), (b1, 8)):
+                b[:, 2 * t + row + e, g] = self.by_warp(halves(x)[:, e].float())
+        product = a @ b
+        places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
+        return tuple(x + product[:, i, j].reshape(-1) for x, (i, j) in zip(c, places, strict=True))
+
+    def transpose8(self, x):
+        pairs = halves(x).view(self.warps, 8, 8)
+        return joined(pairs.transpose(1, 2).contiguous().view(-1, 2))
+
+    def shuffle_xor(self, x, mask):
+        return self.by_warp(x)[:, torch.arange(32) ^ mask].reshape(-1)
+
+    def turn(self, angle):
+        return angle.double().cos().float(), angle.double().sin().float()
+
+    def names(self):
+        """Everything that is replaced."""
+
+        def nothing(*_):
+            return None
+
+        def funnel(low, high, start):
+            return signed(((unsigned(high) << 32 | unsigned(low)) >> (start.to(torch.int64) & 31)) & (WORD - 1))
+
+        return {
+            "gl": self.gl(), "tl": None,
+            "load_shared": self.load_shared, "load_shared4f": self.load_shared4f, "store_shared4": self.store_shared4,
+            "load_shared_short": self.load_shared_short, "store_shared1": lambda to, x: self.shared.write(to, x),
+            "copy_async": self.copy_async, "mma": self.mma, "transpose8": self.transpose8,
+            "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
+            "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add), "_subtract_half2": of_word(torch.sub),
+            "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
+            "pack_half2": lambda low, high, _: joined(torch.stack((low, high), -1)),
+            "unpack_half2": lambda x: tuple(halves(x).float().unbind(-1)),
+            "_funnel": funnel, "_turn": self.turn, "_byte_twice": lambda x, i: permuted(x, 0x4040 | i | i << 8),
+            "_row_at": lambda x, base, i: permuted(x, 0x4440 | i) * 128 + base,
+            "_swapped": lambda x, selector: permuted(x, selector),
+            "_dynamic_base": lambda lane: lane * 0 + 1024,
+            "_allocated": lambda *_: types.SimpleNamespace(_keep_alive=nothing),
+            **dict.fromkeys(("copy_commit", "copy_wait_1", "copy_wait_all", "warp_sync", "program_sync"), nothing),
+        }  # fmt: skip
+
+    def function(self, kernel):
+        """A kernel as a function of Python."""
+        replaced = self.names()
+        spaces = {}
+        for name in MODULES:
+            module = importlib.import_module(f"kvfold.kernels.{name}")
+            space = {}
+            for key, x in vars(module).items():
+                value = getattr(x, "value", x) if type(x).__name__ == "constexpr" else x
+                space[key] = value
+            spaces[module.__name__] = space
+        made = {}
+        for space in spaces.values():
+            for key, x in list(space.items()):
+                if isinstance(x, JITFunction):
+                    f = x.fn
+                    if f not in made:
+                        made[f] = types.FunctionType(
+                            f.__code__, spaces.get(f.__module__, {}), f.__name__, f.__defaults__
+                        )
+                    space[key] = made[f]
+                elif hasattr(x, "__wrapped__") and not isinstance(x, type):
+                    space[key] = x.__wrapped__
+        for space in spaces.values():
+            space.update(replaced)
+        return made[kernel.fn]
+
+
+def run(kernel, grid, arguments, constants, warps, shared_bytes, size=1 << 24):
+    """Run a kernel over a grid; tensors among ``arguments`` are written in place."""
+    memory = Memory(size)
+    placed = [memory.place(x) if isinstance(x, torch.Tensor) else torch.tensor(x) for x in arguments]
+    for at in itertools.product(*map(range, reversed(grid))):
+        Program(memory, warps, grid, at[::-1], shared_bytes).function(kernel)(*placed, **constants)
+    for x, p in zip(arguments, placed, strict=True):
+        if isinstance(x, torch.Tensor):
+            raw = stored_bytes(x)
+            raw.copy_(memory.bytes[p.base : p.base + raw.numel()])
