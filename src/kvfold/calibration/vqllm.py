@@ -109,4 +109,4 @@ def kmeans(x: torch.Tensor, codes: int, generator: torch.Generator, iterations: 
 
 def assign(x: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     """Index of each vector's nearest centre, int64 [n]."""
-    return torch.cat([nearest(part, centres) for part in x.split(CHUNK)])
+    return torch.cat([nearest(part, centres) for part in x.split(CHUNK[x.device.type])])

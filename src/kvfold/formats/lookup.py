@@ -12,6 +12,7 @@ scaling       value of a code                          stored                   
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -105,7 +106,7 @@ class Lookup(Format):
             half = to_fp16(torch.maximum(high - middle.float(), middle.float() - low))
             scale = torch.cat([middle, half], -1)
         offset, factor = self._affine(scale, x.device)
-        levels = torch.tensor(self.levels, dtype=torch.float32, device=x.device)
+        levels = _levels(self.levels, x.device)
         safe = torch.where(factor == 0, torch.ones_like(factor), factor)
         codes = torch.bucketize(((x - offset) / safe).contiguous(), (levels[1:] + levels[:-1]) / 2)
         words = pack(codes, self.bits_per_code, self.operand)
@@ -116,9 +117,16 @@ class Lookup(Format):
         codes = unpack(fields["codes"].flatten(-3, -2), self.bits_per_code, self.operand, self.head_dim)
         scale = None if self.scaling == "channel" else fields["scale"].flatten(-3, -2)
         offset, factor = self._affine(scale, codes.device)
-        levels = torch.tensor(self.levels, dtype=torch.float32, device=codes.device)
+        levels = _levels(self.levels, codes.device)
         return offset + factor * levels[codes.long()]
 
     def describe(self) -> str:
         scales = {"rms": "an rms per token", "range": "a range per token", "channel": "constants per channel"}
         return f"{self.bits_per_code}-bit lookup, {scales[self.scaling]} ({self.bits:.2f} bits)"
+
+
+@lru_cache(maxsize=256)
+def _levels(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """On a device; to bring them there waits for it."""
+    with torch.inference_mode(False):
+        return torch.tensor(levels, dtype=torch.float32, device=device)

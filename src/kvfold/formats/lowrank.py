@@ -1,6 +1,7 @@
 """A format and a low-rank approximation of what it misses, with a basis per page. The storage of GEAR."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -76,12 +77,35 @@ def row_space(x: torch.Tensor, rank: int, loops: int, seed: int) -> torch.Tensor
     -------
     Tensor, float32 [..., d, rank]
     """
-    gram = x.double().transpose(-1, -2) @ x.double()
-    draw = torch.Generator().manual_seed(seed)
-    start = torch.randn(x.shape[-1], rank, generator=draw, dtype=torch.float64, device="cpu")
-    basis = torch.linalg.qr(start).Q.to(x.device).expand(*gram.shape[:-1], rank)
+    wide = x.double()
+    gram = wide.transpose(-1, -2) @ wide
+    start = _start(x.shape[-1], rank, seed, x.device)
+    basis = start.expand(*gram.shape[:-1], rank)
+    # a residual of zero has no direction; the start's serve as well as any
+    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    some, scale = size > 0, size.clamp_min(1e-300)
     for _ in range(loops):
-        # a residual of zero has no direction; the start's serve as well as any
-        size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        basis = torch.linalg.qr(torch.where(size > 0, gram @ basis / size.clamp_min(1e-300), basis)).Q
+        basis = _orthonormal(torch.where(some, gram @ basis / scale, basis), start)
     return basis.float()
+
+
+@lru_cache(maxsize=64)
+def _start(dim: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Orthonormal columns, float64 [dim, rank], always the same."""
+    with torch.inference_mode(False):
+        draw = torch.Generator().manual_seed(seed)
+        block = torch.randn(dim, rank, generator=draw, dtype=torch.float64, device="cpu")
+        return torch.linalg.qr(block).Q.to(device)
+
+
+def _orthonormal(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Orthonormal columns that span those of ``x``, float64 [..., dim, rank], by Cholesky's factorization, twice: Householder's
+    takes a GPU a launch for every matrix. Where columns depend on one another, ``start`` has directions to go on with."""
+    for spare in (1e-9, 0.0):
+        products = x.mT @ x
+        products.diagonal(dim1=-2, dim2=-1).mul_(1 + 1e-13)
+        lower, _ = torch.linalg.cholesky_ex(products)  # does not wait for the device
+        x = torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False)
+        if spare:
+            x = x + spare * start
+    return x

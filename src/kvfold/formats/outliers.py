@@ -82,9 +82,7 @@ class Outliers(Format):
         blocks = x.float().unflatten(-2, (-1, self.block))
         median = blocks.median(dim=-2 if self.axis == "token" else -1, keepdim=True).values
         score = (blocks - median).abs() if score is None else score.unflatten(-2, (-1, self.block))
-        # a stable sort: elements of equal score are taken in order, on every device
-        order = score.flatten(-2).sort(dim=-1, descending=True, stable=True).indices
-        where = order[..., : self.count].sort(-1).values
+        where = largest(score.flatten(-2), self.count)
         outlier = blocks.flatten(-2).gather(-1, where)
         filled = blocks.flatten(-2).scatter(-1, where, median.expand_as(blocks).flatten(-2).gather(-1, where))
         return filled.view_as(blocks).flatten(-3, -2), where, outlier
@@ -102,3 +100,19 @@ class Outliers(Format):
 def outlier_count(fraction: float, block: int, head_dim: int) -> int:
     """How many elements of a block a fraction is, at least 1 unless it is 0."""
     return max(1, round(fraction * block * head_dim)) if fraction else 0
+
+
+def largest(score: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the ``count`` largest elements, ascending: int64 [..., count]. Of equal ones the first are taken, on every
+    device; NaN counts as the largest.
+
+    Parameters
+    ----------
+    score : Tensor, float32 [..., n]
+    """
+    bits = (score + 0.0).contiguous().view(torch.int32)  # -0.0 is 0.0
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # of the same order as the numbers
+    order = torch.where(score.isnan(), torch.iinfo(torch.int32).max, order)
+    place = torch.arange(score.shape[-1] - 1, -1, -1, device=score.device)
+    # no two are alike now, so that what is chosen depends on no algorithm
+    return (order * score.shape[-1] + place).topk(count, dim=-1, sorted=False).indices.sort(-1).values

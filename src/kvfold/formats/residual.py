@@ -10,8 +10,8 @@ from kvfold.formats.base import Fields
 from kvfold.formats.uniform import fitted
 from kvfold.formats.vectors import VectorCodes
 
-CHUNK = 8192
-"""Vectors whose distances to all codes exist at once."""
+CHUNK = {"cpu": 8192, "cuda": 1 << 17}
+"""Vectors whose distances to all codes exist at once: few stay in a CPU's caches, many keep a GPU busy."""
 
 
 class Codebook:
@@ -118,11 +118,12 @@ def choose(x: torch.Tensor, stages: torch.Tensor) -> torch.Tensor:
     Tensor, int64 [n, stages]
     """
     chosen = torch.empty(len(x), len(stages), dtype=torch.int64, device=x.device)
-    for start in range(0, len(x), CHUNK):
-        rest = x[start : start + CHUNK]
+    chunk = CHUNK[x.device.type]
+    for start in range(0, len(x), chunk):
+        rest = x[start : start + chunk]
         for index, codes in enumerate(stages):
             best = nearest(rest, codes)
-            chosen[start : start + CHUNK, index] = best
+            chosen[start : start + chunk, index] = best
             rest = rest - codes[best]
     return chosen
 

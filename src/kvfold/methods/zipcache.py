@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -84,9 +85,8 @@ class ZipCache(Method):
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
         queries = seen.queries.unflatten(1, (spec.num_kv_heads, -1)).flatten(2, 3)  # all query heads of a KV head
-        draw = torch.Generator().manual_seed(self.seed)
-        picked = torch.randperm(queries.shape[2], generator=draw, device="cpu")[: self.probes]
-        return {"probe": to_fp16(queries[..., picked.sort().values.to(queries.device), :])}
+        picked = _picked(queries.shape[2], self.probes, self.seed, queries.device)
+        return {"probe": to_fp16(queries[..., picked, :])}
 
     def salience(self, keys: torch.Tensor, state: State, head_dim: int) -> torch.Tensor:
         """Mean attention that the probes pay each token of a block, float32 [batch, num_kv_heads, tokens] (eq. 8).
@@ -116,3 +116,11 @@ class ZipCache(Method):
         self, values: torch.Tensor, state: State, spec: LayerSpec, prompt: bool, page: Fields | None = None
     ) -> Fields:
         return store(self.value_format(spec), values, page, score=state[SCORES])
+
+
+@lru_cache(maxsize=64)
+def _picked(queries: int, probes: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Which queries are probes, int64 [probes], ascending; to bring them to a device waits for it."""
+    with torch.inference_mode(False):
+        draw = torch.Generator().manual_seed(seed)
+        return torch.randperm(queries, generator=draw, device="cpu")[:probes].sort().values.to(device)
