@@ -16,7 +16,7 @@ CACHES = ("kivi:sink=4,recent=16", generate.STATIC, "none:sink=4,recent=16", gen
 
 @pytest.fixture(scope="module")
 def rows():
-    return generate.measure(llama(), "tiny", 2, 40, 12, CACHES, ENVIRONMENT)
+    return generate.measure(llama(), "tiny", 2, 40, 12, CACHES, ENVIRONMENT, steps=("plain",))
 
 
 def test_transformers_come_first_and_all_decode_the_same_tokens(rows):
@@ -24,6 +24,12 @@ def test_transformers_come_first_and_all_decode_the_same_tokens(rows):
     exact = {row.cache: row.same for row in rows}
     assert exact[generate.DEFAULT] == exact[generate.STATIC] == exact["none:sink=4,recent=16"] == 12
     assert 0 <= exact[CACHES[0]] <= 12
+
+
+def test_folded_caches_are_timed_with_each_kind_of_steps():
+    caches = (generate.DEFAULT, "kivi:sink=4,recent=16")
+    found = generate.measure(llama(), "tiny", 1, 20, 8, caches, ENVIRONMENT)
+    assert [(row.cache, row.steps) for row in found] == [(caches[0], ""), (caches[1], "plain"), (caches[1], "compiled")]
 
 
 def test_times_are_of_steps_alone(rows):

@@ -28,6 +28,8 @@ DEFAULT, STATIC = "transformers", "transformers-static"
 METHODS = ("fold", "kivi")
 PROMPTS = (128, 8192, 30000)
 TOKENS = 64
+STEPS = ("plain", "compiled")
+"""How folded caches decode: in a graph of the model as it is, and of the model as ``torch.compile`` fuses it."""
 FEW = 8
 """Least tokens to generate: a median is taken of their steps."""
 
@@ -56,6 +58,8 @@ class GenerateRow:
         Of a decode step, as the program sees it: token to token.
     prefill_ms, begin_ms : float
         Until the first token; from it to the second (a graph is captured there).
+    steps : str
+        Of a folded cache: ``plain``, or ``compiled``.
     same : int
         Tokens of the first sequence, from its first on, that are those of Transformers' default.
     path : str
@@ -69,6 +73,7 @@ class GenerateRow:
     prompt: int
     tokens: int
     cache: str
+    steps: str
     ms: float
     p20_ms: float
     p80_ms: float
@@ -113,7 +118,9 @@ def build(name: str, device: torch.device) -> PreTrainedModel:
     return model.eval()
 
 
-def _generate(model: PreTrainedModel, ids: torch.Tensor, tokens: int, cache: str) -> tuple[torch.Tensor, Clock, str]:
+def _generate(
+    model: PreTrainedModel, ids: torch.Tensor, tokens: int, cache: str, compile: bool = False
+) -> tuple[torch.Tensor, Clock, str]:
     """Tokens, their times, and how steps ran."""
     clock = Clock()
     how: dict[str, Any] = {
@@ -131,7 +138,7 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, tokens: int, cache: str
         how["past_key_values"] = DynamicCache(config=model.config)
     else:
         folded = kvfold.fold(model, cache, max_length=ids.shape[1] + tokens)
-        how["past_key_values"], steps = folded, kvfold.decoding(model, folded, tokens, required=False)
+        how["past_key_values"], steps = folded, kvfold.decoding(model, folded, tokens, required=False, compile=compile)
     try:
         with steps as path:
             decode: Any = model.generate
@@ -143,24 +150,32 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, tokens: int, cache: str
 
 
 def measure(
-    model: PreTrainedModel, name: str, batch: int, prompt: int, tokens: int, caches: Sequence[str], env: dict[str, str]
+    model: PreTrainedModel,
+    name: str,
+    batch: int,
+    prompt: int,
+    tokens: int,
+    caches: Sequence[str],
+    env: dict[str, str],
+    steps: Sequence[str] = STEPS,
 ) -> list[GenerateRow]:
-    """Time every cache over the same prompts, Transformers' own first."""
+    """Time every cache over the same prompts, Transformers' own first; folded ones with each kind of ``steps``."""
     draw = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary, (batch, prompt), generator=draw).to(model.device)
     rows: list[GenerateRow] = []
     first: torch.Tensor | None = None
-    for cache in sorted(caches, key=lambda c: (c != DEFAULT, c != STATIC)):
-        progress(f"{name} B={batch} N={prompt}: {cache}")
+    order = sorted(caches, key=lambda c: (c != DEFAULT, c != STATIC))
+    for cache, how in ((c, how) for c in order for how in (("",) if c in (DEFAULT, STATIC) else steps)):
+        progress(f"{name} B={batch} N={prompt}: {' '.join((cache, how)).strip()}")
         for _ in range(2):  # what has to be compiled is compiled the first time
             began = time.perf_counter()
-            out, clock, path = _generate(model, ids, tokens, cache)
+            out, clock, path = _generate(model, ids, tokens, cache, how == "compiled")
         first = out[0] if cache == DEFAULT else first
         agrees = (out[0] == first).long().cumprod(0).sum() if first is not None else torch.zeros(())
         _, start, second, *rest = clock.times
-        steps = [1e3 * (b - a) for a, b in zip((second, *rest), rest, strict=False)]
-        ms, cuts = statistics.median(steps), statistics.quantiles(steps, n=5)
+        took = [1e3 * (b - a) for a, b in zip((second, *rest), rest, strict=False)]
+        ms, cuts = statistics.median(took), statistics.quantiles(took, n=5)
         others = {row.cache: row.ms for row in rows}
         theirs = [others[c] for c in (DEFAULT, STATIC) if c in others]
         rows.append(
@@ -170,6 +185,7 @@ def measure(
                 prompt=prompt,
                 tokens=tokens,
                 cache=cache,
+                steps=how,
                 ms=ms,
                 p20_ms=cuts[0],
                 p80_ms=cuts[-1],
@@ -191,7 +207,7 @@ def line(row: GenerateRow) -> str:
     """One row for people."""
     ratio = "" if row.times_best is None else f"  {row.times_best:.2f}x the best of Transformers"
     return (
-        f"{row.model} B={row.batch} N={row.prompt:<6} {row.cache:20} {row.ms:7.2f} ms a step  {row.tokens_per_s:6.0f} tokens/s"
+        f"{row.model} B={row.batch} N={row.prompt:<6} {' '.join((row.cache, row.steps)):20} {row.ms:7.2f} ms a step  {row.tokens_per_s:6.0f} tokens/s"
         f"  begins in {row.begin_ms:.0f} ms{ratio}  ({row.path})"
     )
 
@@ -201,6 +217,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=list(SHAPES), default=next(iter(SHAPES)))
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompts", type=int, nargs="+", default=list(PROMPTS), metavar="TOKENS")
+    parser.add_argument(
+        "--steps", nargs="+", choices=STEPS, default=list(STEPS), help="of folded caches (default: both)"
+    )
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"to generate (default: {TOKENS})")
     parser.add_argument(
         "--caches",
@@ -226,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     device = need_gpu("generate")
     model, env = build(args.model, device), environment()
     for prompt in args.prompts:
-        rows = measure(model, args.model, args.batch, prompt, args.tokens, args.caches, env)
+        rows = measure(model, args.model, args.batch, prompt, args.tokens, args.caches, env, args.steps)
         for row in rows:
             show(row, line(row), args.json)
         if args.rows is not None:

@@ -2,9 +2,14 @@
 
 ``kvfold bench prefill`` appends a prompt to a folded layer of Llama-3.1-8B's shape, as its first call does after attending, in
 the order in which its attention kernel reads. The two encoders' packed bytes are compared before a time is taken; where no
-kernel encodes, there is torch's time alone. A row's ``error`` is the fraction of bytes that differ from torch's; ``extra_mb``
-is the most memory that was allocated while appending, beyond what the layer keeps; ``ratio`` is how many times as long torch
-takes.
+kernel encodes, there is torch's time alone.
+
+An idle GPU waits for the host, which launches; in a prefill it is busy with the layers before, and the host is ahead. So there
+are two times: from an idle GPU, and behind work that lasts longer than the launches. If the host waits for the device
+meanwhile, the second time shows it. ``percent`` of a prefill is the second one's, for all layers of the model.
+
+A row's ``error`` is the fraction of bytes that differ from torch's; ``extra_mb`` is the most memory that was allocated while
+appending, beyond what the layer keeps; ``ratio`` is how many times as long torch takes.
 """
 
 import sys
@@ -15,6 +20,7 @@ from typing import Any
 
 import torch
 
+from kvfold.bench.encode import Work, prefill_ms
 from kvfold.bench.rows import append, environment, need_gpu, options, script, show
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.methods import LayerSpec, get
@@ -33,8 +39,18 @@ LIMITS = {
 }
 """Bytes that may differ: products that round differently flip a code; hybrid groups of equal error, a group; sums of another
 order, the last bit of a page's mean."""
+CLOCK = 2e6
+"""Cycles in a millisecond, or more: of the fastest GPUs."""
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 REPEATS = 7
+LAYERS = 32
+"""Of the model whose prefill a layer's time is compared with."""
+CLOCK = 2e6
+"""Cycles in a millisecond, or more: of the fastest GPUs."""
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+REPEATS = 7
+LAYERS, PREFILL_MS = 32, {"NVIDIA H200": 1254.0}
+"""Of Llama-3.1-8B, 32,768 tokens of which take so long on a GPU (``kvfold bench encode`` measures it)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,8 @@ class Prefill:
     p20_ms: float | None
     p50_ms: float | None
     p80_ms: float | None
+    busy_ms: float | None
+    percent: float | None
     extra_mb: float | None
     kept_mb: float | None
     ratio: float | None
@@ -80,8 +98,9 @@ class Prompt:
         self.layer.lazy_initialization(self.keys, self.values)
         self.encoders = ("torch", "triton") if self.layer.encoder.name == "triton" else ("torch",)
 
-    def __call__(self, encoder: str) -> tuple[float, int, int]:
-        """Milliseconds, bytes allocated at most beyond those kept, and bytes kept."""
+    def __call__(self, encoder: str, behind_ms: float = 0.0) -> tuple[float, int, int]:
+        """Milliseconds, bytes allocated at most beyond those kept, and bytes kept; ``behind_ms``: with the device busy for so
+        long when it is asked."""
         layer = self.layer
         layer.reset()
         layer.lazy_initialization(self.keys, self.values)
@@ -93,6 +112,8 @@ class Prompt:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if behind_ms:
+            torch.cuda._sleep(int(behind_ms * CLOCK))
         start.record()
         layer.append(self.keys, self.values, self.queries, None)
         stop.record()
@@ -123,6 +144,7 @@ def run(methods: Sequence[str] = METHODS, context: int = 32768, rows: Path | Non
         Without a CUDA GPU.
     """
     device, env = need_gpu("prefill"), environment()
+    whole = prefill_ms(Work("kivi", context=context, layers=LAYERS), device)
     for method in methods:
         prompt = Prompt(method, context, device)
         prompt("torch")
@@ -133,6 +155,7 @@ def run(methods: Sequence[str] = METHODS, context: int = 32768, rows: Path | Non
             runs = sorted(prompt(encoder) for _ in range(REPEATS)) if error <= limit else []
             p20, p50, p80 = (runs[int(f * (REPEATS - 1))][0] for f in (0.2, 0.5, 0.8)) if runs else (None,) * 3
             slow = slow or p50
+            busy = sorted(prompt(encoder, 20 + 2 * runs[-1][0])[0] for _ in range(3))[1] if runs else None
             row = Prefill(
                 method=method,
                 encoder=encoder,
@@ -144,6 +167,8 @@ def run(methods: Sequence[str] = METHODS, context: int = 32768, rows: Path | Non
                 p20_ms=p20,
                 p50_ms=p50,
                 p80_ms=p80,
+                busy_ms=busy,
+                percent=None if busy is None else 100 * LAYERS * busy / whole,
                 extra_mb=max(r[1] for r in runs) / 1e6 if runs else None,
                 kept_mb=runs[0][2] / 1e6 if runs else None,
                 ratio=slow / p50 if slow and p50 else None,
@@ -159,7 +184,11 @@ def line(row: Any) -> str:
     head = f"{row.method:18} {row.encoder:6} {row.context:>7} tokens"
     if row.p50_ms is None:
         return f"{head}  {row.error:.1e} of the bytes differ > {row.limit:.0e}: not timed"
-    text = f"{head}  {row.p50_ms:.3f} ms ({row.p20_ms:.3f} - {row.p80_ms:.3f})  {row.extra_mb:.1f} MB beyond"
+    share = "" if row.percent is None else f" ({row.percent:.1f} % of a prefill)"
+    text = (
+        f"{head}  {row.p50_ms:.3f} ms ({row.p20_ms:.3f} - {row.p80_ms:.3f})  behind others {row.busy_ms:.3f} ms{share}"
+    )
+    text = f"{text}  {row.extra_mb:.1f} MB beyond"
     return f"{text} {row.kept_mb:.1f} MB kept  {row.ratio:.1f} times as fast as torch  differ {row.error:.1e}"
 
 

@@ -1,11 +1,13 @@
-"""A decode step whose model is compiled: `torch.compile` fuses what lies between the layers' attention.
+"""A decode step whose layers are compiled: `torch.compile` fuses what lies around their attention.
 
 Storing a token and attending stay kvfold's kernels, one opaque operator per layer (``kvfold::step``). What is compiled knows no
-cache: which one a step belongs to is looked up when the operator runs, so caches of one model share its code.
+cache, and no layer by its number: the operator finds both when it runs. So the layers of a model share their code, which takes
+seconds to compile where a model in one piece takes a minute, and so do its caches.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -23,21 +25,22 @@ from kvfold.kernels.compiling import compiling
 
 if TYPE_CHECKING:
     from kvfold.engines.transformers.cache import FoldedCache
+    from kvfold.engines.transformers.layer import FoldedLayer
 
 IMPLEMENTATION = "kvfold_step"
 OPTIONS: dict[str, Any] = {"triton.cudagraphs": False}
 """Of Inductor: the graph is kvfold's own."""
 
-_running: list["FoldedCache"] = []
-"""The cache whose step runs."""
+_running: list[Iterator["FoldedLayer"]] = []
+"""Layers of the cache whose step runs, those that have attended left out."""
 
 
 @torch.library.custom_op("kvfold::step", mutates_args=())
 @outside_autocast
 def step(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, scale: float, layer: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Store one token per sequence in a layer of the cache whose step runs, and attend.
+    """Store one token per sequence in the next layer of the cache whose step runs, and attend.
 
     Parameters
     ----------
@@ -46,13 +49,13 @@ def step(
     sinks : Tensor or None, float [num_heads]
     scale : float
         Of the scores.
-    layer : int
 
     Returns
     -------
     Tensor [batch, 1, num_heads, head_dim]
     """
-    held: Any = _running[-1].layers[layer]
+    held = next(_running[-1])
+    assert held.static is not None
     key, value, asked = key.to(held.dtype), value.to(held.dtype), query.to(held.dtype)
     out = held.static_step(key, value, asked, scale, held.static, sinks)
     return out.transpose(1, 2).to(query.dtype).contiguous()
@@ -60,7 +63,7 @@ def step(
 
 @step.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, scale: float, layer: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     batch, heads, tokens, dim = query.shape
     return query.new_empty(batch, tokens, heads, dim)
@@ -81,8 +84,7 @@ def attention_forward(
     if softcap is not None:
         raise UnsupportedModelError("compiled step: scores are capped; allowed: compile=False")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer: Any = module.layer_idx
-    return step(query, key, value, s_aux, scale, layer), None
+    return step(query, key, value, s_aux, scale), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)  # and no mask: decode steps look at none
@@ -106,26 +108,6 @@ class Passing:
 PASSING = Passing()
 
 
-@contextmanager
-def _attending(model: PreTrainedModel) -> Iterator[None]:
-    """Have a folded model's attention modules attend by :func:`step`."""
-    changed = []
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and originals.is_folded(config):
-            changed.append((config, config._attn_implementation))
-            config._attn_implementation_internal = IMPLEMENTATION
-    try:
-        yield
-    finally:
-        for config, before in changed:
-            config._attn_implementation_internal = before
-
-
-_compiled: WeakKeyDictionary[PreTrainedModel, dict[int, Callable[..., torch.Tensor]]] = WeakKeyDictionary()
-"""By model and batch size."""
-
-
 def plain(forward: Callable[..., Any]) -> Callable[..., Any]:
     """What was in place of a model's forward before kvfold's ``decoding`` blocks."""
     while (before := getattr(forward, "_kvfold_plain", None)) is not None:
@@ -133,32 +115,79 @@ def plain(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def pieces(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that are compiled: those of a list of layers in which folded attention is.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a folded layer is in none of them, or they are not in the order of the cache's layers.
+    """
+    found: list[nn.Module] = []
+    numbers: list[int] = []
+    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        for layer in layers:
+            own = [m.layer_idx for m in layer.modules() if getattr(m, "kvfold_folds", False)]
+            found += [layer] if own else []
+            numbers += own
+    folds = sum(bool(getattr(module, "kvfold_folds", False)) for module in model.modules())
+    if numbers != list(range(folds)) or not folds:
+        raise UnsupportedModelError(
+            f"compiled step: {type(model).__name__} has no list of layers in the cache's order; allowed: compile=False"
+        )
+    return found
+
+
 def check(model: PreTrainedModel) -> None:
-    """Refuse a model whose step is not what its class says (a hook's): only that is compiled.
+    """Refuse a model whose layers are not what their classes say (hooks of others): only that is compiled.
 
     Raises
     ------
     UnsupportedModelError
     """
-    if getattr(plain(model.forward), "__func__", None) is not type(model).forward:
-        raise UnsupportedModelError(
-            f"compiled step: something stands in place of {type(model).__name__}.forward; allowed: compile=False"
-        )
+    for module in (model, *pieces(model)):
+        if getattr(plain(module.forward), "__func__", None) is not type(module).forward:
+            raise UnsupportedModelError(
+                f"compiled step: something stands in place of {type(module).__name__}.forward; allowed: compile=False"
+            )
 
 
-def _logits(model: Any, forward: Callable[..., Any], ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    out: Any = forward(model, input_ids=ids, position_ids=positions, past_key_values=PASSING, use_cache=True)
-    return out.logits
+_compiled: WeakKeyDictionary[PreTrainedModel, dict[int, Callable[..., Any]]] = WeakKeyDictionary()
+"""By model and batch size."""
 
 
-def _forward(model: PreTrainedModel, batch: int) -> Callable[..., torch.Tensor]:
-    """The step of a model and a batch size; it is compiled at its first call."""
+def _layer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _forward(model: PreTrainedModel, batch: int) -> Callable[..., Any]:
+    """The forward of all layers of a model, for a batch size; each kind of layer is compiled at its first call."""
     made = _compiled.setdefault(model, {})
     if batch not in made:
         # Dynamo keeps what it compiled by code object, and allows a few for each
-        own = FunctionType(_logits.__code__.replace(), globals(), _logits.__name__)
+        own = FunctionType(_layer.__code__.replace(), globals(), _layer.__name__)
         made[batch] = torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)
     return made[batch]
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, batch: int) -> Iterator[None]:
+    """Have a folded model's layers be compiled ones, which attend by :func:`step`."""
+    changed, forward, layers = [], _forward(model, batch), pieces(model)
+    attentions = [module for module in model.modules() if getattr(module, "kvfold_folds", False)]
+    for config in originals.configurations(model, attentions):
+        if originals.is_folded(config):
+            changed.append((config, config._attn_implementation))
+            config._attn_implementation_internal = IMPLEMENTATION
+    for layer in layers:
+        layer.forward = partial(forward, layer)
+    try:
+        yield
+    finally:
+        for config, before in changed:
+            config._attn_implementation_internal = before
+        for layer in layers:
+            del layer.forward
 
 
 def run(model: PreTrainedModel, cache: "FoldedCache", ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -175,20 +204,23 @@ def run(model: PreTrainedModel, cache: "FoldedCache", ids: torch.Tensor, positio
     Raises
     ------
     UnsupportedModelError
-        If the step cannot be compiled; the message says what of it.
+        If a layer cannot be compiled; the message says what of it.
     """
     check(model)
     compiling.tell_model()
-    _running.append(cache)
+    _running.append(iter(cache.folded))
     try:
-        with _attending(model):
-            return _forward(model, len(ids))(model, type(model).forward, ids, positions)
+        with _attending(model, len(ids)):
+            out: Any = type(model).forward(
+                model, input_ids=ids, position_ids=positions, past_key_values=PASSING, use_cache=True
+            )
+        return out.logits
     except (TorchDynamoException, InductorError) as error:
         _compiled[model].pop(len(ids), None)
         why = next(line for line in str(error).splitlines() if line.strip())
         raise UnsupportedModelError(
-            f"compiled step: torch.compile cannot take {type(model).__name__} in one piece ({why.strip()}); allowed: "
-            "compile=False"
+            f"compiled step: torch.compile cannot take a layer of {type(model).__name__} in one piece ({why.strip()}); "
+            "allowed: compile=False"
         ) from error
     finally:
         _running.pop()
