@@ -206,8 +206,9 @@ def measure(
 def line(row: GenerateRow) -> str:
     """One row for people."""
     ratio = "" if row.times_best is None else f"  {row.times_best:.2f}x the best of Transformers"
+    cache = f"{row.cache} {row.steps}".strip()
     return (
-        f"{row.model} B={row.batch} N={row.prompt:<6} {' '.join((row.cache, row.steps)):20} {row.ms:7.2f} ms a step  {row.tokens_per_s:6.0f} tokens/s"
+        f"{row.model} B={row.batch} N={row.prompt:<6} {cache:20} {row.ms:7.2f} ms a step  {row.tokens_per_s:6.0f} tokens/s"
         f"  begins in {row.begin_ms:.0f} ms{ratio}  ({row.path})"
     )
 

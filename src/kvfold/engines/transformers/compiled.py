@@ -127,7 +127,7 @@ def pieces(model: PreTrainedModel) -> list[nn.Module]:
     numbers: list[int] = []
     for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
         for layer in layers:
-            own = [m.layer_idx for m in layer.modules() if getattr(m, "kvfold_folds", False)]
+            own: list[Any] = [m.layer_idx for m in layer.modules() if getattr(m, "kvfold_folds", False)]
             found += [layer] if own else []
             numbers += own
     folds = sum(bool(getattr(module, "kvfold_folds", False)) for module in model.modules())
