@@ -16,7 +16,7 @@ CACHES = ("kivi:sink=4,recent=16", generate.STATIC, "none:sink=4,recent=16", gen
 
 @pytest.fixture(scope="module")
 def rows():
-    return generate.measure(llama(), "tiny", 2, 40, 12, CACHES, ENVIRONMENT, steps=("plain",))
+    return list(generate.measure(llama(), "tiny", 2, 40, 12, CACHES, ENVIRONMENT, steps=("plain",)))
 
 
 def test_transformers_come_first_and_all_decode_the_same_tokens(rows):
@@ -28,7 +28,7 @@ def test_transformers_come_first_and_all_decode_the_same_tokens(rows):
 
 def test_folded_caches_are_timed_with_each_kind_of_steps():
     caches = (generate.DEFAULT, "kivi:sink=4,recent=16")
-    found = generate.measure(llama(), "tiny", 1, 20, 8, caches, ENVIRONMENT)
+    found = list(generate.measure(llama(), "tiny", 1, 20, 8, caches, ENVIRONMENT))
     assert [(row.cache, row.steps) for row in found] == [(caches[0], ""), (caches[1], "plain"), (caches[1], "compiled")]
 
 

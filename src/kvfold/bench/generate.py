@@ -8,7 +8,7 @@ is captured is not either, and has a column of its own.
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,12 +158,12 @@ def measure(
     caches: Sequence[str],
     env: dict[str, str],
     steps: Sequence[str] = STEPS,
-) -> list[GenerateRow]:
+) -> Iterator[GenerateRow]:
     """Time every cache over the same prompts, Transformers' own first; folded ones with each kind of ``steps``."""
     draw = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary, (batch, prompt), generator=draw).to(model.device)
-    rows: list[GenerateRow] = []
+    others: dict[str, float] = {}
     first: torch.Tensor | None = None
     order = sorted(caches, key=lambda c: (c != DEFAULT, c != STATIC))
     for cache, how in ((c, how) for c in order for how in (("",) if c in (DEFAULT, STATIC) else steps)):
@@ -176,31 +176,29 @@ def measure(
         _, start, second, *rest = clock.times
         took = [1e3 * (b - a) for a, b in zip((second, *rest), rest, strict=False)]
         ms, cuts = statistics.median(took), statistics.quantiles(took, n=5)
-        others = {row.cache: row.ms for row in rows}
         theirs = [others[c] for c in (DEFAULT, STATIC) if c in others]
-        rows.append(
-            GenerateRow(
-                model=name,
-                batch=batch,
-                prompt=prompt,
-                tokens=tokens,
-                cache=cache,
-                steps=how,
-                ms=ms,
-                p20_ms=cuts[0],
-                p80_ms=cuts[-1],
-                prefill_ms=1e3 * (start - began),
-                begin_ms=1e3 * (second - start),
-                tokens_per_s=batch / ms * 1e3,
-                same=int(agrees),
-                path=path,
-                times_default=others[DEFAULT] / ms if DEFAULT in others else None,
-                times_best=min(theirs) / ms if theirs else None,
-                transformers=transformers.__version__,
-                **env,
-            )
+        yield GenerateRow(
+            model=name,
+            batch=batch,
+            prompt=prompt,
+            tokens=tokens,
+            cache=cache,
+            steps=how,
+            ms=ms,
+            p20_ms=cuts[0],
+            p80_ms=cuts[-1],
+            prefill_ms=1e3 * (start - began),
+            begin_ms=1e3 * (second - start),
+            tokens_per_s=batch / ms * 1e3,
+            same=int(agrees),
+            path=path,
+            times_default=others[DEFAULT] / ms if DEFAULT in others else None,
+            times_best=min(theirs) / ms if theirs else None,
+            transformers=transformers.__version__,
+            **env,
         )
-    return rows
+        if cache in (DEFAULT, STATIC):
+            others[cache] = ms
 
 
 def line(row: GenerateRow) -> str:
@@ -246,11 +244,10 @@ def main(argv: list[str] | None = None) -> int:
     device = need_gpu("generate")
     model, env = build(args.model, device), environment()
     for prompt in args.prompts:
-        rows = measure(model, args.model, args.batch, prompt, args.tokens, args.caches, env, args.steps)
-        for row in rows:
+        for row in measure(model, args.model, args.batch, prompt, args.tokens, args.caches, env, args.steps):
             show(row, line(row), args.json)
-        if args.rows is not None:
-            append(args.rows, rows)
+            if args.rows is not None:
+                append(args.rows, [row])
     return 0
 
 
