@@ -43,8 +43,7 @@ def traced(monkeypatch):
 
     def compile(function, *, options, **how):
         def backend(graph, inputs):
-            assert sum(node.target is torch.ops.kvfold.step.default for node in graph.graph.nodes) == 1
-            counted.append(len(inputs))
+            counted.append(sum(node.target is torch.ops.kvfold.step.default for node in graph.graph.nodes))
             return graph.forward
 
         assert how == {"fullgraph": True, "dynamic": False}
@@ -85,7 +84,7 @@ def test_layers_share_one_piece_and_a_step_equals_a_step(kind, traced):
             model(ids, past_key_values=plain, use_cache=True)
             want = model(ids[:, :1], past_key_values=plain, use_cache=True).logits
         got = step(model, cache, ids[:, :1], length)
-        assert len(traced) == pieces
+        assert sorted(traced) == 2 * pieces * [0] + pieces * [1]  # rotations, a norm, a layer
         assert got.shape == want.shape and (got - want).norm() < 1e-5 * want.norm()
     assert model.config._attn_implementation == "kvfold"
 
@@ -96,7 +95,7 @@ def test_many_batch_sizes_are_compiled(traced):
     for batch in range(1, 10):
         ids = prompt(batch, 60)
         step(model, owned(model, ids), ids[:, :1], 60)
-    assert len(traced) == 9
+    assert sum(traced) == 9
 
 
 def test_what_cannot_be_traced_is_refused_by_name(traced):

@@ -138,6 +138,14 @@ def pieces(model: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
+def around(model: PreTrainedModel) -> list[nn.Module]:
+    """Small modules outside of the layers that are compiled with them: norms, and what makes rotations of positions."""
+    inside = {id(module) for layer in pieces(model) for module in layer.modules()}
+    return [
+        m for m in model.modules() if id(m) not in inside and type(m).__name__.endswith(("Norm", "RotaryEmbedding"))
+    ]
+
+
 def check(model: PreTrainedModel) -> None:
     """Refuse a model whose layers are not what their classes say (hooks of others): only that is compiled.
 
@@ -145,7 +153,7 @@ def check(model: PreTrainedModel) -> None:
     ------
     UnsupportedModelError
     """
-    for module in (model, *pieces(model)):
+    for module in (model, *pieces(model), *around(model)):
         if getattr(plain(module.forward), "__func__", None) is not type(module).forward:
             raise UnsupportedModelError(
                 f"compiled step: something stands in place of {type(module).__name__}.forward; allowed: compile=False"
@@ -156,16 +164,16 @@ _compiled: WeakKeyDictionary[PreTrainedModel, dict[int, Callable[..., Any]]] = W
 """By model and batch size."""
 
 
-def _layer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
 def _forward(model: PreTrainedModel, batch: int) -> Callable[..., Any]:
-    """The forward of all layers of a model, for a batch size; each kind of layer is compiled at its first call."""
+    """The forward of a model's modules, for a batch size; each kind of them is compiled at its first call."""
     made = _compiled.setdefault(model, {})
     if batch not in made:
         # Dynamo keeps what it compiled by code object, and allows a few for each
-        own = FunctionType(_layer.__code__.replace(), globals(), _layer.__name__)
+        own = FunctionType(_own.__code__.replace(), globals(), _own.__name__)
         made[batch] = torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)
     return made[batch]
 
@@ -173,21 +181,21 @@ def _forward(model: PreTrainedModel, batch: int) -> Callable[..., Any]:
 @contextmanager
 def _attending(model: PreTrainedModel, batch: int) -> Iterator[None]:
     """Have a folded model's layers be compiled ones, which attend by :func:`step`."""
-    changed, forward, layers = [], _forward(model, batch), pieces(model)
+    changed, forward, modules = [], _forward(model, batch), (*pieces(model), *around(model))
     attentions = [module for module in model.modules() if getattr(module, "kvfold_folds", False)]
     for config in originals.configurations(model, attentions):
         if originals.is_folded(config):
             changed.append((config, config._attn_implementation))
             config._attn_implementation_internal = IMPLEMENTATION
-    for layer in layers:
-        layer.forward = partial(forward, layer)
+    for module in modules:
+        module.forward = partial(forward, module)
     try:
         yield
     finally:
         for config, before in changed:
             config._attn_implementation_internal = before
-        for layer in layers:
-            del layer.forward
+        for module in modules:
+            del module.forward
 
 
 def run(model: PreTrainedModel, cache: "FoldedCache", ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
