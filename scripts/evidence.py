@@ -155,27 +155,37 @@ class Pair:
         return max(self.by_model.items(), key=lambda pair: pair[1])
 
 
-def logs(run: Run, a: str, b: str) -> list[float]:
-    """Logarithms of ratios, a mean over lengths for each window that both have."""
+def logs(run: Run, a: str, b: str) -> dict[Item, float]:
+    """Logarithms of ratios by window, a mean over lengths for each that both have."""
     mine, theirs = run.by_method.get(a, {}), run.by_method.get(b, {})
-    found = []
+    found = {}
     for item, at in mine.items():
         both = [(kld, theirs[item][n]) for n, kld in at.items() if n in theirs.get(item, {})]
         if both:
-            found.append(sum(math.log(max(x, TINY) / max(y, TINY)) for x, y in both) / len(both))
+            found[item] = sum(math.log(max(x, TINY) / max(y, TINY)) for x, y in both) / len(both)
     return found
+
+
+def by_window(a: str, b: str) -> dict[str, dict[Item, float]]:
+    """By model, then by window: of all runs that have both methods.
+
+    Runs of ``eval`` share their windows: what two devices or types say of one is a mean.
+    """
+    found: dict[str, dict[Item, list[float]]] = {}
+    for run in runs():
+        seen = found.get(run.model)
+        if run.source == "learned" and seen and "lengths" in sources(run.model, a, b):
+            continue  # the same windows once more
+        kind = "eval" if run.source.startswith("evidence/") else run.source
+        for item, value in logs(run, a, b).items():
+            found.setdefault(run.model, {}).setdefault((kind, *item), []).append(value)
+    return {model: {item: sum(v) / len(v) for item, v in items.items()} for model, items in found.items()}
 
 
 @functools.cache
 def pair(a: str, b: str, model: str | None = None) -> Pair | None:
     """Of all models that have both, or of one; None: no run has."""
-    by_model: dict[str, list[float]] = {}
-    for run in runs():
-        seen = by_model.get(run.model)
-        if run.source == "learned" and seen and "lengths" in sources(run.model, a, b):
-            continue  # the same windows once more
-        if (found := logs(run, a, b)) and model in (None, run.model):
-            by_model.setdefault(run.model, []).extend(found)
+    by_model = {name: list(items.values()) for name, items in by_window(a, b).items() if model in (None, name)}
     values = [value for found in by_model.values() for value in found]
     if not values:
         return None
@@ -348,18 +358,10 @@ def texts() -> str:
     for name in ("fold", "fold:bits=2", "squat", "innerq", "turboquant:bits=3", "qjl", "commvq", "vqllm"):
         cells = []
         for kind in kinds:
-            values = [
-                value
-                for run in runs()
-                for value in logs(dataclasses.replace(run, by_method=_only(run, kind)), name, BASE)
-            ]
+            values = [v for items in by_window(name, BASE).values() for item, v in items.items() if item[1] == kind]
             cells.append(f"{math.exp(sum(values) / len(values)):.2f}" if values else "-")
         lines.append([f"`{name}`", *cells])
     return markdown(["method", *kinds], lines)
-
-
-def _only(run: Run, kind: str) -> dict[str, Measured]:
-    return {name: {i: at for i, at in m.items() if i[0] == kind} for name, m in run.by_method.items()}
 
 
 # ---- claims ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 
 import claims
 import evidence
+import evidence_tasks
 from bench_tables import BENCH
 
 from kvfold.evaluation.domains import DomainRow, read_rows
@@ -412,6 +413,7 @@ TABLES["docs/evidence.md"] = {
     "equal bytes": evidence.equal_bytes,
     "texts": evidence.texts,
     "everything": evidence.everything,
+    **evidence_tasks.TABLES,
 }
 PICTURES = {"docs/plots/pareto.svg": evidence.pareto}
 TABLES |= {file: {name: bench(table) for name, table in tables.items()} for file, tables in BENCH.items()}

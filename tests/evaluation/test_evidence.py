@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
 
 import evidence
+import evidence_tasks
 
 
 def run(model, source="evidence/x", **methods):
@@ -87,3 +88,30 @@ def test_the_committed_rows_give_every_table_and_a_picture():
         "commvq:bits=1",
         "kivi",
     }
+
+
+def test_a_window_that_two_runs_scored_is_one(of):
+    windows = {"a": [0.5] * 6, "kivi": [1.0] * 6}
+    pair = of(run(BIG, "evidence/x", **windows), run(BIG, "evidence/y", a=[2.0] * 6, kivi=[1.0] * 6))
+    found = pair("a", "kivi")
+    assert found.items == 6 and found.value == pytest.approx(1.0)
+    assert of(run(BIG, "evidence/x", **windows), run(BIG, "lengths", **windows))("a", "kivi").items == 12
+
+
+def test_answers_are_paired_item_by_item_and_a_loss_is_bounded(monkeypatch):
+    def answered(**methods):
+        def row(value):
+            return type("Row", (), {"scores": {"exact": value}, "length": 4096, "bits_without_tables": 3.0})()
+
+        rows = {name: {str(i): row(v) for i, v in enumerate(values)} for name, values in methods.items()}
+        return evidence_tasks.Asked("needle", BIG, rows)
+
+    one = answered(none=[1.0] * 40, good=[1.0] * 39 + [0.0], bad=[0.0] * 20 + [1.0] * 20, fold=[1.0] * 3)
+    monkeypatch.setattr(evidence_tasks, "asked", lambda: (one,))
+    loss = evidence_tasks.Claim("p", "s", "good", "none", "needle", alike=True)
+    found = {name: evidence_tasks.difference([one], name, "none", "exact") for name in ("good", "bad", "fold")}
+    assert evidence_tasks.verdict(loss, found["good"]).startswith("no loss shown, of ")
+    assert evidence_tasks.verdict(loss, found["bad"]) == "does not hold here"
+    assert evidence_tasks.verdict(loss, found["fold"]) == "too few items"
+    line = evidence_tasks.tasks().splitlines()[-1]
+    assert "| 40 |" in line and "50.0 -" in line and "97.5 |" in line  # what is shown to be worse is marked

@@ -1,0 +1,306 @@
+"""Tables of docs/evidence.md about tasks that are answered, and about what ``kvfold recommend`` proposes.
+
+``tables.py`` writes them. Rows are those of ``kvfold eval`` in benchmarks/evidence/ and, of proposals, in
+benchmarks/evidence/recommend/. Methods are paired on the same items of one file only.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterable
+
+from evidence import BASE, MODELS, NOTHING, ROOT, markdown, plain
+
+from kvfold.evaluation.results import Result, ResultFile
+from kvfold.evaluation.statistics import Difference, Estimate, estimate, paired
+from kvfold.evaluation.suites import REGISTRY
+
+FEW = 20
+"""Items of a method at least, for a line of its own."""
+TASKS = ("needle", "ruler", "retrieval", "code")
+"""Suites with lengths; ``gsm8k`` has a table of its own."""
+MEASURES = {"gsm8k": "flexible"}
+"""What verdicts are about, where it is not a suite's first measure: the model seldom writes the ``####`` of strict answers."""
+WORDS = {
+    "needle": "needle",
+    "ruler": "RULER",
+    "retrieval": "key-value pairs",
+    "code": "next line of code",
+    "gsm8k": "GSM8K",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """Rows of a suite and a model that may be paired."""
+
+    suite: str
+    model: str
+    by_method: dict[str, dict[str, Result]]
+
+    def values(self, method: str, measure: str, length: int | None = None) -> dict[str, float]:
+        """By item."""
+        found = {}
+        for item, row in self.by_method.get(method, {}).items():
+            value = row.scores.get(measure)
+            if value is not None and length in (None, row.length):
+                found[item] = value
+        return found
+
+    def bits(self, method: str) -> float | None:
+        """Effective bits, tables aside, at the longest length; mean over its rows."""
+        rows = [r for r in self.by_method.get(method, {}).values() if r.bits_without_tables is not None]
+        longest = max((r.length or 0 for r in rows), default=0)
+        known = [r.bits_without_tables or 0.0 for r in rows if (r.length or 0) == longest]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({row.length for rows in self.by_method.values() for row in rows.values() if row.length})
+
+
+@functools.cache
+def asked() -> tuple[Asked, ...]:
+    """Suite by suite, model by model."""
+    found = []
+    for suite in ("gsm8k", *TASKS):
+        files = [ResultFile.read(path) for path in sorted((ROOT / "evidence").glob(f"{suite}-*.jsonl"))]
+        for model in MODELS:
+            for file in files:
+                if file.settings.model.startswith(model):
+                    by_method: dict[str, dict[str, Result]] = {}
+                    for row in file.rows.values():
+                        by_method.setdefault(plain(row.method), {})[row.item] = row
+                    found.append(Asked(suite, model, by_method))
+    return tuple(found)
+
+
+def difference(
+    of: Iterable[Asked], a: str, b: str, measure: str, higher: bool = True, length: int | None = None
+) -> Difference | None:
+    """A method minus another on the items that both have, of several files together; None: there are none."""
+    mine, theirs = [], []
+    for one in of:
+        x, y = one.values(a, measure, length), one.values(b, measure, length)
+        for item in x.keys() & y.keys():
+            mine.append((item, x[item], y[item]))
+    mine.sort()
+    theirs = [y for _, _, y in mine]
+    return paired([x for _, x, _ in mine], theirs, higher) if mine else None
+
+
+def percent(value: Estimate | Difference, signed: bool = False) -> str:
+    """``61.5 [54.6, 67.9]``, or ``-2.5 [-6.0, 1.0]``."""
+    sign = "+" if signed and value.mean > 0 else ""
+    ends = "" if value.low is None or value.high is None else f" [{100 * value.low:.1f}, {100 * value.high:.1f}]"
+    return f"{sign}{100 * value.mean:.1f}{ends}"
+
+
+def main_measure(suite: str) -> str:
+    """What verdicts are about."""
+    return MEASURES.get(suite, REGISTRY[suite].measures[0].name)
+
+
+def _order(one: Asked) -> list[str]:
+    """Methods with enough items: full precision first, then by bits."""
+    many = [name for name, rows in one.by_method.items() if len(rows) >= FEW]
+    return sorted(many, key=lambda name: (name != NOTHING, one.bits(name) or 0.0, name))
+
+
+def gsm8k() -> str:
+    """Every method on the same problems."""
+    lines = []
+    for one in asked():
+        if one.suite != "gsm8k":
+            continue
+        for name in _order(one):
+            right = list(one.values(name, main_measure("gsm8k")).values())
+            strict, tokens, capped = (
+                sum(values) / len(values)
+                for values in (list(one.values(name, m).values()) for m in ("strict", "tokens", "capped"))
+            )
+            against = [None if name == b else difference([one], name, b, "flexible") for b in (NOTHING, BASE)]
+            lines.append(
+                [
+                    f"`{name}`",
+                    "16" if name == NOTHING else f"{one.bits(name) or 0.0:.2f}",
+                    str(len(right)),
+                    percent(estimate(right)),
+                    f"{100 * strict:.1f}",
+                    f"{tokens:.0f}",
+                    f"{100 * capped:.1f}",
+                    *("-" if d is None else f"{percent(d, True)}: {d.verdict}" for d in against),
+                ]
+            )
+    head = [
+        "method",
+        "bits",
+        "problems",
+        "right, %",
+        "strictly, %",
+        "tokens",
+        "cut off, %",
+        "than full precision",
+        "than KIVI-2",
+    ]
+    return markdown(head, lines)
+
+
+def tasks() -> str:
+    """Means by suite and length; of full precision, and of every method."""
+    groups = [(one, length) for one in asked() if one.suite in TASKS for length in one.lengths]
+    names = [name for one in asked() if one.suite in TASKS for name in _order(one)]
+    bits = {name: max((one.bits(name) or 0.0 for one, _ in groups), default=0.0) for name in names}
+    order = sorted(dict.fromkeys(names), key=lambda name: (name != NOTHING, bits[name], name))
+    lines = []
+    for one, length in groups:
+        measure = main_measure(one.suite)
+        counts = [len(one.values(name, measure, length)) for name in order]
+        if max(counts, default=0) < FEW:
+            continue
+        cells = []
+        for name in order:
+            values = list(one.values(name, measure, length).values())
+            if len(values) < max(counts) // 2 or len(values) < FEW:
+                cells.append("-")
+                continue
+            found = None if name == NOTHING else difference([one], name, NOTHING, measure, length=length)
+            mark = "" if found is None else {"worse": " -", "better": " +"}.get(found.verdict, "")
+            cells.append(f"{100 * sum(values) / len(values):.1f}{mark}")
+        lines.append([WORDS[one.suite], MODELS[one.model][0], f"{length:,}", str(max(counts)), *cells])
+    return markdown(["task", "model", "tokens", "items", *(f"`{name}`" for name in order)], lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a paper says of a suite: that a method is ahead of another, or loses nothing against it."""
+
+    paper: str
+    says: str
+    ours: str
+    other: str
+    suite: str
+    alike: bool = False
+
+
+CLAIMS = (
+    Claim("SQuat", "more right answers than KIVI with the same storage", "squat", "kivi", "gsm8k"),
+    Claim("SQuat", "no loss against full precision", "squat", "none", "gsm8k", True),
+    Claim("InnerQ", "more right answers than KIVI", "innerq", "kivi", "gsm8k"),
+    Claim("InnerQ", "no loss against full precision", "innerq", "none", "gsm8k", True),
+    Claim("QJL", "no loss against full precision, at 2.66 bits", "qjl", "none", "gsm8k", True),
+    Claim("KVarN", "no loss against full precision, at 2.38 bits", "kvarn", "none", "gsm8k", True),
+    Claim("TurboQuant", "no loss against full precision, at 3.28 bits", "turboquant:bits=3", "none", "gsm8k", True),
+    Claim("kvfold", "`fold` at 2.78 bits: more right answers than KIVI at 3.00", "fold", "kivi", "gsm8k"),
+    Claim("kvfold", "`fold` at 2.78 bits: no loss against full precision", "fold", "none", "gsm8k", True),
+    Claim("kvfold", "`fold` at 2.28 bits: no loss against full precision", "fold:bits=2", "none", "gsm8k", True),
+    *(
+        claim
+        for suite in TASKS
+        for claim in (
+            Claim("SQuat", "better than KIVI with the same storage", "squat", "kivi", suite),
+            Claim("InnerQ", "better than KIVI", "innerq", "kivi", suite),
+            Claim("QJL", "no loss against full precision", "qjl", "none", suite, True),
+            Claim("TurboQuant", "3 bits: no loss against full precision", "turboquant:bits=3", "none", suite, True),
+            Claim("kvfold", "`fold` at 2.78 bits: no loss against full precision", "fold", "none", suite, True),
+            Claim("kvfold", "`fold` at 2.28 bits: better than KIVI at 3.00", "fold:bits=2", "kivi", suite),
+        )
+    ),
+)
+
+
+def verdict(claim: Claim, found: Difference) -> str:
+    """What the paired items say; that nothing is lost is never shown, only how much it may be."""
+    if found.verdict == "too few items":
+        return found.verdict
+    if found.verdict == "worse":
+        return "does not hold here"
+    if claim.alike:
+        most = -100 * (found.low or 0.0)
+        return f"no loss shown, of {most:.1f} points at most" if most > 0 else "no loss shown"
+    return "holds" if found.verdict == "better" else "no difference shown"
+
+
+def claims() -> str:
+    """Every claim that rows speak of."""
+    lines = []
+    for claim in CLAIMS:
+        measure = main_measure(claim.suite)
+        found = difference([one for one in asked() if one.suite == claim.suite], claim.ours, claim.other, measure)
+        if found is None:
+            continue
+        cells = [WORDS[claim.suite], f"`{claim.ours}`", f"`{claim.other}`", percent(found, True), str(found.items)]
+        lines.append([claim.paper, claim.says, *cells, f"**{verdict(claim, found)}**"])
+    return markdown(["paper", "claim", "task", "method", "against", "points [95%]", "items", "verdict"], lines)
+
+
+# ---- proposals -------------------------------------------------------------------------------------------------------
+
+
+def recommended() -> str:
+    """What ``kvfold recommend`` proposes, against the best uniform bits at their own effective bits and within the budget."""
+    folder = ROOT / "evidence" / "recommend"
+    files = [ResultFile.read(path) for path in sorted(folder.glob("divergence-*.jsonl"))]
+    lines = []
+    for path in sorted(folder.glob("recommend-*.json"), key=lambda path: (_model(path), _held(path)["budget"])):
+        held = _held(path)
+        for file in files:
+            if file.settings.weights_sha256 != held["weights_sha256"]:
+                continue
+            for what, key in (("equal bits", "at_equal_bits"), ("the budget", "proposal")):
+                line = _proposal(file, held, held[key])
+                if line is not None:
+                    lines.append([held["model"].removesuffix("-Instruct"), f"{held['budget']:g}", what, *line])
+    return markdown(
+        ["model", "budget", "within", "bits", "uniform bits", "times its KL [95%]", "windows", "by text", "verdict"],
+        lines,
+    )
+
+
+def _held(path: pathlib.Path) -> dict[str, object] | dict:  # type: ignore[type-arg]
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _model(path: pathlib.Path) -> int:
+    model = str(_held(path)["model"])
+    return next(i for i, name in enumerate(MODELS) if model.startswith(name))
+
+
+def _proposal(file: ResultFile, held: dict, proposal: str) -> list[str] | None:  # type: ignore[type-arg]
+    """Bits, and the ratio to uniform bits on windows that both were run on; one at several lengths counts once."""
+    by_item: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
+    bits: dict[str, float] = {}
+    for row in file.rows.values():
+        kld = row.scores.get("kld")
+        if kld is not None and row.length is not None:
+            at = by_item.setdefault(row.method, {}).setdefault((row.task, row.item.rsplit("/", 1)[-1]), {})
+            at[row.length] = kld
+            bits[row.method] = row.bits_without_tables or 0.0
+    mine, theirs = by_item.get(proposal, {}), by_item.get(held["uniform"], {})
+    logs: dict[tuple[str, str], float] = {}
+    for item in sorted(mine.keys() & theirs.keys()):
+        both = [math.log(kld / theirs[item][n]) for n, kld in mine[item].items() if n in theirs[item]]
+        if both:
+            logs[item] = sum(both) / len(both)
+    if not logs or proposal == held["uniform"]:
+        return None
+    found = paired(list(logs.values()), [0.0] * len(logs), higher_is_better=False)
+    ends = (
+        "" if found.low is None or found.high is None else f" [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]"
+    )
+    kinds: dict[str, list[float]] = {}
+    for (task, _), value in logs.items():
+        kinds.setdefault(task, []).append(value)
+    by_text = ", ".join(f"{kind}: {math.exp(sum(v) / len(v)):.2f}" for kind, v in kinds.items())
+    numbers = [f"{bits[proposal]:.2f}", f"`{held['uniform']}` ({bits[held['uniform']]:.2f})"]
+    return [*numbers, f"{math.exp(found.mean):.2f}{ends}", str(found.items), by_text, f"**{found.verdict}**"]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "gsm8k": gsm8k,
+    "tasks": tasks,
+    "task claims": claims,
+    "recommended": recommended,
+}
