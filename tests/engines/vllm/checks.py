@@ -293,6 +293,7 @@ def same_plan(engine):
 
 def check_refusals():
     """What cannot be served ends at start-up, with a sentence that names it and what to do."""
+    import vllm
     from vllm import EngineArgs
 
     from kvfold.engines.vllm import refusals
@@ -310,10 +311,15 @@ def check_refusals():
     for expected, found in {
         "recent=0: drafts that are taken back": problems("kivi:recent=0", speculative_config=ngram),
         "squat: its encoder follows each request's queries": problems("squat"),
+        "joint=true makes one code of all KV heads": problems("commvq:joint=true"),
+        "vqllm's tables are of all KV heads": problems("vqllm", tensor_parallel_size=3),
         "disable_hybrid_kv_cache_manager": problems(disable_hybrid_kv_cache_manager=True),
         "kv_transfer_config": problems(kv_transfer_config=connector),
     }.items():
         assert any(expected in problem for problem in found), (expected, found)
+    real, vllm.__version__ = vllm.__version__, "0.33.0"
+    assert problems()[0].startswith("vllm=0.33.0: allowed: 0.29.x, 0.31.x, 0.32.x"), problems()
+    vllm.__version__ = real
     layer = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", "softcap": None}
     layer |= {"attn_type": "decoder", "shared": None, "others": {}}
     refusals.check_layer(**layer)

@@ -13,6 +13,8 @@ from kvfold.methods.learned import LearnedMethod
 
 VERSIONS = ("0.32.",)
 """Releases of vLLM that are served: each has been read and run."""
+ON_CPU = ("0.29.", "0.31.", *VERSIONS)
+"""Releases that have been run on a CPU."""
 
 REMEDIES = {
     "kv_cache_dtype not supported": (
@@ -60,8 +62,9 @@ def problems(config: Any, method: Method) -> Iterator[str]:
     import vllm
 
     version = vllm.__version__
-    if not version.startswith(VERSIONS):
-        yield f"vllm={version}: allowed: {', '.join(v + 'x' for v in VERSIONS)}; pip install 'vllm>=0.32,<0.33'"
+    allowed = ON_CPU if config.device_config.device_type == "cpu" else VERSIONS
+    if not version.startswith(allowed):
+        yield f"vllm={version}: allowed: {', '.join(v + 'x' for v in allowed)}; pip install 'vllm>=0.32,<0.33'"
     if why := unservable(method):
         yield why
     scheduler, parallel, model = config.scheduler_config, config.parallel_config, config.model_config
