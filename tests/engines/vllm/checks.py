@@ -146,6 +146,36 @@ def follow(reference, tokens, answer, done=0):
 # ---- the checks --------------------------------------------------------------------------------------------------------------
 
 
+def check_contract():
+    """What is taken of vLLM's insides is there: two groups with our spec and manager, the layout, and calls that fit."""
+    import inspect
+
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    from kvfold.engines.vllm.manager import RecentManager
+    from kvfold.engines.vllm.spec import RecentSpec
+
+    engine = Engine("fold")
+    packed, *recent = engine.core.scheduler.kv_cache_config.kv_cache_groups  # windows may need several
+    assert packed.kv_cache_spec.block_size == 128 and {g.kv_cache_spec.block_size for g in recent} == {16}
+    assert {type(g.kv_cache_spec) for g in recent} == {RecentSpec}
+    assert len(packed.layer_names) == sum(len(g.layer_names) for g in recent) == 30
+    page_bytes = engine.impls[0].layer.stored.page_bytes
+    assert packed.kv_cache_spec.state_content_bytes == page_bytes // 128
+    managers = engine.core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    assert [type(m) is RecentManager for m in managers] == [False, *(True for _ in recent)]
+    for name, ours in vars(RecentManager).items():
+        theirs = getattr(SlidingWindowManager, name, None)
+        if name.startswith("_") or not callable(theirs):
+            continue
+        ours = getattr(RecentManager, name)
+        names = [p.name for p in inspect.signature(theirs).parameters.values() if p.name not in ("args", "kwargs")]
+        inspect.signature(ours).bind(**dict.fromkeys(names))  # a new argument of vLLM's would not fit
+    cache = engine.layers[packed.layer_names[0]].kv_cache
+    assert cache.shape[1:3] == (3, 128) and cache[0, 0].is_contiguous()  # block, head: one region of bytes
+    print(f"groups of 128 and 16 tokens ({len(recent)}), pages of {page_bytes} bytes, calls of vLLM's managers fit")
+
+
 def check_schedule():
     """Chunked prefill, pages across their boundary, a prefix hit: as a float32 model that follows the same schedule."""
     for method in ("fold:bits=8", "kivi:bits=8,recent=64,sink=0"):

@@ -19,8 +19,6 @@ FIELD = "kvfold"
 EXAMPLE = """--additional-config '{"kvfold": "fold"}'"""
 SERVED = ("fold", "kivi", "innerq", "qjl", "turboquant")
 """Methods whose pages are read and written without anything of a request."""
-LEARNED = ("commvq", "vqllm", "kvquant")
-"""Methods whose tables come with an artefact; the reference serves them, on a CPU."""
 WINDOW_BLOCK = 16
 """Tokens of a block of the recent window."""
 
