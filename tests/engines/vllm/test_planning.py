@@ -139,6 +139,11 @@ def test_two_gpus_hold_twice_as_much(folder):
         (["--context", "0", "--kv-bytes", "9"], "context"),
         (["--context", "64", "--kv-bytes", "10000000", "--tp", "3"], "tp: 3 GPUs do not share 8 heads and 2 KV heads"),
         (["--context", "64", "--kv-bytes", "10000000", "--methods", "squat"], "squat: its encoder follows"),
+        (
+            ["--context", "64", "--kv-bytes", "9", "--tp", "2", "--methods", "vqllm"],
+            "vqllm's tables are of all KV heads",
+        ),
+        (["--context", "64", "--kv-bytes", "9", "--methods", "commvq:joint=true"], "allowed: joint=false"),
         (["--context", "64", "--gpu-memory", "1"], "gpu-memory: 1 GiB do not hold"),
     ],
 )
