@@ -13,6 +13,7 @@ import pytest
 from kvfold.cli import main
 from kvfold.evaluation.report import figures, report
 from kvfold.evaluation.results import ResultFile
+from kvfold.evaluation.suites import REGISTRY
 from test_eval_results import SETTINGS, result
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -164,6 +165,20 @@ def test_lines_are_the_rows_by_position(tmp_path):
         expected = [fmean(values) for values in zip(*series, strict=True)]
         assert [float(v) for v in a["data-y"].split()] == pytest.approx(expected, rel=1e-12)
         assert [float(v) for v in a["data-x"].split()] == [5, 15, 25, 35]  # of 40 tokens
+
+
+def test_errors_by_layer_are_drawn_for_every_measure(tmp_path):
+    names = [measure.name for measure in REGISTRY["layers"].measures]
+    rows = [
+        dataclasses.replace(
+            row, scores=dict.fromkeys(names, 0.5), series={n: [0.1, 0.2, k + 1.0] for k, n in enumerate(names)}
+        )
+        for row in divergences()
+    ]
+    write(tmp_path / "rows", rows, suite="layers")
+    lines = Page(report([tmp_path / "rows"])).marks("polyline", **{"class": "series", "data-method": "fold"})
+    assert [a["data-x"] for a in lines] == ["0.0 1.0 2.0"] * len(names)
+    assert [float(a["data-y"].split()[-1]) for a in lines] == [k + 1.0 for k in range(len(names))]
 
 
 def test_heat_maps_are_the_rows_by_depth_and_length(tmp_path):

@@ -21,6 +21,8 @@ from kvfold.sheet import as_bytes
 BASELINES = ("none", "fold")
 FEW_BITS = 10.0
 """Beyond, hardly anything is folded, and a plot that held it would show all others as one point."""
+LAYER = "layer"
+"""What the series of some suites go along; then each of their measures is drawn."""
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8886; --soft: #8882; --link: #2563eb; }
@@ -302,8 +304,10 @@ def _plots(
             times.append(figures.Point(cell.method, mean, e.mean, e.low, e.high))
     x = figures.Axis("decode ms per token", low=0.0, written=lambda v: f"{v:.4g}")
     parts.append(plot(f"{place}: {y.label} by decode time", times, x, y))
-    along = REGISTRY[cells[0].suite].along if cells else ""
-    parts.append(_positions(place, rows, main, methods, along))
+    if cells:
+        suite = REGISTRY[cells[0].suite]
+        for measure in suite.measures if suite.along == LAYER else (main,):
+            parts.append(_positions(place, rows, measure, methods, suite.along))
     return f'<div class="plots">{"".join(parts)}</div>' if any(parts) else ""
 
 
@@ -317,13 +321,13 @@ def _positions(place: str, rows: Sequence[Result], main: Measure, methods: Seque
         if not known or len(known) < len(mine) or len({len(values) for values in known}) > 1:
             continue
         pieces, read = len(known[0]), math.fsum(row.read for row in mine) / len(mine)
-        xs = tuple(float(i) if along == "layer" else (i + 0.5) / pieces * read for i in range(pieces))
+        xs = tuple(float(i) if along == LAYER else (i + 0.5) / pieces * read for i in range(pieces))
         found.append(
             figures.Line(method, xs, tuple(math.fsum(v[i] for v in known) / len(known) for i in range(pieces)))
         )
     kept = [line for line in found if line.method != "none" or not _axis(main).log]
     axis = figures.Axis(along, low=0.0)
-    what = "layer" if along == "layer" else "position"
+    what = LAYER if along == LAYER else "position"
     return figures.lines(f"{place}: {_name(main)} by {what}", kept, axis, _axis(main), methods)
 
 
