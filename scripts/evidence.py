@@ -295,7 +295,7 @@ MAIN = (
         "squat_pre",
         "innerq",
     ),
-    *("turboquant:bits=3", "turboquant", "qjl", "gear", "zipcache", "commvq", "vqllm", "kvquant"),
+    *("turboquant:bits=3", "turboquant", "qjl", "gear", "zipcache", "kvarn", "commvq", "vqllm", "kvquant"),
 )
 """What the README shows."""
 
@@ -355,7 +355,7 @@ def texts() -> str:
     """Ratios to KIVI-2 by kind of text, all models and lengths together."""
     kinds = list(dict.fromkeys(item[0] for run in runs() for item in sorted(run.items)))
     lines = []
-    for name in ("fold", "fold:bits=2", "squat", "innerq", "turboquant:bits=3", "qjl", "commvq", "vqllm"):
+    for name in ("fold", "fold:bits=2", "squat", "innerq", "turboquant:bits=3", "qjl", "kvarn", "commvq", "vqllm"):
         cells = []
         for kind in kinds:
             values = [v for items in by_window(name, BASE).values() for item, v in items.items() if item[1] == kind]
@@ -414,10 +414,14 @@ CLAIMS = (
     ),
     Claim("GEAR", "a low rank of the residual (3.50 bits) is better than KIVI", "gear", "kivi"),
     Claim("ZipCache", "more bits for salient tokens (3.50 bits) are better than KIVI", "zipcache", "kivi"),
+    Claim("KVarN", "2.38 bits lose less than KIVI's 3.00", "kvarn", "kivi"),
+    Claim("KVarN", "3.38 bits lose less than KIVI's 4.00", "kvarn:bits=3", "kivi:bits=3"),
     Claim("kvfold", "`fold` at 2.78 bits loses less than KIVI at 3.00", "fold", "kivi"),
     Claim("kvfold", "`fold` at 2.28 bits loses less than KIVI at 3.00", "fold:bits=2", "kivi"),
     Claim("kvfold", "`fold` at 1.28 bits loses less than KIVI at 2.00", "fold:bits=1", "kivi:bits=1"),
     Claim("kvfold", "`fold` at 2.78 bits loses less than TurboQuant at 3.28", "fold", "turboquant:bits=3"),
+    Claim("kvfold", "`fold` at 2.28 bits loses less than KVarN at 2.38", "fold:bits=2", "kvarn"),
+    Claim("kvfold", "`fold` at 3.28 bits loses less than KVarN at 3.38", "fold:bits=3", "kvarn:bits=3"),
     Claim("kvfold", "`fold` at 1.28 bits loses less than CommVQ at 1.08", "fold:bits=1", "commvq:bits=1"),
 )
 
