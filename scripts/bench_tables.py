@@ -310,15 +310,17 @@ def uneven(row: Any) -> str:
 
 def serving_speed() -> Table:
     """vLLM, by cache: steps and prompts, against bfloat16 of the same run."""
-    found = [row for row in rows("serving", "what", "model", "cache", "batch", "context", "total") if row.ms]
-    plain = {(row.what, row.batch, row.total): row for row in found if row.cache == "bfloat16"}
+    found = [row for row in rows("serving", "what", "model", "cache", "batch", "context", "total", "gpus") if row.ms]
+    plain = {(row.what, row.batch, row.total, row.gpus): row for row in found if row.cache == "bfloat16"}
     lines = []
-    for row in sorted(found, key=lambda r: (r.what, r.batch, r.context)):
-        other = plain.get((row.what, row.batch, row.total))
+    for row in sorted(found, key=lambda r: (r.gpus, r.what, r.context, r.batch, r.total)):
+        other = plain.get((row.what, row.batch, row.total, row.gpus))
         even = row.total == max(row.batch, 1) * row.context
+        work = f"{row.batch} x {row.context:,}" if even else uneven(row)
+        gpus = f", {row.gpus} GPUs" if row.gpus > 1 else ""
         lines.append(
             [
-                f"{row.what}, {row.batch} x {row.context:,}" if even else f"{row.what}, {uneven(row)}",
+                f"{row.what}, {work}{gpus}",
                 f"`{row.cache}`",
                 f"{row.ms:,.2f}",
                 f"{row.tokens_per_s:,.0f}",
@@ -326,6 +328,23 @@ def serving_speed() -> Table:
             ]
         )
     return ["measure", "cache", "ms", "tokens/s", "times as fast as bfloat16"], lines
+
+
+def serving_room() -> Table:
+    """Tokens that vLLM says fit, by cache, beside bfloat16 in as many bytes."""
+    found = [row for row in rows("serving", "what", "model", "cache", "context", "gpus") if row.what == "capacity"]
+    plain = {(row.context, row.gpus): row.tokens for row in found if row.cache == "bfloat16"}
+    lines = [
+        [
+            f"{row.context:,}",
+            f"`{row.cache}`",
+            f"{row.tokens:,}",
+            number(row.tokens / plain[row.context, row.gpus], ".2f"),
+        ]
+        for row in sorted(found, key=lambda r: (-r.context, r.tokens))
+        if (row.context, row.gpus) in plain and row.gpus == 1
+    ]
+    return ["tokens of a request", "cache", "tokens that fit", "times bfloat16"], lines
 
 
 ROOM = 109_200_000_000
@@ -360,6 +379,10 @@ BENCH = {
         "products": products,
         "layouts": layouts,
     },
-    "docs/serving.md": {"serving capacity": serving_capacity, "serving speed": serving_speed},
+    "docs/serving.md": {
+        "serving capacity": serving_capacity,
+        "serving room": serving_room,
+        "serving speed": serving_speed,
+    },
     "docs/profile.md": {"profile": profile},
 }

@@ -52,6 +52,7 @@ class ServeRow:
     budget: int
     runner: str
     asynchronous: bool
+    gpus: int
     vllm: str
     gpu: str
     driver: str
@@ -64,9 +65,13 @@ class Server:
     """vLLM in this process."""
 
     def __init__(
-        self, shape: str, cache: str, context: int, budget: int, sizes: list[int], kv_bytes: int | None
+        self, shape: str, cache: str, context: int, budget: int, sizes: list[int], kv_bytes: int | None, tp: int = 1
     ) -> None:
         from vllm import LLM
+
+        if tp > 1:  # functions travel to the workers
+            os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+            os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
         given: dict[str, Any] = {"kv_cache_dtype": OWN[cache]} if cache in OWN else {}
         if cache not in OWN:
@@ -84,6 +89,7 @@ class Server:
             enable_prefix_caching=False,
             compilation_config=graphs,
             kv_cache_memory_bytes=kv_bytes,
+            tensor_parallel_size=tp,
             **given,
         )
         self.engine = self.llm.llm_engine
@@ -126,6 +132,7 @@ class Server:
             "budget": self.config.scheduler_config.max_num_batched_tokens,
             "runner": "V2" if self.config.use_v2_model_runner else "V1",
             "asynchronous": bool(self.config.scheduler_config.async_scheduling),
+            "gpus": self.config.parallel_config.tensor_parallel_size,
             "vllm": vllm.__version__,
         }
 
@@ -153,13 +160,7 @@ class Server:
 
     def scatter(self) -> None:
         """Bytes of 0 to 63 at random to all caches: as numbers of any type they are finite."""
-        layers = self.config.compilation_config.static_forward_context.values()
-        caches = [c for layer in layers if isinstance(c := getattr(layer, "kv_cache", None), torch.Tensor)]
-        storages = {s.data_ptr(): s for cache in caches if (s := cache.untyped_storage()).nbytes()}
-        for storage in storages.values():
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            for piece in whole.split(1 << 30):
-                piece.random_(0, 64)
+        self.engine.collective_rpc(_scatter)
 
     @contextlib.contextmanager
     def without_model(self) -> Iterator[None]:
@@ -169,17 +170,17 @@ class Server:
         def nothing(positions: torch.Tensor, **others: Any) -> torch.Tensor:
             return torch.zeros(positions.shape[-1], width, dtype=dtype, device=positions.device)
 
-        def put(model: Any, forward: Any) -> None:
+        def put(worker: Any, forward: Any) -> None:
             if forward is None:
-                del model.forward
+                del worker.get_model().forward
             else:
-                model.forward = forward
+                worker.get_model().forward = forward
 
-        self.engine.apply_model(partial(put, forward=nothing))
+        self.engine.collective_rpc(partial(put, forward=nothing))
         try:
             yield
         finally:
-            self.engine.apply_model(partial(put, forward=None))
+            self.engine.collective_rpc(partial(put, forward=None))
 
     def decode(self, lengths: list[int]) -> list[float]:
         """Milliseconds of every step in which all requests decode, after the first few; then they have ``lengths``.
@@ -231,6 +232,16 @@ class Server:
             self.profile(-(-length // self.config.scheduler_config.max_num_batched_tokens))
             self.finish()
         return times[1:]
+
+
+def _scatter(worker: Any) -> None:
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    caches = [c for layer in layers if isinstance(c := getattr(layer, "kv_cache", None), torch.Tensor)]
+    storages = {s.data_ptr(): s for cache in caches if (s := cache.untyped_storage()).nbytes()}
+    assert storages
+    for storage in storages.values():
+        for piece in torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).split(1 << 30):
+            piece.random_(0, 64)
 
 
 def _folder(shape: str) -> str:
@@ -310,12 +321,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=33280, help="longest request (default: 33280)")
     parser.add_argument("--budget", type=int, default=8192, help="max_num_batched_tokens (default: 8192)")
     parser.add_argument("--kv-bytes", type=int, help="memory for caches (default: what vLLM finds)")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model (default: 1)")
     parser.add_argument("--profile", action="store_true", help="say which kernels a step runs")
     given = parser.parse_args(argv)
     sizes = sorted({1, *(len(workload(work)) for work in given.work)})
     need_gpu("serve")
     for cache in given.cache:
-        server = Server(given.shape, cache, given.context, given.budget, sizes, given.kv_bytes)
+        server = Server(given.shape, cache, given.context, given.budget, sizes, given.kv_bytes, given.tp)
         server.profiles = given.profile
         for row in measure(server, cache, given.shape, given):
             _tell(row, given)
