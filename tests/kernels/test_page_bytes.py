@@ -1,4 +1,4 @@
-"""Attention over pages by products of bytes, run by one warp in NumPy, against attention over the decoded pages."""
+"""Attention over pages by products of bytes, run by warps in NumPy, against attention over the decoded pages."""
 
 import math
 
@@ -11,13 +11,12 @@ pytest.importorskip("triton")
 from kvfold.kernels import _pages_rows_gluon, pages
 from kvfold.kernels.decode import Plan
 from kvfold.methods import LayerSpec, get
-from one_warp import COLUMN, ROW, Machine, Pointer, on_cpu, register, scalar
+from warps import Machine, Pointer, on_cpu, register, scalar
 
-PLAN = Plan(1, pages.BLOCKS, 1, 1, 1, 0, bytewise=True)
 NAMES = ("D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB")
 
 
-def error(method, rows=4, blocks=6, query=1.0, value=1.0, spread=0.7, scale=128**-0.5):
+def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, scale=128**-0.5):
     """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks."""
     spec = LayerSpec(0, 1, 1, 1, 128)
     method = get(method)
@@ -30,7 +29,7 @@ def error(method, rows=4, blocks=6, query=1.0, value=1.0, spread=0.7, scale=128*
     keys = random(1, 1, 32 * blocks, 128) * torch.exp(spread * random(1, 1, 1, 128)) + random(1, 1, 1, 128)
     values = value * (random(1, 1, 32 * blocks, 128) + random(1, 1, 1, 128))
     q = (query * random(rows, 128)).half()
-    machine, decoded, arrays = Machine(), [], []
+    machine, decoded, arrays = Machine(warps), [], []
     for form, x, norm in zip(formats, (keys, values), (True, False), strict=True):
         fields = form.allocate(1, 1, blocks + 2, "cpu")
         for y in fields.values():
@@ -43,21 +42,32 @@ def error(method, rows=4, blocks=6, query=1.0, value=1.0, spread=0.7, scale=128*
     weights = (q.double() @ decoded[0].T * scale).softmax(-1)
     want = weights @ decoded[1]
 
-    fixed = pages.constants(*formats, PLAN, False, True)
+    fixed = pages.constants(*formats, Plan(warps, pages.BLOCKS, 1, 1, 1, 0, bytewise=True), False, True)
     (k, v), zero = arrays, scalar(0)
     stored = tuple(tuple(scalar(a, np.int64) for a in side) for side in (k[:4], (*v[:3], v[2])))
-    _, sums, totals = on_cpu(_pages_rows_gluon, machine).attend_rows(
-        scalar(0), register(np.arange(32, dtype=np.int32)), zero, zero, scalar(-(-blocks // 4)), scalar(blocks), stored,
-        (zero, zero, zero), None, None, Pointer(machine.put(q), np.float16, "fp16"), scalar(0, np.int64), zero, rows,
-        scale * math.log2(math.e), None, Pointer(k[4], np.float32), Pointer(v[3], np.float32), *(fixed[n] for n in NAMES),
-    )  # fmt: skip
-    got, total = np.zeros((8, 128)), np.zeros(8)
-    for e in range(2):
-        total[2 * COLUMN + e] = totals[e]
-    for tile, x in enumerate(sums):
-        for i in range(4):
-            got[2 * COLUMN + i % 2, 16 * tile + ROW + 8 * (i // 2)] = x[i]
-    got = torch.from_numpy(got[:rows] / total[:rows, None])
+    at, parts = (
+        machine.put(q),
+        [machine.put(torch.full(shape, math.nan)) for shape in ((2, rows, 128), (2, rows), (2, rows))],
+    )
+    kernel, slot = on_cpu(_pages_rows_gluon, machine), scalar(1, np.int64)
+
+    def program(warp):
+        lane, warp = register(np.arange(32, dtype=np.int32)), scalar(warp)
+        signs = kernel.turn_signs(Pointer(v[3], np.float32), lane // 4, lane % 4) if fixed["V_MIX"] > 1 else lane * 0
+        sums = kernel.attend_rows(
+            zero, lane, warp, zero, scalar(-(-blocks // 4)), scalar(blocks), stored, (zero, zero, zero), None, None,
+            Pointer(at, np.float16, "fp16"), scalar(0, np.int64), zero, rows, scale * math.log2(math.e), None,
+            Pointer(k[4], np.float32), Pointer(v[3], np.float32), *(fixed[n] for n in NAMES),
+        )  # fmt: skip
+        outputs = (Pointer(p, np.float32) for p in parts)
+        kernel.finish_rows(zero, lane, warp, *(sums[i] for i in (0, 1, 2)), signs, *outputs, slot, zero, rows, 128,
+                           fixed["V_BITS"], fixed["V_MIX"])  # fmt: skip
+
+    machine.run(program)
+    out, total = (
+        torch.from_numpy(machine.get(parts[i], shape)[1]) for i, shape in ((0, (2, rows, 128)), (2, (2, rows)))
+    )
+    got = out.double() / total.double()[:, None]
     return float((got - want).norm() / want.norm())
 
 
@@ -68,9 +78,9 @@ def test_it_is_attention_over_the_decoded_pages(method):
     assert error(method) < 3e-4
 
 
-@pytest.mark.parametrize("rows, blocks", [(1, 1), (3, 4)])
-def test_fewer_rows_and_blocks(rows, blocks):
-    assert error("fold:center=false", rows, blocks) < 3e-4
+@pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 2), (3, 4, 1), (4, 13, 4)])
+def test_fewer_rows_blocks_and_pages_than_warps(rows, blocks, warps):
+    assert error("fold:center=false", rows, blocks, warps) < 3e-4
 
 
 @pytest.mark.parametrize("given", [{"query": 100.0}, {"query": 1e-4}, {"value": 1e-3}, {"value": 1e3}, {"scale": 0.5}])

@@ -69,7 +69,7 @@ def test_products_of_bytes_take_fewer_instructions(method, most):
 
 @pytest.mark.parametrize("method, dim, rows, whether", [
     ("fold", 128, 4, True), ("fold", 128, 5, False), ("fold", 64, 4, False), ("fold", 256, 1, False),
-    ("fold:bits=4", 128, 4, False), ("fold:bits=2", 128, 4, True), ("fold:rotation=1", 128, 4, False),
+    ("fold:bits=4", 128, 2, True), ("fold:bits=1", 128, 4, False), ("fold:rotation=1", 128, 4, True),
 ])  # fmt: skip
 def test_where_products_of_bytes_serve(method, dim, rows, whether):
     assert pages.make_plan(*formats(method, dim), 8, rows, 1024, 160, 132).bytewise is whether

@@ -88,7 +88,7 @@ def turned_tiles(x, matrix, lane, CT: gl.constexpr, MIX: gl.constexpr):
 
 
 @gluon.jit
-def _rest(a, b, word):
+def rest(a, b, word):
     """What rounding of a pair to bf16 left over."""
     return a - as_float(word << 16), b - as_float(word & -65536)
 
@@ -115,8 +115,8 @@ def turned_back(out, lane, signs_ptr, D: gl.constexpr, BITS: gl.constexpr, MIX: 
                 x = full[n * CT + ct]
                 low = pack_half2(x[0], x[1], True)
                 high = pack_half2(x[2], x[3], True)
-                l0, l1 = _rest(x[0], x[1], low)
-                h0, h1 = _rest(x[2], x[3], high)
+                l0, l1 = rest(x[0], x[1], low)
+                h0, h1 = rest(x[2], x[3], high)
                 acc = mma(
                     matrix[0], matrix[1], matrix[2], matrix[3],
                     transpose8(pack_half2(l0, l1, True)), transpose8(pack_half2(h0, h1, True)), _zero4(lane), True,

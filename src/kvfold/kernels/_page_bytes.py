@@ -307,6 +307,23 @@ def mean_signs(signs, g, t):
 
 
 @gluon.jit
+def mix_lanes(x, t, MIX: gl.constexpr):
+    """Sums and differences of tiles that are columns: what is left of the rotation of blocks of MIX channels."""
+    if MIX >= 32:
+        x = (x[0] + x[1], x[0] - x[1], x[2] + x[3], x[2] - x[3])
+    for s in gl.static_range(2):
+        if (64 << s) <= MIX:
+            sign = gl.where((t >> s) % 2 == 0, 1.0, -1.0)
+            x = (
+                gl.fma(x[0], sign, shuffle_xor(x[0], 1 << s)),
+                gl.fma(x[1], sign, shuffle_xor(x[1], 1 << s)),
+                gl.fma(x[2], sign, shuffle_xor(x[2], 1 << s)),
+                gl.fma(x[3], sign, shuffle_xor(x[3], 1 << s)),
+            )
+    return x
+
+
+@gluon.jit
 def turned_mean(base, scratch, lane, signs, matrix, D: gl.constexpr, MIX: gl.constexpr, AT: gl.constexpr):
     """The mean of a page's values in the rotated basis (without the factor): of each tile channels g and g + 8.
 
@@ -320,17 +337,7 @@ def turned_mean(base, scratch, lane, signs, matrix, D: gl.constexpr, MIX: gl.con
     b0 = load_shared(at, AT, 1)[0] ^ (signs & (-2147450880))
     b1 = load_shared(at, AT + 16, 1)[0] ^ ((signs << 1) & (-2147450880))
     x = mma(m[0], m[1], m[2], m[3], b0, b1, _zero4(lane), False)
-    if MIX >= 32:
-        x = (x[0] + x[1], x[0] - x[1], x[2] + x[3], x[2] - x[3])
-    for s in gl.static_range(2):
-        if (64 << s) <= MIX:
-            sign = gl.where((t >> s) % 2 == 0, 1.0, -1.0)
-            x = (
-                gl.fma(x[0], sign, shuffle_xor(x[0], 1 << s)),
-                gl.fma(x[1], sign, shuffle_xor(x[1], 1 << s)),
-                gl.fma(x[2], sign, shuffle_xor(x[2], 1 << s)),
-                gl.fma(x[3], sign, shuffle_xor(x[3], 1 << s)),
-            )
+    x = mix_lanes(x, t, MIX)
     store_shared4(scratch + t * 128 + g * 16, x[0], x[1], x[2], x[3])
     warp_sync(lane)
     out = ()

@@ -36,7 +36,7 @@ from kvfold.kernels._page_sums import (
     _room,
     _turned_queries,
 )
-from kvfold.kernels._pages_rows_gluon import attend_rows, row_bytes
+from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, row_bytes, turn_signs
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LIFT, LOG2E, _finish, _nothing, _probabilities
 from kvfold.kernels._warp import (
@@ -257,18 +257,25 @@ def pages_kernel(
         # pages of this split, then of this warp: contiguous, so that every warp streams
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
         pages = (blocks + NB - 1) // NB
-        lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
-        hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+        lo = pages * split // splits
+        hi = pages * (split + 1) // splits
         stored = (
             (k_codes.to(gl.int64), k_scale.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
             (v_codes.to(gl.int64), v_scale.to(gl.int64), v_mean.to(gl.int64), v_mean.to(gl.int64)),
         )
         at = (head * capacity, head * k_pages, head * v_pages)
         if BYTES:
-            top, out, total = attend_rows(
+            signs = lane * 0
+            if V_MIX > 1:
+                signs = turn_signs(v_signs, lane // 4, lane % 4)
+            best, sums, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
                 D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
+            )  # fmt: skip
+            finish_rows(
+                base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,
+                D, V_BITS, V_MIX,
             )  # fmt: skip
         else:
             top, out, total = attend_pages(
@@ -276,7 +283,9 @@ def pages_kernel(
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
                 D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR,
             )  # fmt: skip
-        side = ()
-        for n in gl.static_range(NT):
-            side = side + ((total[2 * n], total[2 * n + 1], total[2 * n], total[2 * n + 1]),)
-        _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, 0)
+            side = ()
+            for n in gl.static_range(NT):
+                side = side + ((total[2 * n], total[2 * n + 1], total[2 * n], total[2 * n + 1]),)
+            _finish(
+                base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, 0
+            )

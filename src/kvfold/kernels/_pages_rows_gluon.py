@@ -4,13 +4,14 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._hadamard import hadamard, sign_bits, turned_back
+from kvfold.kernels._hadamard import hadamard, rest, sign_bits
 from kvfold.kernels._page_bytes import (
     byte_queries,
     byte_scores,
     byte_values,
     byte_weights,
     mean_signs,
+    mix_lanes,
     page_scales,
     row_means,
     row_queries,
@@ -23,12 +24,16 @@ from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST
 from kvfold.kernels._warp import (
     as_float,
+    as_int,
     copy_commit,
     copy_wait_1,
     copy_wait_all,
     exp2_fast,
+    load_shared,
+    mma,
+    pack_half2,
     program_sync,
-    shuffle,
+    store_shared1,
     store_shared2,
     store_shared4,
     warp_sync,
@@ -46,13 +51,7 @@ def row_stage(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks):
 def row_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, warps):
     """Bytes of shared memory of a program: stages, the Hadamard matrix as an operand, the queries; and, later, sums."""
     stage = row_stage(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks)
-    return max(warps * stage + 512 + dim * 8, warps * dim * 32)
-
-
-@gluon.constexpr_function
-def _unit(dim, bits, tile):
-    """What turns sums of values of a tile into what :func:`turned_back` takes."""
-    return 2.0 ** (weight(dim, bits, tile) - weight(dim, bits, tile % (dim // 32)) - 16)
+    return max(warps * stage + 512 + dim * 8, warps * dim * 32)  # sums of windows need more than those of pages
 
 
 @gluon.jit
@@ -63,7 +62,8 @@ def attend_rows(
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns."""
+    """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns: lanes (g, t) have the maximum
+    of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`."""
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
     V_AT: gl.constexpr = page_bytes(D, K_BITS, NB, K_MEAN, K_NORM)
@@ -176,13 +176,77 @@ def attend_rows(
 
     copy_wait_all(lane)
     program_sync(lane)
-    # rows t of lanes become columns 2t and 2t + 1
-    a = g * 4 + 2 * t % 4
-    tops = (shuffle(top, a), shuffle(top, a + 1))
-    totals = (shuffle(total, a), shuffle(total, a + 1))
-    sums = ()
+    return top, out, total
+
+
+@gluon.jit
+def turn_signs(signs, g, t):
+    """Signs of channels g, g + 16, g + 8 and g + 24 from 32 t on, in bits 31 to 28."""
+    out = g * 0
+    for i in gl.static_range(4):
+        x = as_int(gl.load(signs + 32 * t + g + (i % 2 * 16 + i // 2 * 8)))
+        out = out | ((x >> 31 << 31 >> i) & (1 << (31 - i) if i else -2147483648))
+    return out
+
+
+@gluon.jit
+def finish_rows(
+    base0, lane, warp, top, out, total, signs, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr,
+    BITS: gl.constexpr, MIX: gl.constexpr,
+):  # fmt: skip
+    """Join the warps' sums, turn them back and store one partial result per query row; each warp does so for its share of
+    the rows. A row's channel tiles are the columns of the product that turns them, in two bf16 parts, which keep 16 bits."""
+    W: gl.constexpr = gl.num_warps()
+    CT: gl.constexpr = D // 16
+    ROW: gl.constexpr = 4 * D + 32  # bytes, so that lanes use all banks
+    g = lane // 4
+    t = lane % 4
+    to = base0 + (warp * 4 + t) * ROW + g * 4
     for ct in gl.static_range(CT):
-        x = out[2 * ct] * _unit(D, V_BITS, ct)
-        y = out[2 * ct + 1] * _unit(D, V_BITS, ct)
-        sums = sums + ((shuffle(x, a), shuffle(x, a + 1), shuffle(y, a), shuffle(y, a + 1)),)
-    return tops, turned_back(sums, lane, v_signs, D, V_BITS, V_MIX, 1), totals
+        f = 2.0 ** (8 - weight(D, BITS, ct % (CT // 2)))
+        store_shared1(to + 64 * ct, as_int(out[2 * ct] * f))
+        store_shared1(to + (64 * ct + 32), as_int(out[2 * ct + 1] * f))
+    side = base0 + 4 * W * ROW
+    store_shared2(side + (warp * 4 + t) * 8, as_int(top), as_int(total))
+    m = hadamard(g, t, MIX, True)
+    program_sync(lane)
+    for i in gl.static_range(4 // W):
+        row = warp * (4 // W) + i
+        tops = ()
+        for w in gl.static_range(W):
+            tops = tops + (load_shared(side + row * 8, 32 * w, 2),)
+        best = as_float(tops[0][0])
+        for w in gl.static_range(1, W):
+            best = gl.maximum(best, as_float(tops[w][0]))
+        amount = _zero4(lane)[0]
+        x = _zero4(lane)
+        place = base0 + row * ROW + g * 64 + t * 8
+        for w in gl.static_range(W):
+            f = exp2_fast(as_float(tops[w][0]) - best)
+            amount = gl.fma(as_float(tops[w][1]), f, amount)
+            a = load_shared(place, 4 * w * ROW, 2)
+            b = load_shared(place, 4 * w * ROW + 32, 2)
+            x = (
+                gl.fma(as_float(a[0]), f, x[0]), gl.fma(as_float(a[1]), f, x[1]),
+                gl.fma(as_float(b[0]), f, x[2]), gl.fma(as_float(b[1]), f, x[3]),
+            )  # fmt: skip
+        column = column0 + row
+        at = slot0 * rows + column
+        gl.store(part_top + at, best, mask=(lane == 0) & (column < rows))
+        gl.store(part_sum + at, amount, mask=(lane == 0) & (column < rows))
+        to_out = part_out + at.to(gl.int64) * D
+        if MIX > 1:
+            low = pack_half2(x[0], x[1], True)
+            high = pack_half2(x[2], x[3], True)
+            l0, l1 = rest(x[0], x[1], low)
+            h0, h1 = rest(x[2], x[3], high)
+            y = mma(
+                m[0], m[1], m[2], m[3], pack_half2(l0, l1, True), pack_half2(h0, h1, True), _zero4(lane), True
+            )  # fmt: skip
+            y = mix_lanes(mma(m[0], m[1], m[2], m[3], low, high, y, True), t, MIX)
+            for e in gl.static_range(4):
+                z = as_float(as_int(y[e] * (MIX**-0.5)) ^ ((signs << e) & (-2147483648)))
+                gl.store(to_out + (32 * t + g + (e % 2 * 16 + e // 2 * 8)), z, mask=column < rows)
+        else:
+            for e in gl.static_range(4):
+                gl.store(to_out + (16 * g + 2 * t + (e % 2 + e // 2 * 8)), x[e], mask=column < rows)

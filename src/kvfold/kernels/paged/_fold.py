@@ -5,12 +5,20 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._pages_gluon import attend_pages
-from kvfold.kernels._pages_rows_gluon import attend_rows, row_bytes
+from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, row_bytes, turn_signs
 from kvfold.kernels._softmax import LOG2E, _finish
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
 from kvfold.kernels.paged._raw import attend_windows
 
 PAGE = gl.constexpr(128)
+
+
+@gluon.jit
+def _prefetch_next(following, table, table_step, warp):
+    """Bring the numbers of the next task's first pages nearer."""
+    W: gl.constexpr = gl.num_warps()
+    first = gl.load(following + 1) + warp * ((gl.load(following + 2) - gl.load(following + 1) + W - 1) // W)
+    prefetch((table + gl.load(following).to(gl.int64) * table_step + first).to(gl.int64))
 
 
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
@@ -45,6 +53,9 @@ def fold_pieces_kernel(
     if EARLY:
         wait_for_previous(lane)
         launch_dependents(lane)
+    signs = lane * 0
+    if BYTES and V_MIX > 1:
+        signs = turn_signs(v_signs, lane // 4, lane % 4)
     tasks = gl.load(items_ptr + seqs) * heads * columns
     if RAW:
         lengths = (query_start, seq_lens, before_ptr, sink_ptr, packed_ptr, items_ptr)
@@ -71,22 +82,26 @@ def fold_pieces_kernel(
         steps = (page_step, gl.load(place + 4) // 32)
         row0 = gl.load(place + 5).to(gl.int64) * q_token + head * (rows // tokens) * D
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
+        slots = (part_out, part_top, part_sum, slot0, column0, rows)
+        varlen = (q_token, tokens, count)
+        numbers = table + seq.to(gl.int64) * table_step
         if BYTES:
             top, out, total = attend_rows(
-                base0, lane, warp, lo, hi, blocks, stored, None, table + seq.to(gl.int64) * table_step, steps,
-                q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count), k_signs, v_signs,
+                base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps,
+                q_ptr, row0, column0, rows, scale * LOG2E, varlen, k_signs, v_signs,
                 D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
             )  # fmt: skip
+            _prefetch_next(following, table, table_step, warp)
+            finish_rows(base0, lane, warp, top, out, total, signs, *slots, D, V_BITS, V_MIX)
         else:
             top, out, total = attend_pages(
-                base0, lane, warp, lo, hi, blocks, stored, None, table + seq.to(gl.int64) * table_step, steps,
-                q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count), k_signs, v_signs,
+                base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps,
+                q_ptr, row0, column0, rows, scale * LOG2E, varlen, k_signs, v_signs,
                 D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR,
             )  # fmt: skip
-        first = gl.load(following + 1) + warp * ((gl.load(following + 2) - gl.load(following + 1) + W - 1) // W)
-        prefetch((table + gl.load(following).to(gl.int64) * table_step + first).to(gl.int64))
-        side = ()
-        for n in gl.static_range(NT):
-            side = side + ((total[2 * n], total[2 * n + 1], total[2 * n], total[2 * n + 1]),)  # noqa: RUF005
-        _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, 0)
+            _prefetch_next(following, table, table_step, warp)
+            side = ()
+            for n in gl.static_range(NT):
+                side = side + ((total[2 * n], total[2 * n + 1], total[2 * n], total[2 * n + 1]),)  # noqa: RUF005
+            _finish(base0, lane, warp, top, out, side, *slots, False, D, NT, 0)
         program_sync(lane)

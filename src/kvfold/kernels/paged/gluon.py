@@ -116,7 +116,8 @@ def paged_plan(key_format: Paged, value_format: Paged, rows: int) -> tuple[Plan,
     tiles = 2 if rows > 8 and dim < 128 else 1
     columns = math.ceil(rows / (8 * tiles))
     registers = pages.REGISTERS.get(dim)
-    shapes = [Plan(warps, pages.BLOCKS, tiles, columns, 1, 0, False, registers) for warps in (4, 2, 1)]
+    narrow = pages.bytewise(key_format, value_format, rows)
+    shapes = [Plan(w, pages.BLOCKS, tiles, columns, 1, 0, False, registers, bytewise=narrow) for w in (4, 2, 1)]
     plan = next(s for s in shapes if pages.program_bytes(key_format, value_format, s) <= STATIC_SHARED)
     threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
     size = pages.program_bytes(key_format, value_format, plan)

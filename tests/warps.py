@@ -1,10 +1,13 @@
-"""One warp in NumPy: runs the functions of Gluon kernels, which no interpreter runs, where there is no GPU.
+"""Warps in NumPy: they run the functions of Gluon kernels, which no interpreter runs, where there is no GPU.
 
 :func:`on_cpu` gives a module's functions anew, with the instructions of :mod:`kvfold.kernels._warp` as what PTX says they do to
-32 lanes. A program has one warp; memory is one array of bytes, addresses are integers.
+32 lanes. A warp is a thread that calls them; memory is one array of bytes, addresses are integers.
 """
 
+import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import FunctionType, SimpleNamespace
 
 import numpy as np
@@ -50,9 +53,10 @@ class Pointer:
 
 
 class Machine:
-    """Global and shared memory, and what a warp does with them."""
+    """Global and shared memory of a program of ``warps`` warps, and what a warp does with them."""
 
-    def __init__(self, size=1 << 22):
+    def __init__(self, warps, size=1 << 22):
+        self.warps, self.barrier = warps, Barrier(warps, timeout=60)
         self.memory, self.shared, self.end = np.zeros(size, np.uint8), np.zeros(1 << 17, np.uint8), 4096
 
     def put(self, tensor):
@@ -68,7 +72,7 @@ class Machine:
     static_range = staticmethod(range)
 
     def num_warps(self):
-        return 1
+        return self.warps
 
     def where(self, condition, a, b):
         return register(np.where(condition, a, b))
@@ -89,7 +93,17 @@ class Machine:
         at = pointer.address + lanes(pointer.offset, np.int64) * pointer.type.itemsize
         return register(self._read(self.memory, at, pointer.type.itemsize).view(pointer.type)[:, 0])
 
+    def store(self, pointer, value, mask=True):
+        value, mask = lanes(value, pointer.type), lanes(mask, bool)
+        at = pointer.address + lanes(pointer.offset, np.int64) * pointer.type.itemsize
+        for lane in LANE[mask]:
+            self.memory[at[lane] : at[lane] + pointer.type.itemsize] = value[lane : lane + 1].view(np.uint8)
+
     # ---- memory
+
+    def get(self, address, shape):
+        """Of fp32."""
+        return self.memory[address : address + 4 * math.prod(shape)].view(np.float32).reshape(shape)
 
     def _read(self, memory, at, size):
         return np.stack([memory[a : a + size] for a in at])
@@ -108,14 +122,14 @@ class Machine:
         rows = self._read(self.shared, lanes(address, np.int64) + offset, 16).view(np.uint16).reshape(4, 8, 8)
         return tuple(fragment(m.T if transposed else m) for m in rows)
 
-    def store(self, address, *words):
+    def store_shared(self, address, *words):
         at = lanes(address, np.int64)
         for i, word in enumerate(words):
             data = unsigned(word).view(np.uint8).reshape(32, 4)
             for lane in range(32):
                 self.shared[at[lane] + 4 * i : at[lane] + 4 * i + 4] = data[lane]
 
-    store_shared1 = store_shared2 = store_shared4 = store
+    store_shared1 = store_shared2 = store_shared4 = store_shared
 
     def copy_async(self, to, source, size, active, to_offset, source_offset, guarded):
         to, source, size = lanes(to, np.int64) + to_offset, lanes(source, np.int64) + source_offset, lanes(size)
@@ -129,10 +143,18 @@ class Machine:
         pair = self._read(self.memory, at, 4).view(np.float16).astype(np.float32)
         return register(pair[:, 0].copy()), register(pair[:, 1].copy())
 
-    def nothing(self, *_):
+    def nothing(self, _lane):
         return None
 
-    copy_commit = copy_wait_1 = copy_wait_all = warp_sync = program_sync = nothing
+    copy_commit = copy_wait_1 = copy_wait_all = warp_sync = nothing
+
+    def program_sync(self, _lane):
+        self.barrier.wait()
+
+    def run(self, function):
+        """Call a function with the number of each warp."""
+        with ThreadPoolExecutor(self.warps) as pool:
+            list(pool.map(function, range(self.warps)))
 
 
 def lanes(x, dtype=np.int32):
@@ -239,7 +261,7 @@ INSTRUCTIONS = {
 
 
 def on_cpu(module, machine):
-    """The functions of a module of kernels, as they run on a machine's only warp."""
+    """The functions of a module of kernels, as they run on a machine's warps."""
     made = {}
 
     def of(name):
