@@ -77,12 +77,13 @@ def runs() -> tuple[Run, ...]:
         for path in sorted((ROOT / "evidence").glob("divergence-*.jsonl")):
             file = ResultFile.read(path)
             if file.settings.model.startswith(model):
-                found.append(_of_eval(model, file))
+                found.append(of_eval(model, file))
         found += [run for folder in ("lengths", "learned") if (run := _of_domains(model, stem, folder)) is not None]
     return tuple(found)
 
 
-def _of_eval(model: str, file: ResultFile) -> Run:
+def of_eval(model: str, file: ResultFile) -> Run:
+    """Rows of ``kvfold eval``."""
     by_method: dict[str, Measured] = {}
     bits: dict[str, tuple[int, float]] = {}
     for row in file.rows.values():

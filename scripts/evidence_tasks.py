@@ -11,14 +11,14 @@ import math
 import pathlib
 from collections.abc import Callable, Iterable
 
-from evidence import BASE, MODELS, NOTHING, ROOT, markdown, plain
+from evidence import BASE, MODELS, NOTHING, ROOT, logs, markdown, of_eval, plain
 
 from kvfold.evaluation.results import Result, ResultFile
 from kvfold.evaluation.statistics import Difference, Estimate, estimate, paired
 from kvfold.evaluation.suites import REGISTRY
 
-FEW = 20
-"""Items of a method at least, for a line of its own."""
+FEW = 10
+"""Items of a method at least, for a line or a cell of its own."""
 TASKS = ("needle", "ruler", "retrieval", "code")
 """Suites with lengths; ``gsm8k`` has a table of its own."""
 MEASURES = {"gsm8k": "flexible"}
@@ -39,6 +39,7 @@ class Asked:
     suite: str
     model: str
     by_method: dict[str, dict[str, Result]]
+    chat: bool = True
 
     def values(self, method: str, measure: str, length: int | None = None) -> dict[str, float]:
         """By item."""
@@ -73,22 +74,24 @@ def asked() -> tuple[Asked, ...]:
                     by_method: dict[str, dict[str, Result]] = {}
                     for row in file.rows.values():
                         by_method.setdefault(plain(row.method), {})[row.item] = row
-                    found.append(Asked(suite, model, by_method))
+                    found.append(Asked(suite, model, by_method, bool(file.settings.options.get("chat"))))
     return tuple(found)
 
 
 def difference(
     of: Iterable[Asked], a: str, b: str, measure: str, higher: bool = True, length: int | None = None
 ) -> Difference | None:
-    """A method minus another on the items that both have, of several files together; None: there are none."""
-    mine, theirs = [], []
+    """A method minus another on the items that both have, of several files together; None: there are none.
+
+    What was asked in two forms is one item.
+    """
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for one in of:
         x, y = one.values(a, measure, length), one.values(b, measure, length)
         for item in x.keys() & y.keys():
-            mine.append((item, x[item], y[item]))
-    mine.sort()
-    theirs = [y for _, _, y in mine]
-    return paired([x for _, x, _ in mine], theirs, higher) if mine else None
+            found.setdefault((one.model, item), []).append((x[item], y[item]))
+    pairs = [tuple(sum(side) / len(side) for side in zip(*found[item], strict=True)) for item in sorted(found)]
+    return paired([x for x, _ in pairs], [y for _, y in pairs], higher) if pairs else None
 
 
 def percent(value: Estimate | Difference, signed: bool = False) -> str:
@@ -124,6 +127,7 @@ def gsm8k() -> str:
             against = [None if name == b else difference([one], name, b, "flexible") for b in (NOTHING, BASE)]
             lines.append(
                 [
+                    "chat" if one.chat else "plain",
                     f"`{name}`",
                     "16" if name == NOTHING else f"{one.bits(name) or 0.0:.2f}",
                     str(len(right)),
@@ -135,6 +139,7 @@ def gsm8k() -> str:
                 ]
             )
     head = [
+        "form",
         "method",
         "bits",
         "problems",
@@ -236,6 +241,34 @@ def claims() -> str:
     return markdown(["paper", "claim", "task", "method", "against", "points [95%]", "items", "verdict"], lines)
 
 
+def published() -> str:
+    """Methods as published, and what mends them, as multiples of KIVI-2's divergence in the same runs."""
+    lines = []
+    for path in sorted((ROOT / "evidence").glob("divergence-*.jsonl")):
+        file = ResultFile.read(path)
+        if file.settings.windows is not None:
+            continue
+        model = next(name for name in MODELS if file.settings.model.startswith(name))
+        run = of_eval(model, file)
+        for name in sorted(run.by_method, key=lambda name: (_plain_name(name), name)):
+            found = logs(run, name, BASE)
+            if name in (BASE, NOTHING) or not found:
+                continue
+            mean = paired(list(found.values()), [0.0] * len(found), higher_is_better=False)
+            ends = "" if mean.low is None or mean.high is None else f" [{_times(mean.low)}, {_times(mean.high)}]"
+            said = [f"`{name}`", f"{run.bits[name]:.2f}", f"{_times(mean.mean)}{ends}", str(len(found))]
+            lines.append([MODELS[model][0], *said])
+    return markdown(["model", "method", "bits", "times KIVI-2's KL [95%]", "windows"], lines)
+
+
+def _plain_name(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _times(log: float) -> str:
+    return f"{math.exp(log):.3g}"
+
+
 # ---- proposals -------------------------------------------------------------------------------------------------------
 
 
@@ -299,6 +332,7 @@ def _proposal(file: ResultFile, held: dict, proposal: str) -> list[str] | None: 
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "published": published,
     "gsm8k": gsm8k,
     "tasks": tasks,
     "task claims": claims,
