@@ -109,6 +109,7 @@ BAD = [
     ("generate Hi --method \udcff", "method: "),
     ("generate Hi --device meta", "device: 'meta' is unknown or not there"),
     ("generate Hi --device cuda:99", "device: 'cuda:99' is unknown or not there"),
+    ("generate Hi --device cpu --compile", "compile: device=cpu is not allowed: .*allowed: cuda"),
     ("generate Hi --dtype float8", "dtype: 'float8' is unknown; allowed: float32"),
 ]
 

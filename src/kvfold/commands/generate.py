@@ -31,6 +31,7 @@ from kvfold.errors import KVFoldError
 @model_options
 @sampling_options(128, "Stop after so many tokens.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it stands, without the model's chat template.")
+@click.option("--compile", "fuse", is_flag=True, help="On a GPU, have torch.compile fuse the model's small operations.")
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
 def generate(
     prompt: str | None,
@@ -42,6 +43,7 @@ def generate(
     temperature: float,
     seed: int,
     raw: bool,
+    fuse: bool,
     json_path: str | None,
 ) -> None:
     """Answer PROMPT with a folded cache, as a stream; then say speed, cache size and saving.
@@ -76,9 +78,13 @@ def generate(
     if tokenizer.pad_token_id is None:
         sampling["pad_token_id"] = tokenizer.eos_token_id
     on_gpu = loaded.device.type == "cuda"
+    if fuse and not on_gpu:
+        raise KVFoldError(
+            f"compile: device={loaded.device.type} is not allowed: only decode graphs are compiled; allowed: cuda"
+        )
     cache = kvfold.fold(loaded, method, max_length=prompt_tokens + max_new_tokens if on_gpu else None)
     streamer = Stream(tokenizer, sys.stderr if json_path == "-" else sys.stdout, needed=json_path is None)
-    graphs = decoding(loaded, cache, max_new_tokens, required=False) if on_gpu else nullcontext()
+    graphs = decoding(loaded, cache, max_new_tokens, required=False, compile=fuse) if on_gpu else nullcontext()
     with torch.inference_mode(), graphs as steps:
         output = loaded.generate(
             input_ids=ids,
