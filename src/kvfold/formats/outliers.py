@@ -80,12 +80,23 @@ class Outliers(Format):
         outlier : Tensor, float32 [batch, num_kv_heads, blocks, count]
         """
         blocks = x.float().unflatten(-2, (-1, self.block))
-        median = blocks.median(dim=-2 if self.axis == "token" else -1, keepdim=True).values
-        score = (blocks - median).abs() if score is None else score.unflatten(-2, (-1, self.block))
-        where = largest(score.flatten(-2), self.count)
+        lines = blocks.transpose(-1, -2) if self.axis == "token" else blocks  # of which a median is taken
+        if score is None:
+            medians = median(lines)
+            score = (blocks - medians.unsqueeze(-2 if self.axis == "token" else -1)).abs()
+            where = largest(score.flatten(-2), self.count)
+            ordinary = medians.gather(-1, self._line(where))
+        else:  # medians of the outliers' lines are enough
+            where = largest(score.unflatten(-2, (-1, self.block)).flatten(-2), self.count)
+            line = self._line(where).unsqueeze(-1).expand(*where.shape, lines.shape[-1])
+            ordinary = median(lines.gather(-2, line))
         outlier = blocks.flatten(-2).gather(-1, where)
-        filled = blocks.flatten(-2).scatter(-1, where, median.expand_as(blocks).flatten(-2).gather(-1, where))
+        filled = blocks.flatten(-2).scatter(-1, where, ordinary)
         return filled.view_as(blocks).flatten(-3, -2), where, outlier
+
+    def _line(self, where: torch.Tensor) -> torch.Tensor:
+        """The channel or token that an element of a block belongs to, whichever a median is taken of."""
+        return where % self.head_dim if self.axis == "token" else where // self.head_dim
 
     def decode(self, fields: Fields) -> torch.Tensor:
         x = self.inner.decode(fields).unflatten(-2, (-1, self.block))
@@ -100,6 +111,13 @@ class Outliers(Format):
 def outlier_count(fraction: float, block: int, head_dim: int) -> int:
     """How many elements of a block a fraction is, at least 1 unless it is 0."""
     return max(1, round(fraction * block * head_dim)) if fraction else 0
+
+
+def median(x: torch.Tensor) -> torch.Tensor:
+    """The lower median of the last dimension: float32 [..., n] -> [...]."""
+    if x.is_cuda:  # where a median takes a program per line
+        return x.sort(-1).values[..., (x.shape[-1] - 1) // 2]
+    return x.median(-1).values
 
 
 def largest(score: torch.Tensor, count: int) -> torch.Tensor:
