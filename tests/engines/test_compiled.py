@@ -159,4 +159,4 @@ def test_compiling_a_model_is_said_once(caplog):
     with caplog.at_level(logging.WARNING, "kvfold"):
         listener.tell_model()
         listener.tell_model()
-    assert [record.getMessage()[:38] for record in caplog.records] == ["kvfold: compiling the model's step, ab"]
+    assert [record.getMessage()[:37] for record in caplog.records] == ["kvfold: compiling the model's layers,"]

@@ -11,6 +11,7 @@ import kvfold
 from helpers import rope, spec
 from kvfold.formats import AffineGroups, Dense, PagedFormat, SignSketch
 from kvfold.formats.affine import floor_fp16, quantize_asym, quantize_sym, to_fp16
+from kvfold.formats.basis import filled
 from kvfold.formats.packing import PLANES, group_order, pack, pack_signs, unpack, unpack_signs
 from kvfold.methods import Observation, get
 from targets import current
@@ -419,3 +420,14 @@ def test_declared_fields_and_bytes_are_the_real_ones(name, head_dim):
 )
 def test_effective_bits(name, head_dim, bits):
     assert get(name).effective_bits(head_dim) == pytest.approx(bits)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 32, 33, 4096, 4097])
+def test_rows_of_a_product_do_not_depend_on_how_many_there_are(rows):
+    """As it is made on a GPU: of equally many rows at a time."""
+    draw = torch.Generator().manual_seed(0)
+    x, matrix = (torch.randn(n, 32, generator=draw) for n in (4200, 32))
+    whole = filled(x, matrix)
+    assert torch.equal(filled(x[:rows], matrix), whole[:rows])
+    assert torch.equal(filled(x[:rows].view(1, rows, 1, 32), matrix), whole[:rows].view(1, rows, 1, 32))
+    assert (whole - x @ matrix).abs().max() < 1e-5

@@ -13,6 +13,9 @@ import torch
 
 from kvfold.formats.packing import UNIT
 
+ROWS = 4096
+"""Of a product on a GPU."""
+
 
 @dataclass(frozen=True)
 class Basis(ABC):
@@ -100,7 +103,7 @@ class Rotation(Basis):
         return by_block(x, rotation(self.head_dim, self.seed, str(x.device)).T)
 
     def restore(self, y: torch.Tensor) -> torch.Tensor:
-        return y @ rotation(self.head_dim, self.seed, str(y.device))
+        return product(y, rotation(self.head_dim, self.seed, str(y.device)))
 
     def tables(self, device: torch.device | str) -> dict[str, torch.Tensor]:
         return {"rotation": rotation(self.head_dim, self.seed, str(device))}
@@ -125,7 +128,7 @@ class Sketch(Basis):
         return torch.cat([projected, x.norm(dim=-1, keepdim=True)], -1)
 
     def restore(self, y: torch.Tensor) -> torch.Tensor:
-        return y @ projection(self.rows, self.head_dim, self.seed, str(y.device))
+        return product(y, projection(self.rows, self.head_dim, self.seed, str(y.device)))
 
     def tables(self, device: torch.device | str) -> dict[str, torch.Tensor]:
         return {"sketch": projection(self.rows, self.head_dim, self.seed, str(device))}
@@ -139,7 +142,29 @@ def by_block(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     x : Tensor [..., tokens, d]
         ``tokens`` a multiple of 32.
     """
+    if x.is_cuda and matrix.dim() == 2:  # which a product takes together, however they are cut
+        return product(x, matrix)
     return (x.unflatten(-2, (-1, UNIT)) @ matrix).flatten(-3, -2)
+
+
+def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``x @ matrix``; a row's bits do not depend on how many there are.
+
+    Parameters
+    ----------
+    x : Tensor, float32 [..., d]
+    matrix : Tensor, float32 [d, n]
+    """
+    return filled(x, matrix) if x.is_cuda else x @ matrix
+
+
+def filled(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """:func:`product`, by :data:`ROWS` rows at a time: a GPU's library chooses its algorithm by their number, and with that the
+    last bits."""
+    rows = x.reshape(-1, x.shape[-1])
+    whole = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % ROWS))
+    parts = [part @ matrix for part in whole.split(ROWS)]
+    return torch.cat(parts)[: len(rows)].view(*x.shape[:-1], matrix.shape[-1])
 
 
 def gain(head_dim: int) -> float:

@@ -58,7 +58,7 @@ class Compiling:
         if not self._told_of_model:
             self._told_of_model = True
             log.warning(
-                "kvfold: compiling the model's step, about a minute; what can be cached is, and later processes take less"
+                "kvfold: compiling the model's layers, about 15 s; what can be cached is, and later processes take less"
             )
 
 

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from kvfold.engines.transformers.layer import FoldedLayer
 
 IMPLEMENTATION = "kvfold_step"
-OPTIONS: dict[str, Any] = {"triton.cudagraphs": False}
-"""Of Inductor: the graph is kvfold's own."""
+OPTIONS: dict[str, Any] = {"triton.cudagraphs": False, "coordinate_descent_tuning": True}
+"""Of Inductor. The graph is kvfold's own. Tuning takes seconds, and has products with one row made by kernels that fuse with
+what is around them."""
 
 _running: list[Iterator["FoldedLayer"]] = []
 """Layers of the cache whose step runs, those that have attended left out."""

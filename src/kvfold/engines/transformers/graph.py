@@ -384,7 +384,7 @@ def decoding(
         False: where a graph is refused, decode step by step, and say why in ``reason``.
     compile : bool
         Have ``torch.compile`` fuse the model's small operations within the graph (norms, rotations, activations); attention
-        and the cache stay kvfold's. The first graph of a model and batch size waits for the compiler, a minute or so.
+        and the cache stay kvfold's. The first graph of a model and batch size waits for the compiler, about 15 s.
 
     Raises
     ------
