@@ -157,6 +157,10 @@ class Program:
     def load_shared(self, address, offset, count):
         return tuple(self.shared.read(address + offset, torch.int32, count).unbind(-1))
 
+    def load_global4(self, address, active):
+        assert bool((active != 0).all())
+        return tuple(self.memory.read(address, torch.int32, 4).unbind(-1))
+
     def load_shared4f(self, address):
         return tuple(self.shared.read(address, torch.float32, 4).unbind(-1))
 
@@ -209,7 +213,8 @@ class Program:
 
         return {
             "gl": self.gl(), "tl": None,
-            "load_shared": self.load_shared, "load_shared4f": self.load_shared4f, "store_shared4": self.store_shared4,
+            "load_shared": self.load_shared, "load_global4": self.load_global4,
+            "load_shared4f": self.load_shared4f, "store_shared4": self.store_shared4,
             "load_shared_short": self.load_shared_short, "store_shared1": lambda to, x: self.shared.write(to, x),
             "copy_async": self.copy_async, "mma": self.mma, "transpose8": self.transpose8,
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,

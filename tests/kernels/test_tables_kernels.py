@@ -73,8 +73,15 @@ def wanted(case):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("name, per_head", [*((name, 4) for name in FORMATS), ("commvq-1bit", 6), ("vqllm-1bit", 8)])
-def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
+@pytest.mark.parametrize(
+    "name, per_head, kept",
+    [
+        *((name, 4, kept) for name in FORMATS for kept in (False, True)),
+        ("commvq-1bit", 6, False),
+        ("vqllm-1bit", 8, False),
+    ],
+)
+def test_lanes_agree_with_decoding(name, per_head, kept, monkeypatch):
     of = module(name)
     kernel = "codebook_kernel" if of is codebook else "residual_kernel"
     monkeypatch.setattr(of, kernel, Emulated(getattr(of, kernel)))
@@ -89,7 +96,7 @@ def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
         in_place=True,
         unproject=turned,
     )
-    got, want = attended(case, of, chunk=1), wanted(case)
+    got, want = attended(case, of, chunk=1, kept=kept), wanted(case)
     assert torch.isfinite(got).all()
     for b in range(len(want)):
         assert float((got[b] - want[b]).norm() / want[b].norm()) < 1e-3

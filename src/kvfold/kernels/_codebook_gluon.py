@@ -5,7 +5,8 @@ A program keeps one KV head's tables in shared memory, and its warps stream unit
 channels ("slots") of tokens g and g + 8. Lanes of odd g read slots 0 and 1, and 2 and 3, the other way round, so that the two
 tokens of a quarter of a warp never meet in a bank; they change places once all stages are summed.
 
-Keys are stored before RoPE. A unit's query is rotated back by the position of the unit's first token, and keys by the rest.
+Keys are stored before RoPE. A tile of 16 tokens has its query rotated back by the position of
+the first one, and its keys by the rest, for which a lane keeps cosines and sines.
 
 Row r of a tile's 8 is token 4 (r % 2) + r / 2: then the probabilities of a lane, transposed, are those of the tokens whose bits
 one byte of a channel holds.
@@ -26,6 +27,7 @@ from kvfold.kernels._warp import (
     copy_wait_1,
     copy_wait_all,
     exp2_fast,
+    load_global4,
     load_shared,
     load_shared_short,
     mma,
@@ -43,8 +45,6 @@ UNIT = gl.constexpr(32)
 ROW = gl.constexpr(256)
 """Bytes of a row of 128 channels."""
 LEVELS = gl.constexpr(64)
-TURN = gl.constexpr(32 * 256)
-"""Bytes of cosines and sines of 32 tokens."""
 QUERY = gl.constexpr(272)
 """Bytes from a turned query to the next: rows begin in different banks."""
 
@@ -56,9 +56,9 @@ def stage_bytes(stages, bits):
 
 
 @gluon.constexpr_function
-def shared_bytes(most, bits, columns, warps):
+def shared_bytes(most, bits, columns, warps, kept):
     """Bytes of shared memory of a program whose passes have up to ``most`` stages."""
-    size = most * 64 * 256 + 32 * 256 + warps * (2 * (48 * most + 64 + 4 * bits) + columns * 272)
+    size = most * 64 * 256 + (0 if kept else 32 * 256) + warps * (2 * (48 * most + 64 + 4 * bits) + columns * 272)
     return (max(size, warps * bits * 32) + 1023) // 1024 * 1024
 
 
@@ -184,17 +184,42 @@ def _tile_sums(lane, codes, rows, start, TILE: gl.constexpr, STAGES: gl.constexp
 
 
 @gluon.jit
+def _turns(turns_ptr, token, t, odd):
+    """Of token number ``token`` of a tile: 8 words of cosines, and 8 of sines, of the lane's slots."""
+    at = turns_ptr.to(gl.int64) + token * 128 + t * 16
+    near = at + gl.where(odd, 64, 0)
+    far = at + gl.where(odd, 0, 64)
+    all_lanes = token * 0 + 1
+    return (
+        load_global4(near, all_lanes)
+        + load_global4(far, all_lanes)
+        + load_global4(near + 4096, all_lanes)
+        + load_global4(far + 4096, all_lanes)
+    )
+
+
+@gluon.jit
+def _shared_turns(address):
+    """The same from shared memory, where a token has 64 cosines and then 64 sines."""
+    other = address ^ 64
+    return (
+        load_shared(address, 0, 4)
+        + load_shared(other, 0, 4)
+        + load_shared(address, 128, 4)
+        + load_shared(other, 128, 4)
+    )
+
+
+@gluon.jit
 def _rotated(x, turns, odd):
-    """Keys of one token of every lane, rotated by its place in the unit, in the order of channels."""
-    cos = load_shared(turns, 0, 4) + load_shared(turns ^ 64, 0, 4)
-    sin = load_shared(turns, 128, 4) + load_shared(turns ^ 64, 128, 4)
+    """Keys of one token of every lane, rotated by its place in the tile, in the order of channels."""
     real = ()
     imaginary = ()
     for i in gl.static_range(8):
         a = x[i]
         b = x[i + 8]
-        real = real + (_fma_half2(a, cos[i], mul_half2(b ^ -2147450880, sin[i])),)
-        imaginary = imaginary + (_fma_half2(b, cos[i], mul_half2(a, sin[i])),)
+        real = real + (_fma_half2(a, turns[i], mul_half2(b ^ -2147450880, turns[i + 8])),)
+        imaginary = imaginary + (_fma_half2(b, turns[i], mul_half2(a, turns[i + 8])),)
     out = ()
     for i in gl.static_range(8):
         out = out + (gl.where(odd, real[(i + 4) % 8], real[i]),)
@@ -350,12 +375,13 @@ def _stages(stages, most, number):
 
 @gluon.jit
 def _over_units(
-    top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, lane_turns, lane_query, raw,
+    top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, near_turns, far_turns, lane_query, raw,
     freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, done, length, each, count, kept,
     STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    BUFFER: gl.constexpr, UNROLLED: gl.constexpr,
+    BUFFER: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """A pass over a chunk of a warp's units, whose first one is on its way. V: 0 but in the last pass."""
+    STEP: gl.constexpr = 32 if KEPT else 1
     for i in range(gl.minimum(length, each - done)):
         at = done + i
         here = stage + i % 2 * BUFFER
@@ -366,21 +392,34 @@ def _over_units(
             FIRST, COUNT, V,
         )  # fmt: skip
         copy_commit(lane)
-        angle = (position + at * 32).to(gl.float32)
-        _turned_queries(query + lane * 4, raw, (angle * freq0, angle * freq1), gain, lane, 128, C)
-        copy_wait_1(lane)
         q = ()
-        for j in gl.static_range(4):
-            q = q + load_shared(lane_query, 64 * j, 4)
+        if not KEPT:
+            angle = (position + at * 32).to(gl.float32)
+            _turned_queries(query + lane * 4, raw, (angle * freq0, angle * freq1), gain, lane, 128, C)
+        copy_wait_1(lane)
+        if not KEPT:
+            for j in gl.static_range(4):
+                q = q + load_shared(lane_query, 64 * j, 4)
         scores = ()
         for tile in gl.static_range(2):
             x, y = _tile_sums(lane, here + word, lane_rows, begin, tile, COUNT, UNROLLED)
-            x = _rotated(x, lane_turns + tile * 4096, odd)
-            y = _rotated(y, lane_turns + tile * 4096 + 2048, odd)
+            if KEPT:
+                x = _rotated(x, near_turns, odd)
+                y = _rotated(y, far_turns, odd)
+                angle = (position + (at * 32 + tile * 16)).to(gl.float32)
+                warp_sync(lane)
+                _turned_queries(query + lane * 4, raw, (angle * freq0, angle * freq1), gain, lane, 128, C)
+                warp_sync(lane)
+                q = ()
+                for j in gl.static_range(4):
+                    q = q + load_shared(lane_query, 64 * j, 4)
+            else:
+                x = _rotated(x, _shared_turns(near_turns + tile * 4096), odd)
+                y = _rotated(y, _shared_turns(near_turns + (tile * 4096 + 2048)), odd)
             to = kept + (i * 2 + tile) * 128
             acc = _zero4(lane)
             if FIRST > 0:
-                acc = (gl.load(to), gl.load(to + 1), gl.load(to + 2), gl.load(to + 3))
+                acc = (gl.load(to), gl.load(to + STEP), gl.load(to + 2 * STEP), gl.load(to + 3 * STEP))
             acc = _tile_scores(x, y, q, acc)
             if V:
                 near, _ = unpack_half2(load_shared_short(here + token * 2, 48 * COUNT + 32 * tile))
@@ -395,9 +434,9 @@ def _over_units(
                 )
             else:
                 gl.store(to, acc[0])
-                gl.store(to + 1, acc[1])
-                gl.store(to + 2, acc[2])
-                gl.store(to + 3, acc[3])
+                gl.store(to + STEP, acc[1])
+                gl.store(to + 2 * STEP, acc[2])
+                gl.store(to + 3 * STEP, acc[3])
             scores = scores + (acc,)
         if V:
             top, factor, p = _weights(scores, top, odd)
@@ -413,16 +452,17 @@ def codebook_kernel(
     part_out, part_top, part_sum, scratch_ptr,
     scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
     STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
+    KEPT: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
     Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage. The tables of PASS stages lie in
     shared memory; where there are more stages, a program goes over ``chunk`` units a warp once for each PASS of them, and
-    keeps scores in ``scratch_ptr``, float32 [programs, W, chunk, 2, 32, 4], in between.
+    keeps scores in ``scratch_ptr``, float32 [programs, W, chunk, 2, 4, 32], in between.
     """
     W: gl.constexpr = gl.num_warps()
     PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
-    BYTES: gl.constexpr = shared_bytes(PASS, V, C, W)
+    BYTES: gl.constexpr = shared_bytes(PASS, V, C, W, KEPT)
     BUFFER: gl.constexpr = stage_bytes(PASS, V)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
@@ -436,9 +476,10 @@ def codebook_kernel(
             memory = memory + (_allocated(thread, 1024 << i),)
     base = _dynamic_base(lane)
     program_sync(lane)
+    TURNS: gl.constexpr = 0 if KEPT else 8192
     turns = base + PASS * 16384
-    stage = turns + (8192 + W * C * 272) + warp * (2 * BUFFER)
-    query = turns + 8192 + warp * (C * 272)
+    query = turns + TURNS + warp * (C * 272)
+    stage = turns + (TURNS + W * C * 272) + warp * (2 * BUFFER)
 
     split = gl.program_id(1)
     column0 = (gl.program_id(0) % columns) * C
@@ -456,11 +497,11 @@ def codebook_kernel(
     bits = bits_ptr.to(gl.int64)
     tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * (STAGES * 16384)
 
-    # cosines and sines: a token's 64 cosines, then its sines
-    for i in gl.static_range((512 + 32 * W - 1) // (32 * W)):
-        piece = thread + i * (32 * W)
-        source = turns_ptr.to(gl.int64) + (piece // 8 % 2 * 4096 + piece // 16 * 128 + piece % 8 * 16)
-        copy_async(turns + piece * 16, source, lane * 0 + 16, (piece < 512).to(gl.int32), 0, 0, True)
+    if not KEPT:  # cosines and sines: a token's 64 cosines, then its sines
+        for i in gl.static_range((512 + 32 * W - 1) // (32 * W)):
+            piece = thread + i * (32 * W)
+            source = turns_ptr.to(gl.int64) + (piece // 8 % 2 * 4096 + piece // 16 * 128 + piece % 8 * 16)
+            copy_async(turns + piece * 16, source, lane * 0 + 16, (piece < 512).to(gl.int32), 0, 0, True)
     if PASSES == 1:
         _fetch_rows(base, tables, thread, PASS * 16384, W)
         copy_commit(lane)
@@ -481,7 +522,12 @@ def codebook_kernel(
     begin = token * 12 % 32
     word = token * 12 // 32 * 4
     lane_rows = base + (g % 2) * 64 + t * 16
-    lane_turns = turns + token * 256 + (g % 2) * 64 + t * 16
+    if KEPT:
+        near_turns = _turns(turns_ptr, token, t, odd)
+        far_turns = _turns(turns_ptr, token + 8, t, odd)
+    else:
+        near_turns = turns + token * 256 + (g % 2) * 64 + t * 16
+        far_turns = near_turns
     lane_query = query + g % C * 272 + t * 16
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
     side = _zero4(lane)
@@ -498,7 +544,7 @@ def codebook_kernel(
         chunks = (each + chunk - 1) // chunk
         length = chunk
     program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
-    kept = scratch_ptr + ((program * W + warp) * chunk * 2 * 32 + lane) * 4
+    kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
     for c in range(chunks):
         for number in gl.static_range(PASSES):
             done = c * length
@@ -514,15 +560,18 @@ def codebook_kernel(
                 copy_wait_1(lane)
                 program_sync(lane)
             top, out, side = _over_units(
-                top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, lane_turns, lane_query, raw,
-                freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, done, length, each, count, kept,
+                top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, near_turns, far_turns, lane_query,
+                raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, done, length, each, count, kept,
                 STAGES, PASS * number, _stages(STAGES, PASS, number), V if number == PASSES - 1 else 0, C, BUFFER, UNROLLED,
+                KEPT,
             )  # fmt: skip
             if PASSES > 1:
                 copy_wait_all(lane)
     copy_wait_all(lane)
     program_sync(lane)
     slot0 = head.to(gl.int64) * parts + (part0 + split)
-    _finish(base, lane, warp, top, out, (side,), part_out, part_top, part_sum, slot0, column0, rows, True, V, 1, -9.0)
+    _finish(
+        base, lane, warp, top, out, (side,), part_out, part_top, part_sum, slot0, column0, rows, True, V, 1, -9.0, 1
+    )
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

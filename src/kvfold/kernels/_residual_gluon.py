@@ -33,6 +33,7 @@ from kvfold.kernels._warp import (
     copy_wait_1,
     copy_wait_all,
     exp2_fast,
+    load_global4,
     load_shared,
     load_shared_short,
     mma,
@@ -59,9 +60,9 @@ def table_bytes(k_stages, v_stages, both):
 
 
 @gluon.constexpr_function
-def shared_bytes(k_stages, v_stages, both, columns, warps):
+def shared_bytes(k_stages, v_stages, both, columns, warps, kept):
     """Bytes of shared memory of a program."""
-    size = table_bytes(k_stages, v_stages, both) + 8192
+    size = table_bytes(k_stages, v_stages, both) + (0 if kept else 8192)
     size += warps * (2 * buffer_bytes(k_stages, v_stages) + columns * 272)
     return (max(size, warps * 128 * 32) + 8191) // 8192 * 8192
 
@@ -116,20 +117,41 @@ def _token_sums(codes, selector, rows, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _turns(turns_ptr, token, t):
+    """Of token number ``token`` of a tile: of every group two words of cosines and two of sines of the lane's pairs."""
+    at = turns_ptr.to(gl.int64) + token * 256 + t * 16
+    words = ()
+    for i in gl.static_range(4):
+        words = words + load_global4(at + 64 * i, token * 0 + 1)
+    return words
+
+
+@gluon.jit
+def _shared_turns(address):
+    """The same from shared memory."""
+    other = address ^ 64
+    return (
+        load_shared(address, 0, 4)
+        + load_shared(other, 0, 4)
+        + load_shared(address, 128, 4)
+        + load_shared(other, 128, 4)
+    )
+
+
+@gluon.jit
 def _rotated(x, turns):
-    """Keys of one token of every lane, rotated by its place in the unit."""
+    """Keys of one token of every lane, rotated by its place in the tile."""
     out = ()
     for i in gl.static_range(4):
-        turn = load_shared(turns if i % 2 == 0 else turns ^ 64, i // 2 * 128, 4)
         a0 = x[4 * i]
         a1 = x[4 * i + 1]
         b0 = x[4 * i + 2]
         b1 = x[4 * i + 3]
         out = out + (
-            _fma_half2(a0, turn[0], mul_half2(b0 ^ -2147450880, turn[2])),
-            _fma_half2(a1, turn[1], mul_half2(b1 ^ -2147450880, turn[3])),
-            _fma_half2(b0, turn[0], mul_half2(a0, turn[2])),
-            _fma_half2(b1, turn[1], mul_half2(a1, turn[3])),
+            _fma_half2(a0, turns[4 * i + 0], mul_half2(b0 ^ -2147450880, turns[4 * i + 2])),
+            _fma_half2(a1, turns[4 * i + 1], mul_half2(b1 ^ -2147450880, turns[4 * i + 3])),
+            _fma_half2(b0, turns[4 * i + 0], mul_half2(a0, turns[4 * i + 2])),
+            _fma_half2(b1, turns[4 * i + 1], mul_half2(a1, turns[4 * i + 3])),
         )
     return out
 
@@ -192,12 +214,14 @@ def _weights(scores, norms, top, total):
 
 @gluon.jit
 def _over_units(
-    top, out, total, lane, g, stage, query, selector, k_rows, v_rows, lane_turns, lane_query, to_query, raw, freq0, freq1,
-    gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, done, length, each, count, kept,
+    top, out, total, lane, g, stage, query, selector, k_rows, v_rows, near_turns, far_turns, lane_query, to_query, raw, freq0,
+    freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, done, length, each, count, kept,
     K: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, C: gl.constexpr,
+    KEPT: gl.constexpr,
 ):  # fmt: skip
     """A pass over a chunk of a warp's units, whose first one is on its way."""
     BUFFER: gl.constexpr = buffer_bytes(K, V)
+    STEP: gl.constexpr = 32 if KEPT else 1
     for i in range(gl.minimum(length, each - done)):
         at = done + i
         here = stage + i % 2 * BUFFER
@@ -208,31 +232,47 @@ def _over_units(
             K, V, KEYS, VALUES,
         )  # fmt: skip
         copy_commit(lane)
-        if KEYS:
+        if KEYS and not KEPT:
             angle = (position + at * 32).to(gl.float32)
             _turned_queries(to_query, raw, (angle * freq0, angle * freq1), gain, lane, 8, C)
         copy_wait_1(lane)
         products = ()
         if KEYS:
             q = ()
-            for j in gl.static_range(4):
-                q = q + load_shared(lane_query, 64 * j, 4)
+            if not KEPT:
+                for j in gl.static_range(4):
+                    q = q + load_shared(lane_query, 64 * j, 4)
             for tile in gl.static_range(2):
                 x = _token_sums(here + g * (4 * K) + tile * (64 * K), selector, k_rows, K)
-                x = _rotated(x, lane_turns + tile * 4096)
+                if KEPT:
+                    x = _rotated(x, near_turns)
+                else:
+                    x = _rotated(x, _shared_turns(near_turns + tile * 4096))
                 y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), selector, k_rows, K)
-                y = _rotated(y, lane_turns + (tile * 4096 + 2048))
+                if KEPT:
+                    y = _rotated(y, far_turns)
+                    angle = (position + (at * 32 + tile * 16)).to(gl.float32)
+                    warp_sync(lane)
+                    _turned_queries(to_query, raw, (angle * freq0, angle * freq1), gain, lane, 8, C)
+                    warp_sync(lane)
+                    q = ()
+                    for j in gl.static_range(4):
+                        q = q + load_shared(lane_query, 64 * j, 4)
+                else:
+                    y = _rotated(y, _shared_turns(near_turns + (tile * 4096 + 2048)))
                 products = products + (_tile_scores(x, y, q, _zero4(lane)),)
         if not VALUES:
             for tile in gl.static_range(2):
                 to = kept + (i * 2 + tile) * 128
                 for e in gl.static_range(4):
-                    gl.store(to + e, products[tile][e])
+                    gl.store(to + STEP * e, products[tile][e])
         else:
             if not KEYS:
                 for tile in gl.static_range(2):
                     to = kept + (i * 2 + tile) * 128
-                    products = products + ((gl.load(to), gl.load(to + 1), gl.load(to + 2), gl.load(to + 3)),)
+                    products = products + (
+                        (gl.load(to), gl.load(to + STEP), gl.load(to + 2 * STEP), gl.load(to + 3 * STEP)),
+                    )
             scores = ()
             norms = ()
             alive = at < count
@@ -281,15 +321,16 @@ def residual_kernel(
     packed_len_ptr, position_ptr, part_out, part_top, part_sum, scratch_ptr,
     scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
     K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr,
+    KEPT: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
     Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage; K and V are stages of keys and of
     values. With BOTH the tables of both lie in shared memory; without, a program goes over ``chunk`` units a warp first for
-    scores, which ``scratch_ptr``, float32 [programs, W, chunk, 2, 32, 4], keeps, and then for values.
+    scores, which ``scratch_ptr``, float32 [programs, W, chunk, 2, 4, 32], keeps, and then for values.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W)
+    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT)
     BUFFER: gl.constexpr = buffer_bytes(K, V)
     TABLES: gl.constexpr = table_bytes(K, V, BOTH)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
@@ -305,9 +346,10 @@ def residual_kernel(
         memory = memory + (_allocated(thread, 131072),)
     base = _dynamic_base(lane)
     program_sync(lane)
+    TURNS: gl.constexpr = 0 if KEPT else 8192
     turns = base + TABLES
-    stage = turns + (8192 + W * C * 272) + warp * (2 * BUFFER)
-    query = turns + 8192 + warp * (C * 272)
+    query = turns + TURNS + warp * (C * 272)
+    stage = turns + (TURNS + W * C * 272) + warp * (2 * BUFFER)
 
     split = gl.program_id(1)
     column0 = (gl.program_id(0) % columns) * C
@@ -325,7 +367,8 @@ def residual_kernel(
     k_norms = k_norms_ptr.to(gl.int64)
     v_norms = v_norms_ptr.to(gl.int64)
 
-    _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
+    if not KEPT:
+        _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
     if BOTH:
         _fetch_rows(base, k_rows_ptr.to(gl.int64), thread, K * 16384, W)
         _fetch_rows(base + K * 16384, v_rows_ptr.to(gl.int64), thread, V * 16384, W)
@@ -347,7 +390,12 @@ def residual_kernel(
     selector = 0x3210 + odd * (0x2301 - 0x3210)
     k_lane = base + odd * 64 + t * 16
     v_lane = k_lane + (K * 16384 if BOTH else 0)
-    lane_turns = turns + g * 256 + odd * 64 + t * 16
+    if KEPT:
+        near_turns = _turns(turns_ptr, g, t)
+        far_turns = _turns(turns_ptr, g + 8, t)
+    else:
+        near_turns = turns + g * 256 + odd * 64 + t * 16
+        far_turns = near_turns
     lane_query = query + g % C * 272 + t * 16
     to_query = query + lane // 8 * 64 + lane // 2 % 4 * 16 + lane % 2 * 4
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
@@ -356,14 +404,14 @@ def residual_kernel(
     for _i in gl.static_range(8):
         out = out + (_zero4(lane),)
     program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
-    kept = scratch_ptr + ((program * W + warp) * chunk * 2 * 32 + lane) * 4
+    kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
     if BOTH:
         copy_wait_1(lane)
         program_sync(lane)
         top, out, total = _over_units(
-            top, out, total, lane, g, stage, query, selector, k_lane, v_lane, lane_turns, lane_query, to_query, raw, freq0,
-            freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, 0, each, each, count, kept,
-            K, V, True, True, C,
+            top, out, total, lane, g, stage, query, selector, k_lane, v_lane, near_turns, far_turns, lane_query, to_query, raw,
+            freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, 0, each, each, count,
+            kept, K, V, True, True, C, KEPT,
         )  # fmt: skip
     else:
         for c in range((each + chunk - 1) // chunk):
@@ -383,9 +431,9 @@ def residual_kernel(
                 copy_wait_1(lane)
                 program_sync(lane)
                 top, out, total = _over_units(
-                    top, out, total, lane, g, stage, query, selector, k_lane, v_lane, lane_turns, lane_query, to_query, raw,
-                    freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, done, chunk,
-                    each, count, kept, K, V, number == 0, number == 1, C,
+                    top, out, total, lane, g, stage, query, selector, k_lane, v_lane, near_turns, far_turns, lane_query,
+                    to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0,
+                    done, chunk, each, count, kept, K, V, number == 0, number == 1, C, KEPT,
                 )  # fmt: skip
                 copy_wait_all(lane)
     copy_wait_all(lane)

@@ -163,9 +163,9 @@ def _store_own(
 @gluon.jit
 def _finish(
     base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, DENSE: gl.constexpr,
-    D: gl.constexpr, NT: gl.constexpr, LIFT: gl.constexpr,
+    D: gl.constexpr, NT: gl.constexpr, LIFT: gl.constexpr, MORE: gl.constexpr = 0,
 ):  # fmt: skip
-    """Merge the warps of the program and store one partial result per query row."""
+    """Merge the warps of the program and store one partial result per query row; with MORE, 1, its sum after it once more."""
     CT: gl.constexpr = D // 16
     W: gl.constexpr = gl.num_warps()
     g = lane // 4
@@ -196,6 +196,10 @@ def _finish(
         _store_sums(
             part_top, part_sum, slot0 * rows + column, column, rows, (warp == 0) & (g == 0), m0, m1, l0, l1, LIFT
         )  # fmt: skip
+        if MORE:
+            to = part_out + (slot0 * rows + column).to(gl.int64) * (D + MORE) + D
+            gl.store(to, l0, mask=(warp == 0) & (g == 0) & (column < rows))
+            gl.store(to + (D + MORE), l1, mask=(warp == 0) & (g == 0) & (column + 1 < rows))
     program_sync(lane)
     # outputs: [tile, warp, lane] of four registers; each warp then sums its share of the tiles
     for n in gl.static_range(NT):
@@ -223,8 +227,8 @@ def _finish(
         else:
             channel = ct * 16 + g
             half = 8
-        at = (slot0 * rows + column).to(gl.int64) * D + channel
+        at = (slot0 * rows + column).to(gl.int64) * (D + MORE) + channel
         gl.store(part_out + at, total[0], mask=column < rows)
-        gl.store(part_out + at + D, total[1], mask=column + 1 < rows)
+        gl.store(part_out + at + (D + MORE), total[1], mask=column + 1 < rows)
         gl.store(part_out + at + half, total[2], mask=column < rows)
-        gl.store(part_out + at + D + half, total[3], mask=column + 1 < rows)
+        gl.store(part_out + at + (D + MORE) + half, total[3], mask=column + 1 < rows)

@@ -144,8 +144,9 @@ def make_plan(
     it cannot.
     """
     if rows <= 8:
-        m, warps, resident = 8, 4, 4
+        m, resident = 8, 4
         tile = min(tile, 128 if turned and width <= 128 else 64)
+        warps = 4 if tile > 32 else 2
     else:
         m, warps, resident = 16 if rows <= 16 else 32, 2, 4
         tile = min(tile, 64 if width <= 128 else 32)
@@ -320,25 +321,23 @@ def attend_packed(
         Added to scores before ``call.scale``.
     """
     batch, heads, rows, _ = packed.shape
-    # codes whose sums another map turns into vectors
-    width = _summed(call.value_format)
-    out, top, total, first = partials.out, partials.top, partials.total, part
+    # codes whose sums another map turns into vectors, in a tensor of their own
+    out = partials.out
     if call.unproject is not None:
-        shape = batch * heads, plan.splits, rows
-        out = torch.empty(*shape, width, dtype=torch.float32, device=packed.device)
-        top, total = torch.empty(2, *shape, dtype=torch.float32, device=packed.device)
-        first = 0
+        width = _summed(call.value_format) if isinstance(plan, Plan) else call.value_format.width
+        out = torch.empty(batch * heads, partials.splits, rows, width, dtype=torch.float32, device=packed.device)
     if isinstance(plan, Plan):
-        _launch(call, span, packed, bias, out, top, total, first, plan)
+        _launch(call, span, packed, bias, out, partials, part, plan)
     else:
         from kvfold.kernels import codebook, residual
 
         of = codebook if isinstance(plan, codebook.Plan) else residual
-        of.attend_packed(call, span, packed, out, top, total, first, plan)
+        of.attend_packed(call, span, packed, out, partials.top, partials.total, part, plan)
     if call.unproject is not None:
         stop = part + plan.splits
-        partials.top[:, part:stop], partials.total[:, part:stop] = top, total
-        sums = torch.cat((out, total.unsqueeze(-1)), -1) if out.shape[-1] < call.value_format.width else out
+        sums = out[:, part:stop]
+        if sums.shape[-1] < call.value_format.width:
+            sums = torch.cat((sums, partials.total[:, part:stop].unsqueeze(-1)), -1)
         turned = call.unproject(sums.unflatten(0, (batch, heads)).flatten(2, 3))
         partials.out[:, part:stop] = turned.reshape(batch * heads, plan.splits, rows, -1)
 
@@ -357,12 +356,11 @@ def _launch(
     packed: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    top: torch.Tensor,
-    total: torch.Tensor,
-    first: int,
+    partials: "Partials",
+    part: int,
     plan: Plan,
 ) -> None:
-    """Write parts ``first`` and following of ``out``, ``top`` and ``total``."""
+    """Write parts ``part`` and following of ``out``, and of the other fields of ``partials``."""
     from kvfold.kernels._blocks import blocks_kernel
     from kvfold.kernels.partials import LOG2E
 
@@ -375,7 +373,7 @@ def _launch(
     rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
     readers = readers_of(call.key_format, call.value_format, rotary)
     fixed = constants(call.key_format, call.value_format, plan, rotary, bias is not None)
-    nothing = total  # stands for tensors that are never read
+    nothing = partials.total  # stands for tensors that are never read
     arguments: list[Any] = []
     for i, ((form, fields), reader) in enumerate(zip(sides, readers, strict=True)):
         arguments += [
@@ -399,8 +397,8 @@ def _launch(
         freq,
         table,
         out,
-        top,
-        total,
+        partials.top,
+        partials.total,
         scratch,
         float(call.scale) * LOG2E,
         heads,
@@ -413,8 +411,8 @@ def _launch(
         pages_between(call.value_format, span.values),
         plan.splits,
         plan.processors,
-        first,
-        top.shape[1],
+        part,
+        partials.splits,
         **fixed,
         **options(readers, plan.warps),
     )

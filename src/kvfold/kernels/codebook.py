@@ -22,9 +22,9 @@ MOST = 11
 """Stages whose tables fit shared memory."""
 MOST_ROWS = 8
 """Query rows of a KV head; with more, products are more work than tables."""
-SEEN = frozenset({(11, 128)})
+SEEN = frozenset({(11, 128), (21, 256)})
 """Stages of keys and bits of values whose numbers a run on a GPU has shown right."""
-CHUNK = 24
+CHUNK = 32
 """Units of a warp between two changes of tables."""
 
 
@@ -43,6 +43,8 @@ class Plan:
         Whether the loop over stages is.
     registers : int or None
         Most of a thread.
+    kept : bool
+        Whether lanes keep the cosines and sines of a tile's tokens. Not seen right on a GPU yet.
     """
 
     columns: int
@@ -52,6 +54,7 @@ class Plan:
     chunk: int = CHUNK
     unrolled: bool = False
     registers: int | None = None
+    kept: bool = False
 
 
 def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
@@ -87,7 +90,8 @@ def declines(call: AttentionCall) -> str | None:
 
 
 def _shape(stages: int, rows: int, splits: int) -> Plan:
-    return Plan(4 if rows <= 4 else 8, math.ceil(stages / math.ceil(stages / MOST)), 8, splits)
+    passes = math.ceil(stages / MOST)  # of several, unrolled loops would be too long for the cache of instructions
+    return Plan(4 if rows <= 4 else 8, math.ceil(stages / passes), 8, splits, unrolled=passes == 1)
 
 
 @lru_cache
@@ -173,9 +177,9 @@ def constants(keys: AdditiveCodes, values: Format, plan: Plan) -> dict[str, Any]
     """What the kernel is specialized on."""
     assert isinstance(values, BinaryCodes)
     named = {"STAGES": keys.stages, "PASS": plan.stages, "V": values.codes, "C": plan.columns}
-    return named | {"UNROLLED": plan.unrolled}
+    return named | {"UNROLLED": plan.unrolled, "KEPT": plan.kept}
 
 
 def program_bytes(values: BinaryCodes, plan: Plan) -> int:
     """Bytes of shared memory of a program."""
-    return int(shared_bytes(plan.stages, values.codes, plan.columns, plan.warps))
+    return int(shared_bytes(plan.stages, values.codes, plan.columns, plan.warps, plan.kept))

@@ -23,7 +23,7 @@ MOST_ROWS = 8
 """Query rows of a KV head; with more, products are more work than tables."""
 SEEN = frozenset({(4, 4), (8, 8)})
 """Stages of keys and of values whose numbers a run on a GPU has shown right."""
-CHUNK = 24
+CHUNK = 32
 """Units of a warp between two changes of tables."""
 
 
@@ -40,6 +40,8 @@ class Plan:
     warps, splits, chunk : int
     registers : int or None
         Most of a thread.
+    kept : bool
+        Whether lanes keep the cosines and sines of a tile's tokens. Not seen right on a GPU yet.
     """
 
     columns: int
@@ -48,6 +50,7 @@ class Plan:
     splits: int
     chunk: int = CHUNK
     registers: int | None = None
+    kept: bool = False
 
 
 def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
@@ -57,6 +60,8 @@ def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | 
             return f"{side}: {form.kind} storage; allowed: {ResidualCodes.kind}"
         if (form.head_dim, form.vector, form.codes) != (128, 32, 256):
             return f"{side}: {form.describe()} of {form.head_dim}; allowed: 256 codes for 32 channels of 128"
+        if form.block % UNIT:
+            return f"{side}: blocks of {form.block} tokens; allowed: multiples of {UNIT}"
         if form.stages not in (4, 8):
             return f"{side}: {form.stages} stages; allowed: 4, 8"
         if form.strided != (side == "keys"):
@@ -77,7 +82,7 @@ def declines(call: AttentionCall) -> str | None:
         return f"{rows} query rows; allowed: up to {MOST_ROWS}"
     if call.project is not None or call.first_position is None:
         return "projected queries"
-    need = int(shared_bytes(keys.stages, values.stages, False, 8, 8))
+    need = int(shared_bytes(keys.stages, values.stages, False, 8, 8, False))
     return None if need <= bytes_ else f"{bytes_} bytes of shared memory; needed: {need}"
 
 
@@ -86,7 +91,7 @@ def make_plan(k_stages: int, v_stages: int, jobs: int, rows: int, units: int, pr
     """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units; ``bytes_``: of shared
     memory."""
     columns, warps = 4 if rows <= 4 else 8, 8
-    both = int(shared_bytes(k_stages, v_stages, True, columns, warps)) <= bytes_
+    both = int(shared_bytes(k_stages, v_stages, True, columns, warps, False)) <= bytes_
     passes = 1 if both else 2
     begin = 12 * passes  # what beginning costs, in units of a warp
     jobs *= math.ceil(rows / columns)
@@ -140,7 +145,7 @@ def attend_packed(
         _rows(keys.book.on(device), True),
         _rows(values.book.on(device), False),
         rotation_of(rope, 64, UNIT, 1, 128, device).freq,
-        turns(rope, device),
+        turns(rope, device, plan.kept),
         call.packed_len,
         call.first_position,
         out,
@@ -165,7 +170,7 @@ def attend_packed(
 
 def constants(keys: ResidualCodes, values: ResidualCodes, plan: Plan) -> dict[str, Any]:
     """What the kernel is specialized on."""
-    return {"K": keys.stages, "V": values.stages, "BOTH": plan.both, "C": plan.columns}
+    return {"K": keys.stages, "V": values.stages, "BOTH": plan.both, "C": plan.columns, "KEPT": plan.kept}
 
 
 _made: WeakKeyDictionary[Codebook, dict[bool, torch.Tensor]] = WeakKeyDictionary()
@@ -186,11 +191,16 @@ def _rows(book: Codebook, keys: bool) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def turns(rope: Rope, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of a unit's tokens as lanes read them, fp16 [32, 4, 4, 8]: of group i, lane t four cosines, then four
-    sines, of pairs 16 t + 4 m + i. Odd tokens have groups 0 and 1, and 2 and 3, the other way round."""
-    table = rotation_of(rope, 64, UNIT, 1, 128, device).table  # [2, 32, 64]
-    parts = table.view(2, UNIT, 4, 4, 4).permute(1, 4, 2, 0, 3)  # [token, i, t, cos or sin, m]
-    swapped = parts[:, [1, 0, 3, 2]]
-    odd = torch.arange(UNIT, device=device) % 2 == 1
-    return torch.where(odd.view(-1, 1, 1, 1, 1), swapped, parts).contiguous()
+def turns(rope: Rope, device: torch.device, kept: bool) -> torch.Tensor:
+    """Cosines and sines of a unit's (``kept``: a tile's) tokens as lanes read them, fp16 [tokens, 4, 4, 8].
+
+    Of group i, lane t four cosines, then four sines, of pairs 16 t + 4 m + i. In shared memory odd tokens have groups 0 and 1,
+    and 2 and 3, the other way round.
+    """
+    tokens = UNIT // 2 if kept else UNIT
+    table = rotation_of(rope, 64, tokens, 1, 128, device).table  # [2, tokens, 64]
+    parts = table.view(2, tokens, 4, 4, 4).permute(1, 4, 2, 0, 3)  # [token, i, t, cos or sin, m]
+    if kept:
+        return parts.contiguous()
+    odd = torch.arange(tokens, device=device) % 2 == 1
+    return torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).contiguous()

@@ -150,6 +150,7 @@ class ValueCodebook:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
         self._devices: dict[torch.device, ValueCodebook] = {tensors["codebook"].device: self}
+        self._rows: dict[int, torch.Tensor] = {}
 
     def on(self, device: torch.device) -> ValueCodebook:
         """The same tables on another device; moved once."""
@@ -161,11 +162,16 @@ class ValueCodebook:
         return self.tensors[name].float()
 
     def rows(self, num_kv_heads: int) -> torch.Tensor:
-        """Codebook and, last, offset, as each KV head's decoded columns meet them: float32 [num_kv_heads, codes + 1, d]."""
-        rows = torch.cat((self._get("codebook"), self._get("offset").unsqueeze(1)), 1)
-        if rows.shape[0] != num_kv_heads:  # joint: every head reads its channels of the joint vector
-            rows = rows[0].unflatten(-1, (num_kv_heads, -1)).transpose(0, 1)
-        return rows
+        """Codebook and, last, offset, as each KV head's decoded columns meet them: float32 [num_kv_heads, codes + 1, d].
+
+        Made once: every step of a layer asks for it.
+        """
+        if num_kv_heads not in self._rows:
+            rows = torch.cat((self._get("codebook"), self._get("offset").unsqueeze(1)), 1)
+            if rows.shape[0] != num_kv_heads:  # joint: every head reads its channels of the joint vector
+                rows = rows[0].unflatten(-1, (num_kv_heads, -1)).transpose(0, 1)
+            self._rows[num_kv_heads] = rows
+        return self._rows[num_kv_heads]
 
     def first_bits(self, y: torch.Tensor) -> torch.Tensor:
         """What the encoder says, without noise: float32 [heads, tokens, codes] of 0 and 1; ``y`` lies under the metric."""
