@@ -24,7 +24,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
         ("lists", "filling", "mixed", "checks", "attend-turboquant", "attend-kivi-sinks"),
         ("attend-fold-d96", "store-kivi"),
         ("store-fold",),
-        pytest.param(("attend-gear", "attend-qjl", "attend-zipcache"), marks=pytest.mark.slow),
+        ("attend-innerq-fragments", "attend-qjl-fragments"),
+        pytest.param(
+            ("attend-gear", "attend-qjl", "attend-zipcache", "attend-turboquant-fragments"), marks=pytest.mark.slow
+        ),
         pytest.param(
             ("store-fold-no-window", "store-innerq", "store-kivi-64", "store-fold-d128"), marks=pytest.mark.slow
         ),
@@ -81,8 +84,9 @@ def test_storing_on_a_gpu(name):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_decoding_beside_a_chunk_on_a_gpu():
-    mixed(**GPU)
+@pytest.mark.parametrize("method, fragments", [("turboquant", False), ("fold", True)])
+def test_decoding_beside_a_chunk_on_a_gpu(method, fragments):
+    mixed(method, fragments=fragments, **GPU)
 
 
 # ---- which formats are served ----------------------------------------------------------------------------------------
@@ -94,8 +98,9 @@ def test_decoding_beside_a_chunk_on_a_gpu():
         ("fold", True, None, None),
         ("kivi", True, None, None),
         ("squat", True, None, None),
-        ("innerq", True, "keys: packed for tensor cores", None),
+        ("innerq", True, None, None),
         ("innerq", False, None, "keys: operand=plain"),
+        ("qjl", True, None, None),
         ("fold", False, None, None),
         ("turboquant", False, None, None),
         ("qjl", False, None, "values: operand=plain"),

@@ -27,6 +27,14 @@ def _sum(x, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _half(x):
+    """A tile as an operand; readers of codes in the order of tensor cores return fp32."""
+    if x.dtype == tl.float32:
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return x.to(tl.float16)
+
+
+@triton.jit
 def _norms(data, at, channel, D: tl.constexpr):
     code = tl.load(data + at * D + channel, mask=channel < D, other=0).to(tl.float32)
     return tl.exp2(code * (-1.0 / NORM_STEPS))
@@ -187,7 +195,7 @@ def attend_tiles(
                 query = (q * _norms(k_norm_here, k_page, q_channel, D)[:, None]).to(tl.float16)
             if K_BASIS:
                 query = tl.dot(turn, query).to(tl.float16)
-            score = tl.dot(k_a, query)
+            score = tl.dot(_half(k_a), query)
         score = score * k_scale[:, None]
         if K_MEAN:
             score += _sum(q * _means(k_mean_here, k_page, q_channel, D)[:, None], 0)[None, :]
@@ -205,7 +213,7 @@ def attend_tiles(
         # relative to the tile's largest, so that small values keep their digits in fp16
         most = _max(tl.abs(v_scale), 0)
         most = tl.where(most > 0, most, 1.0)
-        sums = tl.dot(tl.trans(v), (p * (v_scale / most)[:, None]).to(tl.float16)) * most
+        sums = tl.dot(tl.trans(_half(v)), (p * (v_scale / most)[:, None]).to(tl.float16)) * most
         if V_NORM:
             sums *= _norms(v_norm_here, v_page, v_channel, D)[:, None]
         acc = acc * before[None, :] + sums

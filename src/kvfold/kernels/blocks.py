@@ -62,8 +62,8 @@ class BlocksKernel(AttentionKernel):
         return attend(call)
 
 
-def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
-    """Why the kernel cannot read these formats; None if it can."""
+def unsupported(key_format: Format, value_format: Format, pre_rope: bool, any_order: bool = False) -> str | None:
+    """Why the kernel cannot read these formats; None if it can. ``any_order``: packed for tensor cores, too."""
     from kvfold.kernels.readers import why_not
 
     if isinstance(value_format, BinaryCodes) and value_format.joint > 1:
@@ -75,7 +75,7 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str
             return f"{side}: blocks of {form.block} tokens; allowed: those that divide {PAGE}, or are a multiple of it"
         if isinstance(form, PagedFormat) and form.page != PAGE:
             return f"{side}: statistics of {form.page or 'all'} tokens; allowed: {PAGE}"
-        if why := why_not(inner(form)):
+        if why := why_not(inner(form), any_order):
             return f"{side}: {why}"
         if inner(form).width > MAX_DIM + 1:
             return f"{side}: vectors of {inner(form).width} stored channels; allowed: up to {MAX_DIM}"

@@ -51,7 +51,7 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool = False
     """Why the plain kernel cannot read these formats in pages; None if it can."""
     if isinstance(value_format, BinaryCodes):
         return "values: sums of codes, which a product turns into vectors"
-    return blocks.unsupported(key_format, value_format, pre_rope)
+    return blocks.unsupported(key_format, value_format, pre_rope, any_order=not pre_rope)
 
 
 def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Tensor:

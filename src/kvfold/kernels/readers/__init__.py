@@ -20,6 +20,7 @@ from kvfold.formats import (
     UniformTokens,
 )
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.kernels.readers import fragments
 from kvfold.kernels.readers.additive import AdditiveReader
 from kvfold.kernels.readers.affine import AffineReader
 from kvfold.kernels.readers.balanced import BalancedReader
@@ -50,11 +51,11 @@ READERS: dict[type[Format], type[Reader[Any]]] = {
 }
 
 
-def why_not(form: Format) -> str | None:
-    """Why tiles of a format cannot be read; None if they can."""
+def why_not(form: Format, any_order: bool = False) -> str | None:
+    """Why tiles of a format cannot be read; None if they can. ``any_order``: of codes in the order of tensor cores, too."""
     reader = READERS.get(type(form))
-    if form.operand != "plain" and not (reader and reader.any_order):
-        return "packed for tensor cores"
+    if _is_of_fragments(form):
+        return fragments.why_not(form) if any_order else "packed for tensor cores"
     if reader is None:
         return f"{form.kind} storage; allowed: {', '.join(sorted(kind.kind for kind in READERS))}"
     return reader.why_not(form)
@@ -62,7 +63,14 @@ def why_not(form: Format) -> str | None:
 
 def reader_of(form: Format) -> Reader[Any]:
     """The reader of a format that :func:`why_not` has nothing against."""
+    if _is_of_fragments(form):
+        return fragments.FRAGMENTS[type(form)](form)
     return READERS[type(form)](form)
+
+
+def _is_of_fragments(form: Format) -> bool:
+    reader = READERS.get(type(form))
+    return form.operand != "plain" and not (reader is not None and reader.any_order)
 
 
 __all__ = ["READERS", "Reader", "reader_of", "why_not"]
