@@ -34,10 +34,13 @@ from kvfold.errors import KVFoldError
 from kvfold.kernels import paged
 from kvfold.kernels.paged import Workspace
 from kvfold.kernels.paged.long import PIECE
+from kvfold.kernels.paged.work import PAGES
 from kvfold.rope import Rope
 
 MOST_CACHED = 1 << 22
 """Tokens of all sequences of a step that attention's pieces are planned for; beyond, pieces are longer."""
+INVARIANT = "VLLM_BATCH_INVARIANT"
+"""vLLM's environment variable: ``1`` asks for results that do not depend on the batch."""
 
 
 @dataclass
@@ -284,8 +287,10 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
             max_tokens=scheduler.max_num_batched_tokens,
             max_len=length,
             num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
             device=device,
+            piece_pages=PAGES if os.environ.get(INVARIANT) == "1" else None,
             cached_tokens=min(scheduler.max_num_seqs * length, MOST_CACHED),
             short=1 + refusals.drafts(config),
         )
