@@ -150,21 +150,23 @@ def merge_pieces_kernel(
     D: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row. Grid: (seqs * heads * rows, pieces of PART channels)."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) % rows
     head = tl.program_id(0) // rows % heads
     seq = tl.program_id(0) // rows // heads
     count = tl.load(seq_lens + seq) - tl.load(before_ptr + seq)
     token = row % tokens
+    items = tl.load(items_ptr + seq)
+    parts = tl.load(items_ptr + seq + 1) - items + 1
+    begin = tl.load(query_start + seq)
+    if EARLY:  # what was read so far is older than the kernel before
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if token < count:
-        items = tl.load(items_ptr + seq)
         first = ((items + seq).to(tl.int64) * heads + head) * rows + row
         query_head = head * (rows // tokens) + row // tokens
-        to = (tl.load(query_start + seq) + token).to(tl.int64) * out_token + query_head.to(tl.int64) * out_head
+        to = (begin + token).to(tl.int64) * out_token + query_head.to(tl.int64) * out_head
         channel = tl.program_id(1) * PART + tl.arange(0, PART)
         merge_parts(
             part_out, part_top, part_sum, out + to, sinks + query_head, first, heads * rows,
-            tl.load(items_ptr + seq + 1) - items + 1, channel, D, PART, N, HAS_SINKS,
+            parts, channel, D, PART, N, HAS_SINKS,
         )  # fmt: skip

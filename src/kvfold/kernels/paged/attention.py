@@ -90,7 +90,7 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         tokens,
         D=dim,
         PART=whole,
-        N=16,
+        N=16 if whole > 32 else 64,
         HAS_SINKS=call.sinks is not None,
         EARLY=early,
         num_warps=1 if whole > 32 else 4,
