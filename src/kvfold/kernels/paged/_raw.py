@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._softmax import LIFT, _finish, _nothing
-from kvfold.kernels._warp import prefetch, program_sync
+from kvfold.kernels._warp import program_sync
 from kvfold.kernels._windows_gluon import attend_raw, value_row
 from kvfold.kernels.paged.work import RAW_PAGES
 
@@ -26,21 +26,6 @@ def _slot(window, table, sink, packed, stop, index, SIZE: gl.constexpr, BLOCK: g
     valid = position < stop
     block = gl.load(table + position // BLOCK, mask=valid, other=0).to(gl.int64)
     return window[0] + (block * window[1] + (position % BLOCK) * window[2]) * SIZE, valid, position
-
-
-@gluon.jit
-def _approach(lane, warp, keys, values, table, sink, packed, stop, D: gl.constexpr, BLOCK: gl.constexpr):
-    """Bring the first three tiles nearer, all at once."""
-    LINES: gl.constexpr = D // 64
-    at = ()
-    for i in gl.static_range(3):
-        index = (i * gl.num_warps() + warp) * 16 + lane % 16
-        k, _valid, _position = _slot(keys, table, sink, packed, stop, index, 2, BLOCK)
-        v, _valid, _position = _slot(values, table, sink, packed, stop, index, 2, BLOCK)
-        at = at + (k, v)
-    for i in gl.static_range(6):
-        for c in gl.static_range((LINES + 1) // 2):
-            prefetch(at[i] + (2 * c + lane // 16) % LINES * 128)
 
 
 @gluon.jit
@@ -85,7 +70,6 @@ def attend_windows(
         table = windows[2] + seq.to(gl.int64) * windows[3]
         keys = _of_head(windows[0], head, 2)
         values = _of_head(windows[1], head, 2)
-        _approach(lane, warp, keys, values, table, sink, packed, stop, D, BLOCK)
         top, out, side = _nothing(lane, CT, NT)
         for tile in range((sink + gl.maximum(stop - packed, 0) + 16 * W - 1) // (16 * W)):
             index = (tile * W + warp) * 16

@@ -18,7 +18,7 @@ PAGES = 24
 WARPS, RESIDENT = 4, 3
 """Warps of a program that reads pieces, and such programs of a multiprocessor: fold's and KIVI's, at ``head_dim`` 128."""
 
-RAW_PAGES = 2
+RAW_PAGES = 3
 """A program's time for a sequence's raw tokens, in those of a warp for a page."""
 
 _PAGE = tl.constexpr(PAGE)
@@ -46,7 +46,7 @@ def _least(x, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
 def _filling(pages, seqs, jobs, processors, most, PIECES: tl.constexpr, WARPS: tl.constexpr, RESIDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pages of a piece, of 32 lengths the one with which the programs of a device are done first.
 
-    The unit is a warp's time for a page; beginning and ending a piece takes 0.7 of it. ``jobs``: how often
+    The unit is a warp's time for a page; beginning and ending a piece takes 1.6 of it. ``jobs``: how often
     a piece is read, by KV heads and blocks of rows; ``most``: pieces there is room for.
     """
     programs = processors * RESIDENT
@@ -62,11 +62,11 @@ def _filling(pages, seqs, jobs, processors, most, PIECES: tl.constexpr, WARPS: t
         longest = tl.reduce((each + WARPS - 1) // WARPS, 1, tl.standard._elementwise_max)
         waves = count * jobs // programs
         rest = count * jobs % programs
-        last = tl.where(rest > processors * (RESIDENT - 1), 1.0, 0.75)  # fewer programs of a multiprocessor are faster
-        cost = (longest + 0.7) * (waves + tl.where(rest > 0, last, 0.0))
+        last = tl.where(rest > processors, 1.0, 0.75)  # alone on a multiprocessor a program is faster
+        cost = (longest + 1.6) * (waves + tl.where(rest > 0, last, 0.0))
         raw = seqs * jobs
         crowded = raw * _RAW > longest * (programs - rest)
-        cost += tl.where(crowded, _RAW * ((raw + programs - 1) // programs), 0)
+        cost += tl.where(crowded, 2 * ((raw + programs - 1) // programs), 0)
         cost = tl.where(count > most, float("inf"), cost)
         least = _least(cost, 0)
         if least < best:
