@@ -178,7 +178,7 @@ def filling(device="cpu"):
     assert cut([length], num_kv_heads=8)[0] >= 24
     assert cut([length]) == cut([length, 300])[:1] == [11]
     mixed = cut([131072, *[2048] * 15], num_kv_heads=8)
-    assert mixed[0] > 30 and max(mixed[1:]) <= 4
+    assert mixed[0] >= 16 and mixed[0] > max(mixed[1:]), mixed
 
 
 def mixed(method="turboquant", device="cpu", dtype=torch.float32, limit=2e-3, **options):
