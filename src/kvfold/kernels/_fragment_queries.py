@@ -25,6 +25,7 @@ from kvfold.kernels._warp import (
     shuffle,
     shuffle_xor,
     store_shared1,
+    store_shared2,
     transpose8,
     unpack_half2,
     warp_sync,
@@ -46,28 +47,42 @@ def load_fragment(address, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def norm_words(base, scratch, lane, D: gl.constexpr, BITS: gl.constexpr, NORM: gl.constexpr, AT: gl.constexpr,
-               PAIR: gl.constexpr):  # fmt: skip
-    """Leave norms of PAIR pages, times 2^-k of their channel's codes (BITS 0: without), in a warp's scratch: fp16 [PAIR, D]."""
-    for i in gl.static_range(D // 64):
-        k = lane * 0
-        if BITS > 0:
-            for c in gl.static_range(4):
-                k = gl.where(lane // 8 == c, weight(D, BITS, 4 * i + c), k)
-        less = k.to(gl.float32)
-        for page in gl.static_range(PAIR):
-            at = (lane + 32 * i) * 2
-            low = -less
-            high = low
-            if NORM:
-                codes = load_shared_short(base + at, AT + page * D)
-                low = exp2_fast(gl.fma((codes & 255).to(gl.float32), NORM_STEP, low))
-                high = exp2_fast(gl.fma((codes >> 8).to(gl.float32), NORM_STEP, high))
-            else:
-                low = exp2_fast(low)
-                high = low
-            store_shared1(scratch + 2 * at + 2 * D * page, pack_half2(low, high, False))
+def norm_words(base, scratch, lane, D: gl.constexpr, NORM: gl.constexpr, AT: gl.constexpr, PAIR: gl.constexpr):
+    """Leave norms of PAIR pages (NORM False: ones) in a warp's scratch: fp16 [PAIR, D]. A lane has adjacent channels, and all
+    its codes are loaded before the first is needed."""
+    EACH: gl.constexpr = (D + 64) // 128  # words of a lane's codes
+    codes = ()
+    for page in gl.static_range(PAIR):
+        if not NORM:
+            for _i in gl.static_range(EACH):
+                codes = codes + (lane * 0,)
+        elif D == 64:
+            codes = codes + (load_shared_short(base + lane * 2, AT + page * D),)
+        else:
+            codes = codes + load_shared(base + lane * (D // 32), AT + page * D, D // 128)
+    for page in gl.static_range(PAIR):
+        words = ()
+        for i in gl.static_range(D // 64):
+            code = codes[page * EACH + i // 2] >> (i % 2 * 16)
+            low = exp2_fast((code & 255).to(gl.float32) * NORM_STEP)
+            high = exp2_fast((code >> 8 & 255).to(gl.float32) * NORM_STEP)
+            words = words + (pack_half2(low, high, False),)
+        at = scratch + lane * (D // 16)
+        if D == 64:
+            store_shared1(at + 2 * D * page, words[0])
+        else:
+            for i in gl.static_range(D // 128):
+                store_shared2(at + (2 * D * page + 8 * i), words[2 * i], words[2 * i + 1])
     warp_sync(lane)
+
+
+@gluon.jit
+def plain_queries(far, D: gl.constexpr):
+    """Queries (a lane's address in shared memory): operand pairs of channel tiles."""
+    out = ()
+    for c in gl.static_range(D // 16):
+        out = out + load_shared(far, 256 * c, 2)
+    return out
 
 
 @gluon.jit
@@ -96,7 +111,7 @@ def page_sums(
     """
     at = base + lane // 8 * 16
     norms = scratch + lane // 8 * 16
-    accs = (_zero4(lane), _zero4(lane))
+    accs = (_zero4(lane), _zero4(lane), _zero4(lane), _zero4(lane))
     for i in gl.static_range(D // 32):
         norm = load_matrix4(norms, 64 * i, False)
         mean = norm
@@ -107,11 +122,12 @@ def page_sums(
             own = g == (2 * i + c) // (GROUP // 16)
             low = gl.where(own, norm[2 * c], 0)
             high = gl.where(own, norm[2 * c + 1], 0)
-            acc = mma(low, mean[2 * c], high, mean[2 * c + 1], b[0], b[1], accs[c], False)
-            accs = _replace(accs, c, acc)
-    x = accs[0]
-    y = accs[1]
-    return (x[0] + y[0], x[1] + y[1]), (x[2] + y[2], x[3] + y[3])
+            acc = mma(low, mean[2 * c], high, mean[2 * c + 1], b[0], b[1], accs[i % 2 * 2 + c], False)
+            accs = _replace(accs, i % 2 * 2 + c, acc)
+    sums = ()
+    for i in gl.static_range(4):
+        sums = sums + ((accs[0][i] + accs[1][i]) + (accs[2][i] + accs[3][i]),)
+    return (sums[0], sums[1]), (sums[2], sums[3])
 
 
 @gluon.jit

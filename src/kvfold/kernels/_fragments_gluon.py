@@ -38,6 +38,7 @@ from kvfold.kernels._fragment_queries import (
     norm_words,
     normed_queries,
     page_sums,
+    plain_queries,
     projected,
     sum_operands,
 )
@@ -98,7 +99,7 @@ def shared_bytes(k, v, dim, k_width, pair, blocks, warps):
 @gluon.constexpr_function
 def _lightened(k):
     """Whether queries also lie in shared memory times 2^-k of their channel's codes, apart from norms."""
-    return int(k[0] == 0 and k[5])
+    return int(k[0] < 2)
 
 
 @gluon.jit
@@ -148,11 +149,15 @@ def _met(
 ):  # fmt: skip
     """Queries as codes meet them, and what zero-points or the middle of codes need of them."""
     AFFINE: gl.constexpr = KIND < 2
-    norm_words(base, scratch, lane, D, BITS if AFFINE else 0, NORM, AT, PAIR)
-    x = normed_queries(far, scratch, lane, D, PAIR)
-    if AFFINE:
+    if AFFINE:  # with norms: _met_by_groups
+        x = plain_queries(far + 16 * D, D)
         return x, group_sums(x, lane, g, t, D, BITS, MODE, GROUP) if KIND == 0 else ()
     else:
+        if NORM:
+            norm_words(base, scratch, lane, D, True, AT, PAIR)
+            x = normed_queries(far, scratch, lane, D, PAIR)
+        else:
+            x = plain_queries(far, D)
         x = projected(table, lane, x, WIDTH, D // 16)
         start = (_zero4(lane)[0], _zero4(lane)[0])
         if KIND == 2:
@@ -166,7 +171,7 @@ def _met_by_groups(
     MEAN: gl.constexpr, MEAN_AT: gl.constexpr,
 ):  # fmt: skip
     """As :func:`_met`, for groups of channels with norms; also q . mean of the page, in units of scores."""
-    norm_words(base, scratch, lane, D, 0, True, AT, 1)
+    norm_words(base, scratch, lane, D, True, AT, 1)
     sums, products = page_sums(base, far, scratch, lane, g, D, GROUP, MEAN, MEAN_AT)
     x = normed_queries(far + 16 * D, scratch, lane, D, 1)
     bias = (products[0] * up[0], products[1] * up[1])
@@ -446,7 +451,7 @@ def fragments_kernel(
                 room = _room(base, lane, 2 * NB if V_KIND >= 4 else NB, V_AT + V_SCALES)
                 top, factor, p = _probabilities(scores, top, room, 2 * NB, 1)
                 if V_KIND == 4:
-                    norm_words(base, scratch, lane, D, 0, V[5], V_AT + V_IN[3], 1)
+                    norm_words(base, scratch, lane, D, V[5], V_AT + V_IN[3], 1)
                     out, side = mixed_values(
                         base, base + WEIGHTS, scratch, lane, p, factor, out, side, D, V_BITS, V[9], NB, V_AT, V_SCALES,
                         V_IN[1], V_IN[2],
