@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import fragments
+from kvfold.bench import attention, storage
+from kvfold.kernels import Span, fragments
 from kvfold.kernels.decode import STATIC_SHARED, Plan
 from test_gpu_pages import LIMIT, Case
 
@@ -16,6 +17,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 READER = SimpleNamespace(unsupported=fragments.unreadable, decode_attention=fragments.decode_attention)
 """The kernel with all that it reads; what it serves is ``fragments.SEEN``."""
+
+
+def _slab(form, fields, blocks, first):
+    return {name: x.clone() for name, x in form.take(fields, blocks, first).items()}
 
 
 def case(method, **how):
@@ -28,7 +33,7 @@ def case(method, **how):
     "innerq", "innerq:mode=asym", "innerq:mode=sym", "innerq:normalize=false", "innerq:bits=4", "innerq:mode=asym,bits=3",
     "qjl", "qjl:normalize=false", "qjl:v_bits=4", "qjl:k_bits=1", "turboquant", "turboquant:bits=1",
     "turboquant:normalize=false", "turboquant:center=false", "turboquant:k_bits=1,v_bits=2", "k=qjl+v=turboquant",
-    "k=turboquant+v=kivi",
+    "k=turboquant+v=kivi", "gear", "gear:rank=4,bits=4",
 ])  # fmt: skip
 def test_every_form_equals_the_reference(method, dim, dtype):
     assert case(method, dim=dim, dtype=dtype).error() < LIMIT[dtype]
@@ -37,6 +42,38 @@ def test_every_form_equals_the_reference(method, dim, dtype):
 @pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
 def test_levels_of_three_bits(dtype):
     assert case("turboquant:bits=3", dtype=dtype).error() < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("heads, tokens", [(8, 1), (2, 3), (32, 1)])
+def test_two_precisions(heads, tokens, dtype):
+    assert case("zipcache", lens=(1024, 0, 128, 384), heads=heads, tokens=tokens, dtype=dtype).error() < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("method", ["kvquant", "kvquant:bits=3", "kvquant:outliers=0.002"])
+@pytest.mark.parametrize(
+    "how, split",
+    [({}, 0), ({}, 5), ({"context": 160}, 0), ({"context": 4000, "num_kv_heads": 2}, 0), ({"query_tokens": 3}, 8)],
+    ids=str,
+)
+def test_keys_before_rope(method, how, split, monkeypatch):
+    monkeypatch.setattr(fragments, "unsupported", fragments.unreadable)
+    storage.formats.cache_clear()
+    work = attention.Work(method, 0, 2, **{"context": 1024} | how)
+    given, forms = attention.make_inputs(work, torch.float16, torch.device("cuda")), work.formats
+    storage.formats.cache_clear()
+    spans = [given.span]
+    if split:
+        sides, blocks = (given.span.keys, given.span.values), given.span.keys["codes"].shape[2]
+        parts = [(0, split), (split, blocks - split)]
+        spans = [
+            Span(32 * first, *(_slab(f, s, n, first) for f, s in zip(forms, sides, strict=True))) for first, n in parts
+        ]
+    rotation = (given.rope, given.windows.sink_len.long())
+    got = fragments.decode_attention(given.q, *forms, spans, given.windows, 128**-0.5, rotation=rotation).float()
+    for b in range(2):
+        want = attention.reference(work, given, b)
+        assert float((got[b] - want).norm() / want.norm()) < LIMIT[torch.float16]
 
 
 @pytest.mark.parametrize(
@@ -69,13 +106,13 @@ def test_numbers_of_every_size(method, how):
     assert case(method, lens=(2048, 96), **how).error() < LIMIT[torch.float16]
 
 
+@pytest.mark.parametrize("warps", [1, 2, 4])
 @pytest.mark.parametrize("method", ["innerq", "qjl", "turboquant:bits=3"])
-def test_launches_of_every_shape(method):
+def test_launches_of_every_shape(method, warps):
     made = case(method, lens=(3000 // 32 * 32, 512))
-    for warps in (1, 2, 4):
-        for splits in (1, 3, 7, 64):
-            for pair in {1, fragments.pairs(made.formats[0], 4)}:
-                for blocks in (2, 4):
-                    if fragments.program_bytes(*made.formats, pair, warps, blocks) <= STATIC_SHARED:
-                        plan = Plan(warps, blocks, pair, 1, splits, 2)
-                        assert made.error(plan) < LIMIT[torch.float16]
+    for splits in (1, 3, 7, 64):
+        for pair in {1, fragments.pairs(made.formats[0], 4)}:
+            for blocks in (2, 4):
+                if fragments.program_bytes(*made.formats, pair, warps, blocks) <= STATIC_SHARED:
+                    plan = Plan(warps, blocks, pair, 1, splits, 2)
+                    assert made.error(plan) < LIMIT[torch.float16]
