@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from kvfold.formats.basis import projection
 from kvfold.formats.lookup import ChannelScales
-from kvfold.kernels import aot, fragments
+from kvfold.kernels import REGISTRY, aot, fragments
 from kvfold.kernels._fragment_codes import level_tile
 from kvfold.kernels._page_codes import _place
 from kvfold.kernels.decode import STATIC_SHARED, Plan
@@ -32,29 +32,9 @@ TAKEN = [
 ]  # fmt: skip
 
 
-SERVED = [
-    ("innerq", 64), ("innerq", 128), ("innerq", 256), ("qjl", 256),
-    ("innerq:mode=asym", 128), ("innerq:normalize=false,bits=4", 128), ("qjl", 64),
-    ("qjl", 128), ("qjl:k_bits=1", 128), ("turboquant", 64), ("turboquant", 128), ("turboquant:bits=3", 128),
-    ("turboquant:bits=1", 64), ("turboquant:center=false,normalize=false", 128), ("k=qjl+v=turboquant", 128), ("gear", 64),
-    ("gear", 128), ("gear:rank=4", 128), ("zipcache", 128), ("k=turboquant+v=kivi", 128),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("method, dim", TAKEN)
-def test_what_it_reads(method, dim):
-    assert fragments.unreadable(*formats(method, dim)) is None
-
-
-@pytest.mark.parametrize("method, dim", SERVED)
-def test_it_serves_what_a_gpu_has_shown_right(method, dim):
+def test_what_it_takes(method, dim):
     assert fragments.unsupported(*formats(method, dim)) is None
-
-
-def test_nothing_else_is_served():
-    for method, dim in {*TAKEN, ("turboquant", 256), ("innerq:bits=4", 256), ("innerq:bits=3", 64)} - set(SERVED):
-        why = fragments.unsupported(*formats(method, dim))
-        assert why.endswith(f"at head_dim={dim}: not seen right on a GPU yet"), method
 
 
 @pytest.mark.parametrize("method, dim, reason", [
@@ -91,6 +71,17 @@ def test_it_reads_kvquant_before_rope_only():
 ])  # fmt: skip
 def test_what_it_refuses_of_kvquant_is_named(forms, reason):
     assert fragments.unreadable(*forms, pre_rope=True) == reason
+
+
+def test_kvquant_is_left_to_other_kernels(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    why = REGISTRY["fragments"].why_not(*kvquant(), torch.device("cuda"), True)
+    assert why.endswith("not seen right on a GPU in all shapes yet")
+
+
+def test_rotations_of_part_of_the_channels_are_refused():
+    with pytest.raises(ValueError, match="rope of 64 channels: allowed: 128"):
+        fragments._turns(Rope(torch.ones(32)), torch.device("cpu"))
 
 
 def test_channels_constants_lie_as_lanes_take_them():
@@ -166,6 +157,13 @@ def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
     assert plan.columns * 8 // plan.tiles >= rows
     assert plan.tiles == 1 or rows <= 4
     assert 1 <= plan.splits <= 256 and plan.dense_splits >= 1
+
+
+@pytest.mark.parametrize("method, batch_heads, registers", [
+    ("gear", 8, None), ("gear", 128, 168), ("zipcache", 8, 168), ("zipcache", 128, None), ("qjl", 8, 168),
+])  # fmt: skip
+def test_registers_where_programs_are_few(method, batch_heads, registers):
+    assert fragments.make_plan(*formats(method), batch_heads, 4, 4096, 160, 132).registers == registers
 
 
 @pytest.mark.parametrize("method, loop", [("qjl", 2150), ("turboquant:bits=3", 3200)])

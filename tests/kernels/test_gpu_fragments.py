@@ -1,7 +1,5 @@
 """The decode kernel over pages of any codes against float32 attention over the decoded cache: ``pytest -m gpu``."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -15,16 +13,12 @@ from test_gpu_pages import LIMIT, Case
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-READER = SimpleNamespace(unsupported=fragments.unreadable, decode_attention=fragments.decode_attention)
-"""The kernel with all that it reads; what it serves is ``fragments.SEEN``."""
-
-
 def _slab(form, fields, blocks, first):
     return {name: x.clone() for name, x in form.take(fields, blocks, first).items()}
 
 
 def case(method, **how):
-    return Case(method, kernel=READER, **how)
+    return Case(method, kernel=fragments, **how)
 
 
 @pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
@@ -57,7 +51,9 @@ def test_two_precisions(heads, tokens, dtype):
     ids=str,
 )
 def test_keys_before_rope(method, how, split, monkeypatch):
-    monkeypatch.setattr(fragments, "unsupported", fragments.unreadable)
+    monkeypatch.setattr(
+        fragments, "unsupported", fragments.unreadable
+    )  # which storage.formats asks, and keeps what it made
     storage.formats.cache_clear()
     work = attention.Work(method, 0, 2, **{"context": 1024} | how)
     given, forms = attention.make_inputs(work, torch.float16, torch.device("cuda")), work.formats

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvfold.formats.paged import plain
 from kvfold.kernels import aot, blocks
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import packed_for
+from kvfold.rope import Rope
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -169,3 +171,5 @@ def test_a_layer_on_a_gpu_is_packed_as_its_kernel_reads(monkeypatch):
     spec = LayerSpec(0, 1, 2, 4, 64, dtype=torch.float16)
     assert not packed_for(get("turboquant:bits=4"), spec, torch.device("cuda"), None).fragments
     assert packed_for(get("turboquant"), spec, torch.device("cuda"), None).fragments
+    part = replace(spec, rope=Rope(torch.ones(16)))  # rotated as they are read, and not all channels
+    assert not packed_for(get("turboquant"), part, torch.device("cuda"), None).fragments

@@ -64,55 +64,16 @@ class Side:
     table_scale: float = 1.0
 
 
-WHOLLY_SEEN = frozenset({128})
-"""Head sizes at which a run on a GPU has shown all that can be read right, but for elements in fp16 (KVQuant)."""
-_INNERQ = [((CHANNELS, 2, m, 32, True, True, 0, 1), (TOKENS, 2, m, 32, False, False, 0, 1)) for m in (0, 1, 2)]
-_KIVI = (CHANNELS, 2, 0, 32, False, False, 0, 1)
-SEEN: frozenset[tuple[Any, ...]] = frozenset(
-    (*pair, dim)
-    for dim, pairs in {
-        # kind, bits, mode, group, mean, norm, rank, width
-        64: (
-            *_INNERQ,
-            *(((UNIFORM, 1, 0, 0, True, True, 0, w), _KIVI) for w in (1, 2)),  # QJL
-            ((LEVELS, 2, 0, 0, True, True, 0, 1), (LEVELS, 2, 0, 0, True, False, 0, 1)),  # TurboQuant
-            ((UNIFORM, 1, 0, 0, True, True, 0, 1), (UNIFORM, 1, 0, 0, True, False, 0, 1)),  # the same, 1 bit
-            ((LEVELS, 2, 0, 0, True, True, 0, 1), _KIVI),
-            ((UNIFORM, 1, 0, 0, True, True, 0, 2), (LEVELS, 2, 0, 0, True, False, 0, 1)),  # k=qjl+v=turboquant
-            ((TOKENS, 2, 0, 32, False, False, 2, 1), (CHANNELS, 2, 0, 32, False, False, 2, 1)),  # GEAR
-        ),
-        256: (_INNERQ[2], ((UNIFORM, 1, 0, 0, True, True, 0, 2), _KIVI)),
-    }.items()
-    for pair in pairs
-)
-"""Other head sizes, and pairs of formats of which the same is known there. What else can be read is left to other kernels until
-a run on a GPU has shown it right (``pytest -m gpu tests/kernels/test_gpu_fragments.py``)."""
-
-
 def unsupported(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
-    """Why the kernel does not serve these formats; None if it does."""
-    if why := _foreign(key_format, value_format, pre_rope):
-        return why
-    if not _seen(key_format, value_format):
-        sides = f"{key_format.describe()} with {value_format.describe()}"
-        return f"{sides} at head_dim={key_format.head_dim}: not seen right on a GPU yet"
-    return _other_order(key_format, value_format)
-
-
-def _seen(key_format: Format, value_format: Format) -> bool:
-    sides = _kept(key_format), _kept(value_format)
-    if key_format.head_dim in WHOLLY_SEEN:
-        return not any(kind in (CONSTANTS, RANGES) for kind, *_ in sides)
-    return (*sides, key_format.head_dim) in SEEN
-
-
-def _kept(form: Format) -> tuple[Any, ...]:
-    of = side(form)
-    return (*of.constants[:6], of.constants[9], of.width // form.head_dim)
+    """Why the kernel cannot read these formats; None if it can."""
+    why = unreadable(key_format, value_format, pre_rope)
+    if why is None and side(key_format).constants[0] == CONSTANTS:
+        return f"keys: {key_format.describe()}: not seen right on a GPU in all shapes yet"
+    return why
 
 
 def unreadable(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
-    """Why the kernel cannot read these formats; None if it can."""
+    """The same, of what a GPU has not shown right in all shapes, too."""
     return _foreign(key_format, value_format, pre_rope) or _other_order(key_format, value_format)
 
 
@@ -380,7 +341,9 @@ def make_plan(
     )
     full = batch_heads * columns >= processors // 2
     mixed = side(key_format).constants[0] == MIXED
-    registers = None if mixed and full else REGISTERS.get(dim)  # spills cost it more than warps gain
+    ranked = any(side(form).constants[9] for form in (key_format, value_format))  # and elements in fp16
+    # spills cost more than warps gain; where two programs of a multiprocessor are all there is, warps gain nothing
+    registers = None if (mixed and full) or (ranked and not mixed and not full) else REGISTERS.get(dim)
     wide = (
         side(key_format).width > dim and full
     )  # a sketch with more rows than channels: small programs, and many of them

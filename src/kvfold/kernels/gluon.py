@@ -103,7 +103,7 @@ class PagesKernel(AttentionKernel):
 class FragmentsKernel(AttentionKernel):
     """Pages of other codes (InnerQ, QJL, TurboQuant, GEAR, ZipCache) on NVIDIA GPUs (sm_80 and later); calls of any length.
 
-    Calls as of :class:`PagesKernel`. It serves what a run on a GPU has shown right: :data:`kvfold.kernels.fragments.SEEN`.
+    Calls as of :class:`PagesKernel`.
     """
 
     name = "fragments"
