@@ -1,6 +1,10 @@
 """Kernels that keep tables of codes in shared memory (CommVQ, VQLLM): their lanes run by PyTorch, compiled ahead, chosen."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +104,14 @@ def test_lanes_agree_with_decoding(name, per_head, kept, monkeypatch):
     assert torch.isfinite(got).all()
     for b in range(len(want)):
         assert float((got[b] - want[b]).norm() / want[b].norm()) < 1e-3
+
+
+def test_sums_of_codes_are_turned_into_values():
+    """The interpreter is chosen when kernels are defined, so it needs a process of its own."""
+    here = Path(__file__).parents[1]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (here, *sys.path)))}
+    done = subprocess.run([sys.executable, str(here / "turn_case.py")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name, rows", [*((name, 4) for name in FORMATS), ("commvq-2bit", 8)])

@@ -9,7 +9,7 @@ import torch
 
 from kvfold import methods
 from kvfold.formats import Fields, Format, PagedFormat
-from kvfold.formats.codebook import KeyCodebook
+from kvfold.formats.codebook import KeyCodebook, ValueRows
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.projected import HeadMaps
@@ -59,7 +59,7 @@ def formats(
         )
         keys, stored = made.formats(spec, KeyCodebook(centres, metric, head_dim))
         rows = values.rows(heads)
-        return keys, stored, lambda x: x @ rows
+        return keys, stored, ValueRows(rows)
     if isinstance(made, VQLLM):
         sides = [
             made.format(

@@ -374,6 +374,16 @@ class BinaryCodes(Format):
         return f"{self.codes} bits ({self.bits:.2f} bits)"
 
 
+@dataclass(frozen=True)
+class ValueRows:
+    """Turns sums of decoded values, float32 [..., num_kv_heads, n, width], into outputs by ``rows`` [num_kv_heads, width, d]."""
+
+    rows: torch.Tensor
+
+    def __call__(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums @ self.rows
+
+
 def stages_for(bits: float, head_dim: int, levels: int) -> int:
     """Stages R whose codes come closest to ``bits`` per element with g = head_dim / 2 (eq. 21): 11 and 21 at d = 128."""
     return max(1, math.floor(bits * head_dim / (2 * math.log2(levels)) + 0.5))

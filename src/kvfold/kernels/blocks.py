@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvfold.formats import Fields, Format, Paged, ResidualCodes
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, ValueRows
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvfold.kernels.readers import Reader
 
 MAX_DIM = 256
+TURNS = False
+"""Whether a kernel of its own turns sums of codes into values: no run on a GPU has shown it right yet."""
 
 
 class BlocksKernel(AttentionKernel):
@@ -335,11 +337,39 @@ def attend_packed(
         of.attend_packed(call, span, packed, out, partials.top, partials.total, part, plan)
     if call.unproject is not None:
         stop = part + plan.splits
+        if isinstance(call.unproject, ValueRows) and TURNS and out.shape[-1] == call.value_format.width:
+            _turn(out, call.unproject.rows, partials, part, stop)
+            return
         sums = out[:, part:stop]
         if sums.shape[-1] < call.value_format.width:
             sums = torch.cat((sums, partials.total[:, part:stop].unsqueeze(-1)), -1)
         turned = call.unproject(sums.unflatten(0, (batch, heads)).flatten(2, 3))
         partials.out[:, part:stop] = turned.reshape(batch * heads, plan.splits, rows, -1)
+
+
+def _turn(out: torch.Tensor, matrix: torch.Tensor, partials: "Partials", part: int, stop: int) -> None:
+    """Turn sums, float32 [batch * heads, splits, rows, width], of some parts into values."""
+    from kvfold.kernels._turn import turn_kernel
+
+    heads, splits, rows, width = out.shape
+    count, dim = (stop - part) * rows, partials.out.shape[-1]
+    pieces = dim & -dim
+    n = min(32, pieces)
+    turn_kernel[(heads, math.ceil(count / 16), dim // n)](
+        out,
+        matrix.contiguous(),
+        partials.out,
+        matrix.shape[0],
+        count,
+        splits * rows,
+        part * rows,
+        W=width,
+        D=dim,
+        M=16,
+        N=n,
+        K=64,
+        num_warps=4,
+    )
 
 
 def _summed(value_format: Format) -> int:

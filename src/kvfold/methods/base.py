@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -394,6 +395,10 @@ class Method(ABC):
     def restore_keys(self, stored: torch.Tensor, spec: LayerSpec, positions: torch.Tensor) -> torch.Tensor:
         """Inverse of :meth:`transform_keys` up to quantization: float32 keys after RoPE."""
         return stored
+
+    def value_map(self, spec: LayerSpec, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+        """:meth:`unproject_values` of a layer, for values on ``device``; with a matrix for kernels, if there is one."""
+        return partial(self.unproject_values, spec=spec)
 
     def unproject_values(self, values: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         """Decoded values, or sums of them, as values of the model; linear. Override together with ``maps_values``.

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from kvfold.formats import Fields
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook, stages_for
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook, ValueRows, stages_for
 from kvfold.methods.base import LayerSpec, State
 from kvfold.methods.learned import LearnedMethod
 from kvfold.methods.options import Numbers, Problem
@@ -130,6 +130,9 @@ class CommVQ(LearnedMethod):
             return self.value_format(spec).encode(bits.transpose(1, 2))
         bits = book.bits(values.transpose(0, 1).flatten(1, 2), self.flips).unflatten(1, (batch, tokens))
         return self.value_format(spec).encode(bits.transpose(0, 1))
+
+    def value_map(self, spec: LayerSpec, device: torch.device) -> ValueRows:
+        return ValueRows(self._layer(spec)[1].on(device).rows(spec.num_kv_heads))
 
     def unproject_values(self, values: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         """Eq. 22: sums of bits times the codebook; the last column of ``values`` weighs the offset."""

@@ -181,6 +181,9 @@ class Pair(_Composed):
     def restore_keys(self, stored: torch.Tensor, spec: LayerSpec, positions: torch.Tensor) -> torch.Tensor:
         return self.keys.restore_keys(stored, spec, positions)
 
+    def value_map(self, spec: LayerSpec, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+        return self.values.value_map(spec, device)
+
     def unproject_values(self, values: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         return self.values.unproject_values(values, spec)
 

@@ -65,7 +65,7 @@ class Reader:
             project=None if key_format is layout.key_format else self.project,
             rope=layout.spec.rope if method.pre_rope else None,
             first_position=sequences.first_packed if method.pre_rope else None,
-            unproject=self._unproject if method.maps_values else None,
+            unproject=method.value_map(layout.spec, query.device) if method.maps_values else None,
             softcap=softcap,
             sinks=sinks,
         )
@@ -90,9 +90,6 @@ class Reader:
         if "mean" in shared:
             bias = (queries * shared["mean"].float()).sum(-1)
         return (queries * norms(shared["norm"]) if "norm" in shared else queries), bias
-
-    def _unproject(self, values: torch.Tensor) -> torch.Tensor:
-        return self.layout.method.unproject_values(values, self.layout.spec)
 
     def decoded(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of a sequence as attention sees them, float32 [num_kv_heads, len, head_dim]."""
