@@ -376,7 +376,7 @@ class BinaryCodes(Format):
 
 @dataclass(frozen=True)
 class ValueRows:
-    """Turns sums of decoded values, float32 [..., num_kv_heads, n, width], into outputs by ``rows`` [num_kv_heads, width, d]."""
+    """Turns sums of decoded values, float32 [..., num_kv_heads, n, width], to outputs by ``rows`` [num_kv_heads, width, d]."""
 
     rows: torch.Tensor
 
