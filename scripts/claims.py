@@ -89,3 +89,29 @@ def throughput(cache: str = "kivi:recent=32") -> str:
             f"that bf16 cache, a whole run {longer[STATIC].throughput:.2f} times.",
         )
     )
+
+
+def serving() -> str:
+    """What a server gains."""
+    found = [row for row in rows("serving", "what", "cache", "batch", "total", "gpus") if row.gpus == 1]
+    long = {row.cache: row for row in found if (row.what, row.batch, row.context) == ("decode", 8, 32_768)}
+    most = {
+        cache: max(
+            (r for r in found if (r.what, r.cache, r.context) == ("decode", cache, 32_768)), key=lambda r: r.batch
+        )
+        for cache in ("fold", "bfloat16", "fp8")
+    }
+    room = {row.cache: row.tokens for row in found if (row.what, row.context) == ("capacity", 33_280)}
+    prompt = {row.cache: row for row in found if (row.what, row.context) == ("prefill", 32_768)}
+    fold, plain = most["fold"], most["bfloat16"]
+    return "\n".join(
+        (
+            f"**With `fold`, vLLM holds {room['fold'] / room['bfloat16']:.1f} times as many tokens as in bfloat16** "
+            f"({room['fold'] / room['fp8']:.1f} times as many as in fp8), and",
+            f"{fold.batch} requests of 32,768 tokens instead of {plain.batch} decode "
+            f"{fold.tokens_per_s / plain.tokens_per_s:.1f} times as many tokens a second. A step of 8 such requests takes",
+            f"{long['fold'].ms:.1f} ms instead of {long['bfloat16'].ms:.1f} ms ({long['fp8'].ms:.1f} ms with fp8); a prompt of "
+            f"32,768 tokens takes {prompt['fold'].ms / prompt['bfloat16'].ms:.2f} times",
+            "as long (Llama-3.1-8B's shape, one H200).",
+        )
+    )

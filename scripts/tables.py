@@ -371,6 +371,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "headline": headline,
         "methods": catalogue,
+        "serving": claims.serving,
         "attention": claims.attention,
         "throughput": claims.throughput,
         "evidence": evidence.main,

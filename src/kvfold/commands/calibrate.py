@@ -16,6 +16,7 @@ from kvfold.errors import KVFoldError
 
 if TYPE_CHECKING:
     from kvfold.calibration.run import LayerDone
+    from kvfold.methods.squat import SQuat
 
 
 def spread_text(arguments: list[str]) -> list[str]:
@@ -88,10 +89,15 @@ def calibrate(
     from kvfold.artefact import check_target
     from kvfold.evaluation.text import load_text
     from kvfold.methods.learned import LearnedMethod
+    from kvfold.methods.squat import SQuat
 
     method = methods.get(spec)
+    if type(method) is SQuat:
+        _subspace(method, model, device, paths, tokens, out, force)
+        return
     if not isinstance(method, LearnedMethod):
-        learn_something = [name for name, kind in methods.REGISTRY.items() if issubclass(kind, LearnedMethod)]
+        learn_something = [name for name, kind in methods.REGISTRY.items() if issubclass(kind, (LearnedMethod, SQuat))]
+        learn_something.remove("squat_pre")
         raise KVFoldError(f"method: {method.name} learns nothing beforehand; allowed: {', '.join(learn_something)}")
     if method.artefact:
         raise KVFoldError(
@@ -136,6 +142,27 @@ def calibrate(
     )
     click.echo(f"held-out errors, mean over layers: {errors_text(result.mean_errors())}")
     click.echo(f"written: {target} ({result.nbytes / 1e6:.1f} MB); use it with --method {shlex.quote(str(usable))}")
+
+
+def _subspace(
+    method: SQuat, model: str | None, device: str | None, paths: tuple[str, ...], tokens: int, out: str, force: bool
+) -> None:
+    """SQuat's, for a server: ``kvfold.fold`` follows a sequence's queries itself."""
+    from kvfold.artefact import check_target
+    from kvfold.calibration.subspace import calibrate as look
+    from kvfold.engines.vllm.subspace import FIELD
+    from kvfold.evaluation.text import load_text
+    from kvfold.models import load
+
+    target = Path(out).expanduser()
+    check_text(out, "out")
+    check_target(target, force)
+    texts = [load_text(path) for path in paths]
+    loaded, tokenizer, info = load(model, None, device)
+    result = look(loaded, tokenizer, info.name, method, texts, tokens, target, force=force)
+    click.echo(
+        f'written: {target} ({result.nbytes / 1e6:.1f} MB); use it in vLLM: {{"kvfold": "squat", "{FIELD}": "{target}"}}'
+    )
 
 
 class _Progress:

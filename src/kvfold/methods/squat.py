@@ -131,7 +131,13 @@ def penalty_matrix(
     Tensor, float64 [..., d, d]
     """
     queries = queries.double()
-    gram = queries.transpose(-1, -2) @ queries
+    return penalty_of(queries.transpose(-1, -2) @ queries, rank, lam, normalize, iterate)
+
+
+def penalty_of(
+    gram: torch.Tensor, rank: int, lam: float, normalize: bool = False, iterate: bool | None = None
+) -> torch.Tensor:
+    """:func:`penalty_matrix` of queries of which only ``Q'Q`` is known, float64 [..., d, d]; its size is free if normalized."""
     if normalize:
         size = gram.diagonal(dim1=-1, dim2=-2).mean(-1)[..., None, None]  # tokens x mean square
         gram = gram / size.clamp_min(torch.finfo(gram.dtype).tiny)
@@ -142,7 +148,7 @@ def penalty_matrix(
     values, vectors = top_eigenpairs(gram, rank, iterate)
     weights = (lam * values).clamp(0, HARD)
     top = vectors * weights.sqrt().unsqueeze(-2)
-    return torch.eye(queries.shape[-1], dtype=top.dtype, device=top.device) + top @ top.transpose(-1, -2)
+    return torch.eye(gram.shape[-1], dtype=top.dtype, device=top.device) + top @ top.transpose(-1, -2)
 
 
 def update_matrix(penalty: torch.Tensor, width: int) -> torch.Tensor:

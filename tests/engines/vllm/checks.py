@@ -62,14 +62,16 @@ class Seen(NamedTuple):
 class Engine:
     """vLLM in this process, with a look at its blocks."""
 
-    def __init__(self, method="fold:bits=8", poison=True, path=None, **options):
+    def __init__(self, method="fold:bits=8", poison=True, path=None, more=None, **options):
         from vllm import LLM
 
         import kvfold.engines.vllm.backend as backend
 
         defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 1024}
         defaults |= {"max_num_seqs": 8, "enable_prefix_caching": True, "seed": 0}
-        self.llm = LLM(path or model_path(), additional_config={"kvfold": method}, **(defaults | options))
+        self.llm = LLM(
+            path or model_path(), additional_config={"kvfold": method} | (more or {}), **(defaults | options)
+        )
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.pool = self.core.scheduler.kv_cache_manager.block_pool
         self.layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context
@@ -418,6 +420,7 @@ def check_learned():
     from transformers import AutoModelForCausalLM
 
     from kvfold import methods
+    from kvfold.calibration import subspace
     from kvfold.calibration.run import calibrate
     from kvfold.evaluation.text import Text
 
@@ -428,14 +431,19 @@ def check_learned():
         path = str(save(Path(folder) / "model"))
         model = AutoModelForCausalLM.from_pretrained(path)
         text = Text("".join(f"{TEXT}{i} " for i in range(40)), "prose.txt")
-        for spec in ("vqllm:bits=8", "commvq:bits=2"):
-            out = Path(folder) / f"{spec[:5]}.safetensors"
-            calibrate(model, byte_tokenizer(), "tiny", methods.get(spec), [text], 1024, out)
-            engine = Engine(f"{spec},artefact={out}", path=path, max_num_batched_tokens=128, skip_tokenizer_init=True)
+        for spec in ("vqllm:bits=8", "commvq:bits=2", "squat:bits=4"):
+            out, more = Path(folder) / f"{spec[:5]}.safetensors", {}
+            learn = subspace.calibrate if spec.startswith("squat") else calibrate
+            learn(model, byte_tokenizer(), "tiny", methods.get(spec), [text], 1024, out)
+            if learn is calibrate:
+                spec += f",artefact={out}"
+            else:
+                more = {"kvfold_subspace": str(out)}
+            engine = Engine(spec, True, path, more, max_num_batched_tokens=128, skip_tokenizer_init=True)
             tokens = [1 + t % 250 for t in prompt(400)]
             (answer,) = engine.ask(tokens, tokens=12)
             worst = difference(answer, follow(scheduled(engine, path), tokens, answer))
-            print(f"{spec}: 400 tokens in chunks of 128, 12 more: {worst:.4f}")
+            print(f"{spec.partition(',')[0]}: 400 tokens in chunks of 128, 12 more: {worst:.4f}")
             assert worst < CLOSE
             assert engine.free == engine.pool.num_gpu_blocks - 1
             del engine

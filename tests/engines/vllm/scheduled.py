@@ -85,7 +85,8 @@ class Scheduled:
         if side:
             return method.encode_values(tokens, {}, spec, False)
         positions = torch.arange(first, first + tokens.shape[2]).view(1, 1, -1)
-        return method.encode_keys(tokens, {}, spec, positions, False)
+        update = self.stored[layer].update
+        return method.encode_keys(tokens, {} if update is None else {"update": update[None]}, spec, positions, False)
 
     def restored(self, layer, side, x):
         """Keys after RoPE and values of the model, of what pages decode to."""

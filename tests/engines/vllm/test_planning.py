@@ -34,7 +34,10 @@ def test_an_unknown_method_is_refused_as_everywhere():
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("squat", "squat: its encoder follows each request's queries; allowed: fold,"),
+        (
+            "squat",
+            "squat: its encoder follows each request's queries; calibrate its subspace with 'kvfold calibrate --method squat",
+        ),
         ("zipcache", "zipcache: its encoder"),
         ("kivi:paper=true", "paper=true takes statistics of a whole first call"),
         ("kivi:group=64", "group=64: blocks of 64 tokens"),
@@ -138,7 +141,7 @@ def test_two_gpus_hold_twice_as_much(folder):
         (["--context", "64", "--kv-bytes", "9", "--gpu-memory", "9"], "give one of --kv-bytes and --gpu-memory"),
         (["--context", "0", "--kv-bytes", "9"], "context"),
         (["--context", "64", "--kv-bytes", "10000000", "--tp", "3"], "tp: 3 GPUs do not share 8 heads and 2 KV heads"),
-        (["--context", "64", "--kv-bytes", "10000000", "--methods", "squat"], "squat: its encoder follows"),
+        (["--context", "64", "--kv-bytes", "10000000", "--methods", "zipcache"], "zipcache: its encoder follows"),
         (
             ["--context", "64", "--kv-bytes", "9", "--tp", "2", "--methods", "vqllm"],
             "vqllm's tables are of all KV heads",

@@ -26,11 +26,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvfold.engines.vllm import refusals, report, rotation
-from kvfold.engines.vllm.plugin import UNSEEN
-from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, kept, layer_spec, method_of, stored
+from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, kept, layer_spec, method_of, stored, subspace_of
 from kvfold.engines.vllm.spec import RecentSpec
 from kvfold.engines.vllm.step import Batch, Bench, Layer, Step, run
-from kvfold.errors import KVFoldError
 from kvfold.kernels import paged
 from kvfold.kernels.paged import Workspace
 from kvfold.kernels.paged.long import PIECE
@@ -173,10 +171,6 @@ class RecentLayer(AttentionLayerBase):
 
 def give_back(layer: Any, impl: "FoldedImpl", config: VllmConfig) -> None:
     """Let vLLM's own attention serve a layer that is kept in full precision, on a GPU."""
-    if os.environ.get(UNSEEN) != "1":
-        raise KVFoldError(
-            f"keep: kept layers beside folded ones have not been run on a GPU; leave keep= out, or set {UNSEEN}=1"
-        )
     selected = AttentionSelectorConfig(impl.head_size, layer.kv_cache_torch_dtype, layer.kv_cache_dtype, PAGE)
     with set_current_vllm_config(config):
         path = current_platform.get_attn_backend_cls(None, attn_selector_config=selected, num_heads=impl.num_heads)
@@ -218,6 +212,7 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.config = get_current_vllm_config()
         self.method = method_of(self.config.additional_config)
+        self.subspace = subspace_of(self.config.additional_config)
         refusals.check(self.config, self.method)
         refusals.check_layer(
             alibi_slopes,
@@ -267,11 +262,11 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         """What the layer stores: in the order of tensor cores where a kernel reads that, else in the plain one."""
         plain, ordered = layer_spec(*facts, False, rope), layer_spec(*facts, True, rope)
         if device.type == "cpu":
-            return stored(self.method, plain) or kept(self.method, plain)
-        found = stored(self.method, ordered)
+            return stored(self.method, plain, self.subspace) or kept(self.method, plain)
+        found = stored(self.method, ordered, self.subspace)
         if found is None or paged.why_not(*found.formats, device, found.method.pre_rope) is None:
             return found
-        return stored(self.method, plain)
+        return stored(self.method, plain, self.subspace)
 
     def _bench(self, device: torch.device) -> Bench | None:
         """What the kernels of all layers write to: the first layer makes it."""

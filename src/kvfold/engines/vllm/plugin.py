@@ -6,9 +6,6 @@ BACKEND = "kvfold.engines.vllm.backend.FoldedBackend"
 ON_CPU = "KVFOLD_VLLM_CPU"
 """Environment variable: ``1`` puts the backend in the place of vLLM's attention on CPUs, where vLLM offers no choice."""
 
-UNSEEN = "KVFOLD_VLLM_UNSEEN"
-"""Environment variable: ``1`` allows what has not been run on a GPU yet: layers kept in full precision beside folded ones."""
-
 
 def register() -> None:
     """Entry point of the group ``vllm.general_plugins``; may be called again."""

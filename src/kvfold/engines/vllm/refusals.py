@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kvfold.engines.vllm.settings import SERVED, Stored, unservable
+from kvfold.engines.vllm.settings import SERVED, Stored, subspace_of, unservable
 from kvfold.errors import KVFoldError
 from kvfold.kernels import paged
 from kvfold.methods import Method
@@ -65,7 +65,7 @@ def problems(config: Any, method: Method) -> Iterator[str]:
     allowed = ON_CPU if config.device_config.device_type == "cpu" else VERSIONS
     if not version.startswith(allowed):
         yield f"vllm={version}: allowed: {', '.join(v + 'x' for v in allowed)}; pip install 'vllm>=0.32,<0.33'"
-    if why := unservable(method):
+    if why := unservable(method, subspace_of(config.additional_config)):
         yield why
     scheduler, parallel, model = config.scheduler_config, config.parallel_config, config.model_config
     if scheduler.disable_hybrid_kv_cache_manager:
@@ -112,7 +112,7 @@ def _before_rope(model: Any, method: Method) -> Iterator[str]:
 
 
 def _learned(method: Method) -> str:
-    return next((part.name for part in method.parts() if isinstance(part, LearnedMethod)), "")
+    return next((part.name for part in method.parts() if isinstance(part, LearnedMethod) or part.name == "squat"), "")
 
 
 def drafts(config: Any) -> int:
@@ -168,6 +168,10 @@ def check_kernel(stored: Stored, device: torch.device) -> str:
 
     if not is_flash_attn_varlen_func_available():
         raise KVFoldError("FlashAttention is not there, which prompts need; install vLLM's build for CUDA")
+    if stored.update is not None:
+        raise KVFoldError(
+            "squat: pages with a calibrated subspace have not been written on a GPU; allowed there: fold, kivi"
+        )
     if why := paged.why_not(*stored.formats, device, stored.method.pre_rope):
         raise KVFoldError(f"{stored.method}: no kernel attends to its pages: {why}; allowed: {', '.join(SERVED)}")
     if why := paged.why_not_stored(*stored.formats):

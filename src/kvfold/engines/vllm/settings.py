@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvfold import methods
+from kvfold.engines.vllm import subspace
 from kvfold.errors import KVFoldError
 from kvfold.formats import Dense, Fields
 from kvfold.formats.paged import PAGE
@@ -37,8 +38,24 @@ def method_of(additional_config: object) -> Method:
     return methods.get(spec)
 
 
-def unservable(method: Method) -> str | None:
-    """Why a method cannot be served, whatever the model; None if it can."""
+def subspace_of(additional_config: object) -> str:
+    """Where SQuat's calibrated subspace is; empty: there is none."""
+    found = additional_config.get(subspace.FIELD, "") if isinstance(additional_config, Mapping) else ""
+    if not isinstance(found, str):
+        raise KVFoldError(f"additional_config: {subspace.FIELD}={found!r} is not a file's name")
+    return found
+
+
+def unservable(method: Method, calibrated: str = "") -> str | None:
+    """Why a method cannot be served, whatever the model; None if it can.
+
+    Parameters
+    ----------
+    calibrated : str
+        Where SQuat's subspace is.
+    """
+    if calibrated and not any(part.name == "squat" for part in method.parts()):
+        return f"{subspace.FIELD}: {method} has no subspace; leave it out"
     for part in method.parts():
         if part.name == "none":
             return "none folds nothing; leave --attention-backend CUSTOM out"
@@ -46,7 +63,9 @@ def unservable(method: Method) -> str | None:
             return (
                 f"{part}: paper=true takes statistics of a whole first call; allowed: paper=false, statistics per page"
             )
-        if part.query_window:
+        if part.name == "squat" and not calibrated:
+            return f"squat: its encoder follows each request's queries; {subspace.HOW}"
+        if part.query_window and part.name != "squat":
             return f"{part.name}: its encoder follows each request's queries; allowed: {', '.join(SERVED)}"
         if part.block != 32:
             return f"{part.name}: group={part.group}: blocks of {part.block} tokens; allowed: groups of up to 32"
@@ -69,11 +88,14 @@ class Stored:
         The layer's.
     spec : LayerSpec
     layout : PageLayout
+    update : Tensor or None
+        SQuat's.
     """
 
     method: Method
     spec: LayerSpec
     layout: PageLayout
+    update: torch.Tensor | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -88,6 +110,8 @@ class Stored:
     @property
     def maps(self) -> dict[str, Any]:
         """What a call needs beside formats where keys are stored before RoPE, or values as bits of a product."""
+        if self.update is not None:
+            return {"encode_keys": self._encode_keys, "update": self.update}
         if not (self.method.pre_rope or self.method.maps_values):
             return {}
         found: dict[str, Any] = {"encode_keys": self._encode_keys, "encode_values": self._encode_values}
@@ -98,14 +122,20 @@ class Stored:
         return found
 
     def _encode_keys(self, keys: torch.Tensor, positions: torch.Tensor, page: Fields | None) -> Fields:
-        return self.method.encode_keys(keys, {}, self.spec, positions, False, page)
+        state = {} if self.update is None else {"update": self.update[None]}
+        return self.method.encode_keys(keys, state, self.spec, positions, False, page)
 
     def _encode_values(self, values: torch.Tensor, positions: torch.Tensor, page: Fields | None) -> Fields:
         return self.method.encode_values(values, {}, self.spec, False, page)
 
 
-def stored(method: Method, spec: LayerSpec) -> Stored | None:
+def stored(method: Method, spec: LayerSpec, calibrated: str = "") -> Stored | None:
     """What a layer stores; None where it is kept in full precision.
+
+    Parameters
+    ----------
+    calibrated : str
+        Where SQuat's subspace is; empty: sizes are asked for.
 
     Raises
     ------
@@ -119,7 +149,8 @@ def stored(method: Method, spec: LayerSpec) -> Stored | None:
     formats = own.key_format(spec), own.value_format(spec)
     if why := unsupported(*formats, own.recent, own.sink):
         raise KVFoldError(f"{own}: {why}")
-    return Stored(own, spec, PageLayout(*formats))
+    update = subspace.update_of(calibrated, own, spec) if calibrated else None
+    return Stored(own, spec, PageLayout(*formats), update)
 
 
 def kept(method: Method, spec: LayerSpec) -> Stored:
@@ -142,4 +173,4 @@ def layer_spec(
     return LayerSpec(layer_idx, num_layers, num_heads, num_kv_heads, head_dim, dtype, rope, fragments=on_gpu)
 
 
-__all__ = ["PAGE", "WINDOW_BLOCK", "Stored", "kept", "layer_spec", "method_of", "stored", "unservable"]
+__all__ = ["PAGE", "WINDOW_BLOCK", "Stored", "kept", "layer_spec", "method_of", "stored", "subspace_of", "unservable"]

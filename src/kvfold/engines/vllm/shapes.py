@@ -64,7 +64,7 @@ def layers_of(shape: Shape, spec: str) -> list[Stored]:
         If the method cannot be served, or does not suit the model.
     """
     method = methods.get(spec)
-    if why := unservable(method):
+    if why := unservable(method, "any" if any(part.name == "squat" for part in method.parts()) else ""):
         raise KVFoldError(why)
     if shape.tp > 1 and any(isinstance(part, LearnedMethod) for part in method.parts()):
         raise KVFoldError(f"tp={shape.tp}: {method.name}'s tables are of all KV heads; allowed: 1")
