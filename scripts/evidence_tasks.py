@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from evidence import BASE, MODELS, NOTHING, ROOT, logs, markdown, of_eval, plain
 
 from kvfold.evaluation.results import Result, ResultFile
-from kvfold.evaluation.statistics import Difference, Estimate, estimate, paired
+from kvfold.evaluation.statistics import LEAST, Difference, Estimate, estimate, paired
 from kvfold.evaluation.suites import REGISTRY
 
 FEW = 10
@@ -222,6 +222,8 @@ def verdict(claim: Claim, found: Difference) -> str:
         return found.verdict
     if found.verdict == "worse":
         return "does not hold here"
+    if claim.alike and (found.high or 0.0) < 0:
+        return f"not decided: a loss of {-100 * (found.low or 0.0):.1f} points at most"
     if claim.alike:
         most = -100 * (found.low or 0.0)
         return f"no loss shown, of {most:.1f} points at most" if most > 0 else "no loss shown"
@@ -234,7 +236,7 @@ def claims() -> str:
     for claim in CLAIMS:
         measure = main_measure(claim.suite)
         found = difference([one for one in asked() if one.suite == claim.suite], claim.ours, claim.other, measure)
-        if found is None:
+        if found is None or found.items < LEAST:
             continue
         cells = [WORDS[claim.suite], f"`{claim.ours}`", f"`{claim.other}`", percent(found, True), str(found.items)]
         lines.append([claim.paper, claim.says, *cells, f"**{verdict(claim, found)}**"])

@@ -1,5 +1,6 @@
 """The tables of docs/evidence.md: what is paired, and when a claim is said to hold."""
 
+import dataclasses
 import pathlib
 import sys
 
@@ -113,5 +114,7 @@ def test_answers_are_paired_item_by_item_and_a_loss_is_bounded(monkeypatch):
     assert evidence_tasks.verdict(loss, found["good"]).startswith("no loss shown, of ")
     assert evidence_tasks.verdict(loss, found["bad"]) == "does not hold here"
     assert evidence_tasks.verdict(loss, found["fold"]) == "too few items"
+    unsure = dataclasses.replace(found["good"], low=-0.1, high=-0.01)
+    assert evidence_tasks.verdict(loss, unsure) == "not decided: a loss of 10.0 points at most"
     line = evidence_tasks.tasks().splitlines()[-1]
     assert "| 40 |" in line and "50.0 -" in line and "97.5 |" in line  # what is shown to be worse is marked
