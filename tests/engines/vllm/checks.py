@@ -421,6 +421,7 @@ def check_learned():
 
     from kvfold import methods
     from kvfold.calibration import subspace
+    from kvfold.calibration.commvq_schedule import Schedule
     from kvfold.calibration.run import calibrate
     from kvfold.evaluation.text import Text
 
@@ -431,18 +432,22 @@ def check_learned():
         path = str(save(Path(folder) / "model"))
         model = AutoModelForCausalLM.from_pretrained(path)
         text = Text("".join(f"{TEXT}{i} " for i in range(40)), "prose.txt")
-        for spec in ("vqllm:bits=8", "commvq:bits=2", "squat:bits=4"):
+        quick = Schedule(window=128, em_tokens=0, em_steps=3, hard_steps=1, value_rounds=1)
+        for spec in ("vqllm:bits=8", "commvq:bits=1,levels=16,passes=0", "squat:bits=4"):
             out, more = Path(folder) / f"{spec[:5]}.safetensors", {}
-            learn = subspace.calibrate if spec.startswith("squat") else calibrate
-            learn(model, byte_tokenizer(), "tiny", methods.get(spec), [text], 1024, out)
-            if learn is calibrate:
-                spec += f",artefact={out}"
-            else:
+            given = model, byte_tokenizer(), "tiny", methods.get(spec), [text], 1024, out
+            if spec.startswith("squat"):
+                subspace.calibrate(*given)
                 more = {"kvfold_subspace": str(out)}
+            else:
+                calibrate(*given, schedule=quick if spec.startswith("commvq") else None)
+                spec += f",artefact={out}"
             engine = Engine(spec, True, path, more, max_num_batched_tokens=128, skip_tokenizer_init=True)
             tokens = [1 + t % 250 for t in prompt(400)]
             (answer,) = engine.ask(tokens, tokens=12)
-            worst = difference(answer, follow(scheduled(engine, path), tokens, answer))
+            reference = scheduled(engine, path)
+            worst = difference(answer, follow(reference, tokens, answer))
+            same_bytes(engine, reference, 256)
             print(f"{spec.partition(',')[0]}: 400 tokens in chunks of 128, 12 more: {worst:.4f}")
             assert worst < CLOSE
             assert engine.free == engine.pool.num_gpu_blocks - 1
