@@ -404,6 +404,7 @@ def check_kept_layers():
     engine = Engine("fold:bits=8+keep=0,29", max_num_batched_tokens=128)
     bits = [impl.layer.stored.page_bytes * 8 // (2 * 64 * 128) for impl in engine.impls]
     assert bits[0] == bits[29] == 32 and set(bits[1:29]) == {8}, bits
+    assert "layers in full precision: 0, 29" in started(engine)
     ((found, logs),) = engine.ask(tokens, tokens=1)
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
     with torch.no_grad():
@@ -420,6 +421,7 @@ def check_learned():
     from transformers import AutoModelForCausalLM
 
     from kvfold import methods
+    from kvfold.artefact import load
     from kvfold.calibration import subspace
     from kvfold.calibration.commvq_schedule import Schedule
     from kvfold.calibration.run import calibrate
@@ -448,10 +450,26 @@ def check_learned():
             reference = scheduled(engine, path)
             worst = difference(answer, follow(reference, tokens, answer))
             same_bytes(engine, reference, 256)
+            said = started(engine)
+            assert f"artefact {out}, SHA-256 {load(out).metadata()['sha256'][:12]}" in said, said
             print(f"{spec.partition(',')[0]}: 400 tokens in chunks of 128, 12 more: {worst:.4f}")
             assert worst < CLOSE
             assert engine.free == engine.pool.num_gpu_blocks - 1
             del engine
+
+
+def started(engine):
+    """What the log said of the first layer, and of adapters if there were some."""
+    from types import SimpleNamespace
+
+    from kvfold.engines.vllm import report
+
+    config, window = engine.llm.llm_engine.vllm_config, engine.core.scheduler.kv_cache_config.kv_cache_groups[-1]
+    stored = engine.impls[0].layer.stored
+    assert report.adapted(stored, config) is None
+    other = SimpleNamespace(lora_config=object(), additional_config=config.additional_config)
+    assert (report.adapted(stored, other) is None) == (report.artefact_of(stored, config) == "")
+    return report.lines(stored, window.kv_cache_spec.window, config, "reference")
 
 
 def check_benchmark():

@@ -4,8 +4,9 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from kvfold.artefact import load_cached
 from kvfold.engines.vllm import capacity
-from kvfold.engines.vllm.settings import PAGE, Stored
+from kvfold.engines.vllm.settings import PAGE, Stored, method_of, subspace_of
 from kvfold.engines.vllm.windows import Window
 
 logger = init_logger("vllm.kvfold")
@@ -20,6 +21,28 @@ def started(stored: Stored, window: Window, config: Any, kernel: str) -> None:
     _said.add(what)
     for line in lines(stored, window, config, kernel):
         logger.info("kvfold: %s", line)
+    if warning := adapted(stored, config):
+        logger.warning("kvfold: %s", warning)
+
+
+def artefact_of(stored: Stored, config: Any) -> str:
+    """Where what was learned beforehand lies; empty: nothing was."""
+    if stored.update is not None:
+        return subspace_of(config.additional_config)
+    return str(getattr(stored.method, "artefact", ""))
+
+
+def adapted(stored: Stored, config: Any) -> str | None:
+    """What to know of adapters beside something that was learned for the model without them."""
+    if config.lora_config is None or not (place := artefact_of(stored, config)):
+        return None
+    return f"LoRA: {place} was calibrated without adapters, which change keys and values; check the answers"
+
+
+def kept_layers(config: Any, count: int) -> list[int]:
+    """Layers in full precision."""
+    method = method_of(config.additional_config)
+    return [i for i in range(count) if (own := method.at(i)) is None or own.name == "none"]
 
 
 def lines(stored: Stored, window: Window, config: Any, kernel: str) -> list[str]:
@@ -30,8 +53,14 @@ def lines(stored: Stored, window: Window, config: Any, kernel: str) -> list[str]
     room = 1 << 40  # the ratio is what counts
     ours = capacity.folded(room, context, [stored] * layers, spec.num_kv_heads, window.drafts)
     theirs = capacity.dense(room, context, layers, spec.num_kv_heads, spec.head_dim, spec.dtype.itemsize)
+    more = []
+    if place := artefact_of(stored, config):
+        more.append(f"artefact {place}, SHA-256 {load_cached(place).metadata()['sha256'][:12]}")
+    if kept := kept_layers(config, layers):
+        more.append(f"layers in full precision: {', '.join(map(str, kept))}")
     return [
         f"method {stored.method}, {(keys.bits + values.bits) / 2:.2f} effective bits",
+        *more,
         f"keys: {keys.describe()}",
         f"values: {values.describe()}",
         f"kernel and encoder: {kernel}",
