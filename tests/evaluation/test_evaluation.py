@@ -339,8 +339,8 @@ def test_on_a_gpu_rows_are_decoded_in_graphs_that_a_throw_away_cache_came_before
     made, lengths = [], []
 
     class Graph(Steps):
-        def __init__(self, model, cache, room):
-            super().__init__(model, cache, room)
+        def __init__(self, model, cache, room, compile=False):
+            super().__init__(model, cache, room, compile)
             made.append((cache.get_seq_length(), room))
 
     own = kvfold.fold
