@@ -421,6 +421,13 @@ CLAIMS = (
     Claim("kvfold", "`fold` at 2.28 bits loses less than KIVI at 3.00", "fold:bits=2", "kivi"),
     Claim("kvfold", "`fold` at 1.28 bits loses less than KIVI at 2.00", "fold:bits=1", "kivi:bits=1"),
     Claim("kvfold", "`fold` at 2.78 bits loses less than TurboQuant at 3.28", "fold", "turboquant:bits=3"),
+    Claim(
+        "kvfold",
+        "a fixed codebook (`fold:codebook=true`) is better than uniform levels, 1 bit a code",
+        "fold:bits=1,codebook=true",
+        "fold:bits=1",
+    ),
+    Claim("kvfold", "the same, 2 bits a code", "fold:bits=2,codebook=true", "fold:bits=2"),
     Claim("kvfold", "`fold` at 2.28 bits loses less than KVarN at 2.38", "fold:bits=2", "kvarn"),
     Claim("kvfold", "`fold` at 3.28 bits loses less than KVarN at 3.38", "fold:bits=3", "kvarn:bits=3"),
     Claim("kvfold", "`fold` at 1.28 bits loses less than CommVQ at 1.08", "fold:bits=1", "commvq:bits=1"),
