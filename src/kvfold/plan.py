@@ -6,7 +6,7 @@ import torch
 
 from kvfold import kernels
 from kvfold.errors import KVFoldError
-from kvfold.formats import AffineGroups, Dense, Format
+from kvfold.formats import AffineGroups, Dense, Format, LowRank
 from kvfold.formats.paged import plain
 from kvfold.kernels import Choice
 from kvfold.methods import LayerSpec, Method
@@ -57,12 +57,13 @@ class Encoder:
 
     name: str
     reason: str
+    closes: bool = True
 
     @property
     def in_graphs(self) -> bool:
-        """Whether a decode graph's steps close blocks themselves, by lengths on the device; if not, blocks are closed between
-        two steps."""
-        return self.name == "triton"
+        """Whether a decode graph's steps close blocks themselves, by lengths on the device (its kernels ``closes`` them so); if
+        not, blocks are closed between two steps."""
+        return self.name == "triton" and self.closes
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -75,12 +76,14 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
     if not method.kernel_encodes:
         return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
     why = _why_not(method, spec, device)
-    return Encoder("torch", why) if why else Encoder("triton", "first choice")
+    formats = method.key_format(spec), method.value_format(spec)
+    closes = not any(isinstance(form, LowRank) for form in formats)
+    return Encoder("torch", why) if why else Encoder("triton", "first choice", closes)
 
 
 def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | None:
     """Why kernels cannot encode a layer; None if they can."""
-    from kvfold.kernels import encode, encode_dense, encode_pages
+    from kvfold.kernels import encode, encode_dense, encode_pages, encode_rank
 
     formats = method.key_format(spec), method.value_format(spec)
     if is_dense(formats):
@@ -90,15 +93,24 @@ def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | Non
         if width is not None:
             return "keys: an update of following channels beside statistics per page"
         for side, form in zip(("keys", "values"), formats, strict=True):
-            if why := encode_pages.why_not(form, device):
+            ranked = encode_rank.unsupported(form) if isinstance(form, LowRank) else None
+            if why := ranked or encode_pages.why_not(_inner(form), device):
                 return f"{side}: {why}"
-        return encode_pages.self_test(*formats, device) if torch.cuda.is_available() else None
+        if not torch.cuda.is_available():
+            return None
+        whys = [encode_rank.self_test(form, device) for form in formats if isinstance(form, LowRank)]
+        return next(filter(None, whys), None) or encode_pages.self_test(*map(_inner, formats), device)
     keys, values = plain(formats[0]), formats[1]
     for side, form, cut in (("keys", keys, width), ("values", values, None)):
         if why := encode.why_not(form, device, cut):
             return f"{side}: {why}"
     assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
     return encode.self_test(keys, values, width, device) if torch.cuda.is_available() else None
+
+
+def _inner(form: Format) -> Format:
+    """What holds the codes beside a low-rank part."""
+    return form.inner if isinstance(form, LowRank) else form
 
 
 def is_dense(formats: tuple[Format, Format]) -> bool:

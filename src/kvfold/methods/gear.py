@@ -42,6 +42,10 @@ class GEAR(Method):
     source = "GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference (arXiv 2403.05527)"
     url = "https://arxiv.org/abs/2403.05527"
 
+    @property
+    def kernel_encodes(self) -> bool:
+        return True
+
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.rank < 1:

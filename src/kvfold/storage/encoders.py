@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kvfold.formats import LowRank
 from kvfold.formats.paged import norms
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods.base import PIECE, finite
@@ -214,12 +215,16 @@ class PagesEncoder:
         self.launch(slab, tokens.rows, (tokens.keys, tokens.values), tokens.old, start, stop, prompt)
 
     def launch(self, slab: Slab, rows: Rows, new: Pair, old: int, start: int, stop: int, prompt: bool) -> None:
-        from kvfold.kernels import encode_pages
+        from kvfold.kernels import encode_pages, encode_rank
 
         layout, index = self.layout, None
         if isinstance(rows, torch.Tensor):
             index, rows = rows, ALL
         for form, x, ring, fields in zip(layout.formats, new, self.ring.pair, (slab.keys, slab.values), strict=True):
+            if isinstance(form, LowRank):
+                some = {name: t[rows] for name, t in fields.items()}
+                encode_rank.encode_rank(x, some, form, start, stop, slab.first, ring[rows], old, index)
+                continue
             encode_pages.encode_pages(
                 x,
                 {name: t[rows] for name, t in fields.items()},
