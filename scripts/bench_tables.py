@@ -115,34 +115,21 @@ def plain_order() -> Table:
     return ["storage: shape", "ms", "% of floor", "times as fast as fp16", "relative RMS error"], lines
 
 
-def _variants() -> dict[tuple[Any, ...], Any]:
-    """Of the launch shapes that were tried for pages of other codes, the fastest of the last commit, by work and shape."""
-    found: Any = read(ROWS.parent / "fragments-variants.csv")
-    tried = [SimpleNamespace(**{k: value(v) for k, v in row.items()}) for row in found]
-    best: dict[tuple[Any, ...], Any] = {}
-    for row in tried:
-        before = best.get(key := (row.work, row.batch, row.context))
-        if before is None or row.commit != before.commit or row.ms < before.ms:
-            best[key] = row
-    return best
-
-
 def fragments() -> Table:
-    """Pages of other codes, with fp16's times of another run on a GPU of the same kind."""
-    fp16 = {(row.batch, row.context): row.baseline_ms for row in _attention() if row.kernel == "blocks"}
+    """Pages of other codes, with fp16's times of the same run."""
     slow = {(row.work, row.batch, row.context): row for row in _attention() if row.kernel == "blocks"}
     lines = [
         [
-            f"`{work}`",
-            f"B={batch}, N={context:,}",
-            number(row.ms, ".4f"),
-            number(fp16[batch, context] / row.ms, ".2f"),
-            number(slow[key].p50_ms / row.ms if key in slow else None, ".1f"),
+            f"`{row.work}`, {row.effective_bits:.1f} bits",
+            f"B={row.batch}, N={row.context:,}",
+            number(row.p50_ms, ".4f"),
+            number(row.ratio, ".2f"),
+            number(slow[key].p50_ms / row.p50_ms if key in slow else None, ".1f"),
             f"{row.error:.1e}",
         ]
-        for key, row in _variants().items()
-        for work, batch, context in (key,)
-        if not work.startswith("kvquant")  # which it does not serve yet
+        for row in _attention()
+        if row.kernel == "fragments" and row.query_tokens == 1
+        for key in ((row.work, row.batch, row.context),)
     ]
     return ["method", "shape", "ms", "times as fast as fp16", "times as fast as blocks", "relative RMS error"], lines
 
