@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from kvfold.kernels.readers import Reader
 
 MAX_DIM = 256
-TURNS = False
-"""Whether a kernel of its own turns sums of codes into values: no run on a GPU has shown it right yet."""
 
 
 class BlocksKernel(AttentionKernel):
@@ -337,7 +335,7 @@ def attend_packed(
         of.attend_packed(call, span, packed, out, partials.top, partials.total, part, plan)
     if call.unproject is not None:
         stop = part + plan.splits
-        if isinstance(call.unproject, ValueRows) and TURNS and out.shape[-1] == call.value_format.width:
+        if isinstance(call.unproject, ValueRows) and out.shape[-1] == call.value_format.width:
             _turn(out, call.unproject.rows, partials, part, stop)
             return
         sums = out[:, part:stop]

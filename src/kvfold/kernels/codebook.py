@@ -44,7 +44,7 @@ class Plan:
     registers : int or None
         Most of a thread.
     kept : bool
-        Whether lanes keep the cosines and sines of a tile's tokens. Not seen right on a GPU yet.
+        Whether lanes keep the cosines and sines of a tile's tokens, or read them from shared memory.
     """
 
     columns: int
@@ -91,7 +91,8 @@ def declines(call: AttentionCall) -> str | None:
 
 def _shape(stages: int, rows: int, splits: int) -> Plan:
     passes = math.ceil(stages / MOST)  # of several, unrolled loops would be too long for the cache of instructions
-    return Plan(4 if rows <= 4 else 8, math.ceil(stages / passes), 8, splits, unrolled=passes == 1)
+    kept = passes > 1 and rows <= 4  # an unrolled loop has no registers for them
+    return Plan(4 if rows <= 4 else 8, math.ceil(stages / passes), 8, splits, unrolled=passes == 1, kept=kept)
 
 
 @lru_cache

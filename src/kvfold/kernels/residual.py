@@ -41,7 +41,7 @@ class Plan:
     registers : int or None
         Most of a thread.
     kept : bool
-        Whether lanes keep the cosines and sines of a tile's tokens. Not seen right on a GPU yet.
+        Whether lanes keep the cosines and sines of a tile's tokens, or read them from shared memory.
     """
 
     columns: int
@@ -100,7 +100,8 @@ def make_plan(k_stages: int, v_stages: int, jobs: int, rows: int, units: int, pr
         each = math.ceil(math.ceil(units / splits) / warps)
         return math.ceil(jobs * splits / processors) * (each * passes + begin)
 
-    return Plan(columns, both, warps, min(range(1, max(2, min(256, units // 8))), key=cost))
+    splits = min(range(1, max(2, min(256, units // 8))), key=cost)
+    return Plan(columns, both, warps, splits, kept=not both and rows <= 4)
 
 
 def plan_of(call: AttentionCall, span: Span) -> Plan:
