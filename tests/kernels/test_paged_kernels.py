@@ -125,7 +125,7 @@ def test_a_workspace_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="workspace: made for 2 sequences, the step has 3"):
         work.prepare(call.step, space, call.seen)
     space = work.Workspace.make(max_seqs=3, max_tokens=64, short=16, **{**sizes, "num_heads": 1})
-    with pytest.raises(ValueError, match="workspace: too small for 3 sequences of 10 tokens and 4 heads"):
-        paged.attend(server.step([10, 0]), torch.empty(10, 4, 64), space)
+    with pytest.raises(ValueError, match="workspace: too small for 3 sequences of 12 tokens and 4 heads"):
+        paged.attend(server.step([12, 0]), torch.empty(12, 4, 64), space)
     with pytest.raises(ValueError, match="short=17: allowed: 1 to 16"):
         work.Workspace.make(max_seqs=3, max_tokens=64, short=17, **sizes)

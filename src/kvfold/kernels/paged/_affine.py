@@ -12,13 +12,16 @@ from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shar
 from kvfold.kernels.paged._raw import attend_windows
 
 
-@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
+@gluon.jit(
+    do_not_specialize=["scale", "heads", "rows", "tokens", "seqs", "raw_parts"],
+    do_not_specialize_on_alignment=["columns"],
+)
 def affine_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step,
     query_start, seq_lens, before_ptr, sink_ptr, packed_ptr,
     window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head, window_table, window_step,
     region, page_step, head_step,
-    part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs,
+    part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs, raw_parts,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_AXIS: gl.constexpr, K_MODE: gl.constexpr, K_GROUP: gl.constexpr,
     V_BITS: gl.constexpr, V_AXIS: gl.constexpr, V_MODE: gl.constexpr, V_GROUP: gl.constexpr,
@@ -54,7 +57,7 @@ def affine_pieces_kernel(
         longest = gl.load(item_list + 2) - gl.load(item_list + 1)
         attend_windows(
             base0, lane, warp, q_ptr, q_token, lengths, (keys, values, window_table, window_step), (tasks, longest),
-            seqs, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
+            seqs, raw_parts, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
         )  # fmt: skip
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)
@@ -70,7 +73,7 @@ def affine_pieces_kernel(
         stored = (region.to(gl.int64) + head.to(gl.int64) * head_step, AT[0], AT[1], AT[2], AT[3], AT[4])
         steps = (page_step, gl.load(place + 4) // 32)
         row0 = gl.load(place + 5).to(gl.int64) * q_token + head * (rows // tokens) * D
-        slot0 = (item + seq + 1).to(gl.int64) * heads + head
+        slot0 = (item + raw_parts * (seq + 1)).to(gl.int64) * heads + head
         top, out, side = attend_blocks(
             base0, lane, thread, warp, lo, hi, stored, head * 0, table + seq.to(gl.int64) * table_step, steps,
             q_ptr, q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count),

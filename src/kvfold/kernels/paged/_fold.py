@@ -21,13 +21,16 @@ def _prefetch_next(following, table, table_step, warp):
     prefetch((table + gl.load(following).to(gl.int64) * table_step + first).to(gl.int64))
 
 
-@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"], do_not_specialize_on_alignment=["columns"])
+@gluon.jit(
+    do_not_specialize=["scale", "heads", "rows", "tokens", "seqs", "raw_parts"],
+    do_not_specialize_on_alignment=["columns"],
+)
 def fold_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step,
     query_start, seq_lens, before_ptr, sink_ptr, packed_ptr,
     window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head, window_table, window_step,
     region, page_step, head_step, k_signs, v_signs,
-    part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs,
+    part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs, raw_parts,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
@@ -64,7 +67,7 @@ def fold_pieces_kernel(
         longest = gl.load(item_list + 2) - gl.load(item_list + 1)
         attend_windows(
             base0, lane, warp, q_ptr, q_token, lengths, (keys, values, window_table, window_step), (tasks, longest),
-            seqs, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
+            seqs, raw_parts, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
         )  # fmt: skip
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)
@@ -81,7 +84,7 @@ def fold_pieces_kernel(
         stored = (region.to(gl.int64) + head.to(gl.int64) * head_step, AT[0], AT[1], AT[2], AT[3], AT[4], AT[5])
         steps = (page_step, gl.load(place + 4) // 32)
         row0 = gl.load(place + 5).to(gl.int64) * q_token + head * (rows // tokens) * D
-        slot0 = (item + seq + 1).to(gl.int64) * heads + head
+        slot0 = (item + raw_parts * (seq + 1)).to(gl.int64) * heads + head
         slots = (part_out, part_top, part_sum, slot0, column0, rows)
         varlen = (q_token, tokens, count)
         numbers = table + seq.to(gl.int64) * table_step

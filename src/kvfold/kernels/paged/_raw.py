@@ -8,9 +8,10 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._softmax import LIFT, _finish, _nothing
 from kvfold.kernels._warp import program_sync
 from kvfold.kernels._windows_gluon import attend_raw, value_row
-from kvfold.kernels.paged.work import RAW_PAGES
+from kvfold.kernels.paged.work import RAW_PAGES, RAW_TOKENS
 
 RAW = gl.constexpr(RAW_PAGES)
+PART = gl.constexpr(RAW_TOKENS)
 
 
 @gluon.jit
@@ -30,12 +31,12 @@ def _slot(window, table, sink, packed, stop, index, SIZE: gl.constexpr, BLOCK: g
 
 @gluon.jit
 def attend_windows(
-    base0, lane, warp, q_ptr, q_token, lengths, windows, pieces, seqs, heads, rows, tokens, columns,
+    base0, lane, warp, q_ptr, q_token, lengths, windows, pieces, seqs, parts, heads, rows, tokens, columns,
     part_out, part_top, part_sum, to_log2,
     D: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Write the part of every (sequence, KV head, ``8 NT`` query rows) that falls to this program: if possible, to programs
-    that have a piece less than others.
+    """Write those of the ``parts`` of every (sequence, KV head, ``8 NT`` query rows) that fall to this program: if possible, to
+    programs that have a piece less than others.
 
     ``lengths``: pointers to first tokens of the step, lengths after it and before it, the sink's and the packed ones' ends, and
     where pieces begin. ``windows``: of keys and of values the address, and elements from a block, a token and a head to the
@@ -43,7 +44,7 @@ def attend_windows(
     """
     CT: gl.constexpr = D // 16
     W: gl.constexpr = gl.num_warps()
-    tasks = seqs * heads * columns
+    tasks = seqs * heads * columns * parts
     programs = gl.num_programs(0)
     rest = pieces[0] % programs
     idle = programs - rest
@@ -56,23 +57,26 @@ def attend_windows(
     if first < 0:
         first = tasks
     for task in range(first, tasks, step):
-        seq = task // (heads * columns)
-        head = task // columns % heads
-        column0 = task % columns * (8 * NT)
+        part = task % parts
+        seq = task // parts // (heads * columns)
+        head = task // parts // columns % heads
+        column0 = task // parts % columns * (8 * NT)
         after = gl.load(lengths[1] + seq)
         before = gl.load(lengths[2] + seq)
         sink = gl.load(lengths[3] + seq)
         packed = gl.load(lengths[4] + seq)
         row0 = gl.load(lengths[0] + seq).to(gl.int64) * q_token + head * (rows // tokens) * D
-        slot0 = (gl.load(lengths[5] + seq) + seq).to(gl.int64) * heads + head
+        slot0 = (gl.load(lengths[5] + seq) + parts * seq + part).to(gl.int64) * heads + head
         stop = gl.minimum(after, before + tokens)
         varlen = (q_token, tokens, after - before)
         table = windows[2] + seq.to(gl.int64) * windows[3]
         keys = _of_head(windows[0], head, 2)
         values = _of_head(windows[1], head, 2)
         top, out, side = _nothing(lane, CT, NT)
-        for tile in range((sink + gl.maximum(stop - packed, 0) + 16 * W - 1) // (16 * W)):
-            index = (tile * W + warp) * 16
+        raw = sink + gl.maximum(stop - packed, 0)
+        each = gl.maximum((raw + parts * PART - 1) // (parts * PART), 1) * PART
+        for tile in range((gl.minimum(raw - part * each, each) + 16 * W - 1) // (16 * W)):
+            index = part * each + (tile * W + warp) * 16
             k = (
                 _slot(keys, table, sink, packed, stop, index + lane // 4, 2, BLOCK),
                 _slot(keys, table, sink, packed, stop, index + lane // 4 + 8, 2, BLOCK),

@@ -12,7 +12,7 @@ from kvfold.formats.codebook import BinaryCodes
 from kvfold.kernels import blocks
 from kvfold.kernels.paged._attend import merge_pieces_kernel, pieces_kernel, raw_kernel
 from kvfold.kernels.paged.call import PagedCall
-from kvfold.kernels.paged.work import Workspace
+from kvfold.kernels.paged.work import Workspace, raw_parts
 from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
 from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.windows import program_memory, stages, tile_sizes
@@ -62,14 +62,16 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         raise ValueError("softcap: soft-capped scores are not computed over pages by kernels")
     tokens, heads = step.max_query_len, call.num_kv_heads
     rows = num_heads // heads * tokens
-    parts = workspace.item_list.shape[0] + step.seqs
+    kernel = choose(call.key_format, call.value_format, call.rope is not None, call.query.device)
+    at_once = kernel is not pieces and _reads_windows(call)
+    of_raw = raw_parts(step) if at_once else 1
+    parts = workspace.item_list.shape[0] + of_raw * step.seqs
     if parts * heads * rows > workspace.top.numel() or dim > workspace.out.shape[1]:
         raise ValueError(f"workspace: too small for {step.seqs} sequences of {tokens} tokens and {num_heads} heads")
     query = call.query.to(call.window_keys.dtype)
     if query.stride(-1) != 1:
         query = query.contiguous()
-    kernel = choose(call.key_format, call.value_format, call.rope is not None, query.device)
-    if kernel is pieces or not _reads_windows(call):
+    if not at_once:
         _raw(call, query, rows, workspace)
     kernel(call, query, rows, workspace)
     early = overlaps_launches(query.device)
@@ -88,6 +90,7 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         heads,
         rows,
         tokens,
+        of_raw,
         D=dim,
         PART=whole,
         N=16 if whole > 32 else 64,

@@ -14,7 +14,7 @@ from kvfold.kernels.decode import STATIC_SHARED, Plan
 from kvfold.kernels.paged._affine import affine_pieces_kernel
 from kvfold.kernels.paged._fold import fold_pieces_kernel
 from kvfold.kernels.paged.call import PagedCall
-from kvfold.kernels.paged.work import Workspace
+from kvfold.kernels.paged.work import Workspace, raw_parts
 from kvfold.kernels.partials import early_launch, overlaps_launches
 
 
@@ -90,6 +90,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         step.max_query_len,
         chosen.plan.columns,
         step.seqs,
+        raw_parts(step) if reads_windows(call) else 1,
         AT=at,
         RAW=step.window_block if reads_windows(call) else 0,
         **chosen.fixed,

@@ -18,8 +18,8 @@ PAGES = 24
 WARPS, RESIDENT = 4, 3
 """Warps of a program that reads pieces, and such programs of a multiprocessor: fold's and KIVI's, at ``head_dim`` 128."""
 
-RAW_PAGES = 3
-"""A program's time for a sequence's raw tokens, in those of a warp for a page."""
+RAW_TOKENS, RAW_PARTS, RAW_PAGES = 64, 4, 1
+"""Raw tokens of a part, if these are parts enough, and a program's time for one, in those of a warp for a page."""
 
 _PAGE = tl.constexpr(PAGE)
 _RAW = tl.constexpr(RAW_PAGES)
@@ -43,11 +43,11 @@ def _least(x, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _filling(pages, seqs, jobs, processors, most, PIECES: tl.constexpr, WARPS: tl.constexpr, RESIDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _filling(pages, raw, jobs, processors, most, PIECES: tl.constexpr, WARPS: tl.constexpr, RESIDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pages of a piece, of 32 lengths the one with which the programs of a device are done first.
 
     The unit is a warp's time for a page; beginning and ending a piece takes 1.6 of it. ``jobs``: how often
-    a piece is read, by KV heads and blocks of rows; ``most``: pieces there is room for.
+    a piece is read, by KV heads and blocks of rows; ``raw``: parts of raw tokens, so often; ``most``: pieces there is room for.
     """
     programs = processors * RESIDENT
     best = float("inf")
@@ -64,9 +64,8 @@ def _filling(pages, seqs, jobs, processors, most, PIECES: tl.constexpr, WARPS: t
         rest = count * jobs % programs
         last = tl.where(rest > processors, 1.0, 0.75)  # alone on a multiprocessor a program is faster
         cost = (longest + 1.6) * (waves + tl.where(rest > 0, last, 0.0))
-        raw = seqs * jobs
         crowded = raw * _RAW > longest * (programs - rest)
-        cost += tl.where(crowded, 2 * ((raw + programs - 1) // programs), 0)
+        cost += tl.where(crowded, _RAW * ((raw + programs - 1) // programs), 0)
         cost = tl.where(count > most, float("inf"), cost)
         least = _least(cost, 0)
         if least < best:
@@ -94,11 +93,11 @@ def _closing(before, after, BLOCK: tl.constexpr, SEEN: tl.constexpr):  # type: i
     return _closed_length(before, BLOCK, SEEN), _closed_length(after, BLOCK, SEEN)
 
 
-@triton.jit(do_not_specialize=["seqs", "recent", "sink", "null", "piece", "most", "jobs", "processors"])
+@triton.jit(do_not_specialize=["seqs", "recent", "sink", "null", "piece", "most", "raw", "jobs", "processors"])
 def plan_kernel(  # type: ignore[no-untyped-def]
     query_start, seq_lens, window_table, window_step,
     before_ptr, sink_ptr, packed_ptr, items_ptr, closes_ptr,
-    seqs, recent, sink, null, piece, most, jobs, processors,
+    seqs, recent, sink, null, piece, most, raw, jobs, processors,
     S: tl.constexpr, BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr, LOOK: tl.constexpr,
     PIECES: tl.constexpr, WARPS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +122,7 @@ def plan_kernel(  # type: ignore[no-untyped-def]
         walks = walks & (at < before)
     pages = tl.where(at > own, (at + _PAGE - 1) // _PAGE, 0)
     if piece == 0:
-        piece = _filling(pages, seqs, jobs, processors, most, PIECES, WARPS, RESIDENT)
+        piece = _filling(pages, raw, jobs, processors, most, PIECES, WARPS, RESIDENT)
     size = tl.maximum(piece, (pages + PIECES - 1) // PIECES)
     pieces = (pages + size - 1) // size
     for _ in range(16):  # only where the lengths are more than what the workspace was made for
@@ -200,7 +199,8 @@ class Workspace:
     slots : Tensor, int64 [max_tokens]
         Where a new token goes in the windows: block * window_block + place, or -1.
     out, top, total : Tensor, float32
-        Partial results; part ``i + s + 1`` is piece ``i`` of sequence ``s``, and part ``items[s] + s`` its raw tokens.
+        Partial results. With ``r`` parts of raw tokens, those of sequence ``s`` begin with number ``items[s] + r s``, and piece
+        ``i`` of the list, if it is of this sequence, is part ``i + r (s + 1)``.
     piece_pages, num_heads, num_kv_heads, short : int
         See :meth:`make`; ``piece_pages`` is 0 where pieces follow the batch.
     processors : int
@@ -276,7 +276,7 @@ class Workspace:
         if follows:
             few = max_seqs + 2 * RESIDENT * processors // (num_kv_heads or 1)
             most = max(most, min(few, max_seqs * min(PIECES, pages)))
-        rows = (most + max_seqs) * num_heads * short
+        rows = (most + RAW_PARTS * max_seqs) * num_heads * short
         sums = torch.zeros(2, rows, dtype=torch.float32, device=device)
         return cls(
             before=numbers(max_seqs),
@@ -296,6 +296,11 @@ class Workspace:
             processors=processors,
             short=short,
         )
+
+
+def raw_parts(step: PagedStep) -> int:
+    """Parts of a sequence's raw tokens."""
+    return min(-(-(step.sink + step.recent + step.block - 1 + step.max_query_len) // RAW_TOKENS), RAW_PARTS)
 
 
 def prepare(step: PagedStep, workspace: Workspace, seen: int) -> None:
@@ -327,6 +332,7 @@ def prepare(step: PagedStep, workspace: Workspace, seen: int) -> None:
         step.null,
         w.piece_pages,
         w.item_list.shape[0],
+        w.num_kv_heads * -(-rows // 8) * seqs * raw_parts(step),
         w.num_kv_heads * -(-rows // 8),
         w.processors,
         S=max(16, triton.next_power_of_2(seqs)),
