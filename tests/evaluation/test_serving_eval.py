@@ -73,3 +73,21 @@ def test_a_server_is_asked_every_problem_and_its_answers_are_graded(folder, caps
     assert "bfloat16: 9 problems; strict 1" in said
     assert "strict: -0.3333" in said and "no difference shown" in said
     assert "word by word: 9 of 9" in said
+
+
+def test_the_page_on_serving_says_what_its_rows_say(capsys):
+    root = Path(__file__).parents[2]
+    rows = root / "benchmarks" / "serving"
+    page = (root / "docs" / "serving.md").read_text()
+    for other in ("fold", "again"):
+        serving_eval.compare(Namespace(base=rows / "gsm8k-bfloat16.jsonl", other=rows / f"gsm8k-{other}.jsonl"))
+    said = capsys.readouterr().out
+    assert "flexible: -0.0250 [-0.0700, +0.0200], p 0.386: no difference shown" in said
+    assert "strict: -0.0100 [-0.0500, +0.0300], p 0.811: no difference shown" in said
+    assert "flexible: +0.0250 [+0.0000, +0.0550]" in said and "93 of 200" in said and "146 of 200" in said
+    for number in (
+        "-2.5 points [-7.0, +2.0], p = 0.39",
+        "-1.0 points [-5.0, +3.0], p = 0.81",
+        "+2.5 points [0.0, +5.5]",
+    ):
+        assert number in page
