@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import safetensors
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
+from kvfold.calibration import looking
 from kvfold.calibration.learner import Learner
 from kvfold.calibration.state import Fit, State
 from kvfold.formats import Outliers
@@ -56,53 +56,28 @@ class _Probe:
     def __init__(self) -> None:
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def add(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def look(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         zeros = [torch.zeros_like(x, requires_grad=True) for x in (key, value)]
         self.seen[layer] = (key.detach(), value.detach(), zeros[0], zeros[1])
         return key + zeros[0], value + zeros[1]
 
 
 _probe = _Probe()
-
-
-def _probed_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    key, value = _probe.add(module.layer_idx, key, value)  # type: ignore[arg-type]
-    tokens = query.shape[-2]
-    mask = None
-    if sliding_window:
-        ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
-        mask = ones.tril() & ~ones.tril(-sliding_window)
-    out = nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(IMPLEMENTATION, _probed_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
+looking.register(IMPLEMENTATION, _probe.look)
 
 
 @contextlib.contextmanager
 def _probing(model: PreTrainedModel) -> Iterator[None]:
-    previous = model.config._attn_implementation
     needed = [p for p in model.parameters() if p.requires_grad]
-    model.set_attn_implementation(IMPLEMENTATION)
     for parameter in needed:  # gradients of the weights would cost memory and time, and nobody asks for them
         parameter.requires_grad_(False)
     try:
-        yield
+        with looking.attending(model, IMPLEMENTATION):
+            yield
     finally:
         _probe.seen.clear()
-        model.set_attn_implementation(previous)
         for parameter in needed:
             parameter.requires_grad_(True)
 

@@ -7,15 +7,14 @@ import dataclasses
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold import artefact as artefacts
 from kvfold.artefact import Artefact
+from kvfold.calibration import looking
 from kvfold.calibration.collect import layer_specs
 from kvfold.evaluation.text import Text
 from kvfold.methods.squat import SQuat
@@ -28,42 +27,23 @@ WINDOW = 2048
 _seen: dict[int, torch.Tensor] = {}
 
 
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+def _look(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grouped = query.double().unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # all query heads of a KV head
-    layer, moment = module.layer_idx, (grouped.mT @ grouped).sum(0)
-    _seen[layer] = _seen[layer] + moment if layer in _seen else moment  # type: ignore[index]
-    mask = None
-    if sliding_window:
-        ones = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
-        mask = ones.tril() & ~ones.tril(-sliding_window)
-    out = nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2).contiguous(), None
+    moment = (grouped.mT @ grouped).sum(0)
+    _seen[layer] = _seen[layer] + moment if layer in _seen else moment
+    return key, value
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
+looking.register(IMPLEMENTATION, _look)
 
 
 @contextlib.contextmanager
 def _looking(model: PreTrainedModel) -> Iterator[None]:
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(IMPLEMENTATION)
-    try:
-        yield
-    finally:
-        _seen.clear()
-        model.set_attn_implementation(previous)
+    with looking.attending(model, IMPLEMENTATION):
+        try:
+            yield
+        finally:
+            _seen.clear()
 
 
 def moments(

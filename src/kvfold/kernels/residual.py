@@ -1,7 +1,6 @@
 """Decode attention over VQLLM's storage: tables in shared memory; see :mod:`kvfold.kernels._residual_gluon`."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,46 +10,28 @@ import torch
 from kvfold.formats import Format, ResidualCodes
 from kvfold.formats.packing import UNIT
 from kvfold.formats.residual import Codebook
+from kvfold.kernels import tables
 from kvfold.kernels._residual_gluon import residual_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
-from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.partials import LOG2E
-from kvfold.kernels.stored import room_between, rotation_of
+from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
 
-MOST_ROWS = 8
-"""Query rows of a KV head; with more, products are more work than tables."""
 SEEN = frozenset({(4, 4), (8, 8)})
 """Stages of keys and of values whose numbers a run on a GPU has shown right."""
-CHUNK = 32
-"""Units of a warp between two changes of tables."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Launch shape; depends on shapes only, never on lengths.
+@dataclass(frozen=True, kw_only=True)
+class Plan(tables.TablesPlan):
+    """Launch shape; see :class:`kvfold.kernels.tables.TablesPlan`.
 
     Attributes
     ----------
-    columns : int
-        Query rows of a program, 4 or 8.
     both : bool
         Whether the tables of keys and of values lie in shared memory together.
-    warps, splits, chunk : int
-    registers : int or None
-        Most of a thread.
-    kept : bool
-        Whether lanes keep the cosines and sines of a tile's tokens, or read them from shared memory.
     """
 
-    columns: int
     both: bool
-    warps: int
-    splits: int
-    chunk: int = CHUNK
-    registers: int | None = None
-    kept: bool = False
 
 
 def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
@@ -77,13 +58,7 @@ def declines(call: AttentionCall) -> str | None:
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
     if (keys.stages, values.stages) not in SEEN:
         return f"{keys.stages} and {values.stages} stages: not seen right on a GPU yet"
-    rows, bytes_ = call.rows.shape[2], program_memory(call.rows.device)
-    if rows > MOST_ROWS:
-        return f"{rows} query rows; allowed: up to {MOST_ROWS}"
-    if call.project is not None or call.first_position is None:
-        return "projected queries"
-    need = int(shared_bytes(keys.stages, values.stages, False, 8, 8, False))
-    return None if need <= bytes_ else f"{bytes_} bytes of shared memory; needed: {need}"
+    return tables.declines(call, int(shared_bytes(keys.stages, values.stages, False, 8, 8, False)))
 
 
 @lru_cache
@@ -92,26 +67,14 @@ def make_plan(k_stages: int, v_stages: int, jobs: int, rows: int, units: int, pr
     memory."""
     columns, warps = 4 if rows <= 4 else 8, 8
     both = int(shared_bytes(k_stages, v_stages, True, columns, warps, False)) <= bytes_
-    passes = 1 if both else 2
-    begin = 12 * passes  # what beginning costs, in units of a warp
-    jobs *= math.ceil(rows / columns)
-
-    def cost(splits: int) -> float:
-        each = math.ceil(math.ceil(units / splits) / warps)
-        return math.ceil(jobs * splits / processors) * (each * passes + begin)
-
-    splits = min(range(1, max(2, min(256, units // 8))), key=cost)
-    return Plan(columns, both, warps, splits, kept=not both and rows <= 4)
+    plan, passes = Plan(columns=columns, warps=warps, both=both, kept=not both and rows <= 4), 1 if both else 2
+    return replace(plan, splits=tables.splits_of(plan, jobs, rows, units, processors, passes, 12 * passes))
 
 
 def plan_of(call: AttentionCall, span: Span) -> Plan:
-    batch, heads, rows, _ = call.rows.shape
     keys, values = call.key_format, call.value_format
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
-    units = span.keys["codes"].shape[2] * keys.block // UNIT
-    device = call.rows.device
-    stages = keys.stages, values.stages
-    return make_plan(*stages, batch * heads, rows, units, multiprocessors(device), program_memory(device))
+    return make_plan(keys.stages, values.stages, *tables.shape_of(call, span), program_memory(call.rows.device))
 
 
 def attend_packed(
@@ -124,21 +87,11 @@ def attend_packed(
     part: int,
     plan: Plan,
 ) -> None:
-    """Write partial results over one span to the parts ``part`` to ``part + plan.splits``."""
-    keys, values, rope = call.key_format, call.value_format, call.rope
+    """Write partial results over one span; see :func:`kvfold.kernels.tables.launch`."""
+    keys, values, rope, device = call.key_format, call.value_format, call.rope, packed.device
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes) and rope is not None
     assert keys.book is not None and values.book is not None
-    batch, heads, rows, _ = packed.shape
-    device = packed.device
-    room = {room_between(f, x) for f, x in ((keys, span.keys), (values, span.values))}
-    if len(room) > 1:
-        raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
-    columns = math.ceil(rows / plan.columns)
-    programs = batch * heads * columns * plan.splits
-    kept = 0 if plan.both else programs * plan.warps * plan.chunk * 256
-    scratch = torch.empty(kept, dtype=torch.float32, device=device)
-    residual_kernel[(batch * heads * columns, plan.splits)](
-        packed.float().contiguous(),
+    read = (
         span.keys["codes"],
         span.keys["rms"],
         span.values["codes"],
@@ -147,26 +100,9 @@ def attend_packed(
         _rows(values.book.on(device), False),
         rotation_of(rope, 64, UNIT, 1, 128, device).freq,
         turns(rope, device, plan.kept),
-        call.packed_len,
-        call.first_position,
-        out,
-        top,
-        total,
-        scratch,
-        float(call.scale) * LOG2E,
-        heads,
-        rows,
-        columns,
-        span.start,
-        room.pop() // UNIT,
-        plan.splits,
-        top.shape[1],
-        part,
-        plan.chunk,
-        **constants(keys, values, plan),
-        num_warps=plan.warps,
-        maxnreg=plan.registers,
     )
+    passes, fixed = 1 if plan.both else 2, constants(keys, values, plan)
+    tables.launch(residual_kernel, call, span, packed, read, out, top, total, part, plan, passes, **fixed)
 
 
 def constants(keys: ResidualCodes, values: ResidualCodes, plan: Plan) -> dict[str, Any]:
