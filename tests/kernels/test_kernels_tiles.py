@@ -146,7 +146,7 @@ def spec(head_dim, dtype=torch.float16):
         ("innerq:paper=true", 64, "gluon", "first choice"),
         ("innerq", 64, "fragments", "pages: keys: affine storage in pages"),
         ("turboquant:bits=4", 128, "blocks", "fragments: keys: levels of 4 bits"),
-        ("turboquant", 128, "blocks", "not seen right on a GPU yet"),
+        ("turboquant", 128, "fragments", "pages: keys: lookup storage"),
         ("kivi", 96, "triton", "gluon: keys: head_dim=96"),
         ("kivi:group=16", 80, "triton", "gluon: keys: head_dim=80"),
         ("kivi:group=16", 64, "triton", "gluon: keys: group=16"),

@@ -299,7 +299,7 @@ def test_a_layers_steps_close_pages(pages_interpreted, monkeypatch, method):
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("gear", "gear"),
+        ("gear:outliers=0.02", "low rank storage"),
         ("qjl:outliers=4,normalize=false", "split sketch storage"),
         ("squat_pre", "squat_pre"),
         ("innerq:paper=true,group=16", "group=16"),
@@ -318,7 +318,16 @@ def test_what_torch_encodes_on_a_gpu_is_named(method, reason):
 
 @pytest.mark.parametrize(
     "method",
-    ["fold", "fold:bits=1", "innerq", "innerq:mode=hybrid_prefill", "k=fold+v=kivi", "turboquant:bits=3", "qjl"],
+    [
+        "fold",
+        "fold:bits=1",
+        "innerq",
+        "innerq:mode=hybrid_prefill",
+        "k=fold+v=kivi",
+        "turboquant:bits=3",
+        "qjl",
+        "gear",
+    ],
 )
 def test_what_kernels_encode_on_a_gpu(method, monkeypatch):
     """Asked without a GPU, so the kernels cannot test themselves."""
