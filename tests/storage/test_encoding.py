@@ -318,21 +318,18 @@ def test_what_torch_encodes_on_a_gpu_is_named(method, reason):
 
 @pytest.mark.parametrize(
     "method",
-    [
-        "fold",
-        "fold:bits=1",
-        "innerq",
-        "innerq:mode=hybrid_prefill",
-        "k=fold+v=kivi",
-        "turboquant:bits=3",
-        "qjl",
-        "gear",
-    ],
+    ["fold", "fold:bits=1", "innerq", "innerq:mode=hybrid_prefill", "k=fold+v=kivi", "turboquant:bits=3", "qjl"],
 )
 def test_what_kernels_encode_on_a_gpu(method, monkeypatch):
     """Asked without a GPU, so the kernels cannot test themselves."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_encoder(get(method), spec(128), torch.device("cuda")) == Encoder("triton", "first choice")
+
+
+def test_kernels_encode_gears_prompts_and_leave_single_blocks_to_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = choose_encoder(get("gear"), spec(128), torch.device("cuda"))
+    assert found == Encoder("triton", "first choice", closes=False)
 
 
 def test_pages_kernels_that_store_something_else_are_not_used(pages_interpreted, monkeypatch):
