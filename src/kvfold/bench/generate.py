@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,17 @@ def build(name: str, device: torch.device) -> PreTrainedModel:
     return model.eval()
 
 
+@contextmanager
+def _static_steps(model: PreTrainedModel, path: str) -> Iterator[str]:
+    """Transformers' static cache at its best: as long as this prompt needs, and compiled for that length.
+
+    By itself it stays as long as the longest that the model had, and Dynamo makes the second length that it meets a variable.
+    """
+    model.__dict__.pop("_previous_max_cache_length", None)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        yield path
+
+
 def _generate(
     model: PreTrainedModel, ids: torch.Tensor, tokens: int, cache: str, compile: bool = False
 ) -> tuple[torch.Tensor, Clock, str]:
@@ -133,7 +144,7 @@ def _generate(
     }
     steps: Any = nullcontext("eager")
     if cache == STATIC:
-        how["cache_implementation"], steps = "static", nullcontext("compiled" if ids.is_cuda else "eager")
+        how["cache_implementation"], steps = "static", _static_steps(model, "compiled" if ids.is_cuda else "eager")
     elif cache == DEFAULT:
         how["past_key_values"] = DynamicCache(config=model.config)
     else:
@@ -158,8 +169,12 @@ def measure(
     caches: Sequence[str],
     env: dict[str, str],
     steps: Sequence[str] = STEPS,
+    runs: int = 2,
 ) -> Iterator[GenerateRow]:
-    """Time every cache over the same prompts, Transformers' own first; folded ones with each kind of ``steps``."""
+    """Time every cache over the same prompts, Transformers' own first; folded ones with each kind of ``steps``.
+
+    The last of ``runs`` counts: what has to be compiled is compiled in those before.
+    """
     draw = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary, (batch, prompt), generator=draw).to(model.device)
@@ -168,7 +183,7 @@ def measure(
     order = sorted(caches, key=lambda c: (c != DEFAULT, c != STATIC))
     for cache, how in ((c, how) for c in order for how in (("",) if c in (DEFAULT, STATIC) else steps)):
         progress(f"{name} B={batch} N={prompt}: {' '.join((cache, how)).strip()}")
-        for _ in range(2):  # what has to be compiled is compiled the first time
+        for _ in range(runs):
             began = time.perf_counter()
             out, clock, path = _generate(model, ids, tokens, cache, how == "compiled")
         first = out[0] if cache == DEFAULT else first
