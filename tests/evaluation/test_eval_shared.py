@@ -9,6 +9,7 @@ from kvfold.evaluation.perplexity import score
 from kvfold.evaluation.report import sources
 from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.suites import Options, make
+from kvfold.evaluation.suites.base import TAIL
 from kvfold.evaluation.suites.gsm8k import Gsm8k
 from kvfold.models import ModelInfo
 from tiny_model import byte_tokenizer, tiny_llama
@@ -101,6 +102,27 @@ def test_answers_of_a_batch_are_those_of_one_at_a_time(tiny, tmp_path, method):
         other = together[key]
         assert (row.answer, row.scores, row.read, row.tested) == (other.answer, other.scores, other.read, other.tested)
     assert len({row.answer for row in alone.values()}) > 1
+
+
+def test_families_of_one_length_are_answered_in_batches(tiny, tmp_path):
+    """As many tokens of each prompt are prefilled; families with other answers are other batches."""
+    (tmp_path / "hay.txt").write_text("".join(f"Line {i} of it.\n" for i in range(300)))
+    options = Options(texts={"hay": str(tmp_path / "hay.txt")}, tasks=("multikey", "aggregation"))
+    (suite,) = make(["ruler"], byte_tokenizer(), options)
+    items = suite.items([1100], 3, 1)
+    assert {suite.prompt(item).prefilled for item in items} == {1100 - TAIL}
+    info = ModelInfo("tiny", "float32", "cpu", 2048, 1)
+
+    def rows(batch):
+        planned = loop.plan(
+            tiny, info, ["kivi"], [suite], baseline="kivi", lengths=[1100], limit=3, batch=batch, chunk=TAIL
+        )
+        (file,) = loop.run(tiny, byte_tokenizer(), info, planned, tmp_path / str(batch))
+        return {key: (row.answer, row.scores, row.tested) for key, row in file.rows.items()}
+
+    assert len(rows(1)) == 6 and rows(1) == rows(3)
+    groups = list(loop._groups(suite, items, 3, None))
+    assert [{asked.item.task for asked in group} for group in groups] == [{"multikey"}, {"aggregation"}]
 
 
 def test_a_report_puts_parts_together(tiny, tmp_path):

@@ -315,7 +315,7 @@ class Asked(NamedTuple):
 
 def _groups(suite: Suite, items: Sequence[Item], batch: int, max_context: int | None) -> Iterator[list[Asked]]:
     """Items that are run together: each alone, or such as have equally long contexts and are answered in one batch."""
-    waiting: dict[int, list[Asked]] = {}
+    waiting: dict[tuple[int, int, tuple[str, ...]], list[Asked]] = {}
     for item in items:
         prompt = suite.prompt(item)
         _fits(suite, item, prompt, max_context)
@@ -323,10 +323,11 @@ def _groups(suite: Suite, items: Sequence[Item], batch: int, max_context: int | 
         if batch == 1 or not prompt.new_tokens:
             yield [asked]
             continue
-        group = waiting.setdefault(prompt.prefilled, [])
+        alike = (prompt.prefilled, prompt.new_tokens, prompt.stop)
+        group = waiting.setdefault(alike, [])
         group.append(asked)
         if len(group) == batch:
-            yield waiting.pop(prompt.prefilled)
+            yield waiting.pop(alike)
     yield from waiting.values()
 
 

@@ -293,6 +293,10 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+TAIL = 256
+"""Tokens at the end of prompts of one length that are not prefilled, so that as many are of each and one batch answers them."""
+
+
 def as_prompt(
     form: Form,
     context: str,
@@ -301,11 +305,21 @@ def as_prompt(
     new_tokens: int,
     expected: Sequence[str],
     stop: Sequence[str] = (),
+    length: int = 0,
 ) -> Prompt:
-    """A prompt whose context is prefilled and whose question is read through the folded cache."""
+    """A prompt whose context is prefilled and whose question is read through the folded cache.
+
+    Parameters
+    ----------
+    length
+        Where it has room for it, all but the last ``TAIL`` of so many tokens are prefilled, and the rest of the context is
+        read through the folded cache, too; 0: all of the context is prefilled.
+    """
     text = form.text(context, question, lead)
     ids = form.ids(text)
     cut = form.cut(text, question, ids)
+    if length >= 4 * TAIL:
+        cut = min(cut, length - TAIL)
     return Prompt(torch.tensor([ids]), cut, new_tokens, tuple(expected), tuple(stop))
 
 

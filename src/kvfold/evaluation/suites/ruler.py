@@ -80,6 +80,7 @@ class Ruler(Suite):
     name = "ruler"
     summary = "RULER's families: multi-key, multi-value, variable tracking, aggregation, QA"
     measures = (Measure("share"), Measure("exact"))
+    version = 2
 
     def __post_init__(self) -> None:
         if wrong := [task for task in self.tasks if task not in TASKS]:
@@ -140,7 +141,7 @@ class Ruler(Suite):
             return begin + inserted(pieces, needles, places)
 
         pieces = self._hay.fill(form, item.length, draw, lambda pieces: (context(pieces), question, lead))
-        return as_prompt(form, context(pieces), question, lead, NEW_TOKENS[item.task], expected)
+        return as_prompt(form, context(pieces), question, lead, NEW_TOKENS[item.task], expected, (), item.length)
 
     def _multikey(self, item: Item, draw: random.Random) -> Prompt:
         keys, numbers = draw.sample(THINGS, KEYS), digits(draw, KEYS)
@@ -220,7 +221,7 @@ class Ruler(Suite):
         while low < high:  # the longest list that fits
             middle = (low + high + 1) // 2
             low, high = (middle, high) if tokens(middle) <= item.length else (low, middle - 1)
-        return as_prompt(form, begin + listed(low), question, lead, NEW_TOKENS["aggregation"], often)
+        return as_prompt(form, begin + listed(low), question, lead, NEW_TOKENS["aggregation"], often, (), item.length)
 
     def _qa(self, item: Item, draw: random.Random) -> Prompt:
         return self._completed(item, draw) if self.questions is None else self._asked(item, draw)
@@ -258,7 +259,8 @@ class Ruler(Suite):
             count -= 1
         answers = record["answers"]
         known = answers if isinstance(answers, list) else [answers]
-        made = as_prompt(form, context(count), question, "Answer:", NEW_TOKENS["qa"], [str(a) for a in known], ["\n"])
+        expected, stop = [str(a) for a in known], ["\n"]
+        made = as_prompt(form, context(count), question, "Answer:", NEW_TOKENS["qa"], expected, stop, item.length)
         return dataclasses.replace(made, any_of=True)
 
     def _completed(self, item: Item, draw: random.Random) -> Prompt:
@@ -280,7 +282,7 @@ class Ruler(Suite):
         chosen = draw.choice(fit)
         first, rest = " ".join(chosen[:BEGUN]), " ".join(chosen[BEGUN : BEGUN + 2])
         context = begin + "".join(pieces).rstrip() + "\n\n"
-        return as_prompt(form, context, ask + first, first, NEW_TOKENS["qa"], [rest])
+        return as_prompt(form, context, ask + first, first, NEW_TOKENS["qa"], [rest], (), item.length)
 
 
 def _plain(words: Sequence[str]) -> bool:
