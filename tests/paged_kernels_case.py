@@ -9,7 +9,7 @@ import torch
 from kvfold.kernels import paged
 from kvfold.kernels.paged import attention, check, work
 from kvfold.kernels.paged.storing import store
-from kvfold.methods import LayerSpec
+from kvfold.methods import LayerSpec, get
 from kvfold.methods.base import Observation
 from paged_case import Server, cuts, formats_of
 
@@ -212,6 +212,31 @@ def checks():
         check.attention.attend = right
 
 
+def steering(head_dim=64, heads=1, device="cpu", seed=3):
+    """SQuat's formats, and what moves its keys."""
+    spec = LayerSpec(0, 1, 2 * heads, heads, head_dim, fragments=True)
+    method = get("squat")
+    queries = torch.randn(1, 2 * heads, 64, head_dim, generator=torch.Generator().manual_seed(seed)) + 1
+    state = method.observe(Observation(queries.to(device), torch.arange(64, device=device).view(1, -1)), spec)
+
+    def encode(x, positions, page):
+        return method.encode_keys(x, state, spec, positions, False, page)
+
+    return formats_of(method, head_dim, heads, fragments=True), paged.Steering(
+        head_dim // 2, state["update"][0], encode
+    )
+
+
+def check_of_steering(device="cpu"):
+    """The test that a device's kernels have to pass stores with a method's own update, and sees another one."""
+    device = torch.device(device)
+    forms, how = steering(device=device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    assert check.self_test.__wrapped__(*forms, device, dtype, how) is None
+    other = replace(how, update=how.update.mT.contiguous())
+    assert "keys stored in pages" in check.self_test.__wrapped__(*forms, device, dtype, other)
+
+
 def steered(device="cpu"):
     """SQuat's update goes the same way in the kernel and in the method's own encoding."""
     found = []
@@ -238,7 +263,14 @@ def steered(device="cpu"):
         assert float((got - want).norm() / want.norm()) < 0.02
 
 
-CASES = {"steered": steered, "lists": lists, "filling": filling, "mixed": mixed, "checks": checks}
+CASES = {
+    "steered": steered,
+    "check-steering": check_of_steering,
+    "lists": lists,
+    "filling": filling,
+    "mixed": mixed,
+    "checks": checks,
+}
 CASES |= {f"attend-{name}": lambda options=options: attending(**options) for name, options in ATTENDS.items()}
 CASES |= {f"store-{name}": lambda options=options: storing(**options) for name, options in STORES.items()}
 

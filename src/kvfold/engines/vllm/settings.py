@@ -12,7 +12,7 @@ from kvfold.engines.vllm import subspace
 from kvfold.errors import KVFoldError
 from kvfold.formats import Dense, Fields
 from kvfold.formats.paged import PAGE
-from kvfold.kernels.paged import PageLayout, unsupported
+from kvfold.kernels.paged import PageLayout, Steering, unsupported
 from kvfold.methods import LayerSpec, Method
 from kvfold.rope import Rope
 
@@ -106,6 +106,13 @@ class Stored:
     @property
     def formats(self) -> tuple[Any, Any]:
         return self.layout.key_format, self.layout.value_format
+
+    @property
+    def steering(self) -> Steering | None:
+        """How keys are moved before they are encoded; None: not at all."""
+        if self.update is None:
+            return None
+        return Steering(self.spec.head_dim - self.update.shape[-1], self.update, self._encode_keys)
 
     @property
     def maps(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 
 from kvfold.formats import Format
 from kvfold.kernels.paged import long, reference
-from kvfold.kernels.paged.call import PagedCall, PagedStep, unsupported
+from kvfold.kernels.paged.call import PagedCall, PagedStep, Steering, unsupported
 from kvfold.kernels.paged.layout import PageLayout
 from kvfold.kernels.paged.long import Flash
 from kvfold.kernels.paged.work import Workspace, prepare
@@ -70,10 +70,17 @@ def store(call: PagedCall, workspace: Workspace | None = None) -> None:
     storing.store(call, workspace)
 
 
-def why_not(key_format: Format, value_format: Format, device: torch.device, pre_rope: bool = False) -> str | None:
+def why_not(
+    key_format: Format,
+    value_format: Format,
+    device: torch.device,
+    pre_rope: bool = False,
+    steering: Steering | None = None,
+) -> str | None:
     """Why no kernel attends to pages of these formats; None if one does.
 
-    On a GPU kernels that store and attend are run once and compared with the reference (:mod:`kvfold.kernels.paged.check`).
+    On a GPU kernels that store and attend are run once and compared with the reference (:mod:`kvfold.kernels.paged.check`),
+    with ``steering`` where a method has it.
     """
     from kvfold.kernels.paged import attention
 
@@ -82,16 +89,18 @@ def why_not(key_format: Format, value_format: Format, device: torch.device, pre_
         from kvfold.kernels.paged.check import self_test
 
         why = "keys: stored before RoPE; not checked in pages on a GPU" if pre_rope else self_test(
-            key_format, value_format, device
+            key_format, value_format, device, steering=steering
         )  # fmt: skip
     return why
 
 
-def why_not_stored(key_format: Format, value_format: Format, call: PagedCall | None = None) -> str | None:
-    """Why no kernel encodes pages of these formats (or of a call's); None if one does."""
+def why_not_stored(
+    key_format: Format, value_format: Format, call: PagedCall | None = None, steering: Steering | None = None
+) -> str | None:
+    """Why no kernel encodes pages of these formats (or of a call's), with ``steering``; None if one does."""
     from kvfold.kernels.paged import storing
 
-    width = None
+    width = None if steering is None else steering.width
     if call is not None:
         if (call.encode_keys is not None and call.update is None) or call.encode_values is not None:
             return "encoded by a function"
@@ -122,6 +131,7 @@ __all__ = [
     "PageLayout",
     "PagedCall",
     "PagedStep",
+    "Steering",
     "Workspace",
     "attend",
     "prepare",

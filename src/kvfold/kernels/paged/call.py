@@ -1,7 +1,7 @@
 """What a server gives: where a step's tokens lie, shared by all layers, and one layer's pages, windows and queries."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -14,6 +14,29 @@ from kvfold.rope import Rope
 
 IN_PLACE = 16
 """Most tokens of a sequence in a call whose tokens are read from the windows."""
+
+
+Encode = Callable[[torch.Tensor, torch.Tensor, Fields | None], Fields]
+
+
+@dataclass(frozen=True)
+class Steering:
+    """How a method moves channels of keys before it encodes them (SQuat): for kernels, and as it does so itself.
+
+    Equal where slices are as wide: kernels are checked once for all of them.
+
+    Attributes
+    ----------
+    width : int
+        Channels of a slice.
+    update : Tensor, float32 [num_kv_heads, head_dim - width, head_dim - width]
+    encode_keys : callable
+        As :class:`PagedCall` takes it.
+    """
+
+    width: int
+    update: torch.Tensor = field(compare=False)
+    encode_keys: Encode = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -217,8 +240,8 @@ class PagedCall:
     unproject: Callable[[torch.Tensor], torch.Tensor] | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
-    encode_keys: "Encode | None" = None
-    encode_values: "Encode | None" = None
+    encode_keys: Encode | None = None
+    encode_values: Encode | None = None
     update: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -235,9 +258,6 @@ class PagedCall:
     def seen(self) -> int:
         """Tokens of a page that must be there before its first block is closed."""
         return max(closed_from(self.key_format), closed_from(self.value_format))
-
-
-Encode = Callable[[torch.Tensor, torch.Tensor, Fields | None], Fields]
 
 
 def unsupported(key_format: Format, value_format: Format, recent: int, sink: int = 0) -> str | None:

@@ -1,6 +1,7 @@
 """Kernels over pages, run once as they are compiled on a device and compared with the reference: wrong bytes are silent."""
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from kvfold.formats import Format
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged import attention, reference, storing
-from kvfold.kernels.paged.call import PagedCall, PagedStep
+from kvfold.kernels.paged.call import PagedCall, PagedStep, Steering
 from kvfold.kernels.paged.layout import PageLayout
 from kvfold.kernels.paged.work import Workspace, prepare
 
@@ -23,9 +24,18 @@ ROWS = (2, 4)
 
 @lru_cache(maxsize=64)
 def self_test(
-    key_format: Format, value_format: Format, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    key_format: Format,
+    value_format: Format,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    steering: Steering | None = None,
 ) -> str | None:
     """Store two short sequences and attend to them, by kernels and by the reference.
+
+    Parameters
+    ----------
+    steering : Steering or None
+        With which keys are stored.
 
     Returns
     -------
@@ -33,8 +43,13 @@ def self_test(
         What went wrong; None if nothing did. Waits for the device, once per process and formats.
     """
     heads, dim, block = 2, key_format.head_dim, key_format.block
+    width = None
+    if steering is not None:
+        heads, width = steering.update.shape[0], steering.width
     calls = [_call(key_format, value_format, heads, device, dtype) for _ in "kr"]
-    by_kernel = storing.unsupported(key_format, value_format) is None
+    if steering is not None:
+        calls = [replace(call, update=steering.update, encode_keys=steering.encode_keys) for call in calls]
+    by_kernel = storing.unsupported(key_format, value_format, width) is None
     space = Workspace.make(len(LENGTHS), sum(LENGTHS), max(LENGTHS) + 1, heads * max(ROWS), dim, device, piece_pages=1)
     for call, kernel in zip(calls, (by_kernel, False), strict=True):
         if kernel:
