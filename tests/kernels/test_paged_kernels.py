@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from kvfold.kernels import aot, paged
 from kvfold.kernels.paged import work
 from paged_case import Server, formats_of
-from paged_kernels_case import ATTENDS, STORES, attending, mixed, storing
+from paged_kernels_case import ATTENDS, STORES, attending, check_of_steering, mixed, steered, storing
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -22,7 +22,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
     "names",
     [
         ("lists", "filling", "mixed", "checks", "attend-turboquant", "attend-kivi-sinks"),
-        ("attend-fold-d96", "store-kivi"),
+        ("attend-fold-d96", "store-kivi", "check-steering"),
         ("store-fold",),
         ("attend-innerq-fragments", "attend-qjl-fragments"),
         pytest.param(
@@ -81,6 +81,13 @@ def test_attention_for_tensor_cores_on_a_gpu(method, head_dim):
 @pytest.mark.parametrize("name", STORES)
 def test_storing_on_a_gpu(name):
     storing(**STORES[name] | GPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_storing_steered_keys_on_a_gpu():
+    steered("cuda")
+    check_of_steering("cuda")
 
 
 @pytest.mark.gpu
