@@ -168,6 +168,10 @@ def check_kernel(stored: Stored, device: torch.device) -> str:
 
     if not is_flash_attn_varlen_func_available():
         raise KVFoldError("FlashAttention is not there, which prompts need; install vLLM's build for CUDA")
+    if stored.steering is not None:
+        raise KVFoldError(
+            "squat: pages with a calibrated subspace have not been written on a GPU; allowed there: fold, kivi"
+        )
     if why := paged.why_not(*stored.formats, device, stored.method.pre_rope, stored.steering):
         raise KVFoldError(f"{stored.method}: no kernel attends to its pages: {why}; allowed: {', '.join(SERVED)}")
     if why := paged.why_not_stored(*stored.formats, steering=stored.steering):
