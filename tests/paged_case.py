@@ -31,17 +31,21 @@ class Server:
         None: the method's.
     fragments : bool
         Whether codes are packed for tensor cores.
+    layer : Stored or None
+        Formats and maps of a method with an artefact (:func:`books_case.layer`).
     """
 
     def __init__(
         self, method, lengths, head_dim=64, heads=2, per_head=2, recent=None, sink=None, fragments=False, dtype=torch.float32,
-        device="cpu", seed=0, spare_rows=1,
+        device="cpu", seed=0, spare_rows=1, layer=None,
     ):  # fmt: skip
         draw = torch.Generator().manual_seed(seed)
         self.method = get(method) if isinstance(method, str) else method
         self.recent = self.method.recent if recent is None else recent
         self.sink = self.method.sink if sink is None else sink
-        self.formats = formats_of(self.method, head_dim, heads, per_head, fragments)
+        self.formats = layer.formats if layer else formats_of(self.method, head_dim, heads, per_head, fragments)
+        self.maps = layer.maps(torch.device(device)) if layer else {}
+        self.on_cpu = layer.maps(torch.device("cpu")) if layer else {}
         self.block, self.dtype, self.device, self.draw = self.formats[0].block, dtype, device, draw
         self.heads, self.per_head, self.dim, self.lengths = heads, per_head, head_dim, list(lengths)
         self.layout = PageLayout(*self.formats)
@@ -103,7 +107,7 @@ class Server:
         keys, values = new(self.keys), new(self.values)
         self.call = PagedCall(
             step, *self.formats, *self.views, *self.windows, 1 / math.sqrt(self.dim), new(self.queries),
-            None if in_place else keys, None if in_place else values,
+            None if in_place else keys, None if in_place else values, **self.maps,
         )  # fmt: skip
         return self.call
 
@@ -128,6 +132,9 @@ class Server:
     def encoded(self, i, form, x, closed):
         """Fields of the first ``closed`` tokens of a sequence, by the format itself, [1, heads, blocks or pages, ...]."""
         x = x[i].float().transpose(0, 1).unsqueeze(0)
+        if self.on_cpu:
+            name = "encode_keys" if form is self.formats[0] else "encode_values"
+            return self.on_cpu[name](x[:, :, :closed], torch.arange(closed).view(1, 1, -1), None)
         if not isinstance(form, PagedFormat) or not form.page_fields():
             return form.encode(x[:, :, :closed])
         parts = []
@@ -148,6 +155,13 @@ class Server:
         pages = self.table[i, : -(-self.closed(i) // PAGE)].long().to(self.device)
         return {n: t[pages].transpose(0, 1).flatten(1, 2).unsqueeze(0).cpu() for n, t in self.views[side].items()}
 
+    def read(self, form, fields):
+        """Keys after RoPE, or values, of the first tokens of a sequence, by the method itself."""
+        x = form.decode(fields)
+        if form is self.formats[1]:
+            return self.on_cpu["unproject"](x) if "unproject" in self.on_cpu else x
+        return self.on_cpu["rope"].rotate(x, torch.arange(x.shape[2]).view(1, 1, -1)) if "rope" in self.on_cpu else x
+
     def expected(self):
         """Attention of the last step's tokens, float32, computed without pages: packed tokens as their formats decode them."""
         out = []
@@ -163,7 +177,7 @@ class Server:
                 x = source[i][:n].float().transpose(0, 1).clone()
                 if packed > sink:
                     fields = self.encoded(i, form, source, packed)
-                    x[:, sink:packed] = form.decode(fields)[0, :, sink:packed]
+                    x[:, sink:packed] = self.read(form, fields)[0, :, sink:packed]
                 sides.append(x)
             q = self.queries[i][n0:n].float().transpose(0, 1).unflatten(0, (self.heads, -1))
             scores = q @ sides[0].unsqueeze(1).mT / math.sqrt(self.dim)

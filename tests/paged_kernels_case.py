@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from books_case import layer
 from kvfold.kernels import paged
 from kvfold.kernels.paged import attention, check, work
 from kvfold.kernels.paged.storing import store
@@ -23,9 +24,23 @@ def workspace(server, **options):
     return work.Workspace.make(**most, **sizes, **options)
 
 
-def storing(method, lengths=(1, 150, 33), most=70, device="cpu", fragments=True, **options):
+def with_layer(method, learned, device, options):
+    """A method's string, or the method and its layer with an artefact of random tables (:mod:`books_case`)."""
+    if learned is None:
+        return method, options
+    sizes = {
+        "dim": options.get("head_dim", 64),
+        "per_head": options.get("per_head", 2),
+        "heads": options.get("heads", 2),
+    }
+    made = layer(method, device=str(device), dtype=options.get("dtype", torch.float32), **sizes, **learned)
+    return made.method, options | {"layer": made}
+
+
+def storing(method, lengths=(1, 150, 33), most=70, device="cpu", fragments=True, learned=None, **options):
     """Pages after random steps: bytes as the formats encode them, up to ties; the same after other steps."""
     found = []
+    method, options = with_layer(method, learned, device, options)
     for seed in (1, 2):
         server = Server(method, lengths, fragments=fragments, device=device, **options)
         space = workspace(server)
@@ -72,9 +87,11 @@ def attending(
     start=None,
     short=SHORT,
     sinks=False,
+    learned=None,
     **options,
 ):
     """Attention of a few short calls, the first in place, against the float32 reference of the same bytes."""
+    method, options = with_layer(method, learned, device, options)
     server = Server(method, [n + steps * short for n in lengths], device=device, spare_rows=2, **options)
     space = workspace(server, piece_pages=1)
     paged.store(server.step(list(lengths)))
@@ -100,6 +117,14 @@ def attending(
 
 
 STORES = {
+    "vqllm": {"method": "vqllm:bits=1", "learned": {"rotary": 32}, "lengths": (1, 70), "most": 40, "heads": 1},
+    "commvq": {"method": "commvq:bits=1,levels=16", "learned": {}, "lengths": (1, 70), "most": 40, "heads": 1},
+    "commvq-network": {
+        "method": "commvq:levels=2,passes=0",
+        "learned": {"network": True},
+        "lengths": (40,),
+        "heads": 1,
+    },
     "fold": {"method": "fold", "lengths": (1, 150), "heads": 1},
     "fold-d128": {"method": "fold", "sink": 0, "head_dim": 128, "lengths": (133,), "dtype": torch.float16, "heads": 1},
     "fold-no-window": {"method": "fold:recent=0", "lengths": (70, 40), "sink": 0, "heads": 1},
@@ -113,6 +138,14 @@ STORES = {
 }
 
 ATTENDS = {
+    "vqllm": {"method": "vqllm:bits=1", "learned": {}, "lengths": (1, 170), "steps": 2},
+    "commvq": {"method": "commvq:bits=1,levels=16,passes=0", "learned": {}, "lengths": (1, 170), "steps": 2},
+    "commvq-96": {
+        "method": "commvq:levels=16,passes=0",
+        "learned": {"rotary": 32},
+        "head_dim": 96,
+        "lengths": (300, 20),
+    },
     "turboquant": {"method": "turboquant:bits=3"},
     "fold-d96": {"method": "fold", "head_dim": 96, "lengths": (300, 20)},
     "kivi-sinks": {"method": "kivi", "sinks": True, "per_head": 4},
@@ -212,6 +245,19 @@ def checks():
         check.attention.attend = right
 
 
+def books():
+    """The same test with what is learned; wrong tables are seen."""
+    cpu = torch.device("cpu")
+    for method in ("vqllm:bits=1,vector=16,codes=16", "commvq:bits=1,levels=4,passes=0,flips=2"):
+        made = layer(method, heads=1)
+        maps = paged.Maps.of(1, made.maps(cpu))
+        paged.ready(*made.formats, maps.given, cpu)
+        assert check.self_test(*made.formats, cpu, torch.float32, maps=maps) is None
+    wrong = replace(maps.given["bits"], tables=tuple(t.flip(-1) for t in maps.given["bits"].tables))
+    maps = paged.Maps.of(1, maps.given | {"bits": wrong})
+    assert "values stored in pages" in check.self_test.__wrapped__(*made.formats, cpu, torch.float32, maps=maps)
+
+
 def steering(head_dim=64, heads=1, device="cpu", seed=3):
     """SQuat's formats, and what moves its keys."""
     spec = LayerSpec(0, 1, 2 * heads, heads, head_dim, fragments=True)
@@ -264,6 +310,7 @@ def steered(device="cpu"):
 
 
 CASES = {
+    "books": books,
     "steered": steered,
     "check-steering": check_of_steering,
     "lists": lists,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from books_case import layer
 from kvfold.errors import KVFoldError
 from kvfold.kernels import paged
 from paged_case import Server, cuts, formats_of
@@ -44,6 +45,14 @@ METHODS = ["fold", "kivi", "innerq", "turboquant", "k=qjl+v=kivi", "gear"]
 @pytest.mark.parametrize("windows", [(96, 32), (128, 0)])
 def test_attention_and_bytes_of_random_cuts(method, windows):
     server = Server(method, (1, 300, 131, 33, 520), recent=windows[0], sink=windows[1])
+    run(server)
+    same_bytes(server)
+
+
+@pytest.mark.parametrize("method", ["vqllm:bits=1", "commvq:bits=1,levels=16"])
+def test_methods_with_codebooks_of_random_cuts(method):
+    """Keys before RoPE, and values that a head's codebook makes of sums of bits."""
+    server = Server(method, (1, 300, 33), layer=layer(method))
     run(server)
     same_bytes(server)
 
@@ -124,6 +133,18 @@ def test_long_calls_are_unpacked_in_pieces(method, piece, monkeypatch):
         call = server.step(counts)
         paged.store(call)
         call = replace(call, sinks=torch.linspace(-1, 2, 6))
+        got, want = (torch.full_like(call.query, torch.nan) for _ in "gw")
+        paged.long.attend(call, got, None)
+        assert error(got, paged.attend(call, want)) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["vqllm:bits=1", "commvq:bits=1,levels=16"])
+def test_long_calls_of_methods_with_codebooks(method, monkeypatch):
+    monkeypatch.setattr(paged.long, "PIECE", 128)
+    server = Server(method, (400, 60), per_head=3, layer=layer(method, per_head=3))
+    for counts in ([300, 30], [100, 30]):
+        call = server.step(counts)
+        paged.store(call)
         got, want = (torch.full_like(call.query, torch.nan) for _ in "gw")
         paged.long.attend(call, got, None)
         assert error(got, paged.attend(call, want)) < 1e-5

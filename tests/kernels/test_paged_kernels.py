@@ -25,6 +25,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
         ("attend-fold-d96", "store-kivi", "check-steering"),
         ("store-fold",),
         ("attend-innerq-fragments", "attend-qjl-fragments"),
+        ("attend-vqllm", "attend-commvq", "store-vqllm", "store-commvq"),
+        pytest.param(("attend-commvq-96", "store-commvq-network", "books"), marks=pytest.mark.slow),
         pytest.param(
             ("attend-gear", "attend-qjl", "attend-zipcache", "attend-turboquant-fragments"), marks=pytest.mark.slow
         ),

@@ -384,6 +384,29 @@ class ValueRows:
         return sums @ self.rows
 
 
+@dataclass(frozen=True, eq=False)
+class BitSearch:
+    """How the bits of a value x of each KV head are chosen, folded into as few products as can be.
+
+    Attributes
+    ----------
+    tables : tuple of Tensor, contiguous float32 [num_kv_heads, ...]
+        Four of an encoder. Of levels: ``matrix`` [d, codes], ``shift``, ``top`` and ``place`` [codes]; bit c is binary digit
+        ``place_c`` of ``round(x @ matrix + shift)_c`` in [0, top_c]. Of a network with ``hidden`` units: ``w1`` [d, hidden],
+        ``b1``, ``w2`` [hidden, codes], ``b2``; bit c is whether ``silu(x @ w1 + b1) @ w2 + b2`` is positive. Then three for
+        flips: ``along`` [d, codes], ``origin`` [codes] and ``gram`` [codes, codes], so that
+        ``x @ along - origin - bits @ gram`` is half of how fast the squared error falls with each bit.
+    flips : int
+        Bits that are flipped, one by one, where that lowers the error.
+    hidden : int
+        0: levels.
+    """
+
+    tables: tuple[torch.Tensor, ...]
+    flips: int
+    hidden: int
+
+
 def stages_for(bits: float, head_dim: int, levels: int) -> int:
     """Stages R whose codes come closest to ``bits`` per element with g = head_dim / 2 (eq. 21): 11 and 21 at d = 128."""
     return max(1, math.floor(bits * head_dim / (2 * math.log2(levels)) + 0.5))

@@ -85,7 +85,7 @@ def attend_tiles(
     K_MEAN: tl.constexpr, K_NORM: tl.constexpr, K_BASIS: tl.constexpr,
     V_MEAN: tl.constexpr, V_NORM: tl.constexpr, V_BASIS: tl.constexpr,
     ROTARY: tl.constexpr, K_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr,
+    K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr, V_ROWS: tl.constexpr = False,
 ):  # fmt: skip
     """Attention of M query rows of one KV head over tiles ``begin`` to ``end``; what both kernels share.
 
@@ -96,6 +96,9 @@ def attend_tiles(
     Without a ``table``, ``place`` says where the head's storage begins: its first token, and the first page of keys and of
     values. With one, ``table`` points to the numbers of pages, and ``place`` has the steps of :func:`moved`: of both sides'
     fields, and of both sides' mean and norm.
+
+    With V_ROWS sums of codes are turned into values by a matrix of the head, float32 [width + 1, D] from ``v_basis`` on, whose
+    last row is multiplied with the sum of the weights.
     """
     # queries, as fp16 times a power of two, so that large ones do not overflow and rounded ones stay what they are
     H: tl.constexpr = KW // 2 if ROTARY else KW
@@ -234,6 +237,15 @@ def attend_tiles(
         back = tl.load(v_basis + m_channel[:, None] * V_SPEC[0] + v_channel[None, :], mask=inside_v, other=0.0)
         acc = tl.dot(back, (acc / size).to(tl.float16)) * size + mean_acc
         tl.store(out + m_channel[:, None], acc, mask=inside[None, :] & (m_channel < V_OUT)[:, None])
+    elif V_ROWS:
+        rows = v_basis + head * ((V_SPEC[0] + 1) * D)
+        for first in range(0, DP, 16):
+            channel = first + tl.arange(0, 16)
+            real = (v_channel < V_SPEC[0])[:, None] & (channel < D)[None, :]
+            some = tl.load(rows + v_channel[:, None] * D + channel[None, :], mask=real, other=0.0)
+            whole = tl.load(rows + V_SPEC[0] * D + channel, mask=channel < D, other=0.0)
+            turned = tl.dot(tl.trans(some), acc, input_precision="tf32x3") + whole[:, None] * total[None, :]
+            tl.store(out + channel[:, None], turned, mask=inside[None, :] & (channel < D)[:, None])
     else:
         if V_MEAN:
             acc += mean_acc

@@ -14,6 +14,7 @@ import torch
 
 from kvfold.errors import MethodError
 from kvfold.formats import PAGE, AffineGroups, Basis, Fields, Format, Paged, PagedFormat
+from kvfold.formats.codebook import BitSearch
 from kvfold.formats.packing import PLANES, UNIT
 from kvfold.methods.options import SEEDS, Numbers, Problem, kinds, listed, misfit, shown
 from kvfold.rope import Rope
@@ -399,6 +400,10 @@ class Method(ABC):
     def value_map(self, spec: LayerSpec, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
         """:meth:`unproject_values` of a layer, for values on ``device``; with a matrix for kernels, if there is one."""
         return partial(self.unproject_values, spec=spec)
+
+    def value_search(self, spec: LayerSpec, device: torch.device) -> BitSearch | None:
+        """How bits of values are chosen, for kernels that encode them; None where values are not bits."""
+        return None
 
     def unproject_values(self, values: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         """Decoded values, or sums of them, as values of the model; linear. Override together with ``maps_values``.

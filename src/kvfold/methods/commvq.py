@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from kvfold.formats import Fields
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook, ValueRows, stages_for
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitSearch, KeyCodebook, ValueRows, stages_for
 from kvfold.methods.base import LayerSpec, State
 from kvfold.methods.learned import LearnedMethod
 from kvfold.methods.options import Numbers, Problem
@@ -134,6 +134,9 @@ class CommVQ(LearnedMethod):
     def value_map(self, spec: LayerSpec, device: torch.device) -> ValueRows:
         return ValueRows(self._layer(spec)[1].on(device).rows(spec.num_kv_heads))
 
+    def value_search(self, spec: LayerSpec, device: torch.device) -> BitSearch:
+        return self._layer(spec)[1].on(device).search(self.flips)
+
     def unproject_values(self, values: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         """Eq. 22: sums of bits times the codebook; the last column of ``values`` weighs the offset."""
         return values @ self._layer(spec)[1].on(values.device).rows(spec.num_kv_heads)
@@ -154,6 +157,7 @@ class ValueCodebook:
         self.tensors = tensors
         self._devices: dict[torch.device, ValueCodebook] = {tensors["codebook"].device: self}
         self._rows: dict[int, torch.Tensor] = {}
+        self._searches: dict[int, BitSearch] = {}
 
     def on(self, device: torch.device) -> ValueCodebook:
         """The same tables on another device; moved once."""
@@ -219,6 +223,28 @@ class ValueCodebook:
             bits = bits.scatter_add(-1, which, step)
             slope = slope - step * gram.gather(1, which.expand(-1, -1, gram.shape[-1]))
         return bits
+
+    def search(self, flips: int) -> BitSearch:
+        """The same choice for kernels; made once."""
+        if flips not in self._searches:
+            metric = self._get("metric")
+            if hidden := self.tensors["w1"].shape[-1] if "w1" in self.tensors else 0:
+                encoder = [metric @ self._get("w1"), *(self._get(name) for name in ("b1", "w2", "b2"))]
+            else:
+                component = self.tensors["component"].long()
+                matrix = (metric @ self._get("axes").mT).gather(
+                    -1, component.unsqueeze(1).expand(-1, metric.shape[1], -1)
+                )
+                encoder = [
+                    matrix,
+                    *(self._get(name).gather(-1, component) for name in ("shift", "top")),
+                    self._get("place"),
+                ]
+            book = self._get("codebook") @ metric
+            origin = (self._get("offset").unsqueeze(1) @ metric @ book.mT).squeeze(1)
+            tables = (*encoder, metric @ book.mT, origin, book @ book.mT)
+            self._searches[flips] = BitSearch(tuple(t.contiguous() for t in tables), flips, hidden)
+        return self._searches[flips]
 
     def decode(self, bits: torch.Tensor) -> torch.Tensor:
         """Bits [heads, tokens, codes] to values, float32 [heads, tokens, dim]."""

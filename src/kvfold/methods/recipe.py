@@ -23,6 +23,7 @@ import torch
 
 from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format
+from kvfold.formats.codebook import BitSearch
 from kvfold.methods.base import LayerSpec, Method, Observation, State
 from kvfold.methods.specs import BETWEEN, SELECTOR, WRONG, single
 
@@ -183,6 +184,9 @@ class Pair(_Composed):
 
     def value_map(self, spec: LayerSpec, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
         return self.values.value_map(spec, device)
+
+    def value_search(self, spec: LayerSpec, device: torch.device) -> BitSearch | None:
+        return self.values.value_search(spec, device)
 
     def unproject_values(self, values: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
         return self.values.unproject_values(values, spec)

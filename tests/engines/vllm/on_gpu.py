@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "KVFOLD_CHECK": "1",
 }
-METHODS = ("fold", "kivi", "innerq", "qjl", "turboquant", "squat")
+METHODS = ("fold", "kivi", "innerq", "qjl", "turboquant", "squat", "vqllm:bits=1", "vqllm", "commvq:bits=1", "commvq")
 LENGTHS = (5, 90, 127, 129, 300, 500, 700)
 TOKENS = 16
 """Of an answer."""
@@ -96,6 +96,8 @@ class Shadow:
 
     def compare(self, layer, call):
         """What the step stored."""
+        import torch
+
         from kvfold.kernels.paged import reference
 
         theirs = replace(call, keys=layer.keys, values=layer.values)
@@ -106,13 +108,10 @@ class Shadow:
                 continue
             span = due[0], due[-1] + call.step.block
             self.worst.blocks += len(due)
-            for side, got, want in zip(
-                ("keys", "values"),
-                reference.unpacked(theirs, row, *span),
-                reference.unpacked(call, row, *span),
-                strict=True,
-            ):
-                self.worst.seen(side, relative(got, want))
+            pairs = zip(*(reference.unpacked(c, row, *span) for c in (theirs, call)), strict=True)
+            for side, (got, want) in zip(("keys", "values"), pairs, strict=True):
+                turn = call.unproject if side == "values" and call.unproject else torch.Tensor.float
+                self.worst.seen(side, relative(turn(got), turn(want)))
             for got, want in ((layer.keys, call.keys), (layer.values, call.values)):
                 for at in due:
                     page, unit = int(row.pages(at + 1)[-1]), at % 128 // call.step.block
@@ -166,6 +165,18 @@ def subspace(path, out):
     return str(out)
 
 
+def with_artefact(method, path, out):
+    """A method with random tables, where it needs some."""
+    if not method.startswith(("vqllm", "commvq")):
+        return method
+    from transformers import AutoConfig
+
+    sys.path.insert(0, str(HERE.parents[1]))
+    from books_case import artefact
+
+    return artefact(method, out, 2, 128, layers=4, config=AutoConfig.from_pretrained(path))
+
+
 def native(path, prompts):
     """vLLM's own answers."""
     from vllm import LLM, SamplingParams
@@ -198,6 +209,7 @@ def on_gpu(method):
     more = {"kvfold_subspace": subspace(path, folder / "squat.safetensors")} if method.startswith("squat") else {}
     given = {"path": path, "more": more, "skip_tokenizer_init": True, **options()}
     truth = native(path, prompts)
+    method = with_artefact(method, path, folder / "books.safetensors")
     shadow = Shadow()
     engine = Engine(method, poison=True, **given)
     shadow.worst = worst = Worst()

@@ -29,7 +29,6 @@ from kvfold.engines.vllm import refusals, report, rotation
 from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, kept, layer_spec, method_of, stored, subspace_of
 from kvfold.engines.vllm.spec import RecentSpec
 from kvfold.engines.vllm.step import Batch, Bench, Layer, Step, run
-from kvfold.kernels import paged
 from kvfold.kernels.paged import Workspace
 from kvfold.kernels.paged.long import PIECE
 from kvfold.kernels.paged.work import PAGES
@@ -234,7 +233,7 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         dtype, device = layer.kv_cache_torch_dtype, torch.device(self.config.device_config.device_type)
         self.method.check_layers(total)
         facts = extract_layer_index(name), total, self.num_heads, self.num_kv_heads, self.head_size, dtype
-        found = self._stored(facts, device, self._rope())
+        found = self._stored(facts, device, self._rope(device))
         if found is None:
             give_back(layer, self, self.config)
             return
@@ -245,7 +244,7 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         layers[self.window_name] = RecentLayer(recent)
         self.layer = Layer(found, self.scale, self._bench(device))
 
-    def _rope(self) -> Rope | None:
+    def _rope(self, device: torch.device) -> Rope | None:
         """Where keys are stored before RoPE: how to rotate them. The first layer finds out, for all."""
         if not any(part.pre_rope for part in self.method.parts()):
             return None
@@ -256,7 +255,7 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         self.method.check_model(self.config.model_config.hf_config)
         rope = rotation.rope_of_config(self.config.model_config.hf_config)
         rotation.check(rope)
-        return rope
+        return replace(rope, inv_freq=rope.inv_freq.to(device))
 
     def _stored(self, facts: tuple[Any, ...], device: torch.device, rope: Rope | None) -> Stored | None:
         """What the layer stores, on the device."""
@@ -269,7 +268,7 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         if device.type == "cpu":
             return stored(self.method, plain, self.subspace) or kept(self.method, plain)
         found = stored(self.method, ordered, self.subspace)
-        if found is None or paged.why_not(*found.formats, device, found.method.pre_rope) is None:
+        if found is None or found.why_not(device) is None:
             return found
         return stored(self.method, plain, self.subspace)
 

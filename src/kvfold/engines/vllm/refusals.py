@@ -7,7 +7,6 @@ import torch
 
 from kvfold.engines.vllm.settings import SERVED, Stored, subspace_of, unservable
 from kvfold.errors import KVFoldError
-from kvfold.kernels import paged
 from kvfold.methods import Method
 from kvfold.methods.learned import LearnedMethod
 
@@ -172,9 +171,9 @@ def check_kernel(stored: Stored, device: torch.device) -> str:
         raise KVFoldError(
             "squat: pages with a calibrated subspace have not been written on a GPU; allowed there: fold, kivi"
         )
-    if why := paged.why_not(*stored.formats, device, stored.method.pre_rope, stored.steering):
+    if why := stored.why_not(device):
         raise KVFoldError(f"{stored.method}: no kernel attends to its pages: {why}; allowed: {', '.join(SERVED)}")
-    if why := paged.why_not_stored(*stored.formats, steering=stored.steering):
+    if why := stored.why_not_stored(device):
         raise KVFoldError(f"{stored.method}: no kernel encodes its pages: {why}; allowed: {', '.join(SERVED)}")
     if stored.spec.dtype not in (torch.float16, torch.bfloat16):
         raise KVFoldError(f"dtype={str(stored.spec.dtype)[6:]}: allowed on a GPU: bfloat16, float16")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from kvfold.engines.vllm import subspace
 from kvfold.errors import KVFoldError
 from kvfold.formats import Dense, Fields
 from kvfold.formats.paged import PAGE
-from kvfold.kernels.paged import PageLayout, Steering, unsupported
+from kvfold.kernels.paged import Maps, PageLayout, Steering, unsupported, why_not, why_not_stored
 from kvfold.methods import LayerSpec, Method
 from kvfold.rope import Rope
 
@@ -114,19 +114,32 @@ class Stored:
             return None
         return Steering(self.spec.head_dim - self.update.shape[-1], self.update, self._encode_keys)
 
-    @property
-    def maps(self) -> dict[str, Any]:
+    def maps(self, device: torch.device) -> dict[str, Any]:
         """What a call needs beside formats where keys are stored before RoPE, or values as bits of a product."""
         if self.update is not None:
             return {"encode_keys": self._encode_keys, "update": self.update}
         if not (self.method.pre_rope or self.method.maps_values):
             return {}
+        device = torch.empty(0, device=device).device  # with its number, as tensors have it: tables are made once
         found: dict[str, Any] = {"encode_keys": self._encode_keys, "encode_values": self._encode_values}
         if self.method.pre_rope:
             found["rope"] = self.spec.rope
         if self.method.maps_values:
-            found["unproject"] = partial(self.method.unproject_values, spec=self.spec)
+            found["unproject"] = self.method.value_map(self.spec, device)
+            found["bits"] = self.method.value_search(self.spec, device)
         return found
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why no kernel attends to the layer's pages on a device; None if one does."""
+        return why_not(*self.formats, device, self.method.pre_rope, self.steering, self._tables(device))
+
+    def why_not_stored(self, device: torch.device) -> str | None:
+        """Why no kernel encodes the layer's pages; None if one does."""
+        return why_not_stored(*self.formats, steering=self.steering, maps=self._tables(device))
+
+    def _tables(self, device: torch.device) -> Maps | None:
+        given = {} if self.update is not None else self.maps(device)
+        return Maps.of(self.spec.num_kv_heads, given) if given else None
 
     def _encode_keys(self, keys: torch.Tensor, positions: torch.Tensor, page: Fields | None) -> Fields:
         state = {} if self.update is None else {"update": self.update[None]}

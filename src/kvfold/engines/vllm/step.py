@@ -111,7 +111,11 @@ class Layer:
     """A layer's formats, and its views of what vLLM allocated."""
 
     def __init__(self, stored: Stored, scale: float, bench: Bench | None) -> None:
-        self.stored, self.scale, self.bench, self.maps = stored, scale, bench, stored.maps
+        self.stored, self.scale, self.bench = stored, scale, bench
+        device = torch.device("cpu") if bench is None else bench.workspace.top.device
+        self.maps = stored.maps(device)
+        if bench is not None:
+            paged.ready(*stored.formats, self.maps, device)
         self.seen = max(closed_from(form) for form in stored.formats)
         self._bound: tuple[int, int] | None = None
         self.keys: Fields = {}

@@ -11,11 +11,15 @@ With a :class:`Workspace` kernels do it, without one the float32 reference, on a
 of a sequence hold depends on the sequence's tokens only, not on how calls were cut.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from kvfold.formats import Format
+from kvfold.formats.codebook import BinaryCodes
 from kvfold.kernels.paged import long, reference
-from kvfold.kernels.paged.call import PagedCall, PagedStep, Steering, unsupported
+from kvfold.kernels.paged.call import Maps, PagedCall, PagedStep, Steering, unsupported
 from kvfold.kernels.paged.layout import PageLayout
 from kvfold.kernels.paged.long import Flash
 from kvfold.kernels.paged.work import Workspace, prepare
@@ -76,11 +80,12 @@ def why_not(
     device: torch.device,
     pre_rope: bool = False,
     steering: Steering | None = None,
+    maps: Maps | None = None,
 ) -> str | None:
     """Why no kernel attends to pages of these formats; None if one does.
 
     On a GPU kernels that store and attend are run once and compared with the reference (:mod:`kvfold.kernels.paged.check`),
-    with ``steering`` where a method has it.
+    with ``steering`` and ``maps`` where a method has them.
     """
     from kvfold.kernels.paged import attention
 
@@ -88,24 +93,50 @@ def why_not(
     if why is None and device.type == "cuda" and torch.cuda.is_available():
         from kvfold.kernels.paged.check import self_test
 
-        why = "keys: stored before RoPE; not checked in pages on a GPU" if pre_rope else self_test(
-            key_format, value_format, device, steering=steering
-        )  # fmt: skip
+        if pre_rope and (maps is None or "rope" not in maps.given):
+            return "keys: stored before RoPE; not checked in pages on a GPU without a rotation"
+        why = self_test(key_format, value_format, device, steering=steering, maps=maps)
     return why
 
 
 def why_not_stored(
-    key_format: Format, value_format: Format, call: PagedCall | None = None, steering: Steering | None = None
+    key_format: Format,
+    value_format: Format,
+    call: PagedCall | None = None,
+    steering: Steering | None = None,
+    maps: Maps | None = None,
 ) -> str | None:
-    """Why no kernel encodes pages of these formats (or of a call's), with ``steering``; None if one does."""
-    from kvfold.kernels.paged import storing
+    """Why no kernel encodes pages of these formats (or of a call's), with ``steering`` or ``maps``; None if one does."""
+    from kvfold.kernels.paged import books, storing
 
     width = None if steering is None else steering.width
-    if call is not None:
+    if books.serves(key_format, value_format):
+        bits = maps.given.get("bits") if call is None and maps is not None else getattr(call, "bits", None)
+        if isinstance(value_format, BinaryCodes) and bits is None:
+            return "values: nothing says how bits are chosen"
+    elif maps is not None:
+        return "encoded by a function"
+    elif call is not None:
         if (call.encode_keys is not None and call.update is None) or call.encode_values is not None:
             return "encoded by a function"
         width = None if call.update is None else key_format.head_dim - call.update.shape[-1]
     return storing.unsupported(key_format, value_format, width)
+
+
+def ready(key_format: Format, value_format: Format, maps: Mapping[str, Any], device: torch.device) -> None:
+    """Make what kernels read beside pages: of codebooks, which every layer has, it is large, and no graph may make it.
+
+    Parameters
+    ----------
+    maps : mapping
+        As of :class:`Maps`.
+    """
+    from kvfold.kernels.paged import attention, books
+
+    attention.ready(key_format, value_format, maps.get("rope"), device)
+    if books.serves(key_format, value_format):
+        for form in (key_format, value_format):
+            books.tables_of(form, maps.get("bits"), device)
 
 
 def unpack(
@@ -128,6 +159,7 @@ def unpack(
 
 __all__ = [
     "Flash",
+    "Maps",
     "PageLayout",
     "PagedCall",
     "PagedStep",
@@ -135,6 +167,7 @@ __all__ = [
     "Workspace",
     "attend",
     "prepare",
+    "ready",
     "store",
     "unpack",
     "unsupported",

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from kvfold.formats import Fields, Format, Paged
-from kvfold.formats.codebook import BinaryCodes
+from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.kernels import blocks
 from kvfold.kernels.paged._attend import merge_pieces_kernel, pieces_kernel, raw_kernel
 from kvfold.kernels.paged.call import PagedCall
@@ -16,6 +16,7 @@ from kvfold.kernels.paged.work import Workspace, raw_parts
 from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
 from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.windows import program_memory, stages, tile_sizes
+from kvfold.rope import Rope
 
 Pieces = Callable[[PagedCall, torch.Tensor, int, Workspace], None]
 
@@ -49,8 +50,6 @@ def why_not(key_format: Format, value_format: Format, pre_rope: bool, device: to
 
 def unsupported(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
     """Why the plain kernel cannot read these formats in pages; None if it can."""
-    if isinstance(value_format, BinaryCodes):
-        return "values: sums of codes, which a product turns into vectors"
     return blocks.unsupported(key_format, value_format, pre_rope, any_order=not pre_rope)
 
 
@@ -60,6 +59,8 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
     step, (_, num_heads, dim) = call.step, call.query.shape
     if call.softcap is not None:
         raise ValueError("softcap: soft-capped scores are not computed over pages by kernels")
+    if isinstance(call.value_format, BinaryCodes) != isinstance(call.unproject, ValueRows):
+        raise ValueError(f"unproject: {call.unproject!r}; allowed: ValueRows, for sums of bits")
     tokens, heads = step.max_query_len, call.num_kv_heads
     rows = num_heads // heads * tokens
     kernel = choose(call.key_format, call.value_format, call.rope is not None, call.query.device)
@@ -161,9 +162,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
     rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
     readers = blocks.readers_of(call.key_format, call.value_format, rotary)
     most = blocks.resident(readers)
-    width = max(reader.width for reader in readers)
-    turned = blocks.is_turned(call.key_format)
-    plan = blocks.make_plan(width, step.seqs * heads, rows, 1 << 20, workspace.processors, turned, most)
+    plan = _plan(call.key_format, readers, step.seqs * heads, rows, workspace.processors)
     fixed = blocks.constants(call.key_format, call.value_format, plan, rotary)
     nothing, device = workspace.top, query.device
     sides = ((call.key_format, call.keys), (call.value_format, call.values))
@@ -179,6 +178,9 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
             blocks.basis_of(form, reader.width, device, i == 1, nothing),
             steps(of_pages),
         ]
+    fixed["V_ROWS"] = isinstance(call.unproject, ValueRows)
+    if isinstance(call.unproject, ValueRows):
+        fixed["V_OUT"], arguments[-2] = fixed["D"], call.unproject.rows
     freq, table = nothing, nothing
     if call.rope is not None:
         rotation = rotation_of(call.rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
@@ -209,6 +211,25 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         **fixed,
         **blocks.options(readers, plan.warps),
     )
+
+
+def ready(key_format: Format, value_format: Format, rope: Rope | None, device: torch.device) -> None:
+    """Make the tables that :func:`pieces` reads, for any number of query rows."""
+    if why_not(key_format, value_format, rope is not None, device) or rope is None:
+        return
+    rotary = 2 * rope.inv_freq.numel()
+    readers = blocks.readers_of(key_format, value_format, rotary)
+    for reader in readers:
+        reader.tables(device)
+    for rows in (8, 16, 32):
+        plan = _plan(key_format, readers, 1, rows, 1)
+        fixed = blocks.constants(key_format, value_format, plan, rotary)
+        rotation_of(rope, fixed["KW"] // 2, plan.tokens, fixed["K_GROUPS"], fixed["D"], device)
+
+
+def _plan(key_format: Format, readers: list[Any], jobs: int, rows: int, processors: int) -> blocks.Plan:
+    width, turned = max(reader.width for reader in readers), blocks.is_turned(key_format)
+    return blocks.make_plan(width, jobs, rows, 1 << 20, processors, turned, blocks.resident(readers))
 
 
 def steps(fields: tuple[torch.Tensor, ...]) -> tuple[int, ...]:

@@ -1,13 +1,15 @@
 """What a server gives: where a step's tokens lie, shared by all layers, and one layer's pages, windows and queries."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Self
 
 import torch
 
 from kvfold.errors import KVFoldError
 from kvfold.formats import Fields, Format
+from kvfold.formats.codebook import BitSearch
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged.layout import PageLayout, closed_from
 from kvfold.rope import Rope
@@ -37,6 +39,29 @@ class Steering:
     width: int
     update: torch.Tensor = field(compare=False)
     encode_keys: Encode = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Maps:
+    """What calls of a method need beside formats: :class:`PagedCall`'s fields of keys before RoPE and of codebooks, by name.
+
+    Equal where there is as much of it: kernels are checked once for all layers.
+
+    Attributes
+    ----------
+    heads : int
+        KV heads that there are tables of.
+    names : tuple of str
+    given : mapping
+    """
+
+    heads: int
+    names: tuple[str, ...]
+    given: Mapping[str, Any] = field(compare=False)
+
+    @classmethod
+    def of(cls, heads: int, given: Mapping[str, Any]) -> Self:
+        return cls(heads, tuple(sorted(given)), given)
 
 
 @dataclass(frozen=True)
@@ -223,6 +248,8 @@ class PagedCall:
         without encoding kernels.
     update : Tensor or None, float32 [num_kv_heads, head_dim - g, head_dim - g]
         SQuat's update matrix for the encoding kernels (:class:`kvfold.kernels.encode.KeyTransform`).
+    bits : BitSearch or None
+        How a value's bits are chosen, for the encoding kernels.
     """
 
     step: PagedStep
@@ -243,6 +270,7 @@ class PagedCall:
     encode_keys: Encode | None = None
     encode_values: Encode | None = None
     update: torch.Tensor | None = None
+    bits: BitSearch | None = None
 
     def __post_init__(self) -> None:
         if why := unsupported(self.key_format, self.value_format, self.step.recent, self.step.sink):

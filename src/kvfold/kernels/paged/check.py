@@ -9,7 +9,7 @@ import torch
 from kvfold.formats import Format
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged import attention, reference, storing
-from kvfold.kernels.paged.call import PagedCall, PagedStep, Steering
+from kvfold.kernels.paged.call import Maps, PagedCall, PagedStep, Row, Steering
 from kvfold.kernels.paged.layout import PageLayout
 from kvfold.kernels.paged.work import Workspace, prepare
 
@@ -29,6 +29,7 @@ def self_test(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     steering: Steering | None = None,
+    maps: Maps | None = None,
 ) -> str | None:
     """Store two short sequences and attend to them, by kernels and by the reference.
 
@@ -36,6 +37,8 @@ def self_test(
     ----------
     steering : Steering or None
         With which keys are stored.
+    maps : Maps or None
+        Of keys before RoPE, and of codebooks.
 
     Returns
     -------
@@ -49,6 +52,9 @@ def self_test(
     calls = [_call(key_format, value_format, heads, device, dtype) for _ in "kr"]
     if steering is not None:
         calls = [replace(call, update=steering.update, encode_keys=steering.encode_keys) for call in calls]
+    if maps is not None:
+        heads = maps.heads
+        calls = [replace(_call(key_format, value_format, heads, device, dtype), **maps.given) for _ in "kr"]
     by_kernel = storing.unsupported(key_format, value_format, width) is None
     space = Workspace.make(len(LENGTHS), sum(LENGTHS), max(LENGTHS) + 1, heads * max(ROWS), dim, device, piece_pages=1)
     for call, kernel in zip(calls, (by_kernel, False), strict=True):
@@ -59,9 +65,7 @@ def self_test(
             reference.store(call)
     row = calls[0].step.host[0]
     closed = row.after // PAGE * PAGE if calls[0].seen else row.after // block * block
-    for got, want, side in zip(
-        *(reference.unpacked(c, row, 0, closed) for c in calls), ("keys", "values"), strict=True
-    ):
+    for got, want, side in zip(*(_unpacked(c, row, closed) for c in calls), ("keys", "values"), strict=True):
         if not (error := _difference(got, want)) <= STORED:
             return f"{side} stored in pages on this device differ from the format's by {error:.2g} (relative RMS)"
     for rows in ROWS:
@@ -73,6 +77,12 @@ def self_test(
         if not (error := _difference(out, reference.attend(call, truth))) <= TOLERANCES[dtype]:
             return f"attention over pages on this device differs from the reference's by {error:.2g} (relative RMS)"
     return None
+
+
+def _unpacked(call: PagedCall, row: Row, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first tokens' keys and values, as attention sees them."""
+    keys, values = reference.unpacked(call, row, 0, stop)
+    return keys, values if call.unproject is None else call.unproject(values)
 
 
 def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -126,5 +136,4 @@ def _next(call: PagedCall, rows: int) -> PagedCall:
         block=step.block,
     )
     query = call.new_keys[: len(LENGTHS)].repeat(1, rows, 1) / 4
-    fields = (call.key_format, call.value_format, call.keys, call.values, call.window_keys, call.window_values)
-    return PagedCall(after, *fields, call.scale, query)
+    return replace(call, step=after, query=query, new_keys=None, new_values=None)

@@ -7,6 +7,7 @@ from kvfold.formats import AffineGroups, Format
 from kvfold.kernels.encode import unsupported as affine_unsupported
 from kvfold.kernels.encode_pages import Side, _norm_table, _signs, addressed, side
 from kvfold.kernels.encode_pages import unsupported as pages_unsupported
+from kvfold.kernels.paged import books
 from kvfold.kernels.paged._store import store_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace
@@ -23,6 +24,8 @@ def unsupported(key_format: Format, value_format: Format, width: int | None = No
     width : int or None
         Channels of a slice of SQuat's update, if there is one.
     """
+    if books.serves(key_format, value_format):
+        return books.unsupported(key_format, value_format)
     for name, form in (("keys", key_format), ("values", value_format)):
         if why := pages_unsupported(form):
             return f"{name}: {why}"
@@ -41,10 +44,11 @@ def store(call: PagedCall, workspace: Workspace) -> None:
     if why := unsupported(call.key_format, call.value_format, width):
         raise ValueError(f"store: {why}")
     assert call.new_keys is not None and call.new_values is not None
+    if books.serves(call.key_format, call.value_format):
+        books.store(call, _new(call, workspace), workspace)
+        return
     k, v = side(call.key_format), side(call.value_format)
-    new = [_adjacent(t, call.window_keys.dtype) for t in (call.new_keys, call.new_values)]
-    if new[0].shape[0] > workspace.slots.shape[0]:
-        raise ValueError(f"workspace: made for {workspace.slots.shape[0]} tokens, the step has {new[0].shape[0]}")
+    new = _new(call, workspace)
     k_stored, v_stored = addressed(k, call.keys), addressed(v, call.values)
     warps = max(k.warps, v.warps, 1 if width is None else _cut_warps(k))
     store_kernel[(RESIDENT * workspace.processors,)](
@@ -91,6 +95,15 @@ def store(call: PagedCall, workspace: Workspace) -> None:
         num_stages=1,
         enable_fp_fusion=False,
     )
+
+
+def _new(call: PagedCall, workspace: Workspace) -> list[torch.Tensor]:
+    """The step's keys and values, as kernels address them."""
+    assert call.new_keys is not None and call.new_values is not None
+    new = [_adjacent(t, call.window_keys.dtype) for t in (call.new_keys, call.new_values)]
+    if new[0].shape[0] > workspace.slots.shape[0]:
+        raise ValueError(f"workspace: made for {workspace.slots.shape[0]} tokens, the step has {new[0].shape[0]}")
+    return new
 
 
 def _cut_warps(of: Side) -> int:

@@ -1,0 +1,113 @@
+"""A step's share of storing where codes are chosen from learned codebooks: one side of all heads, page by page."""
+
+import triton
+import triton.language as tl
+
+from kvfold.kernels._encode_books import additive_tile, binary_tile, residual_tile
+from kvfold.kernels._encode_words import _log2
+from kvfold.kernels.paged._store import _append
+from kvfold.kernels.paged.work import _closing
+
+PAGE = tl.constexpr(128)
+
+
+@triton.jit(do_not_specialize=["seqs", "heads"])
+def close_kernel(
+    new, new_token, new_head, window, w_block, w_place, w_head,
+    query_start, seq_lens, window_table, window_step, table, table_step, before_ptr, closes_ptr, close_list,
+    codes, codes_page, codes_head, scale, scale_page, scale_head, tables, frequencies, factor,
+    seqs, heads,
+    FORM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Any number of programs; each takes every so many-th share of a unit of 32 tokens that the step completes.
+
+    FORM: 0 and head_dim, vector, codes, stages, whether strided; 1 and head_dim, stages, levels, passes, rotary channels; 2 and
+    head_dim, codes, flips, hidden units of a network. Of ROPE channels the rotation is taken back.
+    """
+    D: tl.constexpr = FORM[1]
+    PARTS: tl.constexpr = FORM[1] // FORM[2] if FORM[0] == 0 else 2  # programs that share a unit
+    UNITS: tl.constexpr = 4  # of a page
+    zero = tl.full([], 0, tl.int64)
+    tasks = tl.load(closes_ptr + seqs) * heads * (UNITS * PARTS)
+    for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0), disable_licm=True):
+        part = task % PARTS
+        unit = task // PARTS % UNITS
+        entry = task // (PARTS * UNITS * heads)
+        head = zero + task // (PARTS * UNITS) % heads
+        seq = tl.load(close_list + 2 * entry).to(tl.int64)
+        number = tl.load(close_list + 2 * entry + 1)
+        before = tl.load(before_ptr + seq)
+        first, last = _closing(before, tl.load(seq_lens + seq), BLOCK, 0)
+        position = number * PAGE + unit * 32
+        if (position >= first) & (position < last):
+            page = tl.load(table + seq * table_step + number).to(tl.int64)
+            begin = tl.load(query_start + seq).to(tl.int64)
+            source = (
+                window + head * w_head, w_place, 1, position, w_block, new + begin * new_token + head * new_head, new_token,
+                before, window_table + seq * window_step, WINDOW_BLOCK,
+            )  # fmt: skip
+            to = codes + (page * codes_page + head * codes_head)
+            sizes = scale + (page * scale_page + head * scale_head) + unit * 32
+            if FORM[0] == 0:
+                place = to + unit * (32 * (D // FORM[2]) * FORM[4])
+                residual_tile(
+                    source, position, (frequencies, factor), tables, (place, sizes), part,
+                    D, FORM[2], FORM[3], FORM[4], FORM[5], ROPE, 3,
+                )  # fmt: skip
+            elif FORM[0] == 1:
+                STAGES: tl.constexpr = FORM[2]
+                LEVELS: tl.constexpr = FORM[3]
+                place = to + unit * (STAGES * 4 * _log2(LEVELS))
+                of_head = (
+                    tables[0] + head * (D * D),
+                    tables[1] + head * (STAGES * LEVELS * D),
+                    tables[2] + head * (STAGES * LEVELS),
+                    tables[3] + head * (STAGES * LEVELS * LEVELS),
+                )
+                additive_tile(
+                    source, position, (frequencies, factor), of_head, (place, sizes), part,
+                    D, STAGES, LEVELS, FORM[4], FORM[5], ROPE, 3,
+                )  # fmt: skip
+            else:
+                CODES: tl.constexpr = FORM[2]
+                HIDDEN: tl.constexpr = FORM[4]
+                # the encoder's four, then what flips need
+                if HIDDEN:
+                    of_encoder = (
+                        tables[0] + head * (D * HIDDEN),
+                        tables[1] + head * HIDDEN,
+                        tables[2] + head * (HIDDEN * CODES),
+                        tables[3] + head * CODES,
+                    )
+                else:
+                    of_encoder = (
+                        tables[0] + head * (D * CODES),
+                        tables[1] + head * CODES,
+                        tables[2] + head * CODES,
+                        tables[3] + head * CODES,
+                    )
+                of_flips = (
+                    tables[4] + head * (D * CODES),
+                    tables[5] + head * CODES,
+                    tables[6] + head * (CODES * CODES),
+                )
+                binary_tile(
+                    source, of_encoder + of_flips, (to + unit * (2 * CODES),), part, D, CODES, FORM[3], HIDDEN, 3
+                )
+
+
+@triton.jit
+def append_kernel(
+    key, k_token, k_head, value, v_token, v_head,
+    window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head,
+    query_start, slots, seqs, heads,
+    D: tl.constexpr, H: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A step's tokens to the windows; any number of programs."""
+    zero = tl.full([], 0, tl.int64)
+    for token in range(tl.program_id(0), tl.load(query_start + seqs), tl.num_programs(0)):
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            to_keys, to_values = (window_k, wk_block, wk_place, wk_head), (window_v, wv_block, wv_place, wv_head)
+            _append((key, k_token, k_head), to_keys, zero + token, slot, heads, D, H, WINDOW_BLOCK)
+            _append((value, v_token, v_head), to_values, zero + token, slot, heads, D, H, WINDOW_BLOCK)
