@@ -10,6 +10,8 @@ tokens: the first 32 and the newest 96 tokens raw, others as their pages hold th
     half        those of its newest 64
     sofar       the queries of all tokens up to the page's end
     sketch      as page, from one vector a token: the sum of its query heads with signs at random
+    turn        as page, from one query a token: that of a KV head's query heads in turn
+    turnhalf    as half, likewise
     own         the newest 64 before 128, 256, 512, 1,024, 2,048, ... tokens: what kvfold's own caches take
 
 and, as ``kivi``, without one.
@@ -31,7 +33,7 @@ from kvfold.methods.base import boundary
 from kvfold.methods.squat import SQuat, penalty_of, steer, update_matrix
 
 PAGE, BLOCK, STEP, SKIP = 128, 32, 64, 256
-VARIANTS = ("none", "kivi", "own", "calibrated", "page", "half", "sofar", "sketch")
+VARIANTS = ("none", "kivi", "own", "calibrated", "page", "half", "sofar", "sketch", "turn", "turnhalf")
 ROWS = Path("benchmarks/serving/squat-subspace.csv")
 HALF = PAGE // 2
 
@@ -101,11 +103,14 @@ class Folded:
             draw = torch.Generator().manual_seed(layer)
             signs = torch.randint(0, 2, (grouped.shape[1], grouped.shape[2]), generator=draw) * 2 - 1
             grouped = (grouped * signs.to(grouped)[..., None]).sum(1, keepdim=True)
+        if self.variant.startswith("turn"):
+            at = torch.arange(grouped.shape[2], device=grouped.device)
+            grouped = grouped[:, at % 16 % grouped.shape[1], at].unsqueeze(1)
         halves = grouped.unflatten(2, (-1, HALF)).permute(2, 0, 1, 3, 4).flatten(2, 3)
         each = halves.mT @ halves  # [halves, kv_heads, d, d]
-        if self.variant in ("page", "sketch"):
+        if self.variant in ("page", "sketch", "turn"):
             return each[0::2] + each[1::2]
-        if self.variant == "half":
+        if self.variant in ("half", "turnhalf"):
             return each[1::2]
         if self.variant == "sofar":
             return each.cumsum(0)[1::2]
