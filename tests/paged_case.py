@@ -70,8 +70,9 @@ class Server:
                 if t.is_floating_point():
                     t.fill_(float("nan"))
         # strides of their own: keys and values of a block beside each other, as vLLM has them
-        both = torch.full((blocks, heads, WINDOW_BLOCK, 2 * head_dim), float("nan"), dtype=dtype, device=device)
-        self.windows = tuple(t.transpose(1, 2) for t in both.split(head_dim, -1))
+        both = torch.full((blocks, heads, WINDOW_BLOCK, 3 * head_dim), float("nan"), dtype=dtype, device=device)
+        *self.windows, self.window_queries = (t.transpose(1, 2) for t in both.split(head_dim, -1))
+        self.following = None
         self.rows = len(lengths) + spare_rows
         most = max(lengths)
         self.table = torch.zeros(self.rows, -(-most // PAGE) + 1, dtype=torch.int32)
@@ -107,7 +108,8 @@ class Server:
         keys, values = new(self.keys), new(self.values)
         self.call = PagedCall(
             step, *self.formats, *self.views, *self.windows, 1 / math.sqrt(self.dim), new(self.queries),
-            None if in_place else keys, None if in_place else values, **self.maps,
+            None if in_place else keys, None if in_place else values, following=self.following,
+            window_queries=None if self.following is None else self.window_queries, **self.maps,
         )  # fmt: skip
         return self.call
 
@@ -117,7 +119,7 @@ class Server:
         for at in [at for at in held if self.sink <= at and at + WINDOW_BLOCK <= n0 - self.recent - self.block]:
             block = held.pop(at)  # its number stays in the table: a worker's tables are not cleaned
             self.free_blocks.insert(0, block)
-            for window in self.windows:
+            for window in (*self.windows, self.window_queries):
                 window[block] = float("nan")
         first = max(n - self.recent - self.block, 0) // WINDOW_BLOCK * WINDOW_BLOCK
         for at in range(n0 // WINDOW_BLOCK * WINDOW_BLOCK, n, WINDOW_BLOCK):

@@ -309,8 +309,85 @@ def steered(device="cpu"):
         assert float((got - want).norm() / want.norm()) < 0.02
 
 
+def following(server):
+    """The server, whose pages follow their own queries as SQuat's do."""
+    spec, method = LayerSpec(0, 1, server.heads, server.heads, server.dim, fragments=True), server.method
+
+    def encode(keys, positions, queries):
+        heads = replace(spec, num_heads=keys.shape[1], num_kv_heads=keys.shape[1])
+        state = method.observe(Observation(queries, positions[0]), heads)
+        return method.encode_keys(keys, state, heads, positions, False, None)
+
+    server.following = paged.Following(server.dim // 2, method.rank, method.lam, encode)
+    return server
+
+
+def followed(by_kernel, every, lengths=(150, 33), device="cpu", **options):
+    """A server whose sequences have grown by up to ``every`` tokens at a time."""
+    server = following(Server("squat", lengths, fragments=True, device=device, **options))
+    space = workspace(server, update_size=server.heads * (server.dim // 2) ** 2)
+    while any(left := [n - now for n, now in zip(lengths, server.now, strict=True)]):
+        call = server.step([min(every, n) for n in left])
+        if by_kernel:
+            assert paged.why_not_stored(*server.formats, call) is None
+            paged.prepare(call.step, space, call.seen)
+        paged.store(call, space if by_kernel else None)
+    return server
+
+
+def own_pages(server, i):
+    """Keys of a sequence's whole pages as SQuat makes them of each page and the queries that count, float32."""
+    method, form, n = server.method, server.formats[0], server.now[i] // 128 * 128
+    keys, queries = (x[i][:n].float() for x in (server.keys, server.queries))
+    grouped = queries.unflatten(1, (server.heads, -1))
+    chosen = torch.stack([grouped[t, :, t % 16 % server.per_head] for t in range(n)], 1)  # [kv_heads, tokens, d]
+    spec = LayerSpec(0, 1, server.heads, server.heads, server.dim, fragments=True)
+    pages = []
+    for first in range(0, n, 128):
+        at = torch.arange(first, first + 128)
+        state = method.observe(Observation(chosen[None, :, first : first + 128], at[None]), spec)
+        page = keys[first : first + 128].transpose(0, 1)[None]
+        pages.append(form.decode(method.encode_keys(page, state, spec, at.view(1, 1, -1), False, None)))
+    plain = form.decode(form.encode(keys.transpose(0, 1)[None]))
+    return torch.cat(pages, 2), plain
+
+
+def follows(device="cpu", **options):
+    """Pages that follow their own queries: by kernels and by the reference, however steps are cut, as SQuat defines them."""
+    truth = followed(False, 70, device=device, **options)
+    found = [followed(True, every, device=device, **options) for every in (70, 300)]
+    form = truth.formats[0]
+    for i, n in enumerate(truth.now):
+        assert truth.closed(i) == n // 128 * 128
+        if n < 128:
+            continue
+        want, plain = own_pages(truth, i)
+        got = [form.decode(form.take(s.stored(i, 0), s.closed(i) // s.block)) for s in (truth, *found)]
+        errors = [float((x - want).norm() / want.norm()) for x in (plain, *got)]
+        assert errors[0] > 0.1 and errors[1] < 1e-3 and max(errors[2:]) < 0.02, errors
+        stored = [s.stored(i, 0) for s in found]
+        assert all(torch.equal(stored[0][n].view(torch.uint8), stored[1][n].view(torch.uint8)) for n in stored[0])
+
+
+def check_of_following(device="cpu"):
+    """The test that a device's kernels have to pass makes pages' own updates, and sees wrong ones."""
+    device = torch.device(device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    server = following(Server("squat", (16,), fragments=True))
+    assert check.self_test.__wrapped__(*server.formats, device, dtype, server.following) is None
+    right, check.storing.follow = check.storing.follow, lambda call, space: space.updates.zero_()
+    try:
+        assert "keys stored in pages" in check.self_test.__wrapped__(*server.formats, device, dtype, server.following)
+    finally:
+        check.storing.follow = right
+    for wrong, said in (({"rank": 5}, "rank=5"), ({"lam": 99.0}, "lam=99"), ({"width": 16}, "channels=16")):
+        assert said in paged.why_not_stored(*server.formats, steering=replace(server.following, **wrong))
+
+
 CASES = {
     "books": books,
+    "follows": follows,
+    "check-following": check_of_following,
     "steered": steered,
     "check-steering": check_of_steering,
     "lists": lists,

@@ -13,7 +13,17 @@ pytest.importorskip("triton")
 from kvfold.kernels import aot, paged
 from kvfold.kernels.paged import work
 from paged_case import Server, formats_of
-from paged_kernels_case import ATTENDS, STORES, attending, check_of_steering, mixed, steered, storing
+from paged_kernels_case import (
+    ATTENDS,
+    STORES,
+    attending,
+    check_of_following,
+    check_of_steering,
+    follows,
+    mixed,
+    steered,
+    storing,
+)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -22,7 +32,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
     "names",
     [
         ("lists", "filling", "mixed", "checks", "attend-turboquant", "attend-kivi-sinks"),
-        ("attend-fold-d96", "store-kivi", "check-steering"),
+        ("attend-fold-d96", "store-kivi", "check-steering", "follows"),
         ("store-fold",),
         ("attend-innerq-fragments", "attend-qjl-fragments"),
         ("attend-vqllm", "attend-commvq", "store-vqllm", "store-commvq"),
@@ -34,7 +44,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
             ("store-fold-no-window", "store-innerq", "store-kivi-64", "store-fold-d128"), marks=pytest.mark.slow
         ),
         pytest.param(
-            ("steered", "store-fold-plain", "store-turboquant", "store-turboquant-plain", "store-sketch"),
+            (
+                "steered",
+                "check-following",
+                "store-fold-plain",
+                "store-turboquant",
+                "store-turboquant-plain",
+                "store-sketch",
+            ),
             marks=pytest.mark.slow,
         ),
     ],
@@ -90,6 +107,20 @@ def test_storing_on_a_gpu(name):
 def test_storing_steered_keys_on_a_gpu():
     steered("cuda")
     check_of_steering("cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("per_head", [1, 3, 4])
+def test_pages_that_follow_their_own_queries_on_a_gpu(per_head, head_dim):
+    follows("cuda", lengths=(150, 900, 257, 33), dtype=torch.float16, per_head=per_head, head_dim=head_dim)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_check_of_following_on_a_gpu():
+    check_of_following("cuda")
 
 
 @pytest.mark.gpu

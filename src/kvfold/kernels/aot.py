@@ -32,8 +32,9 @@ from kvfold.kernels.blocks import is_turned, most_tokens, readers_of, resident
 from kvfold.kernels.blocks import make_plan as make_blocks_plan
 from kvfold.kernels.blocks import options as blocks_options
 from kvfold.kernels.decode import Plan, constants, make_plan
-from kvfold.kernels.paged import PageLayout
+from kvfold.kernels.paged import PageLayout, follow
 from kvfold.kernels.paged import gluon as paged_gluon
+from kvfold.kernels.paged._follow import follow_kernel
 from kvfold.kernels.partials import merge_kernel
 from kvfold.kernels.tiles import constants as tiles_constants
 from kvfold.kernels.tiles import make_plan as make_tiles_plan
@@ -515,6 +516,20 @@ def compile_pages_step(
     inputs = ("key", "value", "sink_k", "sink_v", "ring_k", "ring_v")
     types = _words(k, "k_") | _words(v, "v_")
     return _compile_pages(_encode_pages._step_kernel, fixed, types, inputs, bf16, warps, capability)
+
+
+def compile_follow(
+    head_dim: int = 128, group: int = 4, heads: int = 8, bf16: bool = True, capability: int = 90
+) -> Report:
+    """Compile the kernel that makes the updates of pages that follow their own queries."""
+    fixed = {"GROUP": group, "D": head_dim, "WIDTH": head_dim // 2, "WINDOW_BLOCK": 16}
+    fixed |= {"ROUNDS": follow.rounds(head_dim, 1.0), "H": heads}
+    types = dict.fromkeys(("window", "query"), _width(bf16)) | {"lam": "fp32", "slots": "*i64", "updates": "*fp32"}
+    numbers = ("query_start", "window_table", "before_ptr", "closes_ptr", "close_list")
+    types |= dict.fromkeys(numbers, "*i32")
+    aligned = [*(n for n, t in types.items() if t[0] == "*"), "w_block", "w_place", "w_head", "q_token", "q_head"]
+    source = ASTSource(follow_kernel, *_signature(follow_kernel, fixed, types), _aligned(follow_kernel, aligned))
+    return _compile(source, capability, num_warps=follow.WARPS, num_stages=1, enable_fp_fusion=False)
 
 
 def _words(of: encode_pages.Side, letter: str) -> dict[str, str]:

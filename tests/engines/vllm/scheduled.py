@@ -4,10 +4,13 @@ Independent of the engine: Transformers computes the model, every layer's keys a
 packed is encoded and decoded by the format, page by page.
 """
 
+from dataclasses import replace
+
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from kvfold.formats import PagedFormat
+from kvfold.methods.base import Observation
 
 PAGE, BLOCK = 128, 32
 
@@ -34,7 +37,7 @@ class Scheduled:
     def start(self, hit=0):
         """Begin a sequence; with ``hit``, one that shares so many tokens with the last one and has their pages and sink."""
         old = self.raw if hit else {}
-        self.raw = {layer: [x[:, :, :hit] for x in pair] for layer, pair in old.items()}
+        self.raw = {layer: [x[:, :, :hit] for x in sides] for layer, sides in old.items()}
         self.decoded = {}
         self.hit = hit
 
@@ -48,12 +51,15 @@ class Scheduled:
 
     def _attend(self, module, query, key, value, mask, scaling, **_):
         layer, n0 = module.layer_idx, self.before
-        old = self.raw.get(layer, [key[:, :, :0], value[:, :, :0]])
-        self.raw[layer] = [torch.cat((a, b), 2) for a, b in zip(old, (key, value), strict=True)]
+        grouped = query[0].unflatten(0, (key.shape[1], -1))  # of each token one head's query counts, in turn
+        turn = torch.arange(n0, n0 + query.shape[2]) % 16 % grouped.shape[1]
+        chosen = grouped[:, turn, torch.arange(query.shape[2])][None]
+        old = self.raw.get(layer, [key[:, :, :0], value[:, :, :0], chosen[:, :, :0]])
+        self.raw[layer] = [torch.cat((a, b), 2) for a, b in zip(old, (key, value, chosen), strict=True)]
         sink = self.method.sink
         packed = max((n0 - self.method.recent) // BLOCK * BLOCK, sink)
         packed = max(packed, min(self.hit, n0))
-        keys, values = self.raw[layer]
+        keys, values, _ = self.raw[layer]
         if packed > sink:
             keys, values = keys.clone(), values.clone()
             for side, x in enumerate((keys, values)):
@@ -85,8 +91,13 @@ class Scheduled:
         if side:
             return method.encode_values(tokens, {}, spec, False)
         positions = torch.arange(first, first + tokens.shape[2]).view(1, 1, -1)
-        update = self.stored[layer].update
-        return method.encode_keys(tokens, {} if update is None else {"update": update[None]}, spec, positions, False)
+        state = {} if self.stored[layer].update is None else {"update": self.stored[layer].update[None]}
+        if method.query_window and not state:
+            assert tokens.shape[2] == PAGE, "a page is read whose queries are not known"
+            queries = self.raw[layer][2][:, :, first : first + PAGE]
+            one = replace(spec, num_heads=spec.num_kv_heads)
+            state = method.observe(Observation(queries, positions[0]), one)
+        return method.encode_keys(tokens, state, spec, positions, False)
 
     def restored(self, layer, side, x):
         """Keys after RoPE and values of the model, of what pages decode to."""

@@ -35,8 +35,9 @@ def test_an_unknown_method_is_refused_as_everywhere():
     ("spec", "why"),
     [
         (
-            "squat",
-            "squat: its encoder follows each request's queries; calibrate its subspace with 'kvfold calibrate --method squat",
+            "squat:recent=64",
+            "squat: recent=64: a page waits for its 128 tokens; allowed: 96 or more, or a subspace of a text: calibrate its "
+            "subspace with 'kvfold calibrate --method squat",
         ),
         ("zipcache", "zipcache: its encoder"),
         ("kivi:paper=true", "paper=true takes statistics of a whole first call"),
@@ -50,13 +51,23 @@ def test_what_cannot_be_served_is_refused_by_name(spec, why):
     assert why in unservable(methods.get(spec))
 
 
-@pytest.mark.parametrize("spec", ["fold", "fold:bits=2", "kivi", "kivi:bits=4", "innerq", "qjl", "turboquant"])
+@pytest.mark.parametrize("spec", ["fold", "fold:bits=2", "kivi", "kivi:bits=4", "innerq", "qjl", "turboquant", "squat"])
 def test_what_can_be_served_is(spec):
     assert unservable(methods.get(spec)) is None
     for dtype in (torch.bfloat16, torch.float32):
         layer = llama(spec, dtype)[0]
         assert layer.layout.bytes <= layer.page_bytes < layer.layout.bytes + 128 * dtype.itemsize
         assert layer.page_bytes % (128 * dtype.itemsize) == 0
+
+
+def test_windows_hold_a_query_where_pages_follow_theirs():
+    """Beside keys and values; at 128 channels this fits into blocks that are as large as pages anyway."""
+    own, kivi = llama("squat"), llama("kivi")
+    assert own[0].follows and own[0].window_bytes == 3 * 128 * 2 and kivi[0].window_bytes == 2 * 128 * 2
+    own_fits, kivi_fits = (capacity.folded(1 << 36, 33280, layers, 8) for layers in (own, kivi))
+    assert own_fits == kivi_fits
+    narrow = [capacity.folded(1 << 36, 2048, llama(spec), 8).tokens for spec in ("squat:bits=1", "kivi:bits=1")]
+    assert narrow[0] < narrow[1]
 
 
 @pytest.mark.parametrize(("recent", "sink", "drafts"), [(96, 32, 0), (0, 0, 0), (40, 64, 3), (128, 0, 5)])

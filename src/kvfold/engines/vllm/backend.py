@@ -25,7 +25,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvfold.engines.vllm import refusals, report, rotation
+from kvfold.engines.vllm import refusals, report, rotation, subspace
 from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, kept, layer_spec, method_of, stored, subspace_of
 from kvfold.engines.vllm.spec import RecentSpec
 from kvfold.engines.vllm.step import Batch, Bench, Layer, Step, run
@@ -292,8 +292,16 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
             piece_pages=PAGES if os.environ.get(INVARIANT) == "1" else None,
             cached_tokens=min(scheduler.max_num_seqs * length, MOST_CACHED),
             short=1 + refusals.drafts(config),
+            update_size=self.num_kv_heads * (self.head_size // 2) ** 2 if self._follows else 0,
         )
         return Bench(workspace)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether pages of some layers follow their own queries."""
+        count = self.config.model_config.get_total_num_hidden_layers()
+        methods = filter(None, map(self.method.at, range(count)))
+        return not self.subspace and any(subspace.steers(own) is not None for own in methods)
 
     def _recent(self, found: Stored, layer: Any) -> RecentSpec:
         method = found.method
@@ -306,6 +314,7 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
             recent=method.recent,
             sink=method.sink,
             drafts=refusals.drafts(self.config),
+            state_content_bytes=3 * self.head_size * layer.kv_cache_torch_dtype.itemsize if self._follows else None,
         )
 
     def forward(

@@ -80,9 +80,9 @@ def folded(kv_bytes: int, context: int, stored: Sequence[Stored], heads: int, dr
     heads : int
         KV heads on one GPU.
     """
-    method, spec = stored[0].method, stored[0].spec
+    method = stored[0].method
     pages = [heads * layer.page_bytes for layer in stored]
-    window = heads * WINDOW_BLOCK * 2 * spec.head_dim * spec.dtype.itemsize
+    window = heads * WINDOW_BLOCK * max(layer.window_bytes for layer in stored)
     groups, widest = 1, len(stored)
     if {window} != set(pages):  # alike, vLLM makes one group of each
         room = max(sum(pages), window) // window

@@ -78,7 +78,7 @@ def problems(config: Any, method: Method) -> Iterator[str]:
     if model is not None:
         yield from _model(model)
         yield from _before_rope(model, method)
-    if parallel.tensor_parallel_size > 1 and (tables := _learned(method)):
+    if parallel.tensor_parallel_size > 1 and (tables := _learned(method, subspace_of(config.additional_config))):
         yield f"tensor_parallel_size={parallel.tensor_parallel_size}: {tables}'s tables are of all KV heads; allowed: 1"
 
 
@@ -110,8 +110,9 @@ def _before_rope(model: Any, method: Method) -> Iterator[str]:
         yield f"{before[0]}: keys before RoPE of positions with several parts (M-RoPE); allowed: {', '.join(SERVED)}"
 
 
-def _learned(method: Method) -> str:
-    return next((part.name for part in method.parts() if isinstance(part, LearnedMethod) or part.name == "squat"), "")
+def _learned(method: Method, calibrated: str) -> str:
+    learned = (p.name for p in method.parts() if isinstance(p, LearnedMethod) or (calibrated and p.name == "squat"))
+    return next(learned, "")
 
 
 def drafts(config: Any) -> int:

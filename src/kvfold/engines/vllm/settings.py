@@ -1,7 +1,7 @@
 """What a user asks of the engine: the method in ``--additional-config``, and what of it each layer stores."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +12,9 @@ from kvfold.engines.vllm import subspace
 from kvfold.errors import KVFoldError
 from kvfold.formats import Dense, Fields
 from kvfold.formats.paged import PAGE
-from kvfold.kernels.paged import Maps, PageLayout, Steering, unsupported, why_not, why_not_stored
+from kvfold.kernels.paged import Following, Maps, PageLayout, Steering, unsupported, why_not, why_not_stored
 from kvfold.methods import LayerSpec, Method
+from kvfold.methods.base import Observation
 from kvfold.rope import Rope
 
 FIELD = "kvfold"
@@ -63,8 +64,9 @@ def unservable(method: Method, calibrated: str = "") -> str | None:
             return (
                 f"{part}: paper=true takes statistics of a whole first call; allowed: paper=false, statistics per page"
             )
-        if part.name == "squat" and not calibrated:
-            return f"squat: its encoder follows each request's queries; {subspace.HOW}"
+        if part.name == "squat" and not calibrated and part.recent < PAGE - 32:
+            allowed = f"{PAGE - 32} or more, or a subspace of a text: {subspace.HOW}"
+            return f"squat: recent={part.recent}: a page waits for its {PAGE} tokens; allowed: {allowed}"
         if part.query_window and part.name != "squat":
             return f"{part.name}: its encoder follows each request's queries; allowed: {', '.join(SERVED)}"
         if part.block != 32:
@@ -90,12 +92,15 @@ class Stored:
     layout : PageLayout
     update : Tensor or None
         SQuat's.
+    follows : bool
+        Whether keys of a page are steered by the page's own queries.
     """
 
     method: Method
     spec: LayerSpec
     layout: PageLayout
     update: torch.Tensor | None = None
+    follows: bool = False
 
     @property
     def page_bytes(self) -> int:
@@ -104,18 +109,29 @@ class Stored:
         return -(-self.layout.bytes // least) * least
 
     @property
+    def window_bytes(self) -> int:
+        """Of a token of one KV head in the window: key and value, and a query where pages follow theirs."""
+        return (2 + self.follows) * self.spec.head_dim * self.spec.dtype.itemsize
+
+    @property
     def formats(self) -> tuple[Any, Any]:
         return self.layout.key_format, self.layout.value_format
 
     @property
-    def steering(self) -> Steering | None:
+    def steering(self) -> Steering | Following | None:
         """How keys are moved before they are encoded; None: not at all."""
+        if self.follows:
+            squat = subspace.steers(self.method)
+            assert squat is not None
+            return Following(squat.slice_width(self.spec.head_dim), squat.rank, squat.lam, self._encode_followed)
         if self.update is None:
             return None
         return Steering(self.spec.head_dim - self.update.shape[-1], self.update, self._encode_keys)
 
     def maps(self, device: torch.device) -> dict[str, Any]:
         """What a call needs beside formats where keys are stored before RoPE, or values as bits of a product."""
+        if self.follows:
+            return {"following": self.steering}
         if self.update is not None:
             return {"encode_keys": self._encode_keys, "update": self.update}
         if not (self.method.pre_rope or self.method.maps_values):
@@ -138,12 +154,18 @@ class Stored:
         return why_not_stored(*self.formats, steering=self.steering, maps=self._tables(device))
 
     def _tables(self, device: torch.device) -> Maps | None:
-        given = {} if self.update is not None else self.maps(device)
+        given = {} if self.steering is not None else self.maps(device)
         return Maps.of(self.spec.num_kv_heads, given) if given else None
 
     def _encode_keys(self, keys: torch.Tensor, positions: torch.Tensor, page: Fields | None) -> Fields:
         state = {} if self.update is None else {"update": self.update[None]}
         return self.method.encode_keys(keys, state, self.spec, positions, False, page)
+
+    def _encode_followed(self, keys: torch.Tensor, positions: torch.Tensor, queries: torch.Tensor) -> Fields:
+        heads = queries.shape[1]
+        spec = replace(self.spec, num_heads=heads, num_kv_heads=heads)
+        state = self.method.observe(Observation(queries, positions[0]), spec)
+        return self.method.encode_keys(keys, state, spec, positions, False, None)
 
     def _encode_values(self, values: torch.Tensor, positions: torch.Tensor, page: Fields | None) -> Fields:
         return self.method.encode_values(values, {}, self.spec, False, page)
@@ -170,7 +192,7 @@ def stored(method: Method, spec: LayerSpec, calibrated: str = "") -> Stored | No
     if why := unsupported(*formats, own.recent, own.sink):
         raise KVFoldError(f"{own}: {why}")
     update = subspace.update_of(calibrated, own, spec) if calibrated else None
-    return Stored(own, spec, PageLayout(*formats), update)
+    return Stored(own, spec, PageLayout(*formats), update, subspace.steers(own) is not None and not calibrated)
 
 
 def kept(method: Method, spec: LayerSpec) -> Stored:

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from kvfold.engines.vllm.long import FLASH
-from kvfold.engines.vllm.settings import Stored
+from kvfold.engines.vllm.settings import PAGE, Stored
 from kvfold.formats import Fields
 from kvfold.kernels import paged
 from kvfold.kernels.paged import PagedCall, PagedStep, Workspace
@@ -116,11 +116,12 @@ class Layer:
         self.maps = stored.maps(device)
         if bench is not None:
             paged.ready(*stored.formats, self.maps, device)
-        self.seen = max(closed_from(form) for form in stored.formats)
+        self.seen = PAGE if stored.follows else max(closed_from(form) for form in stored.formats)
         self._bound: tuple[int, int] | None = None
         self.keys: Fields = {}
         self.values: Fields = {}
         self.window_keys = self.window_values = torch.empty(0)
+        self.window_queries: torch.Tensor | None = None
 
     def bind(self, cache: torch.Tensor, window: torch.Tensor) -> None:
         """Look at the caches; anew only where they moved.
@@ -128,14 +129,16 @@ class Layer:
         Parameters
         ----------
         cache : Tensor [blocks, num_kv_heads, 128, bytes of a token / bytes of an element]
-        window : Tensor [blocks, num_kv_heads, window_block, 2 head_dim]
+        window : Tensor [blocks, num_kv_heads, window_block, 2 head_dim, or 3 where pages follow their queries]
         """
         if self._bound == (cache.data_ptr(), window.data_ptr()):
             return
         self.keys, self.values = self.stored.layout.views(cache.flatten(2).view(torch.uint8))
         width = self.stored.spec.head_dim
         tokens = window.transpose(1, 2)
-        self.window_keys, self.window_values = tokens[..., :width], tokens[..., width:]
+        self.window_keys, self.window_values = tokens[..., :width], tokens[..., width : 2 * width]
+        if self.stored.follows:
+            self.window_queries = tokens[..., 2 * width : 3 * width]
         self._bound = cache.data_ptr(), window.data_ptr()
 
 
@@ -152,19 +155,20 @@ def run(
         values=layer.values,
         window_keys=layer.window_keys,
         window_values=layer.window_values,
+        window_queries=layer.window_queries,
         scale=layer.scale,
+        query=query,
         new_keys=key,
         new_values=value,
         **layer.maps,
     )
     if layer.bench is None:
         paged.store(call)
-        paged.attend(replace(call, query=query), out)
+        paged.attend(call, out)
         return
     layer.bench.prepare(step, layer, layer.seen)
     workspace = layer.bench.workspace
     paged.store(call, workspace)
-    call = replace(call, query=query)
     if step.batch.decodes:
         paged.attend(replace(call, step=step.decodes, new_keys=None, new_values=None), out, workspace)
     for chunk in step.batch.chunks:

@@ -14,6 +14,12 @@ HOW = (
 )
 
 
+def steers(method: Method) -> SQuat | None:
+    """The part of a method that steers its keys, if there is one."""
+    keys = getattr(method, "keys", method)  # of a pair
+    return keys if isinstance(keys, SQuat) else None
+
+
 def update_of(location: str, method: Method, spec: LayerSpec) -> torch.Tensor | None:
     """What the error of each slice of channels adds to those after it, float32 [num_kv_heads, d - width, d - width].
 
@@ -32,7 +38,8 @@ def update_of(location: str, method: Method, spec: LayerSpec) -> torch.Tensor | 
     KVFoldError
         If the artefact is for something else.
     """
-    if not isinstance(method, SQuat):
+    squat = steers(method)
+    if squat is None:
         return None
     found = load_cached(location)
     expected = {"num_layers": spec.num_layers, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
@@ -44,4 +51,4 @@ def update_of(location: str, method: Method, spec: LayerSpec) -> torch.Tensor | 
     moment = found.layer(spec.layer_idx).get("key.moment")
     if moment is None:
         raise KVFoldError(f"{FIELD}={location}: it has no queries of layer {spec.layer_idx}; {HOW}")
-    return update_matrix(penalty_of(moment.double(), method.rank, method.lam, True), method.slice_width(spec.head_dim))
+    return update_matrix(penalty_of(moment.double(), squat.rank, squat.lam, True), squat.slice_width(spec.head_dim))

@@ -19,7 +19,7 @@ import torch
 from kvfold.formats import Format
 from kvfold.formats.codebook import BinaryCodes
 from kvfold.kernels.paged import long, reference
-from kvfold.kernels.paged.call import Maps, PagedCall, PagedStep, Steering, unsupported
+from kvfold.kernels.paged.call import Following, Maps, PagedCall, PagedStep, Steering, unsupported
 from kvfold.kernels.paged.layout import PageLayout
 from kvfold.kernels.paged.long import Flash
 from kvfold.kernels.paged.work import Workspace, prepare
@@ -79,7 +79,7 @@ def why_not(
     value_format: Format,
     device: torch.device,
     pre_rope: bool = False,
-    steering: Steering | None = None,
+    steering: Steering | Following | None = None,
     maps: Maps | None = None,
 ) -> str | None:
     """Why no kernel attends to pages of these formats; None if one does.
@@ -103,7 +103,7 @@ def why_not_stored(
     key_format: Format,
     value_format: Format,
     call: PagedCall | None = None,
-    steering: Steering | None = None,
+    steering: Steering | Following | None = None,
     maps: Maps | None = None,
 ) -> str | None:
     """Why no kernel encodes pages of these formats (or of a call's), with ``steering`` or ``maps``; None if one does."""
@@ -119,7 +119,9 @@ def why_not_stored(
     elif call is not None:
         if (call.encode_keys is not None and call.update is None) or call.encode_values is not None:
             return "encoded by a function"
-        width = None if call.update is None else key_format.head_dim - call.update.shape[-1]
+        steering, width = call.following, storing.width_of(call)
+    if isinstance(steering, Following) and (why := storing.unfollowed(key_format, steering)):
+        return f"keys: {why}"
     return storing.unsupported(key_format, value_format, width)
 
 
@@ -159,6 +161,7 @@ def unpack(
 
 __all__ = [
     "Flash",
+    "Following",
     "Maps",
     "PageLayout",
     "PagedCall",

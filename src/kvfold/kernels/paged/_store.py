@@ -63,7 +63,7 @@ def store_kernel(
     key, k_token, k_head, value, v_token, v_head,
     window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head,
     query_start, seq_lens, window_table, window_step, table, table_step, before_ptr, closes_ptr, close_list, slots,
-    k_stored, k_steps, k_signs, v_stored, v_steps, v_signs, norm_table, update,
+    k_stored, k_steps, k_signs, v_stored, v_steps, v_signs, norm_table, update, update_step,
     seqs, heads, sink,
     D: tl.constexpr, H: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
@@ -116,7 +116,7 @@ def store_kernel(
                 window_k + head * wk_head, wk_place, wk_block, key + begin * k_token + head * k_head, k_token, before, row,
                 WINDOW_BLOCK,
             )  # fmt: skip
-            matrix = update + head * ((D - WIDTH) * (D - WIDTH))
+            matrix = update + (entry * update_step + head * ((D - WIDTH) * (D - WIDTH)))
             _close_page(
                 source, k_stored, k_steps, norm_table, k_signs, matrix, page, head, begins, start, stop, sink,
                 D, KEY, False, WIDTH, WARPS,

@@ -65,6 +65,45 @@ class Maps:
 
 
 @dataclass(frozen=True)
+class Following:
+    """Steering by the queries of a page's own 128 tokens (SQuat): pages are encoded when they are whole.
+
+    Of every token one query counts, that of a KV head's query heads in turn (:func:`in_turn`): it lies in the windows until the
+    page is whole. So a page depends on its request's tokens alone.
+
+    Attributes
+    ----------
+    width : int
+        Channels of a slice.
+    rank : int
+        Directions that count; 0: all.
+    lam : float
+        Weight of the queries' second moments, which are divided by their mean over channels.
+    encode_keys : callable
+        From float32 keys [1, num_kv_heads, tokens, head_dim] of a page, their positions and its queries
+        [1, num_kv_heads, 128, head_dim] to fields.
+    """
+
+    width: int
+    rank: int
+    lam: float
+    encode_keys: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Fields] = field(compare=False)
+
+
+def in_turn(query: torch.Tensor, positions: torch.Tensor, num_kv_heads: int, window_block: int) -> torch.Tensor:
+    """The query of a token that counts, [tokens, num_kv_heads, head_dim].
+
+    Parameters
+    ----------
+    query : Tensor [tokens, num_heads, head_dim]
+    positions : Tensor, int64 [tokens]
+    """
+    grouped = query.unflatten(1, (num_kv_heads, -1))
+    turn = positions % window_block % grouped.shape[2]
+    return grouped[torch.arange(len(positions), device=query.device), :, turn]
+
+
+@dataclass(frozen=True)
 class PagedStep:
     """Which tokens a step computes, and where those before them lie: the same for all layers.
 
@@ -250,6 +289,10 @@ class PagedCall:
         SQuat's update matrix for the encoding kernels (:class:`kvfold.kernels.encode.KeyTransform`).
     bits : BitSearch or None
         How a value's bits are chosen, for the encoding kernels.
+    following : Following or None
+        Where keys are steered by their page's queries; then :func:`store` needs ``query``.
+    window_queries : Tensor or None [window_pages, window_block, num_kv_heads, head_dim]
+        Beside ``window_keys``, with ``following``.
     """
 
     step: PagedStep
@@ -271,8 +314,12 @@ class PagedCall:
     encode_values: Encode | None = None
     update: torch.Tensor | None = None
     bits: BitSearch | None = None
+    following: Following | None = None
+    window_queries: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        if (self.following is None) != (self.window_queries is None):
+            raise ValueError("following, window_queries: one is given without the other")
         if why := unsupported(self.key_format, self.value_format, self.step.recent, self.step.sink):
             raise KVFoldError(f"pages: {why}")
         if self.key_format.block != self.step.block:
@@ -285,7 +332,7 @@ class PagedCall:
     @property
     def seen(self) -> int:
         """Tokens of a page that must be there before its first block is closed."""
-        return max(closed_from(self.key_format), closed_from(self.value_format))
+        return PAGE if self.following is not None else max(closed_from(self.key_format), closed_from(self.value_format))
 
 
 def unsupported(key_format: Format, value_format: Format, recent: int, sink: int = 0) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from kvfold.formats import Format
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged import attention, reference, storing
-from kvfold.kernels.paged.call import Maps, PagedCall, PagedStep, Row, Steering
+from kvfold.kernels.paged.call import Following, Maps, PagedCall, PagedStep, Row, Steering
 from kvfold.kernels.paged.layout import PageLayout
 from kvfold.kernels.paged.work import Workspace, prepare
 
@@ -28,14 +28,14 @@ def self_test(
     value_format: Format,
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
-    steering: Steering | None = None,
+    steering: Steering | Following | None = None,
     maps: Maps | None = None,
 ) -> str | None:
     """Store two short sequences and attend to them, by kernels and by the reference.
 
     Parameters
     ----------
-    steering : Steering or None
+    steering : Steering, Following or None
         With which keys are stored.
     maps : Maps or None
         Of keys before RoPE, and of codebooks.
@@ -46,17 +46,21 @@ def self_test(
         What went wrong; None if nothing did. Waits for the device, once per process and formats.
     """
     heads, dim, block = 2, key_format.head_dim, key_format.block
-    width = None
-    if steering is not None:
-        heads, width = steering.update.shape[0], steering.width
-    calls = [_call(key_format, value_format, heads, device, dtype) for _ in "kr"]
-    if steering is not None:
+    width = None if steering is None else steering.width
+    following = steering if isinstance(steering, Following) else None
+    if isinstance(steering, Steering):
+        heads = steering.update.shape[0]
+    calls = [_call(key_format, value_format, heads, device, dtype, following) for _ in "kr"]
+    if isinstance(steering, Steering):
         calls = [replace(call, update=steering.update, encode_keys=steering.encode_keys) for call in calls]
     if maps is not None:
         heads = maps.heads
-        calls = [replace(_call(key_format, value_format, heads, device, dtype), **maps.given) for _ in "kr"]
+        calls = [replace(_call(key_format, value_format, heads, device, dtype, None), **maps.given) for _ in "kr"]
     by_kernel = storing.unsupported(key_format, value_format, width) is None
-    space = Workspace.make(len(LENGTHS), sum(LENGTHS), max(LENGTHS) + 1, heads * max(ROWS), dim, device, piece_pages=1)
+    if following is not None and storing.unfollowed(key_format, following):
+        by_kernel = False
+    sizes = len(LENGTHS), sum(LENGTHS), max(LENGTHS) + 1, heads * max(ROWS), dim, device
+    space = Workspace.make(*sizes, piece_pages=1, update_size=heads * following.width**2 if following else 0)
     for call, kernel in zip(calls, (by_kernel, False), strict=True):
         if kernel:
             prepare(call.step, space, call.seen)
@@ -89,7 +93,14 @@ def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-def _call(key_format: Format, value_format: Format, heads: int, device: torch.device, dtype: torch.dtype) -> PagedCall:
+def _call(
+    key_format: Format,
+    value_format: Format,
+    heads: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    following: Following | None,
+) -> PagedCall:
     """A step in which the sequences begin; the same every time."""
     draw, dim, block = torch.Generator().manual_seed(0), key_format.head_dim, key_format.block
     pages, blocks = -(-(max(LENGTHS) + 1) // PAGE), -(-(max(LENGTHS) + 1) // 16)
@@ -105,7 +116,7 @@ def _call(key_format: Format, value_format: Format, heads: int, device: torch.de
     region = torch.zeros(1 + pages * len(LENGTHS), heads, layout.bytes, dtype=torch.uint8, device=device)
     table = (torch.randperm(pages * len(LENGTHS), generator=draw, device="cpu") + 1).view(-1, pages)
     places = (torch.randperm(blocks * len(LENGTHS), generator=draw, device="cpu") + 1).view(-1, blocks)
-    window = torch.zeros(1 + blocks * len(LENGTHS), heads, 16, 2 * dim, dtype=dtype, device=device).transpose(1, 2)
+    window = torch.zeros(1 + blocks * len(LENGTHS), heads, 16, 3 * dim, dtype=dtype, device=device).transpose(1, 2)
     step = PagedStep(
         query_start=numbers(0, LENGTHS[0], sum(LENGTHS)),
         seq_lens=numbers(*LENGTHS),
@@ -119,7 +130,10 @@ def _call(key_format: Format, value_format: Format, heads: int, device: torch.de
     windows = window.split(dim, -1)
     scale = 1 / math.sqrt(dim)
     new = tokens(sum(LENGTHS), heads), tokens(sum(LENGTHS), heads)
-    return PagedCall(step, key_format, value_format, keys, values, windows[0], windows[1], scale, None, *new)
+    call = PagedCall(step, key_format, value_format, keys, values, windows[0], windows[1], scale, None, *new)
+    if following is None:
+        return call
+    return replace(call, query=tokens(sum(LENGTHS), 2 * heads), following=following, window_queries=windows[2])
 
 
 def _next(call: PagedCall, rows: int) -> PagedCall:

@@ -5,7 +5,7 @@ import torch
 from kvfold.formats import Fields, Format, PagedFormat
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.merge import Partial
-from kvfold.kernels.paged.call import Encode, PagedCall, Row
+from kvfold.kernels.paged.call import Encode, PagedCall, Row, in_turn
 
 LARGEST = 1e18
 """As everywhere: what is encoded lies within these bounds."""
@@ -90,15 +90,53 @@ def store(call: PagedCall) -> None:
         (call.window_values, call.new_values, call.value_format, call.values, call.encode_values),
     )
     for row in call.step.host:
+        queries = _queries(call, row)
         for window, new, form, fields, encode in sides:
             own = new[row.start : row.start + row.count]
+            follows = call.following is not None and new is call.new_keys
             for at in row.due(call.seen):
-                _close(call, row, at, window, own, form, fields, encode)
-            if row.count:
-                blocks, places = row.slots(row.before, row.after)
-                position = torch.arange(row.before, row.after, device=blocks.device)
-                there = (blocks != call.step.null) & ((position >= row.kept) | (position < call.step.sink))
-                window[blocks[there], places[there]] = own[there].to(window.dtype)
+                _close(call, row, at, window, own, form, fields, _following(call, row, queries) if follows else encode)
+            _append(call, row, window, own)
+        if call.window_queries is not None:
+            _append(call, row, call.window_queries, queries)
+
+
+def _append(call: PagedCall, row: Row, window: torch.Tensor, own: torch.Tensor) -> None:
+    """Write one sequence's tokens of the step to the windows."""
+    if row.count:
+        blocks, places = row.slots(row.before, row.after)
+        position = torch.arange(row.before, row.after, device=blocks.device)
+        there = (blocks != call.step.null) & ((position >= row.kept) | (position < call.step.sink))
+        window[blocks[there], places[there]] = own[there].to(window.dtype)
+
+
+def _queries(call: PagedCall, row: Row) -> torch.Tensor:
+    """Of a sequence's tokens of the step, the queries that a page may follow [tokens, num_kv_heads, head_dim]."""
+    if call.following is None:
+        return call.window_keys[:0, 0]
+    if call.query is None:
+        raise ValueError("query: storing needs it where pages follow their queries")
+    positions = torch.arange(row.before, row.after, device=call.query.device)
+    return in_turn(call.query[row.start : row.start + row.count], positions, call.num_kv_heads, call.step.window_block)
+
+
+def _following(call: PagedCall, row: Row, queries: torch.Tensor) -> Encode:
+    """How a block of a page is encoded that follows its queries."""
+    following, window = call.following, call.window_queries
+    assert following is not None and window is not None
+
+    def encode(keys: torch.Tensor, positions: torch.Tensor, page: Fields | None) -> Fields:
+        first = int(positions[0, 0, 0]) // PAGE * PAGE
+        return following.encode_keys(keys, positions, _tokens(row, window, queries, first, first + PAGE))
+
+    return encode
+
+
+def _tokens(row: Row, window: torch.Tensor, own: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Tokens ``start`` to ``stop`` of a sequence, those of the step from ``own``: float32 [1, num_kv_heads, n, head_dim]."""
+    waiting = _window(window, row, min(start, row.before), min(stop, row.before))
+    new = own[max(start - row.before, 0) : max(stop - row.before, 0)].to(window.dtype).float()
+    return torch.cat((waiting, new)).transpose(0, 1).unsqueeze(0).clamp(-LARGEST, LARGEST)
 
 
 def _close(
@@ -115,10 +153,7 @@ def _close(
     block, first = form.block, at // PAGE * PAGE
 
     def tokens(start: int, stop: int) -> torch.Tensor:
-        """Float32 [1, num_kv_heads, n, head_dim]."""
-        waiting = _window(window, row, min(start, row.before), min(stop, row.before))
-        new = own[max(start - row.before, 0) : max(stop - row.before, 0)].to(window.dtype).float()
-        return torch.cat((waiting, new)).transpose(0, 1).unsqueeze(0).clamp(-LARGEST, LARGEST)
+        return _tokens(row, window, own, start, stop)
 
     page, unit = int(row.pages(at + 1)[-1]), at % PAGE // block
     statistics: Fields | None = None

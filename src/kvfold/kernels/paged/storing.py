@@ -9,7 +9,9 @@ from kvfold.kernels.encode_pages import Side, _norm_table, _signs, addressed, si
 from kvfold.kernels.encode_pages import unsupported as pages_unsupported
 from kvfold.kernels.paged import books
 from kvfold.kernels.paged._store import store_kernel
-from kvfold.kernels.paged.call import PagedCall
+from kvfold.kernels.paged.call import Following, PagedCall
+from kvfold.kernels.paged.follow import follow
+from kvfold.kernels.paged.follow import unsupported as follow_unsupported
 from kvfold.kernels.paged.work import Workspace
 
 RESIDENT = 4
@@ -40,7 +42,7 @@ def unsupported(key_format: Format, value_format: Format, width: int | None = No
 def store(call: PagedCall, workspace: Workspace) -> None:
     """See :func:`kvfold.kernels.paged.store`; the step was prepared."""
     step, dim = call.step, call.window_keys.shape[3]
-    width = None if call.update is None else dim - call.update.shape[-1]
+    width = width_of(call)
     if why := unsupported(call.key_format, call.value_format, width):
         raise ValueError(f"store: {why}")
     assert call.new_keys is not None and call.new_values is not None
@@ -49,6 +51,7 @@ def store(call: PagedCall, workspace: Workspace) -> None:
         return
     k, v = side(call.key_format), side(call.value_format)
     new = _new(call, workspace)
+    update, update_step = _update(call, workspace)
     k_stored, v_stored = addressed(k, call.keys), addressed(v, call.values)
     warps = max(k.warps, v.warps, 1 if width is None else _cut_warps(k))
     store_kernel[(RESIDENT * workspace.processors,)](
@@ -77,7 +80,8 @@ def store(call: PagedCall, workspace: Workspace) -> None:
         _steps(v_stored),
         _signs(v, v_stored[1]),
         _norm_table(new[0].device),
-        k_stored[1] if call.update is None else call.update.contiguous(),
+        update,
+        update_step,
         step.seqs,
         call.num_kv_heads,
         step.sink,
@@ -104,6 +108,25 @@ def _new(call: PagedCall, workspace: Workspace) -> list[torch.Tensor]:
     if new[0].shape[0] > workspace.slots.shape[0]:
         raise ValueError(f"workspace: made for {workspace.slots.shape[0]} tokens, the step has {new[0].shape[0]}")
     return new
+
+
+def unfollowed(key_format: Format, following: Following) -> str | None:
+    """Why no kernel makes the updates of pages that follow their own queries; None if one does."""
+    return follow_unsupported(key_format.head_dim, following.width, following.rank, following.lam)
+
+
+def width_of(call: PagedCall) -> int | None:
+    """Channels of a slice of SQuat's update; None: there is none."""
+    if call.following is not None:
+        return call.following.width
+    return None if call.update is None else int(call.window_keys.shape[3] - call.update.shape[-1])
+
+
+def _update(call: PagedCall, workspace: Workspace) -> tuple[torch.Tensor, int]:
+    """SQuat's updates, and elements from a page's to the next one's; anything where there is none."""
+    if call.following is not None:
+        return follow(call, workspace), call.num_kv_heads * call.following.width**2
+    return workspace.updates if call.update is None else call.update.contiguous(), 0
 
 
 def _cut_warps(of: Side) -> int:

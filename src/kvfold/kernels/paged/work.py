@@ -198,6 +198,8 @@ class Workspace:
         Sequence and number of a page.
     slots : Tensor, int64 [max_tokens]
         Where a new token goes in the windows: block * window_block + place, or -1.
+    updates : Tensor, float32 [elements]
+        Of the pages to close, where these follow their own queries.
     out, top, total : Tensor, float32
         Partial results. With ``r`` parts of raw tokens, those of sequence ``s`` begin with number ``items[s] + r s``, and piece
         ``i`` of the list, if it is of this sequence, is part ``i + r (s + 1)``.
@@ -215,6 +217,7 @@ class Workspace:
     item_list: torch.Tensor
     close_list: torch.Tensor
     slots: torch.Tensor
+    updates: torch.Tensor
     out: torch.Tensor
     top: torch.Tensor
     total: torch.Tensor
@@ -237,6 +240,7 @@ class Workspace:
         short: int = 1,
         piece_pages: int | None = None,
         num_kv_heads: int | None = None,
+        update_size: int = 0,
     ) -> "Workspace":
         """Allocate.
 
@@ -259,6 +263,8 @@ class Workspace:
             device busy, which depends on the lengths of a step's sequences; 24 without ``num_kv_heads``.
         num_kv_heads : int or None
             Of most layers.
+        update_size : int
+            Elements of a page's updates, all heads', where pages follow their own queries.
         """
         device = torch.device(device)
         if not 1 <= short <= IN_PLACE:
@@ -285,8 +291,9 @@ class Workspace:
             items=numbers(max_seqs + 1),
             closes=numbers(max_seqs + 1),
             item_list=numbers(most, 8),
-            close_list=numbers(max_tokens // PAGE + 2 * max_seqs, 2),
+            close_list=numbers(closes := max_tokens // PAGE + 2 * max_seqs, 2),
             slots=torch.full((max_tokens,), -1, dtype=torch.int64, device=device),
+            updates=torch.empty(closes * update_size, dtype=torch.float32, device=device),
             out=torch.empty(rows, head_dim, dtype=torch.float32, device=device),
             top=sums[0],
             total=sums[1],
