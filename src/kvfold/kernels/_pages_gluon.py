@@ -24,6 +24,7 @@ from kvfold.kernels._page_codes import (
     norm_at,
     page_bytes,
     page_place,
+    prefetch_page,
     scale_at,
     shared_bytes,
 )
@@ -45,6 +46,7 @@ from kvfold.kernels._warp import (
     copy_wait_1,
     copy_wait_all,
     launch_dependents,
+    prefetch_bulk,
     program_sync,
     shared_base,
     store_shared2,
@@ -191,6 +193,37 @@ def attend_pages(
     return top, out, total
 
 
+@gluon.jit
+def _prefetch_first(
+    lane, warp, split, head, packed_len, first_token, capacity, k_pages, v_pages, splits, sinks, slots, sink_k, sink_v,
+    ring_k, ring_v, k, v, D: gl.constexpr, K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr,
+    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, NB: gl.constexpr,
+):  # fmt: skip
+    """Bring a warp's first page, or a head's windows, to L2 while the kernel before this one still runs. ``packed_len`` may be
+    older than that kernel: it says what to bring, and nothing else."""
+    W: gl.constexpr = gl.num_warps()
+    if split >= splits:
+        of_sink = lane % 2 == 0
+        bytes = gl.where(of_sink, sinks, slots) * (2 * D)
+        ks = gl.where(of_sink, sink_k.to(gl.int64), ring_k.to(gl.int64))
+        vs = gl.where(of_sink, sink_v.to(gl.int64), ring_v.to(gl.int64))
+        at = gl.where(lane < 2, ks, vs) + head.to(gl.int64) * bytes
+        prefetch_bulk(at, bytes, ((lane < 4) & (warp == 0) & (bytes > 0)).to(gl.int32))
+    else:
+        blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
+        pages = (blocks + NB - 1) // NB
+        lo = pages * split // splits
+        hi = pages * (split + 1) // splits
+        each = (hi - lo + W - 1) // W
+        first = lo + warp * each
+        block = head * capacity + first * NB
+        valid = gl.where(first < hi, blocks - first * NB, 0)
+        prefetch_page(
+            lane, k, v, (block, head * k_pages + first), (block, head * v_pages + first), valid,
+            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
+        )  # fmt: skip
+
+
 # ---- the kernel -----------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +249,7 @@ def pages_kernel(
 
     Grid and parts are those of :func:`kvfold.kernels._decode_gluon.decode_kernel`. A stage is a page: NB blocks of 32 tokens.
     ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. MIX is the rotation's block,
-    1: none. FAR: the queries lie in shared memory, not in registers.
+    1: none. FAR: the queries lie in shared memory, not in registers. BYTES: see :func:`attend_rows`.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -229,13 +262,20 @@ def pages_kernel(
     else:
         base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
 
-    if EARLY:
-        wait_for_previous(lane)
-        launch_dependents(lane)
     split = gl.program_id(1)
-    column0 = (gl.program_id(0) % columns) * (8 * NT)
     head = gl.program_id(0) // columns
     batch = head // heads
+    if EARLY:
+        _prefetch_first(
+            lane, warp, split, head, gl.load(packed_len_ptr + batch, cache_modifier=".cg"), first_token, capacity,
+            k_pages, v_pages, splits, sinks, slots, sink_k, sink_v, ring_k, ring_v,
+            (k_codes.to(gl.int64), k_scale.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
+            (v_codes.to(gl.int64), v_scale.to(gl.int64), v_mean.to(gl.int64)),
+            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
+        )  # fmt: skip
+        wait_for_previous(lane)
+        launch_dependents(lane)
+    column0 = (gl.program_id(0) % columns) * (8 * NT)
     packed_len = gl.load(packed_len_ptr + batch)
     row0 = head.to(gl.int64) * rows
     slot0 = head.to(gl.int64) * parts + (part0 + split)

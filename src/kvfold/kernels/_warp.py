@@ -514,3 +514,19 @@ def either_bytes(a, b, WHICH: gl.constexpr):
 @gluon.jit
 def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def prefetch_bulk(address, size, active):
+    """Ask for ``size`` bytes (a multiple of 16) from an address int64 on to be brought to L2, where every kernel's writes go.
+
+    Lanes that are ``active`` do. sm_90 and later.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [address, size, active],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
