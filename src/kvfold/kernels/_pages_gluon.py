@@ -197,10 +197,10 @@ def attend_pages(
 def _prefetch_first(
     lane, warp, split, head, packed_len, first_token, capacity, k_pages, v_pages, splits, sinks, slots, sink_k, sink_v,
     ring_k, ring_v, k, v, D: gl.constexpr, K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr,
-    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, NB: gl.constexpr,
+    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, NB: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Bring a warp's first page, or a head's windows, to L2 while the kernel before this one still runs. ``packed_len`` may be
-    older than that kernel: it says what to bring, and nothing else."""
+    """Bring a warp's first AHEAD pages, or a head's windows, to L2 while the kernel before this one still runs. ``packed_len``
+    may be older than that kernel: it says what to bring, and nothing else."""
     W: gl.constexpr = gl.num_warps()
     if split >= splits:
         of_sink = lane % 2 == 0
@@ -216,12 +216,15 @@ def _prefetch_first(
         hi = pages * (split + 1) // splits
         each = (hi - lo + W - 1) // W
         first = lo + warp * each
-        block = head * capacity + first * NB
-        valid = gl.where(first < hi, blocks - first * NB, 0)
-        prefetch_page(
-            lane, k, v, (block, head * k_pages + first), (block, head * v_pages + first), valid,
-            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
-        )  # fmt: skip
+        end = gl.minimum(first + each, hi)
+        for i in gl.static_range(AHEAD):
+            page = first + i
+            block = head * capacity + page * NB
+            valid = gl.where(page < end, blocks - page * NB, 0)
+            prefetch_page(
+                lane, k, v, (block, head * k_pages + page), (block, head * v_pages + page), valid,
+                D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
+            )  # fmt: skip
 
 
 # ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -244,6 +247,7 @@ def pages_kernel(
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr,
+    AHEAD: gl.constexpr, STREAM: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 NT`` query rows.
 
@@ -263,16 +267,19 @@ def pages_kernel(
         base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
 
     split = gl.program_id(1)
+    if FIRST:
+        split = gl.where(split < dense_splits, split + splits, split - dense_splits)
     head = gl.program_id(0) // columns
     batch = head // heads
-    if EARLY:
+    if EARLY and AHEAD:
         _prefetch_first(
             lane, warp, split, head, gl.load(packed_len_ptr + batch, cache_modifier=".cg"), first_token, capacity,
             k_pages, v_pages, splits, sinks, slots, sink_k, sink_v, ring_k, ring_v,
             (k_codes.to(gl.int64), k_scale.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
             (v_codes.to(gl.int64), v_scale.to(gl.int64), v_mean.to(gl.int64)),
-            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
+            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, AHEAD,
         )  # fmt: skip
+    if EARLY:
         wait_for_previous(lane)
         launch_dependents(lane)
     column0 = (gl.program_id(0) % columns) * (8 * NT)
@@ -311,7 +318,7 @@ def pages_kernel(
             best, sums, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, STREAM,
             )  # fmt: skip
             finish_rows(
                 base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,

@@ -85,6 +85,12 @@ class Plan:
         The warps of a program read the same tokens for query rows of their own: for calls of many rows.
     bytewise : bool
         Products of bytes, four query rows in eight columns (pages alone).
+    ahead : int
+        Pages of a warp that come to L2 while the kernel before still runs (pages alone).
+    stream : bool
+        Pages come to L2 a page before they are copied (products of bytes alone).
+    windows_first : bool
+        The programs for the windows are launched first (pages alone).
     """
 
     warps: int
@@ -97,6 +103,9 @@ class Plan:
     registers: int | None = None
     shared: bool = False
     bytewise: bool = False
+    ahead: int = 0
+    stream: bool = False
+    windows_first: bool = False
 
     def cap(self, has_bias: bool) -> int | None:
         """``registers``, unless a bias needs the few that the cap leaves."""

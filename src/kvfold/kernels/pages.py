@@ -252,4 +252,7 @@ def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, ea
         "BF16": bf16,
         "EARLY": early,
         "BYTES": plan.bytewise,
+        "AHEAD": plan.ahead,
+        "STREAM": plan.stream,
+        "FIRST": plan.windows_first,
     }
