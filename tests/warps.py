@@ -118,6 +118,10 @@ class Machine:
     def load_shared_short(self, address, offset):
         return register(self._read(self.shared, lanes(address, np.int64) + offset, 2).view(np.uint16)[:, 0], np.int32)
 
+    def load_fragment(self, address, offset):
+        words = self._read(self.memory, lanes(address, np.int64) + offset, 16).view(np.int32)
+        return tuple(register(words[:, i].copy()) for i in range(4))
+
     def load_matrix4(self, address, offset, transposed):
         rows = self._read(self.shared, lanes(address, np.int64) + offset, 16).view(np.uint16).reshape(4, 8, 8)
         return tuple(fragment(m.T if transposed else m) for m in rows)

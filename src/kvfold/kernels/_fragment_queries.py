@@ -86,11 +86,17 @@ def plain_queries(far, D: gl.constexpr):
 
 
 @gluon.jit
-def normed_queries(far, scratch, lane, D: gl.constexpr, PAIR: gl.constexpr):
-    """Queries (a lane's address in shared memory) times what :func:`norm_words` left: operand pairs of channel tiles."""
+def normed_queries(far, scratch, lane, D: gl.constexpr, PAIR: gl.constexpr, BY_ROW: gl.constexpr = False):
+    """Queries (a lane's address in shared memory) times what :func:`norm_words` left: operand pairs of channel tiles.
+
+    Columns of the second of PAIR pages are the last four, or (BY_ROW) every second one.
+    """
     address = scratch + lane // 8 * 16
     if PAIR == 2:
-        address = address + lane % 8 // 4 * (2 * D)
+        if BY_ROW:
+            address = address + lane % 2 * (2 * D)
+        else:
+            address = address + lane % 8 // 4 * (2 * D)
     out = ()
     for i in gl.static_range(D // 32):
         norm = load_matrix4(address, 64 * i, False)

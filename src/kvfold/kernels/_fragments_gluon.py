@@ -43,6 +43,7 @@ from kvfold.kernels._fragment_queries import (
     sum_operands,
 )
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
+from kvfold.kernels._fragment_signs import attend_signs
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _room
@@ -105,14 +106,17 @@ def _lightened(k):
 @gluon.jit
 def _raw_queries(
     q_ptr, far, g, t, row0, column0, rows, factor, D: gl.constexpr, PAIR: gl.constexpr, E: gl.constexpr,
-    LIGHT: gl.constexpr, BITS: gl.constexpr,
+    LIGHT: gl.constexpr, BITS: gl.constexpr, BY_ROW: gl.constexpr = False,
 ):  # fmt: skip
     """Leave the queries of eight columns in shared memory, as B operands, the largest element of each scaled to [2^E,
     2^(E + 1)); LIGHT: behind them again, times 2^-k of their channel's codes. What turns products into ``factor`` times the
-    score, for a lane's two columns."""
+    score, for a lane's two columns. Columns of a row are four apart, or (BY_ROW) side by side."""
     KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
     SIZE: gl.constexpr = 4 if KIND == 2 else 2
-    row = column0 + g % (8 // PAIR)
+    if BY_ROW:
+        row = column0 + g // PAIR
+    else:
+        row = column0 + g % (8 // PAIR)
     live = (row < rows).to(gl.int32)
     address = q_ptr.to(gl.int64) + ((row0 + row) * D + 2 * t) * SIZE
     raw = ()
@@ -220,11 +224,12 @@ def fragments_kernel(
     scale, heads, rows, tokens, columns, first_token, capacity, k_pages, v_pages, sinks, slots, splits, dense_splits, parts,
     part0,
     D: gl.constexpr, K: gl.constexpr, K_WIDTH: gl.constexpr, V: gl.constexpr, PAIR: gl.constexpr, NB: gl.constexpr,
-    PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr,
+    PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr = False,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 / PAIR`` query rows.
 
-    Grid: (batch * heads * columns, splits + dense_splits); a split writes PAIR parts, of even and of odd pages. PER stages
+    Grid: (batch * heads * columns, splits + dense_splits); a split writes PAIR parts, of even and of odd pages, or (BYTES,
+    products of bytes: see :func:`kvfold.kernels._fragment_signs.attend_signs`) one. PER stages
     of NB blocks of 32 tokens are a page. ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its
     pages. K and V: (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level table, rank).
     """
@@ -253,6 +258,7 @@ def fragments_kernel(
     K_TABLE: gl.constexpr = K[8]
     V_TABLE: gl.constexpr = V[8]
     LIFT: gl.constexpr = _lift(V_KIND, V_BITS)
+    PARTS: gl.constexpr = 1 if BYTES else PAIR
     base0 = shared_base(lane, shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W))
 
     if EARLY:
@@ -266,7 +272,7 @@ def fragments_kernel(
     row0 = head.to(gl.int64) * rows
 
     if split >= splits:
-        slot0 = head.to(gl.int64) * parts + (part0 + (PAIR - 1) * splits + split)
+        slot0 = head.to(gl.int64) * parts + (part0 + (PARTS - 1) * splits + split)
         sink_len = gl.load(sink_len_ptr + batch)
         recent_len = gl.load(recent_len_ptr + batch)
         top, out, side = _nothing(lane, CT, 1)
@@ -277,6 +283,28 @@ def fragments_kernel(
                 sinks, slots, sink_len, packed_len, recent_len, scale * LOG2E, top, out, side, D, 1, BF16, LIFT,
             )  # fmt: skip
         _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, 1, LIFT)
+    elif BYTES:
+        blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
+        pages = (blocks + NB - 1) // NB
+        lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
+        hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+        far = base0 + W * STAGE + lane * 8
+        up = _raw_queries(
+            q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, PAIR, 8, _lightened(K), K_BITS, True
+        )  # fmt: skip
+        program_sync(lane)
+        best, out, side = attend_signs(
+            base0, lane, warp, lo, hi, pages, blocks,
+            ((k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
+             (v_codes.to(gl.int64), v_meta.to(gl.int64))),
+            head * capacity, head * k_pages, k_table.to(gl.int64) + lane * 16, far, up[0], D, K, K_WIDTH, V, PLACES, NB, LIFT,
+        )  # fmt: skip
+        program_sync(lane)
+        slot0 = head.to(gl.int64) * parts + (part0 + split)
+        _finish(
+            base0, lane, warp, (best, best), out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, 1, LIFT,
+            0, 2,
+        )  # fmt: skip
     else:
         # pages of this split, then of this warp: contiguous, so that every warp streams
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)

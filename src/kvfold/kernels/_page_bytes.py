@@ -67,19 +67,19 @@ def _byte_mask(bits, k):
 def sets(dim, bits):
     """Sums that keys' products are kept in. Codes of a set's tiles count at most 16 times as much as others: their queries are
     smaller by that, and would lose too many bits beyond."""
-    return 2 if bits == 2 else 1
+    return 2 if bits <= 2 else 1
 
 
 @gluon.constexpr_function
 def _lift(dim, bits, j):
     """log2 of what codes of tiles j and j + D / 32 count within their set."""
     k = weight(dim, bits, j)
-    return k % 4 if bits == 2 else k
+    return k % 4 if bits <= 2 else k
 
 
 @gluon.constexpr_function
 def _set(dim, bits, j):
-    return weight(dim, bits, j) // 4 if bits == 2 else 0
+    return weight(dim, bits, j) // 4 if bits <= 2 else 0
 
 
 @gluon.constexpr_function

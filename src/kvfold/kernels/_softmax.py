@@ -128,12 +128,15 @@ def _nothing(lane, CT: gl.constexpr, NT: gl.constexpr):
 
 
 @gluon.jit
-def _store_sums(part_top, part_sum, at, column, rows, writes, top0, top1, sum0, sum1, LIFT: gl.constexpr):
-    """Maxima and sums of two query rows. The factor that probabilities carry goes into the maxima."""
+def _store_sums(
+    part_top, part_sum, at, column, rows, writes, top0, top1, sum0, sum1, LIFT: gl.constexpr, EVERY: gl.constexpr = 1
+):
+    """Maxima and sums of two query rows, or (EVERY, 2) of the first. The factor that probabilities carry goes into the maxima."""
     gl.store(part_top + at, top0 - LIFT, mask=writes & (column < rows))
-    gl.store(part_top + at + 1, top1 - LIFT, mask=writes & (column + 1 < rows))
     gl.store(part_sum + at, sum0, mask=writes & (column < rows))
-    gl.store(part_sum + at + 1, sum1, mask=writes & (column + 1 < rows))
+    if EVERY == 1:
+        gl.store(part_top + at + 1, top1 - LIFT, mask=writes & (column + 1 < rows))
+        gl.store(part_sum + at + 1, sum1, mask=writes & (column + 1 < rows))
 
 
 @gluon.jit
@@ -163,9 +166,12 @@ def _store_own(
 @gluon.jit
 def _finish(
     base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, DENSE: gl.constexpr,
-    D: gl.constexpr, NT: gl.constexpr, LIFT: gl.constexpr, MORE: gl.constexpr = 0,
+    D: gl.constexpr, NT: gl.constexpr, LIFT: gl.constexpr, MORE: gl.constexpr = 0, EVERY: gl.constexpr = 1,
 ):  # fmt: skip
-    """Merge the warps of the program and store one partial result per query row; with MORE, 1, its sum after it once more."""
+    """Merge the warps of the program and store one partial result per query row; with MORE, 1, its sum after it once more.
+
+    With EVERY, 2, only every second column is a query row.
+    """
     CT: gl.constexpr = D // 16
     W: gl.constexpr = gl.num_warps()
     g = lane // 4
@@ -192,9 +198,9 @@ def _finish(
             l1 = gl.fma(a[w][3], exp2_fast(a[w][1] - m1), l1)
         best = best + (m0, m1)
         factor = factor + (exp2_fast(top[2 * n] - m0), exp2_fast(top[2 * n + 1] - m1))
-        column = column0 + n * 8 + 2 * t
+        column = column0 + n * (8 // EVERY) + (2 // EVERY) * t
         _store_sums(
-            part_top, part_sum, slot0 * rows + column, column, rows, (warp == 0) & (g == 0), m0, m1, l0, l1, LIFT
+            part_top, part_sum, slot0 * rows + column, column, rows, (warp == 0) & (g == 0), m0, m1, l0, l1, LIFT, EVERY
         )  # fmt: skip
         if MORE:
             to = part_out + (slot0 * rows + column).to(gl.int64) * (D + MORE) + D
@@ -220,7 +226,7 @@ def _finish(
             x = load_shared4f(base0 + ((tile * W + w) * 32 + lane) * 16)
             total = (total[0] + x[0], total[1] + x[1], total[2] + x[2], total[3] + x[3])
         ct = tile % CT
-        column = column0 + tile // CT * 8 + 2 * t
+        column = column0 + tile // CT * (8 // EVERY) + (2 // EVERY) * t
         if DENSE:
             channel = g * (D // 8) + 2 * ct
             half = 1
@@ -229,6 +235,7 @@ def _finish(
             half = 8
         at = (slot0 * rows + column).to(gl.int64) * (D + MORE) + channel
         gl.store(part_out + at, total[0], mask=column < rows)
-        gl.store(part_out + at + (D + MORE), total[1], mask=column + 1 < rows)
         gl.store(part_out + at + half, total[2], mask=column < rows)
-        gl.store(part_out + at + (D + MORE) + half, total[3], mask=column + 1 < rows)
+        if EVERY == 1:
+            gl.store(part_out + at + (D + MORE), total[1], mask=column + 1 < rows)
+            gl.store(part_out + at + (D + MORE) + half, total[3], mask=column + 1 < rows)

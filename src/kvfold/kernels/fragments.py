@@ -243,15 +243,18 @@ def _level_table(levels: tuple[float, ...]) -> str:
 
 
 @lru_cache(maxsize=1024)  # decode graphs know where they are
-def _table(form: Format, device: torch.device, back: bool) -> torch.Tensor | None:
-    """What queries, or (``back``) sums of values, go through, as fragments of an operand: fp16 [tiles, tiles, 32, 8]."""
+def _table(form: Format, device: torch.device, back: bool, even: bool = False) -> torch.Tensor | None:
+    """What queries, or (``back``) sums of values, go through, as fragments of an operand: fp16 [tiles, tiles, 32, 8].
+
+    ``even``: queries of all tiles alike, where they are scaled afterwards.
+    """
     of = side(form)
     if of.basis is None:
         return None
     matrix = of.basis.restore(torch.eye(of.width, dtype=torch.float32, device=device)) * of.table_scale
     if back:
         matrix = matrix.T
-    elif of.constants[0] == UNIFORM:  # codes of a tile count 2^k times
+    elif of.constants[0] == UNIFORM and not even:  # codes of a tile count 2^k times
         k = [weight(of.width, of.constants[1], c) for c in range(of.width // 16)]
         matrix = matrix * torch.tensor([2.0**-x for x in k], device=device).repeat_interleave(16)[:, None]
     tiles = matrix.half().unflatten(-1, (-1, 2, 4, 2)).unflatten(0, (-1, 2, 8))  # [row tile, half, g, tile, half, t, 2]
@@ -302,8 +305,23 @@ def pairs(key_format: Format, rows: int) -> int:
     return 2 if rows <= 4 and of.basis is not None and of.constants[5] else 1
 
 
-def stage_blocks(key_format: Format, value_format: Format) -> int:
+def bytewise(key_format: Format, value_format: Format, rows: int) -> bool:
+    """Whether products of bytes serve: eight columns are then four query rows."""
+    k, v = side(key_format), side(value_format)
+    return (
+        rows <= 4
+        and k.constants[:2] == (UNIFORM, 1)
+        and k.width == 2 * key_format.head_dim == 256
+        and k.constants[5]
+        and v.constants[:3] == (CHANNELS, 2, MODES["asym"])
+        and not v.constants[9]
+    )
+
+
+def stage_blocks(key_format: Format, value_format: Format, rows: int = 5) -> int:
     """Blocks of a stage: less than a page where the loop over whole ones would not fit the instruction cache."""
+    if bytewise(key_format, value_format, rows):
+        return BLOCKS
     sides = [side(form).constants for form in (key_format, value_format)]
     if any(of[0] >= CONSTANTS for of in sides):
         return 1
@@ -335,7 +353,8 @@ def make_plan(
     dim, pair = key_format.head_dim, pairs(key_format, rows)
     columns = math.ceil(rows * pair / 8)
     pages = math.ceil(capacity / BLOCKS)
-    blocks = stage_blocks(key_format, value_format)
+    narrow = bytewise(key_format, value_format, rows)
+    blocks = stage_blocks(key_format, value_format, rows)
     warps = next(
         w for w in (4, 2, 1) if program_bytes(key_format, value_format, pair, w, blocks) <= STATIC_SHARED or w == 1
     )
@@ -363,12 +382,22 @@ def make_plan(
 
     splits = min(range(1, max(2, min(256, pages // warps + 2))), key=cost)
     each = 3 if capacity >= 512 or 4 * jobs >= processors else 1
-    return Plan(warps, blocks, pair, columns, splits, math.ceil(window_slots / (16 * warps * each)), False, registers)
+    return Plan(
+        warps,
+        blocks,
+        pair,
+        columns,
+        splits,
+        math.ceil(window_slots / (16 * warps * each)),
+        False,
+        registers,
+        bytewise=narrow,
+    )
 
 
 def parts(plan: Plan) -> int:
     """Partial results that a launch writes."""
-    return plan.tiles * plan.splits + plan.dense_splits
+    return (1 if plan.bytewise else plan.tiles) * plan.splits + plan.dense_splits
 
 
 def decode_attention(
@@ -429,7 +458,7 @@ def unit_capacity_of(form: Format, span: Span) -> int:
     return codes.stride(1) // codes.stride(2) * codes.shape[3]
 
 
-def _arrays(form: Format, stored: Fields, back: bool) -> list[torch.Tensor]:
+def _arrays(form: Format, stored: Fields, back: bool, even: bool = False) -> list[torch.Tensor]:
     """Codes, scales, sign words, means, norms, the matrix, as the kernel takes them."""
     of = side(form)
     arrays = [stored[n] for n in of.names]
@@ -440,7 +469,11 @@ def _arrays(form: Format, stored: Fields, back: bool) -> list[torch.Tensor]:
     for x in arrays:
         if not (x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1)):
             raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
-    table = _table(form, arrays[0].device, back) if of.constants[0] != CONSTANTS else _constants(form, arrays[0].device)
+    table = (
+        _table(form, arrays[0].device, back, even)
+        if of.constants[0] != CONSTANTS
+        else _constants(form, arrays[0].device)
+    )
     return [*arrays, arrays[0] if table is None else table]
 
 
@@ -476,7 +509,7 @@ def _launch(
         tables = _turns(STILL, q.device)
     fragments_kernel[(partials.out.shape[0] * plan.columns, plan.splits + plan.dense_splits)](
         q,
-        *_arrays(key_format, span.keys, False),
+        *_arrays(key_format, span.keys, False, plan.bytewise),
         *_arrays(value_format, span.values, True),
         windows.packed_len,
         position,
@@ -523,4 +556,5 @@ def constants(key_format: Format, value_format: Format, plan: Plan, bf16: bool, 
         "PER": BLOCKS // plan.blocks,
         "BF16": bf16,
         "EARLY": early,
+        "BYTES": plan.bytewise,
     }

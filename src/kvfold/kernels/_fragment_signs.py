@@ -1,0 +1,162 @@
+"""The loop over pages of :mod:`kvfold.kernels._fragments_gluon` for signs of a sketch beside values in groups of channels, for up
+to four query rows of a KV head.
+
+Scores are products of bytes, as in :mod:`kvfold.kernels._page_bytes`: a sign is a code of one bit, and one mask makes an operand
+register of four of them. The columns of the product with the sketch's matrix are four query rows for two pages: row h in
+columns 2h, for the even page, and 2h + 1, for the odd one. So lane (g, t) then has both pages of row t, which become bytes page by
+page. Values are multiplied as halves, with row t in column 2t and nothing in 2t + 1.
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._affine_values import _values_operand, _whole_values
+from kvfold.kernels._fragment_codes import fetch_side
+from kvfold.kernels._fragment_queries import norm_words, normed_queries, through
+from kvfold.kernels._page_bytes import byte_queries, byte_scores
+from kvfold.kernels._page_sums import _mean_scores
+from kvfold.kernels._registers import _zero4
+from kvfold.kernels._softmax import LOWEST, _nothing
+from kvfold.kernels._warp import (
+    copy_commit,
+    copy_wait_1,
+    copy_wait_all,
+    exp2_fast,
+    pack_half2,
+    shuffle_xor,
+    transpose8,
+    warp_sync,
+)
+
+
+@gluon.jit
+def sign_queries(base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.constexpr, NORMS: gl.constexpr):
+    """Queries through the sketch as operands of bytes, for two pages: of each the operands, where products begin, the unit."""
+    HALF: gl.constexpr = WIDTH // 32
+    norm_words(base, scratch, lane, D, True, NORMS, 2)
+    accs = through(table, lane, normed_queries(far, scratch, lane, D, 2, True), WIDTH, D // 16)
+    pages = ()
+    for e in gl.static_range(2):
+        x = ()
+        for j in gl.static_range(HALF):
+            a = accs[j]
+            b = accs[j + HALF]
+            x = x + ((a[e], b[e], a[e + 2], b[e + 2]),)
+        q, start, unit = byte_queries(x, lane, WIDTH, 1)
+        pages = pages + (q + (start[0][0], start[0][1], start[1][0], start[1][1], unit),)
+    return pages
+
+
+@gluon.jit
+def row_weights(scores, unit, bias, top, NB: gl.constexpr, LIFT: gl.constexpr):
+    """Running maximum of row t, factor of what was summed before, and 2^LIFT exp2(score - maximum) as B operands, row t in
+    column 2t. Scores are without their unit, as :func:`kvfold.kernels._page_bytes.byte_scores` returns them."""
+    m = scores[0]
+    for i in gl.static_range(1, 4 * NB):
+        m = gl.maximum(m, scores[i])
+    m = gl.maximum(m, shuffle_xor(m, 4))
+    m = gl.maximum(m, shuffle_xor(m, 8))
+    m = gl.maximum(m, shuffle_xor(m, 16))
+    m = gl.maximum(gl.fma(m, unit, bias), top)
+    shift = (bias - m) + LIFT
+    none = bias * 0.0
+    p = ()
+    for i in gl.static_range(4 * NB):
+        p = p + (transpose8(pack_half2(exp2_fast(gl.fma(scores[i], unit, shift)), none, False)),)
+    return m, exp2_fast(top - m), p
+
+
+@gluon.jit
+def _rescale_rows(accs, factor):
+    """Accumulators times a factor, in the columns that are query rows."""
+    out = ()
+    for c in gl.static_range(len(accs)):
+        x = accs[c]
+        out = out + ((x[0] * factor, x[1], x[2] * factor, x[3]),)
+    return out
+
+
+@gluon.jit
+def attend_signs(
+    base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, D: gl.constexpr, K: gl.constexpr,
+    WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, LIFT: gl.constexpr,
+):  # fmt: skip
+    """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
+    blocks the scores count.
+
+    ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and ``page0``:
+    where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
+    turns their products into scores. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
+    """
+    W: gl.constexpr = gl.num_warps()
+    CT: gl.constexpr = D // 16
+    STEPS: gl.constexpr = WIDTH // 16
+    K_AT: gl.constexpr = PLACES[0]
+    V_IN: gl.constexpr = PLACES[1]
+    V_AT: gl.constexpr = PLACES[2]
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    base = base0 + warp * PLACES[5]
+    scratch = base + PLACES[3]
+    left = gl.where(count > 0, blocks - first * NB, 0)
+    norms = gl.where(count > 0, pages - first, 0)
+    kc, km, kp, kn = stored[0]
+    vc, vm = stored[1]
+    fetch_side(
+        base, lane, kc, km, kc, kp, kn, block0 + first * NB, page0 + first, left, left, norms, K_AT, 2, D, WIDTH, 1, 0, 0, 0,
+        K[4], 2, NB, 0,
+    )  # fmt: skip
+    copy_commit(lane)
+    fetch_side(
+        base, lane, vc, vm, vc, vc, vc, block0 + first * NB, page0, left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], 0, False, 0, NB,
+        V_AT,
+    )  # fmt: skip
+    copy_commit(lane)
+
+    top = _zero4(lane)[0] + LOWEST
+    _tops, out, side = _nothing(lane, CT, 1)
+    now = ()
+    for _i in gl.static_range(STEPS + 4):
+        now = now + (lane * 0,)
+    now = now + (_zero4(lane)[0],)
+    later = now
+    for i in range(each):
+        ahead = i + 1
+        left = gl.where(i < count, blocks - (first + i) * NB, 0)
+        next_block = block0 + (first + ahead) * NB
+        next_left = gl.where(ahead < count, blocks - (first + ahead) * NB, 0)
+        next_norms = gl.where((ahead < count) & (ahead % 2 == 0), pages - (first + ahead), 0)
+        copy_wait_1(lane)  # keys of this page
+        if i % 2 == 0:
+            now, later = sign_queries(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
+        else:
+            now = later
+        bias = _zero4(lane)[0]
+        if K[4]:
+            bias = _mean_scores(far, base, lane, (bias + 1.0,), D, 1, K_AT[2], True)[0] * up
+        start = (
+            (now[STEPS], now[STEPS + 1], now[STEPS], now[STEPS + 1]),
+            (now[STEPS + 2], now[STEPS + 3], now[STEPS + 2], now[STEPS + 3]),
+        )
+        scores = byte_scores(base, lane, now, start, left, None, WIDTH, 1, NB)
+        warp_sync(lane)
+        fetch_side(
+            base, lane, kc, km, kc, kp, kn, next_block, page0 + (first + ahead), next_left, next_left, next_norms, K_AT, 2, D,
+            WIDTH, 1, 0, 0, 0, K[4], 2, NB, 0,
+        )  # fmt: skip
+        copy_commit(lane)
+        top, factor, p = row_weights(scores, now[STEPS + 4] * (up * K[7]), bias, top, NB, LIFT)
+        out = _rescale_rows(out, factor)
+        side = _rescale_rows(side, factor)
+        copy_wait_1(lane)  # values of this page
+        out, side = _values_operand(base, lane, p, out, side, D, V[1], V[3], 1, NB, V_AT, V_AT + V_IN[0])
+        warp_sync(lane)
+        fetch_side(
+            base, lane, vc, vm, vc, vc, vc, next_block, page0, next_left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], 0, False, 0, NB,
+            V_AT,
+        )  # fmt: skip
+        copy_commit(lane)
+    copy_wait_all(lane)
+    return top, _whole_values(out, side, lane, D, V[1], 1, 0, V[3], 1), side

@@ -1,0 +1,100 @@
+"""Attention over pages of signs by products of bytes, run by warps in NumPy, against attention over the decoded pages."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kvfold.kernels import _fragments_gluon, fragments
+from kvfold.methods import LayerSpec, get
+from warps import Machine, Pointer, on_cpu, register, scalar
+
+METHOD = "qjl"
+
+
+def formats(method=METHOD, dim=128):
+    spec = LayerSpec(0, 1, 1, 1, dim, torch.float16)
+    method = get(method)
+    return method.key_format(spec), method.value_format(spec)
+
+
+def error(method=METHOD, rows=4, blocks=10, warps=1, query=1.0, value=1.0, scale=128**-0.5):
+    """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks."""
+    forms = formats(method)
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    keys = random(1, 1, 32 * blocks, 128) * torch.exp(0.7 * random(1, 1, 1, 128)) + random(1, 1, 1, 128)
+    values = value * (random(1, 1, 32 * blocks, 128) + random(1, 1, 1, 128))
+    q = (query * random(rows, 128)).half()
+    machine, decoded, arrays = Machine(warps), [], []
+    for form, x, back in zip(forms, (keys, values), (False, True), strict=True):
+        fields = form.allocate(1, 1, blocks + 2, "cpu")
+        for y in fields.values():
+            y.fill_(float("nan") if y.is_floating_point() else -1)
+        for name, y in form.encode(x).items():
+            fields[name][:, :, : y.shape[2]] = y
+        decoded.append(form.decode(fields)[0, 0, : 32 * blocks].double())
+        arrays.append([machine.put(y) for y in fragments._arrays(form, fields, back, True)])
+    weights = (q.double() @ decoded[0].T * scale).softmax(-1)
+    want = weights @ decoded[1]
+
+    k, v = (fragments.side(form) for form in forms)
+    kernel, zero, far = on_cpu(_fragments_gluon, machine), scalar(0), 1 << 16
+    places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, 2, 4)
+    lift = _fragments_gluon._lift(*v.constants[:2])
+    at = machine.put(q)
+    parts = [machine.put(torch.full(shape, math.nan)) for shape in ((2, rows, 128), (2, rows), (2, rows))]
+    addresses = [[scalar(a, np.int64) for a in side] for side in arrays]
+    stored = tuple(addresses[0][i] for i in (0, 1, 3, 4)), tuple(addresses[1][:2])
+
+    def program(warp):
+        lane, warp = register(np.arange(32, dtype=np.int32)), scalar(warp)
+        factor = scale * math.log2(math.e)
+        up = kernel._raw_queries(
+            Pointer(at, np.float16, "fp16"), lane * 8 + far, lane // 4, lane % 4, scalar(0, np.int64), zero, rows, factor,
+            128, 2, 8, 0, 1, True,
+        )  # fmt: skip
+        machine.program_sync(lane)
+        best, out, side = kernel.attend_signs(
+            zero, lane, warp, zero, scalar(-(-blocks // 4)), scalar(-(-blocks // 4)), scalar(blocks), stored, zero, zero,
+            addresses[0][5] + lane * 16, lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, 4, lift,
+        )  # fmt: skip
+        machine.program_sync(lane)
+        kernel._finish(
+            zero, lane, warp, (best, best), out, side, *(Pointer(p, np.float32) for p in parts), scalar(1, np.int64), zero,
+            rows, False, 128, 1, lift, 0, 2,
+        )  # fmt: skip
+
+    machine.run(program)
+    out, total = (
+        torch.from_numpy(machine.get(parts[i], shape)[1]) for i, shape in ((0, (2, rows, 128)), (2, (2, rows)))
+    )
+    got = out.double() / total.double()[:, None]
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("method", ["qjl", "qjl:center=false"])
+def test_it_is_attention_over_the_decoded_pages(method):
+    assert error(method) < 1e-3
+
+
+@pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 1), (3, 12, 2), (4, 17, 4)])
+def test_every_number_of_rows_pages_and_warps(rows, blocks, warps):
+    assert error(rows=rows, blocks=blocks, warps=warps) < 1e-3
+
+
+def test_numbers_of_every_size():
+    assert error(query=300.0, value=1e-3, scale=128**-0.5 / 300) < 1e-3
+
+
+def test_products_of_bytes_serve_a_step_of_few_rows():
+    assert fragments.bytewise(*formats(), 4)
+    assert not fragments.bytewise(*formats(), 5)
+    assert not fragments.bytewise(*formats(dim=64), 4)
+    assert not fragments.bytewise(*formats("qjl:k_bits=1"), 4)
