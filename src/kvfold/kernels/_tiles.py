@@ -28,10 +28,16 @@ def _load(at, mask):
 
 
 @triton.jit
-def _plane(data, unit, token, channel, seen, D: tl.constexpr, UNIT_BYTES: tl.constexpr, WIDTH: tl.constexpr):
-    """Codes of a plane of ``WIDTH`` bits as fp16: field ``token // (4 * WIDTH)`` of its bytes."""
+def _bytes(data, unit, token, channel, seen, D: tl.constexpr, UNIT_BYTES: tl.constexpr, WIDTH: tl.constexpr):
+    """Bytes of a plane of ``WIDTH`` bits, each as often as it holds tokens."""
     rows: tl.constexpr = 4 * WIDTH  # rows of bytes in a unit
-    x = _load(data + (unit * UNIT_BYTES + token % rows * D) + channel, seen)
+    return _load(data + (unit * UNIT_BYTES + token % rows * D + channel), seen)
+
+
+@triton.jit
+def _codes(x, token, WIDTH: tl.constexpr):
+    """Codes of a plane as fp16: field ``token // (4 * WIDTH)`` of its bytes."""
+    rows: tl.constexpr = 4 * WIDTH
     at = (token // rows * WIDTH).to(tl.uint16)
     mask = ((((1 << WIDTH) - 1) << at) | 0x6400).to(tl.uint16)  # leaves 1024 + code * 2^at
     scale = ((15 - at) << 10).to(tl.uint16)  # 2^-at as fp16: its exponent plus 15, at bit 10
@@ -93,39 +99,49 @@ def _channels(W: tl.constexpr, B: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.c
 
 
 @triton.jit
+def _units(index, last, UNITS: tl.constexpr):
+    """Units of tokens of a tile; those after the last one are that one."""
+    if UNITS == 1:
+        return index // 32
+    else:
+        return tl.minimum(index // 32, last)
+
+
+@triton.jit
 def _tile(
     codes, meta, aux, first, last, channel, seen, START: tl.constexpr, W: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
     BITS: tl.constexpr, AXIS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr,
-    LIMIT: tl.constexpr, KEYS: tl.constexpr, FLIP: tl.constexpr,
+    KEYS: tl.constexpr, FLIP: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile to fp16, in the five dimensions it is loaded in.
+    """Load a tile: bytes of its codes (of both planes), scales, zero-points, and sign words, for :func:`_decoded`.
 
     ``first`` is its first unit, ``last`` the last one of it that exists; later ones repeat it. Channels that are not ``seen``
     become 0; None: all are. Where groups run along channels (AXIS 1), ``channel`` is START, START + 1, ...
 
-    With KEYS these are [channel / B % 4, token % 8, token / 8, channel / 4B, channel % B], else [token % 4, channel / B % 8,
-    token / 4, channel / 8B, channel % B]. Without FLIP they are plainly [channel / B, 1, token, 1, channel % B].
+    With KEYS dimensions are [channel / B % 4, token % 8, token / 8, channel / 4B, channel % B], else [token % 4,
+    channel / B % 8, token / 4, channel / 8B, channel % B]. Without FLIP they are plainly [channel / B, 1, token, 1,
+    channel % B].
     """
     LANES: tl.constexpr = (8 if KEYS else 4) if FLIP else 1
-    A: tl.constexpr = UNITS * 32 // LANES
     index = _tokens(UNITS, LANES, KEYS)
-    unit = tl.minimum(index // 32, last)
+    unit = _units(index, last, UNITS)
     token = index % 32
     data = codes + first.to(tl.int64) * (4 * D * BITS)
-    x = _plane(data, unit, token, channel, seen, D, 4 * D * BITS, 2 if BITS == 3 else BITS)
+    x = _bytes(data, unit, token, channel, seen, D, 4 * D * BITS, 2 if BITS == 3 else BITS)
+    more = x
     if BITS == 3:
-        x += 4.0 * _plane(data + 8 * D, unit, token, channel, seen, D, 4 * D * BITS, 1)
+        more = _bytes(data + 8 * D, unit, token, channel, seen, D, 4 * D * BITS, 1)
     if AXIS == 0:
         PARTS: tl.constexpr = 2 if GROUP == 16 or MODE != 0 else 1  # of a unit
         N: tl.constexpr = D
         base = first.to(tl.int64) * 32 // GROUP
         part = tl.arange(0, UNITS * PARTS)[None, None, :, None, None]
-        start = tl.minimum(part // PARTS, last) * 32 + part % PARTS * 16
-        start += first * 32 - base.to(tl.int32) * GROUP  # from the beginning of the tile's first group
+        start = _units(part // PARTS * 32, last, UNITS) * 32 + part % PARTS * 16
+        if GROUP > 32:
+            start += first * 32 - base.to(tl.int32) * GROUP  # from the beginning of the tile's first group
         row = start // GROUP
         column = channel
         word = start % GROUP // 16
-        bit = token % 16
         mask = seen
     else:
         N: tl.constexpr = 32 * D // GROUP
@@ -134,31 +150,78 @@ def _tile(
         row = unit
         column = token * (D // GROUP) + begin // GROUP
         word = begin % GROUP // 16
-        bit = channel % 16
         mask = None if seen is None else begin < D
     EACH: tl.constexpr = 2 if MODE == 0 else 1  # numbers per group in ``meta``
     meta += base * (EACH * N)
     at = row * (EACH * N) + column
     scale = _load(meta + at, mask)
-    zero = tl.zeros_like(scale)
+    zero = scale
+    words = scale
     if MODE == 0:
-        zero = _load(meta + N + at, mask)
+        zero = _load(meta + (N + at), mask)
     else:
         aux += base * (N * GROUP // 16)
         at = at * (GROUP // 16)
-        words = _load(aux + at + word, mask)
+        words = _load(aux + (at + word), mask)
+        if MODE == 2:
+            zero = _zero_of(aux, at, words, mask, GROUP)
+    return x, more, scale, zero, words
+
+
+@triton.jit
+def _decoded(
+    tile, channel, BITS: tl.constexpr, AXIS: tl.constexpr, MODE: tl.constexpr, UNITS: tl.constexpr, LIMIT: tl.constexpr,
+    KEYS: tl.constexpr, FLIP: tl.constexpr,
+):  # fmt: skip
+    """Decode to fp16 what :func:`_tile` loaded, in its dimensions."""
+    LANES: tl.constexpr = (8 if KEYS else 4) if FLIP else 1
+    A: tl.constexpr = UNITS * 32 // LANES
+    token = _tokens(UNITS, LANES, KEYS) % 32
+    codes, more, scale, zero, words = tile
+    x = _codes(codes, token, 2 if BITS == 3 else BITS)
+    if BITS == 3:
+        x += 4.0 * _codes(more, token, 1)
+    if MODE != 0:
         if MODE == 2:
             asym = scale.to(tl.int16, bitcast=True) < 0  # a negative scale, -0 included, marks an asymmetric group
-            zero = tl.where(asym, _zero_of(aux, at, words, mask, GROUP), 0.0).to(tl.float16)
+            zero = tl.where(asym, zero, 0.0).to(tl.float16)
             words = tl.where(asym, 0, words).to(tl.int16)
             scale = tl.abs(scale)
-        x = _signed(x, _over(words, AXIS, A, UNITS), bit)
+        else:
+            zero = tl.zeros_like(scale)
+        x = _signed(x, _over(words, AXIS, A, UNITS), token % 16 if AXIS == 0 else channel % 16)
     LEVELS: tl.constexpr = (1 << BITS) - 1
     scale = tl.minimum(scale, LIMIT / LEVELS - zero * (1.0 / LEVELS))  # nothing decodes to an infinity
     x = x * _over(scale, AXIS, A, UNITS)
     if MODE != 1:
         x += _over(zero, AXIS, A, UNITS)
     return x
+
+
+@triton.jit
+def _ahead(
+    codes, meta, first, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr, MODE: tl.constexpr,
+    LEVEL: tl.constexpr,
+):  # fmt: skip
+    """Bring the bytes of the tile that begins with unit ``first`` nearer, 128 at a time: to the cache of LEVEL."""
+    CODES: tl.constexpr = UNITS * 4 * D * BITS
+    META: tl.constexpr = UNITS * 32 * D // GROUP * (4 if MODE == 0 else 2)
+    LINES: tl.constexpr = (CODES + 127) // 128
+    COUNT: tl.constexpr = LINES + (META + 127) // 128
+    if PTX:
+        i = tl.arange(0, 32 if COUNT <= 32 else 64 if COUNT <= 64 else 128)
+        unit = first.to(tl.int64)
+        at = codes.to(tl.int64) + unit * (4 * D * BITS) + i * 128
+        more = meta.to(tl.int64) + unit * (META // UNITS) + (i - LINES) * 128
+        at = tl.where(i < LINES, at, tl.where(i < COUNT, more, codes.to(tl.int64)))
+        if LEVEL == 1:
+            tl.inline_asm_elementwise(
+                "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+            )
+        else:
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+            )
 
 
 @triton.jit
@@ -276,7 +339,7 @@ def tiles_kernel(
     ROTARY: tl.constexpr, HINT: tl.constexpr, HAS_BIAS: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of M query rows of one KV head of one sequence over one split of a span's packed tokens.
 
@@ -383,13 +446,30 @@ def tiles_kernel(
         last = used - 1 - first
         k_a = _tile(
             k_codes, k_meta, k_aux, first, last, a_channel, k_seen_a, 0, KA, BA,
-            D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, K_LIMIT, True, FLIP,
+            D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, True, FLIP,
         )  # fmt: skip
         if KB:
             k_b = _tile(
                 k_codes, k_meta, k_aux, first, last, b_channel, k_seen_b, K_SPLIT, KB, BB,
-                D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, K_LIMIT, True, FLIP,
+                D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, True, FLIP,
             )  # fmt: skip
+        if EARLY:
+            v_a = _tile(
+                v_codes, v_meta, v_aux, first, last, va_load, v_seen_a, 0, VA, CA,
+                D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, not FLIP, FLIP,
+            )  # fmt: skip
+            if VB:
+                v_b = _tile(
+                    v_codes, v_meta, v_aux, first, last, vb_load, v_seen_b, VA, VB, CB,
+                    D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, not FLIP, FLIP,
+                )  # fmt: skip
+        if AHEAD:
+            later = tl.minimum(tile + 1, end - 1) * UNITS
+            _ahead(k_codes, k_meta, later, D, K_BITS, K_GROUP, UNITS, K_MODE, AHEAD)
+            _ahead(v_codes, v_meta, later, D, V_BITS, V_GROUP, UNITS, V_MODE, AHEAD)
+        k_a = _decoded(k_a, a_channel, K_BITS, K_AXIS, K_MODE, UNITS, K_LIMIT, True, FLIP)
+        if KB:
+            k_b = _decoded(k_b, b_channel, K_BITS, K_AXIS, K_MODE, UNITS, K_LIMIT, True, FLIP)
         if ROTARY:
             q16_a, q16_b = q_a.to(tl.float16), q_b.to(tl.float16)
             q_a, q_b = _rotated(q_a, q_b, step_cos[None, :], -step_sin[None, :])
@@ -406,16 +486,20 @@ def tiles_kernel(
         top = new
         p = _weights(p.to(tl.float16), FLIP)
         before = _of_rows(before, FLIP)
-        v_a = _tile(
-            v_codes, v_meta, v_aux, first, last, va_load, v_seen_a, 0, VA, CA,
-            D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, 65400.0, not FLIP, FLIP,
-        )  # fmt: skip
+        if not EARLY:
+            v_a = _tile(
+                v_codes, v_meta, v_aux, first, last, va_load, v_seen_a, 0, VA, CA,
+                D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, not FLIP, FLIP,
+            )  # fmt: skip
+        v_a = _decoded(v_a, va_load, V_BITS, V_AXIS, V_MODE, UNITS, 65400.0, not FLIP, FLIP)
         acc_a = _sums(p, _values(v_a, FLIP), acc_a * before, FLIP)
         if VB:
-            v_b = _tile(
-                v_codes, v_meta, v_aux, first, last, vb_load, v_seen_b, VA, VB, CB,
-                D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, 65400.0, not FLIP, FLIP,
-            )  # fmt: skip
+            if not EARLY:
+                v_b = _tile(
+                    v_codes, v_meta, v_aux, first, last, vb_load, v_seen_b, VA, VB, CB,
+                    D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, not FLIP, FLIP,
+                )  # fmt: skip
+            v_b = _decoded(v_b, vb_load, V_BITS, V_AXIS, V_MODE, UNITS, 65400.0, not FLIP, FLIP)
             acc_b = _sums(p, _values(v_b, FLIP), acc_b * before, FLIP)
 
     if HAS_BIAS:  # the same for all packed tokens

@@ -36,6 +36,7 @@ from kvfold.kernels.paged import PageLayout, follow
 from kvfold.kernels.paged import gluon as paged_gluon
 from kvfold.kernels.paged._follow import follow_kernel
 from kvfold.kernels.partials import merge_kernel
+from kvfold.kernels.tiles import Plan as TilesPlan
 from kvfold.kernels.tiles import constants as tiles_constants
 from kvfold.kernels.tiles import make_plan as make_tiles_plan
 from kvfold.kernels.windows import stages, tile_sizes, windows_kernel
@@ -197,6 +198,7 @@ def compile_tiles(
     rotary: int = 0,
     has_bias: bool = False,
     capability: int = 90,
+    plan: TilesPlan | None = None,
 ) -> Report:
     """Compile the kernel over plain packed storage as a layer with ``rows`` query rows per KV head would use it.
 
@@ -205,7 +207,7 @@ def compile_tiles(
     rotary : int
         Channels that are rotated as keys are read.
     """
-    plan = make_tiles_plan(key_format.head_dim, 128, rows, 1024, rotary > 0, 132)
+    plan = plan or make_tiles_plan(key_format.head_dim, 128, rows, 1024, rotary > 0, 132)
     fixed: dict[str, Any] = tiles_constants(key_format, value_format, plan, rotary, has_bias)
     types = dict.fromkeys(("k_codes", "v_codes"), "*u8") | dict.fromkeys(("k_aux", "v_aux"), "*i16")
     types |= dict.fromkeys(("k_meta", "v_meta", "table_ptr"), "*fp16")
@@ -213,7 +215,7 @@ def compile_tiles(
     types |= dict.fromkeys(("q_ptr", "bias_ptr", "freq_ptr", "step_ptr", "part_out", "part_top", "part_sum"), "*fp32")
     aligned = _aligned(tiles_kernel, [n for n, t in types.items() if t[0] == "*"])
     source = ASTSource(tiles_kernel, *_signature(tiles_kernel, fixed, types), aligned)
-    return _compile(source, capability, num_warps=plan.warps)
+    return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
 
 
 def compile_blocks(

@@ -90,6 +90,12 @@ class Plan:
         Warps of a program, and stages of its loop (1: the loads of a tile wait for the tile before).
     splits : int
         Parts of a span's tokens.
+    early : bool
+        Values of a tile are loaded before its scores are computed.
+    ahead : int
+        The cache that the next tile is brought to: 1 the first, 2 the second; 0: to none.
+    registers : int or None
+        Most registers of a thread; None leaves it to the compiler.
     """
 
     rows: int
@@ -97,6 +103,9 @@ class Plan:
     warps: int
     stages: int
     splits: int
+    early: bool = False
+    ahead: int = 0
+    registers: int | None = None
 
 
 @lru_cache
@@ -148,7 +157,7 @@ def constants(
             f"{letter}_MODE": MODES[form.mode],
             f"{letter}_GROUP": form.group,
         }
-    sizes = {"M": plan.rows, "UNITS": plan.units, "FLIP": few, "STAGES": plan.stages}
+    sizes = {"M": plan.rows, "UNITS": plan.units, "FLIP": few, "STAGES": plan.stages, "EARLY": plan.early, "AHEAD": plan.ahead}
     return named | sizes | {"ROTARY": rotary, "HAS_BIAS": has_bias}
 
 
@@ -332,6 +341,7 @@ def attend_packed(
         partials.splits,
         **fixed,
         num_warps=plan.warps,
+        maxnreg=plan.registers,
     )
 
 
