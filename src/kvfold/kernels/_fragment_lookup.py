@@ -114,6 +114,21 @@ def clear_places(scratch, lane):
 
 
 @gluon.jit
+def round_nearest(x):
+    return gl.inline_asm_elementwise("cvt.rni.f32.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def cos_fast(x):
+    return gl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def sin_fast(x):
+    return gl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def page_angles(freq, scratch, lane, position):
     """Cosines and sines of a page's position: float32 [64, 2] in a warp's scratch. ``freq``: turns per token, and what float32
     leaves of them."""
@@ -123,17 +138,8 @@ def page_angles(freq, scratch, lane, position):
         rest = gl.load(freq + 64 + j)
         x = position.to(gl.float32)
         turns = x * f
-        whole = gl.inline_asm_elementwise(
-            "cvt.rni.f32.f32 $0, $1;", "=f,f", [turns], dtype=gl.float32, is_pure=True, pack=1
-        )
-        angle = (gl.fma(x, f, -whole) + x * rest) * 6.283185307179586
-        cos = gl.inline_asm_elementwise(
-            "cos.approx.f32 $0, $1;", "=f,f", [angle], dtype=gl.float32, is_pure=True, pack=1
-        )
-        sin = gl.inline_asm_elementwise(
-            "sin.approx.f32 $0, $1;", "=f,f", [angle], dtype=gl.float32, is_pure=True, pack=1
-        )
-        store_shared2(scratch + j * 8, _bits(cos), _bits(sin))
+        angle = (gl.fma(x, f, -round_nearest(turns)) + x * rest) * 6.283185307179586
+        store_shared2(scratch + j * 8, _bits(cos_fast(angle)), _bits(sin_fast(angle)))
     warp_sync(lane)
 
 

@@ -1,10 +1,10 @@
-"""The loop over pages of :mod:`kvfold.kernels._fragments_gluon` for signs of a sketch beside values in groups of channels, for up
-to four query rows of a KV head.
+"""The loop over pages of :mod:`kvfold.kernels._fragments_gluon` for signs of a sketch beside values in groups of channels, for
+up to four query rows of a KV head.
 
-Scores are products of bytes, as in :mod:`kvfold.kernels._page_bytes`: a sign is a code of one bit, and one mask makes an operand
-register of four of them. The columns of the product with the sketch's matrix are four query rows for two pages: row h in
-columns 2h, for the even page, and 2h + 1, for the odd one. So lane (g, t) then has both pages of row t, which become bytes page by
-page. Values are multiplied as halves, with row t in column 2t and nothing in 2t + 1.
+Scores are products of bytes, as in :mod:`kvfold.kernels._page_bytes`: a sign is a code of one bit, and one mask makes an
+operand register of four of them. The columns of the product with the sketch's matrix are four query rows for two pages: row h
+in columns 2h, for the even page, and 2h + 1, for the odd one. So lane (g, t) then has both pages of row t, which become bytes
+page by page. Values are multiplied as halves, with row t in column 2t and nothing in 2t + 1.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 

@@ -131,7 +131,7 @@ def _nothing(lane, CT: gl.constexpr, NT: gl.constexpr):
 def _store_sums(
     part_top, part_sum, at, column, rows, writes, top0, top1, sum0, sum1, LIFT: gl.constexpr, EVERY: gl.constexpr = 1
 ):
-    """Maxima and sums of two query rows, or (EVERY, 2) of the first. The factor that probabilities carry goes into the maxima."""
+    """Maxima and sums of two query rows, or (EVERY, 2) of the first. The maxima have the factor that probabilities carry."""
     gl.store(part_top + at, top0 - LIFT, mask=writes & (column < rows))
     gl.store(part_sum + at, sum0, mask=writes & (column < rows))
     if EVERY == 1:
@@ -170,7 +170,8 @@ def _finish(
 ):  # fmt: skip
     """Merge the warps of the program and store one partial result per query row; with MORE, 1, its sum after it once more.
 
-    With EVERY, 2, only every second column is a query row.
+    With EVERY, 2, only every second column is a query row. DENSE says which channels a lane has of a tile: adjacent ones of
+    all tiles (1), adjacent ones of each (2), or those of rows g and g + 8 (0).
     """
     CT: gl.constexpr = D // 16
     W: gl.constexpr = gl.num_warps()
@@ -219,23 +220,30 @@ def _finish(
                 x[3] * factor[2 * n + 1],
             )
     program_sync(lane)
-    for i in gl.static_range(NT * CT // W):
+    for i in gl.static_range((NT * CT + W - 1) // W):
         tile = i * W + warp
+        live = rows
+        if NT * CT % W > 0:
+            live = gl.where(tile < NT * CT, rows, 0)
+            tile = gl.minimum(tile, NT * CT - 1)
         total = load_shared4f(base0 + (tile * W * 32 + lane) * 16)
         for w in gl.static_range(1, W):
             x = load_shared4f(base0 + ((tile * W + w) * 32 + lane) * 16)
             total = (total[0] + x[0], total[1] + x[1], total[2] + x[2], total[3] + x[3])
         ct = tile % CT
         column = column0 + tile // CT * (8 // EVERY) + (2 // EVERY) * t
-        if DENSE:
+        if DENSE == 2:
+            channel = ct * 16 + 2 * g
+            half = 1
+        elif DENSE:
             channel = g * (D // 8) + 2 * ct
             half = 1
         else:
             channel = ct * 16 + g
             half = 8
         at = (slot0 * rows + column).to(gl.int64) * (D + MORE) + channel
-        gl.store(part_out + at, total[0], mask=column < rows)
-        gl.store(part_out + at + half, total[2], mask=column < rows)
+        gl.store(part_out + at, total[0], mask=column < live)
+        gl.store(part_out + at + half, total[2], mask=column < live)
         if EVERY == 1:
-            gl.store(part_out + at + (D + MORE), total[1], mask=column + 1 < rows)
-            gl.store(part_out + at + (D + MORE) + half, total[3], mask=column + 1 < rows)
+            gl.store(part_out + at + (D + MORE), total[1], mask=column + 1 < live)
+            gl.store(part_out + at + (D + MORE) + half, total[3], mask=column + 1 < live)

@@ -296,6 +296,31 @@ def _rotated(a, b, cos, sin):
 
 
 @triton.jit
+def _cos_sin(turns):
+    """Cosine and sine of turns in [-1/2, 1/2]."""
+    angle = turns * 6.283185307179586
+    if PTX:
+        cos, sin = tl.inline_asm_elementwise(
+            "cos.approx.f32 $0, $2; sin.approx.f32 $1, $2;", "=f,=f,f", [angle], dtype=(tl.float32, tl.float32), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+        return cos, sin
+    else:
+        return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+def _turned_back(q_a, q_b, freq_ptr, pair, position, KA: tl.constexpr):
+    """Queries rotated back by a position, as fp16. ``freq_ptr``: turns per token, what float32 leaves of them, gains."""
+    x = position.to(tl.float32)
+    turns, rest, gain = tl.load(freq_ptr + pair), tl.load(freq_ptr + KA + pair), tl.load(freq_ptr + 2 * KA + pair)
+    whole = tl.floor(x * turns + 0.5)
+    cos, sin = _cos_sin(tl.fma(x, turns, -whole) + x * rest)
+    q_a, q_b = _rotated(q_a, q_b, (cos * gain)[None, :], (sin * -gain)[None, :])
+    return q_a.to(tl.float16), q_b.to(tl.float16)
+
+
+@triton.jit
 def _scores(q, k, score, FLIP: tl.constexpr):
     """Products [rows, tokens], or [tokens, rows], of queries [rows, channels] and keys [tokens, channels], plus ``score``."""
     if FLIP:
@@ -331,7 +356,7 @@ def _of_tokens(x, FLIP: tl.constexpr):
 @triton.jit(do_not_specialize=["start", "units", "room", "splits", "part", "parts", "rows", "row_blocks", "heads"])
 def tiles_kernel(
     q_ptr, bias_ptr, k_codes, k_meta, k_aux, v_codes, v_meta, v_aux, packed_len_ptr,
-    position_ptr, freq_ptr, step_ptr, table_ptr,
+    position_ptr, freq_ptr, table_ptr,
     part_out, part_top, part_sum,
     factor, heads, rows, row_blocks, start, units, room, splits, part, parts,
     D: tl.constexpr, M: tl.constexpr, UNITS: tl.constexpr, FLIP: tl.constexpr,
@@ -339,7 +364,7 @@ def tiles_kernel(
     ROTARY: tl.constexpr, HINT: tl.constexpr, HAS_BIAS: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Attention of M query rows of one KV head of one sequence over one split of a span's packed tokens.
 
@@ -348,7 +373,7 @@ def tiles_kernel(
 
     Keys are read in pieces of KA and KB channels (KB may be 0), the second from channel K_SPLIT; values in pieces of VA and VB.
     With ROTARY, keys are stored before RoPE and the pieces are the two halves of its pairs: queries are rotated back by the
-    position of the tile's first token (by an accurate angle at first, then tile by tile, in float32), and keys by the rest.
+    position of the first token of TURNED tiles, in float32, and keys by the rest.
 
     With FLIP, for few query rows, products are computed transposed, so that tokens and channels are the rows of an MMA and
     queries its 8 columns.
@@ -421,11 +446,7 @@ def tiles_kernel(
     if KB:
         q_b *= inverse
     if ROTARY:
-        freq = tl.load(freq_ptr + a_pair)
-        angle = (tl.load(position_ptr + batch) + start + begin * T).to(tl.float32) * freq
-        gain = tl.load(freq_ptr + KA + a_pair)
-        q_a, q_b = _rotated(q_a, q_b, (tl.cos(angle) * gain)[None, :], (tl.sin(angle) * -gain)[None, :])
-        step_cos, step_sin = tl.load(step_ptr + a_pair), tl.load(step_ptr + KA + a_pair)
+        position = tl.load(position_ptr + batch) + start
         at = _tokens(UNITS, 8 if FLIP else 1, True) * KA + a_index
     row_factor = factor * exponent.to(tl.float32, bitcast=True)
     q16_a = q_a.to(tl.float16)
@@ -471,9 +492,14 @@ def tiles_kernel(
         if KB:
             k_b = _decoded(k_b, b_channel, K_BITS, K_AXIS, K_MODE, UNITS, K_LIMIT, True, FLIP)
         if ROTARY:
-            q16_a, q16_b = q_a.to(tl.float16), q_b.to(tl.float16)
-            q_a, q_b = _rotated(q_a, q_b, step_cos[None, :], -step_sin[None, :])
-            k_a, k_b = _rotated(k_a, k_b, tl.load(table_ptr + at), tl.load(table_ptr + T * KA + at))
+            if (tile == begin) | (tile % TURNED == 0):
+                again_a = tl.load(q_row + a_of[None, :], mask=a_mask, other=0).to(tl.float32) * inverse
+                again_b = tl.load(q_row + b_of[None, :], mask=b_mask, other=0).to(tl.float32) * inverse
+                q16_a, q16_b = _turned_back(
+                    again_a, again_b, freq_ptr, a_pair, position + tile // TURNED * (TURNED * T), KA
+                )
+            turn = table_ptr + tile % TURNED * (T * KA)
+            k_a, k_b = _rotated(k_a, k_b, tl.load(turn + at), tl.load(turn + TURNED * T * KA + at))
         score = _scores(q16_a, _keys(k_a, FLIP), None, FLIP)
         if KB:
             score = _scores(q16_b, _keys(k_b, FLIP), score, FLIP)

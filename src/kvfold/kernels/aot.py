@@ -212,7 +212,7 @@ def compile_tiles(
     types = dict.fromkeys(("k_codes", "v_codes"), "*u8") | dict.fromkeys(("k_aux", "v_aux"), "*i16")
     types |= dict.fromkeys(("k_meta", "v_meta", "table_ptr"), "*fp16")
     types |= {"packed_len_ptr": "*i32", "position_ptr": "*i64", "factor": "fp32"}
-    types |= dict.fromkeys(("q_ptr", "bias_ptr", "freq_ptr", "step_ptr", "part_out", "part_top", "part_sum"), "*fp32")
+    types |= dict.fromkeys(("q_ptr", "bias_ptr", "freq_ptr", "part_out", "part_top", "part_sum"), "*fp32")
     aligned = _aligned(tiles_kernel, [n for n, t in types.items() if t[0] == "*"])
     source = ASTSource(tiles_kernel, *_signature(tiles_kernel, fixed, types), aligned)
     return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)

@@ -18,6 +18,7 @@ from kvfold.kernels.device import multiprocessors
 from kvfold.rope import Rope
 
 if TYPE_CHECKING:
+    from kvfold.kernels import plain
     from kvfold.kernels.partials import Partials
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
@@ -74,6 +75,10 @@ def unsupported(key_format: Format, value_format: Format, pre_rope: bool) -> str
     if pre_rope and isinstance(key_format, AffineGroups) and key_format.axis != "token":
         return "keys: stored before RoPE in groups along channels; allowed: along tokens"
     return None
+
+
+TURNED = 4
+"""Tiles that a query is rotated back for at once."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,15 @@ def constants(
             f"{letter}_MODE": MODES[form.mode],
             f"{letter}_GROUP": form.group,
         }
-    sizes = {"M": plan.rows, "UNITS": plan.units, "FLIP": few, "STAGES": plan.stages, "EARLY": plan.early, "AHEAD": plan.ahead}
+    sizes = {
+        "M": plan.rows,
+        "UNITS": plan.units,
+        "FLIP": few,
+        "STAGES": plan.stages,
+        "EARLY": plan.early,
+        "AHEAD": plan.ahead,
+        "TURNED": TURNED,
+    }
     return named | sizes | {"ROTARY": rotary, "HAS_BIAS": has_bias}
 
 
@@ -167,16 +180,13 @@ class Rotation:
 
     Attributes
     ----------
-    freq : Tensor, float32 [2, pairs]
-        Angles per position, and factors of rotated pairs.
-    step : Tensor, float32 [2, pairs]
-        Cosine and sine of a tile's angle.
-    table : Tensor, float16 [2, tokens of a tile, pairs]
-        Cosines and sines of the angles within a tile.
+    freq : Tensor, float32 [3, pairs]
+        Turns per position, what float32 leaves of them, and factors of rotated pairs.
+    table : Tensor, float16 [2, tokens, pairs]
+        Cosines and sines of the angles of as many positions.
     """
 
     freq: torch.Tensor
-    step: torch.Tensor
     table: torch.Tensor
 
 
@@ -186,13 +196,11 @@ def _rotation(rope: Rope, pairs: int, tokens: int, device: torch.device) -> Rota
     gain = torch.ones(pairs, dtype=torch.float64, device="cpu")
     count = rope.inv_freq.numel()
     freq[:count], gain[:count] = rope.inv_freq.cpu().double(), rope.scaling
-    angles = torch.arange(tokens + 1, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
+    angles = torch.arange(tokens, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
     table = torch.stack((angles.cos(), angles.sin()))
-    return Rotation(
-        torch.stack((freq, gain)).float().to(device),
-        table[:, tokens].float().contiguous().to(device),
-        table[:, :tokens].half().contiguous().to(device),
-    )
+    turns = freq / (2 * math.pi)
+    rest = turns - turns.float().double()
+    return Rotation(torch.stack((turns, rest, gain)).float().to(device), table.half().contiguous().to(device))
 
 
 def attend(call: AttentionCall, plan: Plan | None = None) -> torch.Tensor:
@@ -237,7 +245,7 @@ def _attend(
     bias: torch.Tensor | None,
     tokens: int,
     first: int,
-    plan: Plan | None,
+    plan: "Plan | plain.Plan | None",
 ) -> torch.Tensor:
     """Attention of the query tokens ``first`` to ``first + tokens`` of a call."""
     from kvfold.kernels.partials import Partials
@@ -246,7 +254,7 @@ def _attend(
     windows, new = call.windows, call.new
     assert isinstance(windows, Windows)
     batch, heads, count, dim = rows.shape
-    plans = [plan or _plan(call, span, count) for span in call.spans]
+    plans = [plan or _plan(call, span, count, bias) for span in call.spans]
     partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), count, dim, rows.device)
     at = 1
     for each, span in zip(plans, call.spans, strict=True):
@@ -271,9 +279,13 @@ def _attend(
     return partials.merge(out, False, call.sinks, tokens)
 
 
-def _plan(call: AttentionCall, span: Span, rows: int) -> Plan:
+def _plan(call: AttentionCall, span: Span, rows: int, bias: torch.Tensor | None) -> "Plan | plain.Plan":
+    from kvfold.kernels import plain
+
     batch, heads, _, dim = call.rows.shape
     units = _units(span)
+    if plain.declines(call, rows, bias) is None:
+        return plain.plan_of(call, units, rows)
     return make_plan(dim, batch * heads, rows, units, call.rope is not None, multiprocessors(call.rows.device))
 
 
@@ -290,7 +302,7 @@ def attend_packed(
     bias: torch.Tensor | None,
     partials: "Partials",
     part: int,
-    plan: Plan,
+    plan: "Plan | plain.Plan",
 ) -> None:
     """Write partial results over one span to the parts ``part`` to ``part + plan.splits`` of ``partials``.
 
@@ -310,13 +322,18 @@ def attend_packed(
     keys, room = _arrays(key_format, span.keys)
     values, room_v = _arrays(value_format, span.values)
     assert room == room_v
+    if not isinstance(plan, Plan):
+        from kvfold.kernels import plain
+
+        arrays = [*keys[:2], *values[:2]]
+        return plain.attend_packed(call, span, packed, arrays, _units(span), room, partials, part, plan)
     rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
     fixed = constants(key_format, value_format, plan, rotary, bias is not None)
     nothing = partials.total  # stands for tensors that are never read
-    turns = (nothing, nothing, nothing)
+    turns = (nothing, nothing)
     if call.rope is not None:
-        rotation = _rotation(call.rope, fixed["KA"], 32 * plan.units, packed.device)
-        turns = (rotation.freq, rotation.step, rotation.table)
+        rotation = _rotation(call.rope, fixed["KA"], 32 * plan.units * fixed["TURNED"], packed.device)
+        turns = (rotation.freq, rotation.table)
     blocks = math.ceil(rows / plan.rows)
     tiles_kernel[(batch * heads * blocks, plan.splits)](
         packed.contiguous(),
