@@ -24,10 +24,19 @@ from kvfold.kernels._warp import (
     copy_wait_all,
     exp2_fast,
     pack_half2,
+    prefetch,
     shuffle_xor,
     transpose8,
     warp_sync,
 )
+
+
+@gluon.jit
+def bring_matrix(table, thread, BYTES: gl.constexpr):
+    """Bring a matrix to the first cache, 32 bytes a thread at a time."""
+    STEP: gl.constexpr = 32 * 32 * gl.num_warps()
+    for i in gl.static_range(BYTES // STEP):
+        prefetch(table + thread * 32 + i * STEP)
 
 
 @gluon.jit
@@ -80,13 +89,13 @@ def _rescale_rows(accs, factor):
 @gluon.jit
 def attend_signs(
     base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, D: gl.constexpr, K: gl.constexpr,
-    WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, LIFT: gl.constexpr,
+    WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, LIFT: gl.constexpr,
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count.
 
     ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and ``page0``:
-    where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
+    where the head's begin. PER stages of NB blocks are a page. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
     turns their products into scores. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
@@ -97,20 +106,21 @@ def attend_signs(
     V_AT: gl.constexpr = PLACES[2]
     each = (hi - lo + W - 1) // W
     first = lo + warp * each
-    count = gl.minimum(hi - first, each)
+    count = gl.minimum(hi - first, each) * PER
     base = base0 + warp * PLACES[5]
     scratch = base + PLACES[3]
-    left = gl.where(count > 0, blocks - first * NB, 0)
+    start = first * (PER * NB)
+    left = gl.where(count > 0, blocks - start, 0)
     norms = gl.where(count > 0, pages - first, 0)
     kc, km, kp, kn = stored[0]
     vc, vm = stored[1]
     fetch_side(
-        base, lane, kc, km, kc, kp, kn, block0 + first * NB, page0 + first, left, left, norms, K_AT, 2, D, WIDTH, 1, 0, 0, 0,
+        base, lane, kc, km, kc, kp, kn, block0 + start, page0 + first, left, left, norms, K_AT, 2, D, WIDTH, 1, 0, 0, 0,
         K[4], 2, NB, 0,
     )  # fmt: skip
     copy_commit(lane)
     fetch_side(
-        base, lane, vc, vm, vc, vc, vc, block0 + first * NB, page0, left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], 0, False, 0, NB,
+        base, lane, vc, vm, vc, vc, vc, block0 + start, page0, left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], 0, False, 0, NB,
         V_AT,
     )  # fmt: skip
     copy_commit(lane)
@@ -122,28 +132,31 @@ def attend_signs(
         now = now + (lane * 0,)
     now = now + (_zero4(lane)[0],)
     later = now
-    for i in range(each):
+    bias = _zero4(lane)[0]
+    for i in range(each * PER):
         ahead = i + 1
-        left = gl.where(i < count, blocks - (first + i) * NB, 0)
-        next_block = block0 + (first + ahead) * NB
-        next_left = gl.where(ahead < count, blocks - (first + ahead) * NB, 0)
-        next_norms = gl.where((ahead < count) & (ahead % 2 == 0), pages - (first + ahead), 0)
-        copy_wait_1(lane)  # keys of this page
-        if i % 2 == 0:
+        left = gl.where(i < count, blocks - (start + i * NB), 0)
+        next_block = block0 + (start + ahead * NB)
+        next_page = first + ahead // PER
+        next_left = gl.where(ahead < count, blocks - (start + ahead * NB), 0)
+        next_stats = gl.where(ahead % PER == 0, next_left, 0)
+        next_norms = gl.where((ahead < count) & (ahead % (2 * PER) == 0), pages - next_page, 0)
+        copy_wait_1(lane)  # keys of this stage
+        if i % (2 * PER) == 0:
             now, later = sign_queries(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
-        else:
+        elif i % PER == 0:
             now = later
-        bias = _zero4(lane)[0]
         if K[4]:
-            bias = _mean_scores(far, base, lane, (bias + 1.0,), D, 1, K_AT[2], True)[0] * up
-        start = (
+            if i % PER == 0:
+                bias = _mean_scores(far, base, lane, (_zero4(lane)[0] + 1.0,), D, 1, K_AT[2], True)[0] * up
+        begin = (
             (now[STEPS], now[STEPS + 1], now[STEPS], now[STEPS + 1]),
             (now[STEPS + 2], now[STEPS + 3], now[STEPS + 2], now[STEPS + 3]),
         )
-        scores = byte_scores(base, lane, now, start, left, None, WIDTH, 1, NB)
+        scores = byte_scores(base, lane, now, begin, left, None, WIDTH, 1, NB)
         warp_sync(lane)
         fetch_side(
-            base, lane, kc, km, kc, kp, kn, next_block, page0 + (first + ahead), next_left, next_left, next_norms, K_AT, 2, D,
+            base, lane, kc, km, kc, kp, kn, next_block, page0 + next_page, next_left, next_stats, next_norms, K_AT, 2, D,
             WIDTH, 1, 0, 0, 0, K[4], 2, NB, 0,
         )  # fmt: skip
         copy_commit(lane)

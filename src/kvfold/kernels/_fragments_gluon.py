@@ -43,7 +43,7 @@ from kvfold.kernels._fragment_queries import (
     sum_operands,
 )
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
-from kvfold.kernels._fragment_signs import attend_signs
+from kvfold.kernels._fragment_signs import attend_signs, bring_matrix
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _room
@@ -224,7 +224,7 @@ def fragments_kernel(
     scale, heads, rows, tokens, columns, first_token, capacity, k_pages, v_pages, sinks, slots, splits, dense_splits, parts,
     part0,
     D: gl.constexpr, K: gl.constexpr, K_WIDTH: gl.constexpr, V: gl.constexpr, PAIR: gl.constexpr, NB: gl.constexpr,
-    PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr = False,
+    PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr = False, AHEAD: gl.constexpr = 0,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 / PAIR`` query rows.
 
@@ -261,6 +261,8 @@ def fragments_kernel(
     PARTS: gl.constexpr = 1 if BYTES else PAIR
     base0 = shared_base(lane, shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W))
 
+    if BYTES and AHEAD:  # no kernel before this one writes it
+        bring_matrix(k_table.to(gl.int64), thread, 2 * D * K_WIDTH)
     if EARLY:
         wait_for_previous(lane)
         launch_dependents(lane)
@@ -285,7 +287,7 @@ def fragments_kernel(
         _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, 1, LIFT)
     elif BYTES:
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
-        pages = (blocks + NB - 1) // NB
+        pages = (blocks + PER * NB - 1) // (PER * NB)
         lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
         hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
         far = base0 + W * STAGE + lane * 8
@@ -297,7 +299,7 @@ def fragments_kernel(
             base0, lane, warp, lo, hi, pages, blocks,
             ((k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
              (v_codes.to(gl.int64), v_meta.to(gl.int64))),
-            head * capacity, head * k_pages, k_table.to(gl.int64) + lane * 16, far, up[0], D, K, K_WIDTH, V, PLACES, NB, LIFT,
+            head * capacity, head * k_pages, k_table.to(gl.int64) + lane * 16, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT,
         )  # fmt: skip
         program_sync(lane)
         slot0 = head.to(gl.int64) * parts + (part0 + split)

@@ -557,4 +557,5 @@ def constants(key_format: Format, value_format: Format, plan: Plan, bf16: bool, 
         "BF16": bf16,
         "EARLY": early,
         "BYTES": plan.bytewise,
+        "AHEAD": plan.ahead,
     }
