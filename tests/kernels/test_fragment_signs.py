@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import _fragments_gluon, fragments
+from kvfold.kernels import _fragments_gluon, aot, fragments
 from kvfold.methods import LayerSpec, get
 from warps import Machine, Pointer, on_cpu, register, scalar
 
@@ -63,7 +63,8 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
         machine.program_sync(lane)
         best, out, side = kernel.attend_signs(
             zero, lane, warp, zero, scalar(-(-blocks // 4)), scalar(-(-blocks // 4)), scalar(blocks), stored, zero, zero,
-            addresses[0][5] + lane * 16, lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
+            addresses[0][5] + lane * 16, lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage,
+            4 // stage, lift,
         )  # fmt: skip
         machine.program_sync(lane)
         kernel._finish(
@@ -91,6 +92,12 @@ def test_every_number_of_rows_pages_and_warps(rows, blocks, warps, stage):
 
 def test_numbers_of_every_size():
     assert error(query=300.0, value=1e-3, scale=128**-0.5 / 300) < 1e-3
+
+
+def test_it_compiles_with_few_instructions():
+    report = aot.compile_fragments(*formats(), plan=fragments.make_plan(*formats(), 128, 4, 1024, 160, 132))
+    assert report.registers <= 168 and report.spills_in_loop == 0
+    assert report.loop <= 1900  # of a page, of which 480 serve two
 
 
 def test_products_of_bytes_serve_a_step_of_few_rows():

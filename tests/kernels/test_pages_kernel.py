@@ -49,6 +49,19 @@ def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
     assert 1 <= plan.splits <= 256 and plan.dense_splits >= 1
 
 
+@pytest.mark.parametrize("batch_heads, capacity, whether", [(8, 256, True), (8, 4096, True), (128, 1024, False)])
+def test_few_programs_bring_their_first_pages_and_begin_with_windows(batch_heads, capacity, whether):
+    plan = pages.make_plan(*formats("fold"), batch_heads, 4, capacity, 160, 132)
+    assert plan.ahead is whether and plan.windows_first is whether
+
+
+def test_first_pages_come_in_one_instruction_before_the_wait():
+    forms = formats("fold")
+    few, many = (pages.make_plan(*forms, heads, 4, 1024, 160, 132) for heads in (8, 128))
+    counts = [aot.compile_pages(*forms, plan=plan).instructions["UBLKPF"] for plan in (few, many)]
+    assert counts[0] >= 2 and counts[1] == 0
+
+
 @pytest.mark.parametrize("dim, registers", [(64, 168), (128, 168), (256, 255)])
 def test_it_compiles_without_spills_in_its_loop(dim, registers):
     report = aot.compile_pages(*formats("fold", dim), rows=8)

@@ -92,10 +92,10 @@ def attend_signs(
     WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, LIFT: gl.constexpr,
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
-    blocks the scores count.
+    blocks the scores count. PER stages of NB blocks are a page.
 
     ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and ``page0``:
-    where the head's begin. PER stages of NB blocks are a page. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
+    where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
     turns their products into scores. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()

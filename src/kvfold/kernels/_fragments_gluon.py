@@ -299,7 +299,8 @@ def fragments_kernel(
             base0, lane, warp, lo, hi, pages, blocks,
             ((k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
              (v_codes.to(gl.int64), v_meta.to(gl.int64))),
-            head * capacity, head * k_pages, k_table.to(gl.int64) + lane * 16, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT,
+            head * capacity, head * k_pages, k_table.to(gl.int64) + lane * 16, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER,
+            LIFT,
         )  # fmt: skip
         program_sync(lane)
         slot0 = head.to(gl.int64) * parts + (part0 + split)

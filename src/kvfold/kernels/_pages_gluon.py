@@ -197,10 +197,10 @@ def attend_pages(
 def _prefetch_first(
     lane, warp, split, head, packed_len, first_token, capacity, k_pages, v_pages, splits, sinks, slots, sink_k, sink_v,
     ring_k, ring_v, k, v, D: gl.constexpr, K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr,
-    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, NB: gl.constexpr, AHEAD: gl.constexpr,
+    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
-    """Bring a warp's first AHEAD pages, or a head's windows, to L2 while the kernel before this one still runs. ``packed_len``
-    may be older than that kernel: it says what to bring, and nothing else."""
+    """Bring a warp's first page, or a head's windows, to L2 while the kernel before this one still runs. ``packed_len`` may be
+    older than that kernel: it says what to bring, and nothing else."""
     W: gl.constexpr = gl.num_warps()
     if split >= splits:
         of_sink = lane % 2 == 0
@@ -216,15 +216,12 @@ def _prefetch_first(
         hi = pages * (split + 1) // splits
         each = (hi - lo + W - 1) // W
         first = lo + warp * each
-        end = gl.minimum(first + each, hi)
-        for i in gl.static_range(AHEAD):
-            page = first + i
-            block = head * capacity + page * NB
-            valid = gl.where(page < end, blocks - page * NB, 0)
-            prefetch_page(
-                lane, k, v, (block, head * k_pages + page), (block, head * v_pages + page), valid,
-                D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
-            )  # fmt: skip
+        block = head * capacity + first * NB
+        valid = gl.where(first < hi, blocks - first * NB, 0)
+        prefetch_page(
+            lane, k, v, (block, head * k_pages + first), (block, head * v_pages + first), valid,
+            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
+        )  # fmt: skip
 
 
 # ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -247,13 +244,14 @@ def pages_kernel(
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr,
-    AHEAD: gl.constexpr, STREAM: gl.constexpr, FIRST: gl.constexpr,
+    AHEAD: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 NT`` query rows.
 
     Grid and parts are those of :func:`kvfold.kernels._decode_gluon.decode_kernel`. A stage is a page: NB blocks of 32 tokens.
     ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. MIX is the rotation's block,
-    1: none. FAR: the queries lie in shared memory, not in registers. BYTES: see :func:`attend_rows`.
+    1: none. FAR: the queries lie in shared memory, not in registers. BYTES: see :func:`attend_rows`. AHEAD: what is read
+    first comes to L2 before this kernel waits. FIRST: programs for the windows come before the others.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -277,7 +275,7 @@ def pages_kernel(
             k_pages, v_pages, splits, sinks, slots, sink_k, sink_v, ring_k, ring_v,
             (k_codes.to(gl.int64), k_scale.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
             (v_codes.to(gl.int64), v_scale.to(gl.int64), v_mean.to(gl.int64)),
-            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, AHEAD,
+            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
         )  # fmt: skip
     if EARLY:
         wait_for_previous(lane)
@@ -318,7 +316,7 @@ def pages_kernel(
             best, sums, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, STREAM,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
             )  # fmt: skip
             finish_rows(
                 base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,

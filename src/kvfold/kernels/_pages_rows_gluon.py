@@ -24,7 +24,6 @@ from kvfold.kernels._page_codes import (
     norm_at,
     page_bytes,
     page_place,
-    prefetch_page,
     scale_at,
     weight,
 )
@@ -69,7 +68,7 @@ def attend_rows(
     v_signs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
-    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr, STREAM: gl.constexpr = False,
+    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
     """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns: lanes (g, t) have the maximum
     of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`."""
@@ -137,12 +136,6 @@ def attend_rows(
         if table is not None:
             id = gl.load(table + following + 1, mask=i + 2 < count, other=0)
             skip = steps[1] - (following - 1) * NB
-        if STREAM:
-            far_left = gl.where(i + 2 < count, next_left - NB, 0)
-            prefetch_page(
-                lane, k_at, v_at, (k_block + NB, k_page + 1), (v_block + NB, v_page + 1), far_left,
-                D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
-            )  # fmt: skip
         copy_wait_1(lane)  # keys of this page
         if K_NORM:
             _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT)

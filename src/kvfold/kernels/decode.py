@@ -85,10 +85,8 @@ class Plan:
         The warps of a program read the same tokens for query rows of their own: for calls of many rows.
     bytewise : bool
         Products of bytes, four query rows in eight columns (pages alone).
-    ahead : int
-        Pages of a warp that come to L2 while the kernel before still runs (pages alone).
-    stream : bool
-        Pages come to L2 a page before they are copied (products of bytes alone).
+    ahead : bool
+        What is read first comes nearer while the kernel before still runs: a warp's first page (pages), a matrix (fragments).
     windows_first : bool
         The programs for the windows are launched first (pages alone).
     """
@@ -103,8 +101,7 @@ class Plan:
     registers: int | None = None
     shared: bool = False
     bytewise: bool = False
-    ahead: int = 0
-    stream: bool = False
+    ahead: bool = False
     windows_first: bool = False
 
     def cap(self, has_bias: bool) -> int | None:

@@ -117,9 +117,12 @@ def make_plan(
         return stages * (waves + (max(least, fill**0.9) if rest else 0))
 
     splits = min(range(1, max(2, min(256, pages // warps + 2))), key=cost)
-    each = 3 if capacity >= 512 or 4 * jobs >= processors else 1
+    each = 3 if capacity >= 512 or 4 * jobs >= processors else 2
     dense = math.ceil(window_slots / (16 * warps * each))
-    return replace(shape, splits=splits, dense_splits=dense, registers=registers)
+    few = (
+        jobs * (splits + dense) <= 2 * processors
+    )  # beyond, windows at the end fill multiprocessors that have nothing else
+    return replace(shape, splits=splits, dense_splits=dense, registers=registers, ahead=few, windows_first=few)
 
 
 REGISTERS: dict[int, int] = {128: 168}
@@ -253,6 +256,5 @@ def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, ea
         "EARLY": early,
         "BYTES": plan.bytewise,
         "AHEAD": plan.ahead,
-        "STREAM": plan.stream,
         "FIRST": plan.windows_first,
     }
