@@ -56,6 +56,18 @@ def test_a_servers_update_is_the_methods_own_of_all_queries(artefact):
     assert stored(methods.get("kivi"), spec).update is None
 
 
+def test_a_pair_is_steered_as_its_keys_are(artefact):
+    spec = layer_spec(1, 2, 4, 2, 64, torch.float32, False)
+    pair, alone = methods.get("k=squat+v=fold:recent=96"), stored(methods.get("squat"), spec, str(artefact))
+    found = stored(pair, spec, str(artefact))
+    assert torch.equal(found.update, alone.update) and not found.follows
+    keys = torch.randn(1, 2, 32, 64, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(32).view(1, 1, -1)
+    both = [made._encode_keys(keys, positions, None)["codes"] for made in (found, alone)]
+    assert torch.equal(*both)
+    assert stored(pair, spec).follows and not stored(methods.get("k=kivi+v=fold"), spec).follows
+
+
 def test_an_artefact_of_another_shape_is_refused_by_name(artefact):
     with pytest.raises(KVFoldError, match="it is for num_kv_heads=2, and the model has 4"):
         update_of(str(artefact), methods.get("squat"), layer_spec(1, 2, 4, 4, 64, torch.float32, False))

@@ -1,6 +1,6 @@
 """What the plan needs to know of a model: read from its configuration, without its weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ def layers_of(shape: Shape, spec: str) -> list[Stored]:
         If the method cannot be served, or does not suit the model.
     """
     method = methods.get(spec)
-    if why := unservable(method, "any" if any(part.name == "squat" for part in method.parts()) else ""):
+    calibrated = "any" if unservable(method) and any(part.name == "squat" for part in method.parts()) else ""
+    if why := unservable(method, calibrated):
         raise KVFoldError(why)
     if shape.tp > 1 and any(isinstance(part, LearnedMethod) for part in method.parts()):
         raise KVFoldError(f"tp={shape.tp}: {method.name}'s tables are of all KV heads; allowed: 1")
@@ -74,7 +75,7 @@ def layers_of(shape: Shape, spec: str) -> list[Stored]:
     found = [stored(method, layer_spec(index, *facts)) for index in range(shape.layers)]
     if any(layer is None for layer in found):
         raise KVFoldError(f"{spec}: layers in full precision are not served yet; leave keep= out")
-    return [layer for layer in found if layer is not None]
+    return [replace(layer, follows=layer.follows and not calibrated) for layer in found if layer is not None]
 
 
 def fits(shape: Shape, spec: str) -> bool:
