@@ -86,9 +86,8 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
     type=int,
     multiple=True,
     default=[1024],
-    show_default="1024",
     help="Tokens of a prompt, one or more; longbench and infinitebench leave out the middle of what is longer; gsm8k, math and "
-    "lm-eval have their own.",
+    "lm-eval have their own.  [default: 1024]",
 )
 @click.option(
     "--limit",
