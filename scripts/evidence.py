@@ -87,13 +87,13 @@ def of_eval(model: str, file: ResultFile) -> Run:
     by_method: dict[str, Measured] = {}
     bits: dict[str, tuple[int, float]] = {}
     for row in file.rows.values():
-        kld = row.scores.get("kld")
+        kld, name = row.scores.get("kld"), plain(row.method)
         assert row.length is not None
         if kld is not None:
             item = (row.task, row.item.rsplit("/", 1)[-1])  # a window is the same one at every length
-            by_method.setdefault(row.method, {}).setdefault(item, {})[row.length] = kld
+            by_method.setdefault(name, {}).setdefault(item, {})[row.length] = kld
         if row.bits_without_tables is not None:
-            bits[row.method] = max(bits.get(row.method, (0, 0.0)), (row.length, row.bits_without_tables))
+            bits[name] = max(bits.get(name, (0, 0.0)), (row.length, row.bits_without_tables))
     source = f"evidence/{file.path.name}"
     return Run(model, file.settings.device, source, {name: b for name, (_, b) in bits.items()}, by_method)
 
