@@ -417,6 +417,12 @@ CLAIMS = (
     Claim("ZipCache", "more bits for salient tokens (3.50 bits) are better than KIVI", "zipcache", "kivi"),
     Claim("KVarN", "2.38 bits lose less than KIVI's 3.00", "kvarn", "kivi"),
     Claim("KVarN", "3.38 bits lose less than KIVI's 4.00", "kvarn:bits=3", "kivi:bits=3"),
+    Claim("KVarN", "normalized tiles are better than rotation alone", "kvarn", "kvarn:rounds=0"),
+    Claim("GSRQ", "less loss than VQLLM at 2 bits", "gsrq", "vqllm"),
+    Claim("GSRQ", "less loss than VQLLM at 1 bit", "gsrq:bits=1", "vqllm:bits=1"),
+    Claim("GSRQ", "gains and shapes alone, without the fitted scale, 1 bit", "gsrq:bits=1,refit=false", "vqllm:bits=1"),
+    Claim("NOVA-KV", "2.19 bits lose less than KIVI's 3.00", "nova", "kivi"),
+    Claim("TaSQ", "1.12 bits lose less than KIVI's 2.00", "tasq", "kivi:bits=1"),
     Claim("kvfold", "`fold` at 2.78 bits loses less than KIVI at 3.00", "fold", "kivi"),
     Claim("kvfold", "`fold` at 2.28 bits loses less than KIVI at 3.00", "fold:bits=2", "kivi"),
     Claim("kvfold", "`fold` at 1.28 bits loses less than KIVI at 2.00", "fold:bits=1", "kivi:bits=1"),
@@ -431,6 +437,13 @@ CLAIMS = (
     Claim("kvfold", "`fold` at 2.28 bits loses less than KVarN at 2.38", "fold:bits=2", "kvarn"),
     Claim("kvfold", "`fold` at 3.28 bits loses less than KVarN at 3.38", "fold:bits=3", "kvarn:bits=3"),
     Claim("kvfold", "`fold` at 1.28 bits loses less than CommVQ at 1.08", "fold:bits=1", "commvq:bits=1"),
+    Claim("kvfold", "`fold` at 2.28 bits loses less than NOVA-KV at 2.19", "fold:bits=2", "nova"),
+    Claim("kvfold", "`fold` at 2.28 bits loses less than GSRQ at 2.12", "fold:bits=2", "gsrq"),
+    Claim("kvfold", "`fold` at 1.28 bits loses less than TaSQ at 1.12", "fold:bits=1", "tasq"),
+    Claim("kvfold", "`fold` at 1.28 bits loses less than GSRQ at 1.12", "fold:bits=1", "gsrq:bits=1"),
+    Claim(
+        "kvfold", "`fold:codebook=true` at 1.28 bits loses less than TaSQ at 1.12", "fold:bits=1,codebook=true", "tasq"
+    ),
 )
 
 

@@ -11,6 +11,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterable
 
+import evidence
 from evidence import BASE, MODELS, NOTHING, ROOT, logs, markdown, of_eval, plain
 
 from kvfold.evaluation.results import Result, ResultFile
@@ -178,6 +179,29 @@ def tasks() -> str:
     return markdown(["task", "model", "tokens", "items", *(f"`{name}`" for name in order)], lines)
 
 
+def families() -> str:
+    """RULER's means by family, all lengths together."""
+    found = [one for one in asked() if one.suite == "ruler"]
+    names = list(dict.fromkeys(name for one in found for name in _order(one)))
+    order = sorted(names, key=lambda name: (name != NOTHING, max(one.bits(name) or 0.0 for one in found)))
+    lines = []
+    for task in REGISTRY["ruler"].tasks:
+        only = [dataclasses.replace(one, by_method=_of_task(one, task)) for one in found]
+        cells, most = [], 0
+        for name in order:
+            values = [value for one in only for value in one.values(name, main_measure("ruler")).values()]
+            most = max(most, len(values))
+            against = None if name == NOTHING else difference(only, name, NOTHING, main_measure("ruler"))
+            mark = "" if against is None else {"worse": " -", "better": " +"}.get(against.verdict, "")
+            cells.append(f"{100 * sum(values) / len(values):.1f}{mark}" if len(values) >= FEW else "-")
+        lines.append([task, str(most), *cells])
+    return markdown(["family", "items", *(f"`{name}`" for name in order)], lines)
+
+
+def _of_task(one: Asked, task: str) -> dict[str, dict[str, Result]]:
+    return {name: {item: row for item, row in rows.items() if row.task == task} for name, rows in one.by_method.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
     """What a paper says of a suite: that a method is ahead of another, or loses nothing against it."""
@@ -333,7 +357,83 @@ def _proposal(file: ResultFile, held: dict, proposal: str) -> list[str] | None: 
     return [*numbers, f"{math.exp(found.mean):.2f}{ends}", str(found.items), by_text, f"**{found.verdict}**"]
 
 
+# ---- what rotations do -----------------------------------------------------------------------------------------------
+
+TILES = ("kvarn", "kvarn:rounds=0", "kvarn:rounds=0,rotation=1", "kvarn:rotation=1", "kvarn+keep=0")
+"""KVarN as it is; without balanced tiles; without them and without the rotation; without the rotation; but for layer 0."""
+
+
+def rotated() -> str:
+    """KVarN with and without its rotation and its factors, on the model where it fails."""
+    model = next(name for name in MODELS if MODELS[name][0] == "0.5B")
+    (run,) = (run for run in evidence.runs() if run.model == model and TILES[2] in run.by_method)
+    (errors,) = (
+        file
+        for path in sorted((ROOT / "evidence").glob("layers-*.jsonl"))
+        if (file := ResultFile.read(path)).settings.model.startswith(model)
+    )
+    lines = []
+    for name in (*TILES, BASE, "fold:bits=2"):
+        found = logs(run, name, BASE)
+        mean = paired(list(found.values()), [0.0] * len(found), higher_is_better=False)
+        ends = "" if mean.low is None or mean.high is None else f" [{_times(mean.low)}, {_times(mean.high)}]"
+        times = ["1", "-"] if name == BASE else [f"{_times(mean.mean)}{ends}", str(len(found))]
+        series = [row.series["scores"] for row in errors.rows.values() if row.method == name]
+        cells = ["-", "-"]
+        if series:
+            rest = [value or 0.0 for layers in series for value in layers[1:]]
+            cells = [f"{series[0][0]:.2f}", f"{sum(rest) / len(rest):.2f}"]
+        lines.append([f"`{name}`", *times, *cells])
+    head = ["method", "times KIVI-2's KL [95%]", "windows", "error of scores, layer 0", "error of scores, other layers"]
+    return markdown(head, lines)
+
+
+# ---- in short --------------------------------------------------------------------------------------------------------
+
+
+def short() -> str:
+    """What a reader takes away."""
+    own, wide = evidence.pair("fold", BASE), evidence.pair("fold:bits=2", BASE)
+    assert own is not None and wide is not None
+    lines = [
+        f"- **Divergence**: `fold` at {evidence.bits_of('fold'):.2f} bits has {_span(own)} of KIVI-2's at 3.00 bits, at "
+        f"{evidence.bits_of('fold:bits=2'):.2f} bits {_span(wide)} (three models, {own.items} windows)."
+    ]
+    for suite in ("gsm8k", "ruler", "code", "needle", "retrieval"):
+        of = [one for one in asked() if one.suite == suite]
+        said = []
+        for name in ("fold", "fold:bits=2", BASE):
+            found = difference(of, name, NOTHING, main_measure(suite))
+            if found is None:
+                continue
+            said.append(f"`{name}` {percent(found, True)}")
+        count = difference(of, "fold", NOTHING, main_measure(suite))
+        if count is not None:
+            many = f"{count.items} items"
+            lines.append(
+                f"- **{WORDS[suite][:1].upper()}{WORDS[suite][1:]}**, points over full precision: {', '.join(said)} ({many})."
+            )
+    verdicts = [
+        evidence.verdict(evidence.pair(claim.ours, claim.other)) for claim in evidence.CLAIMS if claim.paper != "kvfold"
+    ]
+    held = sum(v == "holds" for v in verdicts)
+    fails = sum(v.startswith("does not hold") for v in verdicts)
+    lines.append(
+        f"- **The papers' claims about divergence**: {held} of {len(verdicts)} hold on every model that was run, {fails} do "
+        "not; of the others no difference is shown."
+    )
+    return "\n".join(lines)
+
+
+def _span(found: evidence.Pair) -> str:
+    low, high = min(found.by_model.values()), max(found.by_model.values())
+    return f"{low:.2f} to {high:.2f}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "short": short,
+    "families": families,
+    "rotated": rotated,
     "published": published,
     "gsm8k": gsm8k,
     "tasks": tasks,

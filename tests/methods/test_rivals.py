@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import kvfold
-from helpers import difference, feed, layer, relative, spec, tokens
+from helpers import difference, feed, layer, relative, rope, spec, tokens
 from kvfold import artefact as artefacts
 from kvfold.calibration import gsrq, nova, vqllm
 from kvfold.errors import MethodError
-from kvfold.formats import AffineGroups, Balanced, GroupCodes, Projected, ResidualCodes, UniformTokens
+from kvfold.formats import AffineGroups, Balanced, GroupCodes, Hadamard, Projected, ResidualCodes, UniformTokens
 from kvfold.formats.balanced import factors
 from kvfold.formats.gaussian import gaussian_codes
 from kvfold.formats.grouped import GroupBook, choose
@@ -93,6 +93,22 @@ def test_constant_and_empty_tiles_decode_exactly(axis):
         x = torch.full((1, 1, 128, 64), value)
         assert torch.equal(form.decode(form.encode(x)), x)
     assert torch.isfinite(form.decode(form.encode(torch.full((1, 1, 128, 64), 60000.0) * randn(64).sign()))).all()
+
+
+def test_a_rotation_after_rope_takes_errors_to_where_queries_look():
+    """Why KVarN fails where key biases are large: a bias that RoPE turns costs KIVI's groups in its own two channels alone."""
+    bias, queries = torch.zeros(64), 0.2 * randn(1, 2, 16, 64, seed=1)
+    bias[3], queries[..., 20] = 60.0, 20.0
+    still = randn(1, 2, 128, 64) + bias
+    turned = rope().rotate(still, torch.arange(128)[None])
+    rotation, form = Hadamard(64, 64, 0), balanced("token", rounds=0)
+
+    def scores(x, basis):
+        kept = form.decode(form.encode(basis.apply(x) if basis else x))
+        return (((basis.restore(kept) if basis else kept) - x) @ queries.mT).norm()
+
+    assert scores(turned, rotation) > 3 * scores(turned, None)
+    assert scores(still, rotation) < 1.3 * scores(still, None)
 
 
 def test_kvarns_bits_are_those_of_its_source():
