@@ -76,6 +76,10 @@ def test_a_table_and_raw_tokens_cost_no_warps(method, bf16):
     assert report.shared <= 50176
 
 
+def test_updates_of_whole_pages_are_compiled_to_tensor_cores():
+    assert aot.compile_follow(64, group=3, heads=3).instructions["HMMA"] > 0
+
+
 GPU = {"device": "cuda", "dtype": torch.float16}
 
 

@@ -525,7 +525,7 @@ def compile_follow(
 ) -> Report:
     """Compile the kernel that makes the updates of pages that follow their own queries."""
     fixed = {"GROUP": group, "D": head_dim, "WIDTH": head_dim // 2, "WINDOW_BLOCK": 16}
-    fixed |= {"ROUNDS": follow.rounds(head_dim, 1.0), "H": heads}
+    fixed |= {"ROUNDS": follow.rounds(head_dim, 1.0), "H": triton.next_power_of_2(heads)}
     types = dict.fromkeys(("window", "query"), _width(bf16)) | {"lam": "fp32", "slots": "*i64", "updates": "*fp32"}
     numbers = ("query_start", "window_table", "before_ptr", "closes_ptr", "close_list")
     types |= dict.fromkeys(numbers, "*i32")

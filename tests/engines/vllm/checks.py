@@ -225,9 +225,9 @@ def same_bytes(engine, reference, tokens):
                     assert same > (0.97 if layer == 0 else 0.8), (layer, side, page, name, float(same))
 
 
-def check_batches():
+def check_batches(method="fold:bits=8"):
     """Alone, in mixed batches, four equal prompts in one step, after an abort: the same answers, and the same bytes."""
-    engine = Engine("fold:bits=8")
+    engine = Engine(method)
     prompts = [prompt(n, seed=n) for n in (5, 128, 129, 180, 400)]
     alone, pages = [], []
     for tokens in prompts:
@@ -256,6 +256,11 @@ def check_batches():
     again = engine.ask(prompts[4])
     assert difference(alone[4], again[0]) < CLOSE
     assert engine.free == engine.pool.num_gpu_blocks - 1, "blocks are lost"
+
+
+def check_batches_of_pages_that_follow_their_queries():
+    """The same for SQuat, whose pages are packed when they are whole."""
+    check_batches("squat:bits=8")
 
 
 def bytes_since(engine, first, layer=0):

@@ -56,6 +56,8 @@ def lines(stored: Stored, window: Window, config: Any, kernel: str) -> list[str]
     more = []
     if place := artefact_of(stored, config):
         more.append(f"artefact {place}, SHA-256 {load_cached(place).metadata()['sha256'][:12]}")
+    if stored.follows:
+        more.append("keys: steered by the queries of a page's own tokens, packed once the page is whole")
     if kept := kept_layers(config, layers):
         more.append(f"layers in full precision: {', '.join(map(str, kept))}")
     return [
