@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvfold.evaluation.domains import read_rows
 from kvfold.evaluation.report import figures
@@ -264,10 +264,22 @@ def ranked() -> list[tuple[str, float, Pair]]:
     return sorted(found, key=lambda entry: (entry[1], entry[0]))
 
 
-def everything() -> str:
+NEWEST = ("nova", "tasq", "gsrq", "vqllm", "kvarn")
+"""The newest papers' methods, and what one of them builds on."""
+OURS = tuple(f"fold{options}{book}" for options in (":bits=1", ":bits=2") for book in ("", ",codebook=true"))
+
+
+def newest() -> str:
+    """The newest methods beside fold at their bits."""
+    return everything(lambda name: name in OURS or name.partition(":")[0] in NEWEST)
+
+
+def everything(of: Callable[[str], bool] = bool) -> str:
     """Every method at equal windows, by its bits: divergence as a multiple of KIVI-2's."""
     lines = []
     for name, bits, ratio in ranked():
+        if not of(name):
+            continue
         model, worst = ratio.worst
         lines.append(
             [

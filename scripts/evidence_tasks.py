@@ -425,6 +425,23 @@ def short() -> str:
     return "\n".join(lines)
 
 
+def beside_full() -> str:
+    """Tasks in the README: fold and KIVI-2 against full precision, on the items that all three have."""
+    lines = []
+    for suite in ("gsm8k", "ruler", "needle", "retrieval", "code"):
+        of, measure = [one for one in asked() if one.suite == suite], main_measure(suite)
+        longest = [n for one in of for n in one.lengths]
+        where = f", {min(longest):,} to {max(longest):,} tokens" if longest else ""
+        full = [value for one in of for value in one.values(NOTHING, measure).values()]
+        mine, theirs = (difference(of, name, NOTHING, measure) for name in ("fold", BASE))
+        assert mine is not None and theirs is not None
+        cells = [f"{percent(found, True)}: {found.verdict}" for found in (mine, theirs)]
+        lines.append(
+            [f"{WORDS[suite]}{where}", str(min(mine.items, theirs.items)), f"{100 * sum(full) / len(full):.1f}", *cells]
+        )
+    return markdown(["task", "items", "full precision, %", "`fold`, points over it", "`kivi`, points over it"], lines)
+
+
 def _span(found: evidence.Pair) -> str:
     low, high = min(found.by_model.values()), max(found.by_model.values())
     return f"{low:.2f} to {high:.2f}"

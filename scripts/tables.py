@@ -375,6 +375,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "attention": claims.attention,
         "throughput": claims.throughput,
         "evidence": evidence.main,
+        "answers": evidence_tasks.beside_full,
         "compare": comparison("compare-smollm2-135m.json", only=MAIN.__contains__),
     },
     "docs/results.md": {
@@ -394,7 +395,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         f"docs/methods/{name}.md": {"learned": worst(of_method(name, "fold"), "learned", shared=True)}
         for name in ("vqllm", "kvquant")
     },
-    "docs/notes/rivals.md": {"rivals": rivals(False), "two layers": rivals(True)},
+    "docs/notes/rivals.md": {"newest": evidence.newest, "rivals": rivals(False), "two layers": rivals(True)},
     "docs/methods/commvq.md": {
         "learned": worst(of_method("commvq", "fold"), "learned", shared=True),
         "ablation keys": ablation("9", "10", "figure 4"),
