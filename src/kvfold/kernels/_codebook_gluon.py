@@ -18,10 +18,19 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST, _finish
+from kvfold.kernels._tables_gluon import (
+    _allocated,
+    _chosen,
+    _dynamic_base,
+    _fetch_rows,
+    _fma_half2,
+    _pairs_of_queries,
+    _turned_queries,
+    fetch_turns,
+    unit_place,
+)
 from kvfold.kernels._warp import (
     add_half2,
-    as_float,
-    as_int,
     copy_async,
     copy_commit,
     copy_wait_1,
@@ -35,7 +44,6 @@ from kvfold.kernels._warp import (
     pack_half2,
     program_sync,
     shuffle_xor,
-    store_shared1,
     transpose8,
     unpack_half2,
     warp_sync,
@@ -63,32 +71,8 @@ def shared_bytes(most, bits, columns, warps, kept):
 
 
 @gluon.jit
-def _allocated(thread, BYTES: gl.constexpr):
-    """Shared memory, of which the compiler is to know that it is used."""
-    memory = gl.allocate_shared_memory(gl.int32, [BYTES // 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    if BYTES // 4 >= thread.shape[0]:
-        memory.slice(0, thread.shape[0]).store(thread)
-    else:
-        memory.store(gl.arange(0, BYTES // 4, thread.type.layout))
-    return memory
-
-
-@gluon.jit
-def _dynamic_base(lane):
-    """Address of the program's shared memory, the one allocation of which begins there."""
-    return gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _subtract_half2(a, b):
     return gl.inline_asm_elementwise("sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _fma_half2(a, b, c):
-    return gl.inline_asm_elementwise(
-        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -109,21 +93,6 @@ def _byte_twice(x, I: gl.constexpr):
     """Byte I of x in the low byte of each half."""
     asm: gl.constexpr = _byte_asm(I)
     return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _turn(angle):
-    """Cosine and sine of angles up to 2^21, errors near 3e-5."""
-    return gl.inline_asm_elementwise(
-        """{ .reg .f32 n, r; mul.rn.f32 n, $2, 0f3E22F983; cvt.rni.f32.f32 n, n; neg.f32 n, n;
-        fma.rn.f32 r, n, 0f40C90000, $2; fma.rn.f32 r, n, 0f3AFDAA22, r;
-        cos.approx.ftz.f32 $0, r; sin.approx.ftz.f32 $1, r; }""",
-        "=&f,=&f,f",
-        [angle],
-        dtype=(gl.float32, gl.float32),
-        is_pure=True,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -238,13 +207,15 @@ def _tile_scores(x, y, q, acc):
 
 @gluon.jit
 def _fetch(
-    to, lane, codes, norms, bits, unit, active, STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    to, lane, codes, norms, bits, unit, active, where, STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
     V: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy a unit's codes of some stages; with V, bits of values, also norms and those."""
     whole = lane * 0 + 16
-    at = unit.to(gl.int64)
-    source = codes + (at * (48 * STAGES) + 48 * FIRST) + lane * 16
+    at, away = unit_place(unit, active, where)
+    norms += away
+    bits += away
+    source = codes + away + (at * (48 * STAGES) + 48 * FIRST) + lane * 16
     place = to + lane * 16
     for j in gl.static_range((3 * COUNT + 31) // 32):
         here = active & (lane + 32 * j < 3 * COUNT).to(gl.int32)
@@ -253,57 +224,6 @@ def _fetch(
         copy_async(place, norms + at * 64 + lane * 16, whole, active & (lane < 4).to(gl.int32), 48 * COUNT, 0, True)
         for j in gl.static_range(V // 128):
             copy_async(place, bits + at * (4 * V) + lane * 16, whole, active, 48 * COUNT + 64 + 512 * j, 512 * j, True)
-
-
-@gluon.jit
-def _fetch_rows(base, source, thread, BYTES: gl.constexpr, W: gl.constexpr):
-    """Begin to copy tables; by all threads of the program."""
-    whole = thread * 0 + 16
-    for at in range(0, BYTES, 512 * W):
-        here = (thread * 16 + at < BYTES).to(gl.int32)
-        copy_async(base + thread * 16 + at, source + thread * 16 + at, whole, here, 0, 0, True)
-
-
-@gluon.jit
-def _pairs_of_queries(q_ptr, head, rows, column0, lane, pair, NEXT: gl.constexpr, C: gl.constexpr):
-    """Of C query rows the channels of a lane's two pairs, ``pair`` and the one NEXT further, a row's largest channel scaled
-    to [1, 2); and what they have been divided by."""
-    raw = ()
-    ups = ()
-    for i in gl.static_range(C):
-        row = column0 + i
-        at = q_ptr + (head.to(gl.int64) * rows + row) * 128 + pair
-        inside = (lane * 0 + row) < rows
-        a0 = gl.load(at, mask=inside, other=0.0)
-        a1 = gl.load(at + NEXT, mask=inside, other=0.0)
-        b0 = gl.load(at + 64, mask=inside, other=0.0)
-        b1 = gl.load(at + (64 + NEXT), mask=inside, other=0.0)
-        big = gl.maximum(gl.maximum(gl.abs(a0), gl.abs(a1)), gl.maximum(gl.abs(b0), gl.abs(b1)))
-        for j in gl.static_range(5):
-            big = gl.maximum(big, shuffle_xor(big, 1 << j))
-        exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
-        down = as_float((254 - exponent) << 23)
-        raw = raw + (a0 * down, a1 * down, b0 * down, b1 * down)
-        ups = ups + (as_float(exponent << 23),)
-    return raw, ups
-
-
-@gluon.jit
-def _turned_queries(to, raw, angle, gain, lane, FAR: gl.constexpr, C: gl.constexpr):
-    """Leave the queries, rotated back by ``angle`` of the lane's two pairs, in shared memory."""
-    c0, s0 = _turn(angle[0])
-    c1, s1 = _turn(angle[1])
-    c0 *= gain[0]
-    s0 *= gain[0]
-    c1 *= gain[1]
-    s1 *= gain[1]
-    for i in gl.static_range(C):
-        a0 = raw[4 * i]
-        a1 = raw[4 * i + 1]
-        b0 = raw[4 * i + 2]
-        b1 = raw[4 * i + 3]
-        store_shared1(to + i * 272, pack_half2(a0 * c0 + b0 * s0, a1 * c1 + b1 * s1, False))
-        store_shared1(to + (i * 272 + FAR), pack_half2(b0 * c0 - a0 * s0, b1 * c1 - a1 * s1, False))
 
 
 @gluon.jit
@@ -358,15 +278,6 @@ def _bit_sums(address, p, factor, out, side, lane, V: gl.constexpr):
     return new, sums
 
 
-@gluon.jit
-def _chosen(values, index):
-    """Element ``index`` of a tuple, lane by lane."""
-    out = values[0]
-    for i in gl.static_range(1, len(values)):
-        out = gl.where(index == i, values[i], out)
-    return out
-
-
 @gluon.constexpr_function
 def _stages(stages, most, number):
     """Stages of a pass."""
@@ -376,7 +287,7 @@ def _stages(stages, most, number):
 @gluon.jit
 def _over_units(
     top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, near_turns, far_turns, lane_query, raw,
-    freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, done, length, each, count, kept,
+    freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, done, length, each, count, kept,
     STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     BUFFER: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
@@ -388,7 +299,7 @@ def _over_units(
         warp_sync(lane)
         next_unit = (at + 1 < count) & (i + 1 < length)
         _fetch(
-            stage + (i + 1) % 2 * BUFFER, lane, codes, norms, bits, unit0 + at + 1, next_unit.to(gl.int32), STAGES,
+            stage + (i + 1) % 2 * BUFFER, lane, codes, norms, bits, unit0 + at + 1, next_unit.to(gl.int32), where, STAGES,
             FIRST, COUNT, V,
         )  # fmt: skip
         copy_commit(lane)
@@ -444,79 +355,39 @@ def _over_units(
     return top, out, side
 
 
-@gluon.jit(
-    do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0", "chunk"]
-)
-def codebook_kernel(
-    q_ptr, codes_ptr, norms_ptr, bits_ptr, rows_ptr, size_ptr, freq_ptr, turns_ptr, packed_len_ptr, position_ptr,
-    part_out, part_top, part_sum, scratch_ptr,
-    scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
-    STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
-    KEPT: gl.constexpr,
+@gluon.jit
+def attend_units(
+    base, turns, lane, thread, warp, q, column0, rows, unit_factor, freq_ptr, turns_ptr, position, stored, tables, unit0, where,
+    each, count, kept, chunk,
+    STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
-    """One program: one split of one KV head of one sequence, for C query rows.
+    """Maxima, sums of bits and of weights of each warp's units, ``unit0`` to ``unit0 + count``, as :func:`_finish` takes them.
 
-    Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage. The tables of PASS stages lie in
-    shared memory; where there are more stages, a program goes over ``chunk`` units a warp once for each PASS of them, and
-    keeps scores in ``scratch_ptr``, float32 [programs, W, chunk, 2, 4, 32], in between.
+    ``q`` as :func:`_pairs_of_queries` takes it; ``stored``: where codes, norms and bits begin; ``tables``: the head's, of which
+    copies begin before this where all stages lie in shared memory; ``turns``: address of cosines and sines there;
+    ``position`` of the warp's first token; ``where``: see :func:`unit_place`; ``kept``: the warp's scratch.
     """
     W: gl.constexpr = gl.num_warps()
     PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
-    BYTES: gl.constexpr = shared_bytes(PASS, V, C, W, KEPT)
     BUFFER: gl.constexpr = stage_bytes(PASS, V)
-    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
-    lane = thread % 32
-    warp = thread // 32
+    TURNS: gl.constexpr = 0 if KEPT else 8192
+    codes, norms, bits = stored[0], stored[1], stored[2]
     g = lane // 4
     t = lane % 4
     odd = g % 2 == 1
-    memory = ()
-    for i in gl.static_range(8):
-        if BYTES // 1024 >> i & 1:
-            memory = memory + (_allocated(thread, 1024 << i),)
-    base = _dynamic_base(lane)
-    program_sync(lane)
-    TURNS: gl.constexpr = 0 if KEPT else 8192
-    turns = base + PASS * 16384
     query = turns + TURNS + warp * (C * 272)
     stage = turns + (TURNS + W * C * 272) + warp * (2 * BUFFER)
-
-    split = gl.program_id(1)
-    column0 = (gl.program_id(0) % columns) * C
-    head = gl.program_id(0) // columns
-    batch = head // heads
-    units = gl.minimum(gl.maximum(gl.load(packed_len_ptr + batch) - start, 0) // 32, capacity)
-    lo = (units.to(gl.int64) * split // splits).to(gl.int32)
-    hi = (units.to(gl.int64) * (split + 1) // splits).to(gl.int32)
-    each = (hi - lo + W - 1) // W
-    first = lo + warp * each
-    count = gl.minimum(hi - first, each)
-    unit0 = head * capacity + first
-    codes = codes_ptr.to(gl.int64)
-    norms = norms_ptr.to(gl.int64)
-    bits = bits_ptr.to(gl.int64)
-    tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * (STAGES * 16384)
-
-    if not KEPT:  # cosines and sines: a token's 64 cosines, then its sines
-        for i in gl.static_range((512 + 32 * W - 1) // (32 * W)):
-            piece = thread + i * (32 * W)
-            source = turns_ptr.to(gl.int64) + (piece // 8 % 2 * 4096 + piece // 16 * 128 + piece % 8 * 16)
-            copy_async(turns + piece * 16, source, lane * 0 + 16, (piece < 512).to(gl.int32), 0, 0, True)
     if PASSES == 1:
-        _fetch_rows(base, tables, thread, PASS * 16384, W)
-        copy_commit(lane)
-        _fetch(stage, lane, codes, norms, bits, unit0, (count > 0).to(gl.int32), STAGES, 0, PASS, V)
+        _fetch(stage, lane, codes, norms, bits, unit0, (count > 0).to(gl.int32), where, STAGES, 0, PASS, V)
         copy_commit(lane)
 
     pair = 2 * lane
-    raw, ups = _pairs_of_queries(q_ptr, head, rows, column0, lane, pair, 1, C)
-    unit_factor = scale * gl.load(size_ptr + head % heads)
+    raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 1, C)
     factor0 = _chosen(ups, 2 * t % C) * unit_factor
     factor1 = _chosen(ups, (2 * t + 1) % C) * unit_factor
     freq0 = gl.load(freq_ptr + pair)
     freq1 = gl.load(freq_ptr + pair + 1)
     gain = (gl.load(freq_ptr + 64 + pair), gl.load(freq_ptr + 65 + pair))
-    position = (gl.load(position_ptr + batch) + start).to(gl.int32) + first * 32
 
     token = 4 * (g % 2) + g // 2  # of every eight, a lane's
     begin = token * 12 % 32
@@ -543,8 +414,6 @@ def codebook_kernel(
     else:
         chunks = (each + chunk - 1) // chunk
         length = chunk
-    program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
-    kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
     for c in range(chunks):
         for number in gl.static_range(PASSES):
             done = c * length
@@ -553,7 +422,7 @@ def codebook_kernel(
                 _fetch_rows(base, tables + number * (PASS * 16384), thread, _stages(STAGES, PASS, number) * 16384, W)
                 copy_commit(lane)
                 _fetch(
-                    stage, lane, codes, norms, bits, unit0 + done, (done < count).to(gl.int32), STAGES, PASS * number,
+                    stage, lane, codes, norms, bits, unit0 + done, (done < count).to(gl.int32), where, STAGES, PASS * number,
                     _stages(STAGES, PASS, number), V if number == PASSES - 1 else 0,
                 )  # fmt: skip
                 copy_commit(lane)
@@ -561,7 +430,8 @@ def codebook_kernel(
                 program_sync(lane)
             top, out, side = _over_units(
                 top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, near_turns, far_turns, lane_query,
-                raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, done, length, each, count, kept,
+                raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, done, length, each,
+                count, kept,
                 STAGES, PASS * number, _stages(STAGES, PASS, number), V if number == PASSES - 1 else 0, C, BUFFER, UNROLLED,
                 KEPT,
             )  # fmt: skip
@@ -569,9 +439,67 @@ def codebook_kernel(
                 copy_wait_all(lane)
     copy_wait_all(lane)
     program_sync(lane)
+    return top, out, (side,)
+
+
+@gluon.jit(
+    do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0", "chunk"]
+)
+def codebook_kernel(
+    q_ptr, codes_ptr, norms_ptr, bits_ptr, rows_ptr, size_ptr, freq_ptr, turns_ptr, packed_len_ptr, position_ptr,
+    part_out, part_top, part_sum, scratch_ptr,
+    scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
+    STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
+    KEPT: gl.constexpr,
+):  # fmt: skip
+    """One program: one split of one KV head of one sequence, for C query rows.
+
+    Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage. The tables of PASS stages lie in
+    shared memory; where there are more stages, a program goes over ``chunk`` units a warp once for each PASS of them, and
+    keeps scores in ``scratch_ptr``, float32 [programs, W, chunk, 2, 4, 32], in between.
+    """
+    W: gl.constexpr = gl.num_warps()
+    PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
+    BYTES: gl.constexpr = shared_bytes(PASS, V, C, W, KEPT)
+    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    lane = thread % 32
+    warp = thread // 32
+    memory = ()
+    for i in gl.static_range(8):
+        if BYTES // 1024 >> i & 1:
+            memory = memory + (_allocated(thread, 1024 << i),)
+    base = _dynamic_base(lane)
+    program_sync(lane)
+    turns = base + PASS * 16384
+
+    split = gl.program_id(1)
+    column0 = (gl.program_id(0) % columns) * C
+    head = gl.program_id(0) // columns
+    batch = head // heads
+    units = gl.minimum(gl.maximum(gl.load(packed_len_ptr + batch) - start, 0) // 32, capacity)
+    lo = (units.to(gl.int64) * split // splits).to(gl.int32)
+    hi = (units.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    unit0 = head * capacity + first
+    tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * (STAGES * 16384)
+
+    if not KEPT:
+        fetch_turns(turns, turns_ptr, thread, lane, W)
+    if PASSES == 1:
+        _fetch_rows(base, tables, thread, PASS * 16384, W)
+        copy_commit(lane)
+    position = (gl.load(position_ptr + batch) + start).to(gl.int32) + first * 32
+    program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
+    kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
+    stored = (codes_ptr.to(gl.int64), norms_ptr.to(gl.int64), bits_ptr.to(gl.int64))
+    q = (q_ptr + head.to(gl.int64) * rows * 128, None)
+    top, out, side = attend_units(
+        base, turns, lane, thread, warp, q, column0, rows, scale * gl.load(size_ptr + head % heads), freq_ptr, turns_ptr,
+        position, stored, tables, unit0, None, each, count, kept, chunk, STAGES, PASS, V, C, UNROLLED, KEPT,
+    )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part0 + split)
-    _finish(
-        base, lane, warp, top, out, (side,), part_out, part_top, part_sum, slot0, column0, rows, True, V, 1, -9.0, 1
-    )
+    _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, V, 1, -9.0, 1)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

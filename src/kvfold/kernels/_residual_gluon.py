@@ -13,18 +13,19 @@ operands by transposing 8 x 8 matrices.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._codebook_gluon import (
+from kvfold.kernels._codebook_gluon import _tile_scores
+from kvfold.kernels._registers import _zero4
+from kvfold.kernels._softmax import LOWEST, _finish
+from kvfold.kernels._tables_gluon import (
     _allocated,
     _chosen,
     _dynamic_base,
     _fetch_rows,
     _fma_half2,
     _pairs_of_queries,
-    _tile_scores,
     _turned_queries,
+    unit_place,
 )
-from kvfold.kernels._registers import _zero4
-from kvfold.kernels._softmax import LOWEST, _finish
 from kvfold.kernels._warp import (
     add_half2,
     as_int,
@@ -158,12 +159,16 @@ def _rotated(x, turns):
 
 @gluon.jit
 def _fetch(
-    to, lane, k_codes, v_codes, k_norms, v_norms, unit, active, K: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr,
-    VALUES: gl.constexpr,
+    to, lane, k_codes, v_codes, k_norms, v_norms, unit, active, where, K: gl.constexpr, V: gl.constexpr,
+    KEYS: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy a unit: codes of keys and of values, norms of keys and of values."""
     whole = lane * 0 + 16
-    at = unit.to(gl.int64)
+    at, away = unit_place(unit, active, where)
+    k_codes += away
+    v_codes += away
+    k_norms += away
+    v_norms += away
     place = to + lane * 16
     few = active & (lane < 4).to(gl.int32)
     if KEYS:
@@ -215,7 +220,7 @@ def _weights(scores, norms, top, total):
 @gluon.jit
 def _over_units(
     top, out, total, lane, g, stage, query, selector, k_rows, v_rows, near_turns, far_turns, lane_query, to_query, raw, freq0,
-    freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, done, length, each, count, kept,
+    freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, done, length, each, count, kept,
     K: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, C: gl.constexpr,
     KEPT: gl.constexpr,
 ):  # fmt: skip
@@ -229,7 +234,7 @@ def _over_units(
         next_unit = (at + 1 < count) & (i + 1 < length)
         _fetch(
             stage + (i + 1) % 2 * BUFFER, lane, k_codes, v_codes, k_norms, v_norms, unit0 + at + 1, next_unit.to(gl.int32),
-            K, V, KEYS, VALUES,
+            where, K, V, KEYS, VALUES,
         )  # fmt: skip
         copy_commit(lane)
         if KEYS and not KEPT:
@@ -313,78 +318,39 @@ def _over_units(
     return top, out, total
 
 
-@gluon.jit(
-    do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0", "chunk"]
-)
-def residual_kernel(
-    q_ptr, k_codes_ptr, k_norms_ptr, v_codes_ptr, v_norms_ptr, k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr,
-    packed_len_ptr, position_ptr, part_out, part_top, part_sum, scratch_ptr,
-    scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
-    K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr,
-    KEPT: gl.constexpr,
+@gluon.jit
+def attend_units(
+    base, turns, lane, thread, warp, q, column0, rows, scale, freq_ptr, turns_ptr, position, stored, rows_of, unit0, where,
+    each, count, kept, chunk, K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
-    """One program: one split of one KV head of one sequence, for C query rows.
+    """Maxima, sums of values and of weights of each warp's units, ``unit0`` to ``unit0 + count``, as ``_finish`` takes them.
 
-    Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage; K and V are stages of keys and of
-    values. With BOTH the tables of both lie in shared memory; without, a program goes over ``chunk`` units a warp first for
-    scores, which ``scratch_ptr``, float32 [programs, W, chunk, 2, 4, 32], keeps, and then for values.
+    ``q`` as :func:`_pairs_of_queries` takes it; ``stored``: where codes and norms of keys, and those of values, begin;
+    ``rows_of``: the tables, of which copies begin before this where both lie in shared memory; ``turns``: address of cosines
+    and sines there; ``position`` of the warp's first token; ``where``: see :func:`unit_place`; ``kept``: the warp's scratch.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT)
     BUFFER: gl.constexpr = buffer_bytes(K, V)
-    TABLES: gl.constexpr = table_bytes(K, V, BOTH)
-    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
-    lane = thread % 32
-    warp = thread // 32
+    TURNS: gl.constexpr = 0 if KEPT else 8192
+    k_codes, k_norms, v_codes, v_norms = stored[0], stored[1], stored[2], stored[3]
     g = lane // 4
     t = lane % 4
-    memory = ()
-    for i in gl.static_range(4):
-        if BYTES // 8192 >> i & 1:
-            memory = memory + (_allocated(thread, 8192 << i),)
-    if BYTES >= 131072:
-        memory = memory + (_allocated(thread, 131072),)
-    base = _dynamic_base(lane)
-    program_sync(lane)
-    TURNS: gl.constexpr = 0 if KEPT else 8192
-    turns = base + TABLES
     query = turns + TURNS + warp * (C * 272)
     stage = turns + (TURNS + W * C * 272) + warp * (2 * BUFFER)
-
-    split = gl.program_id(1)
-    column0 = (gl.program_id(0) % columns) * C
-    head = gl.program_id(0) // columns
-    batch = head // heads
-    units = gl.minimum(gl.maximum(gl.load(packed_len_ptr + batch) - start, 0) // 32, capacity)
-    lo = (units.to(gl.int64) * split // splits).to(gl.int32)
-    hi = (units.to(gl.int64) * (split + 1) // splits).to(gl.int32)
-    each = (hi - lo + W - 1) // W
-    first = lo + warp * each
-    count = gl.minimum(hi - first, each)
-    unit0 = head * capacity + first
-    k_codes = k_codes_ptr.to(gl.int64)
-    v_codes = v_codes_ptr.to(gl.int64)
-    k_norms = k_norms_ptr.to(gl.int64)
-    v_norms = v_norms_ptr.to(gl.int64)
-
-    if not KEPT:
-        _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
     if BOTH:
-        _fetch_rows(base, k_rows_ptr.to(gl.int64), thread, K * 16384, W)
-        _fetch_rows(base + K * 16384, v_rows_ptr.to(gl.int64), thread, V * 16384, W)
-        copy_commit(lane)
-        _fetch(stage, lane, k_codes, v_codes, k_norms, v_norms, unit0, (count > 0).to(gl.int32), K, V, True, True)
+        _fetch(
+            stage, lane, k_codes, v_codes, k_norms, v_norms, unit0, (count > 0).to(gl.int32), where, K, V, True, True
+        )
         copy_commit(lane)
 
     # a lane turns pairs 16 t' + 4 m + i, m = 0, 1 or 2, 3, of group i: those that lane t' of every four reads of the group
     pair = lane // 2 % 4 * 16 + lane % 2 * 8 + lane // 8
-    raw, ups = _pairs_of_queries(q_ptr, head, rows, column0, lane, pair, 4, C)
+    raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 4, C)
     factor0 = _chosen(ups, 2 * t % C) * scale
     factor1 = _chosen(ups, (2 * t + 1) % C) * scale
     freq0 = gl.load(freq_ptr + pair)
     freq1 = gl.load(freq_ptr + pair + 4)
     gain = (gl.load(freq_ptr + 64 + pair), gl.load(freq_ptr + 68 + pair))
-    position = (gl.load(position_ptr + batch) + start).to(gl.int32) + first * 32
 
     odd = g % 2
     selector = 0x3210 + odd * (0x2301 - 0x3210)
@@ -403,15 +369,13 @@ def residual_kernel(
     out = ()
     for _i in gl.static_range(8):
         out = out + (_zero4(lane),)
-    program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
-    kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
     if BOTH:
         copy_wait_1(lane)
         program_sync(lane)
         top, out, total = _over_units(
             top, out, total, lane, g, stage, query, selector, k_lane, v_lane, near_turns, far_turns, lane_query, to_query, raw,
-            freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, 0, each, each, count,
-            kept, K, V, True, True, C, KEPT,
+            freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, 0, each, each,
+            count, kept, K, V, True, True, C, KEPT,
         )  # fmt: skip
     else:
         for c in range((each + chunk - 1) // chunk):
@@ -419,12 +383,12 @@ def residual_kernel(
             for number in gl.static_range(2):
                 program_sync(lane)
                 if number == 0:
-                    _fetch_rows(base, k_rows_ptr.to(gl.int64), thread, K * 16384, W)
+                    _fetch_rows(base, rows_of[0], thread, K * 16384, W)
                 else:
-                    _fetch_rows(base, v_rows_ptr.to(gl.int64), thread, V * 16384, W)
+                    _fetch_rows(base, rows_of[1], thread, V * 16384, W)
                 copy_commit(lane)
                 _fetch(
-                    stage, lane, k_codes, v_codes, k_norms, v_norms, unit0 + done, (done < count).to(gl.int32), K, V,
+                    stage, lane, k_codes, v_codes, k_norms, v_norms, unit0 + done, (done < count).to(gl.int32), where, K, V,
                     number == 0, number == 1,
                 )  # fmt: skip
                 copy_commit(lane)
@@ -433,7 +397,7 @@ def residual_kernel(
                 top, out, total = _over_units(
                     top, out, total, lane, g, stage, query, selector, k_lane, v_lane, near_turns, far_turns, lane_query,
                     to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0,
-                    done, chunk, each, count, kept, K, V, number == 0, number == 1, C, KEPT,
+                    where, done, chunk, each, count, kept, K, V, number == 0, number == 1, C, KEPT,
                 )  # fmt: skip
                 copy_wait_all(lane)
     copy_wait_all(lane)
@@ -443,8 +407,71 @@ def residual_kernel(
     for i in gl.static_range(3):
         s0 += shuffle_xor(s0, 4 << i)
         s1 += shuffle_xor(s1, 4 << i)
+    return top, out, ((s0, s1, s0, s1),)
+
+
+@gluon.jit(
+    do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0", "chunk"]
+)
+def residual_kernel(
+    q_ptr, k_codes_ptr, k_norms_ptr, v_codes_ptr, v_norms_ptr, k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr,
+    packed_len_ptr, position_ptr, part_out, part_top, part_sum, scratch_ptr,
+    scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
+    K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr,
+    KEPT: gl.constexpr,
+):  # fmt: skip
+    """One program: one split of one KV head of one sequence, for C query rows.
+
+    Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage; K and V are stages of keys and of
+    values. With BOTH the tables of both lie in shared memory; without, a program goes over ``chunk`` units a warp first for
+    scores, which ``scratch_ptr``, float32 [programs, W, chunk, 2, 4, 32], keeps, and then for values.
+    """
+    W: gl.constexpr = gl.num_warps()
+    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT)
+    TABLES: gl.constexpr = table_bytes(K, V, BOTH)
+    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    lane = thread % 32
+    warp = thread // 32
+    memory = ()
+    for i in gl.static_range(4):
+        if BYTES // 8192 >> i & 1:
+            memory = memory + (_allocated(thread, 8192 << i),)
+    if BYTES >= 131072:
+        memory = memory + (_allocated(thread, 131072),)
+    base = _dynamic_base(lane)
+    program_sync(lane)
+    turns = base + TABLES
+
+    split = gl.program_id(1)
+    column0 = (gl.program_id(0) % columns) * C
+    head = gl.program_id(0) // columns
+    batch = head // heads
+    units = gl.minimum(gl.maximum(gl.load(packed_len_ptr + batch) - start, 0) // 32, capacity)
+    lo = (units.to(gl.int64) * split // splits).to(gl.int32)
+    hi = (units.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    unit0 = head * capacity + first
+    stored = (k_codes_ptr.to(gl.int64), k_norms_ptr.to(gl.int64), v_codes_ptr.to(gl.int64), v_norms_ptr.to(gl.int64))
+    k_rows = k_rows_ptr.to(gl.int64)
+    v_rows = v_rows_ptr.to(gl.int64)
+
+    if not KEPT:
+        _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
+    if BOTH:
+        _fetch_rows(base, k_rows, thread, K * 16384, W)
+        _fetch_rows(base + K * 16384, v_rows, thread, V * 16384, W)
+        copy_commit(lane)
+    position = (gl.load(position_ptr + batch) + start).to(gl.int32) + first * 32
+    program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
+    kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
+    q = (q_ptr + head.to(gl.int64) * rows * 128, None)
+    top, out, side = attend_units(
+        base, turns, lane, thread, warp, q, column0, rows, scale, freq_ptr, turns_ptr, position, stored, (k_rows, v_rows),
+        unit0, None, each, count, kept, chunk, K, V, BOTH, C, KEPT,
+    )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part0 + split)
-    side = ((s0, s1, s0, s1),)
     _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, 128, 1, 0.0)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

@@ -63,7 +63,9 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         raise ValueError(f"unproject: {call.unproject!r}; allowed: ValueRows, for sums of bits")
     tokens, heads = step.max_query_len, call.num_kv_heads
     rows = num_heads // heads * tokens
-    kernel = choose(call.key_format, call.value_format, call.rope is not None, call.query.device)
+    kernel = _with_tables(call, rows) or choose(
+        call.key_format, call.value_format, call.rope is not None, call.query.device
+    )
     at_once = kernel is not pieces and _reads_windows(call)
     of_raw = raw_parts(step) if at_once else 1
     parts = workspace.item_list.shape[0] + of_raw * step.seqs
@@ -101,6 +103,17 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         **early_launch(early),
     )
     return out
+
+
+def _with_tables(call: PagedCall, rows: int) -> Pieces | None:
+    """The kernel that keeps tables of codes in shared memory, where one serves the call."""
+    assert call.query is not None
+    if call.query.device.type != "cuda" or call.rope is None:
+        return None
+    from kvfold.kernels.paged import tables
+
+    why = tables.unsupported(call.key_format, call.value_format, call.rope, rows, call.query.device)
+    return None if why else tables.pieces
 
 
 def _reads_windows(call: PagedCall) -> bool:
@@ -217,6 +230,10 @@ def ready(key_format: Format, value_format: Format, rope: Rope | None, device: t
     """Make the tables that :func:`pieces` reads, for any number of query rows."""
     if why_not(key_format, value_format, rope is not None, device) or rope is None:
         return
+    if device.type == "cuda":
+        from kvfold.kernels.paged import tables
+
+        tables.ready(key_format, value_format, rope, device)
     rotary = 2 * rope.inv_freq.numel()
     readers = blocks.readers_of(key_format, value_format, rotary)
     for reader in readers:

@@ -1,0 +1,136 @@
+"""What kernels with tables of codes in shared memory share: that memory, tables, rotation, queries that are rotated back."""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._warp import as_float, as_int, copy_async, pack_half2, shuffle_xor, store_shared1
+
+
+@gluon.jit
+def _allocated(thread, BYTES: gl.constexpr):
+    """Shared memory, of which the compiler is to know that it is used."""
+    memory = gl.allocate_shared_memory(gl.int32, [BYTES // 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if BYTES // 4 >= thread.shape[0]:
+        memory.slice(0, thread.shape[0]).store(thread)
+    else:
+        memory.store(gl.arange(0, BYTES // 4, thread.type.layout))
+    return memory
+
+
+@gluon.jit
+def _dynamic_base(lane):
+    """Address of the program's shared memory, the one allocation of which begins there."""
+    return gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _fma_half2(a, b, c):
+    return gl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _turn(angle):
+    """Cosine and sine of angles up to 2^21, errors near 3e-5."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .f32 n, r; mul.rn.f32 n, $2, 0f3E22F983; cvt.rni.f32.f32 n, n; neg.f32 n, n;
+        fma.rn.f32 r, n, 0f40C90000, $2; fma.rn.f32 r, n, 0f3AFDAA22, r;
+        cos.approx.ftz.f32 $0, r; sin.approx.ftz.f32 $1, r; }""",
+        "=&f,=&f,f",
+        [angle],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def unit_place(unit, active, where):
+    """A unit's number in the storage, and bytes to where that begins. ``where``: None, or a table of pages of four units and
+    the bytes from a page to the next; what is not ``active`` may lie beyond the table."""
+    if where is None:
+        return unit.to(gl.int64), unit.to(gl.int64) * 0
+    else:
+        real = unit * active
+        page = gl.load(where[0] + real // 4).to(gl.int64)
+        return (real % 4).to(gl.int64), page * where[1]
+
+
+@gluon.jit
+def _fetch_rows(base, source, thread, BYTES: gl.constexpr, W: gl.constexpr):
+    """Begin to copy tables; by all threads of the program."""
+    whole = thread * 0 + 16
+    for at in range(0, BYTES, 512 * W):
+        here = (thread * 16 + at < BYTES).to(gl.int32)
+        copy_async(base + thread * 16 + at, source + thread * 16 + at, whole, here, 0, 0, True)
+
+
+@gluon.jit
+def _pairs_of_queries(q, rows, column0, lane, pair, NEXT: gl.constexpr, C: gl.constexpr):
+    """Of C query rows the channels of a lane's two pairs, ``pair`` and the one NEXT further, a row's largest channel scaled
+    to [1, 2); and what they have been divided by.
+
+    ``q``: pointer to a KV head's first row, and None; or to its first query head of a sequence's first token in a step, and
+    elements from a token to the next, tokens of each query head, and those that there are.
+    """
+    raw = ()
+    ups = ()
+    for i in gl.static_range(C):
+        row = column0 + i
+        inside = (lane * 0 + row) < rows
+        if q[1] is None:
+            at = q[0] + row.to(gl.int64) * 128 + pair
+        else:
+            token = row % q[1][1]
+            at = q[0] + token.to(gl.int64) * q[1][0] + (row // q[1][1]) * 128 + pair
+            inside = inside & (token < q[1][2])
+        a0 = gl.load(at, mask=inside, other=0.0).to(gl.float32)
+        a1 = gl.load(at + NEXT, mask=inside, other=0.0).to(gl.float32)
+        b0 = gl.load(at + 64, mask=inside, other=0.0).to(gl.float32)
+        b1 = gl.load(at + (64 + NEXT), mask=inside, other=0.0).to(gl.float32)
+        big = gl.maximum(gl.maximum(gl.abs(a0), gl.abs(a1)), gl.maximum(gl.abs(b0), gl.abs(b1)))
+        for j in gl.static_range(5):
+            big = gl.maximum(big, shuffle_xor(big, 1 << j))
+        exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
+        down = as_float((254 - exponent) << 23)
+        raw = raw + (a0 * down, a1 * down, b0 * down, b1 * down)
+        ups = ups + (as_float(exponent << 23),)
+    return raw, ups
+
+
+@gluon.jit
+def _turned_queries(to, raw, angle, gain, lane, FAR: gl.constexpr, C: gl.constexpr):
+    """Leave the queries, rotated back by ``angle`` of the lane's two pairs, in shared memory."""
+    c0, s0 = _turn(angle[0])
+    c1, s1 = _turn(angle[1])
+    c0 *= gain[0]
+    s0 *= gain[0]
+    c1 *= gain[1]
+    s1 *= gain[1]
+    for i in gl.static_range(C):
+        a0 = raw[4 * i]
+        a1 = raw[4 * i + 1]
+        b0 = raw[4 * i + 2]
+        b1 = raw[4 * i + 3]
+        store_shared1(to + i * 272, pack_half2(a0 * c0 + b0 * s0, a1 * c1 + b1 * s1, False))
+        store_shared1(to + (i * 272 + FAR), pack_half2(b0 * c0 - a0 * s0, b1 * c1 - a1 * s1, False))
+
+
+@gluon.jit
+def _chosen(values, index):
+    """Element ``index`` of a tuple, lane by lane."""
+    out = values[0]
+    for i in gl.static_range(1, len(values)):
+        out = gl.where(index == i, values[i], out)
+    return out
+
+
+@gluon.jit
+def fetch_turns(turns, turns_ptr, thread, lane, W: gl.constexpr):
+    """Begin to copy cosines and sines: a token's 64 cosines, then its sines."""
+    for i in gl.static_range((512 + 32 * W - 1) // (32 * W)):
+        piece = thread + i * (32 * W)
+        source = turns_ptr.to(gl.int64) + (piece // 8 % 2 * 4096 + piece // 16 * 128 + piece % 8 * 16)
+        copy_async(turns + piece * 16, source, lane * 0 + 16, (piece < 512).to(gl.int32), 0, 0, True)

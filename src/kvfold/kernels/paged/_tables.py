@@ -1,0 +1,175 @@
+"""Pieces of pages whose tables of codes lie in shared memory (CommVQ, VQLLM), by a table of pages: the loops of
+:mod:`kvfold.kernels._codebook_gluon` and :mod:`kvfold.kernels._residual_gluon`."""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels import _codebook_gluon as codebook
+from kvfold.kernels import _residual_gluon as residual
+from kvfold.kernels._softmax import _finish
+from kvfold.kernels._tables_gluon import _allocated, _dynamic_base, _fetch_rows, fetch_turns
+from kvfold.kernels._warp import as_float, copy_commit, load_global4, program_sync
+
+
+@gluon.jit
+def _piece(item_list, item, warp, W: gl.constexpr):
+    """Sequence of a piece; a warp's share of its units: number of the first, of every warp's, of its own; where the step's
+    tokens begin, and their number."""
+    place = item_list + 8 * item
+    lo = gl.maximum(gl.load(place + 1) * 4, gl.load(place + 4) // 32)
+    hi = gl.minimum(gl.load(place + 2) * 4, gl.load(place + 3) // 32)
+    each = (gl.maximum(hi - lo, 0) + W - 1) // W
+    first = lo + warp * each
+    return gl.load(place), first, each, gl.minimum(hi - first, each), gl.load(place + 5), gl.load(place + 6)
+
+
+@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs", "chunk"])
+def residual_pieces_kernel(
+    q_ptr, q_token, items_ptr, item_list, table, table_step, region, page_step, head_step,
+    k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr, part_out, part_top, part_sum, scratch_ptr,
+    scale, heads, rows, tokens, seqs, chunk,
+    K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr, KEPT: gl.constexpr, AT: gl.constexpr,
+):  # fmt: skip
+    """Any number of programs; each takes every so many-th piece and KV head.
+
+    ``region``: where pages' bytes lie, from the keys' codes on; AT: bytes from there to the keys' norms and to the values'
+    codes and norms. ``page_step`` and ``head_step``: bytes from a page, and from a head, to the next. Query heads lie together,
+    ``q_token`` elements from a token to the next; there are at most C query rows. The rest is the slab kernel's.
+    """
+    W: gl.constexpr = gl.num_warps()
+    BYTES: gl.constexpr = residual.shared_bytes(K, V, BOTH, C, W, KEPT)
+    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    lane = thread % 32
+    warp = thread // 32
+    memory = ()
+    for i in gl.static_range(4):
+        if BYTES // 8192 >> i & 1:
+            memory = memory + (_allocated(thread, 8192 << i),)
+    if BYTES >= 131072:
+        memory = memory + (_allocated(thread, 131072),)
+    base = _dynamic_base(lane)
+    turns = base + residual.table_bytes(K, V, BOTH)
+    k_rows = k_rows_ptr.to(gl.int64)
+    v_rows = v_rows_ptr.to(gl.int64)
+    kept = scratch_ptr + ((gl.program_id(0) * W + warp).to(gl.int64) * chunk * 256 + lane * (1 if KEPT else 4))
+    for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads, gl.num_programs(0)):
+        item = task // heads
+        head = task % heads
+        seq, first, each, count, begin, own = _piece(item_list, item, warp, W)
+        program_sync(lane)
+        if not KEPT:
+            _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
+        if BOTH:
+            _fetch_rows(base, k_rows, thread, K * 16384, W)
+            _fetch_rows(base + K * 16384, v_rows, thread, V * 16384, W)
+            copy_commit(lane)
+        stored = region.to(gl.int64) + head.to(gl.int64) * head_step
+        where = (table + seq.to(gl.int64) * table_step, page_step)
+        q = (q_ptr + (begin.to(gl.int64) * q_token + head * (rows // tokens) * 128), (q_token, tokens, own))
+        top, out, side = residual.attend_units(
+            base, turns, lane, thread, warp, q, task * 0, rows, scale, freq_ptr, turns_ptr, first * 32,
+            (stored, stored + AT[0], stored + AT[1], stored + AT[2]), (k_rows, v_rows), first, where, each, count, kept, chunk,
+            K, V, BOTH, C, KEPT,
+        )  # fmt: skip
+        slot0 = (item + seq + 1).to(gl.int64) * heads + head
+        _finish(
+            base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, task * 0, rows, False, 128, 1, 0.0
+        )
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()
+
+
+@gluon.jit
+def _load_again(address):
+    """Words that this program has stored."""
+    return gl.inline_asm_elementwise(
+        "ld.global.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _turned(sums, matrix, part_sum, to, thread, rows, V: gl.constexpr, C: gl.constexpr):
+    """Turn C rows of sums of bits [V] into values, by a head's ``matrix`` [V + 1, 128]; halves of the program share them."""
+    EACH: gl.constexpr = C // 2
+    channel = thread % 128
+    row0 = thread // 128 * EACH
+    at = sums.to(gl.int64) + row0.to(gl.int64) * (4 * V)
+    column = matrix + channel
+    acc = ()
+    for _i in gl.static_range(EACH):
+        acc = acc + (channel.to(gl.float32) * 0.0,)
+    for k in range(0, V, 4):
+        m = ()
+        for j in gl.static_range(4):
+            m = m + (gl.load(column + (k + j) * 128),)
+        new = ()
+        for i in gl.static_range(EACH):
+            x = load_global4(at + (i * 4 * V) + k * 4, channel * 0 + 1)
+            total = acc[i]
+            for j in gl.static_range(4):
+                total = gl.fma(as_float(x[j]), m[j], total)
+            new = new + (total,)
+        acc = new
+    whole = gl.load(column + V * 128)
+    for i in gl.static_range(EACH):
+        row = row0 + i
+        weight = as_float(_load_again(part_sum.to(gl.int64) + gl.minimum(row, rows - 1) * 4))
+        gl.store(to + (row * 128 + channel), gl.fma(whole, weight, acc[i]), mask=row < rows)
+
+
+@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs", "chunk"])
+def codebook_pieces_kernel(
+    q_ptr, q_token, items_ptr, item_list, table, table_step, region, page_step, head_step,
+    rows_ptr, size_ptr, freq_ptr, turns_ptr, matrix_ptr, part_out, part_top, part_sum, scratch_ptr, sums_ptr,
+    scale, heads, rows, tokens, seqs, chunk,
+    STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
+    KEPT: gl.constexpr, AT: gl.constexpr,
+):  # fmt: skip
+    """As :func:`residual_pieces_kernel`; AT: bytes to norms and bits. Sums of bits become values before they are stored, by
+    ``matrix_ptr``, float32 [heads, V + 1, 128]; ``sums_ptr``, float32 [programs, 8, V], has room for them."""
+    W: gl.constexpr = gl.num_warps()
+    PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
+    BYTES: gl.constexpr = codebook.shared_bytes(PASS, V, C, W, KEPT)
+    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    lane = thread % 32
+    warp = thread // 32
+    memory = ()
+    for i in gl.static_range(8):
+        if BYTES // 1024 >> i & 1:
+            memory = memory + (_allocated(thread, 1024 << i),)
+    base = _dynamic_base(lane)
+    turns = base + PASS * 16384
+    program = gl.program_id(0).to(gl.int64)
+    kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
+    own_sums = sums_ptr + program * (8 * V)
+    for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads, gl.num_programs(0)):
+        item = task // heads
+        head = task % heads
+        seq, first, each, count, begin, own = _piece(item_list, item, warp, W)
+        tables = rows_ptr.to(gl.int64) + head.to(gl.int64) * (STAGES * 16384)
+        program_sync(lane)
+        if not KEPT:
+            fetch_turns(turns, turns_ptr, thread, lane, W)
+        if PASSES == 1:
+            _fetch_rows(base, tables, thread, PASS * 16384, W)
+            copy_commit(lane)
+        stored = region.to(gl.int64) + head.to(gl.int64) * head_step
+        where = (table + seq.to(gl.int64) * table_step, page_step)
+        q = (q_ptr + (begin.to(gl.int64) * q_token + head * (rows // tokens) * 128), (q_token, tokens, own))
+        top, out, side = codebook.attend_units(
+            base, turns, lane, thread, warp, q, task * 0, rows, scale * gl.load(size_ptr + head), freq_ptr, turns_ptr,
+            first * 32, (stored, stored + AT[0], stored + AT[1]), tables, first, where, each, count, kept, chunk,
+            STAGES, PASS, V, C, UNROLLED, KEPT,
+        )  # fmt: skip
+        slot0 = (item + seq + 1).to(gl.int64) * heads + head
+        _finish(
+            base, lane, warp, top, out, side, own_sums - slot0 * rows * V, part_top, part_sum, slot0, task * 0, rows, True, V,
+            1, -9.0,
+        )  # fmt: skip
+        program_sync(lane)
+        matrix = matrix_ptr + head * ((V + 1) * 128)
+        to = part_out + slot0 * rows * 128
+        _turned(own_sums, matrix, part_sum + slot0 * rows, to, thread, rows, V, C)
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()

@@ -1,0 +1,135 @@
+"""Pieces of pages of CommVQ and VQLLM by kernels that keep tables of codes in shared memory: launches them."""
+
+import math
+from typing import Any
+
+import torch
+
+from kvfold.formats import Format, ResidualCodes
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, ValueRows
+from kvfold.formats.packing import UNIT
+from kvfold.kernels import codebook, residual
+from kvfold.kernels._residual_gluon import shared_bytes
+from kvfold.kernels.paged.call import PagedCall
+from kvfold.kernels.paged.gluon import region_of
+from kvfold.kernels.paged.work import Workspace
+from kvfold.kernels.partials import LOG2E
+from kvfold.kernels.readers.additive import tables_of
+from kvfold.kernels.stored import rotation_of
+from kvfold.kernels.tables import MOST_ROWS
+from kvfold.kernels.windows import program_memory
+from kvfold.rope import Rope
+
+SEEN: frozenset[tuple[str, int, int]] = frozenset(
+    {("additive codes", 11, 128), ("additive codes", 21, 256), ("residual codes", 4, 4), ("residual codes", 8, 8)}
+)
+"""Kinds of keys, their stages, and bits or stages of values, whose numbers a run on a GPU has shown right."""
+
+
+def unsupported(
+    key_format: Format, value_format: Format, rope: Rope | None, rows: int, device: torch.device
+) -> str | None:
+    """Why these kernels do not serve pages, with ``rows`` query rows per KV head; None if one does."""
+    if not isinstance(key_format, AdditiveCodes | ResidualCodes):
+        return f"keys: {key_format.kind} storage; allowed: {AdditiveCodes.kind}, {ResidualCodes.kind}"
+    if device.type != "cuda" or rope is None or rows > MOST_ROWS:
+        return f"device {device.type}, rope {rope}, {rows} query rows; allowed: cuda, a rotation, up to {MOST_ROWS}"
+    of = codebook if isinstance(key_format, AdditiveCodes) else residual
+    if why := of.unsupported(key_format, value_format, 2 * rope.inv_freq.numel()):
+        return why
+    sizes = key_format.stages, value_format.codes if isinstance(value_format, BinaryCodes) else value_format.stages  # type: ignore[attr-defined]
+    if (key_format.kind, *sizes) not in SEEN:
+        return f"{sizes[0]} stages, {sizes[1]} of values: not seen right on a GPU yet"
+    needs = _bytes(key_format, value_format, rows, program_memory(device))
+    there = program_memory(device)
+    return None if needs <= there else f"{there} bytes of shared memory; needed: {needs}"
+
+
+def _plan(key_format: Any, value_format: Any, rows: int, there: int) -> Any:
+    if isinstance(key_format, AdditiveCodes):
+        return codebook._shape(key_format.stages, rows)
+    return residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, there)
+
+
+def _bytes(key_format: Any, value_format: Any, rows: int, there: int) -> int:
+    plan = _plan(key_format, value_format, rows, there)
+    if isinstance(key_format, AdditiveCodes):
+        return codebook.program_bytes(value_format, plan)
+    stages = key_format.stages, value_format.stages
+    return int(shared_bytes(*stages, plan.both, plan.columns, plan.warps, plan.kept))
+
+
+def ready(key_format: Format, value_format: Format, rope: Rope | None, device: torch.device) -> None:
+    """Make what kernels read beside pages, for any number of query rows."""
+    for rows in (4, 8):
+        if unsupported(key_format, value_format, rope, rows, device) is None:
+            assert rope is not None
+            _read(key_format, value_format, rope, _plan(key_format, value_format, rows, program_memory(device)), device)
+
+
+def _read(keys: Format, values: Format, rope: Rope, plan: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Tables and rotation, in the order of the kernel's arguments."""
+    if isinstance(keys, AdditiveCodes):
+        assert keys.codebook is not None
+        turning = rotation_of(rope, 64, UNIT, 1, 128, device)
+        return *tables_of(keys.codebook.on(device)), turning.freq, turning.table
+    assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
+    assert keys.book is not None and values.book is not None
+    rows = residual._rows(keys.book.on(device), True), residual._rows(values.book.on(device), False)
+    return *rows, rotation_of(rope, 64, UNIT, 1, 128, device).freq, residual.turns(rope, device, plan.kept)
+
+
+def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
+    """Write the parts of all pieces of packed tokens."""
+    from kvfold.kernels.paged._tables import codebook_pieces_kernel, residual_pieces_kernel
+
+    keys, values, device = call.key_format, call.value_format, query.device
+    assert call.rope is not None
+    plan = _plan(keys, values, rows, program_memory(device))
+    additive = isinstance(keys, AdditiveCodes)
+    names = ("bits",) if additive else ("codes", "rms")
+    fields = (call.keys["codes"], call.keys["rms"], *(call.values[name] for name in names))
+    (page, head), at = region_of(fields)
+    if query.stride(1) != query.shape[2]:
+        query = query.contiguous()
+    step, w = call.step, workspace
+    fixed: dict[str, Any]
+    more: tuple[torch.Tensor, ...] = ()
+    sums: tuple[torch.Tensor, ...] = ()
+    if isinstance(keys, AdditiveCodes):
+        fixed, passes = codebook.constants(keys, values, plan), math.ceil(keys.stages / plan.stages)
+        assert isinstance(call.unproject, ValueRows)
+        more = (call.unproject.rows,)
+        sums = (torch.empty(w.processors * 8 * fixed["V"], dtype=torch.float32, device=device),)
+    else:
+        assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
+        fixed, passes = residual.constants(keys, values, plan), 1 if plan.both else 2
+    kept = w.processors * plan.warps * plan.chunk * 256 if passes > 1 else 0
+    (codebook_pieces_kernel if additive else residual_pieces_kernel)[(w.processors,)](
+        query,
+        query.stride(0),
+        w.items,
+        w.item_list,
+        step.table,
+        step.table.stride(0),
+        fields[0],
+        page,
+        head,
+        *_read(keys, values, call.rope, plan, device),
+        *more,
+        w.out,
+        w.top,
+        w.total,
+        torch.empty(kept, dtype=torch.float32, device=device),
+        *sums,
+        float(call.scale) * LOG2E,
+        call.num_kv_heads,
+        rows,
+        step.max_query_len,
+        step.seqs,
+        plan.chunk,
+        AT=at,
+        **fixed,
+        num_warps=plan.warps,
+        maxnreg=plan.registers,
+    )
