@@ -135,7 +135,10 @@ def ready(key_format: Format, value_format: Format, maps: Mapping[str, Any], dev
     """
     from kvfold.kernels.paged import attention, books
 
-    attention.ready(key_format, value_format, maps.get("rope"), device)
+    rope = maps.get("rope")
+    attention.ready(key_format, value_format, rope, device)
+    if rope is not None:
+        books.frequencies(rope, device)
     if books.serves(key_format, value_format):
         for form in (key_format, value_format):
             books.tables_of(form, maps.get("bits"), device)

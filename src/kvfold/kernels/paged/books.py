@@ -1,6 +1,7 @@
 """Storing a step where codes are chosen from learned codebooks (VQLLM, CommVQ): a kernel for the windows, one for each side."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ from kvfold.formats.residual import Codebook
 from kvfold.kernels.paged._store_books import append_kernel, close_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace
+from kvfold.rope import Rope
 
 BOOKS = (ResidualCodes, AdditiveCodes, BinaryCodes)
 MOST_LEVELS = 64
@@ -95,7 +97,7 @@ def store(call: PagedCall, new: list[torch.Tensor], workspace: Workspace) -> Non
             scale,
             *scale.stride()[:2],
             tables,
-            workspace.top if rope is None else rope.inv_freq,
+            workspace.top if rope is None else frequencies(rope, new[i].device),
             1.0 if rope is None else 1.0 / rope.scaling,
             step.seqs,
             call.num_kv_heads,
@@ -106,6 +108,12 @@ def store(call: PagedCall, new: list[torch.Tensor], workspace: Workspace) -> Non
             num_warps=warps,
             num_stages=1,
         )
+
+
+@lru_cache(maxsize=64)
+def frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
+    """A rotation's, where kernels read them."""
+    return rope.inv_freq.to(device)
 
 
 def _strided(some: list[torch.Tensor]) -> list[Any]:
