@@ -12,7 +12,7 @@ import types
 import torch
 from triton.runtime.jit import JITFunction
 
-MODULES = ("_registers", "_softmax", "_codebook_gluon", "_residual_gluon")
+MODULES = ("_registers", "_softmax", "_tables_gluon", "_codebook_gluon", "_residual_gluon", "paged._tables")
 WORD = 1 << 32
 
 
@@ -225,6 +225,7 @@ class Program:
             "_funnel": funnel, "_turn": self.turn, "_byte_twice": lambda x, i: permuted(x, 0x4040 | i | i << 8),
             "_row_at": lambda x, base, i: permuted(x, 0x4440 | i) * 128 + base,
             "_swapped": lambda x, selector: permuted(x, selector),
+            "_load_again": lambda at: self.memory.read(at, torch.int32).squeeze(-1),
             "_dynamic_base": lambda lane: lane * 0 + 1024,
             "_allocated": lambda *_: types.SimpleNamespace(_keep_alive=nothing),
             **dict.fromkeys(("copy_commit", "copy_wait_1", "copy_wait_all", "warp_sync", "program_sync"), nothing),

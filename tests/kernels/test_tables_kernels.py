@@ -13,9 +13,13 @@ pytest.importorskip("triton")
 
 import lanes
 from blocks_case import Case, commvq, residuals, unproject
-from kvfold.kernels import blocks, codebook, residual
+from books_case import layer as books_layer
+from kvfold.kernels import blocks, codebook, paged, residual
 from kvfold.kernels.aot_tables import compile_tables
+from kvfold.kernels.paged import Workspace
+from kvfold.kernels.paged import tables as paged_tables
 from kvfold.kernels.partials import Partials
+from paged_case import Server
 
 FORMATS = {
     "commvq-1bit": (commvq(11, codes=128), unproject),
@@ -104,6 +108,39 @@ def test_lanes_agree_with_decoding(name, per_head, kept, monkeypatch):
     assert torch.isfinite(got).all()
     for b in range(len(want)):
         assert float((got[b] - want[b]).norm() / want[b].norm()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "method, per_head, tokens",
+    [("commvq:bits=1", 4, 1), ("commvq", 4, 1), ("vqllm:bits=1", 4, 2), ("vqllm", 2, 1)],
+)
+def test_lanes_read_pages(method, per_head, tokens, monkeypatch):
+    """Two sequences through their tables: a piece of one, two of the other, of which the last page is not full."""
+    name = "codebook_pieces_kernel" if method.startswith("commvq") else "residual_pieces_kernel"
+    monkeypatch.setattr(paged_tables, name, Emulated(getattr(paged_tables, name)))
+    monkeypatch.setattr(paged_tables, "program_memory", lambda device: 227 << 10)
+    server = Server(method, (210, 300), 128, per_head=per_head, layer=books_layer(method, 128, per_head=per_head))
+    paged.store(server.step([210 - tokens, 300 - tokens]))
+    call = server.step([tokens, tokens], in_place=True)
+    space = Workspace.make(3, 4, 512, 2 * per_head, 128, "cpu", short=2, piece_pages=1)
+    pieces = [(i, page, page + 1) for i in range(2) for page in range(-(-call.step.host[i].packed // 128))]
+    for at, (i, first, stop) in enumerate(pieces):
+        row = call.step.host[i]
+        line = (i, first, stop, row.packed, row.sink, row.start, row.count, 0)
+        space.item_list[at] = torch.tensor(line, dtype=torch.int32)
+    space.items[call.step.seqs] = len(pieces)
+    rows = per_head * tokens
+    paged_tables.pieces(call, call.query, rows, replace(space, processors=2))
+    parts = [x.view(-1, 2, rows, *x.shape[1:]) for x in (space.out[:, :128], space.top, space.total)]
+    for i, row in enumerate(call.step.host[:2]):
+        own = [at + i + 1 for at, piece in enumerate(pieces) if piece[0] == i]
+        sums, top, total = (x[own] for x in parts)
+        weight = torch.exp2(top - top.amax(0))
+        got = (sums * weight.unsqueeze(-1)).sum(0) / (total * weight).sum(0).unsqueeze(-1)
+        keys, values = paged.reference.unpacked(call, row, row.sink, row.packed)
+        query = call.query[row.start : row.start + tokens].transpose(0, 1).unflatten(0, (2, -1)).flatten(1, 2)
+        want = (query @ keys[0].mT * call.scale).softmax(-1) @ (call.unproject(values) if call.unproject else values)[0]
+        assert float((got - want).norm() / want.norm()) < 1e-3
 
 
 def test_sums_of_codes_are_turned_into_values():

@@ -213,8 +213,8 @@ def _fetch(
     """Begin to copy a unit's codes of some stages; with V, bits of values, also norms and those."""
     whole = lane * 0 + 16
     at, away = unit_place(unit, active, where)
-    norms += away
-    bits += away
+    norms = norms + away
+    bits = bits + away
     source = codes + away + (at * (48 * STAGES) + 48 * FIRST) + lane * 16
     place = to + lane * 16
     for j in gl.static_range((3 * COUNT + 31) // 32):

@@ -165,10 +165,10 @@ def _fetch(
     """Begin to copy a unit: codes of keys and of values, norms of keys and of values."""
     whole = lane * 0 + 16
     at, away = unit_place(unit, active, where)
-    k_codes += away
-    v_codes += away
-    k_norms += away
-    v_norms += away
+    k_codes = k_codes + away
+    v_codes = v_codes + away
+    k_norms = k_norms + away
+    v_norms = v_norms + away
     place = to + lane * 16
     few = active & (lane < 4).to(gl.int32)
     if KEYS:

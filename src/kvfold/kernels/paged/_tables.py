@@ -5,8 +5,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels import _codebook_gluon as codebook
-from kvfold.kernels import _residual_gluon as residual
+from kvfold.kernels._codebook_gluon import attend_units as attend_sums
+from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
+from kvfold.kernels._residual_gluon import attend_units, shared_bytes, table_bytes
 from kvfold.kernels._softmax import _finish
 from kvfold.kernels._tables_gluon import _allocated, _dynamic_base, _fetch_rows, fetch_turns
 from kvfold.kernels._warp import as_float, copy_commit, load_global4, program_sync
@@ -38,7 +39,7 @@ def residual_pieces_kernel(
     ``q_token`` elements from a token to the next; there are at most C query rows. The rest is the slab kernel's.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = residual.shared_bytes(K, V, BOTH, C, W, KEPT)
+    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -49,13 +50,14 @@ def residual_pieces_kernel(
     if BYTES >= 131072:
         memory = memory + (_allocated(thread, 131072),)
     base = _dynamic_base(lane)
-    turns = base + residual.table_bytes(K, V, BOTH)
+    turns = base + table_bytes(K, V, BOTH)
     k_rows = k_rows_ptr.to(gl.int64)
     v_rows = v_rows_ptr.to(gl.int64)
     kept = scratch_ptr + ((gl.program_id(0) * W + warp).to(gl.int64) * chunk * 256 + lane * (1 if KEPT else 4))
+    zero = gl.program_id(0) * 0
     for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads, gl.num_programs(0)):
-        item = task // heads
-        head = task % heads
+        item = zero + task // heads
+        head = zero + task % heads
         seq, first, each, count, begin, own = _piece(item_list, item, warp, W)
         program_sync(lane)
         if not KEPT:
@@ -67,15 +69,13 @@ def residual_pieces_kernel(
         stored = region.to(gl.int64) + head.to(gl.int64) * head_step
         where = (table + seq.to(gl.int64) * table_step, page_step)
         q = (q_ptr + (begin.to(gl.int64) * q_token + head * (rows // tokens) * 128), (q_token, tokens, own))
-        top, out, side = residual.attend_units(
-            base, turns, lane, thread, warp, q, task * 0, rows, scale, freq_ptr, turns_ptr, first * 32,
+        top, out, side = attend_units(
+            base, turns, lane, thread, warp, q, zero, rows, scale, freq_ptr, turns_ptr, first * 32,
             (stored, stored + AT[0], stored + AT[1], stored + AT[2]), (k_rows, v_rows), first, where, each, count, kept, chunk,
             K, V, BOTH, C, KEPT,
         )  # fmt: skip
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
-        _finish(
-            base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, task * 0, rows, False, 128, 1, 0.0
-        )
+        _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, zero, rows, False, 128, 1, 0.0)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()
 
@@ -130,7 +130,7 @@ def codebook_pieces_kernel(
     ``matrix_ptr``, float32 [heads, V + 1, 128]; ``sums_ptr``, float32 [programs, 8, V], has room for them."""
     W: gl.constexpr = gl.num_warps()
     PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
-    BYTES: gl.constexpr = codebook.shared_bytes(PASS, V, C, W, KEPT)
+    BYTES: gl.constexpr = sums_bytes(PASS, V, C, W, KEPT)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -143,9 +143,10 @@ def codebook_pieces_kernel(
     program = gl.program_id(0).to(gl.int64)
     kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
     own_sums = sums_ptr + program * (8 * V)
+    zero = gl.program_id(0) * 0
     for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads, gl.num_programs(0)):
-        item = task // heads
-        head = task % heads
+        item = zero + task // heads
+        head = zero + task % heads
         seq, first, each, count, begin, own = _piece(item_list, item, warp, W)
         tables = rows_ptr.to(gl.int64) + head.to(gl.int64) * (STAGES * 16384)
         program_sync(lane)
@@ -157,14 +158,14 @@ def codebook_pieces_kernel(
         stored = region.to(gl.int64) + head.to(gl.int64) * head_step
         where = (table + seq.to(gl.int64) * table_step, page_step)
         q = (q_ptr + (begin.to(gl.int64) * q_token + head * (rows // tokens) * 128), (q_token, tokens, own))
-        top, out, side = codebook.attend_units(
-            base, turns, lane, thread, warp, q, task * 0, rows, scale * gl.load(size_ptr + head), freq_ptr, turns_ptr,
+        top, out, side = attend_sums(
+            base, turns, lane, thread, warp, q, zero, rows, scale * gl.load(size_ptr + head), freq_ptr, turns_ptr,
             first * 32, (stored, stored + AT[0], stored + AT[1]), tables, first, where, each, count, kept, chunk,
             STAGES, PASS, V, C, UNROLLED, KEPT,
         )  # fmt: skip
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
         _finish(
-            base, lane, warp, top, out, side, own_sums - slot0 * rows * V, part_top, part_sum, slot0, task * 0, rows, True, V,
+            base, lane, warp, top, out, side, own_sums + slot0 * rows * (0 - V), part_top, part_sum, slot0, zero, rows, True, V,
             1, -9.0,
         )  # fmt: skip
         program_sync(lane)

@@ -10,6 +10,7 @@ from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
 from kvfold.kernels import codebook, residual
 from kvfold.kernels._residual_gluon import shared_bytes
+from kvfold.kernels.paged._tables import codebook_pieces_kernel, residual_pieces_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.gluon import region_of
 from kvfold.kernels.paged.work import Workspace
@@ -81,8 +82,6 @@ def _read(keys: Format, values: Format, rope: Rope, plan: Any, device: torch.dev
 
 def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
     """Write the parts of all pieces of packed tokens."""
-    from kvfold.kernels.paged._tables import codebook_pieces_kernel, residual_pieces_kernel
-
     keys, values, device = call.key_format, call.value_format, query.device
     assert call.rope is not None
     plan = _plan(keys, values, rows, program_memory(device))
