@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from books_case import layer
 from kvfold.kernels import aot, paged
 from kvfold.kernels.paged import work
 from paged_case import Server, formats_of
@@ -159,6 +160,30 @@ def test_what_kernels_serve(method, fragments, attended, stored):
         (paged.why_not_stored(*forms), stored),
     ):
         assert (why is None) if wanted is None else wanted in why
+
+
+@pytest.mark.parametrize(
+    "method, why",
+    [
+        ("vqllm:bits=1", None),
+        ("commvq:bits=1", None),
+        ("commvq:bits=1,levels=128", "keys: levels=128; allowed: up to 64"),
+        ("vqllm:bits=2,vector=64,codes=16", None),
+    ],
+)
+def test_which_codes_kernels_choose(method, why):
+    made = layer(method, heads=1)
+    maps = paged.Maps.of(1, made.maps(torch.device("cpu")))
+    assert paged.why_not_stored(*made.formats, maps=maps) == why
+    if method.startswith("commvq") and why is None:
+        assert paged.why_not_stored(*made.formats) == "values: nothing says how bits are chosen"
+    mixed = made.formats[0], formats_of("kivi", 64, fragments=False)[1]
+    assert "values: affine storage beside codes of codebooks" in paged.why_not_stored(*mixed) or why
+
+
+def test_other_keys_before_rope_are_encoded_by_a_function():
+    maps = paged.Maps.of(2, {"rope": None, "encode_keys": None})
+    assert paged.why_not_stored(*formats_of("turboquant", 64), maps=maps) == "encoded by a function"
 
 
 def test_a_workspace_that_is_too_small_is_refused():

@@ -15,11 +15,12 @@ import lanes
 from blocks_case import Case, commvq, residuals, unproject
 from books_case import layer as books_layer
 from kvfold.kernels import blocks, codebook, paged, residual
-from kvfold.kernels.aot_tables import compile_tables
+from kvfold.kernels.aot_tables import compile_table_pieces, compile_tables
 from kvfold.kernels.paged import Workspace
 from kvfold.kernels.paged import tables as paged_tables
 from kvfold.kernels.partials import Partials
-from paged_case import Server
+from kvfold.rope import Rope
+from paged_case import Server, formats_of
 
 FORMATS = {
     "commvq-1bit": (commvq(11, codes=128), unproject),
@@ -156,6 +157,28 @@ def test_compiles_without_spills_in_the_loop(name, rows):
     report = compile_tables(*FORMATS[name][0](128, "cpu"), rows=rows)
     assert report.spills_in_loop == 0 and report.spilled <= 32
     assert report.instructions["HMMA"] and report.shared <= 228 << 10
+
+
+@pytest.mark.parametrize("name, rows", [("commvq-1bit", 4), ("vqllm-1bit", 8)])
+def test_reading_pages_compiles_without_spills_in_the_loop(name, rows):
+    report = compile_table_pieces(*FORMATS[name][0](128, "cpu"), rows=rows)
+    assert report.spills_in_loop <= 4 and report.spilled <= 32  # in the loop over pieces, not in that over units
+    assert report.instructions["HMMA"] and report.shared <= 227 << 10
+
+
+def test_which_pages_the_kernels_leave_to_others():
+    keys, values = FORMATS["commvq-1bit"][0](128, "cpu")
+    rope, cuda = Rope(torch.ones(64)), torch.device("cuda")
+
+    def why(keys=keys, values=values, rope=rope, rows=4, device=cuda):
+        return paged_tables.unsupported(keys, values, rope, rows, device)
+
+    assert "9 query rows" in why(rows=9)
+    assert "device cpu" in why(device=torch.device("cpu"))
+    assert "rope None" in why(rope=None)
+    assert "RoPE of 64 channels" in why(rope=Rope(torch.ones(32)))
+    assert "not seen right" in why(values=replace(values, codes=256))
+    assert "keys: uniform" in why(keys=formats_of("fold", 128)[0].inner)
 
 
 @pytest.mark.parametrize("name", FORMATS)
