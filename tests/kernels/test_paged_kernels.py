@@ -33,7 +33,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
     "names",
     [
         ("lists", "filling", "mixed", "checks", "attend-turboquant", "attend-kivi-sinks"),
-        ("attend-fold-d96", "store-kivi", "check-steering", "follows"),
+        ("attend-fold-d96", "store-kivi", "follows"),
         ("store-fold",),
         ("attend-innerq-fragments", "attend-qjl-fragments"),
         ("attend-vqllm", "attend-commvq", "store-vqllm", "store-commvq"),
@@ -48,6 +48,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
             (
                 "steered",
                 "check-following",
+                "check-steering",
                 "store-fold-plain",
                 "store-turboquant",
                 "store-turboquant-plain",
