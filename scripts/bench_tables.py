@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -349,6 +350,38 @@ def serving_capacity() -> Table:
         each = [folded(shape, ROOM, context, method).tokens for method in methods]
         lines.append([f"{context:,}", f"{plain:,}", *(f"{n:,} ({n / plain:.2f}x)" for n in each)])
     return ["context", "bfloat16", *(f"`{method}`" for method in methods)], lines
+
+
+SUBSPACES = {
+    "turn": "the page's 128 tokens, one query of each: what a server takes",
+    "turnhalf": "the newest 64 of them, one query of each",
+    "page": "the page's 128 tokens, all query heads",
+    "half": "the newest 64 of them, all query heads",
+    "sketch": "the page's 128 tokens, heads summed with random signs",
+    "sofar": "all tokens up to the page's end",
+    "own": "the newest 64 before 128, 256, 512, ... tokens: kvfold's own caches",
+    "calibrated": "a novel that was read beforehand",
+}
+"""Whose queries make SQuat's subspace: variants of ``scripts/squat_subspace.py``."""
+
+
+def subspaces() -> Table:
+    """SQuat's divergence in a server as a multiple of KIVI's, by whose queries its subspace is of."""
+    found: Any = read(ROWS.parent / "serving" / "squat-subspace.csv")
+    windows: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in found:
+        windows.setdefault((row["model"], row["text"], row["first"]), {})[row["variant"]] = float(row["kl"])
+    models = sorted({key[0] for key in windows}, reverse=True)
+    lines = []
+    for variant, text in SUBSPACES.items():
+        ratios = {key: each[variant] / each["kivi"] for key, each in windows.items()}
+        means = [geometric_mean(r for key, r in ratios.items() if key[0] == model) for model in models]
+        better = sum(each[variant] < each["calibrated"] for each in windows.values())
+        beaten = "-" if variant == "calibrated" else f"{better} of {len(windows)}"
+        lines.append(
+            [text, *(f"{x:.2f}" for x in means), f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}", beaten]
+        )
+    return ["queries of", *models, "least and most", "windows in which it beats the novel's"], lines
 
 
 BENCH = {

@@ -18,7 +18,7 @@ from typing import Any
 import claims
 import evidence
 import evidence_tasks
-from bench_tables import BENCH
+from bench_tables import BENCH, subspaces
 
 from kvfold.evaluation.domains import DomainRow, read_rows
 from kvfold.methods import DEFAULT_METHOD, METHODS, get
@@ -417,6 +417,7 @@ TABLES["docs/evidence.md"] = {
     "everything": evidence.everything,
     **evidence_tasks.TABLES,
 }
+TABLES["docs/methods/squat.md"]["subspaces"] = bench(subspaces)
 PICTURES = {"docs/plots/pareto.svg": evidence.pareto}
 TABLES |= {file: {name: bench(table) for name, table in tables.items()} for file, tables in BENCH.items()}
 

@@ -56,6 +56,12 @@ def test_a_servers_update_is_the_methods_own_of_all_queries(artefact):
     assert stored(methods.get("kivi"), spec).update is None
 
 
+def test_an_update_lies_where_kernels_read_it(artefact):
+    spec = layer_spec(1, 2, 4, 2, 64, torch.float32, False)
+    found = stored(methods.get("squat"), spec, str(artefact), "meta")
+    assert found.update.device.type == found.steering.update.device.type == "meta"
+
+
 def test_a_pair_is_steered_as_its_keys_are(artefact):
     spec = layer_spec(1, 2, 4, 2, 64, torch.float32, False)
     pair, alone = methods.get("k=squat+v=fold:recent=96"), stored(methods.get("squat"), spec, str(artefact))

@@ -258,19 +258,14 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         return replace(rope, inv_freq=rope.inv_freq.to(device))
 
     def _stored(self, facts: tuple[Any, ...], device: torch.device, rope: Rope | None) -> Stored | None:
-        """What the layer stores, on the device."""
-        found = self._ordered(facts, device, rope)
-        return found if found is None or found.update is None else replace(found, update=found.update.to(device))
-
-    def _ordered(self, facts: tuple[Any, ...], device: torch.device, rope: Rope | None) -> Stored | None:
-        """In the order of tensor cores where a kernel reads that, else in the plain one."""
+        """What the layer stores: in the order of tensor cores where a kernel reads that, else in the plain one."""
         plain, ordered = layer_spec(*facts, False, rope), layer_spec(*facts, True, rope)
         if device.type == "cpu":
             return stored(self.method, plain, self.subspace) or kept(self.method, plain)
-        found = stored(self.method, ordered, self.subspace)
+        found = stored(self.method, ordered, self.subspace, device)
         if found is None or found.why_not(device) is None:
             return found
-        return stored(self.method, plain, self.subspace)
+        return stored(self.method, plain, self.subspace, device)
 
     def _bench(self, device: torch.device) -> Bench | None:
         """What the kernels of all layers write to: the first layer makes it."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kvfold.engines.vllm import subspace
 from kvfold.engines.vllm.settings import SERVED, Stored, subspace_of, unservable
 from kvfold.errors import KVFoldError
 from kvfold.methods import Method
@@ -168,9 +169,10 @@ def check_kernel(stored: Stored, device: torch.device) -> str:
 
     if not is_flash_attn_varlen_func_available():
         raise KVFoldError("FlashAttention is not there, which prompts need; install vLLM's build for CUDA")
-    if stored.steering is not None:
+    if stored.update is not None:
         raise KVFoldError(
-            "squat: pages with a calibrated subspace have not been written on a GPU; allowed there: fold, kivi"
+            f"squat: pages with a calibrated subspace have not been written on a GPU; leave {subspace.FIELD} out: a page's "
+            "own queries steer it"
         )
     if isinstance(stored.method, LearnedMethod):
         raise KVFoldError(f"{stored.method.name}: its pages have not been seen in vLLM on a GPU; allowed: a CPU")

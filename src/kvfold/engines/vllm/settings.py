@@ -19,8 +19,8 @@ from kvfold.rope import Rope
 
 FIELD = "kvfold"
 EXAMPLE = """--additional-config '{"kvfold": "fold"}'"""
-SERVED = ("fold", "kivi", "innerq", "qjl", "turboquant")
-"""Methods whose pages are read and written without anything of a request."""
+SERVED = ("fold", "kivi", "squat", "innerq", "qjl", "turboquant")
+"""Methods whose pages hold nothing but what their own tokens say, by kernels."""
 WINDOW_BLOCK = 16
 """Tokens of a block of the recent window."""
 
@@ -171,13 +171,15 @@ class Stored:
         return self.method.encode_values(values, {}, self.spec, False, page)
 
 
-def stored(method: Method, spec: LayerSpec, calibrated: str = "") -> Stored | None:
+def stored(method: Method, spec: LayerSpec, calibrated: str = "", device: torch.device | str = "cpu") -> Stored | None:
     """What a layer stores; None where it is kept in full precision.
 
     Parameters
     ----------
     calibrated : str
-        Where SQuat's subspace is; empty: sizes are asked for.
+        Where SQuat's subspace is; empty: keys of a page are steered by its own queries.
+    device : device
+        Of SQuat's update.
 
     Raises
     ------
@@ -192,6 +194,8 @@ def stored(method: Method, spec: LayerSpec, calibrated: str = "") -> Stored | No
     if why := unsupported(*formats, own.recent, own.sink):
         raise KVFoldError(f"{own}: {why}")
     update = subspace.update_of(calibrated, own, spec) if calibrated else None
+    if update is not None:
+        update = update.to(device)
     return Stored(own, spec, PageLayout(*formats), update, subspace.steers(own) is not None and not calibrated)
 
 
