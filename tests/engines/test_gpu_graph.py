@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvfold
 from helpers import llama
 from kvfold.cli import main
+from kvfold.engines.transformers import fused
 from kvfold.engines.transformers.graph import DecodeGraph, decoding
 from kvfold.kernels import REGISTRY
 from tiny_model import save
@@ -107,6 +109,31 @@ def test_generate_decodes_in_a_graph(method, length):
     # the step at which they part, if they do, has seen the same tokens: what differs there is rounding, which decided a tie
     a, b = (torch.stack(x.logits[: same - length + 1]).float() for x in (plain, captured))
     assert same - length > 4 and (a - b).norm() < 5e-2 * a.norm()
+
+
+def test_small_operations_of_a_step_are_kernels_that_round_as_the_models_own(monkeypatch):
+    """Their results differ by the order of a norm's sum: seldom, and by one step of bfloat16."""
+    torch.manual_seed(0)
+    model = llama(head_dim=64, max_position_embeddings=2048).to("cuda", torch.bfloat16).eval()
+    ids, got, found = torch.randint(3, 96, (2, 420), device="cuda"), [], []
+
+    @contextmanager
+    def counted(model, own=fused.small_operations):
+        with own(model) as count:
+            found.append(count)
+            yield count
+
+    for operations in (counted, nullcontext):
+        monkeypatch.setattr(fused, "small_operations", operations)
+        cache = kvfold.fold(model, "fold", max_length=700)
+        with torch.no_grad():
+            model(ids[:, :400], past_key_values=cache, use_cache=True)
+        graph = DecodeGraph(model, cache, 20)
+        got.append(torch.cat([graph(ids[:, at : at + 1]).clone() for at in range(400, 420)], 1).float())
+        graph.finish()
+    assert found == [2 * model.config.num_hidden_layers + 2]  # norms, and one function that rotates
+    ours, own = got
+    assert (ours - own).norm() < 5e-3 * own.norm()
 
 
 def test_a_compiled_step_is_as_near_to_float32_as_a_step():

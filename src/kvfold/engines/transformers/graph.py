@@ -6,7 +6,7 @@ layer, its blocks are encoded between two steps, whenever the host knows one to 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +175,12 @@ class DecodeGraph:
         return out.logits
 
     def _capture(self) -> None:
+        from kvfold.engines.transformers.fused import small_operations  # which needs Triton, as a graph's kernels do
+
+        with nullcontext() if self.compile else small_operations(self.model):
+            self._capture_step()
+
+    def _capture_step(self) -> None:
         saved = self._save()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,0 +1,137 @@
+"""A captured step's small operations, in one kernel each where the model's own code takes eight or ten.
+
+Which code that is, is found by running it: a module, or a function, whose results are those of a definition of
+:mod:`kvfold.kernels.small` to the last bit is replaced while a step is captured. Everything else stays the model's own.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvfold.kernels import small
+
+ROTATE = "apply_rotary_pos_emb"
+"""What Transformers' models call it, each in a module of its own."""
+PROBE = 64
+"""Channels of the heads by which a rotation is known."""
+HALVES = (torch.float16, torch.bfloat16)
+
+Style = tuple[small.Rounding, float]
+
+_known: dict[tuple[Any, ...], small.Rounding | None] = {}
+"""How norms round, by class, weight's size and dtype, and device."""
+
+
+def serves(*tensors: torch.Tensor) -> bool:
+    """Whether the kernels take these: of one 16-bit dtype, on a GPU."""
+    return all(t.is_cuda and t.dtype == tensors[0].dtype and t.dtype in HALVES for t in tensors)
+
+
+def _draw(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Random numbers that leave the program's own generators alone."""
+    generator = torch.Generator(device).manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether calling a module is calling its class's forward, and nothing else."""
+    more = module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl
+    return not more and getattr(module.forward, "__func__", None) is type(module).forward
+
+
+@torch.no_grad()
+def norm_style(module: nn.Module) -> Style | None:
+    """How a module rounds, and its epsilon, if it is a norm of the root mean square; None for anything else."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("Norm") or not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
+        return None
+    if weight.ndim != 1 or not serves(weight) or not _is_plain(module) or len(module.state_dict()) != 1:
+        return None
+    key = (type(module), len(weight), weight.dtype, weight.device, eps)
+    if key not in _known:
+        draw = _draw(weight.device, weight.dtype)
+        x, other = 3 * draw(4, len(weight)), draw(len(weight))  # weights of a fresh model are all one
+        got = torch.func.functional_call(module, {"weight": other}, (x,))
+        _known[key] = next(
+            (how for how in small.ROUNDINGS if _same(got, small.norm_by_definition(x, other, eps, how))), None
+        )
+    found = _known[key]
+    return None if found is None else (found, eps)
+
+
+def _same(a: Any, b: torch.Tensor) -> bool:
+    return isinstance(a, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+
+
+@torch.no_grad()
+def is_rotation(function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a function rotates queries and keys as :func:`kvfold.kernels.small.rotate` does."""
+    draw = _draw(device, dtype)
+    given = draw(2, 3, 1, PROBE), draw(2, 1, 1, PROBE), draw(2, 1, PROBE), draw(2, 1, PROBE)
+    try:
+        got = function(*given)
+    except (TypeError, ValueError, IndexError, RuntimeError):  # it wants something else
+        return False
+    want = small.rotate_by_definition(*given)
+    return isinstance(got, tuple) and len(got) == 2 and all(map(_same, got, want))
+
+
+def _norm(module: nn.Module, style: Style, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    weight: Any = module.weight
+    if args or kwargs or not serves(x, weight) or not x.is_contiguous():
+        return type(module).forward(module, x, *args, **kwargs)
+    return small.rms_norm(x, weight, style[1], style[0])
+
+
+def _rotation(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in place of ``own``, which it calls for what the kernel does not take: other threads may meet it."""
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        fits = not args and not kwargs and q.ndim == 4 and q.shape[2] == 1 and serves(q, k, cos, sin)
+        if not fits or cos.ndim != 3 or cos.shape[-1] != q.shape[-1] or len(cos) not in (1, len(q)):
+            return own(q, k, cos, sin, *args, **kwargs)
+        if q.stride(-1) != 1 or k.stride(-1) != 1:
+            return own(q, k, cos, sin)
+        return small.rotate(q, k, cos.contiguous(), sin.contiguous())
+
+    rotate._kvfold_plain = own  # type: ignore[attr-defined]
+    return rotate
+
+
+def rotations(model: PreTrainedModel) -> dict[Any, Callable[..., Any]]:
+    """The Python modules of a model's folded attention, and the function of each that rotates."""
+    found: dict[Any, Callable[..., Any]] = {}
+    for attention in model.modules():
+        place = sys.modules.get(type(attention).__module__)
+        function = getattr(place, ROTATE, None)
+        if not getattr(attention, "kvfold_folds", False) or function is None or place in found:
+            continue
+        own = getattr(function, "_kvfold_plain", function)
+        if is_rotation(own, model.device, model.dtype):
+            found[place] = own
+    return found
+
+
+@contextmanager
+def small_operations(model: PreTrainedModel) -> Iterator[int]:
+    """Have a folded model's norms and rotations run by kernels of kvfold; yields how many norms and functions were found."""
+    norms = [(module, style) for module in model.modules() if (style := norm_style(module)) is not None]
+    turned = rotations(model) if model.dtype in HALVES else {}
+    for module, style in norms:
+        module.forward = partial(_norm, module, style)
+    for place, own in turned.items():
+        setattr(place, ROTATE, _rotation(own))
+    try:
+        yield len(norms) + len(turned)
+    finally:
+        for module, _ in norms:
+            del module.forward
+        for place, own in turned.items():
+            setattr(place, ROTATE, own)

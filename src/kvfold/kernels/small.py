@@ -1,0 +1,130 @@
+"""A model's small operations between attention and matrix products, one launch each, rounded where Transformers' own round.
+
+A norm of the root mean square is eight of Torch's kernels and a rotation of queries and keys ten. In a decode step each takes
+longer to begin and to end than it computes. These write what those write: every number that the model's code rounds to 16 bits
+is rounded here, so only the order of a norm's sum differs.
+"""
+
+from typing import Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+
+Rounding = Literal["normed", "whole", "above one"]
+"""What of a norm is rounded: what is then multiplied by the weight (Llama); the product alone (OLMo 2, GPT-OSS); the product
+with one plus the weight (Gemma)."""
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+
+
+def norm_by_definition(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding) -> torch.Tensor:
+    """What :func:`rms_norm` computes, in the operations of Transformers' models."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if rounding == "normed":
+        return weight * normed.to(x.dtype)
+    return (weight * normed if rounding == "whole" else normed * (1.0 + weight.float())).to(x.dtype)
+
+
+def rotate_by_definition(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`rotate` computes, in the operations of Transformers' models."""
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat((-b, a), -1) * sin.unsqueeze(1)
+
+    return turned(q), turned(k)
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, DP: tl.constexpr, ROUNDING: tl.constexpr
+):  # fmt: skip
+    """One program: one row of D numbers; DP is D padded to a power of two."""
+    row = tl.program_id(0).to(tl.int64) * D
+    at = tl.arange(0, DP)
+    inside = at < D
+    x = tl.load(x_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.reduce(x * x, 0, tl.standard._sum_combine) * (1.0 / D)
+    normed = x * tl.rsqrt(mean + eps)
+    if ROUNDING == "normed":
+        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
+    if ROUNDING == "above one":
+        weight = weight + 1.0
+    tl.store(out_ptr + row + at, (normed * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def _rotate_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out, k_out, q_batch, q_head, k_batch, k_head, angles, heads,
+    D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of the queries, or after those of the keys, of one sequence. Grid: (heads of both, batch)."""
+    head = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    at = tl.arange(0, DP)
+    inside = at < D
+    partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
+    if head < heads:
+        source = q_ptr + batch * q_batch + head * q_head
+        to = q_out + (batch * heads + head) * D
+    else:
+        source = k_ptr + batch * k_batch + (head - heads) * k_head
+        to = k_out + (batch * (tl.num_programs(0) - heads) + head - heads) * D
+    kind = q_ptr.dtype.element_ty
+    x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + batch * angles + at, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + batch * angles + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.where(at < D // 2, -y, y)
+    out = (x * cos).to(kind).to(tl.float32) + (y * sin).to(kind).to(tl.float32)
+    tl.store(to + at, out.to(kind), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding) -> torch.Tensor:
+    """``x`` over its root mean square along the last dimension, times ``weight``.
+
+    Parameters
+    ----------
+    x : Tensor, float16 or bfloat16 [..., size], contiguous
+    weight : Tensor, of the same dtype [size]
+    eps : float
+        Added to the mean square.
+    rounding : str
+        One of :data:`ROUNDINGS`.
+
+    Returns
+    -------
+    Tensor, as ``x``
+    """
+    out, size = x.new_empty(x.shape), x.shape[-1]
+    padded = triton.next_power_of_2(size)
+    warps = min(max(padded // 256, 1), 8)
+    _norm_kernel[(x.numel() // size,)](x, weight, out, eps, D=size, DP=padded, ROUNDING=rounding, num_warps=warps)
+    return out
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys of one token per sequence, rotated: channel ``i`` of the first half with channel ``i`` of the second.
+
+    Parameters
+    ----------
+    q : Tensor, float16 or bfloat16 [batch, num_heads, 1, head_dim], channels adjacent
+    k : Tensor, of the same dtype [batch, num_kv_heads, 1, head_dim], channels adjacent
+    cos, sin : Tensor, of the same dtype [batch or 1, 1, head_dim], contiguous
+
+    Returns
+    -------
+    tuple of Tensor
+        As ``q`` and ``k``.
+    """
+    batch, heads, _, dim = q.shape
+    outs = q.new_empty(q.shape), k.new_empty(k.shape)
+    _rotate_kernel[(heads + k.shape[1], batch)](
+        q, k, cos, sin, *outs, q.stride(0), q.stride(1), k.stride(0), k.stride(1), dim if cos.shape[0] > 1 else 0, heads,
+        D=dim, DP=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
+    return outs
