@@ -13,6 +13,7 @@ from helpers import llama
 from kvfold.cli import main
 from kvfold.engines.transformers import fused
 from kvfold.engines.transformers.graph import DecodeGraph, decoding
+from kvfold.errors import UnsupportedModelError
 from kvfold.kernels import REGISTRY
 from tiny_model import save
 
@@ -195,3 +196,27 @@ def test_the_command_decodes_its_first_answer_in_a_graph(prompt, tmp_path):
     said = json.loads(path.read_text())
     assert said["new_tokens"] > 1
     assert said["decoding"] == f"{said['new_tokens'] - 1} tokens decoded in a CUDA graph"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_on_two_devices_generates_step_by_step_and_says_so(tmp_path):
+    """As ``device_map`` splits it: the tokens are those of the model in one place."""
+    folder = save(tmp_path / "tiny")
+    places = {"model.layers.1": 1, "model.norm": 1, "lm_head": 1, "model.embed_tokens": 0, "model.layers.0": 0}
+    kind = {"dtype": torch.bfloat16}
+    split = LlamaForCausalLM.from_pretrained(folder, device_map={**places, "model.rotary_emb": 0}, **kind).eval()
+    whole = LlamaForCausalLM.from_pretrained(folder, device_map={"": 0}, **kind).eval()
+    ids = torch.randint(3, 200, (2, 300), device="cuda:0")
+    options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
+    want = whole.generate(ids, past_key_values=kvfold.fold(whole, "fold"), **options)
+    cache = kvfold.fold(split, "fold")
+    with decoding(split, cache, 60, required=False) as steps:
+        got = split.generate(ids, past_key_values=cache, **options)
+    assert torch.equal(got, want) and {str(layer.device) for layer in cache.folded} == {"cuda:0", "cuda:1"}
+    said = "decoded step by step: decode graph: the model lies on cuda:0, cuda:1; allowed: one device"
+    assert steps.replayed == 0 and str(steps).startswith(said)
+    cache = kvfold.fold(split, "fold")
+    with pytest.raises(UnsupportedModelError, match="lies on cuda:0, cuda:1"), decoding(split, cache, 60):
+        split.generate(ids, past_key_values=cache, **options)
+    got = split.generate(ids, past_key_values=kvfold.fold(split, "fold"), **options)  # nothing was left broken
+    assert torch.equal(got, want)

@@ -144,8 +144,24 @@ def replay_times(step: torch.cuda.CUDAGraph, steps: int = STEPS) -> list[float]:
     return [a.elapsed_time(b) for a, b in events]
 
 
-def full_precision_times(model: PreTrainedModel, batch: int, context: int) -> tuple[list[float], float]:
-    """The fastest of SDPA's flash and cuDNN kernels: times, and bytes of the cache."""
+@dataclass
+class Captured:
+    """A step in a graph; ``nbytes`` of its cache, which ``holds`` keeps alive."""
+
+    graph: torch.cuda.CUDAGraph
+    nbytes: int
+    holds: Any
+
+    def times(self) -> list[float]:
+        """Milliseconds of each of :data:`STEPS` replays."""
+        replay_times(self.graph, 8)
+        return replay_times(self.graph)
+
+
+def full_precision(model: PreTrainedModel, batch: int, context: int) -> list[Captured]:
+    """Steps over a bf16 cache by SDPA's flash and cuDNN kernels; small operations as in a folded step."""
+    from kvfold.engines.transformers.fused import small_operations
+
     config, device = model.config, model.device
     model.set_attn_implementation("kvfold_bench_full")
     layers = [
@@ -155,9 +171,10 @@ def full_precision_times(model: PreTrainedModel, batch: int, context: int) -> tu
     cache = Cache(layers=list(layers))
     ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
     positions = torch.full((batch, 1), context - 1, device=device)
-    best: list[float] | None = None
+    size = 2 * batch * config.num_key_value_heads * context * config.head_dim * 2 * config.num_hidden_layers
+    found = []
     for backend in (torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-        with torch.no_grad(), torch.nn.attention.sdpa_kernel(backend):
+        with torch.no_grad(), torch.nn.attention.sdpa_kernel(backend), small_operations(model):
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 for _ in range(2):
@@ -166,54 +183,54 @@ def full_precision_times(model: PreTrainedModel, batch: int, context: int) -> tu
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-        replay_times(graph, 8)
-        times = replay_times(graph)
-        if best is None or statistics.median(times) < statistics.median(best):
-            best = times
-        del graph
+        found.append(Captured(graph, size, (cache, ids, positions)))
     model.set_attn_implementation("sdpa")
-    assert best is not None
-    size = 2 * batch * config.num_key_value_heads * context * config.head_dim * 2
-    return best, size * config.num_hidden_layers
+    return found
+
+
+def captured(model: PreTrainedModel, method: str, batch: int, context: int) -> list[Captured]:
+    """A method's step; ``bf16``: those of full precision, of which the fastest counts."""
+    if method == "bf16":
+        return full_precision(model, batch, context)
+    cache = filled(model, method, batch, context, STEPS + 32)
+    graph = DecodeGraph(model, cache, STEPS + 16)
+    return [Captured(graph.graph, cache.nbytes()["total"], graph)]
+
+
+def timed(
+    steps: list[Captured], shape: str, batch: int, context: int, method: str, base: float | None, env: dict[str, Any]
+) -> DecodeRow:
+    """The row of the fastest of ``steps``; ``base``: milliseconds of full precision, None where this is it."""
+    known = {f.name for f in fields(DecodeRow)}
+    times = min((step.times() for step in steps), key=statistics.median)
+    ms, cuts = statistics.median(times), statistics.quantiles(times, n=5)
+    return DecodeRow(
+        model=shape,
+        batch=batch,
+        context=context,
+        method=method,
+        ms=ms,
+        p20_ms=cuts[0],
+        p80_ms=cuts[-1],
+        tokens_per_s=batch / ms * 1e3,
+        cache_gb=steps[0].nbytes / 1e9,
+        peak_gb=torch.cuda.max_memory_allocated() / 1e9,
+        ratio=None if base is None else base / ms,
+        **{k: v for k, v in env.items() if k in known},
+    )
 
 
 def measure(shape: str, batch: int, context: int, methods: list[str]) -> list[DecodeRow]:
     """Full precision first, then each method, in one run."""
     device = torch.device("cuda")
-    model, env, rows = build(shape, device), environment(), []
-    known = {f.name for f in fields(DecodeRow)}
-    base = None
+    model, env = build(shape, device), environment()
+    rows: list[DecodeRow] = []
     for method in ("bf16", *methods):
         progress(f"{shape} B={batch} N={context}: {method}")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        if method == "bf16":
-            times, size = full_precision_times(model, batch, context)
-            base = statistics.median(times)
-        else:
-            cache = filled(model, method, batch, context, STEPS + 32)
-            graph = DecodeGraph(model, cache, STEPS + 16)
-            replay_times(graph.graph, 8)
-            times, size = replay_times(graph.graph), cache.nbytes()["total"]
-            del graph, cache
-        ms = statistics.median(times)
-        cuts = statistics.quantiles(times, n=5)
-        rows.append(
-            DecodeRow(
-                model=shape,
-                batch=batch,
-                context=context,
-                method=method,
-                ms=ms,
-                p20_ms=cuts[0],
-                p80_ms=cuts[-1],
-                tokens_per_s=batch / ms * 1e3,
-                cache_gb=size / 1e9,
-                peak_gb=torch.cuda.max_memory_allocated() / 1e9,
-                ratio=None if base is None or method == "bf16" else base / ms,
-                **{k: v for k, v in env.items() if k in known},
-            )
-        )
+        base = rows[0].ms if rows else None
+        rows.append(timed(captured(model, method, batch, context), shape, batch, context, method, base, env))
     return rows
 
 

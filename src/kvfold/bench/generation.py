@@ -167,6 +167,8 @@ class StaticGeneration(Generation):
 
     def _step_seconds(self, used: int) -> tuple[float, float]:
         """A captured step, with the choice of the next token, at ``used`` tokens; and what capturing took."""
+        from kvfold.engines.transformers.fused import small_operations
+
         self._set_used(used)
 
         def work() -> torch.Tensor:
@@ -175,13 +177,14 @@ class StaticGeneration(Generation):
         begun = time.perf_counter()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                work()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
+        with small_operations(self.model):  # as in a folded step
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    work()
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph):
+                work()
         torch.cuda.synchronize()
         captured = time.perf_counter() - begun
         replay_times(graph, 2)

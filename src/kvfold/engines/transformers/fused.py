@@ -106,22 +106,19 @@ def _rotation(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rotations(model: PreTrainedModel) -> dict[Any, Callable[..., Any]]:
-    """The Python modules of a model's folded attention, and the function of each that rotates."""
+    """The Python modules that a model's classes come from, and the function of each that rotates."""
     found: dict[Any, Callable[..., Any]] = {}
-    for attention in model.modules():
-        place = sys.modules.get(type(attention).__module__)
+    for place in {sys.modules.get(type(module).__module__) for module in model.modules()}:
         function = getattr(place, ROTATE, None)
-        if not getattr(attention, "kvfold_folds", False) or function is None or place in found:
-            continue
         own = getattr(function, "_kvfold_plain", function)
-        if is_rotation(own, model.device, model.dtype):
+        if own is not None and is_rotation(own, model.device, model.dtype):
             found[place] = own
     return found
 
 
 @contextmanager
 def small_operations(model: PreTrainedModel) -> Iterator[int]:
-    """Have a folded model's norms and rotations run by kernels of kvfold; yields how many norms and functions were found."""
+    """Have a model's norms and rotations run by kernels of kvfold; yields how many norms and functions were found."""
     norms = [(module, style) for module in model.modules() if (style := norm_style(module)) is not None]
     turned = rotations(model) if model.dtype in HALVES else {}
     for module, style in norms:
