@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from helpers import interpreted_module
 from kvfold.kernels import small as compiled
+from kvfold.kernels.aot_small import compile_norm, compile_rotate
 
 FP16, BF16 = torch.float16, torch.bfloat16
 WHERE = [
@@ -57,3 +58,11 @@ def test_a_rotation_is_that_of_its_definition_to_the_last_bit(dim, alike, where)
     cos, sin = (torch.randn(1 if alike else 3, 1, dim).to(dtype) for _ in range(2))
     for got, want in zip(kernels.rotate(q, k, cos, sin), kernels.rotate_by_definition(q, k, cos, sin), strict=True):
         assert got.shape == want.shape and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("capability", "rounding"), [(80, "normed"), (90, "whole"), (100, "above one")])
+def test_kernels_compile_without_spills(capability, rounding):
+    """Of models of many channels; a row is read once, sixteen bytes a load."""
+    report = compile_norm(8192, rounding, capability=capability)
+    assert report.spilled == 0 and report.registers <= 168 and report.instructions["LDG"] <= 12
+    assert compile_rotate(128, capability=capability).spilled == 0

@@ -84,6 +84,11 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     tl.store(to + at, out.to(kind), mask=inside)
 
 
+def warps_of(size: int) -> int:
+    """Warps of a norm's program."""
+    return min(max(triton.next_power_of_2(size) // 256, 1), 8)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding) -> torch.Tensor:
     """``x`` over its root mean square along the last dimension, times ``weight``.
 
@@ -101,9 +106,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Roundi
     Tensor, as ``x``
     """
     out, size = x.new_empty(x.shape), x.shape[-1]
-    padded = triton.next_power_of_2(size)
-    warps = min(max(padded // 256, 1), 8)
-    _norm_kernel[(x.numel() // size,)](x, weight, out, eps, D=size, DP=padded, ROUNDING=rounding, num_warps=warps)
+    _norm_kernel[(x.numel() // size,)](
+        x, weight, out, eps, D=size, DP=triton.next_power_of_2(size), ROUNDING=rounding, num_warps=warps_of(size)
+    )
     return out
 
 

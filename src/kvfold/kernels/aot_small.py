@@ -1,0 +1,25 @@
+"""Compile the kernels of a model's small operations where there is no GPU; as :mod:`kvfold.kernels.aot`."""
+
+import triton
+from triton.compiler import ASTSource
+
+from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
+from kvfold.kernels.small import ROUNDINGS, Rounding, _norm_kernel, _rotate_kernel, warps_of
+
+
+def compile_norm(size: int, rounding: Rounding = ROUNDINGS[0], bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel of a norm over ``size`` numbers."""
+    fixed = {"D": size, "DP": triton.next_power_of_2(size), "ROUNDING": rounding}
+    names = ["x_ptr", "weight_ptr", "out_ptr"]
+    types = dict.fromkeys(names, _width(bf16)) | {"eps": "fp32"}
+    source = ASTSource(_norm_kernel, *_signature(_norm_kernel, fixed, types), _aligned(_norm_kernel, names))
+    return _compile(source, capability, num_warps=warps_of(size))
+
+
+def compile_rotate(head_dim: int, bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel that rotates queries and keys."""
+    fixed = {"D": head_dim, "DP": triton.next_power_of_2(head_dim)}
+    names = ["q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "q_out", "k_out"]
+    types = dict.fromkeys(names, _width(bf16))
+    source = ASTSource(_rotate_kernel, *_signature(_rotate_kernel, fixed, types), _aligned(_rotate_kernel, names))
+    return _compile(source, capability, num_warps=1)
