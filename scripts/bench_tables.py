@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kvfold.bench.generate import DEFAULT
+from kvfold.bench.generate import STATIC as STATIC_CACHE
 from kvfold.bench.generation import PLAIN, STATIC
 from kvfold.bench.matvec import LAYOUTS, LENGTHS, MODELS, SIDES
 from kvfold.bench.memory import gains
@@ -212,6 +214,30 @@ def decode() -> Table:
     return ["model, batch, context, cache", "ms a step", "tokens/s", "cache, GB", "times as fast as bf16"], lines
 
 
+def generate() -> Table:
+    lines = []
+    for row in rows("generate", "model", "batch", "prompt", "cache", "steps"):
+        name = {DEFAULT: "Transformers, default", STATIC_CACHE: "Transformers, static cache, compiled"}.get(row.cache)
+        lines.append(
+            [
+                f"B={row.batch}, {row.prompt:,} tokens: {name or f'`{row.cache}`, {row.steps}'}",
+                f"{row.ms:.2f}",
+                f"{row.tokens_per_s:,.0f}",
+                number(row.times_default, ".1f"),
+                number(row.times_best, ".2f"),
+                f"{row.begin_ms / 1e3:.2f}",
+            ]
+        )
+    return [
+        "",
+        "ms a step",
+        "tokens/s",
+        "times as fast as the default",
+        "as the faster of the two",
+        "begins in, s",
+    ], lines
+
+
 def _memory() -> list[Any]:
     return rows("memory", "cache", "prompt", "output", choose=of_last_commit)
 
@@ -395,6 +421,7 @@ BENCH = {
         "prefill": prefill,
         "modes": modes,
         "decode": decode,
+        "generate": generate,
         "memory": memory,
         "memory gains": memory_gains,
         "products": products,

@@ -113,7 +113,8 @@ def test_generate_decodes_in_a_graph(method, length):
 
 
 def test_small_operations_of_a_step_are_kernels_that_round_as_the_models_own(monkeypatch):
-    """Their results differ by the order of a norm's sum: seldom, and by one step of bfloat16."""
+    """Their results differ by the order of a norm's sum: seldom, and by one step of bfloat16. (No codes: those would fall to
+    the other side of a rounding.)"""
     torch.manual_seed(0)
     model = llama(head_dim=64, max_position_embeddings=2048).to("cuda", torch.bfloat16).eval()
     ids, got, found = torch.randint(3, 96, (2, 420), device="cuda"), [], []
@@ -126,7 +127,7 @@ def test_small_operations_of_a_step_are_kernels_that_round_as_the_models_own(mon
 
     for operations in (counted, nullcontext):
         monkeypatch.setattr(fused, "small_operations", operations)
-        cache = kvfold.fold(model, "fold", max_length=700)
+        cache = kvfold.fold(model, "none", max_length=700)
         with torch.no_grad():
             model(ids[:, :400], past_key_values=cache, use_cache=True)
         graph = DecodeGraph(model, cache, 20)
@@ -138,14 +139,15 @@ def test_small_operations_of_a_step_are_kernels_that_round_as_the_models_own(mon
 
 
 def test_a_compiled_step_is_as_near_to_float32_as_a_step():
-    """The same kernels attend; what the compiler fused between them rounds less often than the model's own operations.
+    """The same kernels attend; what the compiler fused between them rounds less often than the model's own operations. Codes
+    move logits by more than rounding does: a fourth of their norm, in either step.
 
     One model for both methods: they share what is compiled, which is most of the time."""
     torch.manual_seed(0)
     model = llama(head_dim=64, max_position_embeddings=2048).to("cuda", torch.bfloat16).eval()
     exact = copy.deepcopy(model).float()
     ids = torch.randint(3, 96, (1, 445), device="cuda")
-    for method in ("fold", "kivi"):
+    for method, limit in (("none", 0.05), ("fold", 0.5)):
         caches = [kvfold.fold(model, method, max_length=700) for _ in range(2)]
         got = []
         for cache, compile in zip(caches, (False, True), strict=True):
@@ -162,7 +164,7 @@ def test_a_compiled_step_is_as_near_to_float32_as_a_step():
             steps = [exact(ids[:, at : at + 1], past_key_values=cache).logits for at in range(415, 445)]
         want = torch.cat(steps, 1)
         plain, fused = ((each - want).norm() / want.norm() for each in got)
-        assert fused < 1.2 * plain and plain < 0.2, (method, plain, fused)
+        assert fused < 1.2 * plain and plain < limit, (method, plain, fused)
 
 
 def test_generate_decodes_in_a_compiled_graph():
@@ -181,8 +183,7 @@ def test_generate_decodes_in_a_compiled_graph():
 @pytest.mark.parametrize("method", ["none", "fold", "kivi", "squat", "innerq", "qjl", "gear", "zipcache", "turboquant"])
 def test_every_method_has_a_fast_kernel_that_is_captured(method):
     """Those with tables of their own are in tests/kernels/test_tables_kernels.py."""
-    with torch.device("cuda"):
-        model = llama(head_dim=128).to(torch.bfloat16)
+    model = llama(head_dim=128).to("cuda", torch.bfloat16)
     for row in kvfold.explain(model, method).layers:
         assert row.kernel not in ("reference", "cpu") and REGISTRY[row.kernel].captures, row.reason
 

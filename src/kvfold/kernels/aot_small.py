@@ -4,7 +4,7 @@ import triton
 from triton.compiler import ASTSource
 
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
-from kvfold.kernels.small import ROUNDINGS, Rounding, _norm_kernel, _rotate_kernel, warps_of
+from kvfold.kernels.small import OPTIONS, ROUNDINGS, Rounding, _norm_kernel, _rotate_kernel, warps_of
 
 
 def compile_norm(size: int, rounding: Rounding = ROUNDINGS[0], bf16: bool = True, capability: int = 90) -> Report:
@@ -13,7 +13,7 @@ def compile_norm(size: int, rounding: Rounding = ROUNDINGS[0], bf16: bool = True
     names = ["x_ptr", "weight_ptr", "out_ptr"]
     types = dict.fromkeys(names, _width(bf16)) | {"eps": "fp32"}
     source = ASTSource(_norm_kernel, *_signature(_norm_kernel, fixed, types), _aligned(_norm_kernel, names))
-    return _compile(source, capability, num_warps=warps_of(size))
+    return _compile(source, capability, num_warps=warps_of(size), **OPTIONS)
 
 
 def compile_rotate(head_dim: int, bf16: bool = True, capability: int = 90) -> Report:
@@ -22,4 +22,4 @@ def compile_rotate(head_dim: int, bf16: bool = True, capability: int = 90) -> Re
     names = ["q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "q_out", "k_out"]
     types = dict.fromkeys(names, _width(bf16))
     source = ASTSource(_rotate_kernel, *_signature(_rotate_kernel, fixed, types), _aligned(_rotate_kernel, names))
-    return _compile(source, capability, num_warps=1)
+    return _compile(source, capability, num_warps=1, **OPTIONS)

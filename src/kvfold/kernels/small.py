@@ -15,6 +15,8 @@ Rounding = Literal["normed", "whole", "above one"]
 """What of a norm is rounded: what is then multiplied by the weight (Llama); the product alone (OLMo 2, GPT-OSS); the product
 with one plus the weight (Gemma)."""
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+OPTIONS = {"enable_fp_fusion": False}
+"""A product that is rounded stays so: fused with the sum that follows it would not be."""
 
 
 def norm_by_definition(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding) -> torch.Tensor:
@@ -107,8 +109,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Roundi
     """
     out, size = x.new_empty(x.shape), x.shape[-1]
     _norm_kernel[(x.numel() // size,)](
-        x, weight, out, eps, D=size, DP=triton.next_power_of_2(size), ROUNDING=rounding, num_warps=warps_of(size)
-    )
+        x, weight, out, eps, D=size, DP=triton.next_power_of_2(size), ROUNDING=rounding, num_warps=warps_of(size), **OPTIONS
+    )  # fmt: skip
     return out
 
 
@@ -130,6 +132,6 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     outs = q.new_empty(q.shape), k.new_empty(k.shape)
     _rotate_kernel[(heads + k.shape[1], batch)](
         q, k, cos, sin, *outs, q.stride(0), q.stride(1), k.stride(0), k.stride(1), dim if cos.shape[0] > 1 else 0, heads,
-        D=dim, DP=triton.next_power_of_2(dim), num_warps=1,
+        D=dim, DP=triton.next_power_of_2(dim), num_warps=1, **OPTIONS,
     )  # fmt: skip
     return outs
