@@ -125,8 +125,8 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 DENSE = ("qjl", "turboquant", "gear", "kvarn")
-"""Methods that kernels encode, but for some of their variants: those, Torch encodes by products. KVarN's tiles are evened out by
-standard deviations, whose sums a GPU orders by how many tiles there are."""
+"""Methods that kernels encode, but for some of their variants: those, Torch encodes by products. KVarN's tiles are evened out
+by standard deviations, whose sums a GPU orders by how many tiles there are."""
 
 
 def difference(a: FoldedLayer, b: FoldedLayer, row_a: int = 0, row_b: int = 0) -> str | None:

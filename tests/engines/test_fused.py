@@ -30,14 +30,14 @@ from helpers import build, interpreted_module, prompt
 from kvfold.engines.transformers import fused
 
 FP16 = torch.float16
-KINDS = [  # norms of two layers and of the end, each model's rounding, and layers that rotate halves in 16 bits
-    (LlamaForCausalLM, LlamaConfig, 5, "normed", 2),
-    (Qwen2ForCausalLM, Qwen2Config, 5, "normed", 2),
-    (Qwen3ForCausalLM, Qwen3Config, 9, "normed", 2),
-    (Phi3ForCausalLM, Phi3Config, 5, "normed", 2),
-    (GemmaForCausalLM, GemmaConfig, 5, "above one", 2),
-    (Olmo2ForCausalLM, Olmo2Config, 9, "whole", 0),
-    (GlmForCausalLM, GlmConfig, 5, "normed", None),
+KINDS = [  # norms of two layers and of the end, each model's rounding, layers that rotate halves in 16 bits, gates of SiLU
+    (LlamaForCausalLM, LlamaConfig, 5, "normed", 2, 2),
+    (Qwen2ForCausalLM, Qwen2Config, 5, "normed", 2, 2),
+    (Qwen3ForCausalLM, Qwen3Config, 9, "normed", 2, 2),
+    (Phi3ForCausalLM, Phi3Config, 5, "normed", 2, 0),
+    (GemmaForCausalLM, GemmaConfig, 5, "above one", 2, 0),
+    (Olmo2ForCausalLM, Olmo2Config, 9, "whole", 0, 2),
+    (GlmForCausalLM, GlmConfig, 5, "normed", None, 0),
 ]
 
 
@@ -60,17 +60,17 @@ def kernels(interpreted, monkeypatch):
 
         return call
 
-    for name in ("rms_norm", "rotate"):
+    for name in ("rms_norm", "rotate", "gated"):
         monkeypatch.setattr(fused.small, name, counting(name))
-    monkeypatch.setattr(fused, "serves", lambda *tensors: all(t.dtype == FP16 for t in tensors))
+    monkeypatch.setattr(fused, "serves", lambda *tensors: all(getattr(t, "dtype", None) == FP16 for t in tensors))
     monkeypatch.setattr(fused, "_known", {})
     return called
 
 
 @pytest.mark.parametrize(
-    ("model", "config", "norms", "rounding", "turns"), KINDS, ids=lambda x: getattr(x, "__name__", None)
+    ("model", "config", "norms", "rounding", "turns", "gates"), KINDS, ids=lambda x: getattr(x, "__name__", None)
 )
-def test_a_models_norms_and_rotations_are_found_and_its_steps_stay(model, config, norms, rounding, turns, kernels):
+def test_a_models_small_operations_are_found_and_its_steps_stay(model, config, norms, rounding, turns, gates, kernels):
     model, ids = build(model, config).to(FP16), prompt(2, 12)
     with torch.no_grad():
         for parameter in (p for name, p in model.named_parameters() if "norm" in name):
@@ -83,8 +83,9 @@ def test_a_models_norms_and_rotations_are_found_and_its_steps_stay(model, config
             got = model(ids[:, 11:], past_key_values=caches[1]).logits
     styles = [style for module in model.modules() if (style := fused.norm_style(module))]
     assert {how for how, _ in styles} == {rounding} and len(styles) == norms
-    assert found == norms + (turns is not None)
+    assert found == norms + gates + (turns is not None)
     assert kernels.count("rms_norm") == norms and kernels.count("rotate") == (turns or 0)
+    assert kernels.count("gated") == gates
     assert (got - want).norm() < 2e-3 * want.norm()
 
 

@@ -133,7 +133,7 @@ def test_small_operations_of_a_step_are_kernels_that_round_as_the_models_own(mon
         graph = DecodeGraph(model, cache, 20)
         got.append(torch.cat([graph(ids[:, at : at + 1]).clone() for at in range(400, 420)], 1).float())
         graph.finish()
-    assert found == [2 * model.config.num_hidden_layers + 2]  # norms, and one function that rotates
+    assert found == [3 * model.config.num_hidden_layers + 2]  # norms, gates, and one function that rotates
     ours, own = got
     assert (ours - own).norm() < 5e-3 * own.norm()
 

@@ -1,4 +1,4 @@
-"""Norms and rotations in one kernel each, in Triton's interpreter, compiled, and with ``pytest -m gpu`` as real launches."""
+"""A model's small operations in one kernel each: in Triton's interpreter, compiled, and with ``pytest -m gpu`` launched."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from helpers import interpreted_module
 from kvfold.kernels import small as compiled
-from kvfold.kernels.aot_small import compile_norm, compile_rotate
+from kvfold.kernels.aot_small import compile_gate, compile_norm, compile_rotate
 
 FP16, BF16 = torch.float16, torch.bfloat16
 WHERE = [
@@ -60,9 +60,20 @@ def test_a_rotation_is_that_of_its_definition_to_the_last_bit(dim, alike, where)
         assert got.shape == want.shape and torch.equal(got, want)
 
 
+def test_a_gate_is_that_of_its_definition(where):
+    """But for the last bit of an exponential; also where it is none or all of its number."""
+    kernels, dtype = where
+    torch.manual_seed(0)
+    gate, up = (3 * torch.randn(2, 1, 700).to(dtype) for _ in range(2))
+    gate[0, 0, :3] = torch.tensor([-80.0, 0.0, 80.0])
+    got, want = kernels.gated(gate, up), kernels.gated_by_definition(gate, up)
+    assert ((got.float() - want.float()).abs() <= 2 * torch.finfo(dtype).eps * want.abs().float() + 1e-7).all()
+    assert (got != want).float().mean() < 0.02
+
+
 @pytest.mark.parametrize(("capability", "rounding"), [(80, "normed"), (90, "whole"), (100, "above one")])
 def test_kernels_compile_without_spills(capability, rounding):
     """Of models of many channels; a row is read once, sixteen bytes a load."""
     report = compile_norm(8192, rounding, capability=capability)
     assert report.spilled == 0 and report.registers <= 168 and report.instructions["LDG"] <= 12
-    assert compile_rotate(128, capability=capability).spilled == 0
+    assert compile_rotate(128, capability=capability).spilled == compile_gate(capability=capability).spilled == 0

@@ -4,7 +4,7 @@ import triton
 from triton.compiler import ASTSource
 
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
-from kvfold.kernels.small import OPTIONS, ROUNDINGS, Rounding, _norm_kernel, _rotate_kernel, warps_of
+from kvfold.kernels.small import OPTIONS, ROUNDINGS, Rounding, _gate_kernel, _norm_kernel, _rotate_kernel, warps_of
 
 
 def compile_norm(size: int, rounding: Rounding = ROUNDINGS[0], bf16: bool = True, capability: int = 90) -> Report:
@@ -23,3 +23,11 @@ def compile_rotate(head_dim: int, bf16: bool = True, capability: int = 90) -> Re
     types = dict.fromkeys(names, _width(bf16))
     source = ASTSource(_rotate_kernel, *_signature(_rotate_kernel, fixed, types), _aligned(_rotate_kernel, names))
     return _compile(source, capability, num_warps=1, **OPTIONS)
+
+
+def compile_gate(bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel of gates."""
+    names = ["gate_ptr", "up_ptr", "out_ptr"]
+    signature = _signature(_gate_kernel, {"N": 512}, dict.fromkeys(names, _width(bf16)))
+    source = ASTSource(_gate_kernel, *signature, _aligned(_gate_kernel, names))
+    return _compile(source, capability, num_warps=4, **OPTIONS)

@@ -1,8 +1,8 @@
 """A model's small operations between attention and matrix products, one launch each, rounded where Transformers' own round.
 
-A norm of the root mean square is eight of Torch's kernels and a rotation of queries and keys ten. In a decode step each takes
-longer to begin and to end than it computes. These write what those write: every number that the model's code rounds to 16 bits
-is rounded here, so only the order of a norm's sum differs.
+A norm of the root mean square is eight of Torch's kernels, a rotation of queries and keys ten, a gate two. In a decode step
+each takes longer to begin and to end than it computes. These write what those write: every number that the model's code rounds
+to 16 bits is rounded here, so only the order of a norm's sum and the last bit of an exponential differ.
 """
 
 from typing import Literal, get_args
@@ -38,6 +38,11 @@ def rotate_by_definition(
         return x * cos.unsqueeze(1) + torch.cat((-b, a), -1) * sin.unsqueeze(1)
 
     return turned(q), turned(k)
+
+
+def gated_by_definition(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """What :func:`gated` computes, in the operations of Transformers' models."""
+    return torch.nn.functional.silu(gate) * up
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -84,6 +89,17 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     y = tl.where(at < D // 2, -y, y)
     out = (x * cos).to(kind).to(tl.float32) + (y * sin).to(kind).to(tl.float32)
     tl.store(to + at, out.to(kind), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gate_kernel(gate_ptr, up_ptr, out_ptr, count, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program: N numbers."""
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    inside = at < count
+    kind = out_ptr.dtype.element_ty
+    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, ((gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up).to(kind), mask=inside)
 
 
 def warps_of(size: int) -> int:
@@ -135,3 +151,19 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
         D=dim, DP=triton.next_power_of_2(dim), num_warps=1, **OPTIONS,
     )  # fmt: skip
     return outs
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SiLU of ``gate``, times ``up``.
+
+    Parameters
+    ----------
+    gate, up : Tensor, float16 or bfloat16, both of one dtype and shape, contiguous
+
+    Returns
+    -------
+    Tensor, as ``gate``
+    """
+    out, numbers = gate.new_empty(gate.shape), 512
+    _gate_kernel[(triton.cdiv(gate.numel(), numbers),)](gate, up, out, gate.numel(), N=numbers, num_warps=4, **OPTIONS)
+    return out

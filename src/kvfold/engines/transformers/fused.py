@@ -1,4 +1,4 @@
-"""A captured step's small operations, in one kernel each where the model's own code takes eight or ten.
+"""A captured step's small operations, in one kernel each where the model's own code takes two to ten.
 
 Which code that is, is found by running it: a module, or a function, whose results are those of a definition of
 :mod:`kvfold.kernels.small` to the last bit is replaced while a step is captured. Everything else stays the model's own.
@@ -18,6 +18,8 @@ from kvfold.kernels import small
 
 ROTATE = "apply_rotary_pos_emb"
 """What Transformers' models call it, each in a module of its own."""
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Of a gated MLP, as Transformers' models call them."""
 PROBE = 64
 """Channels of the heads by which a rotation is known."""
 HALVES = (torch.float16, torch.bfloat16)
@@ -83,6 +85,29 @@ def is_rotation(function: Callable[..., Any], device: torch.device, dtype: torch
     return isinstance(got, tuple) and len(got) == 2 and all(map(_same, got, want))
 
 
+@torch.no_grad()
+def is_gated(module: nn.Module) -> bool:
+    """Whether a module is two products, one through SiLU, and a third of what they give."""
+    gate, up, down = (getattr(module, name, None) for name in PROJECTIONS)
+    if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear) or not isinstance(down, nn.Linear):
+        return False
+    weight = gate.weight
+    if not serves(weight) or not _is_plain(module):
+        return False
+    x = _draw(weight.device, weight.dtype)(1, 1, weight.shape[1])
+    try:
+        return _same(module(x), down(small.gated_by_definition(gate(x), up(x))))
+    except (TypeError, ValueError, IndexError, RuntimeError):  # it wants something else
+        return False
+
+
+def _gated(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if args or kwargs or not serves(x):
+        return type(module).forward(module, x, *args, **kwargs)
+    gate, up, down = (getattr(module, name) for name in PROJECTIONS)
+    return down(small.gated(gate(x), up(x)))
+
+
 def _norm(module: nn.Module, style: Style, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     weight: Any = module.weight
     if args or kwargs or not serves(x, weight) or not x.is_contiguous():
@@ -118,17 +143,20 @@ def rotations(model: PreTrainedModel) -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def small_operations(model: PreTrainedModel) -> Iterator[int]:
-    """Have a model's norms and rotations run by kernels of kvfold; yields how many norms and functions were found."""
+    """Have a model's norms, rotations and gates run by kernels of kvfold; yields how many modules and functions were found."""
     norms = [(module, style) for module in model.modules() if (style := norm_style(module)) is not None]
+    gates = [module for module in model.modules() if is_gated(module)]
     turned = rotations(model) if model.dtype in HALVES else {}
     for module, style in norms:
         module.forward = partial(_norm, module, style)
+    for module in gates:
+        module.forward = partial(_gated, module)
     for place, own in turned.items():
         setattr(place, ROTATE, _rotation(own))
     try:
-        yield len(norms) + len(turned)
+        yield len(norms) + len(gates) + len(turned)
     finally:
-        for module, _ in norms:
+        for module in (*(module for module, _ in norms), *gates):
             del module.forward
         for place, own in turned.items():
             setattr(place, ROTATE, own)
