@@ -132,3 +132,19 @@ def test_calls_that_the_kernel_does_not_take_are_the_models_own(kernels):
         got = place.apply_rotary_pos_emb(q, k, cos, sin)
         assert model.model.norm(torch.ones(1, 2, model.config.hidden_size)).dtype == torch.float32
     assert not kernels and all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("how", ["the forward", "in place", "a copy"])
+def test_what_somebody_compiled_stays(how, kernels):
+    model = build(LlamaForCausalLM, LlamaConfig).to(FP16)
+    kvfold.fold(model, "none")
+    if how == "the forward":
+        model.forward = torch.compile(model.forward)
+    elif how == "in place":
+        model.compile()
+    else:
+        model = torch.compile(model)
+    with fused.small_operations(model) as found:
+        assert found == 0 and not any(
+            "forward" in vars(norm) for norm in model.modules() if "Norm" in type(norm).__name__
+        )

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
+from kvfold.engines.transformers.compiled import plain
 from kvfold.kernels import small
 
 ROTATE = "apply_rotary_pos_emb"
@@ -141,9 +143,18 @@ def rotations(model: PreTrainedModel) -> dict[Any, Callable[..., Any]]:
     return found
 
 
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether somebody had ``torch.compile`` take the model or its forward: small operations are fused then."""
+    whole = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
+    return whole or hasattr(plain(model.forward), "_torchdynamo_orig_callable")
+
+
 @contextmanager
 def small_operations(model: PreTrainedModel) -> Iterator[int]:
     """Have a model's norms, rotations and gates run by kernels of kvfold; yields how many modules and functions were found."""
+    if _is_compiled(model):
+        yield 0
+        return
     norms = [(module, style) for module in model.modules() if (style := norm_style(module)) is not None]
     gates = [module for module in model.modules() if is_gated(module)]
     turned = rotations(model) if model.dtype in HALVES else {}
