@@ -208,16 +208,16 @@ def test_a_model_on_two_devices_generates_step_by_step_and_says_so(tmp_path):
     split = LlamaForCausalLM.from_pretrained(folder, device_map={**places, "model.rotary_emb": 0}, **kind).eval()
     whole = LlamaForCausalLM.from_pretrained(folder, device_map={"": 0}, **kind).eval()
     ids = torch.randint(3, 200, (2, 300), device="cuda:0")
-    options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
+    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     want = whole.generate(ids, past_key_values=kvfold.fold(whole, "fold"), **options)
     cache = kvfold.fold(split, "fold")
-    with decoding(split, cache, 60, required=False) as steps:
+    with decoding(split, cache, 20, required=False) as steps:
         got = split.generate(ids, past_key_values=cache, **options)
     assert torch.equal(got, want) and {str(layer.device) for layer in cache.folded} == {"cuda:0", "cuda:1"}
     said = "decoded step by step: decode graph: the model lies on cuda:0, cuda:1; allowed: one device"
     assert steps.replayed == 0 and str(steps).startswith(said)
     cache = kvfold.fold(split, "fold")
-    with pytest.raises(UnsupportedModelError, match="lies on cuda:0, cuda:1"), decoding(split, cache, 60):
+    with pytest.raises(UnsupportedModelError, match="lies on cuda:0, cuda:1"), decoding(split, cache, 20):
         split.generate(ids, past_key_values=cache, **options)
     got = split.generate(ids, past_key_values=kvfold.fold(split, "fold"), **options)  # nothing was left broken
     assert torch.equal(got, want)
