@@ -112,6 +112,7 @@ def attending(
         want = paged.attend(call, torch.empty_like(got))
         error = float((got - want).norm() / want.norm())
         assert error < limit, (i, error)
+        assert not space.counters.any()
         rows = server.expected() if not sinks else want.cpu()
         assert float((want.cpu() - rows).norm() / rows.norm()) < 1e-3
 

@@ -155,12 +155,13 @@ def compile_pieces(
     keys, values = layout.views(torch.zeros(1, 1, layout.bytes, dtype=torch.uint8, device="cpu"))
     shape = paged_gluon.shape(key_format, value_format, rows, bf16, capability >= 90)
     fields = (*paged_gluon.arrays(key_format, keys), *paged_gluon.arrays(value_format, values))
-    fixed: dict[str, Any] = shape.fixed | {"AT": paged_gluon.region_of(fields)[1], "RAW": raw}
+    fixed: dict[str, Any] = shape.fixed | {"AT": paged_gluon.region_of(fields)[1], "RAW": raw, "HAS_SINKS": False}
     if shape.plan.columns == 1:
         fixed["columns"] = 1
     types = {"q_ptr": _width(bf16), "scale": "fp32", "region": "*i16"}
     numbers = ("items_ptr", "item_list", "table", "query_start", "seq_lens", "before_ptr", "sink_ptr", "packed_ptr")
-    types |= dict.fromkeys((*numbers, "window_table"), "*i32") | dict.fromkeys(("window_k", "window_v"), _width(bf16))
+    types |= dict.fromkeys((*numbers, "window_table", "counters"), "*i32")
+    types |= dict.fromkeys(("window_k", "window_v", "out_ptr", "sinks"), _width(bf16))
     types |= dict.fromkeys(("k_signs", "v_signs", "part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(shape.kernel, *_signature(shape.kernel, fixed, types), {})
     return _compile(source, capability, num_warps=shape.plan.warps, maxnreg=shape.plan.registers)

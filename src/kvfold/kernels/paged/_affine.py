@@ -9,6 +9,7 @@ from kvfold.kernels._decode_gluon import attend_blocks
 from kvfold.kernels._registers import _item
 from kvfold.kernels._softmax import LOG2E, _finish
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
+from kvfold.kernels.paged._arrive import arrive
 from kvfold.kernels.paged._raw import attend_windows
 
 
@@ -21,13 +22,14 @@ def affine_pieces_kernel(
     query_start, seq_lens, before_ptr, sink_ptr, packed_ptr,
     window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head, window_table, window_step,
     region, page_step, head_step,
-    part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs, raw_parts,
+    part_out, part_top, part_sum, counters, out_ptr, out_token, out_head, sinks,
+    scale, heads, rows, tokens, columns, seqs, raw_parts,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_AXIS: gl.constexpr, K_MODE: gl.constexpr, K_GROUP: gl.constexpr,
     V_BITS: gl.constexpr, V_AXIS: gl.constexpr, V_MODE: gl.constexpr, V_GROUP: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, BF16: gl.constexpr, HAS_BIAS: gl.constexpr, CENTER: gl.constexpr,
     EARLY: gl.constexpr, SHARED: gl.constexpr,
-    AT: gl.constexpr, RAW: gl.constexpr,
+    AT: gl.constexpr, RAW: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`kvfold.kernels.paged._fold.fold_pieces_kernel`; AT: bytes to the keys' metadata and sign words, and to the
     values' codes, metadata and sign words."""
@@ -57,7 +59,8 @@ def affine_pieces_kernel(
         longest = gl.load(item_list + 2) - gl.load(item_list + 1)
         attend_windows(
             base0, lane, warp, q_ptr, q_token, lengths, (keys, values, window_table, window_step), (tasks, longest),
-            seqs, raw_parts, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
+            seqs, raw_parts, heads, rows, tokens, columns, part_out, part_top, part_sum,
+            (counters, out_ptr, out_token, out_head, sinks), scale * LOG2E, D, NT, BF16, RAW, HAS_SINKS,
         )  # fmt: skip
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)
@@ -85,3 +88,8 @@ def affine_pieces_kernel(
             base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, CARRIED
         )
         program_sync(lane)
+        if RAW:
+            arrive(
+                counters, query_start, seq_lens, before_ptr, items_ptr, part_out, part_top, part_sum, out_ptr, out_token,
+                out_head, sinks, seq, head, heads, rows, tokens, task % columns, columns, raw_parts, D, NT, HAS_SINKS,
+            )  # fmt: skip

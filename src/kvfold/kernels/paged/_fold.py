@@ -8,6 +8,7 @@ from kvfold.kernels._pages_gluon import attend_pages
 from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, row_bytes, turn_signs
 from kvfold.kernels._softmax import LOG2E, _finish
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
+from kvfold.kernels.paged._arrive import arrive
 from kvfold.kernels.paged._raw import attend_windows
 
 PAGE = gl.constexpr(128)
@@ -30,12 +31,13 @@ def fold_pieces_kernel(
     query_start, seq_lens, before_ptr, sink_ptr, packed_ptr,
     window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head, window_table, window_step,
     region, page_step, head_step, k_signs, v_signs,
-    part_out, part_top, part_sum, scale, heads, rows, tokens, columns, seqs, raw_parts,
+    part_out, part_top, part_sum, counters, out_ptr, out_token, out_head, sinks,
+    scale, heads, rows, tokens, columns, seqs, raw_parts,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr,
-    BYTES: gl.constexpr, AT: gl.constexpr, RAW: gl.constexpr,
+    BYTES: gl.constexpr, AT: gl.constexpr, RAW: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th (piece, KV head, ``8 NT`` query rows).
 
@@ -67,7 +69,8 @@ def fold_pieces_kernel(
         longest = gl.load(item_list + 2) - gl.load(item_list + 1)
         attend_windows(
             base0, lane, warp, q_ptr, q_token, lengths, (keys, values, window_table, window_step), (tasks, longest),
-            seqs, raw_parts, heads, rows, tokens, columns, part_out, part_top, part_sum, scale * LOG2E, D, NT, BF16, RAW,
+            seqs, raw_parts, heads, rows, tokens, columns, part_out, part_top, part_sum,
+            (counters, out_ptr, out_token, out_head, sinks), scale * LOG2E, D, NT, BF16, RAW, HAS_SINKS,
         )  # fmt: skip
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)
@@ -108,3 +111,8 @@ def fold_pieces_kernel(
                 side = side + ((total[2 * n], total[2 * n + 1], total[2 * n], total[2 * n + 1]),)  # noqa: RUF005
             _finish(base0, lane, warp, top, out, side, *slots, False, D, NT, 0)
         program_sync(lane)
+        if RAW:
+            arrive(
+                counters, query_start, seq_lens, before_ptr, items_ptr, part_out, part_top, part_sum, out_ptr, out_token,
+                out_head, sinks, seq, head, heads, rows, tokens, task % columns, columns, raw_parts, D, NT, HAS_SINKS,
+            )  # fmt: skip

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._softmax import LIFT, _finish, _nothing
 from kvfold.kernels._warp import program_sync
 from kvfold.kernels._windows_gluon import attend_raw, value_row
+from kvfold.kernels.paged._arrive import arrive
 from kvfold.kernels.paged.work import RAW_PAGES, RAW_TOKENS
 
 RAW = gl.constexpr(RAW_PAGES)
@@ -32,8 +33,8 @@ def _slot(window, table, sink, packed, stop, index, SIZE: gl.constexpr, BLOCK: g
 @gluon.jit
 def attend_windows(
     base0, lane, warp, q_ptr, q_token, lengths, windows, pieces, seqs, parts, heads, rows, tokens, columns,
-    part_out, part_top, part_sum, to_log2,
-    D: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr, BLOCK: gl.constexpr,
+    part_out, part_top, part_sum, result, to_log2,
+    D: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr, BLOCK: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """Write those of the ``parts`` of every (sequence, KV head, ``8 NT`` query rows) that fall to this program: if possible, to
     programs that have a piece less than others.
@@ -108,6 +109,10 @@ def attend_windows(
             base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT, LIFT
         )
         program_sync(lane)
+        arrive(
+            result[0], lengths[0], lengths[1], lengths[2], lengths[5], part_out, part_top, part_sum, result[1], result[2],
+            result[3], result[4], seq, head, heads, rows, tokens, task // parts % columns, columns, parts, D, NT, HAS_SINKS,
+        )  # fmt: skip
 
 
 __all__ = ["attend_windows"]

@@ -18,7 +18,7 @@ from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.windows import program_memory, stages, tile_sizes
 from kvfold.rope import Rope
 
-Pieces = Callable[[PagedCall, torch.Tensor, int, Workspace], None]
+Pieces = Callable[[PagedCall, torch.Tensor, int, Workspace, torch.Tensor], None]
 
 
 def choose(key_format: Format, value_format: Format, pre_rope: bool, device: torch.device) -> Pieces:
@@ -74,9 +74,11 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
     query = call.query.to(call.window_keys.dtype)
     if query.stride(-1) != 1:
         query = query.contiguous()
-    if not at_once:
-        _raw(call, query, rows, workspace)
-    kernel(call, query, rows, workspace)
+    if at_once:
+        kernel(call, query, rows, workspace, out)
+        return out
+    _raw(call, query, rows, workspace)
+    kernel(call, query, rows, workspace, out)
     early = overlaps_launches(query.device)
     whole = min(dim & -dim, 256 if step.seqs * heads * rows >= 4096 else 32)
     merge_pieces_kernel[(step.seqs * heads * rows, dim // whole)](
@@ -169,7 +171,7 @@ def _raw(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) 
     )
 
 
-def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
+def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace, out: torch.Tensor) -> None:
     """Write the parts of all pieces of packed tokens."""
     step, heads = call.step, call.num_kv_heads
     rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()

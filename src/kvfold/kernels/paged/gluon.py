@@ -50,8 +50,8 @@ def shape(key_format: Format, value_format: Format, rows: int, bf16: bool, early
     return Shape(affine_pieces_kernel, plan, resident, {**fixed})
 
 
-def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
-    """Write the parts of all pieces of packed tokens."""
+def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace, out: torch.Tensor) -> None:
+    """Write the parts of all pieces of packed tokens; where :func:`reads_windows`, read the others and merge, too."""
     keys, values = call.key_format, call.value_format
     chosen = shape(keys, values, rows, query.dtype == torch.bfloat16, overlaps_launches(query.device))
     k, v = arrays(keys, call.keys), arrays(values, call.values)
@@ -84,6 +84,10 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         w.out,
         w.top,
         w.total,
+        w.counters,
+        out,
+        *out.stride()[:2],
+        w.top if call.sinks is None else call.sinks,
         float(call.scale),
         call.num_kv_heads,
         rows,
@@ -93,6 +97,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         raw_parts(step) if reads_windows(call) else 1,
         AT=at,
         RAW=step.window_block if reads_windows(call) else 0,
+        HAS_SINKS=call.sinks is not None,
         **chosen.fixed,
         num_warps=chosen.plan.warps,
         maxnreg=chosen.plan.registers,

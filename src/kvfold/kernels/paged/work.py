@@ -200,6 +200,8 @@ class Workspace:
         Where a new token goes in the windows: block * window_block + place, or -1.
     updates : Tensor, float32 [elements]
         Of the pages to close, where these follow their own queries.
+    counters : Tensor, int32 [max_seqs * num_heads * short]
+        Parts of a sequence's rows that have been written in a launch; zeros between launches.
     out, top, total : Tensor, float32
         Partial results. With ``r`` parts of raw tokens, those of sequence ``s`` begin with number ``items[s] + r s``, and piece
         ``i`` of the list, if it is of this sequence, is part ``i + r (s + 1)``.
@@ -218,6 +220,7 @@ class Workspace:
     close_list: torch.Tensor
     slots: torch.Tensor
     updates: torch.Tensor
+    counters: torch.Tensor
     out: torch.Tensor
     top: torch.Tensor
     total: torch.Tensor
@@ -294,6 +297,7 @@ class Workspace:
             close_list=numbers(closes := max_tokens // PAGE + 2 * max_seqs, 2),
             slots=torch.full((max_tokens,), -1, dtype=torch.int64, device=device),
             updates=torch.empty(closes * update_size, dtype=torch.float32, device=device),
+            counters=numbers(max_seqs * num_heads * short),
             out=torch.empty(rows, head_dim, dtype=torch.float32, device=device),
             top=sums[0],
             total=sums[1],
