@@ -47,21 +47,12 @@ def affine_pieces_kernel(
     thread = gl.arange(0, 32 * W, LAYOUT)
     lane = thread % 32
     warp = thread // 32
-    base0 = shared_base(lane, W * (STAGE if STAGE > MEET else MEET))
+    base = shared_base(gl.program_id(0), W * (STAGE if STAGE > MEET else MEET))
+    base0 = lane * 0 + base
     if EARLY:
         wait_for_previous(lane)
         launch_dependents(lane)
     tasks = gl.load(items_ptr + seqs) * heads * columns
-    if RAW:
-        lengths = (query_start, seq_lens, before_ptr, sink_ptr, packed_ptr, items_ptr)
-        keys = (window_k, wk_block, wk_place, wk_head)
-        values = (window_v, wv_block, wv_place, wv_head)
-        longest = gl.load(item_list + 2) - gl.load(item_list + 1)
-        attend_windows(
-            base0, lane, warp, q_ptr, q_token, lengths, (keys, values, window_table, window_step), (tasks, longest),
-            seqs, raw_parts, heads, rows, tokens, columns, part_out, part_top, part_sum,
-            (counters, out_ptr, out_token, out_head, sinks), scale * LOG2E, D, NT, BF16, RAW, HAS_SINKS,
-        )  # fmt: skip
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)
         head = task // columns % heads
@@ -93,3 +84,12 @@ def affine_pieces_kernel(
                 counters, query_start, seq_lens, before_ptr, items_ptr, part_out, part_top, part_sum, out_ptr, out_token,
                 out_head, sinks, seq, head, heads, rows, tokens, task % columns, columns, raw_parts, D, NT, HAS_SINKS,
             )  # fmt: skip
+    if RAW:
+        lengths = (query_start, seq_lens, before_ptr, sink_ptr, packed_ptr, items_ptr)
+        keys = (window_k, wk_block, wk_place, wk_head)
+        values = (window_v, wv_block, wv_place, wv_head)
+        attend_windows(
+            base, base0, lane, warp, q_ptr, q_token, lengths, (keys, values, window_table, window_step), tasks,
+            seqs, raw_parts, heads, rows, tokens, columns, part_out, part_top, part_sum,
+            (counters, out_ptr, out_token, out_head, sinks), scale * LOG2E, D, NT, BF16, RAW, HAS_SINKS,
+        )  # fmt: skip

@@ -30,6 +30,21 @@ def _is_last(counter, others):
 
 
 @gluon.jit
+def claim(queue, place):
+    """The next number, for all threads of the program, by way of shared memory at ``place``."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
+        " @p atom.relaxed.gpu.global.add.u32 t, [$1], 1; @p st.shared.u32 [$2], t; bar.sync 0; ld.shared.u32 $0, [$2];"
+        " bar.sync 0; }",
+        "=r,l,r",
+        [queue, place],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def arrive(
     counters, query_start, seq_lens, before_ptr, items_ptr, part_out, part_top, part_sum, out, out_token, out_head, sinks,
     seq, head, heads, rows, tokens, column, columns, raw_parts, D: gl.constexpr, NT: gl.constexpr, HAS_SINKS: gl.constexpr,

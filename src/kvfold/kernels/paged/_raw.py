@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._softmax import LIFT, _finish, _nothing
 from kvfold.kernels._warp import program_sync
 from kvfold.kernels._windows_gluon import attend_raw, value_row
-from kvfold.kernels.paged._arrive import arrive
+from kvfold.kernels.paged._arrive import arrive, claim
 from kvfold.kernels.paged.work import RAW_PAGES, RAW_TOKENS
 
 RAW = gl.constexpr(RAW_PAGES)
@@ -32,7 +32,7 @@ def _slot(window, table, sink, packed, stop, index, SIZE: gl.constexpr, BLOCK: g
 
 @gluon.jit
 def attend_windows(
-    base0, lane, warp, q_ptr, q_token, lengths, windows, pieces, seqs, parts, heads, rows, tokens, columns,
+    base, base0, lane, warp, q_ptr, q_token, lengths, windows, pieces, seqs, parts, heads, rows, tokens, columns,
     part_out, part_top, part_sum, result, to_log2,
     D: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr, BLOCK: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
@@ -47,17 +47,16 @@ def attend_windows(
     W: gl.constexpr = gl.num_warps()
     tasks = seqs * heads * columns * parts
     programs = gl.num_programs(0)
-    rest = pieces[0] % programs
+    rest = pieces % programs
     idle = programs - rest
-    first = gl.program_id(0) - rest
-    step = idle
-    if tasks * RAW > (pieces[1] + W - 1) // W * idle:
-        step = programs
-        if first < 0:
-            first += programs
-    if first < 0:
-        first = tasks
-    for task in range(first, tasks, step):
+    queue = (result[0] + seqs * heads * columns).to(gl.int64)
+    task = gl.program_id(0) - rest
+    if task < 0:
+        if tasks > idle:
+            task = idle + claim(queue, base)
+        else:
+            task = tasks
+    while task < tasks:
         part = task % parts
         seq = task // parts // (heads * columns)
         head = task // parts // columns % heads
@@ -113,6 +112,13 @@ def attend_windows(
             result[0], lengths[0], lengths[1], lengths[2], lengths[5], part_out, part_top, part_sum, result[1], result[2],
             result[3], result[4], seq, head, heads, rows, tokens, task // parts % columns, columns, parts, D, NT, HAS_SINKS,
         )  # fmt: skip
+        if tasks > idle:
+            task = idle + claim(queue, base)
+        else:
+            task = tasks
+    if task == idle + (tasks - idle + programs - 1):  # nobody asks after this program
+        if tasks > idle:
+            gl.store(result[0] + seqs * heads * columns, 0)
 
 
 __all__ = ["attend_windows"]

@@ -200,7 +200,7 @@ class Workspace:
         Where a new token goes in the windows: block * window_block + place, or -1.
     updates : Tensor, float32 [elements]
         Of the pages to close, where these follow their own queries.
-    counters : Tensor, int32 [max_seqs * num_heads * short]
+    counters : Tensor, int32 [max_seqs * num_heads * short + 1]
         Parts of a sequence's rows that have been written in a launch; zeros between launches.
     out, top, total : Tensor, float32
         Partial results. With ``r`` parts of raw tokens, those of sequence ``s`` begin with number ``items[s] + r s``, and piece
@@ -297,7 +297,7 @@ class Workspace:
             close_list=numbers(closes := max_tokens // PAGE + 2 * max_seqs, 2),
             slots=torch.full((max_tokens,), -1, dtype=torch.int64, device=device),
             updates=torch.empty(closes * update_size, dtype=torch.float32, device=device),
-            counters=numbers(max_seqs * num_heads * short),
+            counters=numbers(max_seqs * num_heads * short + 1),
             out=torch.empty(rows, head_dim, dtype=torch.float32, device=device),
             top=sums[0],
             total=sums[1],
