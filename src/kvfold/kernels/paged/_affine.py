@@ -52,6 +52,7 @@ def affine_pieces_kernel(
     if EARLY:
         wait_for_previous(lane)
         launch_dependents(lane)
+    prefetch((item_list + 8 * (gl.program_id(0) // (heads * columns))).to(gl.int64) + lane * 0)
     tasks = gl.load(items_ptr + seqs) * heads * columns
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)

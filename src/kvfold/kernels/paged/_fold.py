@@ -59,6 +59,7 @@ def fold_pieces_kernel(
     if EARLY:
         wait_for_previous(lane)
         launch_dependents(lane)
+    prefetch((item_list + 8 * (gl.program_id(0) // (heads * columns))).to(gl.int64) + lane * 0)
     signs = lane * 0
     if BYTES and V_MIX > 1:
         signs = turn_signs(v_signs, lane // 4, lane % 4)

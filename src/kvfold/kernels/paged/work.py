@@ -64,8 +64,8 @@ def _filling(pages, raw, jobs, processors, most, PIECES: tl.constexpr, WARPS: tl
         rest = count * jobs % programs
         last = tl.where(rest > processors, 1.0, 0.75)  # alone on a multiprocessor a program is faster
         cost = (longest + 1.6) * (waves + tl.where(rest > 0, last, 0.0))
-        crowded = raw * _RAW > longest * (programs - rest)
-        cost += tl.where(crowded, _RAW * ((raw + programs - 1) // programs), 0)
+        spare = (longest + 1.6) * tl.where(rest > 0, programs - rest, 0)  # of programs that have a piece less than others
+        cost += tl.maximum(raw * _RAW - spare, 0.0) / programs
         cost = tl.where(count > most, float("inf"), cost)
         least = _least(cost, 0)
         if least < best:
@@ -293,7 +293,7 @@ class Workspace:
             packed=numbers(max_seqs),
             items=numbers(max_seqs + 1),
             closes=numbers(max_seqs + 1),
-            item_list=numbers(most, 8),
+            item_list=numbers(max(most, 8 * processors), 8)[:most],  # programs look there before they know how many
             close_list=numbers(closes := max_tokens // PAGE + 2 * max_seqs, 2),
             slots=torch.full((max_tokens,), -1, dtype=torch.int64, device=device),
             updates=torch.empty(closes * update_size, dtype=torch.float32, device=device),
