@@ -144,10 +144,10 @@ def raw_kernel(
         tl.store(part_out + slot[:, None] * D + channel[None, :], acc, mask=inside[:, None] & (channel < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "tokens", "raw_parts"])
+@triton.jit(do_not_specialize=["heads", "rows", "tokens"])
 def merge_pieces_kernel(
     part_out, part_top, part_sum, out, out_token, out_head, sinks, query_start, seq_lens, before_ptr, items_ptr,
-    heads, rows, tokens, raw_parts,
+    heads, rows, tokens,
     D: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row. Grid: (seqs * heads * rows, pieces of PART channels)."""
@@ -157,13 +157,13 @@ def merge_pieces_kernel(
     count = tl.load(seq_lens + seq) - tl.load(before_ptr + seq)
     token = row % tokens
     items = tl.load(items_ptr + seq)
-    parts = tl.load(items_ptr + seq + 1) - items + raw_parts
+    parts = tl.load(items_ptr + seq + 1) - items + 1
     begin = tl.load(query_start + seq)
     if EARLY:  # what was read so far is older than the kernel before
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if token < count:
-        first = ((items + raw_parts * seq).to(tl.int64) * heads + head) * rows + row
+        first = ((items + seq).to(tl.int64) * heads + head) * rows + row
         query_head = head * (rows // tokens) + row // tokens
         to = (begin + token).to(tl.int64) * out_token + query_head.to(tl.int64) * out_head
         channel = tl.program_id(1) * PART + tl.arange(0, PART)

@@ -44,7 +44,8 @@ def fold_pieces_kernel(
     ``region``: where pages' bytes lie, from the keys' codes on; AT: bytes from there to the keys' scale, mean and norms, and to
     the values' codes, scale and mean. ``page_step`` and ``head_step``: bytes from a page, and from a head, to the next. Query
     heads lie together, ``q_token`` elements from a token to the next. RAW: tokens of a window block where raw tokens are read,
-    too, which lie in the windows, the step's own among them; 0: they are not. EARLY: as in the slab's kernel.
+    too, which lie in the windows, the step's own among them, and the program that writes the last part of a row merges them
+    all; 0: neither. EARLY: as in the slab's kernel.
     """
     W: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])

@@ -9,9 +9,8 @@ from kvfold.kernels._softmax import LIFT, _finish, _nothing
 from kvfold.kernels._warp import program_sync
 from kvfold.kernels._windows_gluon import attend_raw, value_row
 from kvfold.kernels.paged._arrive import arrive, claim
-from kvfold.kernels.paged.work import RAW_PAGES, RAW_TOKENS
+from kvfold.kernels.paged.work import RAW_TOKENS
 
-RAW = gl.constexpr(RAW_PAGES)
 PART = gl.constexpr(RAW_TOKENS)
 
 
@@ -36,12 +35,14 @@ def attend_windows(
     part_out, part_top, part_sum, result, to_log2,
     D: gl.constexpr, NT: gl.constexpr, BF16: gl.constexpr, BLOCK: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Write those of the ``parts`` of every (sequence, KV head, ``8 NT`` query rows) that fall to this program: if possible, to
-    programs that have a piece less than others.
+    """Write those of the ``parts`` of every (sequence, KV head, ``8 NT`` query rows) that fall to this program. Programs that
+    have a piece less than others begin; what is left goes to those that are done first, part by part.
 
-    ``lengths``: pointers to first tokens of the step, lengths after it and before it, the sink's and the packed ones' ends, and
-    where pieces begin. ``windows``: of keys and of values the address, and elements from a block, a token and a head to the
-    next; the table, and elements from a sequence to the next. ``pieces``: how many of them programs have, and the pages of one.
+    ``base``: the program's shared memory. ``lengths``: pointers to first tokens of the step, lengths after it and before it,
+    the sink's and the packed ones' ends, and where pieces begin. ``windows``: of keys and of values the address, and elements
+    from a block, a token and a head to the next; the table, and elements from a sequence to the next. ``pieces``: how many of
+    them programs have. ``result``: what :func:`kvfold.kernels.paged._arrive.arrive` needs to merge; after its counters lies
+    that of the parts that were taken.
     """
     CT: gl.constexpr = D // 16
     W: gl.constexpr = gl.num_warps()
@@ -116,9 +117,8 @@ def attend_windows(
             task = idle + claim(queue, base)
         else:
             task = tasks
-    if task == idle + (tasks - idle + programs - 1):  # nobody asks after this program
-        if tasks > idle:
-            gl.store(result[0] + seqs * heads * columns, 0)
+    if (tasks > idle) & (task == tasks + programs - 1):  # nobody asks after this program
+        gl.store(result[0] + seqs * heads * columns, 0)
 
 
 __all__ = ["attend_windows"]

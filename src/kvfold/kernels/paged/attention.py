@@ -1,4 +1,4 @@
-"""Attention of short calls over pages by kernels: raw tokens, pieces of packed ones, and their merge."""
+"""Attention of short calls over pages by kernels: raw tokens, pieces of packed ones, their merge; in one launch if possible."""
 
 import math
 from collections.abc import Callable
@@ -67,8 +67,7 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         call.key_format, call.value_format, call.rope is not None, call.query.device
     )
     at_once = kernel is not pieces and _reads_windows(call)
-    of_raw = raw_parts(step) if at_once else 1
-    parts = workspace.item_list.shape[0] + of_raw * step.seqs
+    parts = workspace.item_list.shape[0] + (raw_parts(step) if at_once else 1) * step.seqs
     if parts * heads * rows > workspace.top.numel() or dim > workspace.out.shape[1]:
         raise ValueError(f"workspace: too small for {step.seqs} sequences of {tokens} tokens and {num_heads} heads")
     query = call.query.to(call.window_keys.dtype)
@@ -95,7 +94,6 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         heads,
         rows,
         tokens,
-        of_raw,
         D=dim,
         PART=whole,
         N=16 if whole > 32 else 64,

@@ -64,7 +64,8 @@ def _filling(pages, raw, jobs, processors, most, PIECES: tl.constexpr, WARPS: tl
         rest = count * jobs % programs
         last = tl.where(rest > processors, 1.0, 0.75)  # alone on a multiprocessor a program is faster
         cost = (longest + 1.6) * (waves + tl.where(rest > 0, last, 0.0))
-        spare = (longest + 1.6) * tl.where(rest > 0, programs - rest, 0)  # of programs that have a piece less than others
+        # programs that have a piece less than others read raw tokens meanwhile
+        spare = (longest + 1.6) * tl.where(rest > 0, programs - rest, 0)
         cost += tl.maximum(raw * _RAW - spare, 0.0) / programs
         cost = tl.where(count > most, float("inf"), cost)
         least = _least(cost, 0)
@@ -201,7 +202,8 @@ class Workspace:
     updates : Tensor, float32 [elements]
         Of the pages to close, where these follow their own queries.
     counters : Tensor, int32 [max_seqs * num_heads * short + 1]
-        Parts of a sequence's rows that have been written in a launch; zeros between launches.
+        In a launch, parts of a sequence's rows that have been written, and after them parts of raw tokens that have been taken;
+        zeros between launches.
     out, top, total : Tensor, float32
         Partial results. With ``r`` parts of raw tokens, those of sequence ``s`` begin with number ``items[s] + r s``, and piece
         ``i`` of the list, if it is of this sequence, is part ``i + r (s + 1)``.
