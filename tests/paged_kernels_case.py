@@ -88,12 +88,17 @@ def attending(
     short=SHORT,
     sinks=False,
     learned=None,
+    processors=None,
     **options,
 ):
-    """Attention of a few short calls, the first in place, against the float32 reference of the same bytes."""
+    """Attention of a few short calls, the first in place, against the float32 reference of the same bytes.
+
+    ``processors``: as on a device with so many.
+    """
     method, options = with_layer(method, learned, device, options)
     server = Server(method, [n + steps * short for n in lengths], device=device, spare_rows=2, **options)
     space = workspace(server, piece_pages=1)
+    space = replace(space, processors=processors or space.processors)
     paged.store(server.step(list(lengths)))
     draw = torch.Generator().manual_seed(5)
     for i in range(steps):
