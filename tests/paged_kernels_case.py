@@ -93,12 +93,14 @@ def attending(
 ):
     """Attention of a few short calls, the first in place, against the float32 reference of the same bytes.
 
-    ``processors``: as on a device with so many.
+    ``processors``: as on a device with so many, with pieces that follow the batch.
     """
     method, options = with_layer(method, learned, device, options)
     server = Server(method, [n + steps * short for n in lengths], device=device, spare_rows=2, **options)
-    space = workspace(server, piece_pages=1)
-    space = replace(space, processors=processors or space.processors)
+    if processors:
+        space = replace(workspace(server, num_kv_heads=server.heads), processors=processors)
+    else:
+        space = workspace(server, piece_pages=1)
     paged.store(server.step(list(lengths)))
     draw = torch.Generator().manual_seed(5)
     for i in range(steps):

@@ -104,7 +104,7 @@ def test_attention_for_tensor_cores_on_a_gpu(method, head_dim):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("method", ["fold", "kivi"])
-@pytest.mark.parametrize("processors", [1, 5])
+@pytest.mark.parametrize("processors", [1, 5, 12])
 def test_raw_tokens_of_many_sequences_on_a_gpu(method, processors):
     """There are more parts of raw tokens than programs: who is done takes the next one, and the counters are zeros again."""
     options = {"per_head": 4, "head_dim": 128, "fragments": True, "processors": processors, "sinks": True}

@@ -67,7 +67,7 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         call.key_format, call.value_format, call.rope is not None, call.query.device
     )
     at_once = kernel is not pieces and _reads_windows(call)
-    parts = workspace.item_list.shape[0] + (raw_parts(step) if at_once else 1) * step.seqs
+    parts = workspace.item_list.shape[0] + (raw_parts(step, workspace) if at_once else 1) * step.seqs
     if parts * heads * rows > workspace.top.numel() or dim > workspace.out.shape[1]:
         raise ValueError(f"workspace: too small for {step.seqs} sequences of {tokens} tokens and {num_heads} heads")
     query = call.query.to(call.window_keys.dtype)

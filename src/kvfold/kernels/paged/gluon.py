@@ -94,7 +94,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         step.max_query_len,
         chosen.plan.columns,
         step.seqs,
-        raw_parts(step) if reads_windows(call) else 1,
+        raw_parts(step, w) if reads_windows(call) else 1,
         AT=at,
         RAW=step.window_block if reads_windows(call) else 0,
         HAS_SINKS=call.sinks is not None,

@@ -19,7 +19,7 @@ WARPS, RESIDENT = 4, 3
 """Warps of a program that reads pieces, and such programs of a multiprocessor: fold's and KIVI's, at ``head_dim`` 128."""
 
 RAW_TOKENS, RAW_PARTS, RAW_PAGES = 64, 4, 1
-"""Raw tokens of a part, if these are parts enough, and a program's time for one, in those of a warp for a page."""
+"""Raw tokens of a part, at the least; parts at most; and a program's time for so many tokens, in those of a warp for a page."""
 
 _PAGE = tl.constexpr(PAGE)
 _RAW = tl.constexpr(RAW_PAGES)
@@ -311,9 +311,16 @@ class Workspace:
         )
 
 
-def raw_parts(step: PagedStep) -> int:
-    """Parts of a sequence's raw tokens."""
+def _shortest(step: PagedStep) -> int:
+    """Parts of a sequence's raw tokens, as short as they may be."""
     return min(-(-(step.sink + step.recent + step.block - 1 + step.max_query_len) // RAW_TOKENS), RAW_PARTS)
+
+
+def raw_parts(step: PagedStep, workspace: Workspace) -> int:
+    """Parts of a sequence's raw tokens: fewer where there are more of them than programs, if they may depend on the batch."""
+    if workspace.piece_pages:
+        return _shortest(step)
+    return max(1, min(_shortest(step), workspace.processors * RESIDENT // (step.seqs * workspace.num_kv_heads or 1)))
 
 
 def prepare(step: PagedStep, workspace: Workspace, seen: int) -> None:
@@ -345,7 +352,7 @@ def prepare(step: PagedStep, workspace: Workspace, seen: int) -> None:
         step.null,
         w.piece_pages,
         w.item_list.shape[0],
-        w.num_kv_heads * -(-rows // 8) * seqs * raw_parts(step),
+        w.num_kv_heads * -(-rows // 8) * seqs * _shortest(step),
         w.num_kv_heads * -(-rows // 8),
         w.processors,
         S=max(16, triton.next_power_of_2(seqs)),
