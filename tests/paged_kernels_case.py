@@ -197,9 +197,9 @@ def lists(device="cpu"):
 
 
 def filling(device="cpu"):
-    """Pieces follow the batch where they may, and a sequence's own length where they are to."""
+    """Pieces and parts of raw tokens follow the batch where they may, and a sequence's own length where they are to."""
 
-    def cut(lengths, **options):
+    def cut(lengths, parts=False, **options):
         count, most = len(lengths), max(lengths)
         sizes = {"max_seqs": count, "max_tokens": count, "max_len": most, "num_heads": 32, "head_dim": 128}
         right, work.multiprocessors = work.multiprocessors, lambda device: 132
@@ -210,7 +210,10 @@ def filling(device="cpu"):
         numbers = torch.arange(count + 1, dtype=torch.int32, device=device)
         lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         tables = (torch.ones(count, -(-most // size) + 1, dtype=torch.int32, device=device) for size in (128, 16))
-        work.prepare(paged.PagedStep(numbers, lens, *tables, 1, 96, 32), space, 128)
+        step = paged.PagedStep(numbers, lens, *tables, 1, 96, 32)
+        if parts:
+            return work.raw_parts(step, space)
+        work.prepare(step, space, 128)
         return space.items[1 : count + 1].diff(prepend=space.items[:1]).tolist()
 
     length = 32768 + 97
@@ -218,6 +221,9 @@ def filling(device="cpu"):
     assert cut([length] * 8, num_kv_heads=8) == [6] * 8
     assert cut([length], num_kv_heads=8)[0] >= 24
     assert cut([length]) == cut([length, 300])[:1] == [11]
+    assert cut([8192] * 64, num_kv_heads=8) == [2] * 64  # 1,024 jobs: who has two reads raw tokens while others have three
+    assert [cut([300] * count, parts=True, num_kv_heads=8) for count in (8, 16, 24, 64)] == [3, 3, 2, 1]
+    assert cut([300] * 64, parts=True) == cut([300], parts=True) == 3
     mixed = cut([131072, *[2048] * 15], num_kv_heads=8)
     assert mixed[0] >= 16 and mixed[0] > max(mixed[1:]), mixed
 
