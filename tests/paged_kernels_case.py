@@ -221,7 +221,7 @@ def filling(device="cpu"):
     assert cut([length] * 8, num_kv_heads=8) == [6] * 8
     assert cut([length], num_kv_heads=8)[0] >= 24
     assert cut([length]) == cut([length, 300])[:1] == [11]
-    assert cut([8192] * 64, num_kv_heads=8) == [2] * 64  # 1,024 jobs: who has two reads raw tokens while others have three
+    assert cut([8192] * 64, num_kv_heads=8) == [2] * 64  # 1,024 pieces: raw tokens for those who have two, not three
     assert [cut([300] * count, parts=True, num_kv_heads=8) for count in (8, 16, 24, 64)] == [3, 3, 2, 1]
     assert cut([300] * 64, parts=True) == cut([300], parts=True) == 3
     mixed = cut([131072, *[2048] * 15], num_kv_heads=8)
