@@ -57,12 +57,12 @@ def arrive(
     ROWS: gl.constexpr = gl.num_warps() * 32 // LANES
     items = gl.load(items_ptr + seq)
     parts = gl.load(items_ptr + seq + 1) - items + raw_parts
+    count = gl.load(seq_lens + seq) - gl.load(before_ptr + seq)
+    begin = gl.load(query_start + seq)
     counter = counters + (seq * heads + head) * columns + column
     if _is_last(counter.to(gl.int64), parts - 1):
         gl.store(counter, 0)
         channel = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
-        count = gl.load(seq_lens + seq) - gl.load(before_ptr + seq)
-        begin = gl.load(query_start + seq)
         first = (items + raw_parts * seq).to(gl.int64) * heads + head
         for start in range(column * (8 * NT), gl.minimum(column * (8 * NT) + 8 * NT, rows), ROWS):
             row = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))

@@ -57,13 +57,13 @@ def fold_pieces_kernel(
     else:
         base = shared_base(gl.program_id(0), shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
     base0 = lane * 0 + base
+    signs = lane * 0
+    if BYTES and V_MIX > 1:
+        signs = turn_signs(v_signs, lane // 4, lane % 4)
     if EARLY:
         wait_for_previous(lane)
         launch_dependents(lane)
     prefetch((item_list + 8 * (gl.program_id(0) // (heads * columns))).to(gl.int64) + lane * 0)
-    signs = lane * 0
-    if BYTES and V_MIX > 1:
-        signs = turn_signs(v_signs, lane // 4, lane % 4)
     tasks = gl.load(items_ptr + seqs) * heads * columns
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         item = task // (heads * columns)
