@@ -131,7 +131,7 @@ def test_lanes_read_pages(method, per_head, tokens, monkeypatch):
         space.item_list[at] = torch.tensor(line, dtype=torch.int32)
     space.items[call.step.seqs] = len(pieces)
     rows = per_head * tokens
-    paged_tables.pieces(call, call.query, rows, replace(space, processors=2))
+    paged_tables.pieces(call, call.query, rows, replace(space, processors=2), call.query)
     parts = [x.view(-1, 2, rows, *x.shape[1:]) for x in (space.out[:, :128], space.top, space.total)]
     for i, row in enumerate(call.step.host[:2]):
         own = [at + i + 1 for at, piece in enumerate(pieces) if piece[0] == i]

@@ -80,7 +80,7 @@ def _read(keys: Format, values: Format, rope: Rope, plan: Any, device: torch.dev
     return *rows, rotation_of(rope, 64, UNIT, 1, 128, device).freq, residual.turns(rope, device, plan.kept)
 
 
-def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) -> None:
+def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace, out: torch.Tensor) -> None:
     """Write the parts of all pieces of packed tokens."""
     keys, values, device = call.key_format, call.value_format, query.device
     assert call.rope is not None
