@@ -6,8 +6,10 @@ import torch
 
 from kvfold import kernels
 from kvfold.errors import KVFoldError
-from kvfold.formats import AffineGroups, Dense, Format, LowRank
+from kvfold.formats import AffineGroups, Dense, Format, LowRank, MixedTokens, Outliers
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.formats.paged import plain
+from kvfold.formats.residual import ResidualCodes
 from kvfold.kernels import Choice
 from kvfold.methods import LayerSpec, Method
 
@@ -77,7 +79,9 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
         return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
     why = _why_not(method, spec, device)
     formats = method.key_format(spec), method.value_format(spec)
-    closes = not any(isinstance(form, LowRank) for form in formats)
+    closes = (
+        not is_searched(formats) and not is_mixed(formats) and not any(isinstance(form, LowRank) for form in formats)
+    )
     return Encoder("torch", why) if why else Encoder("triton", "first choice", closes)
 
 
@@ -86,6 +90,12 @@ def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | Non
     from kvfold.kernels import encode, encode_dense, encode_pages, encode_rank
 
     formats = method.key_format(spec), method.value_format(spec)
+    if is_searched(formats):
+        return _no_search(formats, device)
+    if is_mixed(formats):
+        from kvfold.kernels import encode_mixed
+
+        return encode_mixed.why_not(*formats, method.most_probes, device)
     if is_dense(formats):
         return next((why for form in formats if (why := encode_dense.why_not(form, device))), None)
     width = method.slice_width(spec.head_dim)
@@ -108,6 +118,15 @@ def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | Non
     return encode.self_test(keys, values, width, device) if torch.cuda.is_available() else None
 
 
+def _no_search(formats: tuple[Format, Format], device: torch.device) -> str | None:
+    from kvfold.kernels import encode_search
+
+    for side, form in zip(("keys", "values"), formats, strict=True):
+        if why := encode_search.why_not(form, device):
+            return f"{side}: {why}"
+    return None
+
+
 def _inner(form: Format) -> Format:
     """What holds the codes beside a low-rank part."""
     return form.inner if isinstance(form, LowRank) else form
@@ -116,6 +135,16 @@ def _inner(form: Format) -> Format:
 def is_dense(formats: tuple[Format, Format]) -> bool:
     """Whether vectors are stored as they are."""
     return all(isinstance(form, Dense) for form in formats)
+
+
+def is_searched(formats: tuple[Format, Format]) -> bool:
+    """Whether the kernels of :mod:`kvfold.kernels.encode_search` are those that may encode."""
+    return all(isinstance(form, ResidualCodes | Outliers | AdditiveCodes | BinaryCodes) for form in formats)
+
+
+def is_mixed(formats: tuple[Format, Format]) -> bool:
+    """Whether blocks have two precisions: :mod:`kvfold.kernels.encode_mixed`."""
+    return isinstance(formats[0], MixedTokens)
 
 
 def has_pages(formats: tuple[Format, Format]) -> bool:

@@ -1,22 +1,25 @@
 """Packed storage of every method, for measurements: formats with tables that no calibration made, and contents."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from kvfold import methods
+from kvfold.errors import KVFoldError
 from kvfold.formats import Fields, Format, PagedFormat
 from kvfold.formats.codebook import KeyCodebook, ValueRows
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.projected import HeadMaps
 from kvfold.formats.residual import Codebook
-from kvfold.methods import LayerSpec
+from kvfold.methods import LayerSpec, Method
 from kvfold.methods.commvq import CommVQ, ValueCodebook
 from kvfold.methods.kvquant import KVQuant, Learned
+from kvfold.methods.learned import LearnedMethod
 from kvfold.methods.nova import ByteCodes, Tables
 from kvfold.methods.turboquant import lloyd_max
 from kvfold.methods.vqllm import VQLLM
@@ -45,47 +48,75 @@ def formats(
     from kvfold.kernels.fragments import unsupported
 
     first = replace(spec, fragments=fused)
+    if isinstance(made, CommVQ):
+        book, values = tables(made, heads, head_dim, device)
+        return *made.formats(spec, book), ValueRows(values.rows(heads))
+    if isinstance(made, VQLLM):
+        books = tables(made, heads, head_dim, device)
+        return made.format(spec, "key", books["key"]), made.format(spec, "value", books["value"]), None
+    if isinstance(made, ByteCodes):
+        return *made.formats(spec, tables(made, heads, head_dim, device)), None
+    if isinstance(made, KVQuant):
+        learned = tables(made, heads, head_dim, device)
+        both = [(made.format(s, "key", learned), made.format(s, "value", learned)) for s in (first, spec)]
+        return (*next(p for p in both if unsupported(*p, pre_rope=True) is None or p is both[1]), None)
+    pair = made.key_format(first), made.value_format(first)
+    return (*pair, None) if unsupported(*pair) is None else (made.key_format(spec), made.value_format(spec), None)
+
+
+def tables(made: Method, heads: int, head_dim: int, device: torch.device) -> Any:
+    """Random tables of the right size, as :meth:`LearnedMethod.learned` gives those of an artefact."""
     draw = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, generator=draw)
 
+    eye = torch.eye(head_dim, device=device).expand(heads, -1, -1)
     if isinstance(made, CommVQ):
         centres = random(heads, made.stages(head_dim), made.levels, head_dim) / made.stages(head_dim) ** 0.5
-        metric = torch.eye(head_dim, device=device).expand(heads, -1, -1)
-        codes = made.value_codes(head_dim)
-        values = ValueCodebook(
-            {"codebook": random(heads, codes, head_dim) / codes**0.5, "offset": random(heads, head_dim)}
-        )
-        keys, stored = made.formats(spec, KeyCodebook(centres, metric, head_dim))
-        rows = values.rows(heads)
-        return keys, stored, ValueRows(rows)
+        return KeyCodebook(centres, eye, head_dim), _value_book(made.value_codes(head_dim), heads, head_dim, random)
     if isinstance(made, VQLLM):
-        sides = [
-            made.format(
-                spec,
-                side,
-                Codebook(random(made.stages(bits), made.codes, made.vector).half() / made.stages(bits) ** 0.5),
-            )
-            for side, bits in (("key", made.key_bits), ("value", made.value_bits))
-        ]
-        return sides[0], sides[1], None
+        bits = {"key": made.key_bits, "value": made.value_bits}
+        sizes = {side: (made.stages(b), made.codes, made.vector) for side, b in bits.items()}
+        return {side: Codebook(random(*size).half() / size[0] ** 0.5) for side, size in sizes.items()}
     if isinstance(made, ByteCodes):
         books = [
             GroupBook(random(heads, head_dim * bits // 8, 256, 8 // bits).half())
             for bits in (made.key_bits, made.value_bits)
         ]
-        turn = torch.eye(head_dim, device=device).expand(heads, -1, -1)
-        maps = HeadMaps(random(heads, head_dim), turn, turn) if made.maps_keys else None
-        return *made.formats(spec, Tables(books[0], maps, books[1])), None
+        maps = HeadMaps(random(heads, head_dim), eye, eye) if made.maps_keys else None
+        return Tables(books[0], maps, books[1])
     if isinstance(made, KVQuant):
         levels = [tuple(x / 3 for x in lloyd_max(bits)) for bits in (made.key_bits, made.value_bits)]
         scales = ChannelScales(random(heads, head_dim), 3 * random(heads, head_dim).abs() + 1)
-        learned = Learned(levels[0], levels[1], scales)
-        both = [(made.format(s, "key", learned), made.format(s, "value", learned)) for s in (first, spec)]
-        return (*next(p for p in both if unsupported(*p, pre_rope=True) is None or p is both[1]), None)
-    pair = made.key_format(first), made.value_format(first)
-    return (*pair, None) if unsupported(*pair) is None else (made.key_format(spec), made.value_format(spec), None)
+        return Learned(levels[0], levels[1], scales)
+    raise KVFoldError(f"{made.name}: no random tables are known of it; allowed: commvq, vqllm, nova, tasq, kvquant")
+
+
+def _value_book(codes: int, heads: int, head_dim: int, random: Callable[..., torch.Tensor]) -> ValueCodebook:
+    """Of scalar codes of as many bits for each component, then flipped."""
+    book, offset = random(heads, codes, head_dim) / codes**0.5, random(heads, head_dim)
+    bits, which = codes // head_dim, torch.arange(codes, device=book.device)
+    eye = torch.eye(head_dim, device=book.device).expand(heads, -1, -1).contiguous()
+    return ValueCodebook(
+        {
+            **{"codebook": book, "offset": offset, "metric": eye, "axes": eye},
+            "shift": torch.full((heads, head_dim), 0.5, device=book.device),
+            "top": torch.full((heads, head_dim), 2.0**bits - 1, device=book.device),
+            "component": (which // bits).expand(heads, -1).contiguous(),
+            "place": (which % bits).expand(heads, -1).contiguous(),
+        }
+    )
+
+
+def with_tables(made: Method, heads: int, head_dim: int, device: torch.device) -> Method:
+    """A learned method that has :func:`tables` in place of an artefact's; others as they are."""
+    if not isinstance(made, LearnedMethod):
+        return made
+    learned = tables(made, heads, head_dim, device)
+    kind = type(made)
+    given = type(kind.__name__, (kind,), {"learned": lambda self, spec: learned})
+    return cast(Method, given(**{f.name: getattr(made, f.name) for f in dataclasses.fields(made)}))
 
 
 def fill(form: Format, fields: Fields, vectors: torch.Tensor, tokens: int) -> None:

@@ -22,8 +22,8 @@ MAX_DIM = 256
 TURNED = 128
 """Tokens of a tile that passes a basis."""
 OPTIONS = {"num_warps": 4, "num_stages": 1}
-PROGRAMS = 8
-"""Of a multiprocessor, in all: a few follow each other."""
+PROGRAMS, SHORT = 8, 16
+"""Of a multiprocessor, in all: a few follow each other, and more where a tile is neither multiplied nor rotated."""
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -180,7 +180,8 @@ def unpack(
         turning = rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
         freq, table = turning.freq, turning.table
     tiles = math.ceil(tokens / fixed["T"])
-    each = max(1, math.ceil(tiles * batch * heads / (multiprocessors(device) * PROGRAMS)))
+    most = PROGRAMS if fixed["BASIS"] or rotary else SHORT
+    each = max(1, math.ceil(tiles * batch * heads / (multiprocessors(device) * most)))
     programs = math.ceil(tiles / each)
     scratch = torch.empty(fixed["SCRATCH"] * programs * batch * heads, dtype=torch.int64, device=device)
     unpack_kernel[(programs, batch * heads)](

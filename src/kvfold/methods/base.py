@@ -301,9 +301,18 @@ class Method(ABC):
 
     @property
     def kernel_encodes(self) -> bool:
-        """Whether ``transform_keys`` is no more than what the state's ``update`` says, and values are encoded as they are, so
-        that the encoding kernels can do it."""
+        """Whether ``transform_keys`` is no more than what the state's ``update`` says (or un-rotates, where formats search for
+        codes), and values are encoded as they are, so that the encoding kernels can do it."""
         return False
+
+    @property
+    def most_probes(self) -> int:
+        """Queries of a KV head that the encoder's state holds at most; 0: none."""
+        return 0
+
+    def value_tables(self, spec: LayerSpec, device: torch.device) -> Any:
+        """What kernels encode a layer's values with beside the format; None where that has all."""
+        return None
 
     def slice_width(self, head_dim: int) -> int | None:
         """Channels of a slice of the state's ``update``; None where there is none."""

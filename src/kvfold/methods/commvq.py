@@ -131,6 +131,13 @@ class CommVQ(LearnedMethod):
         bits = book.bits(values.transpose(0, 1).flatten(1, 2), self.flips).unflatten(1, (batch, tokens))
         return self.value_format(spec).encode(bits.transpose(0, 1))
 
+    @property
+    def kernel_encodes(self) -> bool:
+        return True
+
+    def value_tables(self, spec: LayerSpec, device: torch.device) -> tuple[ValueCodebook, int]:
+        return self._layer(spec)[1].on(device), self.flips
+
     def value_map(self, spec: LayerSpec, device: torch.device) -> ValueRows:
         return ValueRows(self._layer(spec)[1].on(device).rows(spec.num_kv_heads))
 
@@ -202,18 +209,8 @@ class ValueCodebook:
         Tensor, float32 [heads, tokens, codes]
             0 or 1.
         """
-        metric = self._get("metric")
-        # one product per block of tokens: the same codes whatever the call's length
-        whole = values.shape[1] % 32 == 0
-        y = ((values.unflatten(1, (-1, 32)) @ metric.unsqueeze(1)).flatten(1, 2)) if whole else values @ metric
-        bits = self.first_bits(y)
-        if not flips:
-            return bits
-        book = self._get("codebook") @ metric
-        gram = book @ book.transpose(-1, -2)
+        bits, slope, gram = self.start(values, flips > 0)
         square = gram.diagonal(dim1=-1, dim2=-2).unsqueeze(1)
-        rest = y - bits @ book - (self._get("offset").unsqueeze(1) @ metric)
-        slope = rest @ book.transpose(-1, -2)
         for _ in range(flips):
             direction = 1 - 2 * bits
             gain, which = (2 * direction * slope - square).max(-1, keepdim=True)
@@ -245,6 +242,28 @@ class ValueCodebook:
             tables = (*encoder, metric @ book.mT, origin, book @ book.mT)
             self._searches[flips] = BitSearch(tuple(t.contiguous() for t in tables), flips, hidden)
         return self._searches[flips]
+
+    def start(self, values: torch.Tensor, flips: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The encoder's bits of values, float32 [heads, tokens, dim]; and, where bits are to be flipped, what a search needs.
+
+        Returns
+        -------
+        bits, slope : Tensor, float32 [heads, tokens, codes]
+            0 or 1; products of what the bits miss with all codes, under the metric.
+        gram : Tensor, float32 [heads, codes, codes]
+            Products of codes.
+        """
+        metric = self._get("metric")
+        # one product per block of tokens: the same codes whatever the call's length
+        whole = values.shape[1] % 32 == 0
+        y = ((values.unflatten(1, (-1, 32)) @ metric.unsqueeze(1)).flatten(1, 2)) if whole else values @ metric
+        bits = self.first_bits(y)
+        book = self._get("codebook") @ metric
+        gram = book @ book.transpose(-1, -2)
+        if not flips:
+            return bits, bits, gram
+        rest = y - bits @ book - (self._get("offset").unsqueeze(1) @ metric)
+        return bits, rest @ book.transpose(-1, -2), gram
 
     def decode(self, bits: torch.Tensor) -> torch.Tensor:
         """Bits [heads, tokens, codes] to values, float32 [heads, tokens, dim]."""

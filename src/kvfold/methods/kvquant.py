@@ -101,6 +101,10 @@ class KVQuant(LearnedMethod):
     def restore_keys(self, stored: torch.Tensor, spec: LayerSpec, positions: torch.Tensor) -> torch.Tensor:
         return stored if spec.rope is None else spec.rope.rotate(stored, positions)
 
+    @property
+    def kernel_encodes(self) -> bool:
+        return True
+
     def encode_keys(
         self,
         keys: torch.Tensor,

@@ -134,6 +134,9 @@ class Pair(_Composed):
         modes = [(m.group_mode(True), m.group_mode(False)) for m in self.parts()]
         return self.keys.kernel_encodes and self.values.kernel_encodes and modes[0] == modes[1]
 
+    def value_tables(self, spec: LayerSpec, device: torch.device) -> Any:
+        return self.values.value_tables(spec, device)
+
     def group_mode(self, prompt: bool) -> str | None:
         return self.keys.group_mode(prompt)
 

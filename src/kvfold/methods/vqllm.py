@@ -99,6 +99,10 @@ class VQLLM(LearnedMethod):
     def build(self, parts: dict[str, torch.Tensor], rotary: int) -> dict[str, Codebook]:
         return {operand: Codebook(parts[f"{operand}.codes"]) for operand in ("key", "value")}
 
+    @property
+    def kernel_encodes(self) -> bool:
+        return True
+
     def transform_keys(
         self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
     ) -> torch.Tensor:

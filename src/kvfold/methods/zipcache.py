@@ -83,6 +83,14 @@ class ZipCache(Method):
     def value_format(self, spec: LayerSpec) -> Format:
         return self.paged(self._format(spec, "value"), mean=False, norm="max")
 
+    @property
+    def kernel_encodes(self) -> bool:
+        return True
+
+    @property
+    def most_probes(self) -> int:
+        return self.probes
+
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
         queries = seen.queries.unflatten(1, (spec.num_kv_heads, -1)).flatten(2, 3)  # all query heads of a KV head
         picked = _picked(queries.shape[2], self.probes, self.seed, queries.device)

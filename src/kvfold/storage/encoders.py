@@ -1,6 +1,7 @@
 """Closing blocks: with the method's and formats' own operations, or by the kernels that write the same bytes."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,12 +10,15 @@ from kvfold.formats import LowRank
 from kvfold.formats.paged import norms
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods.base import PIECE, finite
-from kvfold.plan import has_pages, is_dense
+from kvfold.plan import has_pages, is_dense, is_mixed, is_searched
 from kvfold.storage.following import BlockStates, Following
 from kvfold.storage.reader import Reader
 from kvfold.storage.ring import Pair, Ring
 from kvfold.storage.sequences import ALL, Rows
 from kvfold.storage.slabs import Slab
+
+LONG_PIECE = 32768
+"""Tokens whose angles exist at a time where kernels un-rotate keys."""
 
 
 @dataclass(frozen=True)
@@ -311,8 +315,78 @@ class DenseEncoder(KernelEncoder):
         )
 
 
-def kernel_encoder(reader: Reader, following: Following) -> KernelEncoder | PagesEncoder:
+class SearchEncoder(TorchEncoder):
+    """By kernels of :mod:`kvfold.kernels.encode_search`, straight from the call; of the ring, blocks are copied."""
+
+    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
+        """See :meth:`TorchEncoder.encode`."""
+        block = self.layout.block
+        waiting = min(max(start, -(-tokens.old // block) * block), stop)
+        cuts = [start, *range(waiting, stop, LONG_PIECE // block * block), stop]
+        for low, high in pairwise(cuts):
+            if low < high:
+                self._launch(slab, tokens, low, high)
+
+    def close(
+        self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Lengths, boundary: torch.Tensor | None
+    ) -> None:
+        """Nothing: blocks are closed between a graph's steps."""
+        raise NotImplementedError("these kernels close no block by lengths on the device")
+
+    def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int) -> None:
+        from kvfold.kernels import encode_search
+        from kvfold.kernels.encode_source import Source, angles
+
+        layout, spec, rows, index = self.layout, self.layout.spec, tokens.rows, None
+        if isinstance(rows, torch.Tensor):
+            index, rows = rows, ALL
+        turned: dict[str, Any] = {}
+        if layout.method.pre_rope and spec.rope is not None:
+            positions = self.sequences.positions(tokens.ids, low, high)[:, 0]
+            turned = {"angles": angles(spec.rope, positions), "factor": 1 / spec.rope.scaling}
+        first = low // layout.block - slab.first
+        tables = {"tables": layout.method.value_tables(spec, self.sequences.device)}
+        for form, x, fields, how in zip(
+            layout.formats, tokens.read(self.ring, low, high), (slab.keys, slab.values), (turned, tables), strict=True
+        ):
+            some = {name: t[rows] for name, t in fields.items()}
+            encode_search.encode(form, Source(x, some, first, index, **how))
+
+
+class MixedEncoder(SearchEncoder):
+    """By the kernel of :mod:`kvfold.kernels.encode_mixed`."""
+
+    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
+        """See :meth:`TorchEncoder.encode`."""
+        self.states = states
+        super().encode(slab, tokens, start, stop, prompt, states)
+
+    def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int) -> None:
+        from kvfold.kernels import encode_mixed
+
+        layout, rows, index = self.layout, tokens.rows, None
+        if isinstance(rows, torch.Tensor):
+            index, rows = rows, ALL
+        keys, values = tokens.read(self.ring, low, high)
+        encode_mixed.encode(
+            keys,
+            values,
+            {name: t[rows] for name, t in slab.keys.items()},
+            {name: t[rows] for name, t in slab.values.items()},
+            *layout.formats,
+            low // layout.block - slab.first,
+            self.states.each["probe"],
+            self.states.numbers(low, high, keys.device),
+            index,
+        )
+
+
+def kernel_encoder(reader: Reader, following: Following) -> KernelEncoder | PagesEncoder | SearchEncoder:
     """What encodes by kernels, if :func:`choose_encoder` says so."""
+    if is_mixed(reader.layout.formats):
+        return MixedEncoder(reader, following)
+    if is_searched(reader.layout.formats):
+        return SearchEncoder(reader, following)
     if is_dense(reader.layout.formats):
         return DenseEncoder(reader, following)
     return PagesEncoder(reader) if has_pages(reader.layout.formats) else KernelEncoder(reader, following)

@@ -37,6 +37,12 @@ def _stream(data, left, T: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, ST
 
 
 @triton.jit
+def _numbers(codes):
+    """Codes as float32: by 2^23's last bits, which is quicker than what converts integers of 16 bits."""
+    return (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
 def read_uniform(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
     BITS: tl.constexpr = SPEC[1]
     x = fragment_codes(fields[0], first, left, T, SPEC[0], BITS, SPEC[2])
@@ -51,7 +57,7 @@ def read_affine(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
     G: tl.constexpr = SPEC[5]
     U: tl.constexpr = T // 32
     EACH: tl.constexpr = 2 if MODE == 0 else 1  # numbers of a group in a row
-    x = fragment_codes(fields[0], first, left, T, D, SPEC[1], SPEC[2]).to(tl.float32)
+    x = _numbers(fragment_codes(fields[0], first, left, T, D, SPEC[1], SPEC[2]))
     unit = tl.minimum(tl.arange(0, U), (left - 1) // 32)
     if AXIS == 0:
         row = (first + unit * 32) // G
@@ -118,7 +124,8 @@ def read_lookup(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
 def read_sketch(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
     FACTOR: tl.constexpr = SPEC[2]
     code = fragment_codes(fields[0], first, left, T, SPEC[0], 1, SPEC[1])
-    return code.to(tl.float16) * 2.0 - 1.0, of_tokens(fields[1], first, left, T, 1, 0) * FACTOR
+    sign = (code << 15) ^ -17408  # fp16's -1, or without its sign
+    return sign.to(tl.float16, bitcast=True), of_tokens(fields[1], first, left, T, 1, 0) * FACTOR
 
 
 @triton.jit
@@ -144,7 +151,7 @@ def read_mixed(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
     SALIENT: tl.constexpr = SPEC[6]
     FINE: tl.constexpr = 1.0 / ((1 << (BITS + EXTRA)) - 1)
     COARSE: tl.constexpr = 1.0 / ((1 << BITS) - 1)
-    x = fragment_codes(fields[0], first, left, T, D, BITS, SPEC[2]).to(tl.float32)
+    x = _numbers(fragment_codes(fields[0], first, left, T, D, BITS, SPEC[2]))
     token = tl.minimum(tl.arange(0, T), left - 1)
     place = first + token  # of the storage, whose blocks follow each other
     block = place // BLOCK

@@ -1,0 +1,173 @@
+"""Vectors as sums of pairs of codes, and as sums of codes that bits choose (CommVQ's keys and values): Triton code of
+:mod:`kvfold.kernels.encode_pairs`.
+
+Centres are multiplied and summed in fp16, where a key of unit size has float32's precision to within a thousandth of a code's
+error; what is left of a vector is kept in float32.
+"""
+
+import triton
+import triton.language as tl
+
+from kvfold.kernels._encode_codes import _store_plane
+from kvfold.kernels._encode_groups import _max, _sum, _to_fp16
+from kvfold.kernels._encode_search import _first_largest, _lane, _vectors
+
+STEP = tl.constexpr(32)
+"""Channels that are multiplied by the metric at a time."""
+AHEAD = tl.constexpr(4)
+"""Codes that are compared side by side."""
+TINY = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit
+def _centres(table, a, b, channel, N: tl.constexpr, D: tl.constexpr):
+    """Sums of two halves of codes, float32 [tokens, D]."""
+    half = tl.load(table + a[:, None] * D + channel[None, :]).to(tl.float32)
+    return half + tl.load(table + (N + b)[:, None] * D + channel[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _under(source, metric, token, inside, HALF: tl.constexpr, D: tl.constexpr, T: tl.constexpr, METRIC: tl.constexpr):
+    """Vectors under the metric, float32 [T, D]."""
+    channel = tl.arange(0, D)
+    if not METRIC:
+        return _vectors(source, token[:, None], channel[None, :], inside[:, None] & (channel >= 0)[None, :], HALF)
+    under = tl.full((T, D), 0.0, tl.float32)
+    for first in range(0, D, STEP):
+        row = first + tl.arange(0, STEP)
+        x = _vectors(source, token[:, None], row[None, :], inside[:, None] & (row >= 0)[None, :], HALF)
+        under = tl.dot(x, tl.load(metric + row[:, None] * D + channel[None, :]), under, input_precision="tf32x3")
+    return under
+
+
+@triton.jit(do_not_specialize=["tokens", "first_token", "room"])
+def pairs_kernel(
+    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, metric, halves, squares, cross, scratch, chosen,
+    codes, rms, tokens, first_token, room, heads, D: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    TURNS: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, T: tl.constexpr, METRIC: tl.constexpr, PICKED: tl.constexpr,
+):  # fmt: skip
+    """Codes of keys, stage by stage, TURNS times over. Grid: (parts of T tokens, heads, batch).
+
+    ``metric`` float32 [heads, D, D]; ``halves`` fp16 [heads, STAGES, 2N, D] and ``squares`` float32 [heads, STAGES, 2N] under
+    it; ``cross`` float32 [heads, STAGES, N, N]. ``scratch`` float32 [programs, N, T] and ``chosen`` uint8 [programs, STAGES, 2,
+    T] are a program's own. ``codes`` int16 [lanes, room / 32, STAGES, 2 BITS], ``rms`` fp16 [lanes, room].
+    """
+    index, head, lane = _lane(rows, heads, PICKED)
+    program = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    slot, channel, code = tl.arange(0, T), tl.arange(0, D), tl.arange(0, N)
+    token = tl.program_id(0) * T + slot
+    inside = token < tokens
+    source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
+    rest = _under(source, metric + head * (D * D), token, inside, HALF, D, T, METRIC)
+    size = tl.sqrt_rn(_sum(rest * rest, 1) / D)
+    rest = tl.math.div_rn(rest, tl.broadcast_to(tl.maximum(size, TINY)[:, None], (T, D)))
+    scores, own = scratch + program * (N * T), chosen + program * (STAGES * 2 * T) + slot
+    for turn in range(TURNS):
+        for stage in range(STAGES):
+            number = head * STAGES + stage
+            table = halves + number * (2 * N * D)
+            place = own + stage * (2 * T)
+            if turn > 0:
+                rest += _centres(table, tl.load(place).to(tl.int32), tl.load(place + T).to(tl.int32), channel, N, D)
+            near = rest.to(tl.float16)
+            known_a = tl.load(table + code[None, :] * D + channel[:, None])
+            score_a = 2 * tl.dot(near, known_a) - tl.load(squares + number * (2 * N) + code)[None, :]
+            known_b = tl.load(table + (N + code)[None, :] * D + channel[:, None])
+            score_b = 2 * tl.dot(near, known_b) - tl.load(squares + number * (2 * N) + N + code)[None, :]
+            tl.debug_barrier()
+            tl.store(scores + code[None, :] * T + slot[:, None], score_a)
+            tl.debug_barrier()
+            mixed = cross + number * (N * N)
+            most = tl.full((T,), float("-inf"), tl.float32)
+            a = tl.full((T,), 0, tl.int32)
+            for first in range(0, N, AHEAD):
+                for i in tl.static_range(AHEAD):
+                    line = tl.load(mixed + (first + i) * N + code)[None, :]
+                    best = _max(score_b - line, 1) + tl.load(scores + (first + i) * T + slot)
+                    better = best > most
+                    most = tl.where(better, best, most)
+                    a = tl.where(better, first + i, a)
+            _, b = _first_largest(score_b - tl.load(mixed + a[:, None] * N + code[None, :]), N)
+            rest -= _centres(table, a, b, channel, N, D)
+            tl.store(place, a.to(tl.uint8))
+            tl.store(place + T, b.to(tl.uint8))
+    tl.debug_barrier()
+    whole = _under(source, metric + head * (D * D), token, inside, HALF, D, T, METRIC)
+    whole = tl.math.div_rn(whole, tl.broadcast_to(tl.maximum(size, TINY)[:, None], (T, D)))
+    centre = whole - rest
+    gain = _sum(whole * centre, 1) / tl.maximum(_sum(centre * centre, 1), 1e-12)
+    tl.store(rms + lane * room + first_token + token, _to_fp16(size * gain), mask=inside)
+    _store_streams(own, codes, lane * room + first_token + tl.program_id(0) * T, tokens, N, STAGES, BITS, T)
+
+
+@triton.jit
+def _store_streams(
+    own, codes, first, tokens, N: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr
+):
+    """Store codes ``a + N b`` of BITS bits without gaps, 32 tokens at a time (kvfold.formats.codebook.pack_codes). ``own``: of
+    the first token's slots; ``first``: place of the program's first token in storage."""
+    WORDS: tl.constexpr = 2 * BITS
+    word = tl.arange(0, triton.next_power_of_2(WORDS))
+    unit = tl.arange(0, T // 32)
+    shift = tl.arange(0, 32)[None, :, None] * BITS - 16 * word[None, None, :]
+    near = (shift > -BITS) & (shift < 16)
+    up, down = tl.minimum(tl.maximum(shift, 0), 31), tl.minimum(tl.maximum(-shift, 0), 31)
+    inside = (tl.program_id(0) * T + unit * 32 < tokens)[:, None] & (word < WORDS)[None, :]
+    for stage in range(STAGES):
+        a = tl.load(own + stage * (2 * T)).to(tl.int32)
+        b = tl.load(own + stage * (2 * T) + T).to(tl.int32)
+        code = tl.reshape(a + N * b, (T // 32, 32))[:, :, None]
+        words = _sum(tl.where(near, ((code << up) >> down) & 0xFFFF, 0), 1)
+        at = ((first // 32 + unit)[:, None] * STAGES + stage) * WORDS + word[None, :]
+        tl.store(codes + at, words.to(tl.int16), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "flips"])
+def flips_kernel(bits, slope, gram, square, least, tokens, flips, C: tl.constexpr, T: tl.constexpr):
+    """Flip the bit that lowers a value's error most, up to ``flips`` times. Grid: (parts of T tokens, heads).
+
+    ``bits`` and ``slope`` float32 [heads, tokens, C], bits in place; ``gram`` float32 [heads, C, C] of products of codes,
+    ``square`` [heads, C] its diagonal; ``least`` [heads]: gains that are none.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * T + tl.arange(0, T)
+    code = tl.arange(0, C)
+    inside = token < tokens
+    at = (head * tokens + token)[:, None] * C + code[None, :]
+    way = 1 - 2 * tl.load(bits + at, mask=inside[:, None], other=0.0)
+    rise = tl.load(slope + at, mask=inside[:, None], other=0.0)
+    size = tl.load(square + head * C + code)[None, :]
+    low = tl.load(least + head)
+    left = flips
+    while left > 0:
+        gain, which = _first_largest(2 * way * rise - size, C)
+        more = (gain > low) & inside
+        here = (code[None, :] == which[:, None]) & more[:, None]
+        step = _sum(tl.where(here, way, 0.0), 1)
+        way = tl.where(here, -way, way)
+        line = gram + (head * C + which)[:, None] * C + code[None, :]
+        rise -= step[:, None] * tl.load(line, mask=more[:, None], other=0.0)
+        left = tl.where(_max(more.to(tl.int32), 0) > 0, left - 1, 0)
+    tl.store(bits + at, 0.5 - 0.5 * way, mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["first_block"])
+def bits_kernel(
+    bits,
+    rows,
+    words,
+    tokens,
+    first_block,
+    blocks,
+    heads,
+    batch,
+    C: tl.constexpr,
+    ORDER: tl.constexpr,
+    PICKED: tl.constexpr,
+):
+    """Pack 32 tokens' bits, float32 [heads, batch, tokens, C], to int16 [lanes, blocks, 2 C]. Grid: (units, heads, batch)."""
+    index, head, lane = _lane(rows, heads, PICKED)
+    code, token = tl.arange(0, C), tl.program_id(0) * 32 + tl.arange(0, 32)
+    at = bits + ((head * batch + index) * tokens + token)[:, None] * C + code[None, :]
+    chosen = tl.reshape((tl.load(at) > 0.5).to(tl.int32), (32 * C,))
+    _store_plane(chosen, words + (lane * blocks + first_block + tl.program_id(0)) * (2 * C), C, 1, ORDER)

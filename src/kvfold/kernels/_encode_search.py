@@ -1,0 +1,207 @@
+"""Vectors as the nearest sums of codes, and as levels beside the elements that deviate most: Triton code of
+:mod:`kvfold.kernels.encode_search` and :mod:`kvfold.kernels.encode_outliers`.
+
+A program takes whole vectors. What it stores depends on these alone, not on how calls were cut.
+"""
+
+import triton
+import triton.language as tl
+
+from kvfold.kernels._encode_codes import _store_plane
+from kvfold.kernels._encode_groups import _finite, _max, _min, _sum, _to_fp16
+
+LARGEST = tl.constexpr(60000.0)
+"""Of what is multiplied in fp16."""
+
+
+@triton.jit
+def _vectors(source, token, channel, real, HALF: tl.constexpr):
+    """Elements of tokens as float32, un-rotated as kvfold.rope.Rope does it.
+
+    ``source``: pointer to the first token, what tokens are apart, cosines and sines [tokens, HALF], factor. HALF: half of the
+    rotated channels, 0 for none.
+    """
+    at = source[0] + token.to(tl.int64) * source[1]
+    x = _finite(tl.load(at + channel, mask=real, other=0.0))
+    if HALF > 0:
+        turned = real & (channel < 2 * HALF)
+        low = channel < HALF
+        other = _finite(tl.load(at + tl.where(low, channel + HALF, channel - HALF), mask=turned, other=0.0))
+        angle = token * HALF + tl.where(low, channel, channel - HALF)
+        cosine = tl.load(source[2] + angle, mask=turned, other=1.0)
+        sine = tl.load(source[3] + angle, mask=turned, other=0.0)
+        rotated = (x * cosine + tl.where(low, other, -other) * sine) * source[4]
+        x = tl.where(turned, rotated, x)
+    return x
+
+
+@triton.jit
+def _lane(rows, heads, PICKED: tl.constexpr):
+    """A program's place: number of its sequence in what is given, of its head, of both in storage."""
+    index = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    sequence = tl.load(rows + index).to(tl.int64) if PICKED else index
+    return index, head, sequence * heads + head
+
+
+@triton.jit
+def _least(x, N: tl.constexpr):
+    """Smallest number of each line of x [n, N], and where it is first."""
+    place = tl.broadcast_to(tl.arange(0, N)[None, :], x.shape)
+    return tl.reduce((x, place), 1, tl.standard._argmin_combine_tie_break_left)
+
+
+@triton.jit(do_not_specialize=["tokens", "first_token"])
+def search_kernel(
+    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, book, squares, codes, rms, tokens, first_token,
+    room, heads, D: tl.constexpr, VECTOR: tl.constexpr, CODES: tl.constexpr, STAGES: tl.constexpr, STRIDED: tl.constexpr,
+    HALF: tl.constexpr, T: tl.constexpr, PART: tl.constexpr, PICKED: tl.constexpr,
+):  # fmt: skip
+    """Residual codes, PART of a stage at a time. Grid: (parts of T tokens, heads, batch).
+
+    ``book`` fp16 [STAGES, CODES, VECTOR], codes times -2, ``squares`` float32 [STAGES, CODES] of codes; ``codes`` uint8
+    [lanes, room, D / VECTOR, STAGES]; ``rms`` fp16 [lanes, room]. Token 0 of what is given is ``first_token`` of storage.
+    ``turns``: what sequences are apart in the tables of angles.
+    """
+    GROUPS: tl.constexpr = D // VECTOR
+    index, head, lane = _lane(rows, heads, PICKED)
+    row = tl.arange(0, T * GROUPS)
+    token, group = tl.program_id(0) * T + row // GROUPS, row % GROUPS
+    inside = token < tokens
+    member = tl.arange(0, VECTOR)
+    channel = member[None, :] * GROUPS + group[:, None] if STRIDED else group[:, None] * VECTOR + member[None, :]
+    source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
+    rest = _vectors(source, token[:, None], channel, inside[:, None] & (channel < D), HALF)
+
+    mean = _sum(tl.reshape(_sum(rest * rest, 1), (T, GROUPS)), 1) / D
+    scale = _to_fp16(tl.sqrt_rn(mean))
+    each = tl.program_id(0) * T + tl.arange(0, T)
+    tl.store(rms + lane * room + first_token + each, scale, mask=each < tokens)
+    safe = scale.to(tl.float32)
+    safe = tl.where(safe == 0.0, 1.0, safe)
+    safe = tl.reshape(tl.broadcast_to(safe[:, None], (T, GROUPS)), (T * GROUPS,))
+    rest = tl.math.div_rn(rest, tl.broadcast_to(safe[:, None], (T * GROUPS, VECTOR)))
+
+    code = tl.arange(0, PART)
+    out = codes + ((lane * room + first_token + token) * GROUPS + group) * STAGES
+    for stage in range(STAGES):
+        table = book + stage * (CODES * VECTOR)
+        near = tl.minimum(tl.maximum(rest, -LARGEST), LARGEST).to(tl.float16)
+        least = tl.full((T * GROUPS,), float("inf"), tl.float32)
+        best = tl.full((T * GROUPS,), 0, tl.int32)
+        for part in tl.static_range(0, CODES, PART):
+            known = tl.load(table + (part + code)[None, :] * VECTOR + member[:, None])
+            square = tl.load(squares + stage * CODES + part + code)[None, :]
+            distance = tl.dot(near, known, tl.broadcast_to(square, (T * GROUPS, PART)))
+            here, place = _least(distance, PART)
+            better = here < least
+            least = tl.where(better, here, least)
+            best = tl.where(better, place + part, best)
+        tl.store(out + stage, best.to(tl.uint8), mask=inside)
+        rest += 0.5 * tl.load(table + best[:, None] * VECTOR + member[None, :]).to(tl.float32)
+
+
+# ---- outliers --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _ordered(x):
+    """Integers of the same order as these float32 numbers; of a number and back."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _running(x, AXIS: tl.constexpr):
+    """Sums of a line's numbers up to each."""
+    return tl.associative_scan(x, AXIS, tl.standard._sum_combine)
+
+
+@triton.jit
+def _first_largest(x, N: tl.constexpr):
+    """Largest number of each line of x [n, N], and where it is first; N - 1 where a line has none."""
+    most = _max(x, 1)
+    place = tl.where(x == most[:, None], tl.arange(0, N)[None, :], N - 1)
+    return most, _min(place, 1)
+
+
+@triton.jit
+def _unordered(order):
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _kth(order, COUNT: tl.constexpr, AXIS: tl.constexpr):
+    """The COUNT-th largest integer along AXIS, bit by bit."""
+    bit = _min(order, AXIS) * 0 + (-2147483648)
+    least = bit
+    for _ in range(32):
+        more = least ^ bit  # the first is 0, in the middle of all integers
+        bit = (bit >> 1) & 0x7FFFFFFF
+        enough = _sum((order >= tl.expand_dims(more, AXIS)).to(tl.int32), AXIS) >= COUNT
+        least = tl.where(enough, more, least)
+    return least
+
+
+@triton.jit(do_not_specialize=["first_block"])
+def outliers_kernel(
+    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, centers, spreads, borders, codes, scales, outlier,
+    where, first_block, blocks, heads, D: tl.constexpr, BITS: tl.constexpr, ORDER: tl.constexpr, COUNT: tl.constexpr,
+    KEYS: tl.constexpr, HALF: tl.constexpr, PICKED: tl.constexpr,
+):  # fmt: skip
+    """Levels of a table, and the COUNT elements of a block that deviate most. Grid: (blocks of 32 tokens, heads, batch).
+
+    KEYS: ``centers`` and ``spreads`` float32 [heads, D] are channels' constants, and elements deviate by how far they lie
+    outside; else ``scales`` fp16 [lanes, blocks, 32, 2] is written, and they deviate by their distance from the token's median.
+    ``borders``: between levels, float32 [2^BITS - 1]. ``outlier`` fp16, ``where`` int16 [lanes, blocks, COUNT].
+    """
+    index, head, lane = _lane(rows, heads, PICKED)
+    first = tl.program_id(0) * 32
+    block = lane * blocks + first_block + tl.program_id(0)
+    token, channel = tl.arange(0, 32), tl.arange(0, D)
+    source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
+    known = (token >= 0)[:, None] & (channel >= 0)[None, :]
+    here = _vectors(source, first + token[:, None], channel[None, :], known, HALF)
+    if KEYS:
+        offset = tl.load(centers + head * D + channel)[None, :]
+        spread = tl.load(spreads + head * D + channel)[None, :]
+        score = tl.abs(here - offset) - spread
+        middle = _unordered(_kth(_ordered(here), 32 - 15, 0))[None, :]
+    else:
+        middle = _unordered(_kth(_ordered(here), D - (D - 1) // 2, 1))[:, None]
+        score = tl.abs(here - middle)
+
+    order = tl.reshape(_ordered(score), (1, 32 * D))
+    least = _kth(order, COUNT, 1)[:, None]
+    above, equal = order > least, order == least
+    wanted = COUNT - _sum(above.to(tl.int32), 1)[:, None]
+    taken = above | (equal & (_running(equal.to(tl.int32), 1) <= wanted))
+    slot = _running(taken.to(tl.int32), 1) - 1
+    at = tl.arange(0, 32 * D)[None, :]
+    tl.store(where + block * COUNT + slot, at.to(tl.int16), mask=taken)
+    tl.store(outlier + block * COUNT + slot, _to_fp16(tl.reshape(here, (1, 32 * D))), mask=taken)
+    here = tl.where(tl.reshape(taken, (32, D)), middle, here)
+
+    if KEYS:
+        size = tl.broadcast_to(spread, (32, D))
+    else:
+        low, high = _min(here, 1), _max(here, 1)
+        center = _to_fp16(low + (high - low) * 0.5)
+        wide = center.to(tl.float32)
+        half = _to_fp16(tl.maximum(high - wide, wide - low))
+        out = scales + (block * 32 + token) * 2
+        tl.store(out, center)
+        tl.store(out + 1, half)
+        offset = wide[:, None]
+        size = tl.broadcast_to(half.to(tl.float32)[:, None], (32, D))
+    level = tl.math.div_rn(here - offset, tl.where(size == 0.0, 1.0, size))
+    code = tl.full((32, D), 0, tl.int32)
+    for i in tl.static_range((1 << BITS) - 1):
+        code += tl.where(level > tl.load(borders + i), 1, 0)
+    code = tl.reshape(code, (32 * D,))
+    words = codes + block * (2 * D * BITS)
+    if BITS == 3:
+        _store_plane(code & 3, words, D, 2, ORDER)
+        _store_plane(code >> 2, words + 4 * D, D, 1, ORDER)
+    else:
+        _store_plane(code, words, D, BITS, ORDER)

@@ -1,0 +1,156 @@
+"""Encoding on the GPU for CommVQ: pairs of codes of keys (:class:`kvfold.formats.codebook.AdditiveCodes`), and flips of bits of
+values."""
+
+import torch
+import triton
+
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.kernels._encode_pairs import bits_kernel, flips_kernel, pairs_kernel
+from kvfold.kernels.encode_source import ORDERS, Source, misfit
+
+PAIRS = {"T": 64, "num_warps": 4}
+"""Tokens of a program of :func:`pairs_kernel`, and its warps."""
+FLIPS = {"T": 2, "num_warps": 1}
+PIECE = 8192
+"""Tokens whose bits exist as numbers at a time."""
+
+
+def no_pairs(fmt: AdditiveCodes) -> str | None:
+    """Why the kernel cannot find these codes; None if it can."""
+    return misfit(("head_dim", fmt.head_dim, (32, 64, 128)), ("levels", fmt.levels, (16, 32, 64)))
+
+
+def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
+    """Encode whole blocks of keys.
+
+    Raises
+    ------
+    ValueError
+        If :func:`no_pairs` has something against the format.
+    """
+    if why := no_pairs(fmt):
+        raise ValueError(f"encode: {why}")
+    assert fmt.codebook is not None
+    device = source.x.device
+    tables = fmt.codebook.on(device)
+    search = tables.search()
+    batch, heads, tokens, _ = source.x.shape
+    part = PAIRS["T"]
+    grid = (triton.cdiv(tokens, part), heads, batch)
+    programs = grid[0] * heads * batch
+    codes = source.fields["codes"]
+    pairs_kernel[grid](
+        *source.arguments(),
+        tables.metric.float().contiguous(),
+        search.halves.half().contiguous(),
+        search.squares.contiguous(),
+        search.cross.contiguous(),
+        torch.empty(programs * fmt.levels * part, dtype=torch.float32, device=device),
+        torch.empty(programs * fmt.stages * 2 * part, dtype=torch.uint8, device=device),
+        codes,
+        source.fields["rms"],
+        tokens,
+        source.first_block * fmt.block,
+        codes.shape[2] * fmt.block,
+        heads,
+        N=fmt.levels,
+        STAGES=fmt.stages,
+        TURNS=fmt.passes + 1,
+        BITS=fmt.code_bits,
+        METRIC=True,
+        **source.constants(),
+        **PAIRS,
+        num_stages=1,
+    )
+
+
+def flip(bits: torch.Tensor, slope: torch.Tensor, gram: torch.Tensor, flips: int) -> None:
+    """Flip bits of values in place, as :meth:`kvfold.methods.commvq.ValueCodebook.bits` does.
+
+    Parameters
+    ----------
+    bits, slope : Tensor, float32 [heads, tokens, codes], contiguous
+        0 or 1; products of what is missed with the codes.
+    gram : Tensor, float32 [heads, codes, codes]
+        Products of codes.
+    flips : int
+        At most so many of each token.
+    """
+    heads, tokens, codes = bits.shape
+    square = gram.diagonal(dim1=-1, dim2=-2).contiguous()
+    if not tokens:
+        return
+    flips_kernel[(triton.cdiv(tokens, FLIPS["T"]), heads)](
+        bits,
+        slope,
+        gram.contiguous(),
+        square,
+        1e-6 * square.amax(-1),
+        tokens,
+        flips,
+        codes,
+        **FLIPS,
+        enable_fp_fusion=False,
+    )
+
+
+def no_bits(fmt: BinaryCodes) -> str | None:
+    """Why the kernels cannot find these bits; None if they can."""
+    return misfit(
+        ("codes", fmt.codes, (32, 64, 128, 256, 512)),
+        ("one code for heads", fmt.joint, (1,)),
+        ("block", fmt.block, (32,)),
+    )
+
+
+def encode_bits(fmt: BinaryCodes, source: Source) -> None:
+    """Encode whole blocks of values; ``source.tables``: :class:`kvfold.methods.commvq.ValueCodebook`, and how many flips.
+
+    Raises
+    ------
+    ValueError
+        If :func:`no_bits` has something against the format.
+    """
+    if why := no_bits(fmt):
+        raise ValueError(f"encode: {why}")
+    book, flips = source.tables
+    batch, _, tokens, _ = source.x.shape
+    for first in range(0, tokens, PIECE):
+        values = source.x[:, :, first : first + PIECE].float().clamp(-1e18, 1e18)
+        count = values.shape[2]
+        bits, slope, gram = book.start(values.transpose(0, 1).flatten(1, 2), flips > 0)
+        if flips:
+            bits, slope = bits.contiguous(), slope.contiguous()
+            flip(bits, slope, gram, flips)
+        _store(fmt, bits, source, first // fmt.block, batch, count)
+
+
+def _store(fmt: BinaryCodes, bits: torch.Tensor, source: Source, block: int, batch: int, tokens: int) -> None:
+    """Pack bits [heads, batch * tokens, codes], to block number ``block`` of the source's and those after it."""
+    words = source.fields["bits"]
+    bits_kernel[(tokens // 32, len(bits), batch)](
+        bits.contiguous(), words if source.rows is None else source.rows, words, tokens, source.first_block + block,
+        words.shape[2], len(bits), batch, C=fmt.codes, ORDER=ORDERS[fmt.operand], PICKED=source.rows is not None, num_warps=8,
+    )  # fmt: skip
+
+
+def bits_test(fmt: BinaryCodes, device: torch.device) -> str | None:
+    """Run the kernels once as they are compiled on this device; what went wrong, or None. Waits for the device."""
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float32, device="cpu").to(device)
+
+    book = random(2, fmt.codes, fmt.head_dim)
+    gram, bits = book @ book.mT, (random(2, 64, fmt.codes) > 0).float()
+    missed = random(2, 64, fmt.head_dim) * fmt.codes**0.5
+    before, start = float(missed.square().sum()), bits.clone()
+    flip(bits, (missed @ book.mT).contiguous(), gram, 32)
+    after = float((missed - (bits - start) @ book).square().sum())
+    fields = fmt.allocate(1, 2, 2, device)
+    _store(fmt, bits, Source(missed.unsqueeze(0), fields, 0), 0, 1, 64)
+    if not after < 0.9 * before:
+        return f"flips of bits on this device leave {after:.4g} of an error of {before:.4g}"
+    if not torch.equal(fmt.decode(fields)[0, :, :, : fmt.codes], bits):
+        return "bits packed on this device are others than those of the format"
+    return None

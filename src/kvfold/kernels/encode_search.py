@@ -1,0 +1,195 @@
+"""Encoding on the GPU for formats of vectors before RoPE: residual codes (VQLLM), levels with outliers (KVQuant), additive and
+binary codes (CommVQ).
+
+A launch reads the model's keys or values where they lie, un-rotates keys, and writes what the format's own encoding does.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from kvfold.formats import Format, Lookup, Outliers
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.residual import ResidualCodes
+from kvfold.kernels._encode_search import outliers_kernel, search_kernel
+from kvfold.kernels.encode_pairs import bits_test, encode_bits, encode_pairs, no_bits, no_pairs
+from kvfold.kernels.encode_source import ORDERS, Source, misfit
+
+POWERS = (16, 32, 64, 128, 256)
+SEARCH = {"T": 32, "PART": 64, "num_warps": 4}
+"""Tokens of a program of :func:`search_kernel`, codes that it compares at a time, and its warps."""
+OUTLIERS = {"channel": {"num_warps": 2}, "range": {"num_warps": 4}}
+"""Warps of a program of :func:`outliers_kernel`, of keys and of values."""
+
+
+def why_not(fmt: Format, device: torch.device) -> str | None:
+    """Why the GPU cannot encode this format; None if it can. Kernels are run once on the device, and compared."""
+    if device.type != "cuda":
+        return f"device {device.type}: encoding kernels run on cuda"
+    if why := unsupported(fmt) or not_seen(fmt):
+        return why
+    return self_test(fmt, device) if torch.cuda.is_available() else None
+
+
+def not_seen(fmt: Format) -> str | None:
+    """Why a kernel that could is not asked: nobody has seen it right on a GPU."""
+    return "residual codes by a kernel that no GPU has shown right yet" if isinstance(fmt, ResidualCodes) else None
+
+
+TOLERANCE = 1e-2
+"""Of the error of what :func:`self_test` stores, relative to that of the format's own encoding."""
+
+
+@lru_cache(maxsize=64)
+def self_test(fmt: Format, device: torch.device) -> str | None:
+    """Run the kernel once as it is compiled on this device; what went wrong, or None. Waits for the device."""
+    if isinstance(fmt, BinaryCodes):  # what bits stand for is the method's
+        return bits_test(fmt, device)
+    draw = torch.Generator().manual_seed(0)
+    heads = _heads(fmt)
+    x = torch.randn(1, heads, 8 * fmt.block, fmt.head_dim, generator=draw, dtype=torch.float32, device="cpu").to(device)
+    fields = fmt.allocate(1, heads, 8, device)
+    encode(fmt, Source(x, fields, 0))
+    score = {}
+    if isinstance(fmt, Outliers) and isinstance(fmt.inner, Lookup) and fmt.inner.channels is not None:
+        channels = fmt.inner.channels.on(device)
+        score = {"score": (x - channels.center.unsqueeze(-2)).abs() - channels.spread.unsqueeze(-2)}
+    missed, expected = (float((fmt.decode(f) - x).square().sum()) for f in (fields, fmt.encode(x, **score)))
+    if not abs(missed - expected) <= TOLERANCE * expected:
+        return f"{fmt.operand}s encoded on this device miss {missed:.4g}, those of the format {expected:.4g}"
+    return None
+
+
+def _heads(fmt: Format) -> int:
+    """KV heads of what a format has tables of."""
+    if isinstance(fmt, Outliers) and isinstance(fmt.inner, Lookup) and fmt.inner.channels is not None:
+        return len(fmt.inner.channels.center)
+    if isinstance(fmt, AdditiveCodes) and fmt.codebook is not None:
+        return fmt.codebook.heads
+    return 2
+
+
+def unsupported(fmt: Format) -> str | None:
+    """Why kernels cannot encode this format; None if they can."""
+    if isinstance(fmt, ResidualCodes):
+        return _no_search(fmt)
+    if isinstance(fmt, Outliers):
+        return _no_outliers(fmt)
+    if isinstance(fmt, AdditiveCodes):
+        return no_pairs(fmt)
+    if isinstance(fmt, BinaryCodes):
+        return no_bits(fmt)
+    return f"{fmt.kind} storage"
+
+
+def _no_search(fmt: ResidualCodes) -> str | None:
+    dtype = torch.float16 if fmt.book is None else fmt.book.codes.dtype
+    return misfit(
+        ("head_dim", fmt.head_dim, POWERS),
+        ("vector", fmt.vector, (16, 32, 64, 128)),
+        ("codes", fmt.codes, POWERS),
+        ("fit", fmt.fit, ("rms",)),
+        ("codes of", str(dtype).removeprefix("torch."), ("float16",)),
+    )
+
+
+def _no_outliers(fmt: Outliers) -> str | None:
+    inner = fmt.inner
+    if not isinstance(inner, Lookup):
+        return f"outliers beside {inner.kind} storage"
+    wanted = ("channel", "token") if fmt.axis == "token" else ("range", "channel")
+    return misfit(
+        ("head_dim", fmt.head_dim, (64, 128, 256)),
+        ("block", fmt.block, (32,)),
+        ("bits", inner.bits_per_code, (1, 2, 3, 4)),
+        ("scaling", inner.scaling, wanted[:1]),
+    )
+
+
+def encode(fmt: Format, source: Source) -> None:
+    """Encode whole blocks.
+
+    Raises
+    ------
+    ValueError
+        If :func:`unsupported` has something against the format.
+    """
+    if why := unsupported(fmt):
+        raise ValueError(f"encode: {why}")
+    for name in fmt.fields():
+        if not source.fields[name].is_contiguous():
+            raise ValueError(f"{name}: packed storage must be contiguous")
+    if source.x.shape[0] and source.x.shape[2]:
+        _LAUNCH[type(fmt)](fmt, source)
+
+
+def _encode_residual(fmt: ResidualCodes, source: Source) -> None:
+    assert fmt.book is not None
+    batch, heads, tokens, _ = source.x.shape
+    fields, part = source.fields, SEARCH["T"]
+    book = fmt.book.on(source.x.device).codes
+    search_kernel[(triton.cdiv(tokens, part), heads, batch)](
+        *source.arguments(),
+        (-2 * book).contiguous(),
+        book.float().square().sum(-1),
+        fields["codes"],
+        fields["rms"],
+        tokens,
+        source.first_block * fmt.block,
+        fields["codes"].shape[2] * fmt.block,
+        heads,
+        VECTOR=fmt.vector,
+        CODES=fmt.codes,
+        STAGES=fmt.stages,
+        STRIDED=fmt.strided,
+        **source.constants(),
+        **SEARCH | {"PART": min(SEARCH["PART"], fmt.codes)},
+        num_stages=1,
+    )
+
+
+@lru_cache(maxsize=64)
+def _borders(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    known = torch.tensor(levels, dtype=torch.float32, device=device)
+    return (known[1:] + known[:-1]) / 2
+
+
+def _encode_outliers(fmt: Outliers, source: Source) -> None:
+    inner = fmt.inner
+    assert isinstance(inner, Lookup)
+    batch, heads, tokens, _ = source.x.shape
+    fields, device = source.fields, source.x.device
+    channels = None if inner.channels is None else inner.channels.on(device)
+    borders = _borders(inner.levels, device)
+    outliers_kernel[(tokens // fmt.block, heads, batch)](
+        *source.arguments(),
+        borders if channels is None else channels.center.contiguous(),
+        borders if channels is None else channels.spread.contiguous(),
+        borders,
+        fields["codes"],
+        fields.get("scale", fields["outlier"]),
+        fields["outlier"],
+        fields["where"],
+        source.first_block,
+        fields["codes"].shape[2],
+        heads,
+        BITS=inner.bits_per_code,
+        ORDER=ORDERS[fmt.operand],
+        COUNT=fmt.count,
+        KEYS=inner.scaling == "channel",
+        **source.constants(),
+        **OUTLIERS[inner.scaling],
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+
+
+_LAUNCH: dict[type, Callable[[Any, Source], None]] = {
+    ResidualCodes: _encode_residual,
+    Outliers: _encode_outliers,
+    AdditiveCodes: encode_pairs,
+    BinaryCodes: encode_bits,
+}

@@ -1,0 +1,192 @@
+"""The kernels that search for codes, pick outliers and find salient tokens, against the methods' own encoding.
+
+As in test_kernels_encode.py: Triton's interpreter by default, real launches with ``pytest -m gpu``.
+"""
+
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers import ENCODING, assert_same_content, interpreted_module, spec, tokens
+from kvfold import kernels as package
+from kvfold.bench.storage import with_tables
+from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.kernels.encode_source import Source, angles
+from kvfold.methods import get
+from kvfold.plan import Encoder, choose_encoder
+from kvfold.rope import Rope
+
+INTERPRETED = (
+    *ENCODING,
+    "kvfold.kernels.encode",
+    "kvfold.kernels._encode_pages",
+    "kvfold.kernels.encode_pages",
+    "kvfold.kernels._encode_search",
+    "kvfold.kernels._encode_pairs",
+    "kvfold.kernels.encode_pairs",
+    "kvfold.kernels.encode_search",
+    "kvfold.kernels._encode_mixed",
+)
+DIM, HEADS = 64, 2
+TOKENS, FIRST = 256, 37
+EXACT = "kvquant:bits=3", "kvquant:bits=2,outliers=0.03", "kvquant:bits=1"
+NEAR = "vqllm:bits=1", "vqllm:vector=16,codes=32", "commvq:bits=1", "commvq:levels=16,passes=0,flips=3"
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    mixed = interpreted_module("kvfold.kernels.encode_mixed", *INTERPRETED)
+    sys.modules["kvfold_kernels_encode_pairs_interpreted"].FLIPS["T"] = 32  # the interpreter goes program by program
+    return {"encode_search": sys.modules["kvfold_kernels_encode_search_interpreted"], "encode_mixed": mixed}
+
+
+@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    if request.param == "gpu":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return torch.device("cuda")
+    for name, module in request.getfixturevalue("interpreted").items():
+        monkeypatch.setitem(sys.modules, f"kvfold.kernels.{name}", module)
+        monkeypatch.setattr(package, name, module, raising=False)
+    return torch.device("cpu")
+
+
+def shape_on(device, **options):
+    rope = Rope(10000.0 ** (-torch.arange(0, DIM, 2, device=device).float() / DIM), 1.25)
+    return spec(head_dim=DIM, heads=2 * HEADS, kv_heads=HEADS, rope=rope, **options)
+
+
+def vectors(device, count=TOKENS, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, count, HEADS, DIM, generator=draw) * torch.exp(torch.randn(DIM, generator=draw))
+    x[0, 5, 1] = 0.0
+    return x.bfloat16().to(device).transpose(1, 2)  # tokens' heads lie together, as in a model
+
+
+def encoded(method, shape, side, x, device):
+    """What a kernel and what the method itself stores of vectors, and their format."""
+    from kvfold.kernels import encode_search
+
+    positions = torch.arange(FIRST, FIRST + x.shape[2], device=device)[None]
+    is_key = side == "key"
+    form = method.key_format(shape) if is_key else method.value_format(shape)
+    turned = {"angles": angles(shape.rope, positions), "factor": 1 / shape.rope.scaling} if is_key else {}
+    blocks = x.shape[2] // form.block
+    fields = form.allocate(1, HEADS, blocks + 1, device)
+    encode_search.encode(form, Source(x, fields, 1, tables=method.value_tables(shape, device), **turned))
+    if is_key:
+        want = method.encode_keys(x.float(), {}, shape, positions[:, None], True)
+    else:
+        want = method.encode_values(x.float(), {}, shape, True)
+    return {name: t[:, :, 1:] for name, t in fields.items()}, want, form
+
+
+@pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("fragments", [True, False])
+def test_levels_and_outliers_are_those_of_the_format(method, side, fragments, device):
+    made = with_tables(get(method), HEADS, DIM, device)
+    got, want, _ = encoded(made, shape_on(device, fragments=fragments), side, vectors(device, 96), device)
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+def missed(method, form, fields, x, side, shape):
+    stored = form.decode(fields)
+    if side == "value":
+        return float((method.unproject_values(stored, shape) - x).square().sum())
+    positions = torch.arange(FIRST, FIRST + x.shape[2], device=x.device)[None, None]
+    return float((stored - shape.rope.unrotate(x, positions)).square().sum())
+
+
+@pytest.mark.parametrize("method", NEAR)
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_nearest_codes_miss_as_little_as_those_of_the_format(method, side, device):
+    made, shape, x = with_tables(get(method), HEADS, DIM, device), shape_on(device), vectors(device, 96)
+    got, want, form = encoded(made, shape, side, x, device)
+    for name in want:
+        assert (got[name] != want[name]).float().mean() < 0.1, name
+    assert missed(made, form, got, x.float(), side, shape) < 1.004 * missed(made, form, want, x.float(), side, shape)
+
+
+@pytest.mark.parametrize("method", ["zipcache", "zipcache:probes=9,ratio=0.3,k_bits=2,v_bits=2,salient_bits=3"])
+@pytest.mark.parametrize("fragments", [True, False])
+def test_salient_tokens_are_those_of_the_method(method, fragments, device):
+    from kvfold.kernels import encode_mixed
+
+    made, shape = get(method), shape_on(device, fragments=fragments)
+    keys, values = vectors(device), vectors(device, seed=1)
+    probes = torch.randn(1, 2, HEADS, made.probes, DIM, generator=torch.Generator().manual_seed(2)).half().to(device)
+    formats = made.key_format(shape), made.value_format(shape)
+    stored = [form.allocate(1, HEADS, 3, device) for form in formats]
+    numbers = torch.tensor([1, 0], device=device)
+    encode_mixed.encode(keys, values, *stored, *formats, 1, probes, numbers)
+    state = {"probe": probes[:, numbers].transpose(1, 2)}
+    wanted = (
+        made.encode_keys(keys.float(), state, shape, torch.zeros(1), True),
+        made.encode_values(values.float(), state, shape, True),
+    )
+    for fields, want in zip(stored, wanted, strict=True):
+        for name in want:
+            got = fields[name][:, :, 1:]
+            # of a GPU's product two scores that are nearly equal may have another order
+            different = (got != want[name]).float().mean()
+            assert different == 0 if device.type == "cpu" else different < 0.02, name
+
+
+@pytest.mark.parametrize("method", ["kvquant:bits=3", "vqllm:bits=1", "commvq:bits=1,levels=16,flips=2", "zipcache"])
+def test_content_does_not_depend_on_how_calls_were_cut(method, device):
+    made = with_tables(get(method + (":" if ":" not in method else ",") + "sink=3,recent=100"), HEADS, DIM, device)
+    shape = shape_on(device, dtype=torch.float32)
+    count = 420 if method == "zipcache" else 200
+    new = tuple(x.to(device) for x in tokens(2, count, shape=shape))
+    valid = torch.arange(count, device=device) >= torch.tensor([0, 30], device=device)[:, None]
+    layers = []
+    for cuts in ([count], [130, 1, 30, 1, count - 162]):
+        one = FoldedLayer(made, shape, max_length=512)
+        one.lazy_initialization(*new[:2])
+        one.writer.encoder = Encoder("triton", "asked for", False)
+        one.writer.by_torch = None  # it must not be called
+        at = 0
+        for n in cuts:
+            keys, values, queries = (x[:, :, at : at + n] for x in new)
+            one.append(keys, values, queries, valid[:, at : at + n])
+            at += n
+        layers.append(one)
+    assert layers[0].packed[1] > 0
+    for row in range(2):
+        assert_same_content(*layers, row, row)
+
+
+@pytest.mark.parametrize("method", ["kvquant:bits=3", "commvq", "zipcache"])
+def test_plan_names_what_encodes(method):
+    made = with_tables(get(method), HEADS, DIM, torch.device("cpu"))
+    if torch.cuda.is_available():
+        pytest.skip("the choice runs a kernel where there is a GPU")
+    chosen = choose_encoder(made, shape_on("cpu"), torch.device("cuda"))
+    assert chosen == Encoder("triton", "first choice", False) and not chosen.in_graphs
+
+
+@pytest.mark.parametrize(
+    ("method", "dim", "why"),
+    [
+        ("kvquant:bits=8", 64, "keys: bits=8; allowed: 1, 2, 3, 4"),
+        ("kvquant:bits=3", 96, "keys: head_dim=96; allowed: 64, 128, 256"),
+        ("vqllm:vector=8,codes=16", 64, "keys: vector=8; allowed: 16, 32, 64, 128"),
+        ("commvq:levels=128", 64, "keys: levels=128; allowed: 16, 32, 64"),
+        ("zipcache:probes=65", 64, "probes=65; allowed: 1 to 64"),
+        (
+            "zipcache:group=64",
+            64,
+            "values with other statistics than norms of largest magnitudes per block of 128 tokens",
+        ),
+    ],
+)
+def test_what_kernels_do_not_encode_is_named(method, dim, why):
+    made = with_tables(get(method), HEADS, dim, torch.device("cpu"))
+    shape = spec(head_dim=dim, heads=2 * HEADS, kv_heads=HEADS)
+    assert choose_encoder(made, shape, torch.device("cuda")) == Encoder("torch", why, True)
