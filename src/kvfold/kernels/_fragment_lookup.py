@@ -3,6 +3,10 @@
 A key is ``center + spread * level``, which one fp16 multiply-add makes of an operand's pair. Elements that are stored apart are
 laid out in a warp's scratch as operands lie, zeros but for them, and replace what a lane made. Then a key is rotated by its
 place in the page, with its tile's cosines and sines as operands lie; the query was rotated back by the page's position.
+
+Roundings to fp16 are what errors are made of. A rotated query is an operand in two parts, which share the eight columns of a
+product: four query rows and what fp16 leaves of them. Cosines' and sines' products with a key are operands of their own, added
+up in float32.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -22,11 +26,13 @@ from kvfold.kernels._warp import (
     mma,
     mul_half2,
     pack_half2,
+    shuffle_xor,
     store_shared2,
     unpack_half2,
     warp_sync,
 )
 
+APART = gl.constexpr(1)
 PLACES_BYTES = gl.constexpr(8192)  # a block of 32 tokens and 128 channels in fp16
 
 
@@ -149,8 +155,17 @@ def _bits(x):
 
 
 @gluon.jit
+def _own_part(x, y, lane):
+    """A pair as an operand's columns 0 to 3 have it; in columns 4 to 7 what fp16 leaves of it."""
+    near = pack_half2(x, y, False)
+    back = unpack_half2(near)
+    return gl.where(lane < 16, near, pack_half2(x - back[0], y - back[1], False))
+
+
+@gluon.jit
 def rotated_queries(far, angles, lane):
-    """Queries (a lane's address in shared memory) rotated back by :func:`page_angles`: operand pairs of eight channel tiles."""
+    """Queries (a lane's address in shared memory; columns 4 to 7 have those of 0 to 3) rotated back by :func:`page_angles`, in
+    two parts: operand pairs of eight channel tiles."""
     at = angles + lane % 4 * 16
     first = ()
     second = ()
@@ -159,9 +174,30 @@ def rotated_queries(far, angles, lane):
             turn = load_shared4f(at + (128 * c + 64 * h))
             a = unpack_half2(load_shared(far, 256 * c + 4 * h, 1)[0])
             b = unpack_half2(load_shared(far, 256 * (c + 4) + 4 * h, 1)[0])
-            first = first + (pack_half2(a[0] * turn[0] + b[0] * turn[1], a[1] * turn[2] + b[1] * turn[3], False),)
-            second = second + (pack_half2(b[0] * turn[0] - a[0] * turn[1], b[1] * turn[2] - a[1] * turn[3], False),)
+            first = first + (_own_part(a[0] * turn[0] + b[0] * turn[1], a[1] * turn[2] + b[1] * turn[3], lane),)
+            second = second + (_own_part(b[0] * turn[0] - a[0] * turn[1], b[1] * turn[2] - a[1] * turn[3], lane),)
     return first + second
+
+
+@gluon.jit
+def _both_parts(x):
+    """Products with both parts of the queries together."""
+    return x + shuffle_xor(x, 2)
+
+
+@gluon.jit
+def _turned_scores(acc, k, turn, q, C: gl.constexpr):
+    """Products of an operand times cosines or sines with channel tile C of the queries."""
+    return mma(
+        mul_half2(k[0], turn[0]),
+        mul_half2(k[1], turn[1]),
+        mul_half2(k[2], turn[2]),
+        mul_half2(k[3], turn[3]),
+        q[2 * C],
+        q[2 * C + 1],
+        acc,
+        False,
+    )
 
 
 @gluon.jit
@@ -173,15 +209,25 @@ def _key_pair(acc, a, b, q, consts, places, table, C: gl.constexpr, PLACE: gl.co
     u = load_shared(places, PLACE + 512 * (C + 4), 4)
     cos = load_fragment(table, TABLE)
     sin = load_fragment(table, TABLE + 512)
-    first = ()
-    second = ()
+    k = ()
+    m = ()
+    back = ()
     for r in gl.static_range(4):
-        k = _replaced(fma_half2(a[r], x[r // 2 * 2], x[r // 2 * 2 + 1]), o[r])
-        m = _replaced(fma_half2(b[r], y[r // 2 * 2], y[r // 2 * 2 + 1]), u[r])
-        first = first + (fma_half2(k, cos[r], _negative(mul_half2(m, sin[r]))),)
-        second = second + (fma_half2(m, cos[r], mul_half2(k, sin[r])),)
-    acc = mma(first[0], first[1], first[2], first[3], q[2 * C], q[2 * C + 1], acc, False)
-    return mma(second[0], second[1], second[2], second[3], q[2 * C + 8], q[2 * C + 9], acc, False)
+        k = k + (_replaced(fma_half2(a[r], x[r // 2 * 2], x[r // 2 * 2 + 1]), o[r]),)
+        m = m + (_replaced(fma_half2(b[r], y[r // 2 * 2], y[r // 2 * 2 + 1]), u[r]),)
+        back = back + (_negative(sin[r]),)
+    if not APART:
+        first = ()
+        second = ()
+        for r in gl.static_range(4):
+            first = first + (fma_half2(k[r], cos[r], mul_half2(m[r], back[r])),)
+            second = second + (fma_half2(m[r], cos[r], mul_half2(k[r], sin[r])),)
+        acc = mma(first[0], first[1], first[2], first[3], q[2 * C], q[2 * C + 1], acc, False)
+        return mma(second[0], second[1], second[2], second[3], q[2 * C + 8], q[2 * C + 9], acc, False)
+    acc = _turned_scores(acc, k, cos, q, C)
+    acc = _turned_scores(acc, m, back, q, C)
+    acc = _turned_scores(acc, m, cos, q, C + 4)
+    return _turned_scores(acc, k, sin, q, C + 4)
 
 
 @gluon.jit
@@ -212,10 +258,10 @@ def constant_scores(
                     )  # fmt: skip
             scores = scores + (
                 (
-                    gl.fma(acc[0], up[0], hidden),
-                    gl.fma(acc[1], up[1], hidden),
-                    gl.fma(acc[2], up[0], hidden),
-                    gl.fma(acc[3], up[1], hidden),
+                    gl.fma(_both_parts(acc[0]), up[0], hidden),
+                    gl.fma(_both_parts(acc[1]), up[1], hidden),
+                    gl.fma(_both_parts(acc[2]), up[0], hidden),
+                    gl.fma(_both_parts(acc[3]), up[1], hidden),
                 ),
             )
         warp_sync(lane)

@@ -92,6 +92,12 @@ def _lift(kind, bits):
 
 
 @gluon.constexpr_function
+def column_share(k, pair):
+    """Columns of a product that a query row takes: one of each of ``pair`` pages, or of each part of a query."""
+    return 2 if k[0] == 5 else pair
+
+
+@gluon.constexpr_function
 def shared_bytes(k, v, dim, k_width, pair, blocks, warps):
     """Bytes of shared memory of a program: stages and queries; and, later, sums."""
     return max(warps * layout(k, v, dim, k_width, pair, blocks)[5] + 16 * dim * (1 + _lightened(k)), warps * dim * 32)
@@ -226,7 +232,7 @@ def fragments_kernel(
     D: gl.constexpr, K: gl.constexpr, K_WIDTH: gl.constexpr, V: gl.constexpr, PAIR: gl.constexpr, NB: gl.constexpr,
     PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr = False, AHEAD: gl.constexpr = 0,
 ):  # fmt: skip
-    """One program: one split of one KV head of one sequence, for ``8 / PAIR`` query rows.
+    """One program: one split of one KV head of one sequence, for ``8 / column_share`` query rows.
 
     Grid: (batch * heads * columns, splits + dense_splits); a split writes PAIR parts, of even and of odd pages, or (BYTES,
     products of bytes: see :func:`kvfold.kernels._fragment_signs.attend_signs`) one. PER stages
@@ -259,6 +265,7 @@ def fragments_kernel(
     V_TABLE: gl.constexpr = V[8]
     LIFT: gl.constexpr = _lift(V_KIND, V_BITS)
     PARTS: gl.constexpr = 1 if BYTES else PAIR
+    SHARED: gl.constexpr = column_share(K, PAIR)
     base0 = shared_base(lane, shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W))
 
     if BYTES and AHEAD:  # no kernel before this one writes it
@@ -267,7 +274,7 @@ def fragments_kernel(
         wait_for_previous(lane)
         launch_dependents(lane)
     split = gl.program_id(1)
-    column0 = (gl.program_id(0) % columns) * (8 // PAIR)
+    column0 = (gl.program_id(0) % columns) * (8 // SHARED)
     head = gl.program_id(0) // columns
     batch = head // heads
     packed_len = gl.load(packed_len_ptr + batch)
@@ -352,7 +359,7 @@ def fragments_kernel(
         EXPONENT: gl.constexpr = query_exponent(K_BITS, True) if K_KIND == 1 else -1 if K_KIND == 4 else 8
         far = base0 + W * STAGE + lane * 8
         up = _raw_queries(
-            q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, PAIR, EXPONENT, _lightened(K), K_BITS
+            q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, SHARED, EXPONENT, _lightened(K), K_BITS
         )
         UNIT: gl.constexpr = K[7] * (16777216.0 if K_KIND < 3 else 1.0)
         code_factor = (up[0] * UNIT, up[1] * UNIT)
@@ -532,8 +539,8 @@ def fragments_kernel(
             side = ((total[0], total[1], total[0], total[1]),)
         program_sync(lane)
         slot0 = head.to(gl.int64) * parts + (part0 + PAIR * split)
-        if PAIR == 2:
-            slots_of_lanes = slot0 + shared_page
+        if SHARED == 2:
+            slots_of_lanes = slot0 + shared_page * (PAIR - 1)
             columns_of_lanes = column0 - 4 * shared_page
             _finish(
                 base0, lane, warp, top, out, side, part_out, part_top, part_sum, slots_of_lanes, columns_of_lanes, rows,

@@ -25,7 +25,7 @@ from kvfold.formats.basis import Basis
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels._fragment_codes import CHANNELS, CONSTANTS, LEVELS, MIXED, RANGES, TOKENS, UNIFORM
-from kvfold.kernels._fragments_gluon import fragments_kernel, shared_bytes
+from kvfold.kernels._fragments_gluon import column_share, fragments_kernel, shared_bytes
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.decode import MAX_TOKENS, MODES, STATIC_SHARED, Plan
@@ -351,7 +351,7 @@ def make_plan(
 ) -> Plan:
     """Choose a launch shape, as :func:`kvfold.kernels.pages.make_plan`; ``tiles`` are the pages that share a matrix."""
     dim, pair = key_format.head_dim, pairs(key_format, rows)
-    columns = math.ceil(rows * pair / 8)
+    columns = math.ceil(rows * int(column_share(side(key_format).constants, pair)) / 8)
     pages = math.ceil(capacity / BLOCKS)
     narrow = bytewise(key_format, value_format, rows)
     blocks = stage_blocks(key_format, value_format, rows)
