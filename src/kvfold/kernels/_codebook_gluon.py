@@ -36,6 +36,7 @@ from kvfold.kernels._warp import (
     copy_wait_1,
     copy_wait_all,
     exp2_fast,
+    launch_dependents,
     load_global4,
     load_shared,
     load_shared_short,
@@ -46,6 +47,7 @@ from kvfold.kernels._warp import (
     shuffle_xor,
     transpose8,
     unpack_half2,
+    wait_for_previous,
     warp_sync,
 )
 
@@ -450,7 +452,7 @@ def codebook_kernel(
     part_out, part_top, part_sum, scratch_ptr,
     scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
     STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
-    KEPT: gl.constexpr,
+    KEPT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
@@ -476,13 +478,6 @@ def codebook_kernel(
     column0 = (gl.program_id(0) % columns) * C
     head = gl.program_id(0) // columns
     batch = head // heads
-    units = gl.minimum(gl.maximum(gl.load(packed_len_ptr + batch) - start, 0) // 32, capacity)
-    lo = (units.to(gl.int64) * split // splits).to(gl.int32)
-    hi = (units.to(gl.int64) * (split + 1) // splits).to(gl.int32)
-    each = (hi - lo + W - 1) // W
-    first = lo + warp * each
-    count = gl.minimum(hi - first, each)
-    unit0 = head * capacity + first
     tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * (STAGES * 16384)
 
     if not KEPT:
@@ -490,6 +485,16 @@ def codebook_kernel(
     if PASSES == 1:
         _fetch_rows(base, tables, thread, PASS * 16384, W)
         copy_commit(lane)
+    if EARLY:  # tables are nobody's results
+        wait_for_previous(lane)
+        launch_dependents(lane)
+    units = gl.minimum(gl.maximum(gl.load(packed_len_ptr + batch) - start, 0) // 32, capacity)
+    lo = (units.to(gl.int64) * split // splits).to(gl.int32)
+    hi = (units.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    unit0 = head * capacity + first
     position = (gl.load(position_ptr + batch) + start).to(gl.int32) + first * 32
     program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
     kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))

@@ -22,8 +22,8 @@ def compile_tables(
     capability: int = 90,
 ) -> Report:
     """Compile the kernel with tables of codes in shared memory as a layer with ``rows`` query rows per KV head would use it."""
-    types = dict.fromkeys(("q_ptr", "freq_ptr", "part_out", "part_top", "part_sum", "scratch_ptr", "size_ptr"), "*fp32")
-    types |= {"packed_len_ptr": "*i32", "position_ptr": "*i64", "turns_ptr": "*fp16", "scale": "fp32"}
+    types = dict.fromkeys(("freq_ptr", "part_out", "part_top", "part_sum", "scratch_ptr", "size_ptr"), "*fp32")
+    types |= {"q_ptr": "*fp16", "packed_len_ptr": "*i32", "position_ptr": "*i64", "turns_ptr": "*fp16", "scale": "fp32"}
     types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr", "norms_ptr", "k_norms_ptr", "v_norms_ptr"), "*fp16")
     types |= dict.fromkeys(("codes_ptr", "bits_ptr"), "*i16") | dict.fromkeys(("k_codes_ptr", "v_codes_ptr"), "*u8")
     kernel: Any
@@ -35,6 +35,7 @@ def compile_tables(
         stages = key_format.stages, value_format.stages
         kernel, plan = residual_kernel, plan or residual.make_plan(*stages, 8, rows, 4096, 132, 227 << 10)
         fixed = residual.constants(key_format, value_format, plan)
+    fixed["EARLY"] = capability >= 90
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
 

@@ -168,23 +168,25 @@ def attend(call: AttentionCall, plan: "Plan | codebook.Plan | residual.Plan | No
 
     Returns
     -------
-    Tensor, float32 [batch, num_heads, tokens, head_dim]
+    Tensor [batch, num_heads, tokens, head_dim], of the query's dtype
     """
-    from kvfold.kernels.partials import Partials
+    from kvfold.kernels.partials import Partials, overlaps_launches
     from kvfold.kernels.windows import attend_windows
 
-    windows, new, rows = call.windows, call.new, call.rows
+    windows, new, device = call.windows, call.new, call.query.device
     assert isinstance(windows, Windows)
-    batch, heads, count, dim = rows.shape
-    packed, bias = call.projected if call.spans else (rows, None)
+    batch, heads, count, dim = call.shape
     plans = [plan or _plan(call, span) for span in call.spans]
-    partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), count, dim, rows.device)
-    at = 1
+    packed, bias = _queries(call, plans)
+    partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), count, dim, device)
+    query = call.query.to(windows.ring[0].dtype).contiguous()
+    early = bool(plans) and not isinstance(plans[-1], Plan) and overlaps_launches(device)
+    at, sums = 1, []
     for each, span in zip(plans, call.spans, strict=True):
-        attend_packed(call, span, packed, bias, partials, at, each)
+        sums.append((sum_packed(call, span, packed, bias, partials, at, each), at, at + each.splits))
         at += each.splits
     attend_windows(
-        rows.unflatten(2, (-1, call.tokens)).flatten(1, 2).to(windows.ring[0].dtype).contiguous(),
+        query,
         windows,
         call.scale,
         partials,
@@ -192,9 +194,21 @@ def attend(call: AttentionCall, plan: "Plan | codebook.Plan | residual.Plan | No
         None if new is None else new.keys,
         None if new is None else new.values,
         None if new is None else new.valid,
+        early=early,
     )
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    return call.ungrouped(partials.merge(out, False, call.sinks, call.tokens))
+    for out, start, stop in sums:
+        early = unproject(call, out, partials, start, stop, early)
+    result = torch.empty_like(call.query, memory_format=torch.contiguous_format)
+    return partials.merge(result, early, call.sinks, call.tokens)
+
+
+def _queries(
+    call: AttentionCall, plans: "list[Plan | codebook.Plan | residual.Plan]"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries as packed keys meet them, and their bias. Kernels with tables take them as they come."""
+    if all(not isinstance(plan, Plan) for plan in plans):
+        return call.grouped(call.query), None
+    return call.projected
 
 
 def _plan(call: AttentionCall, span: Span) -> "Plan | codebook.Plan | residual.Plan":
@@ -205,7 +219,7 @@ def _plan(call: AttentionCall, span: Span) -> "Plan | codebook.Plan | residual.P
 def _of_tables(call: AttentionCall) -> Any:
     """The kernel that keeps a format's tables in shared memory, where one serves the call; else None."""
     keys, values, rope = call.key_format, call.value_format, call.rope
-    if call.rows.device.type != "cuda" or not isinstance(keys, AdditiveCodes | ResidualCodes) or rope is None:
+    if call.query.device.type != "cuda" or not isinstance(keys, AdditiveCodes | ResidualCodes) or rope is None:
         return None
     if not _has_gluon():
         return None
@@ -311,7 +325,22 @@ def attend_packed(
     part: int,
     plan: "Plan | codebook.Plan | residual.Plan",
 ) -> None:
-    """Write partial results over one span to the parts ``part`` to ``part + plan.splits`` of ``partials``.
+    """Write partial results over one span to the parts ``part`` to ``part + plan.splits`` of ``partials``; see
+    :func:`sum_packed`."""
+    unproject(call, sum_packed(call, span, packed, bias, partials, part, plan), partials, part, part + plan.splits)
+
+
+def sum_packed(
+    call: AttentionCall,
+    span: Span,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    partials: "Partials",
+    part: int,
+    plan: "Plan | codebook.Plan | residual.Plan",
+) -> torch.Tensor:
+    """Partial results over one span, before ``call.unproject``: float32 [batch * num_kv_heads, parts, rows, width], of which the
+    parts ``part`` to ``part + plan.splits`` are written, as they are of the other fields of ``partials``.
 
     Parameters
     ----------
@@ -333,21 +362,32 @@ def attend_packed(
 
         of = codebook if isinstance(plan, codebook.Plan) else residual
         of.attend_packed(call, span, packed, out, partials.top, partials.total, part, plan)
-    if call.unproject is not None:
-        stop = part + plan.splits
-        if isinstance(call.unproject, ValueRows) and out.shape[-1] == call.value_format.width:
-            _turn(out, call.unproject.rows, partials, part, stop)
-            return
-        sums = out[:, part:stop]
-        if sums.shape[-1] < call.value_format.width:
-            sums = torch.cat((sums, partials.total[:, part:stop].unsqueeze(-1)), -1)
-        turned = call.unproject(sums.unflatten(0, (batch, heads)).flatten(2, 3))
-        partials.out[:, part:stop] = turned.reshape(batch * heads, plan.splits, rows, -1)
+    return out
 
 
-def _turn(out: torch.Tensor, matrix: torch.Tensor, partials: "Partials", part: int, stop: int) -> None:
+def unproject(
+    call: AttentionCall, out: torch.Tensor, partials: "Partials", part: int, stop: int, early: bool = False
+) -> bool:
+    """Turn what :func:`sum_packed` wrote into values, if they are not. ``early``, and what is returned: whether the kernel
+    launched last allows the next one to start."""
+    if call.unproject is None:
+        return early
+    if isinstance(call.unproject, ValueRows) and out.shape[-1] == call.value_format.width:
+        _turn(out, call.unproject.rows, partials, part, stop, early)
+        return early
+    sums = out[:, part:stop]
+    if sums.shape[-1] < call.value_format.width:
+        sums = torch.cat((sums, partials.total[:, part:stop].unsqueeze(-1)), -1)
+    heads, splits, rows, _ = sums.shape
+    turned = call.unproject(sums.unflatten(0, (-1, call.num_kv_heads)).flatten(2, 3))
+    partials.out[:, part:stop] = turned.reshape(heads, splits, rows, -1)
+    return False
+
+
+def _turn(out: torch.Tensor, matrix: torch.Tensor, partials: "Partials", part: int, stop: int, early: bool = False) -> None:
     """Turn sums, float32 [batch * heads, splits, rows, width], of some parts into values."""
     from kvfold.kernels._turn import turn_kernel
+    from kvfold.kernels.partials import early_launch
 
     heads, splits, rows, width = out.shape
     count, dim = (stop - part) * rows, partials.out.shape[-1]
@@ -366,7 +406,9 @@ def _turn(out: torch.Tensor, matrix: torch.Tensor, partials: "Partials", part: i
         M=16,
         N=n,
         K=64,
+        EARLY=early,
         num_warps=4,
+        **early_launch(early),
     )
 
 

@@ -150,6 +150,12 @@ class AttentionCall:
         """Query tokens."""
         return self.query.shape[2]
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of ``rows``."""
+        batch, heads, tokens, dim = self.query.shape
+        return batch, self.num_kv_heads, heads // self.num_kv_heads * tokens, dim
+
     @cached_property
     def rows(self) -> torch.Tensor:
         """Queries, all query heads of a KV head together: float32 [batch, num_kv_heads, heads_per_kv * tokens, head_dim]."""

@@ -61,7 +61,7 @@ def declines(call: AttentionCall) -> str | None:
     assert isinstance(keys, AdditiveCodes) and isinstance(values, BinaryCodes)
     if (keys.stages, values.codes) not in SEEN:
         return f"{keys.stages} stages, {values.codes} bits of values: not seen right on a GPU yet"
-    return tables.declines(call, program_bytes(values, _shape(keys.stages, call.rows.shape[2])))
+    return tables.declines(call, program_bytes(values, _shape(keys.stages, call.shape[2])))
 
 
 def _shape(stages: int, rows: int) -> Plan:

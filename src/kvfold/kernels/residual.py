@@ -74,7 +74,7 @@ def make_plan(k_stages: int, v_stages: int, jobs: int, rows: int, units: int, pr
 def plan_of(call: AttentionCall, span: Span) -> Plan:
     keys, values = call.key_format, call.value_format
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
-    return make_plan(keys.stages, values.stages, *tables.shape_of(call, span), program_memory(call.rows.device))
+    return make_plan(keys.stages, values.stages, *tables.shape_of(call, span), program_memory(call.query.device))
 
 
 def attend_packed(

@@ -11,7 +11,7 @@ import torch
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.partials import LOG2E
+from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
 from kvfold.kernels.stored import room_between
 from kvfold.kernels.windows import program_memory
 
@@ -46,7 +46,7 @@ class TablesPlan:
 
 def declines(call: AttentionCall, bytes_: int) -> str | None:
     """Why a kernel whose programs take ``bytes_`` of shared memory leaves a call to another; None if it does not."""
-    rows, there = call.rows.shape[2], program_memory(call.rows.device)
+    rows, there = call.shape[2], program_memory(call.query.device)
     if rows > MOST_ROWS:
         return f"{rows} query rows; allowed: up to {MOST_ROWS}"
     if call.project is not None or call.first_position is None:
@@ -70,12 +70,12 @@ def splits_of(plan: TablesPlan, jobs: int, rows: int, units: int, processors: in
 
 def shape_of(call: AttentionCall, span: Span) -> tuple[int, int, int, int]:
     """KV heads of all sequences, query rows of one, units of storage, and multiprocessors of the device."""
-    batch, heads, rows, _ = call.rows.shape
+    batch, heads, rows, _ = call.shape
     return (
         batch * heads,
         rows,
         span.keys["codes"].shape[2] * call.key_format.block // UNIT,
-        multiprocessors(call.rows.device),
+        multiprocessors(call.query.device),
     )
 
 
@@ -107,9 +107,10 @@ def launch(
         raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
     columns = math.ceil(rows / plan.columns)
     programs = batch * heads * columns * plan.splits
+    early = overlaps_launches(packed.device)
     kept = programs * plan.warps * plan.chunk * 256 if passes > 1 else 0
     kernel[(batch * heads * columns, plan.splits)](
-        packed.float().contiguous(),
+        packed.contiguous(),
         *read,
         call.packed_len,
         call.first_position,
@@ -128,6 +129,8 @@ def launch(
         part,
         plan.chunk,
         **constants,
+        EARLY=early,
         num_warps=plan.warps,
         maxnreg=plan.registers,
+        **early_launch(early),
     )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels.call import Windows
-from kvfold.kernels.partials import LOG2E, Partials
+from kvfold.kernels.partials import LOG2E, Partials, early_launch
 
 
 # tl.max and tl.sum were compiled when Triton was imported; these can be interpreted as well
@@ -58,12 +58,16 @@ def windows_kernel(  # type: ignore[no-untyped-def]
     part_out, part_top, part_sum,
     factor, heads, rows, tokens, first, sinks, slots, splits, split,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_NEW: tl.constexpr, HAS_VALID: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: M query rows of one KV head of one sequence. Grid: (blocks of rows, batch * heads).
 
     ``factor`` is the scale times log2(e). DP is D padded to a power of two. Query number t of the call is number
-    ``first + t`` of the new tokens. Without new tokens (HAS_NEW) the call's own already lie in the windows.
+    ``first + t`` of the new tokens. Without new tokens (HAS_NEW) the call's own already lie in the windows. EARLY: the kernel
+    before this one, which has waited for those before it, runs beside it, and the next one waits by itself.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1)
     batch = head // heads
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
@@ -124,6 +128,8 @@ def windows_kernel(  # type: ignore[no-untyped-def]
     tl.store(part_top + slot_row, top, mask=row < rows)
     tl.store(part_sum + slot_row, total, mask=row < rows)
     tl.store(part_out + slot_row[:, None] * D + channel[None, :], acc, mask=inside)
+    if EARLY:  # this kernel's end is then that of both
+        tl.extra.cuda.gdc_wait()
 
 
 def tile_sizes(rows: int, head_dim: int) -> tuple[int, int, int]:
@@ -158,6 +164,7 @@ def attend_windows(
     new_values: torch.Tensor | None = None,
     new_valid: torch.Tensor | None = None,
     first: int = 0,
+    early: bool = False,
 ) -> None:
     """Attend to everything that is not packed, and write the result to one split of ``partials``.
 
@@ -184,6 +191,9 @@ def attend_windows(
         False at padding, which no query sees; a padding query's own result has no meaning but is finite.
     first : int
         Number of the first query's token among the new ones: long calls may pass their queries in pieces.
+    early : bool
+        The kernel launched last allows this one to run beside it once it has waited for those before, and the next one waits
+        by itself; see :func:`~kvfold.kernels.partials.overlaps_launches`.
     """
     batch, num_heads, tokens, dim = q.shape
     heads = windows.sink[0].shape[1]
@@ -228,6 +238,8 @@ def attend_windows(
         N=n,
         HAS_NEW=new_keys is not None,
         HAS_VALID=new_valid is not None,
+        EARLY=early,
         num_warps=warps,
         num_stages=stages(dim, program_memory(q.device)),
+        **early_launch(early),
     )
