@@ -111,12 +111,14 @@ def level_words(base, lane, OFFSET: gl.constexpr, D: gl.constexpr, BITS: gl.cons
 
 
 @gluon.constexpr_function
-def _levels_asm(table, half):
+def _levels_asm(table, half, held):
     """Fields 2 HALF and 2 HALF + 1 of both halves of a word, as two pairs of fp16 numbers.
 
     Bytes of the four codes become the selector of two look-ups, for the upper and for the lower bytes of their levels.
     """
     table = table.split()
+    if held:
+        table[0], table[2] = "$3", "$4"
     chosen = "0x4431" if half else "0x4420"
     return f"""{{ .reg .b32 s, u, v;
         prmt.b32 s, $2, 0, {chosen};
@@ -126,10 +128,34 @@ def _levels_asm(table, half):
         prmt.b32 $1, v, u, 0x7351; }}"""
 
 
+@gluon.constexpr_function
+def _held_asm(table, i):
+    return f"xor.b32 $0, $1, {table.split()[i]};"
+
+
 @gluon.jit
-def _two_levels(x, TABLE: gl.constexpr, HALF: gl.constexpr):
-    asm: gl.constexpr = _levels_asm(TABLE, HALF)
-    return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+def _held(zero, TABLE: gl.constexpr, I: gl.constexpr):
+    asm: gl.constexpr = _held_asm(TABLE, I)
+    return gl.inline_asm_elementwise(asm, "=r,r", [zero], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def held_levels(zero, TABLE: gl.constexpr):
+    """Two words of the table in registers: as constants they would be brought to one for every look-up. ``zero``: a 0 that the
+    compiler does not know."""
+    return _held(zero, TABLE, 0), _held(zero, TABLE, 2)
+
+
+@gluon.jit
+def _two_levels(x, held, TABLE: gl.constexpr, HALF: gl.constexpr):
+    HELD: gl.constexpr = len(held) > 0
+    asm: gl.constexpr = _levels_asm(TABLE, HALF, HELD)
+    if HELD:
+        return gl.inline_asm_elementwise(
+            asm, "=r,=r,r,r,r", [x, held[0], held[1]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
 
 
 @gluon.constexpr_function
@@ -139,12 +165,12 @@ def level_tile(dim, word, half, which):
 
 
 @gluon.jit
-def level_operands(words, WORD: gl.constexpr, HALF: gl.constexpr, TABLE: gl.constexpr):
-    """Two tiles' registers, from the four words number WORD."""
+def level_operands(words, WORD: gl.constexpr, HALF: gl.constexpr, TABLE: gl.constexpr, held=()):
+    """Two tiles' registers, from the four words number WORD; ``held``: :func:`held_levels`, or nothing."""
     a = ()
     b = ()
     for i in gl.static_range(4):
-        x, y = _two_levels(words[4 * WORD + i], TABLE, HALF)
+        x, y = _two_levels(words[4 * WORD + i], held, TABLE, HALF)
         a = a + (x,)
         b = b + (y,)
     return a, b

@@ -232,7 +232,7 @@ def _key_pair(acc, a, b, q, consts, places, table, C: gl.constexpr, PLACE: gl.co
 
 @gluon.jit
 def constant_scores(
-    base, places, consts, table, lane, q, outliers, up, left, BITS: gl.constexpr, TABLE: gl.constexpr, NB: gl.constexpr,
+    base, places, consts, table, lane, q, outliers, held, up, left, BITS: gl.constexpr, TABLE: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
     """Scores of a stage's tokens: 2 NB accumulators. ``consts`` is a lane's address of (spread, center) pairs, ``table`` of
     cosines and sines of the stage's first tile."""
@@ -249,8 +249,8 @@ def constant_scores(
         for tt in gl.static_range(2):
             acc = _zero4(lane)
             for odd in gl.static_range(2):
-                a = level_operands(words, 2 * tt + odd, 0, TABLE)
-                b = level_operands(words, 2 * tt + odd, 1, TABLE)
+                a = level_operands(words, 2 * tt + odd, 0, TABLE, held)
+                b = level_operands(words, 2 * tt + odd, 1, TABLE, held)
                 for i in gl.static_range(2):
                     acc = _key_pair(
                         acc, a[i], b[i], q, consts, at, table, odd + 2 * i, 4096 * tt,
@@ -290,10 +290,10 @@ def _value_tile(accs, a, places, w0, w1, C: gl.constexpr, PLACE: gl.constexpr):
 
 @gluon.jit
 def range_values(
-    base, places, lane, p, factor, out, side, outliers, BITS: gl.constexpr, TABLE: gl.constexpr, NB: gl.constexpr,
+    base, places, lane, p, factor, out, side, outliers, held, middles, BITS: gl.constexpr, TABLE: gl.constexpr, NB: gl.constexpr,
     AT: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
-    """Sums of values, whose tokens have a middle and half of their range, and of probabilities, a stage further."""
+    """Sums of values, whose tokens have a middle and half of their range, of probabilities, and of middles, a stage further."""
     t = lane % 4
     one = lane * 0 + ONES
     extra = (_zero4(lane), _zero4(lane))
@@ -324,7 +324,7 @@ def range_values(
             w1 = mul_half2(p1, high_halves(y[0], y[1]))
             for odd in gl.static_range(2):
                 for half_word in gl.static_range(2):
-                    a = level_operands(words, 2 * tt + odd, half_word, TABLE)
+                    a = level_operands(words, 2 * tt + odd, half_word, TABLE, held)
                     for i in gl.static_range(2):
                         accs = _value_tile(accs, a[i], at, w0, w1, odd + 4 * half_word + 2 * i, 4096 * tt)
         warp_sync(lane)
@@ -332,12 +332,10 @@ def range_values(
             _token, there, place = _element(outliers[2 * j + i], True)
             _store_short(places + place, lane * 0, there.to(gl.int32))
         warp_sync(lane)
-    z0 = extra[0][0] + extra[1][0]
-    z1 = extra[0][1] + extra[1][1]
-    full = ()
-    for c in gl.static_range(8):
-        x = accs[c]
-        full = full + ((x[0] + z0, x[1] + z1, x[2] + z0, x[3] + z1),)
+    middles = (
+        gl.fma(middles[0], factor[0], extra[0][0] + extra[1][0]),
+        gl.fma(middles[1], factor[1], extra[0][1] + extra[1][1]),
+    )
     s = side[0]
     side = (
         (
@@ -347,4 +345,14 @@ def range_values(
             gl.fma(s[3], factor[1], extra[0][3] + extra[1][3]),
         ),
     )
-    return full, side
+    return accs, side, middles
+
+
+@gluon.jit
+def with_middles(out, middles):
+    """Sums of values with those of their middles."""
+    full = ()
+    for c in gl.static_range(8):
+        x = out[c]
+        full = full + ((x[0] + middles[0], x[1] + middles[1], x[2] + middles[0], x[3] + middles[1]),)
+    return full

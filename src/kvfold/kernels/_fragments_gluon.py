@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_codes import weight as channel_weight
 from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
-from kvfold.kernels._fragment_codes import fetch_side, places
+from kvfold.kernels._fragment_codes import fetch_side, held_levels, places
 from kvfold.kernels._fragment_lookup import (
     PLACES_BYTES,
     clear_places,
@@ -29,6 +29,7 @@ from kvfold.kernels._fragment_lookup import (
     page_angles,
     range_values,
     rotated_queries,
+    with_middles,
 )
 from kvfold.kernels._fragment_mixed import mixed_scores, mixed_values, no_weights, scratch_bytes
 from kvfold.kernels._fragment_queries import (
@@ -58,6 +59,7 @@ from kvfold.kernels._warp import (
     launch_dependents,
     load_global4,
     load_pair,
+    load_shared,
     pack_half2,
     program_sync,
     shared_base,
@@ -372,6 +374,9 @@ def fragments_kernel(
             position = (gl.load(position_ptr + batch) + first_token).to(gl.int32)
         k_outliers = ()
         v_outliers = ()
+        k_held = ()
+        v_held = ()
+        middles = (_zero4(lane)[0], _zero4(lane)[0])
         if K_KIND == 5:
             k_outliers = load_outliers(ka, kp, lane, block0 + start, left, K[9], NB)
         if V_KIND == 6:
@@ -379,6 +384,11 @@ def fragments_kernel(
         if K_KIND == 5 or V_KIND == 6:
             clear_places(base + MEANS, lane)
             warp_sync(lane)
+            zero = load_shared(base + lane * 4, MEANS, 1)[0]
+            if K_KIND == 5:
+                k_held = held_levels(zero, K_TABLE)
+            if V_KIND == 6:
+                v_held = held_levels(zero, V_TABLE)
         if V_KIND == 4:
             no_weights(base + WEIGHTS, lane, V[9])
         met, more = _nothing_met(lane, D, K_WIDTH, K_KIND, K[2], K[3])
@@ -458,7 +468,7 @@ def fragments_kernel(
             elif K_KIND == 5:
                 scores = constant_scores(
                     base, base + MEANS, scratch + t * 16, turns_ptr.to(gl.int64) + lane * 16 + i % PER * (NB * 8192), lane,
-                    met, k_outliers, code_factor, left, K_BITS, K_TABLE, NB,
+                    met, k_outliers, k_held, code_factor, left, K_BITS, K_TABLE, NB,
                 )  # fmt: skip
                 k_outliers = load_outliers(ka, kp, lane, block0 + next_block, next_left, K[9], NB)
             elif K_KIND == 2:
@@ -495,9 +505,10 @@ def fragments_kernel(
                         V_IN[1], V_IN[2],
                     )  # fmt: skip
                 elif V_KIND == 6:
-                    out, side = range_values(
-                        base, base + MEANS, lane, p, factor, out, side, v_outliers, V_BITS, V_TABLE, NB, V_AT, V_SCALES
-                    )
+                    out, side, middles = range_values(
+                        base, base + MEANS, lane, p, factor, out, side, v_outliers, v_held, middles, V_BITS, V_TABLE, NB, V_AT,
+                        V_SCALES,
+                    )  # fmt: skip
                     v_outliers = load_outliers(va, vp, lane, block0 + next_block, next_left, V[9], NB)
                 else:
                     out, total, since = token_values(
@@ -519,6 +530,8 @@ def fragments_kernel(
         copy_wait_all(lane)
         if V_KIND < 2:
             out = _whole_values(out, side, lane, D, V_BITS, int(V_KIND == 0), V[2], V[3], 1)
+        elif V_KIND == 6:
+            out = with_middles(out, middles)
         elif V_KIND < 4:
             if V_KIND == 2:
                 whole = ()
