@@ -165,7 +165,7 @@ def level_tile(dim, word, half, which):
 
 
 @gluon.jit
-def level_operands(words, WORD: gl.constexpr, HALF: gl.constexpr, TABLE: gl.constexpr, held=()):
+def level_operands(words, held, WORD: gl.constexpr, HALF: gl.constexpr, TABLE: gl.constexpr):
     """Two tiles' registers, from the four words number WORD; ``held``: :func:`held_levels`, or nothing."""
     a = ()
     b = ()

@@ -4,9 +4,8 @@ A key is ``center + spread * level``, which one fp16 multiply-add makes of an op
 laid out in a warp's scratch as operands lie, zeros but for them, and replace what a lane made. Then a key is rotated by its
 place in the page, with its tile's cosines and sines as operands lie; the query was rotated back by the page's position.
 
-Roundings to fp16 are what errors are made of. A rotated query is an operand in two parts, which share the eight columns of a
-product: four query rows and what fp16 leaves of them. Cosines' and sines' products with a key are operands of their own, added
-up in float32.
+Roundings to fp16 are what errors are made of. Those of a rotated query would be a whole page's, so it is an operand in two
+parts, which share the eight columns of a product: four query rows, and what fp16 leaves of them.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -32,7 +31,6 @@ from kvfold.kernels._warp import (
     warp_sync,
 )
 
-APART = gl.constexpr(1)
 PLACES_BYTES = gl.constexpr(8192)  # a block of 32 tokens and 128 channels in fp16
 
 
@@ -186,21 +184,6 @@ def _both_parts(x):
 
 
 @gluon.jit
-def _turned_scores(acc, k, turn, q, C: gl.constexpr):
-    """Products of an operand times cosines or sines with channel tile C of the queries."""
-    return mma(
-        mul_half2(k[0], turn[0]),
-        mul_half2(k[1], turn[1]),
-        mul_half2(k[2], turn[2]),
-        mul_half2(k[3], turn[3]),
-        q[2 * C],
-        q[2 * C + 1],
-        acc,
-        False,
-    )
-
-
-@gluon.jit
 def _key_pair(acc, a, b, q, consts, places, table, C: gl.constexpr, PLACE: gl.constexpr, TABLE: gl.constexpr):
     """Scores of a token tile, channel tiles C and C + 4 further: levels to keys, replaced, rotated."""
     x = load_shared(consts, 64 * C, 4)
@@ -209,25 +192,15 @@ def _key_pair(acc, a, b, q, consts, places, table, C: gl.constexpr, PLACE: gl.co
     u = load_shared(places, PLACE + 512 * (C + 4), 4)
     cos = load_fragment(table, TABLE)
     sin = load_fragment(table, TABLE + 512)
-    k = ()
-    m = ()
-    back = ()
+    first = ()
+    second = ()
     for r in gl.static_range(4):
-        k = k + (_replaced(fma_half2(a[r], x[r // 2 * 2], x[r // 2 * 2 + 1]), o[r]),)
-        m = m + (_replaced(fma_half2(b[r], y[r // 2 * 2], y[r // 2 * 2 + 1]), u[r]),)
-        back = back + (_negative(sin[r]),)
-    if not APART:
-        first = ()
-        second = ()
-        for r in gl.static_range(4):
-            first = first + (fma_half2(k[r], cos[r], mul_half2(m[r], back[r])),)
-            second = second + (fma_half2(m[r], cos[r], mul_half2(k[r], sin[r])),)
-        acc = mma(first[0], first[1], first[2], first[3], q[2 * C], q[2 * C + 1], acc, False)
-        return mma(second[0], second[1], second[2], second[3], q[2 * C + 8], q[2 * C + 9], acc, False)
-    acc = _turned_scores(acc, k, cos, q, C)
-    acc = _turned_scores(acc, m, back, q, C)
-    acc = _turned_scores(acc, m, cos, q, C + 4)
-    return _turned_scores(acc, k, sin, q, C + 4)
+        k = _replaced(fma_half2(a[r], x[r // 2 * 2], x[r // 2 * 2 + 1]), o[r])
+        m = _replaced(fma_half2(b[r], y[r // 2 * 2], y[r // 2 * 2 + 1]), u[r])
+        first = first + (fma_half2(k, cos[r], _negative(mul_half2(m, sin[r]))),)
+        second = second + (fma_half2(m, cos[r], mul_half2(k, sin[r])),)
+    acc = mma(first[0], first[1], first[2], first[3], q[2 * C], q[2 * C + 1], acc, False)
+    return mma(second[0], second[1], second[2], second[3], q[2 * C + 8], q[2 * C + 9], acc, False)
 
 
 @gluon.jit
@@ -249,8 +222,8 @@ def constant_scores(
         for tt in gl.static_range(2):
             acc = _zero4(lane)
             for odd in gl.static_range(2):
-                a = level_operands(words, 2 * tt + odd, 0, TABLE, held)
-                b = level_operands(words, 2 * tt + odd, 1, TABLE, held)
+                a = level_operands(words, held, 2 * tt + odd, 0, TABLE)
+                b = level_operands(words, held, 2 * tt + odd, 1, TABLE)
                 for i in gl.static_range(2):
                     acc = _key_pair(
                         acc, a[i], b[i], q, consts, at, table, odd + 2 * i, 4096 * tt,
@@ -290,8 +263,8 @@ def _value_tile(accs, a, places, w0, w1, C: gl.constexpr, PLACE: gl.constexpr):
 
 @gluon.jit
 def range_values(
-    base, places, lane, p, factor, out, side, outliers, held, middles, BITS: gl.constexpr, TABLE: gl.constexpr, NB: gl.constexpr,
-    AT: gl.constexpr, META: gl.constexpr,
+    base, places, lane, p, factor, out, side, outliers, held, middles, BITS: gl.constexpr, TABLE: gl.constexpr,
+    NB: gl.constexpr, AT: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
     """Sums of values, whose tokens have a middle and half of their range, of probabilities, and of middles, a stage further."""
     t = lane % 4
@@ -324,7 +297,7 @@ def range_values(
             w1 = mul_half2(p1, high_halves(y[0], y[1]))
             for odd in gl.static_range(2):
                 for half_word in gl.static_range(2):
-                    a = level_operands(words, 2 * tt + odd, half_word, TABLE, held)
+                    a = level_operands(words, held, 2 * tt + odd, half_word, TABLE)
                     for i in gl.static_range(2):
                         accs = _value_tile(accs, a[i], at, w0, w1, odd + 4 * half_word + 2 * i, 4096 * tt)
         warp_sync(lane)

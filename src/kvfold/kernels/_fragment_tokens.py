@@ -43,7 +43,7 @@ def level_scores(
         accs = (_zero4(lane), _zero4(lane))
         for w in gl.static_range(D // 32):
             for half in gl.static_range(2):
-                a = level_operands(words, w, half, TABLE)
+                a = level_operands(words, (), w, half, TABLE)
                 for i in gl.static_range(2):
                     accs = _scored(accs, a[i], q, level_tile(D, w, half, i))
         for tt in gl.static_range(2):
@@ -148,7 +148,7 @@ def token_values(
             words = level_words(base, lane, AT + j * code_bytes(D, BITS), D, BITS)
             for v in gl.static_range(D // 32):
                 for half in gl.static_range(2):
-                    a = level_operands(words, v, half, TABLE)
+                    a = level_operands(words, (), v, half, TABLE)
                     for i in gl.static_range(2):
                         accs = _summed(accs, a[i], w, j, level_tile(D, v, half, i))
     return accs, new, since

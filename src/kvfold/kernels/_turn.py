@@ -7,15 +7,12 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["heads", "count", "step", "first"])
 def turn_kernel(
     sums, matrix, out, heads, count, step, first, W: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first`` to ``first + count`` of every head's ``step``: [W] numbers times the head's matrix [W, D].
 
     Grid: (batch * heads, blocks of M rows, D / N).
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     row = tl.program_id(1) * M + tl.arange(0, M)
     channel = tl.program_id(2) * N + tl.arange(0, N)
@@ -27,5 +24,5 @@ def turn_kernel(
         element = k + tl.arange(0, K)
         x = tl.load(sums + at[:, None] * W + element[None, :], mask=inside[:, None] & (element < W)[None, :], other=0.0)
         y = tl.load(matrix + element[:, None] * D + channel[None, :], mask=(element < W)[:, None], other=0.0)
-        acc = tl.dot(x, y, acc, input_precision="ieee")
+        acc = tl.dot(x, y, acc, input_precision="tf32x3")
     tl.store(out + at[:, None] * D + channel[None, :], acc, mask=inside[:, None])

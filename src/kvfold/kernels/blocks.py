@@ -339,8 +339,9 @@ def sum_packed(
     part: int,
     plan: "Plan | codebook.Plan | residual.Plan",
 ) -> torch.Tensor:
-    """Partial results over one span, before ``call.unproject``: float32 [batch * num_kv_heads, parts, rows, width], of which the
-    parts ``part`` to ``part + plan.splits`` are written, as they are of the other fields of ``partials``.
+    """Partial results over one span, before ``call.unproject``: float32 [batch * num_kv_heads, parts, rows, width].
+
+    The parts ``part`` to ``part + plan.splits`` are written, here and of the other fields of ``partials``.
 
     Parameters
     ----------
@@ -368,12 +369,15 @@ def sum_packed(
 def unproject(
     call: AttentionCall, out: torch.Tensor, partials: "Partials", part: int, stop: int, early: bool = False
 ) -> bool:
-    """Turn what :func:`sum_packed` wrote into values, if they are not. ``early``, and what is returned: whether the kernel
-    launched last allows the next one to start."""
+    """Turn what :func:`sum_packed` wrote into values, if they are not. ``early``, and what is returned: whether the next kernel may
+    be launched before the end of the last one.
+
+    That which turns waits for its launch: programs that wait lie on the few multiprocessors that others left, and work there.
+    """
     if call.unproject is None:
         return early
     if isinstance(call.unproject, ValueRows) and out.shape[-1] == call.value_format.width:
-        _turn(out, call.unproject.rows, partials, part, stop, early)
+        _turn(out, call.unproject.rows, partials, part, stop)
         return early
     sums = out[:, part:stop]
     if sums.shape[-1] < call.value_format.width:
@@ -384,10 +388,11 @@ def unproject(
     return False
 
 
-def _turn(out: torch.Tensor, matrix: torch.Tensor, partials: "Partials", part: int, stop: int, early: bool = False) -> None:
+def _turn(
+    out: torch.Tensor, matrix: torch.Tensor, partials: "Partials", part: int, stop: int, early: bool = False
+) -> None:
     """Turn sums, float32 [batch * heads, splits, rows, width], of some parts into values."""
     from kvfold.kernels._turn import turn_kernel
-    from kvfold.kernels.partials import early_launch
 
     heads, splits, rows, width = out.shape
     count, dim = (stop - part) * rows, partials.out.shape[-1]
@@ -406,9 +411,7 @@ def _turn(out: torch.Tensor, matrix: torch.Tensor, partials: "Partials", part: i
         M=16,
         N=n,
         K=64,
-        EARLY=early,
         num_warps=4,
-        **early_launch(early),
     )
 
 
