@@ -60,8 +60,8 @@ def kvquant(bits=3, heads=2, dim=128, fused=True):
 
 
 def test_it_reads_kvquant_before_rope_only():
-    assert fragments.unreadable(*kvquant(), pre_rope=True) is None
-    assert fragments.unreadable(*kvquant()) == "keys: constants per channel after RoPE; allowed: before it"
+    assert fragments.unsupported(*kvquant(), pre_rope=True) is None
+    assert fragments.unsupported(*kvquant()) == "keys: constants per channel after RoPE; allowed: before it"
 
 
 @pytest.mark.parametrize("forms, reason", [
@@ -70,13 +70,13 @@ def test_it_reads_kvquant_before_rope_only():
     (kvquant(fused=False), "keys: operand=plain; allowed: key"),
 ])  # fmt: skip
 def test_what_it_refuses_of_kvquant_is_named(forms, reason):
-    assert fragments.unreadable(*forms, pre_rope=True) == reason
+    assert fragments.unsupported(*forms, pre_rope=True) == reason
 
 
-def test_kvquant_is_left_to_other_kernels(monkeypatch):
+def test_layers_of_kvquant_on_a_gpu_are_its(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    why = REGISTRY["fragments"].why_not(*kvquant(), torch.device("cuda"), True)
-    assert why.endswith("not seen right on a GPU in all shapes yet")
+    assert REGISTRY["fragments"].why_not(*kvquant(), torch.device("cuda"), True) is None
+    assert REGISTRY["fragments"].why_not(*formats("qjl"), torch.device("cuda"), True) == "keys are stored before RoPE"
 
 
 def test_rotations_of_part_of_the_channels_are_refused():

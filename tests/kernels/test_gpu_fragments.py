@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.bench import attention, storage
+from kvfold.bench import attention
 from kvfold.kernels import Span, fragments
 from kvfold.kernels.decode import STATIC_SHARED, Plan
 from test_gpu_pages import LIMIT, Case
@@ -50,14 +50,9 @@ def test_two_precisions(heads, tokens, dtype):
     [({}, 0), ({}, 5), ({"context": 160}, 0), ({"context": 4000, "num_kv_heads": 2}, 0), ({"query_tokens": 3}, 8)],
     ids=str,
 )
-def test_keys_before_rope(method, how, split, monkeypatch):
-    monkeypatch.setattr(
-        fragments, "unsupported", fragments.unreadable
-    )  # which storage.formats asks, and keeps what it made
-    storage.formats.cache_clear()
+def test_keys_before_rope(method, how, split):
     work = attention.Work(method, 0, 2, **{"context": 1024} | how)
     given, forms = attention.make_inputs(work, torch.float16, torch.device("cuda")), work.formats
-    storage.formats.cache_clear()
     spans = [given.span]
     if split:
         sides, blocks = (given.span.keys, given.span.values), given.span.keys["codes"].shape[2]

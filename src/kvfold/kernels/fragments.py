@@ -66,14 +66,6 @@ class Side:
 
 def unsupported(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
     """Why the kernel cannot read these formats; None if it can."""
-    why = unreadable(key_format, value_format, pre_rope)
-    if why is None and side(key_format).constants[0] == CONSTANTS:
-        return f"keys: {key_format.describe()}: not seen right on a GPU in all shapes yet"
-    return why
-
-
-def unreadable(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
-    """The same, of what a GPU has not shown right in all shapes, too."""
     return _foreign(key_format, value_format, pre_rope) or _other_order(key_format, value_format)
 
 

@@ -101,7 +101,7 @@ class PagesKernel(AttentionKernel):
 
 
 class FragmentsKernel(AttentionKernel):
-    """Pages of other codes (InnerQ, QJL, TurboQuant, GEAR, ZipCache) on NVIDIA GPUs (sm_80 and later); calls of any length.
+    """Pages of other codes (InnerQ, QJL, TurboQuant, GEAR, ZipCache, KVQuant) on NVIDIA GPUs, from sm_80 on; any calls.
 
     Calls as of :class:`PagesKernel`.
     """
