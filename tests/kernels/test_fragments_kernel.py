@@ -79,6 +79,12 @@ def test_layers_of_kvquant_on_a_gpu_are_its(monkeypatch):
     assert REGISTRY["fragments"].why_not(*formats("qjl"), torch.device("cuda"), True) == "keys are stored before RoPE"
 
 
+@pytest.mark.parametrize("rows, columns", [(1, 1), (4, 1), (6, 2), (8, 2), (12, 3)])
+def test_both_parts_of_kvquants_queries_share_the_columns_of_a_product(rows, columns):
+    plan = fragments.make_plan(*kvquant(), 8, rows, 1024, 160, 132)
+    assert (plan.columns, plan.tiles) == (columns, 1)
+
+
 def test_rotations_of_part_of_the_channels_are_refused():
     with pytest.raises(ValueError, match="rope of 64 channels: allowed: 128"):
         fragments._turns(Rope(torch.ones(32)), torch.device("cpu"))

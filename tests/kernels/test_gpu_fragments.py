@@ -47,7 +47,14 @@ def test_two_precisions(heads, tokens, dtype):
 @pytest.mark.parametrize("method", ["kvquant", "kvquant:bits=3", "kvquant:outliers=0.002"])
 @pytest.mark.parametrize(
     "how, split",
-    [({}, 0), ({}, 5), ({"context": 160}, 0), ({"context": 4000, "num_kv_heads": 2}, 0), ({"query_tokens": 3}, 8)],
+    [
+        ({}, 0),
+        ({}, 5),
+        ({"context": 160}, 0),
+        ({"context": 4000, "num_kv_heads": 2}, 0),
+        ({"query_tokens": 3}, 8),
+        ({"num_heads": 64}, 0),
+    ],
     ids=str,
 )
 def test_keys_before_rope(method, how, split):

@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["heads", "count", "step", "first"])
 def turn_kernel(
     sums, matrix, out, heads, count, step, first, W: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr,
+    K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first`` to ``first + count`` of every head's ``step``: [W] numbers times the head's matrix [W, D].
 
@@ -24,5 +24,5 @@ def turn_kernel(
         element = k + tl.arange(0, K)
         x = tl.load(sums + at[:, None] * W + element[None, :], mask=inside[:, None] & (element < W)[None, :], other=0.0)
         y = tl.load(matrix + element[:, None] * D + channel[None, :], mask=(element < W)[:, None], other=0.0)
-        acc = tl.dot(x, y, acc, input_precision="tf32x3")
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
     tl.store(out + at[:, None] * D + channel[None, :], acc, mask=inside[:, None])

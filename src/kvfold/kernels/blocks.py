@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvfold.kernels.readers import Reader
 
 MAX_DIM = 256
+TURNED = "ieee"
+"""Precision of the products that turn sums of codes into values."""
 
 
 class BlocksKernel(AttentionKernel):
@@ -369,10 +371,10 @@ def sum_packed(
 def unproject(
     call: AttentionCall, out: torch.Tensor, partials: "Partials", part: int, stop: int, early: bool = False
 ) -> bool:
-    """Turn what :func:`sum_packed` wrote into values, if they are not. ``early``, and what is returned: whether the next kernel may
-    be launched before the end of the last one.
+    """Turn what :func:`sum_packed` wrote into values, if they are not.
 
-    That which turns waits for its launch: programs that wait lie on the few multiprocessors that others left, and work there.
+    ``early``, and what is returned: whether the next kernel may be launched before the end of the last one. That which turns is
+    not: programs that wait lie on the few multiprocessors that others left, and work there.
     """
     if call.unproject is None:
         return early
@@ -411,6 +413,7 @@ def _turn(
         M=16,
         N=n,
         K=64,
+        PRECISION=TURNED,
         num_warps=4,
     )
 
