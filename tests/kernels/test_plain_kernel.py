@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold.formats import AffineGroups
-from kvfold.kernels import _plain_gluon, plain
+from kvfold.kernels import _plain_gluon, aot, plain
+from kvfold.kernels.decode import STATIC_SHARED
 from kvfold.rope import Rope
 from warps import Machine, Pointer, on_cpu, register, scalar
 
@@ -92,4 +93,42 @@ def test_small_values_keep_their_digits():
     "dim, groups, stage", [(128, (32, 32), 2), (128, (16, 32), 1), (64, (32, 32), 2), (96, (32, 32), 2)]
 )
 def test_keys_before_rope(dim, groups, stage):
-    assert error(dim, groups, stage=stage, rotary=True) < 2e-3
+    assert error(dim, groups, units=18, warps=4, stage=stage, rotary=True) < 2e-3
+
+
+# ---- which calls it serves, and how ---------------------------------------------------------------------------------
+
+
+def formats(dim=96, bits=2, mode="asym", groups=(32, 32), order="plain", axes=("token", "channel")):
+    return [AffineGroups(dim, 32, order, bits, axis, mode, g) for axis, g in zip(axes, groups, strict=True)]
+
+
+@pytest.mark.parametrize("forms, rotary, reason", [
+    (formats(bits=4), 0, "keys: 4 bits, mode=asym; allowed: 2, asym"),
+    (formats(mode="sym"), 0, "keys: 2 bits, mode=sym; allowed: 2, asym"),
+    (formats(64, order="key"), 0, "keys: affine storage; allowed: affine, in plain order"),
+    (formats(axes=("channel", "token")), 0, "keys: groups along channels in blocks of 32; allowed: along tokens, 32"),
+    (formats(256), 0, "keys: head_dim=256; allowed: multiples of 16 up to 128"),
+    (formats(groups=(32, 96)), 64, "keys: RoPE of 64 of 96 channels; allowed: all, a multiple of 32"),
+    (formats(80, groups=(16, 16)), 80, "keys: RoPE of 80 of 80 channels; allowed: all, a multiple of 32"),
+])  # fmt: skip
+def test_what_it_refuses_is_named(forms, rotary, reason):
+    assert plain.unsupported(*forms, rotary) == reason
+
+
+@pytest.mark.parametrize("dim, groups, rotary", [(96, (32, 32), False), (80, (16, 16), False), (128, (16, 16), True)])
+@pytest.mark.parametrize("jobs, units", [(8, 4096), (128, 1024), (1024, 1), (1, 64)])
+def test_launches_fit(dim, groups, rotary, jobs, units):
+    forms = formats(dim, groups=groups)
+    made = plain.make_plan(*forms, jobs, units, rotary, 132)
+    assert plain.program_bytes(*forms, made.units, rotary, made.warps) <= STATIC_SHARED
+    assert 1 <= made.splits <= 256
+
+
+@pytest.mark.parametrize(
+    "dim, groups, rotary, most", [(96, (32, 32), False, 760), (80, (16, 16), False, 790), (128, (32, 32), True, 1570)]
+)
+def test_it_compiles_without_spills(dim, groups, rotary, most):
+    report = aot.compile_plain(*formats(dim, groups=groups), rotary)
+    assert report.spills_in_loop == 0 and report.registers <= (168 if rotary else 128)
+    assert report.loop <= most  # of 64 tokens

@@ -71,7 +71,7 @@ def places(dim, k_group, v_group, units):
 
 @gluon.constexpr_function
 def stage_bytes(dim, k_group, v_group, units, rotary):
-    return places(dim, k_group, v_group, units)[3] + (4 * dim if rotary else 0)
+    return places(dim, k_group, v_group, units)[3] + (512 if rotary else 0)  # angles of 64 pairs
 
 
 @gluon.constexpr_function

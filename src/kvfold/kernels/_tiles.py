@@ -201,9 +201,8 @@ def _decoded(
 @triton.jit
 def _ahead(
     codes, meta, first, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, UNITS: tl.constexpr, MODE: tl.constexpr,
-    LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """Bring the bytes of the tile that begins with unit ``first`` nearer, 128 at a time: to the cache of LEVEL."""
+    """Bring codes and metadata of the tile that begins with unit ``first`` to the first cache, 128 bytes a lane."""
     CODES: tl.constexpr = UNITS * 4 * D * BITS
     META: tl.constexpr = UNITS * 32 * D // GROUP * (4 if MODE == 0 else 2)
     LINES: tl.constexpr = (CODES + 127) // 128
@@ -214,14 +213,9 @@ def _ahead(
         at = codes.to(tl.int64) + unit * (4 * D * BITS) + i * 128
         more = meta.to(tl.int64) + unit * (META // UNITS) + (i - LINES) * 128
         at = tl.where(i < LINES, at, tl.where(i < COUNT, more, codes.to(tl.int64)))
-        if LEVEL == 1:
-            tl.inline_asm_elementwise(
-                "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-            )
-        else:
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-            )
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -364,7 +358,7 @@ def tiles_kernel(
     ROTARY: tl.constexpr, HINT: tl.constexpr, HAS_BIAS: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr, TURNED: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Attention of M query rows of one KV head of one sequence over one split of a span's packed tokens.
 
@@ -474,20 +468,10 @@ def tiles_kernel(
                 k_codes, k_meta, k_aux, first, last, b_channel, k_seen_b, K_SPLIT, KB, BB,
                 D, K_BITS, K_AXIS, K_MODE, K_GROUP, UNITS, True, FLIP,
             )  # fmt: skip
-        if EARLY:
-            v_a = _tile(
-                v_codes, v_meta, v_aux, first, last, va_load, v_seen_a, 0, VA, CA,
-                D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, not FLIP, FLIP,
-            )  # fmt: skip
-            if VB:
-                v_b = _tile(
-                    v_codes, v_meta, v_aux, first, last, vb_load, v_seen_b, VA, VB, CB,
-                    D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, not FLIP, FLIP,
-                )  # fmt: skip
         if AHEAD:
             later = tl.minimum(tile + 1, end - 1) * UNITS
-            _ahead(k_codes, k_meta, later, D, K_BITS, K_GROUP, UNITS, K_MODE, AHEAD)
-            _ahead(v_codes, v_meta, later, D, V_BITS, V_GROUP, UNITS, V_MODE, AHEAD)
+            _ahead(k_codes, k_meta, later, D, K_BITS, K_GROUP, UNITS, K_MODE)
+            _ahead(v_codes, v_meta, later, D, V_BITS, V_GROUP, UNITS, V_MODE)
         k_a = _decoded(k_a, a_channel, K_BITS, K_AXIS, K_MODE, UNITS, K_LIMIT, True, FLIP)
         if KB:
             k_b = _decoded(k_b, b_channel, K_BITS, K_AXIS, K_MODE, UNITS, K_LIMIT, True, FLIP)
@@ -512,19 +496,17 @@ def tiles_kernel(
         top = new
         p = _weights(p.to(tl.float16), FLIP)
         before = _of_rows(before, FLIP)
-        if not EARLY:
-            v_a = _tile(
-                v_codes, v_meta, v_aux, first, last, va_load, v_seen_a, 0, VA, CA,
-                D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, not FLIP, FLIP,
-            )  # fmt: skip
+        v_a = _tile(
+            v_codes, v_meta, v_aux, first, last, va_load, v_seen_a, 0, VA, CA,
+            D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, not FLIP, FLIP,
+        )  # fmt: skip
         v_a = _decoded(v_a, va_load, V_BITS, V_AXIS, V_MODE, UNITS, 65400.0, not FLIP, FLIP)
         acc_a = _sums(p, _values(v_a, FLIP), acc_a * before, FLIP)
         if VB:
-            if not EARLY:
-                v_b = _tile(
-                    v_codes, v_meta, v_aux, first, last, vb_load, v_seen_b, VA, VB, CB,
-                    D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, not FLIP, FLIP,
-                )  # fmt: skip
+            v_b = _tile(
+                v_codes, v_meta, v_aux, first, last, vb_load, v_seen_b, VA, VB, CB,
+                D, V_BITS, V_AXIS, V_MODE, V_GROUP, UNITS, not FLIP, FLIP,
+            )  # fmt: skip
             v_b = _decoded(v_b, vb_load, V_BITS, V_AXIS, V_MODE, UNITS, 65400.0, not FLIP, FLIP)
             acc_b = _sums(p, _values(v_b, FLIP), acc_b * before, FLIP)
 

@@ -374,17 +374,13 @@ def make_plan(
 
     splits = min(range(1, max(2, min(256, pages // warps + 2))), key=cost)
     each = 3 if capacity >= 512 or 4 * jobs >= processors else 1
+    dense = math.ceil(window_slots / (16 * warps * each))
+    # few programs with many pages each: the matrix is worth bringing, and registers more than programs
+    ahead = narrow and not full and pages >= 4 * splits * warps
+    registers = None if ahead else registers
     return Plan(
-        warps,
-        blocks,
-        pair,
-        columns,
-        splits,
-        math.ceil(window_slots / (16 * warps * each)),
-        False,
-        registers,
-        bytewise=narrow,
-    )
+        warps, blocks, pair, columns, splits, dense, registers=registers, bytewise=narrow, ahead=ahead
+    )  # fmt: skip
 
 
 def parts(plan: Plan) -> int:

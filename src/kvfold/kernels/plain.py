@@ -1,4 +1,7 @@
-"""Decode attention over 2-bit affine groups in plain order by a Gluon kernel: head sizes 80 and 96, keys before RoPE."""
+"""Decode attention over 2-bit affine groups in plain order by a Gluon kernel: head sizes 80 and 96, keys before RoPE.
+
+:mod:`kvfold.kernels.tiles` asks :func:`declines` for each call, and serves what is declined itself.
+"""
 
 import math
 from dataclasses import dataclass
@@ -18,8 +21,8 @@ PAGE = 128
 """Tokens that a query is rotated back for at once."""
 MOST_ROWS = 16
 """Query rows of a KV head; each eight of them read all tokens."""
-SEEN = False
-"""Whether a GPU has shown its numbers right."""
+TURNED = frozenset({128})
+"""Head sizes whose keys before RoPE a GPU has shown right."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +67,16 @@ def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | 
 
 def declines(call: AttentionCall, rows: int, bias: torch.Tensor | None) -> str | None:
     """Why the kernel leaves a call to the plain Triton one; None if it does not."""
-    if not SEEN:
-        return "not seen right on a GPU yet"
     if call.rows.device.type != "cuda" or torch.cuda.get_device_capability(call.rows.device)[0] < 8:
         return "needs a GPU of compute capability 8.0 or more"
     if rows > MOST_ROWS:
         return f"{rows} query rows of a KV head; allowed: up to {MOST_ROWS}"
     if bias is not None:
         return "scores with a bias"
-    return unsupported(call.key_format, call.value_format, 0 if call.rope is None else 2 * call.rope.inv_freq.numel())
+    rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
+    if rotary and call.key_format.head_dim not in TURNED:
+        return f"keys before RoPE at head_dim={call.key_format.head_dim}: not seen right on a GPU yet"
+    return unsupported(call.key_format, call.value_format, rotary)
 
 
 @lru_cache

@@ -95,12 +95,8 @@ class Plan:
         Warps of a program, and stages of its loop (1: the loads of a tile wait for the tile before).
     splits : int
         Parts of a span's tokens.
-    early : bool
-        Values of a tile are loaded before its scores are computed.
-    ahead : int
-        The cache that the next tile is brought to: 1 the first, 2 the second; 0: to none.
-    registers : int or None
-        Most registers of a thread; None leaves it to the compiler.
+    ahead : bool
+        The next tile comes to the first cache while one is computed.
     """
 
     rows: int
@@ -108,9 +104,7 @@ class Plan:
     warps: int
     stages: int
     splits: int
-    early: bool = False
-    ahead: int = 0
-    registers: int | None = None
+    ahead: bool = False
 
 
 @lru_cache
@@ -134,7 +128,7 @@ def make_plan(head_dim: int, heads: int, rows: int, units: int, rotary: bool, mu
         n, warps, resident = (2, 8, 1) if rotary or head_dim > 128 else (2, 4, 3)
     jobs = heads * math.ceil(rows / m)
     splits = max(1, min(multiprocessors * resident // jobs, units // (2 * n), 256))
-    return Plan(m, n, warps, 1, splits)
+    return Plan(m, n, warps, 1, splits, rows <= FEW_ROWS)
 
 
 def pieces(head_dim: int, least: int = 16) -> tuple[int, int]:
@@ -167,7 +161,6 @@ def constants(
         "UNITS": plan.units,
         "FLIP": few,
         "STAGES": plan.stages,
-        "EARLY": plan.early,
         "AHEAD": plan.ahead,
         "TURNED": TURNED,
     }
@@ -358,7 +351,6 @@ def attend_packed(
         partials.splits,
         **fixed,
         num_warps=plan.warps,
-        maxnreg=plan.registers,
     )
 
 
