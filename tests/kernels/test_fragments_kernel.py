@@ -166,10 +166,18 @@ def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
 
 
 @pytest.mark.parametrize("method, batch_heads, registers", [
-    ("gear", 8, None), ("gear", 128, 168), ("zipcache", 8, 168), ("zipcache", 128, None), ("qjl", 8, 168),
+    ("gear", 8, None), ("gear", 128, 168), ("zipcache", 8, 168), ("zipcache", 128, None), ("qjl", 8, None),
+    ("qjl", 128, 168),
 ])  # fmt: skip
 def test_registers_where_programs_are_few(method, batch_heads, registers):
     assert fragments.make_plan(*formats(method), batch_heads, 4, 4096, 160, 132).registers == registers
+
+
+def test_a_matrix_is_brought_where_few_programs_have_many_pages():
+    long, short = (fragments.make_plan(*formats("qjl"), 8, 4, capacity, 160, 132) for capacity in (4096, 1024))
+    assert long.ahead and not short.ahead and short.registers == 168
+    counts = [aot.compile_fragments(*formats("qjl"), plan=plan).instructions["CCTL"] for plan in (long, short)]
+    assert counts == [2 * 128 * 256 // (32 * 128), 0]
 
 
 @pytest.mark.parametrize("method, loop", [("qjl", 2150), ("turboquant:bits=3", 3200)])
