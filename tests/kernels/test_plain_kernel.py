@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold.formats import AffineGroups
-from kvfold.kernels import _plain_gluon, aot, plain
+from kvfold.kernels import _plain_gluon, aot_plain, plain
 from kvfold.kernels.decode import STATIC_SHARED
 from kvfold.rope import Rope
 from warps import Machine, Pointer, on_cpu, register, scalar
@@ -129,6 +129,6 @@ def test_launches_fit(dim, groups, rotary, jobs, units):
     "dim, groups, rotary, most", [(96, (32, 32), False, 760), (80, (16, 16), False, 790), (128, (32, 32), True, 1570)]
 )
 def test_it_compiles_without_spills(dim, groups, rotary, most):
-    report = aot.compile_plain(*formats(dim, groups=groups), rotary)
+    report = aot_plain.compile_plain(*formats(dim, groups=groups), rotary)
     assert report.spills_in_loop == 0 and report.registers <= (168 if rotary else 128)
     assert report.loop <= most  # of 64 tokens

@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
 from kvfold.formats import AffineGroups, Format, Paged
-from kvfold.kernels import _encode_dense, _encode_pages, dense, encode, encode_pages, fragments, pages, plain, unpack
+from kvfold.kernels import _encode_dense, _encode_pages, dense, encode, encode_pages, fragments, pages, unpack
 from kvfold.kernels._blocks import blocks_kernel
 from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels._dense import dense_kernel
@@ -24,7 +24,6 @@ from kvfold.kernels._encode_step import _step_kernel
 from kvfold.kernels._encode_tile import _encode_kernel
 from kvfold.kernels._fragments_gluon import fragments_kernel
 from kvfold.kernels._pages_gluon import pages_kernel
-from kvfold.kernels._plain_gluon import plain_kernel
 from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels._unpack import unpack_kernel
 from kvfold.kernels.blocks import Plan as BlocksPlan
@@ -218,19 +217,6 @@ def compile_tiles(
     aligned = _aligned(tiles_kernel, [n for n, t in types.items() if t[0] == "*"])
     source = ASTSource(tiles_kernel, *_signature(tiles_kernel, fixed, types), aligned)
     return _compile(source, capability, num_warps=plan.warps)
-
-
-def compile_plain(
-    key_format: AffineGroups, value_format: AffineGroups, rotary: bool = False, capability: int = 90
-) -> Report:
-    """Compile the Gluon kernel over plain packed storage as a layer would use it; ``rotary``: keys are stored before RoPE."""
-    plan = plain.make_plan(key_format, value_format, 128, 1024, rotary, 132)
-    fixed: dict[str, Any] = plain.constants(key_format, value_format, plan, rotary)
-    types = dict.fromkeys(("k_codes", "v_codes"), "*u8") | dict.fromkeys(("k_meta", "v_meta", "table_ptr"), "*fp16")
-    types |= {"packed_len_ptr": "*i32", "position_ptr": "*i64", "factor": "fp32"}
-    types |= dict.fromkeys(("q_ptr", "freq_ptr", "part_out", "part_top", "part_sum"), "*fp32")
-    source = GluonASTSource(plain_kernel, *_signature(plain_kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
 
 
 def compile_blocks(
