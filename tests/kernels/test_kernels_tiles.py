@@ -108,7 +108,7 @@ def test_compiles_almost_without_spills(name):
 def test_tiles_stay_in_registers():
     """8,192 codes of 32 tokens by 128 channels, keys and values, in one warp: masks, codes, scales for two at a time."""
     report = aot.compile_tiles(*formats(head_dim=128))
-    assert report.shared < 4 * 1024 and report.registers <= 128  # a tile would take 8 KB
+    assert report.shared < 4 * 1024 and report.registers <= 144  # a tile would take 8 KB
     count = report.instructions
     assert count["HFMA2"] < 2 * 128 + 40 and count["LOP3"] < 128 + 120
 
