@@ -193,9 +193,9 @@ class ValueCodebook:
             hidden = F.silu(y @ self._get("w1") + self._get("b1").unsqueeze(1))
             return (hidden @ self._get("w2") + self._get("b2").unsqueeze(1) > 0).float()
         level = y @ self._get("axes").transpose(-1, -2) + self._get("shift").unsqueeze(1)
-        level = torch.minimum(level.round().clamp_min(0), self._get("top").unsqueeze(1)).to(torch.int64)
+        level = torch.minimum(level.round().clamp_min(0), self._get("top").unsqueeze(1)).to(torch.int32)
         index = self.tensors["component"].long().unsqueeze(1).expand(-1, y.shape[1], -1)
-        return ((level.gather(-1, index) >> self.tensors["place"].long().unsqueeze(1)) & 1).float()
+        return ((level.gather(-1, index) >> self.tensors["place"].int().unsqueeze(1)) & 1).float()
 
     def bits(self, values: torch.Tensor, flips: int) -> torch.Tensor:
         """Codes of values: the encoder's, then up to ``flips`` times the one bit flip that lowers the error most.
