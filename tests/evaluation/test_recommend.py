@@ -226,7 +226,9 @@ def test_the_command_proposes_and_checks(run, tmp_path):
         result["at_equal_bits"],
     }
     assert {cell["task"] for cell in result["check"]} == {"prose", "code"}
-    assert f"against {result['uniform']}" in out
+    assert "against uniform" in out, "methods' strings make the table as wide as they are"
+    checked = out.split("against uniform")[1]
+    assert "proposal" in checked and result["proposal"] not in checked
     assert list((tmp_path / "rows").glob("divergence-*.jsonl"))
     (layers,) = sources.read([tmp_path / "r"]).layers
     assert layers.held == result
@@ -238,6 +240,7 @@ def test_the_command_proposes_and_checks(run, tmp_path):
         (("--budget", "much"), "budget: 'much'"),
         (("--budget", "1.2", "--check", "0"), "budget: 1.2 bits per value; the least is"),
         (("--budget", "1kB", "--check", "0"), "budget: 1,000 bytes"),
+        (("--budget", "16", "--check", "0"), "budget: 16 bits per value; full precision takes 16"),
         (("--budget", "2.5", "--context", "0"), "context: 0"),
         (("--budget", "2.5", "--check", "-1"), "check: -1"),
         (("--budget", "2.5", "--method", "fold+keep=0"), "has no bits of its own"),

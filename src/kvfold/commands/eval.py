@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -342,8 +343,10 @@ class _Progress:
             )
 
 
-def table(found: ResultFile, cells: Sequence[Cell], baseline: str) -> Sheet:
-    """A row per task, length and method."""
+def table(
+    found: ResultFile, cells: Sequence[Cell], baseline: str, called: Mapping[str, str] = MappingProxyType({})
+) -> Sheet:
+    """A row per task, length and method; ``called`` has other names of methods."""
     from kvfold.evaluation.suites import REGISTRY
     from kvfold.evaluation.summary import shown, shown_difference
 
@@ -354,7 +357,7 @@ def table(found: ResultFile, cells: Sequence[Cell], baseline: str) -> Sheet:
     columns += [Column("method", wraps=True, key=True), Column("bits", right=True, rank=1)]
     columns += [Column("cache", right=True, rank=3), Column("items", right=True, rank=2)]
     names = {measure: "ppl" if measure.shown == "perplexity" else measure.name for measure in measures}
-    columns += [Column(names[main], right=True), Column(f"{names[main]} against {baseline}")]
+    columns += [Column(names[main], right=True), Column(f"{names[main]} against {called.get(baseline, baseline)}")]
     columns += [Column(names[measure], right=True, rank=5 + i) for i, measure in enumerate(measures[1:])]
     columns += [Column("s", right=True, rank=4)]
     sheet = Sheet(columns, found.settings.suite, "a wider terminal, a pipe or --json has them")
@@ -372,7 +375,7 @@ def table(found: ResultFile, cells: Sequence[Cell], baseline: str) -> Sheet:
         against = "" if difference is None else shown_difference(main, difference)
         sheet.add(
             *where,
-            cell.method,
+            called.get(cell.method, cell.method),
             "-" if cell.effective_bits is None else f"{cell.effective_bits:.2f}",
             "-" if cell.cache_bytes is None else as_bytes(cell.cache_bytes),
             str(cell.items - cell.untested),

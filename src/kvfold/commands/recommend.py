@@ -94,6 +94,7 @@ def recommend(
     folder = as_folder(Path(out).expanduser()) if out else None
     loaded, tokenizer, info = load(model, dtype or "float32", device)
     horizon = context or info.max_context or 4096
+    r.check(loaded, method, asked, horizon)
     text = load_text(file)
     with progress_bar(_count()) as bar:
         task = bar.add_task("", total=None)
@@ -203,7 +204,8 @@ def _check(
         (file,) = loop.run(loaded, tokenizer, info, planned, folder or Path(kept))
     cells = summarize(file, same, list(planned.methods), [item.name for _, own in planned.suites for item in own])
     if shown:
-        show(table(file, cells, same))
+        called = {equal: "proposal, equal bits", proposal: "proposal", same: "uniform"}
+        show(table(file, cells, same, called))
         for line in notes([file], cells, same)[: None if folder else -1]:
             say(line)
     found: list[dict[str, Any]] = to_dict([file], cells, same)["cells"]

@@ -316,24 +316,37 @@ def bytes_of(model: PreTrainedModel, method: Method, tokens: int) -> int:
     return foretold(cache, tokens, model.dtype).cache_bytes
 
 
-def within(model: PreTrainedModel, method: Method, found: Sensitivity, budget: Budget, tokens: int) -> float:
-    """The budget in effective bits per element, for a cache of ``tokens`` tokens.
+def check(model: PreTrainedModel, method: Method, budget: Budget, tokens: int) -> None:
+    """Refuse, before anything is measured, a budget that nothing fits or that full precision fits.
 
     Raises
     ------
     KVFoldError
-        The least that there is takes more.
+        The least that there is takes more, or no layer needs to be folded.
     """
     if budget.bits is not None:
-        return budget.bits
+        if budget.bits >= FULL_BITS:
+            raise KVFoldError(
+                f"budget: {budget.bits:.4g} bits per value; full precision takes {FULL_BITS}, nothing is folded; give fewer"
+            )
+        return
     assert budget.bytes is not None
-    low, high = (found.bits_of(dict.fromkeys(found.layers, (b, b))) for b in (found.bits[0], found.bits[-1]))
-    least = bytes_of(model, as_method(method, propose(found, low)), tokens)
+    few = _bits(method)[0]
+    least = bytes_of(model, variant(method, (few, few)), tokens)
     if least > budget.bytes:
         raise KVFoldError(
             f"budget: {budget.bytes:,.0f} bytes; a cache of {tokens:,} tokens takes at least {least:,}; give a larger budget "
             "or a smaller --context"
         )
+
+
+def within(model: PreTrainedModel, method: Method, found: Sensitivity, budget: Budget, tokens: int) -> float:
+    """The budget in effective bits per element, for a cache of ``tokens`` tokens; refuses what :func:`check` does."""
+    check(model, method, budget, tokens)
+    if budget.bits is not None:
+        return budget.bits
+    assert budget.bytes is not None
+    low, high = (found.bits_of(dict.fromkeys(found.layers, (b, b))) for b in (found.bits[0], found.bits[-1]))
     for _ in range(20):  # sizes go in steps of pages, so they are tried
         middle = (low + high) / 2
         fits = bytes_of(model, as_method(method, propose(found, middle)), tokens) <= budget.bytes
