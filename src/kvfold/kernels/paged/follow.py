@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 
+from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged._follow import follow_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace
@@ -48,7 +49,7 @@ def follow(call: PagedCall, workspace: Workspace) -> torch.Tensor:
     dim, heads = window.shape[3], call.num_kv_heads
     if why := unsupported(dim, following.width, following.rank, following.lam):
         raise ValueError(f"store: {why}")
-    most, side = workspace.close_list.shape[0], following.width
+    most, side = workspace.slots.shape[0] // PAGE + workspace.before.shape[0], following.width
     if workspace.updates.numel() < most * heads * side * side:
         raise ValueError(f"workspace: made without room for updates of {heads} heads of {side} channels")
     query = query if query.stride(-1) == 1 else query.contiguous()

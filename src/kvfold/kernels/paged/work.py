@@ -200,7 +200,7 @@ class Workspace:
     slots : Tensor, int64 [max_tokens]
         Where a new token goes in the windows: block * window_block + place, or -1.
     updates : Tensor, float32 [elements]
-        Of the pages to close, where these follow their own queries.
+        Of the pages that a step completes, where these follow their own queries.
     counters : Tensor, int32 [max_seqs * num_heads * short + 1]
         In a launch, parts of a sequence's rows that have been written, and after them parts of raw tokens that have been taken;
         zeros between launches.
@@ -296,9 +296,9 @@ class Workspace:
             items=numbers(max_seqs + 1),
             closes=numbers(max_seqs + 1),
             item_list=numbers(max(most, 8 * processors), 8)[:most],  # programs look there before they know how many
-            close_list=numbers(closes := max_tokens // PAGE + 2 * max_seqs, 2),
+            close_list=numbers(max_tokens // PAGE + 2 * max_seqs, 2),
             slots=torch.full((max_tokens,), -1, dtype=torch.int64, device=device),
-            updates=torch.empty(closes * update_size, dtype=torch.float32, device=device),
+            updates=torch.empty((max_tokens // PAGE + max_seqs) * update_size, dtype=torch.float32, device=device),
             counters=numbers(max_seqs * num_heads * short + 1),
             out=torch.empty(rows, head_dim, dtype=torch.float32, device=device),
             top=sums[0],
