@@ -215,6 +215,14 @@ def test_the_command_line_runs_a_task(folder, tasks, tmp_path, capsys, monkeypat
     assert result["config"]["kvfold_method"] == GOOD
 
 
+def test_the_command_line_names_tasks_that_lm_eval_lacks(folder, capsys):
+    assert (
+        main(["lm-eval", "--model", "kvfold", "--model_args", f"pretrained={folder}", "--tasks", "no_such_task"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "error: tasks: lm-eval has no no_such_task" in said and "Traceback" not in said
+
+
 def test_without_lm_eval_the_command_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["lm-eval", "--tasks", "a", "b"]) == 2

@@ -33,5 +33,12 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     sys.argv = ["lm-eval", *arguments]  # where it looks
     try:
         cli_evaluate()
+    except ValueError as error:
+        unknown = str(error).partition(": ")
+        if unknown[0] != "Tasks not found":
+            raise
+        raise KVFoldError(
+            f"tasks: lm-eval has no {unknown[2]}; `lm-eval ls tasks` lists its names, --include_path FOLDER adds others"
+        ) from error
     finally:
         sys.argv = mine
