@@ -272,7 +272,7 @@ def headline() -> str:
     """The README's first claims."""
     bits, ratio = evidence.bits_of("fold"), evidence.pair("fold", evidence.BASE)
     assert bits is not None and ratio is not None
-    return claims.headline(bits, ratio)
+    return f"{claims.headline(bits, ratio)}\n{evidence_tasks.headline()}"
 
 
 def by_column(what: str, columns: list[int]) -> list[str]:
