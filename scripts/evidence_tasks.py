@@ -434,9 +434,9 @@ def headline() -> str:
     verdicts = (words.verdict, ruler.verdict, pairs.verdict, theirs.verdict)
     assert verdicts == ("no difference shown", "no difference shown", "worse", "worse"), verdicts
     return (
-        f"- **Answers as of the full cache**: no difference shown on {words.items} problems of GSM8K and on {ruler.items} prompts "
-        f"of RULER to 30,000 tokens, where KIVI loses {-100 * theirs.mean:.0f} points; the hardest task, key-value pairs, loses "
-        f"{-100 * pairs.mean:.0f} ([1.5B model](docs/evidence.md#on-tasks))."
+        f"- **Answers as of the full cache**: no difference shown on {words.items} problems of GSM8K and on "
+        f"{ruler.items} prompts of RULER to 30,000 tokens, where KIVI loses {-100 * theirs.mean:.0f} points; the hardest "
+        f"task, key-value pairs, loses {-100 * pairs.mean:.0f} ([1.5B model](docs/evidence.md#on-tasks))."
     )
 
 
