@@ -162,7 +162,7 @@ def test_content_does_not_depend_on_how_calls_were_cut(method, device):
         assert_same_content(*layers, row, row)
 
 
-@pytest.mark.parametrize("method", ["kvquant:bits=3", "commvq", "zipcache"])
+@pytest.mark.parametrize("method", ["kvquant:bits=3", "vqllm", "commvq", "zipcache"])
 def test_plan_names_what_encodes(method):
     made = with_tables(get(method), HEADS, DIM, torch.device("cpu"))
     if torch.cuda.is_available():

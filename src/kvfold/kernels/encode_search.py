@@ -29,14 +29,9 @@ def why_not(fmt: Format, device: torch.device) -> str | None:
     """Why the GPU cannot encode this format; None if it can. Kernels are run once on the device, and compared."""
     if device.type != "cuda":
         return f"device {device.type}: encoding kernels run on cuda"
-    if why := unsupported(fmt) or not_seen(fmt):
+    if why := unsupported(fmt):
         return why
     return self_test(fmt, device) if torch.cuda.is_available() else None
-
-
-def not_seen(fmt: Format) -> str | None:
-    """Why a kernel that could is not asked: nobody has seen it right on a GPU."""
-    return "residual codes by a kernel that no GPU has shown right yet" if isinstance(fmt, ResidualCodes) else None
 
 
 TOLERANCE = 1e-2
