@@ -420,7 +420,7 @@ def short() -> str:
     fails = sum(v.startswith("does not hold") for v in verdicts)
     lines.append(
         f"- **The papers' claims about divergence**: {held} of {len(verdicts)} hold on every model that was run, {fails} do "
-        "not; of the others no difference is shown."
+        "not; of the others no difference is shown, or there are too few windows."
     )
     return "\n".join(lines)
 
