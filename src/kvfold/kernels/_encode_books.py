@@ -142,20 +142,48 @@ def _centre(table, a, b, channel, D: tl.constexpr, ROTARY: tl.constexpr):
 
 
 @triton.jit
-def _nearest(of_a, of_b, cross, LEVELS: tl.constexpr):
-    """Places (a, b) of the largest ``of_a[a] + of_b[b] - cross[a, b]``, int32 [n]; both [n, levels, padded]."""
-    N: tl.constexpr = of_a.shape[1]
-    EACH: tl.constexpr = min(8, LEVELS)
-    level = tl.arange(0, N)
-    best = tl.full([of_a.shape[0]], float("-inf"), tl.float32)
-    a = tl.zeros([of_a.shape[0]], tl.int32)
-    for i in range(LEVELS // EACH):
-        row = i * EACH + tl.arange(0, EACH)
-        table = tl.load(cross + row[:, None] * LEVELS + level[None, :], mask=(level < LEVELS)[None, :], other=0.0)
-        some = _share(of_a, i, EACH) + _max(of_b[:, None, :] - table[None, :, :], 2)
-        top = _max(some, 1)
-        a = tl.where(top > best, i * EACH + _first(some, top), a)
-        best = tl.maximum(top, best)
+def _scores(rest, table, sizes, ROTARY: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr):
+    """``2 <rest, z> - |z|^2`` for every z of ``table`` [LEVELS, D], or (TURNED) for ``i z``: float32 [tokens, levels]."""
+    NP: tl.constexpr = max(16, LEVELS)
+    level = tl.arange(0, NP)
+    total = tl.zeros([rest.shape[0], NP], tl.float32)
+    for k in range(rest.shape[1] // 16):
+        channel = k * 16 + tl.arange(0, 16)
+        inside = (level < LEVELS)[:, None] & (channel < D)[None, :]
+        if TURNED:
+            other, sign = _times_i(channel, D, ROTARY)
+            z = tl.load(table + level[:, None] * D + other[None, :], mask=inside, other=0.0) * sign[None, :]
+        else:
+            z = tl.load(table + level[:, None] * D + channel[None, :], mask=inside, other=0.0)
+        total = tl.dot(_share(rest, k, 16), tl.trans(z), total, input_precision="tf32x3")
+    size = tl.load(sizes + level, mask=level < LEVELS, other=float("inf"))
+    return 2.0 * total - size[None, :]
+
+
+@triton.jit
+def _nearest(
+    rest, table, sizes, cross, scratch, ROTARY: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
+    """Places (a, b), int32 [tokens], of the centres ``z_a + i z_b`` that are nearest to ``rest``, EACH of a side by side.
+
+    ``scratch``: float32 [levels, tokens], the program's own. Warps share no token, so what is compared stays in one.
+    """
+    NP: tl.constexpr = max(16, LEVELS)
+    T: tl.constexpr = rest.shape[0]
+    level, slot = tl.arange(0, NP), tl.arange(0, T)
+    tl.debug_barrier()
+    of_a = _scores(rest, table, sizes, ROTARY, False, D, LEVELS)
+    tl.store(scratch + level[None, :] * T + slot[:, None], of_a)
+    of_b = _scores(rest, table, sizes, ROTARY, True, D, LEVELS)
+    tl.debug_barrier()
+    best = tl.full([T], float("-inf"), tl.float32)
+    a = tl.zeros([T], tl.int32)
+    for first in range(0, LEVELS, EACH):
+        for i in tl.static_range(EACH):
+            between = tl.load(cross + (first + i) * LEVELS + level, mask=level < LEVELS, other=0.0)
+            some = _max(of_b - between[None, :], 1) + tl.load(scratch + (first + i) * T + slot)
+            a = tl.where(some > best, first + i, a)
+            best = tl.maximum(some, best)
     inside = (level < LEVELS)[None, :] & (a >= 0)[:, None]
     left = of_b - tl.load(cross + a[:, None] * LEVELS + level[None, :], mask=inside, other=0.0)
     return a, _first(left, _max(left, 1))
@@ -163,26 +191,24 @@ def _nearest(of_a, of_b, cross, LEVELS: tl.constexpr):
 
 @triton.jit
 def additive_tile(
-    source, position, rope, tables, out, half,
+    source, position, rope, tables, out, half, scratch,
     D: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, PASSES: tl.constexpr, ROTARY: tl.constexpr,
-    ROPE: tl.constexpr, RING: tl.constexpr,
+    ROPE: tl.constexpr, RING: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Codes and norms of tokens ``16 half`` to ``16 half + 15`` of a unit.
 
     ``tables``: of the head, float32: the metric [D, D]; centres z under it [STAGES, LEVELS, D]; their squared lengths; and
-    ``2 <z_a, i z_b>`` [STAGES, LEVELS, LEVELS]. ``out``: of the unit, words int16 and norms fp16 [32].
+    ``2 <z_a, i z_b>`` [STAGES, LEVELS, LEVELS]. ``out``: of the unit, words int16 and norms fp16 [32];
+    ``scratch``: see :func:`_nearest`.
     """
     T: tl.constexpr = 16
     DP: tl.constexpr = max(16, triton.next_power_of_2(D))
-    NP: tl.constexpr = max(16, LEVELS)
     SP: tl.constexpr = triton.next_power_of_2(STAGES)
-    token, channel, level = half * T + tl.arange(0, T), tl.arange(0, DP), tl.arange(0, NP)
+    token, channel = half * T + tl.arange(0, T), tl.arange(0, DP)
     stages = tl.arange(0, SP)[None, :]
     unit = _projected(source, token, position, rope, tables[0], channel, D, D, ROPE, RING)
     rms = tl.sqrt_rn(_sum(unit * unit, 1) * (1.0 / D))
     unit = tl.math.div_rn(unit, tl.maximum(rms, 1.1754944e-38)[:, None] + tl.zeros([T, DP], tl.float32))
-    other, sign = _times_i(channel, D, ROTARY)
-    inside = (channel < D)[:, None] & (level < LEVELS)[None, :]
     rest = unit
     codes = tl.zeros([T, SP], tl.int32)
     for turn in range(PASSES + 1):
@@ -191,12 +217,9 @@ def additive_tile(
             if turn > 0:
                 old = _sum(tl.where(stages == r, codes, 0), 1)
                 rest += _centre(table, old % LEVELS, old // LEVELS, channel, D, ROTARY)
-            size = tl.load(tables[2] + r * LEVELS + level, mask=level < LEVELS, other=float("inf"))[None, :]
-            z = tl.load(table + level[None, :] * D + channel[:, None], mask=inside, other=0.0)
-            of_a = 2.0 * tl.dot(rest, z, input_precision="tf32x3") - size
-            z = tl.load(table + level[None, :] * D + other[:, None], mask=inside, other=0.0) * sign[:, None]
-            of_b = 2.0 * tl.dot(rest, z, input_precision="tf32x3") - size
-            a, b = _nearest(of_a, of_b, tables[3] + r * (LEVELS * LEVELS), LEVELS)
+            a, b = _nearest(
+                rest, table, tables[2] + r * LEVELS, tables[3] + r * (LEVELS * LEVELS), scratch, ROTARY, D, LEVELS, EACH
+            )  # fmt: skip
             codes = tl.where(stages == r, (a + LEVELS * b)[:, None], codes)
             rest -= _centre(table, a, b, channel, D, ROTARY)
     centre = unit - rest

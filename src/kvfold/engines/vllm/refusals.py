@@ -174,8 +174,6 @@ def check_kernel(stored: Stored, device: torch.device) -> str:
             f"squat: pages with a calibrated subspace have not been written on a GPU; leave {subspace.FIELD} out: a page's "
             "own queries steer it"
         )
-    if isinstance(stored.method, LearnedMethod):
-        raise KVFoldError(f"{stored.method.name}: its pages have not been seen in vLLM on a GPU; allowed: a CPU")
     if why := stored.why_not(device):
         raise KVFoldError(f"{stored.method}: no kernel attends to its pages: {why}; allowed: {', '.join(SERVED)}")
     if why := stored.why_not_stored(device):

@@ -15,25 +15,26 @@ PAGE = tl.constexpr(128)
 def close_kernel(
     new, new_token, new_head, window, w_block, w_place, w_head,
     query_start, seq_lens, window_table, window_step, table, table_step, before_ptr, closes_ptr, close_list,
-    codes, codes_page, codes_head, scale, scale_page, scale_head, tables, frequencies, factor,
+    codes, codes_page, codes_head, scale, scale_page, scale_head, tables, frequencies, factor, scratch,
     seqs, heads,
     FORM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th share of a unit of 32 tokens that the step completes.
 
-    FORM: 0 and head_dim, vector, codes, stages, whether strided; 1 and head_dim, stages, levels, passes, rotary channels; 2 and
-    head_dim, codes, flips, hidden units of a network. Of ROPE channels the rotation is taken back.
+    FORM: 0 and head_dim, vector, codes, stages, whether strided; 1 and head_dim, stages, levels, passes, rotary channels,
+    levels at a time; 2 and head_dim, codes, flips, hidden units of a network. Of ROPE channels the rotation is taken back.
     """
     D: tl.constexpr = FORM[1]
     PARTS: tl.constexpr = FORM[1] // FORM[2] if FORM[0] == 0 else 2  # programs that share a unit
     UNITS: tl.constexpr = 4  # of a page
     zero = tl.full([], 0, tl.int64)
-    tasks = tl.load(closes_ptr + seqs) * heads * (UNITS * PARTS)
-    for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0), disable_licm=True):
+    pages = tl.load(closes_ptr + seqs)
+    for task in tl.range(tl.program_id(0), pages * heads * (UNITS * PARTS), tl.num_programs(0), disable_licm=True):
+        # a decode step completes one unit of a page: those are shared out evenly
         part = task % PARTS
-        unit = task // PARTS % UNITS
-        entry = task // (PARTS * UNITS * heads)
-        head = zero + task // (PARTS * UNITS) % heads
+        head = zero + task // PARTS % heads
+        entry = task // (PARTS * heads) % pages
+        unit = task // (PARTS * heads * pages)
         seq = tl.load(close_list + 2 * entry).to(tl.int64)
         number = tl.load(close_list + 2 * entry + 1)
         before = tl.load(before_ptr + seq)
@@ -58,6 +59,7 @@ def close_kernel(
                 STAGES: tl.constexpr = FORM[2]
                 LEVELS: tl.constexpr = FORM[3]
                 place = to + unit * (STAGES * 4 * _log2(LEVELS))
+                own = scratch + tl.program_id(0) * (16 * 64)
                 of_head = (
                     tables[0] + head * (D * D),
                     tables[1] + head * (STAGES * LEVELS * D),
@@ -65,8 +67,8 @@ def close_kernel(
                     tables[3] + head * (STAGES * LEVELS * LEVELS),
                 )
                 additive_tile(
-                    source, position, (frequencies, factor), of_head, (place, sizes), part,
-                    D, STAGES, LEVELS, FORM[4], FORM[5], ROPE, 3,
+                    source, position, (frequencies, factor), of_head, (place, sizes), part, own,
+                    D, STAGES, LEVELS, FORM[4], FORM[5], ROPE, 3, FORM[6],
                 )  # fmt: skip
             else:
                 CODES: tl.constexpr = FORM[2]

@@ -21,8 +21,10 @@ MOST_LEVELS = 64
 """Of a stage of CommVQ's keys, whose scores a program holds."""
 MOST_BITS = 256
 """Of a value of CommVQ, likewise."""
-WARPS = {ResidualCodes: 4, AdditiveCodes: 8, BinaryCodes: 8}
-RESIDENT = 2
+WARPS = {ResidualCodes: 4, AdditiveCodes: 2, BinaryCodes: 4}
+EACH = 4
+"""Levels of a stage that are compared with all others side by side."""
+RESIDENT = {ResidualCodes: 2, AdditiveCodes: 4, BinaryCodes: 2}
 """Programs per multiprocessor."""
 
 
@@ -78,8 +80,9 @@ def store(call: PagedCall, new: list[torch.Tensor], workspace: Workspace) -> Non
         tables, constants = tables_of(form, call.bits, new[i].device)
         codes, scale = _addressed(form, fields)
         rope = call.rope if i == 0 else None
-        warps = WARPS[type(form)]
-        close_kernel[(RESIDENT * workspace.processors,)](
+        warps, programs = WARPS[type(form)], RESIDENT[type(form)] * workspace.processors
+        own = programs * 16 * MOST_LEVELS if isinstance(form, AdditiveCodes) else 0
+        close_kernel[(programs,)](
             *_strided(new[i : i + 1]),
             windows[i],
             *windows[i].stride()[:3],
@@ -99,6 +102,7 @@ def store(call: PagedCall, new: list[torch.Tensor], workspace: Workspace) -> Non
             tables,
             workspace.top if rope is None else frequencies(rope, new[i].device),
             1.0 if rope is None else 1.0 / rope.scaling,
+            torch.empty(own, dtype=torch.float32, device=codes.device),
             step.seqs,
             call.num_kv_heads,
             FORM=constants,
@@ -143,7 +147,8 @@ def tables_of(form: Format, bits: BitSearch | None, device: torch.device) -> Tab
     if isinstance(form, AdditiveCodes):
         assert form.codebook is not None
         book = form.codebook.on(device)
-        return _once(book, _of_keys), (1, form.head_dim, form.stages, form.levels, form.passes, book.rotary)
+        sizes = form.head_dim, form.stages, form.levels, form.passes, book.rotary
+        return _once(book, _of_keys), (1, *sizes, min(EACH, form.levels))
     assert isinstance(form, BinaryCodes)
     if bits is None:
         raise ValueError("bits: None; allowed: how a value's bits are chosen")
