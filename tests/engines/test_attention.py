@@ -10,6 +10,7 @@ from helpers import dynamic, feed, layer, left_padding, llama, logits, prompt, r
 from kvfold import kernels
 from kvfold.engines.transformers import originals
 from kvfold.engines.transformers.attention import attention_forward
+from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheStateError, KVFoldError, MethodError, UnsupportedModelError
 from kvfold.kernels import Partial
 from kvfold.kernels.reference import ReferenceKernel
@@ -424,3 +425,39 @@ def test_layers_kept_in_full_precision_look_at_a_mask_once(monkeypatch):
         for start, stop in ((0, 60), (60, 61), (61, 89), (89, 90)):
             model(ids[:, start:stop], past_key_values=cache, attention_mask=mask[:, :stop])
     assert looked == [60, 61, 89, 90]
+
+
+@pytest.mark.cpu_only("devices are stood for by a record of which was made current")
+def test_kernels_are_launched_on_the_device_of_their_layer(monkeypatch):
+    """Triton launches on the current device, and a model that is split over devices leaves that as it is."""
+    current, seen = [], []
+
+    class On:
+        def __init__(self, tensor):
+            self.device = tensor.device
+
+        def __enter__(self):
+            current.append(self.device)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    def watched(name):
+        own = getattr(FoldedLayer, name)
+
+        def call(layer, *args, **kwargs):
+            seen.append((name, layer.device, current[-1:]))
+            return own(layer, *args, **kwargs)
+
+        monkeypatch.setattr(FoldedLayer, name, call)
+
+    monkeypatch.setattr(torch.cuda, "device_of", On)
+    watched("append")
+    watched("finish")
+    model, ids = llama(), prompt(1, 60)
+    cache = kvfold.fold(model, "kivi:sink=0,recent=16")
+    with torch.no_grad():
+        model(ids[:, :50], past_key_values=cache)
+        model(ids[:, 50:51], past_key_values=cache)
+    assert [name for name, *_ in seen] == 2 * 2 * ["append", "finish"] and not current
+    assert all(at == [device] for _, device, at in seen)
