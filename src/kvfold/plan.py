@@ -11,6 +11,7 @@ from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.formats.paged import plain
 from kvfold.formats.residual import ResidualCodes
 from kvfold.kernels import Choice
+from kvfold.kernels.device import launching
 from kvfold.methods import LayerSpec, Method
 
 
@@ -32,7 +33,8 @@ def choose_kernel(
         If the named kernel is unknown or does not support the layer.
     """
     formats = plain(method.key_format(spec)), method.value_format(spec)
-    return kernels.choose(*formats, device, method.pre_rope, kernel, dtype or spec.dtype, spec.softcap)
+    with launching(device):  # kernels are compiled and compared with the reference there
+        return kernels.choose(*formats, device, method.pre_rope, kernel, dtype or spec.dtype, spec.softcap)
 
 
 def packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> LayerSpec:
@@ -77,7 +79,8 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
         return Encoder("torch", "encoding kernels run on cuda")
     if not method.kernel_encodes:
         return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
-    why = _why_not(method, spec, device)
+    with launching(device):
+        why = _why_not(method, spec, device)
     formats = method.key_format(spec), method.value_format(spec)
     closes = (
         not is_searched(formats) and not is_mixed(formats) and not any(isinstance(form, LowRank) for form in formats)

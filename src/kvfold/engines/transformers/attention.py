@@ -15,6 +15,7 @@ from kvfold.engines.transformers import originals
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import UnsupportedModelError, warn_once
 from kvfold.kernels import NewTokens
+from kvfold.kernels.device import launching
 from kvfold.kernels.prompt import attend_prompt
 
 # arguments of attention functions that change the scores in ways a folded layer does not compute
@@ -66,7 +67,8 @@ def attention_forward(
                 "past_key_values, or call kvfold.unfold(model)"
             )
         return originals.attend(previous, module, query, key, value, attention_mask, **options)
-    out = _folded_attention(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
+    with launching(query.device):
+        out = _folded_attention(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
     if query.requires_grad and not out.requires_grad and torch.is_grad_enabled():
         out = _NoGradients.apply(out, query)
     return out.to(query.dtype), None

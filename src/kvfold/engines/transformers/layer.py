@@ -12,6 +12,7 @@ from kvfold.errors import CacheStateError
 from kvfold.formats import Format
 from kvfold.kernels import AttentionKernel
 from kvfold.kernels.compiling import compiling
+from kvfold.kernels.device import launching
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, Method
 from kvfold.plan import Encoder, choose_encoder, choose_kernel
@@ -257,9 +258,10 @@ class FoldedLayer(CacheLayerMixin):
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         removed = self.columns.remove(min(-tokens_to_remove, self.columns.count), len(self.sequences))
-        for row, count in enumerate(removed):
-            if count:
-                self.writer.truncate(row, self.lens[row] - count)
+        with launching(self.device):
+            for row, count in enumerate(removed):
+                if count:
+                    self.writer.truncate(row, self.lens[row] - count)
 
     @storing
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -385,7 +387,8 @@ class FoldedLayer(CacheLayerMixin):
     def decoded(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`Reader.decoded`."""
         self.own()
-        return self.reader.decoded(row)
+        with launching(self.device):
+            return self.reader.decoded(row)
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 

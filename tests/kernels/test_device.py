@@ -1,0 +1,43 @@
+"""On which device kernels start."""
+
+import pytest
+import torch
+
+import kvfold
+from helpers import llama
+from kvfold import plan
+from kvfold.engines.transformers import attention, layer
+from kvfold.kernels.device import launching
+
+
+def test_kernels_start_on_the_device_that_is_named():
+    assert launching(torch.device("cuda:1")).idx == 1
+    with launching(torch.device("cpu")):
+        assert torch.ones(2).device.type == "cpu"
+
+
+def test_whatever_a_layer_starts_is_started_on_its_device(monkeypatch: pytest.MonkeyPatch):
+    """A model split over several GPUs leaves the first one current."""
+    entered: list[tuple[str, str]] = []
+
+    def recorded(name: str):
+        def on(device: torch.device):
+            entered.append((name, str(device)))
+            return launching(device)
+
+        return on
+
+    for module in (attention, layer, plan):
+        monkeypatch.setattr(module, "launching", recorded(module.__name__.rpartition(".")[2]))
+    model = llama()
+    cache = kvfold.fold(model, "fold")
+    layers = len(cache.folded)
+    entered.clear()
+    ids = torch.randint(3, 96, (1, 200))
+    model(ids, past_key_values=cache)
+    model(ids[:, :1], past_key_values=cache)
+    assert entered.count(("attention", "cpu")) == 2 * layers
+    assert entered.count(("plan", "cpu")) >= layers
+    cache.crop(-3)
+    cache.folded[0].decoded(0)
+    assert ("layer", "cpu") in entered
