@@ -573,3 +573,15 @@ def test_attention_prints_a_json_object_per_row(monkeypatch, capsys):
     assert attention.main(["--json", "--calls", "decode"]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(x["p50_ms"], x["error"], x["limit"]) for x in printed] == [(x.p50_ms, x.error, x.limit) for x in found]
+
+
+@pytest.mark.parametrize("method, kernel", [
+    ("commvq", "blocks"), ("vqllm", "blocks"), ("kvquant", "fragments"), ("kvquant:bits=4", "blocks"), ("qjl", "fragments"),
+])  # fmt: skip
+def test_formats_are_measured_in_the_kernel_that_serves_them(method, kernel, monkeypatch):
+    pytest.importorskip("triton")
+    from kvfold.bench import attention, storage
+
+    made = storage.formats
+    monkeypatch.setattr(storage, "formats", lambda name, heads, dim, _: made(name, heads, dim, torch.device("cpu")))
+    assert attention.Work(method, 0, 1, 1024).kernel == kernel

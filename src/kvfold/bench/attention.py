@@ -80,7 +80,10 @@ class Work:
     def kernel(self) -> str:
         """Name in the registry of what attends."""
         if self.read:
-            return "blocks" if self.formats[0].operand == "plain" else "fragments"
+            from kvfold.kernels.fragments import unsupported
+
+            forms = self.formats
+            return "fragments" if None in (unsupported(*forms), unsupported(*forms, pre_rope=True)) else "blocks"
         return "triton" if self.plain else {"fold": "pages", "none": "dense"}.get(self.method, "gluon")
 
     @property
@@ -147,7 +150,7 @@ DEFAULT = (
 
 READERS = (
     "turboquant:bits=3", "turboquant:bits=3,center=false,normalize=false", "qjl", "innerq", "gear", "zipcache",
-    "vqllm:bits=1", "vqllm", "kvquant:bits=3", "commvq:bits=1", "commvq",
+    "vqllm:bits=1", "vqllm", "kvquant:bits=3", "kvquant", "commvq:bits=1", "commvq",
 )  # fmt: skip
 READ = tuple(Work(method, 0, batch, context) for method in READERS for batch, context in ((1, 131072), (16, 32768)))
 """Formats that readers take."""
@@ -300,7 +303,7 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
     if work.read:
         from kvfold.kernels import blocks, fragments
 
-        if work.formats[0].operand != "plain":
+        if work.kernel == "fragments":
             given, span = _given(work, inputs, scale), [inputs.span]
             how: dict[str, Any] = {"out": out, "rotation": fragments.rotary(given)}
             return fragments.decode_attention(inputs.q, *work.formats, span, inputs.windows, scale, **how)

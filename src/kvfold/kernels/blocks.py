@@ -182,7 +182,7 @@ def attend(call: AttentionCall, plan: "Plan | codebook.Plan | residual.Plan | No
     packed, bias = _queries(call, plans)
     partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), count, dim, device)
     query = call.query.to(windows.ring[0].dtype).contiguous()
-    early = bool(plans) and not isinstance(plans[-1], Plan) and overlaps_launches(device)
+    early = bool(plans) and _runs_early(plans[-1]) and overlaps_launches(device)
     at, sums = 1, []
     for each, span in zip(plans, call.spans, strict=True):
         sums.append((sum_packed(call, span, packed, bias, partials, at, each), at, at + each.splits))
@@ -202,6 +202,15 @@ def attend(call: AttentionCall, plan: "Plan | codebook.Plan | residual.Plan | No
         early = unproject(call, out, partials, start, stop, early)
     result = torch.empty_like(call.query, memory_format=torch.contiguous_format)
     return partials.merge(result, early, call.sinks, call.tokens)
+
+
+def _runs_early(plan: "Plan | codebook.Plan | residual.Plan") -> bool:
+    """Whether the kernel waits by itself for the one before: VQLLM's. With CommVQ's it gained nothing."""
+    if isinstance(plan, Plan):
+        return False
+    from kvfold.kernels import residual
+
+    return isinstance(plan, residual.Plan)
 
 
 def _queries(

@@ -13,6 +13,7 @@ from kvfold.formats.residual import Codebook
 from kvfold.kernels import tables
 from kvfold.kernels._residual_gluon import residual_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
+from kvfold.kernels.partials import overlaps_launches
 from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
@@ -102,7 +103,8 @@ def attend_packed(
         turns(rope, device, plan.kept),
     )
     passes, fixed = 1 if plan.both else 2, constants(keys, values, plan)
-    tables.launch(residual_kernel, call, span, packed, read, out, top, total, part, plan, passes, **fixed)
+    early = overlaps_launches(device)
+    tables.launch(residual_kernel, call, span, packed, read, out, top, total, part, plan, passes, early, **fixed)
 
 
 def constants(keys: ResidualCodes, values: ResidualCodes, plan: Plan) -> dict[str, Any]:

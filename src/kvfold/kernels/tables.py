@@ -11,7 +11,7 @@ import torch
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
+from kvfold.kernels.partials import LOG2E, early_launch
 from kvfold.kernels.stored import room_between
 from kvfold.kernels.windows import program_memory
 
@@ -91,10 +91,12 @@ def launch(
     part: int,
     plan: TablesPlan,
     passes: int,
+    early: bool = False,
     **constants: Any,
 ) -> None:
     """Write partial results over one span to the parts ``part`` to ``part + plan.splits``; as of
-    :class:`kvfold.kernels.partials.Partials`. ``read``: stored fields and tables, in the order of the kernel's arguments.
+    :class:`kvfold.kernels.partials.Partials`. ``read``: stored fields and tables, in the order of the kernel's arguments;
+    ``early``: the kernel waits by itself for the one before, and lets the next one start.
 
     Raises
     ------
@@ -107,7 +109,6 @@ def launch(
         raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
     columns = math.ceil(rows / plan.columns)
     programs = batch * heads * columns * plan.splits
-    early = overlaps_launches(packed.device)
     kept = programs * plan.warps * plan.chunk * 256 if passes > 1 else 0
     kernel[(batch * heads * columns, plan.splits)](
         packed.contiguous(),
