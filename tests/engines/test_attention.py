@@ -8,7 +8,7 @@ import torch
 import kvfold
 from helpers import dynamic, feed, layer, left_padding, llama, logits, prompt, relative, spec, tokens
 from kvfold import kernels
-from kvfold.engines.transformers import originals
+from kvfold.engines.transformers import attention, originals
 from kvfold.engines.transformers.attention import attention_forward
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheStateError, KVFoldError, MethodError, UnsupportedModelError
@@ -433,8 +433,8 @@ def test_kernels_are_launched_on_the_device_of_their_layer(monkeypatch):
     current, seen = [], []
 
     class On:
-        def __init__(self, tensor):
-            self.device = tensor.device
+        def __init__(self, device):
+            self.device = device
 
         def __enter__(self):
             current.append(self.device)
@@ -451,7 +451,7 @@ def test_kernels_are_launched_on_the_device_of_their_layer(monkeypatch):
 
         monkeypatch.setattr(FoldedLayer, name, call)
 
-    monkeypatch.setattr(torch.cuda, "device_of", On)
+    monkeypatch.setattr(attention, "launching", On)
     watched("append")
     watched("finish")
     model, ids = llama(), prompt(1, 60)

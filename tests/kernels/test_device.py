@@ -6,7 +6,7 @@ import torch
 import kvfold
 from helpers import llama
 from kvfold import plan
-from kvfold.engines.transformers import attention, layer
+from kvfold.engines.transformers import layer
 from kvfold.kernels.device import launching
 
 
@@ -16,7 +16,7 @@ def test_kernels_start_on_the_device_that_is_named():
         assert torch.ones(2).device.type == "cpu"
 
 
-def test_whatever_a_layer_starts_is_started_on_its_device(monkeypatch: pytest.MonkeyPatch):
+def test_choices_cuts_and_decoding_are_on_the_layers_device(monkeypatch: pytest.MonkeyPatch):
     """A model split over several GPUs leaves the first one current."""
     entered: list[tuple[str, str]] = []
 
@@ -27,7 +27,7 @@ def test_whatever_a_layer_starts_is_started_on_its_device(monkeypatch: pytest.Mo
 
         return on
 
-    for module in (attention, layer, plan):
+    for module in (layer, plan):
         monkeypatch.setattr(module, "launching", recorded(module.__name__.rpartition(".")[2]))
     model = llama()
     cache = kvfold.fold(model, "fold")
@@ -36,7 +36,6 @@ def test_whatever_a_layer_starts_is_started_on_its_device(monkeypatch: pytest.Mo
     ids = torch.randint(3, 96, (1, 200))
     model(ids, past_key_values=cache)
     model(ids[:, :1], past_key_values=cache)
-    assert entered.count(("attention", "cpu")) == 2 * layers
     assert entered.count(("plan", "cpu")) >= layers
     cache.crop(-3)
     cache.folded[0].decoded(0)

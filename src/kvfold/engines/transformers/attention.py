@@ -1,7 +1,6 @@
 """The attention function that Transformers calls."""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -89,19 +88,6 @@ class _NoGradients(torch.autograd.Function):
         )
 
 
-def _on_its_device(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Have a layer's attention make the query's device the current one: Triton launches there, wherever its tensors are, and
-    a model that is split over devices (``device_map``) leaves the current one as it is."""
-
-    @wraps(function)
-    def there(layer: FoldedLayer, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch.cuda.device_of(query):
-            return function(layer, module, query, *args, **kwargs)
-
-    return there
-
-
-@_on_its_device
 @outside_autocast
 def _folded_attention(
     layer: FoldedLayer,
