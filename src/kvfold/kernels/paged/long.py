@@ -150,9 +150,10 @@ def _unpacked(call: PagedCall, chunk: Chunk, start: int, stop: int) -> tuple[tor
     """What pages make of tokens ``start`` to ``stop``, [n, num_kv_heads, head_dim]; anything where they are not closed."""
     dtype, step = call.window_keys.dtype, call.step
     sides = ((call.key_format, call.keys), (call.value_format, call.values))
-    if call.window_keys.is_cuda and call.rope is None and not any(unpacking.unsupported(form) for form, _ in sides):
+    plain = call.rope is None and call.unproject is None
+    if call.window_keys.is_cuda and plain and not any(unpacking.why_not(form) for form, _ in sides):
         table = step.table[chunk.row]
-        keys, values = (unpacking.unpack(form, fields, table, start, stop, dtype) for form, fields in sides)
+        keys, values = (unpacking.any_unpack(form, fields, table, start, stop, dtype) for form, fields in sides)
         return keys, values
     end, count = -(-stop // step.block) * step.block, stop - start
     keys, values = reference.unpacked(call, Pages(step, chunk.row), start, end)  # type: ignore[arg-type]

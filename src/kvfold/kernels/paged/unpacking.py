@@ -4,9 +4,10 @@ import math
 
 import torch
 
-from kvfold.formats import Fields, Format, Hadamard, Paged, UniformTokens
+from kvfold.formats import Fields, Format, Hadamard, Paged, PagedFormat, UniformTokens
 from kvfold.formats.packing import UNIT, words_per_unit
 from kvfold.formats.paged import NORM_STEPS, PAGE
+from kvfold.kernels import unpack as unpacking
 
 
 def unsupported(form: Format) -> str | None:
@@ -22,6 +23,25 @@ def unsupported(form: Format) -> str | None:
     if form.head_dim not in (16, 32, 64, 128, 256):
         return f"head_dim={form.head_dim}; allowed: 16, 32, 64, 128, 256"
     return None
+
+
+def why_not(form: Format) -> str | None:
+    """Why no kernel unpacks such pages, in place or gathered; None if one does."""
+    why = unsupported(form)
+    return why if why is None or isinstance(form, PagedFormat) else unpacking.why_not(form)
+
+
+def any_unpack(
+    form: Format, fields: Fields, table: torch.Tensor, start: int, stop: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """:func:`unpack`, or of packed bytes that are gathered first, for formats that :func:`why_not` does not refuse."""
+    if unsupported(form) is None:
+        return unpack(form, fields, table, start, stop, dtype)
+    first = start // PAGE
+    pages = table[first : -(-stop // PAGE)].long()
+    some = {name: t[pages].transpose(0, 1).flatten(1, 2).unsqueeze(0) for name, t in fields.items()}
+    found = unpacking.unpack(form, some, 0, 0, stop - first * PAGE, dtype)
+    return found[0, :, start - first * PAGE :].transpose(0, 1)
 
 
 def unpack(
