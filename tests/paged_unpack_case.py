@@ -45,6 +45,8 @@ CASES = {
     "fold-8": ("fold:bits=8,normalize=false", 64),
     "kivi-128": ("kivi", 128),
     "kivi-64": ("kivi:bits=4", 64),
+    "innerq-64": ("innerq", 64),
+    "qjl-64": ("qjl", 64),
 }
 
 if __name__ == "__main__":

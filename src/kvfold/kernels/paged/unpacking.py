@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from kvfold.formats import Fields, Format, Hadamard, Paged, PagedFormat, UniformTokens
+from kvfold.formats import Fields, Format, Hadamard, Paged, UniformTokens
 from kvfold.formats.packing import UNIT, words_per_unit
 from kvfold.formats.paged import NORM_STEPS, PAGE
 from kvfold.kernels import unpack as unpacking
@@ -27,8 +27,7 @@ def unsupported(form: Format) -> str | None:
 
 def why_not(form: Format) -> str | None:
     """Why no kernel unpacks such pages, in place or gathered; None if one does."""
-    why = unsupported(form)
-    return why if why is None or isinstance(form, PagedFormat) else unpacking.why_not(form)
+    return unpacking.why_not(form) if unsupported(form) else None
 
 
 def any_unpack(
@@ -39,7 +38,7 @@ def any_unpack(
         return unpack(form, fields, table, start, stop, dtype)
     first = start // PAGE
     pages = table[first : -(-stop // PAGE)].long()
-    some = {name: t[pages].transpose(0, 1).flatten(1, 2).unsqueeze(0) for name, t in fields.items()}
+    some = {name: t[pages].transpose(0, 1).flatten(1, 2).contiguous().unsqueeze(0) for name, t in fields.items()}
     found = unpacking.unpack(form, some, 0, 0, stop - first * PAGE, dtype)
     return found[0, :, start - first * PAGE :].transpose(0, 1)
 
