@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from kvfold.engines.vllm import subspace
 from kvfold.engines.vllm.settings import SERVED, Stored, subspace_of, unservable
 from kvfold.errors import KVFoldError
 from kvfold.methods import Method
@@ -169,11 +168,6 @@ def check_kernel(stored: Stored, device: torch.device) -> str:
 
     if not is_flash_attn_varlen_func_available():
         raise KVFoldError("FlashAttention is not there, which prompts need; install vLLM's build for CUDA")
-    if stored.update is not None:
-        raise KVFoldError(
-            f"squat: pages with a calibrated subspace have not been written on a GPU; leave {subspace.FIELD} out: a page's "
-            "own queries steer it"
-        )
     if why := stored.why_not(device):
         raise KVFoldError(f"{stored.method}: no kernel attends to its pages: {why}; allowed: {', '.join(SERVED)}")
     if why := stored.why_not_stored(device):
