@@ -10,10 +10,17 @@ from kvfold.engines.transformers import layer
 from kvfold.kernels.device import launching
 
 
-def test_kernels_start_on_the_device_that_is_named():
-    assert launching(torch.device("cuda:1")).idx == 1
+def test_kernels_start_on_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch):
     with launching(torch.device("cpu")):
         assert torch.ones(2).device.type == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert launching(torch.device("cuda:1")).idx == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU where there is none")
+def test_a_gpu_that_is_not_there_may_be_asked_about():
+    with launching(torch.device("cuda")):
+        pass
 
 
 def test_choices_cuts_and_decoding_are_on_the_layers_device(monkeypatch: pytest.MonkeyPatch):

@@ -14,5 +14,6 @@ def multiprocessors(device: torch.device) -> int:
 
 def launching(device: torch.device) -> AbstractContextManager[object]:
     """Within it kernels start on ``device``: Triton launches on the current GPU and its stream, wherever the arguments lie,
-    and a model split over several GPUs leaves the first one current. Nothing changes for a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    and a model split over several GPUs leaves the first one current. Nothing changes for a CPU, nor where a GPU is only asked
+    about."""
+    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else nullcontext()
