@@ -18,6 +18,18 @@ import targets
 
 torch.set_num_threads(1)  # as many workers as cores
 
+
+def _share_the_gpus() -> None:
+    """Workers take turns in which GPU is their first; each still sees all of them."""
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
+    if not worker.startswith("gw") or gpus < 2 or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return
+    first = int(worker[2:]) % gpus
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % gpus) for i in range(gpus))
+
+
+_share_the_gpus()
+
 _left_to_the_cpu: dict[str, str] = {}
 
 
