@@ -124,9 +124,8 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-DENSE = ("qjl", "turboquant", "gear", "vqllm", "gsrq", "zipcache", "kvarn")
-"""Methods that kernels encode, but for some of their variants: those, Torch encodes by products. KVarN's tiles are evened out
-by standard deviations, whose sums a GPU orders by how many tiles there are."""
+DENSE = ("qjl", "turboquant", "gear", "vqllm", "gsrq", "zipcache")
+"""Methods that kernels encode, but for some of their variants: those, Torch encodes by products."""
 
 
 def difference(a: FoldedLayer, b: FoldedLayer, row_a: int = 0, row_b: int = 0) -> str | None:

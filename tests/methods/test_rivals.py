@@ -13,7 +13,7 @@ from kvfold import artefact as artefacts
 from kvfold.calibration import gsrq, nova, vqllm
 from kvfold.errors import MethodError
 from kvfold.formats import AffineGroups, Balanced, GroupCodes, Hadamard, Projected, ResidualCodes, UniformTokens
-from kvfold.formats.balanced import factors
+from kvfold.formats.balanced import deviation, factors, mean
 from kvfold.formats.gaussian import gaussian_codes
 from kvfold.formats.grouped import GroupBook, choose
 from kvfold.formats.residual import Codebook
@@ -50,6 +50,17 @@ def test_factors_make_tokens_and_channels_of_a_tile_alike():
         before, after = (t.std(dim) for t in (x, even))
         assert (before.amax(-1) / before.amin(-1)).min() > 10
         assert (after.amax(-1) / after.amin(-1)).max() < 1.05
+
+
+@pytest.mark.parametrize("size", [96, 128, 80, 1])
+def test_sums_in_order_are_sums_and_know_no_neighbours(size):
+    x = randn(3, 5, 2 * size, size) + 1
+    for dim in (-1, -2):
+        torch.testing.assert_close(mean(x, dim, in_order=True), x.mean(dim, keepdim=True))
+        if x.shape[dim] > 1:
+            torch.testing.assert_close(deviation(x, dim, in_order=True), x.std(dim, keepdim=True))
+            assert torch.equal(deviation(x, dim, in_order=True)[1, 2], deviation(x[1, 2], dim, in_order=True))
+    torch.testing.assert_close(mean(x, -2, -1, in_order=True), x.mean((-2, -1), keepdim=True))
 
 
 @pytest.mark.parametrize("scale", [2.0**-6, 2.0**6])

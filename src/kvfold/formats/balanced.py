@@ -86,7 +86,7 @@ def factors(tiles: torch.Tensor, axis: int, rounds: int) -> torch.Tensor:
         Those of the round after which the largest standard deviations of rows and of columns were least above the smallest
         ones. Of tokens: with geometric mean 1, since groups of tokens have scales for the rest.
     """
-    size = tiles.square().mean((-2, -1), keepdim=True).sqrt()
+    size = mean(tiles.square(), -2, -1).sqrt()
     start = tiles / torch.where(size > 0, size, torch.ones_like(size))
     other = -3 - axis
     own = torch.ones_like(start.narrow(other, 0, 1))
@@ -100,12 +100,43 @@ def factors(tiles: torch.Tensor, axis: int, rounds: int) -> torch.Tensor:
         least = torch.minimum(found, least)
     if axis == -1:
         return (best * size).squeeze(other)
-    return (best / best.log().mean(axis, keepdim=True).exp()).squeeze(other)
+    return (best / mean(best.log(), axis).exp()).squeeze(other)
+
+
+def sum_in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum over ``dim``, which stays, in an order that nothing but its size decides."""
+    while (count := x.shape[dim]) > 1:
+        half = count // 2
+        pairs = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        if count % 2:
+            pairs.narrow(dim, 0, 1).add_(x.narrow(dim, count - 1, 1))
+        x = pairs
+    return x
+
+
+# A GPU's library orders sums by how many tiles there are. One last bit may decide which round is the most even one, and with
+# it every code of a tile, so that what is stored would depend on how calls are cut. A CPU's library knows one order.
+
+
+def mean(x: torch.Tensor, *dims: int, in_order: bool = False) -> torch.Tensor:
+    """Mean over ``dims``, which stay; ``in_order``: on a CPU, too."""
+    if x.device.type == "cpu" and not in_order:
+        return x.mean(dims, keepdim=True)
+    for dim in dims:
+        x = sum_in_order(x, dim) / x.shape[dim]
+    return x
+
+
+def deviation(x: torch.Tensor, dim: int, in_order: bool = False) -> torch.Tensor:
+    """Standard deviation over ``dim``, which stays."""
+    if x.device.type == "cpu" and not in_order:
+        return x.std(dim, keepdim=True)
+    return (sum_in_order((x - mean(x, dim, in_order=True)).square(), dim) / (x.shape[dim] - 1)).sqrt()
 
 
 def _spread(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Standard deviation; 1 where there is next to none."""
-    spread = x.std(dim, keepdim=True)
+    spread = deviation(x, dim)
     return torch.where(spread > LEAST, spread, torch.ones_like(spread))
 
 
@@ -116,5 +147,5 @@ def _imbalance(x: torch.Tensor) -> torch.Tensor:
 
 def _unevenness(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Largest standard deviation over ``dim`` by the smallest one."""
-    spread = x.std(dim, keepdim=True)
+    spread = deviation(x, dim)
     return spread.amax(-3 - dim, keepdim=True) / spread.amin(-3 - dim, keepdim=True).clamp_min(LEAST)

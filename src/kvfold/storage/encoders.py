@@ -325,7 +325,7 @@ class SearchEncoder(TorchEncoder):
         cuts = [start, *range(waiting, stop, LONG_PIECE // block * block), stop]
         for low, high in pairwise(cuts):
             if low < high:
-                self._launch(slab, tokens, low, high)
+                self._launch(slab, tokens, low, high, states)
 
     def close(
         self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Lengths, boundary: torch.Tensor | None
@@ -333,7 +333,7 @@ class SearchEncoder(TorchEncoder):
         """Nothing: blocks are closed between a graph's steps."""
         raise NotImplementedError("these kernels close no block by lengths on the device")
 
-    def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int) -> None:
+    def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int, states: BlockStates) -> None:
         from kvfold.kernels import encode_search
         from kvfold.kernels.encode_source import Source, angles
 
@@ -356,12 +356,7 @@ class SearchEncoder(TorchEncoder):
 class MixedEncoder(SearchEncoder):
     """By the kernel of :mod:`kvfold.kernels.encode_mixed`."""
 
-    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
-        """See :meth:`TorchEncoder.encode`."""
-        self.states = states
-        super().encode(slab, tokens, start, stop, prompt, states)
-
-    def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int) -> None:
+    def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int, states: BlockStates) -> None:
         from kvfold.kernels import encode_mixed
 
         layout, rows, index = self.layout, tokens.rows, None
@@ -375,8 +370,8 @@ class MixedEncoder(SearchEncoder):
             {name: t[rows] for name, t in slab.values.items()},
             *layout.formats,
             low // layout.block - slab.first,
-            self.states.each["probe"],
-            self.states.numbers(low, high, keys.device),
+            states.each["probe"],
+            states.numbers(low, high, keys.device),
             index,
         )
 
