@@ -5,7 +5,9 @@ version of kvfold so takes seconds where later ones take none.
 """
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,7 +23,7 @@ class Compiling:
     Attributes
     ----------
     seconds : float
-        Spent compiling kernels of kvfold in this process; what came from the cache counts for nothing.
+        Spent compiling kernels of kvfold and models in this process; kernels that came from the cache count for nothing.
     """
 
     def __init__(self) -> None:
@@ -53,13 +55,19 @@ class Compiling:
                 max(1, round(took * KERNELS)),
             )
 
-    def tell_model(self) -> None:
-        """Say once that ``torch.compile`` is given a model."""
+    @contextmanager
+    def model(self) -> Iterator[None]:
+        """``torch.compile`` is given a model within: that is said once, and all of the time counts."""
         if not self._told_of_model:
             self._told_of_model = True
             log.warning(
                 "kvfold: compiling the model's layers, about 15 s; what can be cached is, and later processes take less"
             )
+        begun, before = time.perf_counter(), self.seconds
+        try:
+            yield
+        finally:
+            self.seconds = before + time.perf_counter() - begun  # kernels that were compiled meanwhile are in it
 
 
 compiling = Compiling()

@@ -6,7 +6,7 @@ seconds to compile where a model in one piece takes a minute, and so do its cach
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -216,10 +216,10 @@ def run(model: PreTrainedModel, cache: "FoldedCache", ids: torch.Tensor, positio
         If a layer cannot be compiled; the message says what of it.
     """
     check(model)
-    compiling.tell_model()
+    known = len(ids) in _compiled.get(model, {})
     _running.append(iter(cache.folded))
     try:
-        with _attending(model, len(ids)):
+        with nullcontext() if known else compiling.model(), _attending(model, len(ids)):
             out: Any = type(model).forward(
                 model, input_ids=ids, position_ids=positions, past_key_values=PASSING, use_cache=True
             )
