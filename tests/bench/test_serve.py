@@ -1,6 +1,6 @@
 import pytest
 
-from kvfold.bench.serve import workload
+from kvfold.bench.serve import main, workload
 from kvfold.errors import KVFoldError
 
 
@@ -13,3 +13,9 @@ def test_work_is_written_as_counts_of_lengths():
 def test_other_work_is_refused_by_name(text):
     with pytest.raises(KVFoldError, match=r"work: .* is not allowed; write 8x32768"):
         workload(text)
+
+
+def test_fewer_than_two_steps_are_refused_by_name(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.raises(KVFoldError, match="steps: 1 is not allowed; time 2 or more"):
+        main(["--steps", "1"])

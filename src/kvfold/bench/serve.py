@@ -26,7 +26,7 @@ ROWS = Path("benchmarks/rows/serving.csv")
 OWN = {"bfloat16": "auto", "fp8": "fp8", "int4": "int4_per_token_head", "turboquant": "turboquant_4bit_nc"}
 """vLLM's own caches: our name, its ``kv_cache_dtype``."""
 STEPS = 128
-"""Decode steps that are timed: every sequence fills a page in them."""
+"""Decode steps that are timed, unless told: every sequence fills a page in them."""
 FIRST = 5
 """Decode steps before these."""
 
@@ -95,6 +95,7 @@ class Server:
         self.engine = self.llm.llm_engine
         self.config = self.engine.vllm_config
         self.number = 0
+        self.steps = STEPS
         self.profiles = False
 
     @property
@@ -193,14 +194,14 @@ class Server:
         budget, many = self.config.scheduler_config.max_num_batched_tokens, len(lengths)
         ends = [-(-sum(lengths[: i + 1]) // budget) for i in range(many)]
         for length, end in zip(lengths, ends, strict=True):  # what it decodes while others' prompts are placed
-            self.add(max(1, length - (ends[-1] - end)), 2 * STEPS + 2000)
+            self.add(max(1, length - (ends[-1] - end)), 2 * self.steps + 2000)
         with self.without_model():
             for _ in range(2 * ends[-1] + 50):
                 if self.step()[1] == many:
                     break
         for _ in range(FIRST):
             self.step()
-        steps = [self.step() for _ in range(STEPS)]
+        steps = [self.step() for _ in range(self.steps)]
         if self.profiles:
             self.profile()
         self.engine.abort_request([str(self.number - i) for i in range(many)])
@@ -316,6 +317,12 @@ def main(argv: list[str] | None = None) -> int:
         default=["8x32768"],
         help="requests that decode together; their caches are filled with random bytes (default: 8x32768)",
     )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        help=f"decode steps to time (default: {STEPS}, in which every request fills a page)",
+    )
     parser.add_argument("--prefill", type=int, default=0, metavar="N", help="also time a prompt of N tokens")
     parser.add_argument("--capacity", type=int, nargs="*", metavar="N", help="say what fits in requests of N tokens")
     parser.add_argument("--context", type=int, default=33280, help="longest request (default: 33280)")
@@ -324,11 +331,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model (default: 1)")
     parser.add_argument("--profile", action="store_true", help="say which kernels a step runs")
     given = parser.parse_args(argv)
+    if given.steps < 2:
+        raise KVFoldError(f"steps: {given.steps} is not allowed; time 2 or more")
     sizes = sorted({1, *(len(workload(work)) for work in given.work)})
     need_gpu("serve")
     for cache in given.cache:
         server = Server(given.shape, cache, given.context, given.budget, sizes, given.kv_bytes, given.tp)
-        server.profiles = given.profile
+        server.profiles, server.steps = given.profile, given.steps
         for row in measure(server, cache, given.shape, given):
             _tell(row, given)
         server.close()

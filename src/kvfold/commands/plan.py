@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 METHODS = ("fold", "fold:bits=2", "kivi", "innerq", "turboquant", "qjl")
 GIB = 1 << 30
+SHARE = 0.92
+"""Of a GPU's memory that vLLM takes (--gpu-memory-utilization)."""
 OVERHEAD = 2.3e9
 """Bytes that vLLM takes beside weights and caches with its defaults: activations of a profiling run, graphs."""
 
@@ -31,7 +33,7 @@ OVERHEAD = 2.3e9
 @click.option(
     "--kv-bytes", metavar="B", type=click.IntRange(1), help="Memory for caches per GPU (--kv-cache-memory-bytes)."
 )
-@click.option("--gpu-memory", metavar="GB", type=click.FloatRange(1), help="Memory of a GPU, of which vLLM takes 90 %.")
+@click.option("--gpu-memory", metavar="GB", type=click.FloatRange(1), help="Memory of a GPU, of which vLLM takes 92 %.")
 @click.option("--methods", metavar="X ...", multiple=True, help="Methods.  [default: " + " ".join(METHODS) + "]")
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
 def plan(
@@ -95,7 +97,7 @@ def plan(
 
 
 def _room(shape: Any, gpu_memory: float, tp: int) -> int:
-    room = int(0.9 * gpu_memory * GIB - shape.weight_bytes / tp - OVERHEAD)
+    room = int(SHARE * gpu_memory * GIB - shape.weight_bytes / tp - OVERHEAD)
     if room <= 0:
         raise KVFoldError(
             f"gpu-memory: {gpu_memory:g} GiB do not hold the weights' {shape.weight_bytes / tp / GIB:.1f}; give more, or --tp"
