@@ -42,6 +42,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     for marker in (
         "targets: the module's tests run on every target",
+        "takes_turns: on a GPU each of the module's cases runs in one of the dtypes (in all that --targets names)",
         "cpu_only(reason): left out on a GPU, and why",
         "float32(reason): runs in float32 on every device, and why",
         "compile_all: compiles one of the kernels' whole set of specializations; deselected unless asked for by -m",
@@ -79,11 +80,20 @@ def pytest_collection_modifyitems(config, items):
         if only and isinstance(target, targets.Target) and target.is_gpu:
             _left_to_the_cpu[f"{item.path.name}::{item.originalname}"] = only.args[0]
             left.append(item)
+        elif item.get_closest_marker("takes_turns") and not _has_its_turn(item, target, config):
+            left.append(item)
         elif item.get_closest_marker("compile_all") and "compile_all" not in config.getoption("-m"):
             left.append(item)
     config.hook.pytest_deselected(items=left)
     gone = set(map(id, left))
     items[:] = [item for item in items if id(item) not in gone]
+
+
+def _has_its_turn(item, target, config) -> bool:
+    names = [t.name for t in targets.available() if t.is_gpu]
+    if config.getoption("--targets") or target is None or target.name not in names:
+        return True
+    return target.name == targets.turn(item.nodeid.replace(target.name, ""), names)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,6 +1,8 @@
 """Where a test runs: on which device and in which dtype. The same test functions serve all of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 
@@ -76,3 +78,8 @@ def available() -> list[Target]:
     """The CPU in float32, and a CUDA device in both of the kernels' dtypes."""
     names = ["cuda-float16", "cuda-bfloat16"] if torch.cuda.is_available() else []
     return [CPU, *map(Target, names)]
+
+
+def turn(test: str, names: Sequence[str]) -> str:
+    """Which of some targets has its turn with a test, by its name: about as many tests for each, and always the same ones."""
+    return sorted(names)[crc32(test.encode()) % len(names)]

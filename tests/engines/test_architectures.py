@@ -37,7 +37,7 @@ from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import KVFoldError, UnsupportedModelError
 from kvfold.rope import rope_of
 
-pytestmark = pytest.mark.targets
+pytestmark = [pytest.mark.targets, pytest.mark.takes_turns]
 
 MIXED = ["sliding_attention", "full_attention"]
 CUTS = [150, 30, 1, 19]

@@ -16,7 +16,7 @@ from kvfold.kernels import Partial
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.rope import Rope
 
-pytestmark = pytest.mark.targets
+pytestmark = [pytest.mark.targets, pytest.mark.takes_turns]
 
 MODULE = torch.nn.Module().eval()
 MODULE.num_key_value_groups = 2

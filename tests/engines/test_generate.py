@@ -14,7 +14,7 @@ from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.errors import KVFoldWarning
 from targets import current
 
-pytestmark = pytest.mark.targets
+pytestmark = [pytest.mark.targets, pytest.mark.takes_turns]
 
 NEW = 48
 

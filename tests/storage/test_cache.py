@@ -43,7 +43,7 @@ from kvfold.formats import PagedFormat
 from kvfold.kernels import AttentionKernel
 from kvfold.methods import LayerSpec, Method
 
-pytestmark = pytest.mark.targets
+pytestmark = [pytest.mark.targets, pytest.mark.takes_turns]
 
 VARIANTS = (
     "kivi:group=64",
