@@ -30,13 +30,14 @@ REMEDIES = {
     "DCP not supported": "decode_context_parallel_size: allowed: 1",
     "PCP not supported": "prefill_context_parallel_size: allowed: 1",
     "dtype not supported": "dtype: allowed: bfloat16, float16",
+    "batch invariance not supported": "VLLM_BATCH_INVARIANT: allowed: 0",
 }
 """vLLM's own reasons, and what to do about them."""
 
 
 def named(reasons: list[str]) -> list[str]:
-    """vLLM's reasons against the backend, each with its remedy."""
-    return [f"kvfold: {REMEDIES[reason]}" if reason in REMEDIES else reason for reason in reasons]
+    """vLLM's reasons against the backend, each with its remedy: where none is known, vLLM's own attention."""
+    return [f"kvfold: {REMEDIES.get(reason, f'{reason}; leave --attention-backend CUSTOM out')}" for reason in reasons]
 
 
 def check(config: Any, method: Method) -> None:
@@ -169,9 +170,14 @@ def check_kernel(stored: Stored, device: torch.device) -> str:
     if not is_flash_attn_varlen_func_available():
         raise KVFoldError("FlashAttention is not there, which prompts need; install vLLM's build for CUDA")
     if why := stored.why_not(device):
-        raise KVFoldError(f"{stored.method}: no kernel attends to its pages: {why}; allowed: {', '.join(SERVED)}")
+        raise KVFoldError(f"{stored.method}: no kernel attends to its pages: {why}; {_instead(why)}")
     if why := stored.why_not_stored(device):
-        raise KVFoldError(f"{stored.method}: no kernel encodes its pages: {why}; allowed: {', '.join(SERVED)}")
+        raise KVFoldError(f"{stored.method}: no kernel encodes its pages: {why}; {_instead(why)}")
     if stored.spec.dtype not in (torch.float16, torch.bfloat16):
         raise KVFoldError(f"dtype={str(stored.spec.dtype)[6:]}: allowed on a GPU: bfloat16, float16")
     return "paged, first choice"
+
+
+def _instead(why: str) -> str:
+    """What to do where there is no kernel: another method does not help a model with other head sizes."""
+    return "leave --attention-backend CUSTOM out" if "head_dim=" in why else f"allowed: {', '.join(SERVED)}"
