@@ -7,7 +7,13 @@ import pytest
 from kvfold import methods
 from kvfold.engines.vllm import refusals
 
-LLAMA = {"is_encoder_decoder": False, "is_hybrid": False, "is_attention_free": False, "use_mla": False, "uses_mrope": False}
+LLAMA = {
+    "is_encoder_decoder": False,
+    "is_hybrid": False,
+    "is_attention_free": False,
+    "use_mla": False,
+    "uses_mrope": False,
+}
 
 
 @pytest.mark.parametrize(
