@@ -10,9 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.compiler import ASTSource
+
 from books_case import layer
 from kvfold.kernels import aot, paged
-from kvfold.kernels.paged import work
+from kvfold.kernels.paged import attention, work
 from paged_case import Server, formats_of
 from paged_kernels_case import (
     ATTENDS,
@@ -80,6 +82,49 @@ def test_a_table_and_raw_tokens_cost_no_warps(method, bf16):
 
 def test_updates_of_whole_pages_are_compiled_to_tensor_cores():
     assert aot.compile_follow(64, group=3, heads=3).instructions["HMMA"] > 0
+
+
+@pytest.mark.parametrize("name", ["commvq-96"])
+def test_pieces_compile_as_they_are_launched(name, monkeypatch):
+    """The interpreter minds no types: what one name stands for in a loop, say."""
+    launched = {}
+
+    class Launched:
+        def __init__(self, kernel):
+            self.kernel, self.arg_names = kernel, kernel.arg_names
+
+        def __getitem__(self, grid):
+            def run(*arguments, **options):
+                launched[self.kernel] = dict(zip(self.arg_names, arguments, strict=False)) | options
+
+            return run
+
+    for kernel in ("raw_kernel", "pieces_kernel", "merge_pieces_kernel"):
+        monkeypatch.setattr(attention, kernel, Launched(getattr(attention, kernel)))
+    monkeypatch.setattr(work, "prepare", lambda *step: None)
+    with pytest.raises(AssertionError):  # nothing was computed
+        attending(**ATTENDS[name] | {"dtype": torch.float16, "lengths": (200,), "steps": 1})
+    (pieces,) = (kernel for kernel in launched if kernel.__name__ == "pieces_kernel")
+    assert len(launched) == 3 and compiled(pieces, launched[pieces]).registers <= 255
+
+
+def compiled(kernel, given):
+    """A plain Triton kernel for sm_90, from the arguments of a launch."""
+
+    def typed(value):
+        if isinstance(value, tuple):
+            return tuple(map(typed, value))
+        if isinstance(value, torch.Tensor):
+            return aot._pointer(value)
+        return "fp32" if isinstance(value, float) else "i32"
+
+    fixed = {p.name for p in kernel.params if p.is_constexpr} | {"K_SPEC", "V_SPEC"}
+    signature, constants, aligned = {}, {}, {}
+    for at, name in enumerate(kernel.arg_names):
+        value = given[name] if name in fixed else typed(given[name])
+        signature[name] = aot._typed((at,), value, name in fixed, constants, aligned)
+    options = {name: given[name] for name in ("num_warps", "num_stages", "maxnreg") if name in given}
+    return aot._compile(ASTSource(kernel, signature, constants, aligned), 90, **options)
 
 
 GPU = {"device": "cuda", "dtype": torch.float16}

@@ -244,8 +244,8 @@ def attend_tiles(
             real = (v_channel < V_SPEC[0])[:, None] & (channel < D)[None, :]
             some = tl.load(rows + v_channel[:, None] * D + channel[None, :], mask=real, other=0.0)
             whole = tl.load(rows + V_SPEC[0] * D + channel, mask=channel < D, other=0.0)
-            turned = tl.dot(tl.trans(some), acc, input_precision="tf32x3") + whole[:, None] * total[None, :]
-            tl.store(out + channel[:, None], turned, mask=inside[None, :] & (channel < D)[:, None])
+            value = tl.dot(tl.trans(some), acc, input_precision="tf32x3") + whole[:, None] * total[None, :]
+            tl.store(out + channel[:, None], value, mask=inside[None, :] & (channel < D)[:, None])
     else:
         if V_MEAN:
             acc += mean_acc
