@@ -502,6 +502,54 @@ def check_kept_layers():
     assert worst < 0.1
 
 
+def check_sliding_layers():
+    """Models with sliding layers: the full ones get the backend and fold at 8 bits, the others keep vLLM's own; as the model alone.
+
+    vLLM's platform for CPUs asks for no backend by name, as it does on a GPU, and its attention there for a layout of its own:
+    both are told otherwise here.
+    """
+    import tempfile
+
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kvfold.engines.vllm import plugin
+
+    def choose(_, selected, attn_selector_config, num_heads=None):
+        return (AttentionBackendEnum.CUSTOM if selected is AttentionBackendEnum.CUSTOM else own).get_path()
+
+    own = AttentionBackendEnum.CPU_ATTN
+    own.clear_override()
+    del os.environ[plugin.ON_CPU]
+    type(current_platform).get_attn_backend_cls = classmethod(choose)
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda _: (KVCacheLayout.BLHNC,))
+    torch.manual_seed(0)
+    shape = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "query_pre_attn_scalar": 64}
+    shape |= {"sliding_window": 100, "max_position_embeddings": 4096, "initializer_range": 0.06}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, layer_types=kinds)).float()
+    tokens = [10 + t % 2000 for t in prompt(400, seed=7)]
+    given = {"skip_tokenizer_init": True, "max_num_batched_tokens": 128, "poison": False}
+    with tempfile.TemporaryDirectory() as path:
+        model.save_pretrained(path)
+        full = {"backend_per_kind": {"full_attention": "CUSTOM"}}
+        engine = Engine("fold:bits=8", path=path, attention_config=full, **given)
+        attentions = [type(layer.impl).__name__ for layer in engine.layers.values() if hasattr(layer, "impl")]
+        assert attentions == ["CPUAttentionBackendImpl", "FoldedImpl"] * 2, attentions
+        ((found, logs),) = engine.ask(tokens)
+    assert engine.free == engine.pool.num_gpu_blocks - 1
+    with torch.no_grad():
+        rows = model(torch.tensor([tokens + found])).logits[0, len(tokens) - 1 : -1].log_softmax(-1)
+    worst = max(abs(log - float(row[token])) for token, log, row in zip(found, logs, rows, strict=True))
+    print(f"two of four layers slide: {worst:.4f} from the unfolded model")
+    assert worst < 0.01
+
+
 def check_learned():
     """Methods whose tables come with an artefact, keys before RoPE: as a float32 model that follows the same schedule."""
     import tempfile
