@@ -503,7 +503,7 @@ def check_kept_layers():
 
 
 def check_sliding_layers():
-    """Models with sliding layers: the full ones get the backend and fold at 8 bits, the others keep vLLM's own; as the model alone.
+    """Models with sliding layers: the full ones fold at 8 bits, the others keep vLLM's own attention; as the model alone.
 
     vLLM's platform for CPUs asks for no backend by name, as it does on a GPU, and its attention there for a layout of its own:
     both are told otherwise here.
