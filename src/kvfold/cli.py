@@ -22,7 +22,7 @@ from kvfold.commands.domains import domains
 from kvfold.commands.eval import evaluate
 from kvfold.commands.explain import explain
 from kvfold.commands.generate import generate
-from kvfold.commands.lm_eval import lm_eval
+from kvfold.commands.lm_eval import OWN, lm_eval
 from kvfold.commands.methods import list_methods
 from kvfold.commands.plan import plan
 from kvfold.commands.recommend import recommend
@@ -94,7 +94,12 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _settle(arguments: Sequence[str]) -> None:
     """Have threads wait without spinning, in commands that compute, unless torch is there already; say so."""
-    if not arguments or arguments[0] not in COMPUTE or {"-h", "--help"} & set(arguments) or "torch" in sys.modules:
+    if (
+        not arguments
+        or arguments[0] not in COMPUTE
+        or {"-h", "--help", *OWN} & set(arguments)
+        or "torch" in sys.modules
+    ):
         return
     if said := settle(os.environ):
         print(f"kvfold: {said}", file=sys.stderr)

@@ -1,21 +1,29 @@
 """kvfold as a model of lm-eval: what it scores and generates has read the folded cache."""
 
+import functools
 import importlib.util
 import json
 import os
 import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+import kvfold
 from kvfold.cli import main
+from kvfold.commands import registering
 from kvfold.errors import KVFoldError
 from test_evaluation import break_encoding
 from tiny_model import byte_tokenizer, save, tiny_llama
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: NOTHING of kvfold[lm-eval] is tested")
 
+import lm_eval.tasks
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
@@ -196,6 +204,13 @@ def test_a_broken_quantizer_ruins_both_kinds_of_tasks(make, tasks, monkeypatch):
     assert exact <= 0.25 and right <= 0.5
 
 
+@pytest.fixture
+def no_other_tasks(monkeypatch):
+    """Thousands of files of lm-eval's own are not read."""
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", functools.partial(TaskManager, include_defaults=False))
+
+
+@pytest.mark.usefixtures("no_other_tasks")
 def test_the_command_line_runs_a_task(folder, tasks, tmp_path, capsys, monkeypatch):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "choose.yaml").write_text(json.dumps(tasks[1]))  # JSON is YAML
@@ -215,6 +230,98 @@ def test_the_command_line_runs_a_task(folder, tasks, tmp_path, capsys, monkeypat
     assert result["config"]["kvfold_method"] == GOOD
 
 
+# ---- lm-eval's own command -------------------------------------------------------------------------------------------
+
+BREAK = """
+import functools
+import lm_eval.tasks
+import pytest
+from test_evaluation import break_encoding
+
+break_encoding(pytest.MonkeyPatch())
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+"""
+"""As sitecustomize, which Python imports when it starts. Reading thousands of lm-eval's own tasks is seconds."""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Python of an environment of its own, which sees our packages but has none of our files."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    return folder / "bin" / "python"
+
+
+def run(environment, *arguments, path=(), status=0):
+    """What an environment's Python says, with the paths of this one and others before them."""
+    here = [*path, Path(kvfold.__file__).parents[1], *(p for p in sys.path if p.endswith("-packages"))]
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, here)),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+    }
+    done = subprocess.run([environment, *arguments], env=variables, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr[-2000:]
+    return done.stdout, done.stderr
+
+
+def scores(environment, folder, tasks, tmp_path, first=(), path=()):
+    """Both tasks by ``lm_eval --model kvfold``: exact match, accuracy."""
+    where, out = tmp_path / "tasks", tmp_path / "out"
+    where.mkdir()
+    for task in tasks:
+        (where / f"{task['task']}.yaml").write_text(json.dumps(task))
+    script = Path(lm_eval.__file__).parent / "__main__.py"
+    names = [*first, *(task["task"] for task in tasks)]
+    _, said = run(
+        environment,
+        *(script, "--model", "kvfold", "--model_args", f"pretrained={folder},method={GOOD},dtype=float32"),
+        *("--tasks", ",".join(map(str, names)), "--include_path", where, "--output_path", out),
+        path=path,
+    )
+    (written,) = out.rglob("*.json")
+    found = json.loads(written.read_text())
+    assert found["config"]["kvfold_method"] == GOOD
+    exact = found["results"]["tiny_generate"]
+    return exact["exact_match,none"], found["results"]["tiny_choose"]["acc,none"], said
+
+
+def test_lm_evals_own_command_finds_the_model_after_registering(environment, folder, tasks, tmp_path):
+    said, _ = run(environment, "-m", "kvfold", "lm-eval", "--register")
+    (file,) = environment.parents[1].rglob("kvfold-lm-eval.pth")
+    assert str(file) in said
+    started, _ = run(environment, "-c", "import sys; print({'kvfold', 'lm_eval', 'torch'} & set(sys.modules))")
+    assert started == "set()\n"  # the file's line imports nothing
+    exact, right, said = scores(environment, folder, tasks, tmp_path)
+    assert (exact, right) == (1.0, 1.0)
+    assert "asked for cuda:0, and there is no GPU: on the CPU" in said or torch.cuda.is_available()
+    assert str(file) in run(environment, "-m", "kvfold", "lm-eval", "--unregister")[0] and not file.exists()
+    run(environment, "-c", registering.CHECK, status=1)
+    assert "nothing was registered" in run(environment, "-m", "kvfold", "lm-eval", "--unregister")[0]
+
+
+def test_a_broken_quantizer_ruins_both_through_lm_evals_own_command(environment, folder, tasks, tmp_path):
+    """Found by the task file, which needs no registration."""
+    (tmp_path / "sitecustomize.py").write_text(BREAK)
+    file, _ = run(environment, "-m", "kvfold", "lm-eval", "--task-file")
+    here = Path(__file__).parent
+    exact, right, _ = scores(environment, folder, tasks, tmp_path, [file.strip()], [tmp_path, here, here.parent])
+    assert exact <= 0.25 and right <= 0.5
+
+
+def test_what_does_not_take_the_model_is_left_as_it_was(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(registering, "place", lambda: tmp_path / registering.NAME)
+    assert main(["lm-eval", "--register"]) == 2  # this folder is none that Python looks into
+    assert "error: register: lm-eval " in capsys.readouterr().err and not list(tmp_path.iterdir())
+    monkeypatch.setattr(registering, "place", lambda: tmp_path / "none" / registering.NAME)
+    assert main(["lm-eval", "--register"]) == 1
+    assert "error: register: cannot write " in capsys.readouterr().err
+    assert main(["lm-eval", "--task-file", "--limit", "3"]) == 2
+    assert "task-file: it stands alone" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_other_tasks")
 def test_the_command_line_names_tasks_that_lm_eval_lacks(folder, capsys):
     assert (
         main(["lm-eval", "--model", "kvfold", "--model_args", f"pretrained={folder}", "--tasks", "no_such_task"]) == 2

@@ -31,6 +31,8 @@ from kvfold.evaluation.suites.base import Prompt, Sizes
 NAME = "kvfold"
 MAX_GEN_TOKS = 256
 """Where a task does not say; lm-eval's own models have as many."""
+LM_EVAL_DEVICE = "cuda:0"
+"""Of lm-eval's command, where ``--device`` is not given."""
 TOKEN_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k")
 """What has no meaning where the likeliest token is always taken."""
@@ -51,7 +53,8 @@ class KVFoldLM(TemplateLM):
         As everywhere in kvfold. Of ``method=fold:bits=2,recent=32`` lm-eval makes two arguments at the comma; the second one is
         taken back as an option of the method.
     dtype, device : str, optional
-        As in :func:`kvfold.models.load`.
+        As in :func:`kvfold.models.load`. Without a GPU, ``cuda:0``, which lm-eval gives where the user says nothing, is the
+        CPU; a warning says so.
     chunk : int
         Tokens of a continuation per call.
     max_length : int, optional
@@ -85,7 +88,7 @@ class KVFoldLM(TemplateLM):
         if chunk < 1:
             raise KVFoldError(f"chunk: {chunk}; give at least 1")
         chosen = methods.get(_spec(method, options))
-        loaded, tokenizer, _ = models.load(pretrained, dtype, device)
+        loaded, tokenizer, _ = models.load(pretrained, dtype, _there(device))
         kvfold.explain(loaded, chosen)  # refuses what does not fit, before the first request
         self._begin(loaded, tokenizer, chosen, chunk)
         limit = self.max_length
@@ -260,6 +263,14 @@ class KVFoldLM(TemplateLM):
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
+
+
+def _there(device: str | None) -> str | None:
+    """lm-eval's default device names a GPU, whether there is one or not."""
+    if device != LM_EVAL_DEVICE or torch.cuda.is_available():
+        return device
+    logging.getLogger(__name__).warning("kvfold: lm-eval asked for %s, and there is no GPU: on the CPU", device)
+    return "cpu"
 
 
 def _spec(method: str, options: dict[str, Any]) -> str:
