@@ -326,43 +326,56 @@ def uneven(row: Any) -> str:
     return f"1 x {row.context:,} + {row.batch - 1} x {(row.total - row.context) // (row.batch - 1):,}"
 
 
-def serving_speed() -> Table:
-    """vLLM, by cache: steps and prompts, against bfloat16 of the same run."""
-    found = [row for row in rows("serving", "what", "model", "cache", "batch", "context", "total", "gpus") if row.ms]
-    plain = {(row.what, row.batch, row.total, row.gpus): row for row in found if row.cache == "bfloat16"}
+SERVED = ("bfloat16", "fp8", "turboquant", "int4", "fold", "kivi", "squat")
+"""Caches of vLLM and methods, as columns."""
+
+
+def serving_results() -> Table:
+    """vLLM, a column per cache: what fits, steps, prompts; ``fold`` against bfloat16."""
+    found = rows("serving", "what", "model", "cache", "batch", "context", "total", "gpus")
     lines = []
-    for row in sorted(found, key=lambda r: (r.gpus, r.what, r.context, r.batch, r.total)):
-        other = plain.get((row.what, row.batch, row.total, row.gpus))
-        even = row.total == max(row.batch, 1) * row.context
-        work = f"{row.batch} x {row.context:,}" if even else uneven(row)
-        gpus = f", {row.gpus} GPUs" if row.gpus > 1 else ""
-        lines.append(
-            [
-                f"{row.what}, {work}{gpus}",
-                f"`{row.cache}`",
-                f"{row.ms:,.2f}",
-                f"{row.tokens_per_s:,.0f}",
-                number(other and other.ms / row.ms, ".2f"),
-            ]
-        )
-    return ["measure", "cache", "ms", "tokens/s", "times as fast as bfloat16"], lines
+    for what, title, show in (
+        ("capacity", "tokens that fit, in requests of {}", lambda row: f"{row.tokens:,}"),
+        ("decode", "ms a step, {}", lambda row: f"{row.ms:.2f}"),
+        ("prefill", "ms of a prompt, {}", lambda row: f"{row.ms:,.0f}"),
+    ):
+        works: dict[tuple[int, ...], dict[str, Any]] = {}
+        for row in found:
+            if row.what == what and (row.gpus == 1 if what == "capacity" else not _most(row, row.cache)):
+                works.setdefault((row.gpus, -row.total, -row.batch, row.context), {})[row.cache] = row
+        for (gpus, *_), each in sorted(works.items()):
+            name = title.format(_work(next(iter(each.values())))) + (f", {gpus} GPUs" if gpus > 1 else "")
+            cells = [show(each[cache]) if cache in each else "-" for cache in SERVED]
+            lines.append([name, *cells, _against(what, each)])
+    steps = {cache: [row for row in found if _most(row, cache)] for cache in SERVED}
+    most = {cache: max(each, key=lambda row: row.batch) for cache, each in steps.items() if each}
+    cells = [f"{most[c].tokens_per_s:,.0f} ({most[c].batch})" if c in most else "-" for c in SERVED]
+    gain = number(most["fold"].tokens_per_s / most["bfloat16"].tokens_per_s, ".2f")
+    lines.append(["tokens a second, as many requests of 32,768 as fit (how many)", *cells, gain])
+    return ["measure", *(f"`{cache}`" for cache in SERVED), "`fold` against `bfloat16`"], lines
 
 
-def serving_room() -> Table:
-    """Tokens that vLLM says fit, by cache, beside bfloat16 in as many bytes."""
-    found = [row for row in rows("serving", "what", "model", "cache", "context", "gpus") if row.what == "capacity"]
-    plain = {(row.context, row.gpus): row.tokens for row in found if row.cache == "bfloat16"}
-    lines = [
-        [
-            f"{row.context:,}",
-            f"`{row.cache}`",
-            f"{row.tokens:,}",
-            number(row.tokens / plain[row.context, row.gpus], ".2f"),
-        ]
-        for row in sorted(found, key=lambda r: (-r.context, r.tokens))
-        if (row.context, row.gpus) in plain and row.gpus == 1
-    ]
-    return ["tokens of a request", "cache", "tokens that fit", "times bfloat16"], lines
+LEAST = 8
+"""Requests of 32,768 tokens that are measured whatever fits."""
+
+
+def _most(row: Any, cache: str) -> bool:
+    return (row.what, row.cache, row.context, row.gpus) == ("decode", cache, 32_768, 1) and row.batch > LEAST
+
+
+def _work(row: Any) -> str:
+    if row.what == "capacity":
+        return f"{row.context:,}"
+    even = row.total == max(row.batch, 1) * row.context
+    return f"{row.batch} x {row.context:,}" if even else uneven(row)
+
+
+def _against(what: str, each: dict[str, Any]) -> str:
+    """How many times as good: more tokens, less time."""
+    fold, plain = each.get("fold"), each.get("bfloat16")
+    if not (fold and plain):
+        return "-"
+    return number(fold.tokens / plain.tokens if what == "capacity" else plain.ms / fold.ms, ".2f")
 
 
 ROOM = 109_200_000_000
@@ -432,8 +445,7 @@ BENCH = {
     },
     "docs/serving.md": {
         "serving capacity": serving_capacity,
-        "serving room": serving_room,
-        "serving speed": serving_speed,
+        "serving results": serving_results,
     },
     "docs/profile.md": {"profile": profile},
 }

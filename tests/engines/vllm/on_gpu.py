@@ -4,9 +4,10 @@
     python tests/engines/vllm/on_gpu.py squat qjl  # some
 
 Every method is a process of its own. Its pages, windows and attention are compared, step by step, with those of the reference,
-which starts from copies of the same caches; NaN lies in all free blocks. Then graphs are compared with eager steps, and
-requests in a batch with the same alone. ``calibrated`` is SQuat with the subspace of a text, ``native`` vLLM's own attention:
-what its answers differ by from those of other methods that read nothing packed is said at the end.
+which starts from copies of the same caches; NaN lies in all free blocks. Then graphs, scheduled asynchronously, are compared
+with eager steps, which are not, and requests in a batch with the same alone. ``calibrated`` is SQuat with the subspace of a text,
+``sliding`` fold in the full layers of a model with sliding ones, which keep vLLM's attention; ``native`` is vLLM's attention
+everywhere: what its answers differ by from those of other methods that read nothing packed is said at the end.
 """
 
 import gc
@@ -30,7 +31,8 @@ ENVIRONMENT = {
     "KVFOLD_CHECK": "1",
 }
 LEARNED = ("vqllm:bits=1", "vqllm", "commvq:bits=1", "commvq")
-METHODS = ("native", "squat", "calibrated", "innerq", "qjl", "turboquant", "fold", "kivi", *LEARNED)
+SLIDING = "sliding"
+METHODS = ("native", "squat", "calibrated", "innerq", "qjl", "turboquant", "fold", "kivi", SLIDING, *LEARNED)
 LENGTHS = (5, 90, 127, 129, 300, 500, 700)
 TOKENS = 16
 """Of an answer."""
@@ -154,6 +156,19 @@ def model(folder):
     return folder
 
 
+def sliding_model(folder):
+    """Two layers of a window of 100 tokens, two full ones."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "query_pre_attn_scalar": 128}
+    shape |= {"sliding_window": 100, "max_position_embeddings": 8192, "initializer_range": 0.04, "dtype": "bfloat16"}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    Gemma3ForCausalLM(Gemma3TextConfig(**shape, layer_types=kinds)).to(torch.bfloat16).save_pretrained(folder)
+
+
 def subspace(path, out):
     """SQuat's queries, of a text that the random model reads."""
     import torch
@@ -210,16 +225,23 @@ def on_gpu(name):
     from checks import Engine, bytes_since, prompt
 
     folder = Path(os.environ[FOLDER])
-    path = str(folder / "model")
+    path, chosen = str(folder / "model"), {"attention_backend": "CUSTOM"}
+    if name == SLIDING:
+        sliding_model(path := str(folder / SLIDING))
+        chosen = {"attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}}}
     prompts = [[10 + t % 2000 for t in prompt(n, seed=n)] for n in LENGTHS]
     if name == "native":
         (folder / "native.json").write_text(json.dumps(native(path, prompts)))
         return
     more = {"kvfold_subspace": subspace(path, folder / "squat.safetensors")} if name == "calibrated" else {}
-    method = "squat" if name == "calibrated" else with_artefact(name, path, folder / f"{name}.safetensors")
-    given = {"path": path, "more": more, "skip_tokenizer_init": True, "attention_backend": "CUSTOM", **options()}
+    method = {"calibrated": "squat", SLIDING: "fold"}.get(name) or with_artefact(
+        name, path, folder / f"{name}.safetensors"
+    )
+    given = {"path": path, "more": more, "skip_tokenizer_init": True, **chosen, **options()}
     shadow = Shadow()
-    engine = Engine(method, poison=True, **given)
+    # vLLM's sliding attention reads what it masks
+    engine = Engine(method, poison=name != SLIDING, **given, async_scheduling=False)
+    assert not ahead(engine)
     shadow.worst = worst = Worst()
     eager = engine.ask(*prompts, tokens=TOKENS)
     hits = engine.ask(*prompts[-2:], tokens=TOKENS)
@@ -240,11 +262,13 @@ def on_gpu(name):
     gc.collect()
     torch.cuda.empty_cache()
     engine = Engine(method, poison=False, **given, enforce_eager=False, compilation_config=GRAPHS)
+    assert ahead(engine)
     graphs = engine.ask(*prompts, tokens=TOKENS) + engine.ask(*prompts[-2:], tokens=TOKENS)
     assert engine.free == engine.pool.num_gpu_blocks - 1, "blocks are lost"
     graph = max(apart(a, b)[1] if a[0] == b[0] else 9.0 for a, b in zip(eager + hits, graphs, strict=True))
     repeat = max(apart(a, b)[1] if a[0] == b[0] else 9.0 for a, b in zip(eager, again, strict=True))
-    (folder / f"{name}.json").write_text(json.dumps(eager))
+    if name != SLIDING:
+        (folder / f"{name}.json").write_text(json.dumps(eager))
     print(
         f"## {name}: {worst.steps} steps of layers, attention {worst.attention:.1e}, {worst.blocks} blocks: keys "
         f"{worst.keys:.1e}, values {worst.values:.1e}, equal elements {worst.equal / max(worst.elements, 1):.4%}, "
@@ -255,6 +279,11 @@ def on_gpu(name):
     # another code that is as good to rounding is another vector
     assert max(worst.keys, worst.values) < STORED or (name in LEARNED and worst.equal > 0.999 * worst.elements)
     assert graph < 0.02, "graphs answer otherwise"
+
+
+def ahead(engine):
+    """Whether vLLM schedules a step before it knows the tokens of the last one."""
+    return engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
 
 
 def share(a, b):
