@@ -5,7 +5,7 @@
 
 Every method is a process of its own. Its pages, windows and attention are compared, step by step, with those of the reference,
 which starts from copies of the same caches; NaN lies in all free blocks. Then graphs, scheduled asynchronously, are compared
-with eager steps, which are not, and requests in a batch with the same alone. ``calibrated`` is SQuat with the subspace of a text,
+with eager steps, which are not, and requests in a batch with the same alone. ``calibrated`` is SQuat with a text's subspace,
 ``sliding`` fold in the full layers of a model with sliding ones, which keep vLLM's attention; ``native`` is vLLM's attention
 everywhere: what its answers differ by from those of other methods that read nothing packed is said at the end.
 """
