@@ -121,6 +121,49 @@ def test_what_is_something_else_stays(kernels):
     assert not fused.is_rotation(lambda q: q, torch.device("cpu"), FP16)
 
 
+ERRORS = [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+    (RuntimeError("The size of tensor a (64) must match the size of tensor b (32)"), False),
+    (TypeError("missing 1 required positional argument"), False),
+]
+
+
+@pytest.mark.parametrize(("error", "passes"), ERRORS, ids=lambda x: str(x)[:20])
+def test_an_error_of_the_device_is_not_taken_for_something_else(error, passes, kernels):
+    """Shapes that do not fit say that a function is another one. Memory that does not suffice says nothing about it."""
+
+    def failing(*given):
+        raise error
+
+    model = build(LlamaForCausalLM, LlamaConfig).to(FP16)
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn.forward = failing
+    tried = [lambda: fused.is_rotation(failing, torch.device("cpu"), FP16), lambda: fused.is_gated(mlp)]
+    for attempt in tried:
+        if passes:
+            with pytest.raises(type(error)) as raised:
+                attempt()
+            assert raised.value is error
+        else:
+            assert attempt() is False
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "said"),
+    [
+        (LlamaForCausalLM, LlamaConfig, "5 of 5 norms, 2 of 2 gates, 1 of 1 rotations (functions) by one kernel each"),
+        (GlmForCausalLM, GlmConfig, "5 of 5 norms, 0 of 1 rotations (functions) by one kernel each"),
+    ],
+)
+def test_what_is_served_is_said(model, config, said, kernels):
+    built = build(model, config).to(FP16)
+    assert said in fused.described(built)
+    built.float()  # no kernel takes it
+    assert fused.described(built).startswith("a decode graph runs the model's own operations (0 of ")
+
+
 def test_calls_that_the_kernel_does_not_take_are_the_models_own(kernels):
     model = build(LlamaForCausalLM, LlamaConfig).to(FP16)
     kvfold.fold(model, "none")

@@ -118,6 +118,9 @@ def test_small_operations_of_a_step_are_kernels_that_round_as_the_models_own(mon
     torch.manual_seed(0)
     model = llama(head_dim=64, max_position_embeddings=2048).to("cuda", torch.bfloat16).eval()
     ids, got, found = torch.randint(3, 96, (2, 420), device="cuda"), [], []
+    layers = model.config.num_hidden_layers
+    said = f"{2 * layers + 1} of {2 * layers + 1} norms, {layers} of {layers} gates, 1 of 1 rotations"
+    assert any(said in note for note in kvfold.explain(model, "fold").notes)
 
     @contextmanager
     def counted(model, own=fused.small_operations):

@@ -1,6 +1,7 @@
 """What folding a model with a method would do, layer by layer, without running it."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -167,8 +168,19 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
     notes += said
     if tables:
         notes.append(f"tables shared by all sequences: {sum(tables.values()):,} bytes")
+    if model.device.type == "cuda" and len(kept) < len(rows):
+        notes += _in_graphs(model)
     dtype = str(model.dtype).removeprefix("torch.")
     return Explanation(str(method), rows, sum(stored) + wished, sum(own) + wished, notes, dtype)
+
+
+def _in_graphs(model: PreTrainedModel) -> list[str]:
+    """What becomes of a model's small operations in decode graphs, which need Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    from kvfold.engines.transformers.fused import described
+
+    return [said] if (said := described(model)) else []
 
 
 def _notes(method: Method, keys: Format, values: Format, softcap: float | None) -> list[str]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,15 @@ PROBE = 64
 HALVES = (torch.float16, torch.bfloat16)
 
 Style = tuple[small.Rounding, float]
+
+
+class Found(NamedTuple):
+    """What one kernel each serves: norms, gates, and by Python module the function that rotates."""
+
+    norms: list[tuple[nn.Module, Style]]
+    gates: list[nn.Module]
+    turned: dict[Any, Callable[..., Any]]
+
 
 _known: dict[tuple[Any, ...], small.Rounding | None] = {}
 """How norms round, by class, weight's size and dtype, and device."""
@@ -74,6 +83,12 @@ def _same(a: Any, b: torch.Tensor) -> bool:
     return isinstance(a, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
 
 
+def _is_of_the_device(error: Exception) -> bool:
+    """Whether an error says nothing about shapes: memory does not suffice, or the device failed. Both are RuntimeErrors."""
+    own = isinstance(error, RuntimeError) and type(error) is not RuntimeError
+    return own or "CUDA error" in str(error) or "can't allocate memory" in str(error)
+
+
 @torch.no_grad()
 def is_rotation(function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a function rotates queries and keys as :func:`kvfold.kernels.small.rotate` does."""
@@ -81,8 +96,10 @@ def is_rotation(function: Callable[..., Any], device: torch.device, dtype: torch
     given = draw(2, 3, 1, PROBE), draw(2, 1, 1, PROBE), draw(2, 1, PROBE), draw(2, 1, PROBE)
     try:
         got = function(*given)
-    except (TypeError, ValueError, IndexError, RuntimeError):  # it wants something else
-        return False
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        if _is_of_the_device(error):
+            raise
+        return False  # it wants something else
     want = small.rotate_by_definition(*given)
     return isinstance(got, tuple) and len(got) == 2 and all(map(_same, got, want))
 
@@ -99,8 +116,10 @@ def is_gated(module: nn.Module) -> bool:
     x = _draw(weight.device, weight.dtype)(1, 1, weight.shape[1])
     try:
         return _same(module(x), down(small.gated_by_definition(gate(x), up(x))))
-    except (TypeError, ValueError, IndexError, RuntimeError):  # it wants something else
-        return False
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        if _is_of_the_device(error):
+            raise
+        return False  # it wants something else
 
 
 def _gated(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -132,10 +151,15 @@ def _rotation(own: Callable[..., Any]) -> Callable[..., Any]:
     return rotate
 
 
+def _places(model: nn.Module) -> set[Any]:
+    """The Python modules that a model's classes come from."""
+    return {sys.modules.get(type(module).__module__) for module in model.modules()}
+
+
 def rotations(model: PreTrainedModel) -> dict[Any, Callable[..., Any]]:
     """The Python modules that a model's classes come from, and the function of each that rotates."""
     found: dict[Any, Callable[..., Any]] = {}
-    for place in {sys.modules.get(type(module).__module__) for module in model.modules()}:
+    for place in _places(model):
         function = getattr(place, ROTATE, None)
         own = getattr(function, "_kvfold_plain", function)
         if own is not None and is_rotation(own, model.device, model.dtype):
@@ -149,15 +173,42 @@ def _is_compiled(model: nn.Module) -> bool:
     return whole or hasattr(plain(model.forward), "_torchdynamo_orig_callable")
 
 
+def find(model: PreTrainedModel) -> Found:
+    """What a captured step of a model runs by kernels of kvfold. Modules and functions are run on random numbers for it.
+
+    Raises
+    ------
+    torch.OutOfMemoryError
+        There is no room to try one; other errors of the device pass, too.
+    """
+    norms = [(module, style) for module in model.modules() if (style := norm_style(module)) is not None]
+    gates = [module for module in model.modules() if is_gated(module)]
+    return Found(norms, gates, rotations(model) if model.dtype in HALVES else {})
+
+
+def described(model: PreTrainedModel) -> str:
+    """How many of a model's norms, gates and rotations a decode graph runs by one kernel each."""
+    if _is_compiled(model):
+        return "a decode graph runs the model as torch.compile made it"
+    found, modules = find(model), list(model.modules())
+    norms = sum(type(module).__name__.endswith("Norm") for module in modules)
+    gates = sum(all(hasattr(module, name) for name in PROJECTIONS) for module in modules)
+    turns = sum(hasattr(place, ROTATE) for place in _places(model))
+    kinds = (found.norms, norms, "norms"), (found.gates, gates, "gates"), (found.turned, turns, "rotations (functions)")
+    named = [f"{len(served)} of {count} {kind}" for served, count, kind in kinds if count]
+    if not any((found.norms, found.gates, found.turned)):
+        return f"a decode graph runs the model's own operations ({', '.join(named)} by a kernel)" if named else ""
+    each = "by one kernel each, where they are given 16 bits; the rest is the model's own"
+    return f"a decode graph runs {', '.join(named)} {each}"
+
+
 @contextmanager
 def small_operations(model: PreTrainedModel) -> Iterator[int]:
     """Have a model's norms, rotations and gates run by kernels of kvfold; yields how many modules and functions were found."""
     if _is_compiled(model):
         yield 0
         return
-    norms = [(module, style) for module in model.modules() if (style := norm_style(module)) is not None]
-    gates = [module for module in model.modules() if is_gated(module)]
-    turned = rotations(model) if model.dtype in HALVES else {}
+    norms, gates, turned = find(model)
     for module, style in norms:
         module.forward = partial(_norm, module, style)
     for module in gates:
