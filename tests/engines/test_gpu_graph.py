@@ -112,6 +112,81 @@ def test_generate_decodes_in_a_graph(method, length):
     assert same - length > 4 and (a - b).norm() < 5e-2 * a.norm()
 
 
+def generated(model, ids, cache, graphs, tokens=60, **options):
+    """What ``generate`` gives, with a decode graph or without, and the steps that the graph took."""
+    torch.manual_seed(0)
+    kind = {"max_new_tokens": tokens, "output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    with decoding(model, cache, tokens) if graphs else nullcontext() as steps:
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **kind, **options)
+    return found, steps.replayed if graphs else 0
+
+
+def agree(plain, captured, length, least=5):
+    """Equal tokens up to a tie that rounding decided: the step at which they part, if they do, has seen the same tokens."""
+    width = min(plain.sequences.shape[1], captured.sequences.shape[1])
+    same = (plain.sequences[:, :width] == captured.sequences[:, :width]).all(0)
+    same = int(same.long().cumprod(0).sum())
+    a, b = (torch.stack(x.logits[: same - length + 1]).float() for x in (plain, captured))
+    assert same - length >= least and (a - b).norm() < 5e-2 * a.norm()
+    return same == width
+
+
+@pytest.mark.parametrize("method", ["fold", "kivi"])
+def test_sampling_several_answers_in_a_graph(method):
+    model = generating()
+    ids = torch.randint(3, 96, (2, 300), device=model.device)
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "num_return_sequences": 3}
+    plain, _ = generated(model, ids, kvfold.fold(model, method), False, **options)
+    captured, replayed = generated(model, ids, kvfold.fold(model, method), True, **options)
+    assert captured.sequences.shape == (6, 360) and replayed == 59
+    agree(plain, captured, 300, least=1)  # sampling parts sooner than a tie
+
+
+@pytest.mark.parametrize("method", ["fold", "kivi"])
+def test_sequences_that_end_at_different_times_in_a_graph(method):
+    """One ends early and is padded; the others go on as if it had not, until the last one ends."""
+    model = generating()
+    ids = torch.randint(3, 96, (3, 300), device=model.device)
+    free, _ = generated(model, ids, kvfold.fold(model, method), True, do_sample=False)
+    answers = free.sequences[:, 300:].tolist()
+    first = {token: [row.index(token) if token in row else 99 for row in answers] for row in answers for token in row}
+    end, at = max(first.items(), key=lambda item: len({n for n in item[1] if 0 < n < 60}))
+    assert len({min(n, 60) for n in at}) > 1, "some sequence ends before another"
+    captured, replayed = generated(model, ids, kvfold.fold(model, method), True, do_sample=False, eos_token_id=end)
+    last = min(max(at) + 1, 60)
+    assert captured.sequences.shape == (3, 300 + last) and replayed == last - 1
+    for row, ends in enumerate(at):
+        answer = captured.sequences[row, 300:].tolist()
+        assert answer[: ends + 1] == answers[row][: ends + 1][:last] and set(answer[ends + 1 :]) <= {0}
+
+
+@pytest.mark.parametrize("method", ["fold", "kivi", "none"])
+def test_turns_grow_beyond_the_first_slab_in_graphs(method):
+    """A chat on one cache: each turn's graph begins on more than it was allocated for, and goes on in it."""
+    model = generating()
+    caches = [kvfold.fold(model, method) for _ in range(2)]
+    ids, steps = torch.randint(3, 96, (1, 200), device=model.device), 0
+    for turn in range(4):
+        plain, _ = generated(model, ids, caches[0], False, do_sample=False)
+        captured, replayed = generated(model, ids, caches[1], True, do_sample=False)
+        steps += replayed
+        if not agree(plain, captured, ids.shape[1]):  # a tie: what follows it is another conversation
+            caches[0] = copy.deepcopy(caches[1])
+        assert caches[1].get_seq_length() == ids.shape[1] + 59
+        said = captured.sequences
+        ids = torch.cat((said, torch.randint(3, 96, (1, 150 * (turn + 1)), device=said.device)), 1)
+    assert steps == 4 * 59 and caches[1].folded[0].packed[0] > 900
+
+
+def generating():
+    """A tiny model that never ends by itself."""
+    torch.manual_seed(0)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    model = llama(head_dim=64, max_position_embeddings=4096).to(device, dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
 def test_small_operations_of_a_step_are_kernels_that_round_as_the_models_own(monkeypatch):
     """Their results differ by the order of a norm's sum: seldom, and by one step of bfloat16. (No codes: those would fall to
     the other side of a rounding.)"""
