@@ -10,11 +10,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvfold
 from helpers import llama
+from kvfold import methods
+from kvfold.bench import storage
 from kvfold.cli import main
 from kvfold.engines.transformers import fused
 from kvfold.engines.transformers.graph import DecodeGraph, decoding
 from kvfold.errors import UnsupportedModelError
 from kvfold.kernels import REGISTRY
+from kvfold.methods import LayerSpec
+from kvfold.methods.learned import LearnedMethod
+from kvfold.plan import choose_kernel, packed_for
+from kvfold.rope import Rope
 from tiny_model import save
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,6 +54,19 @@ def test_a_replayed_step_equals_a_step(method, start):
         pytest.skip(
             "it knows something of a whole sequence, which is not there yet: see test_generate_decodes_in_a_graph"
         )
+    replays(method, start)
+
+
+@pytest.mark.parametrize("start", [3, 400])
+@pytest.mark.parametrize(
+    "method, head_dim", [("kivi", 96), ("kivi:group=16", 80), ("squat_pre", 64), ("squat_pre", 128), ("kvarn", 64)]
+)
+def test_steps_over_plain_order_are_replayed(method, head_dim, start):
+    """Head sizes and keys that the fused kernels refuse, and blocks that Torch encodes between steps."""
+    replays(method, max(start, 200) if "squat" in method else start, head_dim)
+
+
+def replays(method, start, head_dim=64):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=256,
@@ -55,7 +74,7 @@ def test_a_replayed_step_equals_a_step(method, start):
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=head_dim,
         vocab_size=97,
         max_position_embeddings=2048,
     )
@@ -258,12 +277,24 @@ def test_generate_decodes_in_a_compiled_graph():
         assert str(steps) == "79 tokens decoded in a compiled CUDA graph"
 
 
-@pytest.mark.parametrize("method", ["none", "fold", "kivi", "squat", "innerq", "qjl", "gear", "zipcache", "turboquant"])
+DEFAULTS = [name for name in methods.REGISTRY if name != "gsrq"]
+"""Methods as they are by default; of GSRQ's tables, random ones are not known."""
+
+
+@pytest.mark.parametrize("method", DEFAULTS)
 def test_every_method_has_a_fast_kernel_that_is_captured(method):
-    """Those with tables of their own are in tests/kernels/test_tables_kernels.py."""
-    model = llama(head_dim=128).to("cuda", torch.bfloat16)
-    for row in kvfold.explain(model, method).layers:
-        assert row.kernel not in ("reference", "cpu") and REGISTRY[row.kernel].captures, row.reason
+    """What explain names on a GPU; learned methods with random tables in place of an artefact's."""
+    device, made = torch.device("cuda"), methods.get(method)
+    if not isinstance(made, LearnedMethod):
+        model = llama(head_dim=128).to(device, torch.bfloat16)
+        for row in kvfold.explain(model, method).layers:
+            assert row.kernel not in ("reference", "cpu") and REGISTRY[row.kernel].captures, row.reason
+        return
+    rope = Rope(10000.0 ** (-torch.arange(0, 128, 2, device=device).float() / 128))
+    spec = LayerSpec(0, 1, 8, 2, 128, torch.bfloat16, rope)
+    made = storage.with_tables(made, 2, 128, device)
+    choice = choose_kernel(made, packed_for(made, spec, device, None), device)
+    assert choice.kernel.name not in ("reference", "cpu") and choice.kernel.captures, choice.passed_over
 
 
 @pytest.mark.parametrize("prompt", ["Hi", "one two three four five six seven eight nine ten"])

@@ -42,6 +42,7 @@ class TilesKernel(AttentionKernel):
 
     name = "triton"
     in_place_tokens = 16
+    captures = True
     dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
