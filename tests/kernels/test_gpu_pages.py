@@ -155,6 +155,15 @@ def test_launches_of_every_shape(name):
     case = Case(name, lens=(3000 // 32 * 32, 512))
     for warps in (1, 2, 4):
         for splits in (1, 3, 7, 64):
-            plan = Plan(warps, BLOCKS, 1, 1, splits, 2)
-            if program_bytes(*case.formats, plan) <= STATIC_SHARED:
-                assert case.error(plan) < LIMIT[torch.float16]
+            for registers, narrow in ((None, False), (128 if warps == 1 else 168, True)):
+                plan = Plan(warps, BLOCKS, 1, 1, splits, 2, registers=registers, bytewise=narrow)
+                if program_bytes(*case.formats, plan) <= STATIC_SHARED:
+                    assert case.error(plan) < LIMIT[torch.float16]
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["fold", "fold:bits=2"])
+def test_a_warp_takes_a_short_sequence_whole(name, dtype):
+    case = Case(name, lens=(480, 0, 32, 160, 128) * 40, heads=8, kv_heads=8, dtype=dtype)
+    plan = pages.make_plan(*case.formats, 200 * 8, 1, 18, 160, 132)
+    assert plan.warps == plan.splits == 1 and case.error(plan) < LIMIT[dtype]

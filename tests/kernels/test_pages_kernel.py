@@ -55,6 +55,19 @@ def test_few_programs_bring_their_first_pages_and_begin_with_windows(batch_heads
     assert plan.ahead is whether and plan.windows_first is whether
 
 
+@pytest.mark.parametrize("batch_heads, capacity, rows, whole", [
+    (1120 * 32, 16, 1, True), (2048, 64, 4, True), (2048, 65, 4, False), (1024, 16, 4, False), (2048, 64, 8, False),
+])  # fmt: skip
+def test_a_warp_takes_a_short_sequence_whole_where_there_are_many(batch_heads, capacity, rows, whole):
+    plan = pages.make_plan(*formats("fold:bits=2"), batch_heads, rows, capacity, 32, 132)
+    assert (plan.warps == 1) is whole
+    if whole:
+        assert plan.splits == plan.dense_splits == 1
+        report = aot.compile_pages(*formats("fold:bits=2"), rows=rows, plan=plan)
+        assert report.registers <= 128 and report.spills_in_loop == 0  # sixteen programs of a multiprocessor
+        assert 16 * (report.shared + 1024) <= 227 * 1024
+
+
 def test_first_pages_come_in_one_instruction_before_the_wait():
     forms = formats("fold")
     few, many = (pages.make_plan(*forms, heads, 4, 1024, 160, 132) for heads in (8, 128))

@@ -100,13 +100,16 @@ def make_plan(
     columns = math.ceil(rows / (8 * tiles))
     pages = math.ceil(capacity / BLOCKS)
     narrow = bytewise(key_format, value_format, rows)
+    jobs = batch_heads * columns
+    if narrow and capacity <= SHORT and jobs >= ALONE * processors:
+        dense = math.ceil(window_slots / (16 * 12))
+        return Plan(1, BLOCKS, tiles, columns, 1, dense, registers=ALONE_REGISTERS, bytewise=True)
     shapes = [Plan(warps, BLOCKS, tiles, columns, 1, 1, bytewise=narrow) for warps in (4, 2, 1)]
     shape = next(s for s in shapes if program_bytes(key_format, value_format, s) <= STATIC_SHARED)
     warps, registers = shape.warps, REGISTERS.get(dim)
     threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
     size = program_bytes(key_format, value_format, shape)
     resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
-    jobs = batch_heads * columns
     least = min(1.0, 9 / (resident * warps))
 
     def cost(n: int) -> float:
@@ -127,6 +130,9 @@ def make_plan(
 
 REGISTERS: dict[int, int] = {128: 168}
 """Most registers of a thread, by ``head_dim``; as measured on an H200."""
+SHORT, ALONE, ALONE_REGISTERS = 64, 12, 128
+"""Of sequences with room for so many blocks at most, and so many of their KV heads for each multiprocessor, a warp takes one
+whole and has no other to meet; its registers then."""
 
 
 def decode_attention(
