@@ -140,14 +140,13 @@ def generated(model, ids, cache, graphs, tokens=60, **options):
     return found, steps.replayed if graphs else 0
 
 
-def agree(plain, captured, length, least=5):
+def agree(plain, captured, length, least=5, limit=5e-2):
     """Equal tokens up to a tie that rounding decided: the step at which they part, if they do, has seen the same tokens."""
     width = min(plain.sequences.shape[1], captured.sequences.shape[1])
     same = (plain.sequences[:, :width] == captured.sequences[:, :width]).all(0)
     same = int(same.long().cumprod(0).sum())
     a, b = (torch.stack(x.logits[: same - length + 1]).float() for x in (plain, captured))
-    assert same - length >= least and (a - b).norm() < 5e-2 * a.norm()
-    return same == width
+    assert same - length >= least and (a - b).norm() < limit * a.norm()
 
 
 @pytest.mark.parametrize("method", ["fold", "kivi"])
@@ -183,18 +182,17 @@ def test_sequences_that_end_at_different_times_in_a_graph(method):
 def test_turns_grow_beyond_the_first_slab_in_graphs(method):
     """A chat on one cache: each turn's graph begins on more than it was allocated for, and goes on in it."""
     model = generating()
-    caches = [kvfold.fold(model, method) for _ in range(2)]
+    cache = kvfold.fold(model, method)
     ids, steps = torch.randint(3, 96, (1, 200), device=model.device), 0
     for turn in range(4):
-        plain, _ = generated(model, ids, caches[0], False, do_sample=False)
-        captured, replayed = generated(model, ids, caches[1], True, do_sample=False)
+        plain, _ = generated(model, ids, copy.deepcopy(cache), False, do_sample=False)
+        captured, replayed = generated(model, ids, cache, True, do_sample=False)
+        agree(plain, captured, ids.shape[1], least=1, limit=1e-1)
+        assert cache.get_seq_length() == ids.shape[1] + 59
         steps += replayed
-        if not agree(plain, captured, ids.shape[1]):  # a tie: what follows it is another conversation
-            caches[0] = copy.deepcopy(caches[1])
-        assert caches[1].get_seq_length() == ids.shape[1] + 59
         said = captured.sequences
         ids = torch.cat((said, torch.randint(3, 96, (1, 150 * (turn + 1)), device=said.device)), 1)
-    assert steps == 4 * 59 and caches[1].folded[0].packed[0] > 900
+    assert steps == 4 * 59 and cache.folded[0].packed[0] > 900
 
 
 def generating():
