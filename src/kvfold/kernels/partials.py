@@ -6,10 +6,13 @@ for the tokens in full precision. All have one format, so one merge serves any m
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from kvfold.kernels.call import AttentionCall, Span
 
 LOG2E = 1.4426950408889634
 MANY_ROWS = 4096
@@ -257,3 +260,45 @@ class Partials:
             **early_launch(early),
         )
         return out
+
+
+def span_arguments(
+    call: AttentionCall,
+    span: Span,
+    turns: tuple[torch.Tensor, torch.Tensor],
+    partials: Partials,
+    part: int,
+    splits: int,
+    rows: tuple[int, int],
+    units: tuple[int, int],
+) -> tuple[Any, ...]:
+    """What kernels over storage in plain order take after a span's fields, in their order.
+
+    Parameters
+    ----------
+    turns : pair of Tensor
+        Constants of RoPE; anything where keys are not rotated.
+    part, splits : int
+        Parts of ``partials`` that are written: the first, and how many.
+    rows : pair of int
+        Query rows of a KV head, and their blocks.
+    units : pair of int
+        Units of 32 tokens of the span, and those from one KV head's storage to the next's.
+    """
+    position = call.packed_len if call.first_position is None else call.first_position  # not read without RoPE
+    results = partials.out, partials.top, partials.total
+    scale, heads = float(call.scale) * LOG2E, call.rows.shape[1]
+    return (
+        call.packed_len,
+        position,
+        *turns,
+        *results,
+        scale,
+        heads,
+        *rows,
+        span.start,
+        *units,
+        splits,
+        part,
+        partials.splits,
+    )

@@ -14,7 +14,7 @@ from kvfold.kernels._plain_gluon import plain_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.decode import STATIC_SHARED
 from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.partials import LOG2E, Partials
+from kvfold.kernels.partials import Partials, span_arguments
 from kvfold.rope import Rope
 
 PAGE = 128
@@ -159,22 +159,7 @@ def attend_packed(
     plain_kernel[(batch * heads * blocks, plan.splits)](
         packed.contiguous(),
         *arrays,
-        call.packed_len,
-        call.packed_len if call.first_position is None else call.first_position,  # not read
-        *turns,
-        partials.out,
-        partials.top,
-        partials.total,
-        float(call.scale) * LOG2E,
-        heads,
-        rows,
-        blocks,
-        span.start,
-        units,
-        room,
-        plan.splits,
-        part,
-        partials.splits,
+        *span_arguments(call, span, turns, partials, part, plan.splits, (rows, blocks), (units, room)),
         **constants(call.key_format, call.value_format, plan, call.rope is not None),
         num_warps=plan.warps,
         maxnreg=plan.registers,

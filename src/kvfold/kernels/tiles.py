@@ -308,7 +308,7 @@ def attend_packed(
         Added to scores before ``call.scale``.
     """
     from kvfold.kernels._tiles import tiles_kernel
-    from kvfold.kernels.partials import LOG2E
+    from kvfold.kernels.partials import span_arguments
 
     key_format, value_format = call.key_format, call.value_format
     assert isinstance(key_format, AffineGroups) and isinstance(value_format, AffineGroups)
@@ -334,22 +334,7 @@ def attend_packed(
         nothing if bias is None else bias.float().contiguous(),
         *keys,
         *values,
-        call.packed_len,
-        call.packed_len if call.first_position is None else call.first_position,  # not read
-        *turns,
-        partials.out,
-        partials.top,
-        partials.total,
-        float(call.scale) * LOG2E,
-        heads,
-        rows,
-        blocks,
-        span.start,
-        _units(span),
-        room,
-        plan.splits,
-        part,
-        partials.splits,
+        *span_arguments(call, span, turns, partials, part, plan.splits, (rows, blocks), (_units(span), room)),
         **fixed,
         num_warps=plan.warps,
     )

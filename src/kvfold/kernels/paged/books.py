@@ -13,7 +13,7 @@ from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitSearch, KeyCo
 from kvfold.formats.residual import Codebook
 from kvfold.kernels.paged._store_books import append_kernel, close_kernel
 from kvfold.kernels.paged.call import PagedCall
-from kvfold.kernels.paged.work import Workspace
+from kvfold.kernels.paged.work import Workspace, closing_arguments
 from kvfold.rope import Rope
 
 BOOKS = (ResidualCodes, AdditiveCodes, BinaryCodes)
@@ -86,15 +86,7 @@ def store(call: PagedCall, new: list[torch.Tensor], workspace: Workspace) -> Non
             *_strided(new[i : i + 1]),
             windows[i],
             *windows[i].stride()[:3],
-            step.query_start,
-            step.seq_lens,
-            step.window_table,
-            step.window_table.stride(0),
-            step.table,
-            step.table.stride(0),
-            workspace.before,
-            workspace.closes,
-            workspace.close_list,
+            *closing_arguments(step, workspace),
             codes,
             *codes.stride()[:2],
             scale,

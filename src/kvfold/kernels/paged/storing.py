@@ -12,7 +12,7 @@ from kvfold.kernels.paged._store import store_kernel
 from kvfold.kernels.paged.call import Following, PagedCall
 from kvfold.kernels.paged.follow import follow
 from kvfold.kernels.paged.follow import unsupported as follow_unsupported
-from kvfold.kernels.paged.work import Workspace
+from kvfold.kernels.paged.work import Workspace, closing_arguments
 
 RESIDENT = 4
 """Programs per multiprocessor."""
@@ -63,15 +63,7 @@ def store(call: PagedCall, workspace: Workspace) -> None:
         *call.window_keys.stride()[:3],
         call.window_values,
         *call.window_values.stride()[:3],
-        step.query_start,
-        step.seq_lens,
-        step.window_table,
-        step.window_table.stride(0),
-        step.table,
-        step.table.stride(0),
-        workspace.before,
-        workspace.closes,
-        workspace.close_list,
+        *closing_arguments(step, workspace),
         workspace.slots,
         k_stored,
         _steps(k_stored),

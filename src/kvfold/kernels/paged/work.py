@@ -1,6 +1,7 @@
 """What all layers of a step need, computed on the device once a step: what is packed, pieces of work, blocks to close."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -383,3 +384,9 @@ def prepare(step: PagedStep, workspace: Workspace, seen: int) -> None:
         num_warps=2,
         **sizes,
     )
+
+
+def closing_arguments(step: PagedStep, workspace: Workspace) -> tuple[Any, ...]:
+    """Where a step's tokens lie and which blocks it completes, as kernels that store take it, in their order."""
+    tables = step.window_table, step.window_table.stride(0), step.table, step.table.stride(0)
+    return step.query_start, step.seq_lens, *tables, workspace.before, workspace.closes, workspace.close_list
