@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from helpers import interpreted_module
 from kvfold.kernels import small as compiled
-from kvfold.kernels.aot_small import compile_gate, compile_norm, compile_rotate
+from kvfold.kernels.aot_small import compile_gate, compile_norm, compile_rotate, compile_statistics
 
 FP16, BF16 = torch.float16, torch.bfloat16
 WHERE = [
@@ -77,3 +77,28 @@ def test_kernels_compile_without_spills(capability, rounding):
     report = compile_norm(8192, rounding, capability=capability)
     assert report.spilled == 0 and report.registers <= 168 and report.instructions["LDG"] <= 12
     assert compile_rotate(128, capability=capability).spilled == compile_gate(capability=capability).spilled == 0
+
+
+@pytest.mark.parametrize("norm, mean", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("dim", [128, 80])
+def test_queries_meet_statistics_of_a_sequence_as_defined(dim, norm, mean, where):
+    """Of views, in every dtype that layers have."""
+    kernels, dtype = where
+    torch.manual_seed(0)
+    q = torch.randn(2, 3, 6, 2 * dim).to(dtype)[..., :dim].transpose(1, 2)
+    codes = torch.randint(0, 256, (2, 6, 1, dim), dtype=torch.uint8) if norm else None
+    means = torch.randn(2, 6, 1, dim).half() if mean else None
+    for queries in (q, q.float()):
+        got, bias = kernels.with_statistics(queries, codes, means)
+        want, added = kernels.with_statistics_by_definition(queries, codes, means)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want.float(), rtol=2e-6, atol=0)
+        assert (bias is None) == (added is None)
+        if bias is not None:
+            torch.testing.assert_close(bias, added.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_the_kernel_of_statistics_compiles_without_spills(dim):
+    report = compile_statistics(dim)
+    assert report.spilled == 0 and report.registers <= 64

@@ -4,7 +4,16 @@ import triton
 from triton.compiler import ASTSource
 
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
-from kvfold.kernels.small import OPTIONS, ROUNDINGS, Rounding, _gate_kernel, _norm_kernel, _rotate_kernel, warps_of
+from kvfold.kernels.small import (
+    OPTIONS,
+    ROUNDINGS,
+    Rounding,
+    _gate_kernel,
+    _norm_kernel,
+    _rotate_kernel,
+    _statistics_kernel,
+    warps_of,
+)
 
 
 def compile_norm(size: int, rounding: Rounding = ROUNDINGS[0], bf16: bool = True, capability: int = 90) -> Report:
@@ -31,3 +40,19 @@ def compile_gate(bf16: bool = True, capability: int = 90) -> Report:
     signature = _signature(_gate_kernel, {"N": 512}, dict.fromkeys(names, _width(bf16)))
     source = ASTSource(_gate_kernel, *signature, _aligned(_gate_kernel, names))
     return _compile(source, capability, num_warps=4, **OPTIONS)
+
+
+def compile_statistics(head_dim: int, bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel that puts statistics of whole sequences into queries."""
+    fixed = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "HAS_NORM": True, "HAS_MEAN": True}
+    types = {
+        "q_ptr": _width(bf16),
+        "norm_ptr": "*u8",
+        "mean_ptr": "*fp16",
+        "out_ptr": "*fp32",
+        "bias_ptr": "*fp32",
+        "step": "fp32",
+    }
+    signature = _signature(_statistics_kernel, fixed, types)
+    source = ASTSource(_statistics_kernel, *signature, _aligned(_statistics_kernel, list(types)[:-1]))
+    return _compile(source, capability, num_warps=1, **OPTIONS)

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvfold.formats.paged import NORM_STEPS, norms
+
 Rounding = Literal["normed", "whole", "above one"]
 """What of a norm is rounded: what is then multiplied by the weight (Llama); the product alone (OLMo 2, GPT-OSS); the product
 with one plus the weight (Gemma)."""
@@ -102,6 +104,26 @@ def _gate_kernel(gate_ptr, up_ptr, out_ptr, count, N: tl.constexpr):  # type: ig
     tl.store(out_ptr + at, ((gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up).to(kind), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _statistics_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, norm_ptr, mean_ptr, out_ptr, bias_ptr, rows, q_batch, q_head, q_row, heads, step,
+    D: tl.constexpr, DP: tl.constexpr, HAS_NORM: tl.constexpr, HAS_MEAN: tl.constexpr,
+):  # fmt: skip
+    """One program: one query row of one KV head. Grid: (batch * heads, rows)."""
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1)
+    at = tl.arange(0, DP)
+    inside = at < D
+    x = tl.load(q_ptr + head // heads * q_batch + head % heads * q_head + row * q_row + at, mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if HAS_MEAN:
+        mean = tl.load(mean_ptr + head * D + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(bias_ptr + head * rows + row, tl.reduce(x * mean, 0, tl.standard._sum_combine))
+    if HAS_NORM:
+        x = x * tl.exp2(tl.load(norm_ptr + head * D + at, mask=inside, other=0).to(tl.float32) * step)
+    tl.store(out_ptr + (head * rows + row) * D + at, x, mask=inside)
+
+
 def warps_of(size: int) -> int:
     """Warps of a norm's program."""
     return min(max(triton.next_power_of_2(size) // 256, 1), 8)
@@ -167,3 +189,39 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     out, numbers = gate.new_empty(gate.shape), 512
     _gate_kernel[(triton.cdiv(gate.numel(), numbers),)](gate, up, out, gate.numel(), N=numbers, num_warps=4, **OPTIONS)
     return out
+
+
+def with_statistics_by_definition(
+    queries: torch.Tensor, norm: torch.Tensor | None, mean: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What :func:`with_statistics` computes, in Torch's operations."""
+    bias = None if mean is None else (queries * mean.float()).sum(-1)
+    return (queries if norm is None else queries * norms(norm)), bias
+
+
+def with_statistics(
+    queries: torch.Tensor, norm: torch.Tensor | None, mean: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries times the norms of whole sequences' channels, and their products with the means.
+
+    Parameters
+    ----------
+    queries : Tensor [batch, num_kv_heads, rows, head_dim], channels adjacent
+    norm : Tensor or None, uint8 [batch, num_kv_heads, 1, head_dim], contiguous
+        Codes; see :func:`kvfold.formats.paged.norms`.
+    mean : Tensor or None, float16 [batch, num_kv_heads, 1, head_dim], contiguous
+
+    Returns
+    -------
+    Tensor, float32, shaped as ``queries``
+    Tensor or None, float32 [batch, num_kv_heads, rows]
+    """
+    batch, heads, rows, dim = queries.shape
+    out = queries.new_empty(queries.shape, dtype=torch.float32)
+    bias = None if mean is None else queries.new_empty(batch, heads, rows, dtype=torch.float32)
+    _statistics_kernel[(batch * heads, rows)](
+        queries, out if norm is None else norm, out if mean is None else mean, out, out if bias is None else bias, rows,
+        *queries.stride()[:3], heads, -1 / NORM_STEPS, D=dim, DP=triton.next_power_of_2(dim), HAS_NORM=norm is not None,
+        HAS_MEAN=mean is not None, num_warps=1, **OPTIONS,
+    )  # fmt: skip
+    return out, bias

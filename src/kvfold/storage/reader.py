@@ -86,10 +86,14 @@ class Reader:
         if isinstance(form := self.layout.key_format, Projected):
             assert form.maps is not None
             return form.maps.queries(queries)
-        shared, bias = self.slabs.shared[0], None
-        if "mean" in shared:
-            bias = (queries * shared["mean"].float()).sum(-1)
-        return (queries * norms(shared["norm"]) if "norm" in shared else queries), bias
+        shared = self.slabs.shared[0]
+        norm, mean = shared.get("norm"), shared.get("mean")
+        if queries.is_cuda and not queries.requires_grad:  # two to seven kernels in one, in every layer of every step
+            from kvfold.kernels.small import with_statistics
+
+            return with_statistics(queries, norm, mean)
+        bias = None if mean is None else (queries * mean.float()).sum(-1)
+        return (queries if norm is None else queries * norms(norm)), bias
 
     def decoded(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of a sequence as attention sees them, float32 [num_kv_heads, len, head_dim]."""
