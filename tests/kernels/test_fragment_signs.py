@@ -1,4 +1,5 @@
-"""Attention over pages of signs by products of bytes, run by warps in NumPy, against attention over the decoded pages."""
+"""Attention over pages of signs, and of levels, by products of bytes, run by warps in NumPy, against attention over the decoded
+pages."""
 
 import math
 
@@ -51,7 +52,11 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
     at = machine.put(q)
     parts = [machine.put(torch.full(shape, math.nan)) for shape in ((2, rows, 128), (2, rows), (2, rows))]
     addresses = [[scalar(a, np.int64) for a in side] for side in arrays]
-    stored = tuple(addresses[0][i] for i in (0, 1, 3, 4)), tuple(addresses[1][:2])
+    levels = fragments.linear_levels(*forms)
+    stored = (
+        tuple(addresses[0][i] for i in (0, 1, 3, 4)),
+        tuple(addresses[1][i] for i in ((0, 1, 3) if levels else (0, 1))),
+    )
 
     def program(warp):
         lane, warp = register(np.arange(32, dtype=np.int32)), scalar(warp)
@@ -61,11 +66,18 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
             128, 2, 8, 0, 1, True,
         )  # fmt: skip
         machine.program_sync(lane)
-        best, out, side = kernel.attend_signs(
-            zero, lane, warp, zero, scalar(-(-blocks // 4)), scalar(-(-blocks // 4)), scalar(blocks), stored, zero, zero,
-            addresses[0][5] + lane * 16, lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage,
-            4 // stage, lift,
-        )  # fmt: skip
+        pages = scalar(-(-blocks // 4))
+        if levels:
+            best, out, side = kernel.attend_levels(
+                zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero),
+                tuple(a[5] + lane * 16 for a in addresses), lane * 8 + far, up[0], 128, k.constants, v.constants, levels,
+                places, stage,
+            )  # fmt: skip
+        else:
+            best, out, side = kernel.attend_signs(
+                zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, addresses[0][5] + lane * 16,
+                lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
+            )  # fmt: skip
         machine.program_sync(lane)
         kernel._finish(
             zero, lane, warp, (best, best), out, side, *(Pointer(p, np.float32) for p in parts), scalar(1, np.int64), zero,
@@ -80,7 +92,7 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
     return float((got - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("method", ["qjl", "qjl:center=false"])
+@pytest.mark.parametrize("method", ["qjl", "qjl:center=false", "turboquant", "turboquant:center=false"])
 def test_it_is_attention_over_the_decoded_pages(method):
     assert error(method) < 1e-3
 
@@ -90,8 +102,24 @@ def test_every_number_of_rows_pages_and_warps(rows, blocks, warps, stage):
     assert error(rows=rows, blocks=blocks, warps=warps, stage=stage) < 1e-3
 
 
-def test_numbers_of_every_size():
-    assert error(query=300.0, value=1e-3, scale=128**-0.5 / 300) < 1e-3
+@pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 1), (3, 9, 2), (4, 17, 4)])
+def test_every_number_of_rows_pages_and_warps_of_levels(rows, blocks, warps):
+    assert error("turboquant", rows=rows, blocks=blocks, warps=warps) < 1e-3
+
+
+@pytest.mark.parametrize("method", [METHOD, "turboquant"])
+def test_numbers_of_every_size(method):
+    assert error(method, query=300.0, value=1e-3, scale=128**-0.5 / 300) < 1e-3
+
+
+def test_four_levels_are_linear_in_the_bits_of_their_codes():
+    forms = formats("turboquant")
+    fixed = fragments.linear_levels(*forms)
+    for form, bend, unit in zip(forms, fixed[::2], fixed[1::2], strict=True):
+        levels = [unit * (u - 1.5 + bend * (u % 2 - 0.5)) for u in range(4)]
+        assert levels == pytest.approx(form.inner.levels, abs=1e-12)
+    for method in ("turboquant:bits=3", "turboquant:bits=1", "qjl", "k=turboquant+v=kivi"):
+        assert fragments.linear_levels(*formats(method)) == ()
 
 
 def test_it_compiles_with_few_instructions():
@@ -100,8 +128,22 @@ def test_it_compiles_with_few_instructions():
     assert report.loop <= 1900  # of a page, of which 480 serve two
 
 
+def test_levels_compile_with_few_instructions():
+    forms = formats("turboquant")
+    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, 132)
+    assert plan.bytewise
+    report = aot.compile_fragments(*forms, plan=plan)
+    assert report.registers <= 184 and report.spills_in_loop == 0
+    assert report.loop <= 1850  # of a page, of which 350 serve two
+
+
 def test_products_of_bytes_serve_a_step_of_few_rows():
     assert fragments.bytewise(*formats(), 4)
     assert not fragments.bytewise(*formats(), 5)
     assert not fragments.bytewise(*formats(dim=64), 4)
     assert not fragments.bytewise(*formats("qjl:k_bits=1"), 4)
+    assert fragments.bytewise(*formats("turboquant"), 4)
+    assert not fragments.bytewise(*formats("turboquant"), 5)
+    assert not fragments.bytewise(*formats("turboquant", 64), 4)
+    assert not fragments.bytewise(*formats("turboquant:normalize=false"), 4)
+    assert not fragments.bytewise(*formats("turboquant:bits=3"), 4)

@@ -21,6 +21,7 @@ from kvfold.kernels._affine_codes import weight as channel_weight
 from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
 from kvfold.kernels._fragment_codes import fetch_side, held_levels, places
+from kvfold.kernels._fragment_levels import attend_levels
 from kvfold.kernels._fragment_lookup import (
     PLACES_BYTES,
     clear_places,
@@ -233,11 +234,13 @@ def fragments_kernel(
     part0,
     D: gl.constexpr, K: gl.constexpr, K_WIDTH: gl.constexpr, V: gl.constexpr, PAIR: gl.constexpr, NB: gl.constexpr,
     PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr = False, AHEAD: gl.constexpr = 0,
+    LEVELS: gl.constexpr = (),
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 / column_share`` query rows.
 
     Grid: (batch * heads * columns, splits + dense_splits); a split writes PAIR parts, of even and of odd pages, or (BYTES,
-    products of bytes: see :func:`kvfold.kernels._fragment_signs.attend_signs`) one. PER stages
+    products of bytes: see :func:`kvfold.kernels._fragment_signs.attend_signs`, and :mod:`kvfold.kernels._fragment_levels` where
+    there are LEVELS) one. PER stages
     of NB blocks of 32 tokens are a page. ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its
     pages. K and V: (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level table, rank).
     """
@@ -304,13 +307,20 @@ def fragments_kernel(
             q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, PAIR, 8, _lightened(K), K_BITS, True
         )  # fmt: skip
         program_sync(lane)
-        best, out, side = attend_signs(
-            base0, lane, warp, lo, hi, pages, blocks,
-            ((k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
-             (v_codes.to(gl.int64), v_meta.to(gl.int64))),
-            head * capacity, head * k_pages, k_table.to(gl.int64) + lane * 16, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER,
-            LIFT,
-        )  # fmt: skip
+        k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
+        k_lane = k_table.to(gl.int64) + lane * 16
+        if len(LEVELS) > 0:
+            v_stored = (v_codes.to(gl.int64), v_meta.to(gl.int64), v_mean.to(gl.int64))
+            best, out, side = attend_levels(
+                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
+                (head * k_pages, head * v_pages), (k_lane, v_table.to(gl.int64) + lane * 16), far, up[0], D, K, V, LEVELS,
+                PLACES, NB,
+            )  # fmt: skip
+        else:
+            best, out, side = attend_signs(
+                base0, lane, warp, lo, hi, pages, blocks, (k_stored, (v_codes.to(gl.int64), v_meta.to(gl.int64))),
+                head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT,
+            )  # fmt: skip
         program_sync(lane)
         slot0 = head.to(gl.int64) * parts + (part0 + split)
         _finish(

@@ -91,12 +91,13 @@ def _word(dim, bits, tile):
 @gluon.jit
 def _product(
     words, TILE: gl.constexpr, STEP: gl.constexpr, NEXT: gl.constexpr, FIRST: gl.constexpr, b0, b1, acc, D: gl.constexpr,
-    BITS: gl.constexpr, SIGNED: gl.constexpr,
+    BITS: gl.constexpr, SIGNED: gl.constexpr, KEPT: gl.constexpr = 0,
 ):  # fmt: skip
-    """acc and the product of a tile's codes: two words from FIRST on, and two of the next tile (NEXT) or STEP further."""
+    """acc and the product of a tile's codes: two words from FIRST on, and two of the next tile (NEXT) or STEP further; KEPT:
+    of so many of the codes' lower bits."""
     A: gl.constexpr = _word(D, BITS, TILE) + FIRST
     B: gl.constexpr = _word(D, BITS, TILE + NEXT) + FIRST + STEP
-    MASK: gl.constexpr = _byte_mask(BITS, weight(D, BITS, TILE // 2))
+    MASK: gl.constexpr = _byte_mask(KEPT if KEPT else BITS, weight(D, BITS, TILE // 2))
     return mma_bytes(words[A] & MASK, words[A + 1] & MASK, words[B] & MASK, words[B + 1] & MASK, b0, b1, acc, SIGNED)
 
 
@@ -156,8 +157,11 @@ def _byte_pairs(a, b):
 
 
 @gluon.jit
-def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr):
-    """Turned queries as operands of bytes, where their products begin so that codes need no zero-point, and their unit."""
+def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr, BEND: gl.constexpr = 0.0):
+    """Turned queries as operands of bytes, where their products begin so that codes need no zero-point, and their unit.
+
+    BEND: behind the operands those of the codes' lowest bits, as :mod:`kvfold.kernels._fragment_levels` has them.
+    """
     HALF: gl.constexpr = D // 32
     big = gl.abs(x[0][0])
     for ct in gl.static_range(HALF):
@@ -177,6 +181,15 @@ def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr):
         r2 = gl.fma(y[2], f, MAGIC + 128.0)
         r3 = gl.fma(y[3], f, MAGIC + 128.0)
         q = q + (transpose8(_byte_pairs(r0, r1)), transpose8(_byte_pairs(r2, r3)))
+    if BEND != 0.0:
+        for j in gl.static_range(HALF):
+            f = s * (BEND * 0.5 ** _lift(D, BITS, j))
+            y = x[j]
+            r0 = gl.fma(y[0], f, MAGIC + 128.0)
+            r1 = gl.fma(y[1], f, MAGIC + 128.0)
+            r2 = gl.fma(y[2], f, MAGIC + 128.0)
+            r3 = gl.fma(y[3], f, MAGIC + 128.0)
+            q = q + (transpose8(_byte_pairs(r0, r1)), transpose8(_byte_pairs(r2, r3)))
     start = ()
     none = lane * 0
     for s in gl.static_range(sets(D, BITS)):
@@ -185,6 +198,9 @@ def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr):
             if _set(D, BITS, j) == s:
                 top = none + _byte_mask(BITS, weight(D, BITS, j))  # twice the middle
                 acc = mma_bytes(top, top, top, top, q[2 * j], q[2 * j + 1], acc, True)
+                if BEND != 0.0:
+                    low = none + _byte_mask(1, weight(D, BITS, j))
+                    acc = mma_bytes(low, low, low, low, q[2 * (HALF + j)], q[2 * (HALF + j) + 1], acc, True)
         high = MAGIC_BITS - (acc[0] >> 1)
         low = MAGIC_BITS - ((acc[1] >> 1) + ((acc[0] & 1) << 7))
         start = start + ((high, low, high, low),)
@@ -205,8 +221,11 @@ def row_means(q, base, lane, D: gl.constexpr, AT: gl.constexpr, FAR: gl.constexp
 
 
 @gluon.jit
-def byte_scores(base, lane, q, start, left, skip, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr):
-    """Scores of row t without its unit: two of each of the 2 NB tiles of 16 tokens."""
+def byte_scores(
+    base, lane, q, start, left, skip, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr, BENT: gl.constexpr = False,
+):  # fmt: skip
+    """Scores of row t without its unit: two of each of the 2 NB tiles of 16 tokens. BENT: queries are of :func:`byte_queries`
+    with BEND."""
     HALF: gl.constexpr = D // 32
     SETS: gl.constexpr = sets(D, BITS)
     scores = ()
@@ -226,6 +245,21 @@ def byte_scores(base, lane, q, start, left, skip, D: gl.constexpr, BITS: gl.cons
                 for c in gl.static_range(HALF):
                     if _set(D, BITS, c) == s:
                         acc = _product(words, 2 * c + tt, 2, 0, 0, q[2 * c], q[2 * c + 1], acc, D, BITS, True)
+                        if BENT:
+                            acc = _product(
+                                words,
+                                2 * c + tt,
+                                2,
+                                0,
+                                0,
+                                q[2 * (HALF + c)],
+                                q[2 * (HALF + c) + 1],
+                                acc,
+                                D,
+                                BITS,
+                                True,
+                                1,
+                            )
                 sums = sums + (acc,)
             low, high = unpack_half2(scale[2 * (j % 2) + tt])
             scores = scores + (
@@ -249,8 +283,9 @@ def _whole(sums, I: gl.constexpr, SETS: gl.constexpr):
 
 
 @gluon.jit
-def byte_weights(scores, unit, bias, scale, NB: gl.constexpr):
-    """Probabilities times values' scales as operands of bytes, the exponent they are relative to, and their sum.
+def byte_weights(scores, unit, bias, scale, NB: gl.constexpr, BEND: gl.constexpr = 0.0):
+    """Probabilities times values' scales as operands of bytes, the exponent they are relative to, and their sum. BEND: behind
+    the operands those of the codes' lowest bits.
 
     The exponent is the page's own maximum less what the largest scale leaves to 16 bits. ``scale``: pairs of tokens g and g + 8
     of a tile.
@@ -270,19 +305,24 @@ def byte_weights(scores, unit, bias, scale, NB: gl.constexpr):
     top = gl.maximum(gl.fma(m, unit, bias), -1.0e30) - room
     bias = bias - top
     p = ()
+    bent = ()
     total = bias * 0.0
     for i in gl.static_range(2 * NB):
         low, high = unpack_half2(scale[i])
         a = exp2_fast(gl.fma(scores[2 * i], unit, bias))
         b = exp2_fast(gl.fma(scores[2 * i + 1], unit, bias))
         total = total + (a + b)
+        if BEND != 0.0:
+            c = as_int(gl.fma(a, low * BEND, BIG))
+            d = as_int(gl.fma(b, high * BEND, BIG))
+            bent = bent + (transpose8(either_bytes(c, d, PARTS)),)
         a = as_int(gl.fma(a, low, BIG))
         b = as_int(gl.fma(b, high, BIG))
         p = p + (transpose8(either_bytes(a, b, PARTS)),)
     total = total + shuffle_xor(total, 4)
     total = total + shuffle_xor(total, 8)
     total = total + shuffle_xor(total, 16)
-    return p, top, total
+    return p + bent, top, total
 
 
 @gluon.jit
@@ -350,10 +390,10 @@ def turned_mean(base, scratch, lane, signs, matrix, D: gl.constexpr, MIX: gl.con
 @gluon.jit
 def byte_values(
     base, lane, p, before, now, total, mean, out, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
-    MIX: gl.constexpr, NB: gl.constexpr, AT: gl.constexpr,
+    MIX: gl.constexpr, NB: gl.constexpr, AT: gl.constexpr, BENT: gl.constexpr = False,
 ):  # fmt: skip
     """Sums of values of row t, channels g and g + 8 of each tile, in the rotated basis, in units of 256 times codes (times
-    2^k), a page further; ``total``: the page's probabilities."""
+    2^k), a page further; ``total``: the page's probabilities. BENT: ``p`` is of :func:`byte_weights` with BEND."""
     CT: gl.constexpr = D // 16
     none = lane * 0
     begin = none + BIG_BITS
@@ -361,6 +401,9 @@ def byte_values(
     top = none + _byte_mask(BITS, 0)
     for j in gl.static_range(NB):
         acc = mma_bytes(top, top, top, top, p[2 * j], p[2 * j + 1], acc, False)
+        if BENT:
+            low = none + _byte_mask(1, 0)
+            acc = mma_bytes(low, low, low, low, p[2 * (NB + j)], p[2 * (NB + j) + 1], acc, False)
     middle = (acc[0].to(gl.float32) + acc[1].to(gl.float32) * (1 / 256)) * (-0.5 * now)
     share = total * now * (MIX**-0.5 / 256)
     accs = ()
@@ -392,6 +435,11 @@ def byte_values(
                 BITS,
                 False,
             )
+            if BENT:
+                acc = _product(
+                    ready, 2 * (ct % (CT // 2)), 0, 1, 2 * (ct // (CT // 2)), p[2 * (NB + j)], p[2 * (NB + j) + 1], acc, D,
+                    BITS, False, 1,
+                )  # fmt: skip
             new = new + (acc,)
         accs = new
     sums = ()

@@ -300,14 +300,28 @@ def pairs(key_format: Format, rows: int) -> int:
 def bytewise(key_format: Format, value_format: Format, rows: int) -> bool:
     """Whether products of bytes serve: eight columns are then four query rows."""
     k, v = side(key_format), side(value_format)
-    return (
-        rows <= 4
-        and k.constants[:2] == (UNIFORM, 1)
-        and k.width == 2 * key_format.head_dim == 256
-        and k.constants[5]
-        and v.constants[:3] == (CHANNELS, 2, MODES["asym"])
-        and not v.constants[9]
-    )
+    if rows > 4 or not k.constants[5]:
+        return False
+    if k.constants[:2] == (UNIFORM, 1):
+        grouped = v.constants[:3] == (CHANNELS, 2, MODES["asym"]) and not v.constants[9]
+        return k.width == 2 * key_format.head_dim == 256 and grouped
+    return key_format.head_dim == 128 and bool(linear_levels(key_format, value_format))
+
+
+def linear_levels(key_format: Format, value_format: Format) -> tuple[float, ...]:
+    """Of formats with four levels -b, -a, a, b a code, keys and values, (bend, unit) of both; of others nothing.
+
+    Levels are linear in the bits of a code u: ``unit * (u - 3/2 + bend * (u % 2 - 1/2))``.
+    """
+    out: tuple[float, ...] = ()
+    for form in (key_format, value_format):
+        inner = form.inner if isinstance(form, Paged) else form
+        if side(form).constants[:2] != (LEVELS, 2) or not isinstance(inner, Lookup):
+            return ()
+        a, b = inner.levels[2:]
+        unit = (a + b) / 2
+        out += (2 * (b - 1.5 * unit) / unit, unit)
+    return out
 
 
 def stage_blocks(key_format: Format, value_format: Format, rows: int = 5) -> int:
@@ -546,4 +560,5 @@ def constants(key_format: Format, value_format: Format, plan: Plan, bf16: bool, 
         "EARLY": early,
         "BYTES": plan.bytewise,
         "AHEAD": plan.ahead,
+        "LEVELS": linear_levels(key_format, value_format) if plan.bytewise else (),
     }

@@ -1,0 +1,199 @@
+"""The loop over pages of :mod:`kvfold.kernels._fragments_gluon` for four levels of a table (TurboQuant), keys and values, for
+up to four query rows of a KV head.
+
+Both products are of bytes, as in :mod:`kvfold.kernels._page_bytes`. Four levels -b, -a, a, b of codes u are linear in the
+codes' two bits: ``(a + b) / 2 * ((u - 3/2) + bend * (u % 2 - 1/2))``. So a product with uniform codes is followed by one with
+their lowest bits, whose queries (or probabilities) are ``bend`` times as large, in the same sums.
+
+Queries go through the rotation for two pages at once, as in :mod:`kvfold.kernels._fragment_signs`. Sums of values are turned
+back once; those of their means, which are not rotated, wait in shared memory.
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._fragment_codes import fetch_side
+from kvfold.kernels._fragment_queries import brought_back, norm_words, normed_queries, through
+from kvfold.kernels._page_bytes import byte_queries, byte_scores, byte_values, byte_weights, page_scales
+from kvfold.kernels._page_codes import weight
+from kvfold.kernels._page_sums import _mean_scores, _plain_mean
+from kvfold.kernels._registers import _zero4
+from kvfold.kernels._softmax import LOWEST
+from kvfold.kernels._warp import (
+    copy_commit,
+    copy_wait_1,
+    copy_wait_all,
+    exp2_fast,
+    load_shared4f,
+    store_shared4,
+    warp_sync,
+)
+
+
+@gluon.jit
+def level_queries(
+    base, scratch, far, table, lane, D: gl.constexpr, NORMS: gl.constexpr, BEND: gl.constexpr,
+):  # fmt: skip
+    """Queries through the rotation as operands of bytes, for two pages: operands, where products begin, unit of each."""
+    HALF: gl.constexpr = D // 32
+    norm_words(base, scratch, lane, D, True, NORMS, 2)
+    accs = through(table, lane, normed_queries(far, scratch, lane, D, 2, True), D, D // 16)
+    pages = ()
+    for e in gl.static_range(2):
+        x = ()
+        for j in gl.static_range(HALF):
+            a = accs[j]
+            b = accs[j + HALF]
+            x = x + ((a[e], b[e], a[e + 2], b[e + 2]),)
+        q, start, unit = byte_queries(x, lane, D, 2, BEND)
+        pages = pages + (q + (start[0][0], start[0][1], start[1][0], start[1][1], unit),)
+    return pages
+
+
+@gluon.jit
+def no_row_means(base, lane, D: gl.constexpr, MEANS: gl.constexpr):
+    """Sums of means of row t before any page."""
+    z = _zero4(lane)[0]
+    for i in gl.static_range(D // 32):
+        store_shared4(base + (MEANS + 512 * i) + lane * 16, z, z, z, z)
+
+
+@gluon.jit
+def take_row_means(base, lane, before, share, D: gl.constexpr, AT: gl.constexpr, MEANS: gl.constexpr):
+    """Add a page's mean, times its share, to what is left (``before``) of the sums of row t, channels g and g + 8."""
+    mean = _plain_mean(base, lane, D, AT)
+    for i in gl.static_range(D // 32):
+        at = base + (MEANS + 512 * i) + lane * 16
+        x = load_shared4f(at)
+        a = mean[2 * i]
+        b = mean[2 * i + 1]
+        store_shared4(
+            at, gl.fma(x[0], before, a[0] * share), gl.fma(x[1], before, a[2] * share),
+            gl.fma(x[2], before, b[0] * share), gl.fma(x[3], before, b[2] * share),
+        )  # fmt: skip
+
+
+@gluon.jit
+def whole_levels(
+    base, lane, out, table, D: gl.constexpr, UNIT: gl.constexpr, MEAN: gl.constexpr, MEANS: gl.constexpr,
+):  # fmt: skip
+    """Sums of values of row t, turned back, with those of means: accumulators with row t in column 2t."""
+    CT: gl.constexpr = D // 16
+    none = _zero4(lane)[0]
+    x = ()
+    for ct in gl.static_range(CT):
+        f = UNIT * 2.0 ** (8 - weight(D, 2, ct % (CT // 2)))
+        x = x + ((out[2 * ct] * f, none, out[2 * ct + 1] * f, none),)
+    x = brought_back(x, table, lane, D)
+    full = ()
+    for i in gl.static_range(CT // 2):
+        m = (none, none, none, none)
+        if MEAN:
+            m = load_shared4f(base + (MEANS + 512 * i) + lane * 16)
+        a = x[2 * i]
+        b = x[2 * i + 1]
+        full = full + ((a[0] + m[0], none, a[2] + m[1], none), (b[0] + m[2], none, b[2] + m[3], none))
+    return full
+
+
+@gluon.jit
+def attend_levels(
+    base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, tables, far, up, D: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, LEVELS: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr,
+):  # fmt: skip
+    """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
+    blocks the scores count.
+
+    ``stored``: addresses of codes, scales, means and norms of keys, and of codes, scales and means of values; ``block0`` and
+    ``pages0``: where the head's begin. ``tables``: a lane's addresses of both rotations as operands. ``far``: of the queries as
+    operands, row h in columns 2h and 2h + 1; ``up``: what turns their products into scores. LEVELS: bend and
+    unit of keys, and of values (:func:`kvfold.kernels.fragments.linear_levels`).
+    Returns maxima of row t, sums of values and of probabilities, row t in column 2t.
+    """
+    W: gl.constexpr = gl.num_warps()
+    CT: gl.constexpr = D // 16
+    STEPS: gl.constexpr = D // 8
+    K_AT: gl.constexpr = PLACES[0]
+    V_IN: gl.constexpr = PLACES[1]
+    V_AT: gl.constexpr = PLACES[2]
+    MEANS: gl.constexpr = PLACES[4]
+    K_BEND: gl.constexpr = LEVELS[0]
+    V_BEND: gl.constexpr = LEVELS[2]
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    base = base0 + warp * PLACES[5]
+    scratch = base + PLACES[3]
+    left = gl.where(count > 0, blocks - first * NB, 0)
+    norms = gl.where(count > 0, pages - first, 0)
+    kc, km, kp, kn = stored[0]
+    vc, vm, vp = stored[1]
+    fetch_side(
+        base, lane, kc, km, kc, kp, kn, block0 + first * NB, pages0[0] + first, left, left, norms, K_AT, 3, D, D, 2, 0, 0, 0,
+        K[4], 2, NB, 0,
+    )  # fmt: skip
+    copy_commit(lane)
+    fetch_side(
+        base, lane, vc, vm, vc, vp, vc, block0 + first * NB, pages0[1] + first, left, left, 0, V_IN, 3, D, D, 2, 0, 0, 0,
+        V[4], 0, NB, V_AT,
+    )  # fmt: skip
+    copy_commit(lane)
+
+    zero = _zero4(lane)[0]
+    top = zero + LOWEST
+    total = zero
+    out = ()
+    for _i in gl.static_range(2 * CT):
+        out = out + (zero,)
+    now = ()
+    for _i in gl.static_range(STEPS + 4):
+        now = now + (lane * 0,)
+    now = now + (zero,)
+    later = now
+    bias = zero
+    if V[4]:
+        no_row_means(base, lane, D, MEANS)
+    for i in range(each):
+        following = first + i + 1
+        left = gl.where(i < count, blocks - (following - 1) * NB, 0)
+        next_left = gl.where(i + 1 < count, blocks - following * NB, 0)
+        next_norms = gl.where((i + 1 < count) & (i % 2 == 1), pages - following, 0)
+        copy_wait_1(lane)  # keys of this page
+        if i % 2 == 0:
+            now, later = level_queries(base, scratch, far, tables[0], lane, D, K_AT[3], K_BEND)
+        else:
+            now = later
+        if K[4]:
+            bias = _mean_scores(far, base, lane, (zero + 1.0,), D, 1, K_AT[2], True)[0] * up
+        begin = (
+            (now[STEPS], now[STEPS + 1], now[STEPS], now[STEPS + 1]),
+            (now[STEPS + 2], now[STEPS + 3], now[STEPS + 2], now[STEPS + 3]),
+        )
+        scores = byte_scores(base, lane, now, begin, left, None, D, 2, NB, True)
+        warp_sync(lane)
+        fetch_side(
+            base, lane, kc, km, kc, kp, kn, block0 + following * NB, pages0[0] + following, next_left, next_left, next_norms,
+            K_AT, 3, D, D, 2, 0, 0, 0, K[4], 2, NB, 0,
+        )  # fmt: skip
+        copy_commit(lane)
+        copy_wait_1(lane)  # values of this page
+        scale = page_scales(base, lane, NB, V_AT + V_IN[0])
+        p, page_top, page_total = byte_weights(scores, now[STEPS + 4] * (up * LEVELS[1]), bias, scale, NB, V_BEND)
+        new_top = gl.maximum(top, page_top)
+        before = exp2_fast(top - new_top)
+        share = exp2_fast(page_top - new_top)
+        top = new_top
+        total = gl.fma(total, before, page_total * share)
+        out = byte_values(base, lane, p, before, share, page_total, (), out, D, 2, False, 1, NB, V_AT, True)
+        if V[4]:
+            take_row_means(base, lane, before, page_total * share, D, V_AT + V_IN[2], MEANS)
+        warp_sync(lane)
+        fetch_side(
+            base, lane, vc, vm, vc, vp, vc, block0 + following * NB, pages0[1] + following, next_left, next_left, 0, V_IN, 3,
+            D, D, 2, 0, 0, 0, V[4], 0, NB, V_AT,
+        )  # fmt: skip
+        copy_commit(lane)
+    copy_wait_all(lane)
+    full = whole_levels(base, lane, out, tables[1], D, LEVELS[3], V[4], MEANS)
+    return top, full, ((total, zero, total, zero),)
