@@ -420,6 +420,7 @@ TABLES["docs/evidence.md"] = {
 TABLES["docs/methods/squat.md"]["subspaces"] = bench(subspaces)
 PICTURES = {"docs/plots/pareto.svg": evidence.pareto}
 TABLES |= {file: {name: bench(table) for name, table in tables.items()} for file, tables in BENCH.items()}
+TABLES["docs/serving.md"]["serving"] = claims.serving
 
 
 def main() -> int:
