@@ -207,9 +207,9 @@ def with_statistics(
     Parameters
     ----------
     queries : Tensor [batch, num_kv_heads, rows, head_dim], channels adjacent
-    norm : Tensor or None, uint8 [batch, num_kv_heads, 1, head_dim], contiguous
+    norm : Tensor or None, uint8 [batch, num_kv_heads, 1, head_dim]
         Codes; see :func:`kvfold.formats.paged.norms`.
-    mean : Tensor or None, float16 [batch, num_kv_heads, 1, head_dim], contiguous
+    mean : Tensor or None, float16 [batch, num_kv_heads, 1, head_dim]
 
     Returns
     -------
@@ -217,6 +217,7 @@ def with_statistics(
     Tensor or None, float32 [batch, num_kv_heads, rows]
     """
     batch, heads, rows, dim = queries.shape
+    norm, mean = (None if x is None else x.contiguous() for x in (norm, mean))
     out = queries.new_empty(queries.shape, dtype=torch.float32)
     bias = None if mean is None else queries.new_empty(batch, heads, rows, dtype=torch.float32)
     _statistics_kernel[(batch * heads, rows)](

@@ -88,7 +88,9 @@ class Reader:
             return form.maps.queries(queries)
         shared = self.slabs.shared[0]
         norm, mean = shared.get("norm"), shared.get("mean")
-        if queries.is_cuda and not queries.requires_grad:  # two to seven kernels in one, in every layer of every step
+        if norm is None and mean is None:
+            return queries, None
+        if queries.is_cuda and not queries.requires_grad:  # three to seven kernels in one, in every layer of every step
             from kvfold.kernels.small import with_statistics
 
             return with_statistics(queries, norm, mean)
