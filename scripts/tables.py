@@ -395,7 +395,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         f"docs/methods/{name}.md": {"learned": worst(of_method(name, "fold"), "learned", shared=True)}
         for name in ("vqllm", "kvquant")
     },
-    "docs/notes/rivals.md": {"newest": evidence.newest, "rivals": rivals(False), "two layers": rivals(True)},
+    "docs/notes/rivals.md": {
+        "newest": evidence.newest,
+        "one bit": evidence.one_bit,
+        "rivals": rivals(False),
+        "two layers": rivals(True),
+    },
     "docs/methods/commvq.md": {
         "learned": worst(of_method("commvq", "fold"), "learned", shared=True),
         "ablation keys": ablation("9", "10", "figure 4"),

@@ -107,14 +107,15 @@ def test_answers_are_paired_item_by_item_and_a_loss_is_bounded(monkeypatch):
         rows = {name: {str(i): row(v) for i, v in enumerate(values)} for name, values in methods.items()}
         return evidence_tasks.Asked("needle", BIG, rows)
 
-    one = answered(none=[1.0] * 40, good=[1.0] * 39 + [0.0], bad=[0.0] * 20 + [1.0] * 20, fold=[1.0] * 3)
+    one = answered(none=[1.0] * 100, good=[1.0] * 99 + [0.0], bad=[0.0] * 50 + [1.0] * 50, fold=[0.0] * 60)
     monkeypatch.setattr(evidence_tasks, "asked", lambda: (one,))
     loss = evidence_tasks.Claim("p", "s", "good", "none", "needle", alike=True)
     found = {name: evidence_tasks.difference([one], name, "none", "exact") for name in ("good", "bad", "fold")}
     assert evidence_tasks.verdict(loss, found["good"]).startswith("no loss shown, of ")
     assert evidence_tasks.verdict(loss, found["bad"]) == "does not hold here"
-    assert evidence_tasks.verdict(loss, found["fold"]) == "too few items"
+    assert found["fold"].verdict == "worse" and evidence_tasks.verdict(loss, found["fold"]) == "fewer than 100 items"
     unsure = dataclasses.replace(found["good"], low=-0.1, high=-0.01)
     assert evidence_tasks.verdict(loss, unsure) == "not decided: a loss of 10.0 points at most"
     line = evidence_tasks.tasks().splitlines()[-1]
-    assert "| 40 |" in line and "50.0 -" in line and "97.5 |" in line  # what is shown to be worse is marked
+    assert "| 100 |" in line and "50.0 -" in line and "99.0 |" in line  # what is shown to be worse is marked
+    assert "| 0.0 |" in line  # not of few items
