@@ -455,19 +455,17 @@ def headline() -> str:
     theirs = difference(found["ruler"], BASE, NOTHING, main_measure("ruler"))
     assert words is not None and ruler is not None and pairs is not None and theirs is not None
     assert words.verdict == "no difference shown" and theirs.verdict == "worse"
-    title, said = "Answers as of the full cache", f"no difference shown on {words.items} problems of GSM8K"
+    said = f"no difference shown on {words.items} problems of GSM8K"
+    low, high = (f"{100 * end:.1f}" for end in (ruler.low or 0.0, ruler.high or 0.0))
+    points = f"({100 * ruler.mean:.1f} points, from {low} to {high})"
     if ruler.verdict == "no difference shown":
-        said += f" and on {ruler.items} prompts of RULER to 30,000 tokens"
+        said += f" and on {ruler.items} prompts of RULER to 30,000 tokens {points}"
     else:
-        title = "Answers near the full cache's"
-        said += f"; {ruler.items} prompts of RULER to 30,000 tokens lose {-100 * ruler.mean:.1f} points"
+        said += f"; {ruler.items} prompts of RULER to 30,000 tokens lose {points}"
     said += f", where KIVI loses {-100 * theirs.mean:.0f}"
-    if ruler.verdict == "no difference shown":
-        said += " points"
-    if pairs.items >= ENOUGH:
-        assert pairs.verdict == "worse", pairs
-        said += f"; the hardest task, key-value pairs, loses {-100 * pairs.mean:.0f}"
-    return f"- **{title}**: {said} ([1.5B model](docs/evidence.md#on-tasks))."
+    assert pairs.verdict == "worse", pairs
+    said += f"; the hardest task, key-value pairs, loses {-100 * pairs.mean:.0f} on {pairs.items} prompts"
+    return f"- **Answers close to the full cache's**: {said} ([1.5B model](docs/evidence.md#on-tasks))."
 
 
 def beside_full() -> str:
@@ -480,7 +478,8 @@ def beside_full() -> str:
         full = [value for one in of for value in one.values(NOTHING, measure).values()]
         mine, theirs = (difference(of, name, NOTHING, measure) for name in ("fold", BASE))
         assert mine is not None and theirs is not None
-        cells = [f"{percent(found, True)}: {found.verdict}" for found in (mine, theirs)]
+        few = f"fewer than {ENOUGH} items"
+        cells = [f"{percent(d, True)}: {d.verdict if d.items >= ENOUGH else few}" for d in (mine, theirs)]
         lines.append(
             [f"{WORDS[suite]}{where}", str(min(mine.items, theirs.items)), f"{100 * sum(full) / len(full):.1f}", *cells]
         )
