@@ -45,10 +45,11 @@ def lookup(bits=2, scaling="rms", head_dim=64, block=32, device="cpu"):
     return Lookup(head_dim, block, "plain", bits, lloyd_max(bits), scaling, channels)
 
 
-def residual(stages=4, vector=32, codes=256, strided=False, head_dim=64, block=32, device="cpu"):
+def residual(stages=4, vector=32, codes=256, strided=False, head_dim=64, block=32, device="cpu", rounded=False):
     """Stages as learned ones are: each for what the ones before it left over."""
     book = rand(stages, codes, vector, seed=7) * 0.8 ** torch.arange(stages).view(-1, 1, 1)
-    return ResidualCodes(head_dim, block, "plain", vector, codes, stages, strided, Codebook(book.half().to(device)))
+    book = (Codebook.rounded if rounded else Codebook)(book.half().to(device))
+    return ResidualCodes(head_dim, block, "plain", vector, codes, stages, strided, book)
 
 
 def grouped(vector=4, strided=False, codes=256, head_dim=64, block=32, device="cpu"):
@@ -207,9 +208,11 @@ def lookups(bits=2, value_bits=None, keys="rms", values="rms", block=32):
     )
 
 
-def residuals(key=(4, 32, 256), value=(4, 32, 256), block=32):
+def residuals(key=(4, 32, 256), value=(4, 32, 256), block=32, rounded=False):
     """Stages, vector and codes of both sides; keys in groups of channels that do not lie together, as VQLLM has them."""
-    return lambda d, device: (residual(*key, True, d, block, device), residual(*value, False, d, block, device))
+    return lambda d, device: tuple(
+        residual(*size, strided, d, block, device, rounded) for size, strided in ((key, True), (value, False))
+    )
 
 
 def kvquant(bits=2, value_bits=None, fraction=0.01, block=32):

@@ -224,6 +224,11 @@ class Program:
             "unpack_half2": lambda x: tuple(halves(x).float().unbind(-1)),
             "_funnel": funnel, "_turn": self.turn, "_byte_twice": lambda x, i: permuted(x, 0x4040 | i | i << 8),
             "_row_at": lambda x, base, i: permuted(x, 0x4440 | i) * 128 + base,
+            "_shuffled": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),
+            "_weighted_bytes": lambda x, weight, more: more + sum(
+                (x >> 8 * i & 255) * (weight >> 8 * i & 255) for i in range(4)
+            ),
+            "_odd_bytes": lambda x: permuted(x, 0x4341),
             "_swapped": lambda x, selector: permuted(x, selector),
             "_load_again": lambda at: self.memory.read(at, torch.int32).squeeze(-1),
             "_dynamic_base": lambda lane: lane * 0 + 1024,

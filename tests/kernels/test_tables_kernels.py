@@ -27,6 +27,8 @@ FORMATS = {
     "commvq-2bit": (commvq(21, codes=256), unproject),
     "vqllm-1bit": (residuals(), None),
     "vqllm-2bit": (residuals((8, 32, 256), (8, 32, 256)), None),
+    "vqllm-1bit-steps": (residuals(rounded=True), None),
+    "vqllm-2bit-steps": (residuals((8, 32, 256), (8, 32, 256), rounded=True), None),
 }
 
 

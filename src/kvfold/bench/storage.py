@@ -78,7 +78,7 @@ def tables(made: Method, heads: int, head_dim: int, device: torch.device) -> Any
     if isinstance(made, VQLLM):
         bits = {"key": made.key_bits, "value": made.value_bits}
         sizes = {side: (made.stages(b), made.codes, made.vector) for side, b in bits.items()}
-        return {side: Codebook(random(*size).half() / size[0] ** 0.5) for side, size in sizes.items()}
+        return {side: Codebook.rounded(random(*size).half() / size[0] ** 0.5) for side, size in sizes.items()}
     if isinstance(made, ByteCodes):
         books = [
             GroupBook(random(heads, head_dim * bits // 8, 256, 8 // bits).half())

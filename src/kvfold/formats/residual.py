@@ -14,17 +14,77 @@ CHUNK = {"cpu": 8192, "cuda": 1 << 17}
 """Vectors whose distances to all codes exist at once: few stay in a CPU's caches, many keep a GPU busy."""
 
 
-class Codebook:
-    """Codes of all stages, shared by the KV heads of a layer: floating [stages, codes, vector]; fp16 halves them."""
+@dataclass(frozen=True)
+class Steps:
+    """A codebook in whole steps: code c of stage s is ``(numbers[s, c] - 64 + (shift if s == 0 else 0)) * step``.
 
-    def __init__(self, codes: torch.Tensor) -> None:
+    Attributes
+    ----------
+    numbers : Tensor, uint8 [stages, codes, vector]
+        0 to 127.
+    step, shift : Tensor, float32 [vector]
+        Steps have five significant bits; shifts are multiples of 32 from -480 to 480.
+    """
+
+    numbers: torch.Tensor
+    step: torch.Tensor
+    shift: torch.Tensor
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """float32 [stages, codes, vector]"""
+        whole = self.numbers.float() - 64
+        return torch.cat((whole[:1] + self.shift, whole[1:])) * self.step
+
+
+def in_steps(codes: torch.Tensor) -> Steps:
+    """The nearest whole steps to ``codes``, float [stages, codes, vector]; each channel has the shortest steps that reach."""
+    codes = codes.float()
+    low, high = codes[0].amin(0), codes[0].amax(0)
+    rest = codes[1:].abs().amax((0, 1)) / 63 if len(codes) > 1 else torch.zeros_like(low)
+    shift = 32.0 * torch.arange(-15, 16, device=codes.device).unsqueeze(-1)
+    first, last = shift - 64, shift + 63
+    # of a shift, the shortest step that reaches both ends, where longer ones do
+    below = torch.where(first < 0, low / first, torch.zeros_like(low))
+    above = torch.where(last > 0, high / last, torch.zeros_like(high))
+    step = _five_bits(torch.stack((below, above, rest.expand_as(below))).amax(0).clamp_min(2.0**-20))
+    reaches = (low >= first * step) & (high <= last * step)
+    best = torch.where(reaches, step, torch.inf).argmin(0, keepdim=True)
+    step, shift = step.gather(0, best)[0], shift.expand_as(step).gather(0, best)[0]
+    whole = torch.cat((codes[:1] / step - shift, codes[1:] / step)).round() + 64
+    return Steps(whole.clamp(0, 127).to(torch.uint8), step, shift)
+
+
+def _five_bits(x: torch.Tensor) -> torch.Tensor:
+    """The next larger numbers of five significant bits."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ceil(mantissa * 32), exponent - 5)
+
+
+class Codebook:
+    """Codes of all stages, shared by the KV heads of a layer: floating [stages, codes, vector]; fp16 halves them.
+
+    ``steps``: the same codes as numbers of a byte, where they are such (:meth:`rounded`); kernels read these.
+    """
+
+    def __init__(self, codes: torch.Tensor, steps: Steps | None = None) -> None:
         self.codes = codes
+        self.steps = steps
         self._devices: dict[torch.device, Codebook] = {codes.device: self}
+
+    @classmethod
+    def rounded(cls, codes: torch.Tensor) -> "Codebook":
+        """Of the nearest codes in whole steps, fp16."""
+        steps = in_steps(codes)
+        return cls(steps.codes.half(), steps)
 
     def on(self, device: torch.device) -> "Codebook":
         """The same codebook on another device; moved once."""
         if device not in self._devices:
-            self._devices[device] = Codebook(self.codes.to(device))
+            steps = self.steps
+            if steps is not None:
+                steps = Steps(steps.numbers.to(device), steps.step.to(device), steps.shift.to(device))
+            self._devices[device] = Codebook(self.codes.to(device), steps)
         return self._devices[device]
 
 

@@ -5,8 +5,9 @@ A program keeps one KV head's tables in shared memory, and its warps stream unit
 channels ("slots") of tokens g and g + 8. Lanes of odd g read slots 0 and 1, and 2 and 3, the other way round, so that the two
 tokens of a quarter of a warp never meet in a bank; they change places once all stages are summed.
 
-Keys are stored before RoPE. A tile of 16 tokens has its query rotated back by the position of
-the first one, and its keys by the rest, for which a lane keeps cosines and sines.
+Keys are stored before RoPE. A unit has its query rotated back by the position of its first token, and its keys by the rest.
+With up to four query rows their products' columns 4 to 7 are the same queries rotated back eight tokens further, so that a lane
+needs cosines and sines of two tokens for its four, and keeps them.
 
 Row r of a tile's 8 is token 4 (r % 2) + r / 2: then the probabilities of a lane, transposed, are those of the tokens whose bits
 one byte of a channel holds.
@@ -25,9 +26,11 @@ from kvfold.kernels._tables_gluon import (
     _fetch_rows,
     _fma_half2,
     _pairs_of_queries,
-    _turned_queries,
+    _shuffled,
     fetch_turns,
+    of_own_place,
     unit_place,
+    unit_queries,
 )
 from kvfold.kernels._warp import (
     add_half2,
@@ -68,7 +71,8 @@ def stage_bytes(stages, bits):
 @gluon.constexpr_function
 def shared_bytes(most, bits, columns, warps, kept):
     """Bytes of shared memory of a program whose passes have up to ``most`` stages."""
-    size = most * 64 * 256 + (0 if kept else 32 * 256) + warps * (2 * (48 * most + 64 + 4 * bits) + columns * 272)
+    queries = 272 * columns * (2 if kept else 1)
+    size = most * 64 * 256 + (0 if kept else 32 * 256) + warps * (2 * (48 * most + 64 + 4 * bits) + queries)
     return (max(size, warps * bits * 32) + 1023) // 1024 * 1024
 
 
@@ -120,37 +124,74 @@ def _added(x, a, b):
     return out
 
 
-@gluon.jit
-def _summed(x, codes, rows, start):
-    """A stage's centre of one token of every lane added to ``x``; ``codes``, ``rows``: addresses of the stage's."""
-    low = load_shared(codes, 0, 1)[0]
-    high = load_shared(codes, 4, 1)[0]
-    code = _funnel(low, high, start)
-    a = _four_slots(rows + ((code & 63) << 8), 0)
-    b = _four_slots(rows + ((code << 2) & 16128), 0)
-    return _added(x, a, b)
+@gluon.constexpr_function
+def _group(stages, j):
+    """Number of the j-th last four stages."""
+    return (stages + 3) // 4 - 1 - j
+
+
+@gluon.constexpr_function
+def _last(stages, j):
+    """Their last stage."""
+    return min(4 * ((stages + 3) // 4 - j), stages) - 1
+
+
+@gluon.constexpr_function
+def _size(stages, j):
+    """How many they are."""
+    return _last(stages, j) % 4 + 1
 
 
 @gluon.jit
-def _tile_sums(lane, codes, rows, start, TILE: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr):
-    """Sums of centres of tokens g and g + 8 of a tile of 16: two times 16 words."""
+def _two_words(address, OFFSET: gl.constexpr, start):
+    """32 bits from bit ``start`` on of two words in shared memory."""
+    return _funnel(load_shared(address, OFFSET, 1)[0], load_shared(address, OFFSET + 4, 1)[0], start)
+
+
+@gluon.jit
+def _unit_codes(codes, start, STAGES: gl.constexpr):
+    """Of each tile and every four stages a word of every lane: one stage's codes of tokens g and, 16 bits on, g + 8.
+
+    ``codes``: address of those of stage t. All lanes of a token need all stages, but would read the same words then.
+    """
+    out = ()
+    for tile in gl.static_range(2):
+        for j in gl.static_range((STAGES + 3) // 4):
+            x = _two_words(codes, tile * 24 + j * 192, start)
+            y = _two_words(codes, tile * 24 + j * 192 + 12, start)
+            out = out + ((x & 0xFFFF) | (y << 16),)
+    return out
+
+
+@gluon.jit
+def _with_stage(x, y, code, rows, AT: gl.constexpr):
+    """A stage's centres of both tokens of every lane added to ``x`` and ``y``; ``rows``, AT: address of the stage's."""
+    x = _added(x, _four_slots(rows + ((code << 8) & 16128), AT), _four_slots(rows + ((code << 2) & 16128), AT))
+    y = _added(y, _four_slots(rows + ((code >> 8) & 16128), AT), _four_slots(rows + ((code >> 14) & 16128), AT))
+    return x, y
+
+
+@gluon.jit
+def _tile_sums(lane, codes, rows, STAGES: gl.constexpr, UNROLLED: gl.constexpr):
+    """Sums of centres of tokens g and g + 8 of a tile of 16: two times 16 words. ``codes``: see :func:`_unit_codes`."""
     x = ()
     y = ()
     for _i in gl.static_range(16):
         x = x + (lane * 0,)
         y = y + (lane * 0,)
-    if UNROLLED:  # the last stages first: they are smallest
-        for i in gl.static_range(STAGES):
-            x = _summed(x, codes + ((STAGES - 1 - i) * 48 + TILE * 24), rows + (STAGES - 1 - i) * 16384, start)
-            y = _summed(y, codes + ((STAGES - 1 - i) * 48 + TILE * 24 + 12), rows + (STAGES - 1 - i) * 16384, start)
-    else:
-        at = codes + ((STAGES - 1) * 48 + TILE * 24)
-        row = rows + (STAGES - 1) * 16384
-        for _i in range(STAGES):
-            x = _summed(x, at, row, start)
-            y = _summed(y, at + 12, row, start)
-            at -= 48
-            row -= 16384
+    for j in gl.static_range((STAGES + 3) // 4):  # the last stages first: they are smallest
+        word = codes[_group(STAGES, j)]
+        if UNROLLED:
+            for i in gl.static_range(_size(STAGES, j)):
+                code = _shuffled(word, (lane & 28) + (_last(STAGES, j) - i) % 4)
+                x, y = _with_stage(x, y, code, rows, (_last(STAGES, j) - i) * 16384)
+        else:
+            source = (lane & 28) + _last(STAGES, j) % 4
+            row = rows + _last(STAGES, j) * 16384
+            for _i in range(_size(STAGES, j)):
+                x, y = _with_stage(x, y, _shuffled(word, source), row, 0)
+                source -= 1
+                row -= 16384
     return x, y
 
 
@@ -305,27 +346,23 @@ def _over_units(
             FIRST, COUNT, V,
         )  # fmt: skip
         copy_commit(lane)
-        q = ()
-        if not KEPT:
-            angle = (position + at * 32).to(gl.float32)
-            _turned_queries(query + lane * 4, raw, (angle * freq0, angle * freq1), gain, lane, 128, C)
+        unit_queries(query + lane * 4, raw, freq0, freq1, gain, position + at * 32, lane, 128, C, KEPT)
         copy_wait_1(lane)
-        if not KEPT:
-            for j in gl.static_range(4):
-                q = q + load_shared(lane_query, 64 * j, 4)
+        q = ()
+        for j in gl.static_range(4):
+            q = q + load_shared(lane_query, 64 * j, 4)
+        words = _unit_codes(here + word, begin, COUNT)
+        GROUPS: gl.constexpr = (COUNT + 3) // 4
         scores = ()
         for tile in gl.static_range(2):
-            x, y = _tile_sums(lane, here + word, lane_rows, begin, tile, COUNT, UNROLLED)
+            own = ()
+            for j in gl.static_range(GROUPS):
+                own = own + (words[tile * GROUPS + j],)
+            x, y = _tile_sums(lane, own, lane_rows, COUNT, UNROLLED)
             if KEPT:
-                x = _rotated(x, near_turns, odd)
-                y = _rotated(y, far_turns, odd)
-                angle = (position + (at * 32 + tile * 16)).to(gl.float32)
-                warp_sync(lane)
-                _turned_queries(query + lane * 4, raw, (angle * freq0, angle * freq1), gain, lane, 128, C)
-                warp_sync(lane)
-                q = ()
-                for j in gl.static_range(4):
-                    q = q + load_shared(lane_query, 64 * j, 4)
+                turns = near_turns if tile == 0 else far_turns
+                x = _rotated(x, turns, odd)
+                y = _rotated(y, turns, odd)
             else:
                 x = _rotated(x, _shared_turns(near_turns + tile * 4096), odd)
                 y = _rotated(y, _shared_turns(near_turns + (tile * 4096 + 2048)), odd)
@@ -335,6 +372,8 @@ def _over_units(
                 acc = (gl.load(to), gl.load(to + STEP), gl.load(to + 2 * STEP), gl.load(to + 3 * STEP))
             acc = _tile_scores(x, y, q, acc)
             if V:
+                if KEPT:
+                    acc = of_own_place(acc, t)
                 near, _ = unpack_half2(load_shared_short(here + token * 2, 48 * COUNT + 32 * tile))
                 far, _ = unpack_half2(load_shared_short(here + token * 2, 48 * COUNT + 32 * tile + 16))
                 alive = at < count
@@ -377,8 +416,9 @@ def attend_units(
     g = lane // 4
     t = lane % 4
     odd = g % 2 == 1
-    query = turns + TURNS + warp * (C * 272)
-    stage = turns + (TURNS + W * C * 272) + warp * (2 * BUFFER)
+    QUERIES: gl.constexpr = 2 * C if KEPT else C
+    query = turns + TURNS + warp * (QUERIES * 272)
+    stage = turns + (TURNS + W * QUERIES * 272) + warp * (2 * BUFFER)
     if PASSES == 1:
         _fetch(stage, lane, codes, norms, bits, unit0, (count > 0).to(gl.int32), where, STAGES, 0, PASS, V)
         copy_commit(lane)
@@ -393,15 +433,15 @@ def attend_units(
 
     token = 4 * (g % 2) + g // 2  # of every eight, a lane's
     begin = token * 12 % 32
-    word = token * 12 // 32 * 4
+    word = token * 12 // 32 * 4 + t * 48
     lane_rows = base + (g % 2) * 64 + t * 16
     if KEPT:
         near_turns = _turns(turns_ptr, token, t, odd)
-        far_turns = _turns(turns_ptr, token + 8, t, odd)
+        far_turns = _turns(turns_ptr, token + 16, t, odd)
     else:
         near_turns = turns + token * 256 + (g % 2) * 64 + t * 16
         far_turns = near_turns
-    lane_query = query + g % C * 272 + t * 16
+    lane_query = query + g % QUERIES * 272 + t * 16
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
     side = _zero4(lane)
     out = ()

@@ -23,8 +23,9 @@ from kvfold.kernels._tables_gluon import (
     _fetch_rows,
     _fma_half2,
     _pairs_of_queries,
-    _turned_queries,
+    of_own_place,
     unit_place,
+    unit_queries,
 )
 from kvfold.kernels._warp import (
     add_half2,
@@ -57,16 +58,22 @@ def buffer_bytes(k_stages, v_stages):
 
 
 @gluon.constexpr_function
-def table_bytes(k_stages, v_stages, both):
-    """Bytes of tables that lie in shared memory at once."""
-    return 16384 * (k_stages + v_stages if both else max(k_stages, v_stages))
+def stage_bytes(small):
+    """Bytes of a stage's rows; ``small``: of a byte per channel."""
+    return 8192 if small else 16384
 
 
 @gluon.constexpr_function
-def shared_bytes(k_stages, v_stages, both, columns, warps, kept):
+def table_bytes(k_stages, v_stages, both, small):
+    """Bytes of tables that lie in shared memory at once."""
+    return stage_bytes(small) * (k_stages + v_stages if both else max(k_stages, v_stages))
+
+
+@gluon.constexpr_function
+def shared_bytes(k_stages, v_stages, both, columns, warps, kept, small):
     """Bytes of shared memory of a program."""
-    size = table_bytes(k_stages, v_stages, both) + (0 if kept else 8192)
-    size += warps * (2 * buffer_bytes(k_stages, v_stages) + columns * 272)
+    size = table_bytes(k_stages, v_stages, both, small) + (0 if kept else 8192)
+    size += warps * (2 * buffer_bytes(k_stages, v_stages) + columns * (544 if kept else 272))
     return (max(size, warps * 128 * 32) + 8191) // 8192 * 8192
 
 
@@ -107,16 +114,74 @@ def _group_sums(words, selector, rows, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _token_sums(codes, selector, rows, STAGES: gl.constexpr):
+def _weighted_bytes(word, weight, more):
+    """Sum of the bytes of ``word`` times those of ``weight``, and ``more``."""
+    return gl.inline_asm_elementwise(
+        "dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [word, weight, more], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _odd_bytes(x):
+    """Bytes 1 and 3 of x in the low bytes of both halves."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _small_sums(words, places, AT: gl.constexpr, STAGES: gl.constexpr):
+    """As :func:`_group_sums`, of numbers of seven bits, which are added as whole numbers: two stages byte by byte, then in
+    halves with the exponent of 1024. ``places``: constants, weights and addresses; AT: of the tables."""
+    sums = (words[0] * 0 + 0x64006400,) * 4
+    for j in gl.static_range(STAGES // 4):
+        x = ()
+        for i in gl.static_range(4):
+            at = _weighted_bytes(words[j], places[i], places[4 + i])
+            x = x + (load_shared(at, AT + j * 32768, 2),)
+        new = ()
+        for i in gl.static_range(2):
+            a = x[0][i] + x[1][i]
+            b = x[2][i] + x[3][i]
+            new = new + (
+                sums[2 * i] + (a & 0xFF00FF) + (b & 0xFF00FF),
+                sums[2 * i + 1] + _odd_bytes(a) + _odd_bytes(b),
+            )
+        sums = new
+    out = ()
+    for i in gl.static_range(4):
+        out = out + (_fma_half2(sums[i], places[8 + i], places[12 + i]),)
+    return out
+
+
+@gluon.jit
+def _token_sums(codes, places, rows, AT: gl.constexpr, STAGES: gl.constexpr, SMALL: gl.constexpr):
     """16 words of one token of every lane: four of each group. ``codes``: address of the token's."""
     words = load_shared(codes, 0, STAGES)
     out = ()
     for i in gl.static_range(4):
         if STAGES == 4:
-            out = out + _group_sums((words[i],), selector, rows, STAGES)
+            own = (words[i],)
         else:
-            out = out + _group_sums((words[2 * i], words[2 * i + 1]), selector, rows, STAGES)
+            own = (words[2 * i], words[2 * i + 1])
+        if SMALL:
+            out = out + _small_sums(own, places, AT, STAGES)
+        else:
+            out = out + _group_sums(own, places[0], rows, STAGES)
     return out
+
+
+@gluon.jit
+def _places(base, rows_ptr, g, t, STAGES: gl.constexpr):
+    """Of a lane for :func:`_small_sums`: weights that pick the code of a stage and multiply it by a row's 128 bytes, addresses
+    of its eight bytes of these stages, and its channels' steps and what sums of numbers have too much. Four stages lie
+    together in a row; tokens of a half of a warp read different ones at once."""
+    weights = ()
+    addresses = ()
+    for i in gl.static_range(4):
+        stage = g % 4 ^ i
+        weights = weights + ((g * 0 + 128) << 8 * stage,)
+        addresses = addresses + (base + stage * 32 + t * 8,)
+    at = rows_ptr + STAGES * 8192 + t * 16
+    return weights + addresses + load_global4(at, g * 0 + 1) + load_global4(at + 64, g * 0 + 1)
 
 
 @gluon.jit
@@ -221,14 +286,16 @@ def _weights(scores, norms, top, total):
 
 @gluon.jit
 def _over_units(
-    top, out, total, lane, g, stage, query, selector, k_rows, v_rows, near_turns, far_turns, lane_query, to_query, raw, freq0,
-    freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, done, length, each, count, kept,
+    top, out, total, lane, g, t, stage, query, k_places, v_places, k_rows, v_rows, near_turns, far_turns, lane_query, to_query,
+    raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, done, length, each,
+    count, kept,
     K: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, C: gl.constexpr,
-    KEPT: gl.constexpr,
+    KEPT: gl.constexpr, SMALL: gl.constexpr,
 ):  # fmt: skip
     """A pass over a chunk of a warp's units, whose first one is on its way."""
     BUFFER: gl.constexpr = buffer_bytes(K, V)
     STEP: gl.constexpr = 32 if KEPT else 1
+    V_AT: gl.constexpr = K * 8192 if KEYS else 0  # where both tables lie in shared memory
     for i in range(gl.minimum(length, each - done)):
         at = done + i
         here = stage + i % 2 * BUFFER
@@ -239,33 +306,23 @@ def _over_units(
             where, K, V, KEYS, VALUES,
         )  # fmt: skip
         copy_commit(lane)
-        if KEYS and not KEPT:
-            angle = (position + at * 32).to(gl.float32)
-            _turned_queries(to_query, raw, (angle * freq0, angle * freq1), gain, lane, 8, C)
+        if KEYS:
+            unit_queries(to_query, raw, freq0, freq1, gain, position + at * 32, lane, 8, C, KEPT)
         copy_wait_1(lane)
         products = ()
         if KEYS:
             q = ()
-            if not KEPT:
-                for j in gl.static_range(4):
-                    q = q + load_shared(lane_query, 64 * j, 4)
+            for j in gl.static_range(4):
+                q = q + load_shared(lane_query, 64 * j, 4)
             for tile in gl.static_range(2):
-                x = _token_sums(here + g * (4 * K) + tile * (64 * K), selector, k_rows, K)
+                x = _token_sums(here + g * (4 * K) + tile * (64 * K), k_places, k_rows, 0, K, SMALL)
+                y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), k_places, k_rows, 0, K, SMALL)
                 if KEPT:
-                    x = _rotated(x, near_turns)
+                    turns = near_turns if tile == 0 else far_turns
+                    x = _rotated(x, turns)
+                    y = _rotated(y, turns)
                 else:
                     x = _rotated(x, _shared_turns(near_turns + tile * 4096))
-                y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), selector, k_rows, K)
-                if KEPT:
-                    y = _rotated(y, far_turns)
-                    angle = (position + (at * 32 + tile * 16)).to(gl.float32)
-                    warp_sync(lane)
-                    _turned_queries(to_query, raw, (angle * freq0, angle * freq1), gain, lane, 8, C)
-                    warp_sync(lane)
-                    q = ()
-                    for j in gl.static_range(4):
-                        q = q + load_shared(lane_query, 64 * j, 4)
-                else:
                     y = _rotated(y, _shared_turns(near_turns + (tile * 4096 + 2048)))
                 products = products + (_tile_scores(x, y, q, _zero4(lane)),)
         if not VALUES:
@@ -286,6 +343,8 @@ def _over_units(
             hidden = float("-inf")
             for tile in gl.static_range(2):
                 acc = products[tile]
+                if KEPT:
+                    acc = of_own_place(acc, t)
                 near, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 32 * tile))
                 far, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 32 * tile + 16))
                 scores = scores + (
@@ -306,8 +365,8 @@ def _over_units(
                 scaled = scaled + ((acc[0] * factor[0], acc[1] * factor[1], acc[2] * factor[0], acc[3] * factor[1]),)
             out = scaled
             for tile in gl.static_range(2):
-                x = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V)), selector, v_rows, V)
-                y = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), selector, v_rows, V)
+                x = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V)), v_places, v_rows, V_AT, V, SMALL)
+                y = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), v_places, v_rows, V_AT, V, SMALL)
                 new = ()
                 for c in gl.static_range(8):
                     new = new + (
@@ -324,6 +383,7 @@ def _over_units(
 def attend_units(
     base, turns, lane, thread, warp, q, column0, rows, scale, freq_ptr, turns_ptr, position, stored, rows_of, unit0, where,
     each, count, kept, chunk, K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr, KEPT: gl.constexpr,
+    SMALL: gl.constexpr,
 ):  # fmt: skip
     """Maxima, sums of values and of weights of each warp's units, ``unit0`` to ``unit0 + count``, as ``_finish`` takes them.
 
@@ -337,8 +397,9 @@ def attend_units(
     k_codes, k_norms, v_codes, v_norms = stored[0], stored[1], stored[2], stored[3]
     g = lane // 4
     t = lane % 4
-    query = turns + TURNS + warp * (C * 272)
-    stage = turns + (TURNS + W * C * 272) + warp * (2 * BUFFER)
+    QUERIES: gl.constexpr = 2 * C if KEPT else C
+    query = turns + TURNS + warp * (QUERIES * 272)
+    stage = turns + (TURNS + W * QUERIES * 272) + warp * (2 * BUFFER)
     if BOTH:
         _fetch(
             stage, lane, k_codes, v_codes, k_norms, v_norms, unit0, (count > 0).to(gl.int32), where, K, V, True, True
@@ -355,16 +416,21 @@ def attend_units(
     gain = (gl.load(freq_ptr + 64 + pair), gl.load(freq_ptr + 68 + pair))
 
     odd = g % 2
-    selector = 0x3210 + odd * (0x2301 - 0x3210)
+    if SMALL:
+        k_places = _places(base, rows_of[0], g, t, K)
+        v_places = _places(base, rows_of[1], g, t, V)
+    else:
+        k_places = (0x3210 + odd * (0x2301 - 0x3210),)
+        v_places = k_places
     k_lane = base + odd * 64 + t * 16
     v_lane = k_lane + (K * 16384 if BOTH else 0)
     if KEPT:
         near_turns = _turns(turns_ptr, g, t)
-        far_turns = _turns(turns_ptr, g + 8, t)
+        far_turns = _turns(turns_ptr, g + 16, t)
     else:
         near_turns = turns + g * 256 + odd * 64 + t * 16
         far_turns = near_turns
-    lane_query = query + g % C * 272 + t * 16
+    lane_query = query + g % QUERIES * 272 + t * 16
     to_query = query + lane // 8 * 64 + lane // 2 % 4 * 16 + lane % 2 * 4
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
     total = (_zero4(lane)[0], _zero4(lane)[0])
@@ -375,9 +441,9 @@ def attend_units(
         copy_wait_1(lane)
         program_sync(lane)
         top, out, total = _over_units(
-            top, out, total, lane, g, stage, query, selector, k_lane, v_lane, near_turns, far_turns, lane_query, to_query, raw,
-            freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, 0, each, each,
-            count, kept, K, V, True, True, C, KEPT,
+            top, out, total, lane, g, t, stage, query, k_places, v_places, k_lane, v_lane, near_turns, far_turns, lane_query,
+            to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, 0, each, each,
+            count, kept, K, V, True, True, C, KEPT, SMALL,
         )  # fmt: skip
     else:
         for c in range((each + chunk - 1) // chunk):
@@ -385,9 +451,9 @@ def attend_units(
             for number in gl.static_range(2):
                 program_sync(lane)
                 if number == 0:
-                    _fetch_rows(base, rows_of[0], thread, K * 16384, W)
+                    _fetch_rows(base, rows_of[0], thread, K * stage_bytes(SMALL), W)
                 else:
-                    _fetch_rows(base, rows_of[1], thread, V * 16384, W)
+                    _fetch_rows(base, rows_of[1], thread, V * stage_bytes(SMALL), W)
                 copy_commit(lane)
                 _fetch(
                     stage, lane, k_codes, v_codes, k_norms, v_norms, unit0 + done, (done < count).to(gl.int32), where, K, V,
@@ -397,9 +463,9 @@ def attend_units(
                 copy_wait_1(lane)
                 program_sync(lane)
                 top, out, total = _over_units(
-                    top, out, total, lane, g, stage, query, selector, k_lane, v_lane, near_turns, far_turns, lane_query,
-                    to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0,
-                    where, done, chunk, each, count, kept, K, V, number == 0, number == 1, C, KEPT,
+                    top, out, total, lane, g, t, stage, query, k_places, v_places, k_lane, v_lane, near_turns, far_turns,
+                    lane_query, to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0,
+                    where, done, chunk, each, count, kept, K, V, number == 0, number == 1, C, KEPT, SMALL,
                 )  # fmt: skip
                 copy_wait_all(lane)
     copy_wait_all(lane)
@@ -420,7 +486,7 @@ def residual_kernel(
     packed_len_ptr, position_ptr, part_out, part_top, part_sum, scratch_ptr,
     scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
     K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr,
-    KEPT: gl.constexpr, EARLY: gl.constexpr,
+    KEPT: gl.constexpr, SMALL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
@@ -429,8 +495,8 @@ def residual_kernel(
     scores, which ``scratch_ptr``, float32 [programs, W, chunk, 2, 4, 32], keeps, and then for values.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT)
-    TABLES: gl.constexpr = table_bytes(K, V, BOTH)
+    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT, SMALL)
+    TABLES: gl.constexpr = table_bytes(K, V, BOTH, SMALL)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -455,8 +521,8 @@ def residual_kernel(
     if not KEPT:
         _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
     if BOTH:
-        _fetch_rows(base, k_rows, thread, K * 16384, W)
-        _fetch_rows(base + K * 16384, v_rows, thread, V * 16384, W)
+        _fetch_rows(base, k_rows, thread, K * stage_bytes(SMALL), W)
+        _fetch_rows(base + K * stage_bytes(SMALL), v_rows, thread, V * stage_bytes(SMALL), W)
         copy_commit(lane)
     if EARLY:  # tables are nobody's results
         wait_for_previous(lane)
@@ -474,7 +540,7 @@ def residual_kernel(
     q = (q_ptr + head.to(gl.int64) * rows * 128, None)
     top, out, side = attend_units(
         base, turns, lane, thread, warp, q, column0, rows, scale, freq_ptr, turns_ptr, position, stored, (k_rows, v_rows),
-        unit0, None, each, count, kept, chunk, K, V, BOTH, C, KEPT,
+        unit0, None, each, count, kept, chunk, K, V, BOTH, C, KEPT, SMALL,
     )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part0 + split)
     _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, 128, 1, 0.0)

@@ -33,7 +33,9 @@ def compile_tables(
     else:
         assert isinstance(value_format, ResidualCodes)
         stages = key_format.stages, value_format.stages
-        kernel, plan = residual_kernel, plan or residual.make_plan(*stages, 8, rows, 4096, 132, 227 << 10)
+        kernel, plan = residual_kernel, plan or residual.make_plan(
+            *stages, 8, rows, 4096, 132, 227 << 10, residual.is_small(key_format, value_format)
+        )
         fixed = residual.constants(key_format, value_format, plan)
     fixed["EARLY"] = capability >= 90
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})
@@ -61,7 +63,8 @@ def compile_table_pieces(
     else:
         assert isinstance(value_format, ResidualCodes)
         kernel = residual_pieces_kernel
-        plan = residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, 227 << 10)
+        small = residual.is_small(key_format, value_format)
+        plan = residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, 227 << 10, small)
         fixed = residual.constants(key_format, value_format, plan)
         fixed["AT"] = (keys["rms"].at, values["codes"].at, values["rms"].at)
         types["region"] = "*u8"

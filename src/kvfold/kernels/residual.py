@@ -30,9 +30,12 @@ class Plan(tables.TablesPlan):
     ----------
     both : bool
         Whether the tables of keys and of values lie in shared memory together.
+    small : bool
+        Whether rows have a byte per channel: those of codebooks in whole steps.
     """
 
     both: bool
+    small: bool = False
 
 
 def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
@@ -59,23 +62,30 @@ def declines(call: AttentionCall) -> str | None:
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
     if (keys.stages, values.stages) not in SEEN:
         return f"{keys.stages} and {values.stages} stages: not seen right on a GPU yet"
-    return tables.declines(call, int(shared_bytes(keys.stages, values.stages, False, 8, 8, False)))
+    return tables.declines(call, int(shared_bytes(keys.stages, values.stages, False, 8, 8, False, is_small(keys, values))))
+
+
+def is_small(keys: ResidualCodes, values: ResidualCodes) -> bool:
+    """Whether the codebooks of both are in whole steps."""
+    return all(form.book is not None and form.book.steps is not None for form in (keys, values))
 
 
 @lru_cache
-def make_plan(k_stages: int, v_stages: int, jobs: int, rows: int, units: int, processors: int, bytes_: int) -> Plan:
+def make_plan(
+    k_stages: int, v_stages: int, jobs: int, rows: int, units: int, processors: int, bytes_: int, small: bool = False
+) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units; ``bytes_``: of shared
     memory."""
     columns, warps = 4 if rows <= 4 else 8, 8
-    both = int(shared_bytes(k_stages, v_stages, True, columns, warps, False)) <= bytes_
-    plan, passes = Plan(columns=columns, warps=warps, both=both, kept=not both and rows <= 4), 1 if both else 2
+    both = int(shared_bytes(k_stages, v_stages, True, columns, warps, False, small)) <= bytes_
+    plan, passes = Plan(columns=columns, warps=warps, both=both, kept=rows <= 4, small=small), 1 if both else 2
     return replace(plan, splits=tables.splits_of(plan, jobs, rows, units, processors, passes, 12 * passes))
 
 
 def plan_of(call: AttentionCall, span: Span) -> Plan:
     keys, values = call.key_format, call.value_format
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
-    return make_plan(keys.stages, values.stages, *tables.shape_of(call, span), program_memory(call.query.device))
+    return make_plan(keys.stages, values.stages, *tables.shape_of(call, span), program_memory(call.query.device), is_small(keys, values))
 
 
 def attend_packed(
@@ -97,8 +107,8 @@ def attend_packed(
         span.keys["rms"],
         span.values["codes"],
         span.values["rms"],
-        _rows(keys.book.on(device), True),
-        _rows(values.book.on(device), False),
+        _rows(keys.book.on(device), True, plan.small),
+        _rows(values.book.on(device), False, plan.small),
         rotation_of(rope, 64, UNIT, 1, 128, device).freq,
         turns(rope, device, plan.kept),
     )
@@ -109,37 +119,55 @@ def attend_packed(
 
 def constants(keys: ResidualCodes, values: ResidualCodes, plan: Plan) -> dict[str, Any]:
     """What the kernel is specialized on."""
-    return {"K": keys.stages, "V": values.stages, "BOTH": plan.both, "C": plan.columns, "KEPT": plan.kept}
+    return {"K": keys.stages, "V": values.stages, "BOTH": plan.both, "C": plan.columns, "KEPT": plan.kept, "SMALL": plan.small}
 
 
-_made: WeakKeyDictionary[Codebook, dict[bool, torch.Tensor]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Codebook, dict[tuple[bool, bool], torch.Tensor]] = WeakKeyDictionary()
 
 
-def _rows(book: Codebook, keys: bool) -> torch.Tensor:
-    """Rows as lanes read them, fp16 [stages / 2, codes, 2, 32], made once: graphs know where they are."""
+def _rows(book: Codebook, keys: bool, small: bool = False) -> torch.Tensor:
+    """Rows as lanes read them, made once: graphs know where they are.
+
+    fp16 [stages / 2, codes, 2, 32]; ``small``: as bytes [stages / 4, codes, 4, 32], then fp16 [2, 32] steps, and what sums of
+    numbers and 1024 have too much.
+    """
     found = _made.setdefault(book, {})
-    if keys not in found:
+    if (keys, small) not in found:
         at = torch.arange(32, device=book.codes.device)
         if keys:  # 8 t + 4 h + m is channel 16 h + 4 t + m of the group
             element = at // 4 % 2 * 16 + at // 8 * 4 + at % 4
         else:  # 8 t + 2 w + b is channel 8 w + 2 t + b
             element = at // 2 % 4 * 8 + at // 8 * 2 + at % 2
-        rows = book.codes.to(torch.float16)[:, :, element]
-        found[keys] = rows.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
-    return found[keys]
+        found[keys, small] = _small_rows(book, element) if small else _fp16_rows(book, element)
+    return found[keys, small]
+
+
+def _fp16_rows(book: Codebook, element: torch.Tensor) -> torch.Tensor:
+    rows = book.codes.to(torch.float16)[:, :, element]
+    return rows.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
+
+
+def _small_rows(book: Codebook, element: torch.Tensor) -> torch.Tensor:
+    steps = book.steps
+    assert steps is not None
+    # bytes 0 and 2, and 1 and 3, of each four become words of two channels
+    rows = steps.numbers[:, :, element.view(-1, 2, 2).mT.flatten()]
+    rows = rows.unflatten(0, (-1, 4)).transpose(1, 2).contiguous()
+    extra = (steps.shift - 64 * len(steps.numbers) - 1024) * steps.step
+    both = torch.stack((steps.step, extra))[:, element].to(torch.float16)
+    return torch.cat((rows.flatten(), both.flatten().view(torch.uint8))).view(torch.float16)
 
 
 @lru_cache(maxsize=64)
 def turns(rope: Rope, device: torch.device, kept: bool) -> torch.Tensor:
-    """Cosines and sines of a unit's (``kept``: a tile's) tokens as lanes read them, fp16 [tokens, 4, 4, 8].
+    """Cosines and sines of a unit's tokens as lanes read them (``kept``: into registers), fp16 [tokens, 4, 4, 8].
 
     Of group i, lane t four cosines, then four sines, of pairs 16 t + 4 m + i. In shared memory odd tokens have groups 0 and 1,
     and 2 and 3, the other way round.
     """
-    tokens = UNIT // 2 if kept else UNIT
-    table = rotation_of(rope, 64, tokens, 1, 128, device).table  # [2, tokens, 64]
-    parts = table.view(2, tokens, 4, 4, 4).permute(1, 4, 2, 0, 3)  # [token, i, t, cos or sin, m]
+    table = rotation_of(rope, 64, UNIT, 1, 128, device).table  # [2, tokens, 64]
+    parts = table.view(2, UNIT, 4, 4, 4).permute(1, 4, 2, 0, 3)  # [token, i, t, cos or sin, m]
     if kept:
         return parts.contiguous()
-    odd = torch.arange(tokens, device=device) % 2 == 1
+    odd = torch.arange(UNIT, device=device) % 2 == 1
     return torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).contiguous()

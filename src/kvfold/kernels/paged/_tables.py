@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._codebook_gluon import attend_units as attend_sums
 from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
-from kvfold.kernels._residual_gluon import attend_units, shared_bytes, table_bytes
+from kvfold.kernels._residual_gluon import attend_units, shared_bytes, stage_bytes, table_bytes
 from kvfold.kernels._softmax import _finish
 from kvfold.kernels._tables_gluon import _allocated, _dynamic_base, _fetch_rows, fetch_turns
 from kvfold.kernels._warp import as_float, copy_commit, load_global4, program_sync
@@ -30,7 +30,8 @@ def residual_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step, region, page_step, head_step,
     k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr, part_out, part_top, part_sum, scratch_ptr,
     scale, heads, rows, tokens, seqs, chunk,
-    K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr, KEPT: gl.constexpr, AT: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr, KEPT: gl.constexpr, SMALL: gl.constexpr,
+    AT: gl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th piece and KV head.
 
@@ -39,7 +40,7 @@ def residual_pieces_kernel(
     ``q_token`` elements from a token to the next; there are at most C query rows. The rest is the slab kernel's.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT)
+    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT, SMALL)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -50,7 +51,7 @@ def residual_pieces_kernel(
     if BYTES >= 131072:
         memory = memory + (_allocated(thread, 131072),)
     base = _dynamic_base(lane)
-    turns = base + table_bytes(K, V, BOTH)
+    turns = base + table_bytes(K, V, BOTH, SMALL)
     k_rows = k_rows_ptr.to(gl.int64)
     v_rows = v_rows_ptr.to(gl.int64)
     kept = scratch_ptr + ((gl.program_id(0) * W + warp).to(gl.int64) * chunk * 256 + lane * (1 if KEPT else 4))
@@ -63,8 +64,8 @@ def residual_pieces_kernel(
         if not KEPT:
             _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
         if BOTH:
-            _fetch_rows(base, k_rows, thread, K * 16384, W)
-            _fetch_rows(base + K * 16384, v_rows, thread, V * 16384, W)
+            _fetch_rows(base, k_rows, thread, K * stage_bytes(SMALL), W)
+            _fetch_rows(base + K * stage_bytes(SMALL), v_rows, thread, V * stage_bytes(SMALL), W)
             copy_commit(lane)
         stored = region.to(gl.int64) + head.to(gl.int64) * head_step
         where = (table + seq.to(gl.int64) * table_step, page_step)
@@ -72,7 +73,7 @@ def residual_pieces_kernel(
         top, out, side = attend_units(
             base, turns, lane, thread, warp, q, zero, rows, scale, freq_ptr, turns_ptr, first * 32,
             (stored, stored + AT[0], stored + AT[1], stored + AT[2]), (k_rows, v_rows), first, where, each, count, kept, chunk,
-            K, V, BOTH, C, KEPT,
+            K, V, BOTH, C, KEPT, SMALL,
         )  # fmt: skip
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
         _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, zero, rows, False, 128, 1, 0.0)

@@ -49,7 +49,8 @@ def unsupported(
 def _plan(key_format: Any, value_format: Any, rows: int, there: int) -> Any:
     if isinstance(key_format, AdditiveCodes):
         return codebook._shape(key_format.stages, rows)
-    return residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, there)
+    small = residual.is_small(key_format, value_format)
+    return residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, there, small)
 
 
 def _bytes(key_format: Any, value_format: Any, rows: int, there: int) -> int:
@@ -57,7 +58,7 @@ def _bytes(key_format: Any, value_format: Any, rows: int, there: int) -> int:
     if isinstance(key_format, AdditiveCodes):
         return codebook.program_bytes(value_format, plan)
     stages = key_format.stages, value_format.stages
-    return int(shared_bytes(*stages, plan.both, plan.columns, plan.warps, plan.kept))
+    return int(shared_bytes(*stages, plan.both, plan.columns, plan.warps, plan.kept, plan.small))
 
 
 def ready(key_format: Format, value_format: Format, rope: Rope | None, device: torch.device) -> None:
@@ -76,7 +77,8 @@ def _read(keys: Format, values: Format, rope: Rope, plan: Any, device: torch.dev
         return *tables_of(keys.codebook.on(device)), turning.freq, turning.table
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
     assert keys.book is not None and values.book is not None
-    rows = residual._rows(keys.book.on(device), True), residual._rows(values.book.on(device), False)
+    books = keys.book.on(device), values.book.on(device)
+    rows = residual._rows(books[0], True, plan.small), residual._rows(books[1], False, plan.small)
     return *rows, rotation_of(rope, 64, UNIT, 1, 128, device).freq, residual.turns(rope, device, plan.kept)
 
 
