@@ -67,7 +67,7 @@ def scaled_vectors(form: ResidualCodes, x: torch.Tensor) -> torch.Tensor:
 def error_of(form: ResidualCodes, codes: torch.Tensor, x: torch.Tensor) -> float:
     """Squared error over squared length of what is stored of x, [heads, tokens, head_dim], with these codes."""
     whole = x[:, : x.shape[1] // form.block * form.block].unsqueeze(0)
-    fitted = dataclasses.replace(form, book=Codebook(codes))
+    fitted = dataclasses.replace(form, book=Codebook.rounded(codes))
     error = fitted.decode(fitted.encode(whole)) - whole
     return float(error.square().sum() / whole.square().sum())
 

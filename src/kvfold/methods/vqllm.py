@@ -97,7 +97,7 @@ class VQLLM(LearnedMethod):
         return {**super().learned_shape(), "vector": self.vector, "codes": self.codes}
 
     def build(self, parts: dict[str, torch.Tensor], rotary: int) -> dict[str, Codebook]:
-        return {operand: Codebook(parts[f"{operand}.codes"]) for operand in ("key", "value")}
+        return {operand: Codebook.rounded(parts[f"{operand}.codes"]) for operand in ("key", "value")}
 
     @property
     def kernel_encodes(self) -> bool:
