@@ -66,18 +66,20 @@ def by_groups(key=(4,), value=(4,), block=32):
     return formats
 
 
-def additive(stages=11, levels=64, rotary=None, head_dim=64, block=32, device="cpu"):
+def additive(stages=11, levels=64, rotary=None, head_dim=64, block=32, device="cpu", rounded=False):
     """Keys of CommVQ; ``rotary`` None: all channels are pairs."""
     centres = rand(HEADS, stages, levels, head_dim, seed=8) * 0.8 ** torch.arange(stages).view(-1, 1, 1)
-    book = KeyCodebook(
+    book = (KeyCodebook.rounded if rounded else KeyCodebook)(
         centres.half().to(device), torch.eye(head_dim, device=device).expand(HEADS, -1, -1), rotary or head_dim
     )
     return AdditiveCodes(head_dim, block, "plain", stages, levels, 0, book)
 
 
-def commvq(stages=11, levels=64, codes=64, rotary=None, block=32):
+def commvq(stages=11, levels=64, codes=64, rotary=None, block=32, rounded=False):
     """Both formats of CommVQ; a value's code is its first channels' signs."""
-    return lambda d, device: (additive(stages, levels, rotary, d, block, device), BinaryCodes(d, block, "plain", codes))
+    return lambda d, device: (
+        additive(stages, levels, rotary, d, block, device, rounded), BinaryCodes(d, block, "plain", codes)
+    )
 
 
 def unproject(heads, codes, head_dim, device):

@@ -25,6 +25,8 @@ from paged_case import Server, formats_of
 FORMATS = {
     "commvq-1bit": (commvq(11, codes=128), unproject),
     "commvq-2bit": (commvq(21, codes=256), unproject),
+    "commvq-1bit-steps": (commvq(11, codes=128, rounded=True), unproject),
+    "commvq-2bit-steps": (commvq(21, codes=256, rounded=True), unproject),
     "vqllm-1bit": (residuals(), None),
     "vqllm-2bit": (residuals((8, 32, 256), (8, 32, 256)), None),
     "vqllm-1bit-steps": (residuals(rounded=True), None),

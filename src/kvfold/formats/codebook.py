@@ -131,6 +131,50 @@ class Search:
     cross: torch.Tensor
 
 
+@dataclass(frozen=True)
+class KeySteps:
+    """Centres in whole steps: ``(numbers - 64) * step``, of stage 0 ``(numbers - 64 + shift) * step``.
+
+    Attributes
+    ----------
+    numbers : Tensor, uint8 [num_kv_heads, stages, N, head_dim]
+        0 to 127.
+    step : Tensor, float32 [num_kv_heads, head_dim / 2]
+        Of a pair, channels j and j + head_dim / 2.
+    shift : Tensor, float32 [num_kv_heads, head_dim]
+        Whole numbers from -256 to 256.
+    """
+
+    numbers: torch.Tensor
+    step: torch.Tensor
+    shift: torch.Tensor
+
+    @classmethod
+    def of(cls, centres: torch.Tensor) -> KeySteps:
+        """The nearest to ``centres``, float [num_kv_heads, stages, N, head_dim]."""
+        z = centres.float()
+        low, high = z[:, 0].amin(1), z[:, 0].amax(1)
+        need = torch.maximum((high - low) / 126, (high + low).abs() / 512)
+        if z.shape[1] > 1:
+            need = torch.maximum(need, z[:, 1:].abs().amax((1, 2)) / 63)
+        step = need.unflatten(-1, (2, -1)).amax(-2).clamp_min(2.0**-20)
+        each = torch.cat((step, step), -1)
+        shift = ((low + high) / 2 / each).round()
+        whole = z / each[:, None, None]
+        whole[:, 0] -= shift[:, None]
+        return cls((whole.round() + 64).clamp(0, 127).to(torch.uint8), step, shift)
+
+    @property
+    def centres(self) -> torch.Tensor:
+        """float32, as they were."""
+        whole = self.numbers.float() - 64
+        whole[:, 0] += self.shift[:, None]
+        return whole * torch.cat((self.step, self.step), -1)[:, None, None]
+
+    def to(self, device: torch.device) -> KeySteps:
+        return KeySteps(self.numbers.to(device), self.step.to(device), self.shift.to(device))
+
+
 class KeyCodebook:
     """One layer's key codebooks, and the metric in which centres are compared.
 
@@ -145,15 +189,26 @@ class KeyCodebook:
         Channels that RoPE rotates.
     """
 
-    def __init__(self, centres: torch.Tensor, metric: torch.Tensor, rotary: int) -> None:
-        self.centres, self.metric, self.rotary = centres, metric, rotary
+    def __init__(
+        self, centres: torch.Tensor, metric: torch.Tensor, rotary: int, steps: KeySteps | None = None
+    ) -> None:
+        self.centres, self.metric, self.rotary, self.steps = centres, metric, rotary, steps
         self.heads, self.stages, self.levels, self.head_dim = centres.shape
         self._devices: dict[torch.device, KeyCodebook] = {centres.device: self}
+
+    @classmethod
+    def rounded(cls, centres: torch.Tensor, metric: torch.Tensor, rotary: int) -> KeyCodebook:
+        """Of the nearest centres in whole steps, where all channels are rotated: kernels read those, a byte a channel."""
+        if rotary != centres.shape[-1]:
+            return cls(centres, metric, rotary)
+        steps = KeySteps.of(centres)
+        return cls(steps.centres.to(centres.dtype), metric, rotary, steps)
 
     def on(self, device: torch.device) -> KeyCodebook:
         """The same tables on another device; moved once."""
         if device not in self._devices:
-            self._devices[device] = KeyCodebook(self.centres.to(device), self.metric.to(device), self.rotary)
+            steps = None if self.steps is None else self.steps.to(device)
+            self._devices[device] = KeyCodebook(self.centres.to(device), self.metric.to(device), self.rotary, steps)
         return self._devices[device]
 
     def tensors(self) -> dict[str, torch.Tensor]:

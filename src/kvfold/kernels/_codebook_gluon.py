@@ -17,6 +17,7 @@ one byte of a channel holds.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._codebook_steps import shifts_of, tile_steps
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST, _finish
 from kvfold.kernels._tables_gluon import (
@@ -25,6 +26,7 @@ from kvfold.kernels._tables_gluon import (
     _dynamic_base,
     _fetch_rows,
     _fma_half2,
+    _funnel,
     _pairs_of_queries,
     _shuffled,
     fetch_turns,
@@ -34,6 +36,7 @@ from kvfold.kernels._tables_gluon import (
 )
 from kvfold.kernels._warp import (
     add_half2,
+    as_float,
     copy_async,
     copy_commit,
     copy_wait_1,
@@ -69,24 +72,28 @@ def stage_bytes(stages, bits):
 
 
 @gluon.constexpr_function
-def shared_bytes(most, bits, columns, warps, kept):
+def rows_bytes(stages, small):
+    """Bytes of the rows of ``stages`` stages; ``small``: of a byte per channel."""
+    return stages * (8192 if small else 16384)
+
+
+@gluon.constexpr_function
+def head_bytes(stages, small):
+    """Bytes of a head's rows, and of what ``small`` ones have beside them."""
+    return rows_bytes(stages, small) + (512 if small else 0)
+
+
+@gluon.constexpr_function
+def shared_bytes(most, bits, columns, warps, kept, small):
     """Bytes of shared memory of a program whose passes have up to ``most`` stages."""
     queries = 272 * columns * (2 if kept else 1)
-    size = most * 64 * 256 + (0 if kept else 32 * 256) + warps * (2 * (48 * most + 64 + 4 * bits) + queries)
+    size = rows_bytes(most, small) + (0 if kept else 32 * 256) + warps * (2 * (48 * most + 64 + 4 * bits) + queries)
     return (max(size, warps * bits * 32) + 1023) // 1024 * 1024
 
 
 @gluon.jit
 def _subtract_half2(a, b):
     return gl.inline_asm_elementwise("sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _funnel(low, high, start):
-    """32 bits from bit ``start`` on of two words."""
-    return gl.inline_asm_elementwise(
-        "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, start], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.constexpr_function
@@ -223,8 +230,9 @@ def _shared_turns(address):
 
 
 @gluon.jit
-def _rotated(x, turns, odd):
-    """Keys of one token of every lane, rotated by its place in the tile, in the order of channels."""
+def _rotated(x, turns, odd, SWAPPED: gl.constexpr):
+    """Keys of one token of every lane, rotated by its place in the tile, in the order of channels. SWAPPED: lanes of odd g have
+    slots 0 and 1, and 2 and 3, the other way round."""
     real = ()
     imaginary = ()
     for i in gl.static_range(8):
@@ -232,12 +240,15 @@ def _rotated(x, turns, odd):
         b = x[i + 8]
         real = real + (_fma_half2(a, turns[i], mul_half2(b ^ -2147450880, turns[i + 8])),)
         imaginary = imaginary + (_fma_half2(b, turns[i], mul_half2(a, turns[i + 8])),)
-    out = ()
-    for i in gl.static_range(8):
-        out = out + (gl.where(odd, real[(i + 4) % 8], real[i]),)
-    for i in gl.static_range(8):
-        out = out + (gl.where(odd, imaginary[(i + 4) % 8], imaginary[i]),)
-    return out
+    if not SWAPPED:
+        return real + imaginary
+    else:
+        out = ()
+        for i in gl.static_range(8):
+            out = out + (gl.where(odd, real[(i + 4) % 8], real[i]),)
+        for i in gl.static_range(8):
+            out = out + (gl.where(odd, imaginary[(i + 4) % 8], imaginary[i]),)
+        return out
 
 
 @gluon.jit
@@ -329,10 +340,10 @@ def _stages(stages, most, number):
 
 @gluon.jit
 def _over_units(
-    top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, near_turns, far_turns, lane_query, raw,
+    top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, shifts, near_turns, far_turns, lane_query, raw,
     freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, done, length, each, count, kept,
     STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    BUFFER: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr,
+    BUFFER: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr, SMALL: gl.constexpr,
 ):  # fmt: skip
     """A pass over a chunk of a warp's units, whose first one is on its way. V: 0 but in the last pass."""
     STEP: gl.constexpr = 32 if KEPT else 1
@@ -349,27 +360,37 @@ def _over_units(
         unit_queries(query + lane * 4, raw, freq0, freq1, gain, position + at * 32, lane, 128, C, KEPT)
         copy_wait_1(lane)
         q = ()
-        for j in gl.static_range(4):
-            q = q + load_shared(lane_query, 64 * j, 4)
-        words = _unit_codes(here + word, begin, COUNT)
+        if not SMALL:
+            for j in gl.static_range(4):
+                q = q + load_shared(lane_query, 64 * j, 4)
         GROUPS: gl.constexpr = (COUNT + 3) // 4
+        words = ()
+        if not SMALL:
+            words = _unit_codes(here + word, begin, COUNT)
         scores = ()
         for tile in gl.static_range(2):
-            own = ()
-            for j in gl.static_range(GROUPS):
-                own = own + (words[tile * GROUPS + j],)
-            x, y = _tile_sums(lane, own, lane_rows, COUNT, UNROLLED)
+            if SMALL:
+                x, y = tile_steps(lane, odd, here + word, begin, lane_rows, shifts, tile, COUNT, UNROLLED)
+            else:
+                own = ()
+                for j in gl.static_range(GROUPS):
+                    own = own + (words[tile * GROUPS + j],)
+                x, y = _tile_sums(lane, own, lane_rows, COUNT, UNROLLED)
             if KEPT:
                 turns = near_turns if tile == 0 else far_turns
-                x = _rotated(x, turns, odd)
-                y = _rotated(y, turns, odd)
+                x = _rotated(x, turns, odd, not SMALL)
+                y = _rotated(y, turns, odd, not SMALL)
             else:
-                x = _rotated(x, _shared_turns(near_turns + tile * 4096), odd)
-                y = _rotated(y, _shared_turns(near_turns + (tile * 4096 + 2048)), odd)
+                x = _rotated(x, _shared_turns(near_turns + tile * 4096), odd, not SMALL)
+                y = _rotated(y, _shared_turns(near_turns + (tile * 4096 + 2048)), odd, not SMALL)
             to = kept + (i * 2 + tile) * 128
             acc = _zero4(lane)
             if FIRST > 0:
                 acc = (gl.load(to), gl.load(to + STEP), gl.load(to + 2 * STEP), gl.load(to + 3 * STEP))
+            if SMALL:  # registers are few while centres are added up
+                q = ()
+                for j in gl.static_range(4):
+                    q = q + load_shared(lane_query, 64 * j, 4)
             acc = _tile_scores(x, y, q, acc)
             if V:
                 if KEPT:
@@ -397,10 +418,22 @@ def _over_units(
 
 
 @gluon.jit
+def _steps(tables, lane, STAGES: gl.constexpr):
+    """Steps of a lane's two pairs."""
+    at = tables + (STAGES * 8192 + 256)
+    words = load_global4(at + lane // 2 * 16, lane * 0 + 1)
+    return (
+        as_float(gl.where(lane % 2 == 1, words[2], words[0])),
+        as_float(gl.where(lane % 2 == 1, words[3], words[1])),
+    )
+
+
+@gluon.jit
 def attend_units(
     base, turns, lane, thread, warp, q, column0, rows, unit_factor, freq_ptr, turns_ptr, position, stored, tables, unit0, where,
     each, count, kept, chunk,
     STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr,
+    SMALL: gl.constexpr,
 ):  # fmt: skip
     """Maxima, sums of bits and of weights of each warp's units, ``unit0`` to ``unit0 + count``, as :func:`_finish` takes them.
 
@@ -424,7 +457,10 @@ def attend_units(
         copy_commit(lane)
 
     pair = 2 * lane
-    raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 1, C)
+    if SMALL:  # pairs of channels have steps of their own, which rotation does not mix
+        raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 1, C, _steps(tables, lane, STAGES))
+    else:
+        raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 1, C, None)
     factor0 = _chosen(ups, 2 * t % C) * unit_factor
     factor1 = _chosen(ups, (2 * t + 1) % C) * unit_factor
     freq0 = gl.load(freq_ptr + pair)
@@ -434,12 +470,19 @@ def attend_units(
     token = 4 * (g % 2) + g // 2  # of every eight, a lane's
     begin = token * 12 % 32
     word = token * 12 // 32 * 4 + t * 48
-    lane_rows = base + (g % 2) * 64 + t * 16
-    if KEPT:
-        near_turns = _turns(turns_ptr, token, t, odd)
-        far_turns = _turns(turns_ptr, token + 16, t, odd)
+    if SMALL:
+        lane_rows = base
+        swapped = lane < 0
+        shifts = shifts_of(tables, odd, t, STAGES)
     else:
-        near_turns = turns + token * 256 + (g % 2) * 64 + t * 16
+        lane_rows = base + (g % 2) * 64 + t * 16
+        swapped = odd
+        shifts = ()
+    if KEPT:
+        near_turns = _turns(turns_ptr, token, t, swapped)
+        far_turns = _turns(turns_ptr, token + 16, t, swapped)
+    else:
+        near_turns = turns + token * 256 + swapped.to(gl.int32) * 64 + t * 16
         far_turns = near_turns
     lane_query = query + g % QUERIES * 272 + t * 16
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
@@ -461,7 +504,8 @@ def attend_units(
             done = c * length
             if PASSES > 1:
                 program_sync(lane)
-                _fetch_rows(base, tables + number * (PASS * 16384), thread, _stages(STAGES, PASS, number) * 16384, W)
+                FEW: gl.constexpr = _stages(STAGES, PASS, number)
+                _fetch_rows(base, tables + number * rows_bytes(PASS, SMALL), thread, rows_bytes(FEW, SMALL), W)
                 copy_commit(lane)
                 _fetch(
                     stage, lane, codes, norms, bits, unit0 + done, (done < count).to(gl.int32), where, STAGES, PASS * number,
@@ -471,11 +515,11 @@ def attend_units(
                 copy_wait_1(lane)
                 program_sync(lane)
             top, out, side = _over_units(
-                top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, near_turns, far_turns, lane_query,
+                top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, shifts, near_turns, far_turns, lane_query,
                 raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, done, length, each,
                 count, kept,
                 STAGES, PASS * number, _stages(STAGES, PASS, number), V if number == PASSES - 1 else 0, C, BUFFER, UNROLLED,
-                KEPT,
+                KEPT, SMALL,
             )  # fmt: skip
             if PASSES > 1:
                 copy_wait_all(lane)
@@ -492,7 +536,7 @@ def codebook_kernel(
     part_out, part_top, part_sum, scratch_ptr,
     scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
     STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
-    KEPT: gl.constexpr, EARLY: gl.constexpr,
+    KEPT: gl.constexpr, SMALL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
@@ -502,7 +546,7 @@ def codebook_kernel(
     """
     W: gl.constexpr = gl.num_warps()
     PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
-    BYTES: gl.constexpr = shared_bytes(PASS, V, C, W, KEPT)
+    BYTES: gl.constexpr = shared_bytes(PASS, V, C, W, KEPT, SMALL)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -512,18 +556,18 @@ def codebook_kernel(
             memory = memory + (_allocated(thread, 1024 << i),)
     base = _dynamic_base(lane)
     program_sync(lane)
-    turns = base + PASS * 16384
+    turns = base + rows_bytes(PASS, SMALL)
 
     split = gl.program_id(1)
     column0 = (gl.program_id(0) % columns) * C
     head = gl.program_id(0) // columns
     batch = head // heads
-    tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * (STAGES * 16384)
+    tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * head_bytes(STAGES, SMALL)
 
     if not KEPT:
         fetch_turns(turns, turns_ptr, thread, lane, W)
     if PASSES == 1:
-        _fetch_rows(base, tables, thread, PASS * 16384, W)
+        _fetch_rows(base, tables, thread, rows_bytes(PASS, SMALL), W)
         copy_commit(lane)
     if EARLY:  # tables are nobody's results
         wait_for_previous(lane)
@@ -543,6 +587,7 @@ def codebook_kernel(
     top, out, side = attend_units(
         base, turns, lane, thread, warp, q, column0, rows, scale * gl.load(size_ptr + head % heads), freq_ptr, turns_ptr,
         position, stored, tables, unit0, None, each, count, kept, chunk, STAGES, PASS, V, C, UNROLLED, KEPT,
+        SMALL,
     )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part0 + split)
     _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, V, 1, -9.0, 1)

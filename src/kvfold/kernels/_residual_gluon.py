@@ -22,7 +22,10 @@ from kvfold.kernels._tables_gluon import (
     _dynamic_base,
     _fetch_rows,
     _fma_half2,
+    _odd_bytes,
     _pairs_of_queries,
+    _swapped,
+    _weighted_bytes,
     of_own_place,
     unit_place,
     unit_queries,
@@ -90,14 +93,6 @@ def _row_at(codes, base, I: gl.constexpr):
 
 
 @gluon.jit
-def _swapped(x, selector):
-    """Bytes of x as ``selector`` says."""
-    return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [x, selector], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _group_sums(words, selector, rows, STAGES: gl.constexpr):
     """Four words of the sum of a group's rows; ``words``: its codes."""
     out = ()
@@ -111,20 +106,6 @@ def _group_sums(words, selector, rows, STAGES: gl.constexpr):
         else:
             out = (add_half2(out[0], x[0]), add_half2(out[1], x[1]), add_half2(out[2], x[2]), add_half2(out[3], x[3]))
     return out
-
-
-@gluon.jit
-def _weighted_bytes(word, weight, more):
-    """Sum of the bytes of ``word`` times those of ``weight``, and ``more``."""
-    return gl.inline_asm_elementwise(
-        "dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [word, weight, more], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _odd_bytes(x):
-    """Bytes 1 and 3 of x in the low bytes of both halves."""
-    return gl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -408,7 +389,7 @@ def attend_units(
 
     # a lane turns pairs 16 t' + 4 m + i, m = 0, 1 or 2, 3, of group i: those that lane t' of every four reads of the group
     pair = lane // 2 % 4 * 16 + lane % 2 * 8 + lane // 8
-    raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 4, C)
+    raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 4, C, None)
     factor0 = _chosen(ups, 2 * t % C) * scale
     factor1 = _chosen(ups, (2 * t + 1) % C) * scale
     freq0 = gl.load(freq_ptr + pair)

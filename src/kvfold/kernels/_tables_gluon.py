@@ -32,6 +32,36 @@ def _fma_half2(a, b, c):
 
 
 @gluon.jit
+def _funnel(low, high, start):
+    """32 bits from bit ``start`` on of two words."""
+    return gl.inline_asm_elementwise(
+        "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, start], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _odd_bytes(x):
+    """Bytes 1 and 3 of x in the low bytes of both halves."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _swapped(x, selector):
+    """Bytes of x as ``selector`` says."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [x, selector], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _weighted_bytes(word, weight, more):
+    """Sum of the bytes of ``word`` times those of ``weight``, and ``more``."""
+    return gl.inline_asm_elementwise(
+        "dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [word, weight, more], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _shuffled(x, source):
     """Word ``x`` of lane ``source``."""
     return gl.inline_asm_elementwise(
@@ -81,12 +111,13 @@ def _fetch_rows(base, source, thread, BYTES: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _pairs_of_queries(q, rows, column0, lane, pair, NEXT: gl.constexpr, C: gl.constexpr):
+def _pairs_of_queries(q, rows, column0, lane, pair, NEXT: gl.constexpr, C: gl.constexpr, weights):
     """Of C query rows the channels of a lane's two pairs, ``pair`` and the one NEXT further, a row's largest channel scaled
     to [1, 2); and what they have been divided by.
 
     ``q``: pointer to a KV head's first row, and None; or to its first query head of a sequence's first token in a step, and
-    elements from a token to the next, tokens of each query head, and those that there are.
+    elements from a token to the next, tokens of each query head, and those that there are. ``weights``: None, or what the pairs
+    are multiplied with first.
     """
     raw = ()
     ups = ()
@@ -103,6 +134,11 @@ def _pairs_of_queries(q, rows, column0, lane, pair, NEXT: gl.constexpr, C: gl.co
         a1 = gl.load(at + NEXT, mask=inside, other=0.0).to(gl.float32)
         b0 = gl.load(at + 64, mask=inside, other=0.0).to(gl.float32)
         b1 = gl.load(at + (64 + NEXT), mask=inside, other=0.0).to(gl.float32)
+        if weights is not None:
+            a0 *= weights[0]
+            b0 *= weights[0]
+            a1 *= weights[1]
+            b1 *= weights[1]
         big = gl.maximum(gl.maximum(gl.abs(a0), gl.abs(a1)), gl.maximum(gl.abs(b0), gl.abs(b1)))
         for j in gl.static_range(5):
             big = gl.maximum(big, shuffle_xor(big, 1 << j))

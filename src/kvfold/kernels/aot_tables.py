@@ -28,7 +28,9 @@ def compile_tables(
     types |= dict.fromkeys(("codes_ptr", "bits_ptr"), "*i16") | dict.fromkeys(("k_codes_ptr", "v_codes_ptr"), "*u8")
     kernel: Any
     if isinstance(key_format, AdditiveCodes):
-        kernel, plan = codebook_kernel, plan or codebook.make_plan(key_format.stages, 8, rows, 4096, 132)
+        kernel, plan = codebook_kernel, plan or codebook.make_plan(
+            key_format.stages, 8, rows, 4096, 132, codebook.is_small(key_format)
+        )
         fixed = codebook.constants(key_format, value_format, plan)
     else:
         assert isinstance(value_format, ResidualCodes)
@@ -56,7 +58,7 @@ def compile_table_pieces(
     fixed: dict[str, Any]
     if isinstance(key_format, AdditiveCodes):
         kernel: Any = codebook_pieces_kernel
-        plan: Any = codebook._shape(key_format.stages, rows)
+        plan: Any = codebook._shape(key_format.stages, rows, codebook.is_small(key_format))
         fixed = codebook.constants(key_format, value_format, plan)
         fixed["AT"] = (keys["rms"].at, values["bits"].at)
         types["region"] = "*i16"

@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from kvfold.formats import Format
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook
 from kvfold.formats.packing import UNIT
 from kvfold.kernels import tables
 from kvfold.kernels._codebook_gluon import codebook_kernel, shared_bytes
@@ -32,10 +33,13 @@ class Plan(tables.TablesPlan):
         Whose tables lie in shared memory at once.
     unrolled : bool
         Whether the loop over stages is.
+    small : bool
+        Whether rows have a byte per channel: those of centres in whole steps.
     """
 
     stages: int
     unrolled: bool = False
+    small: bool = False
 
 
 def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
@@ -61,19 +65,26 @@ def declines(call: AttentionCall) -> str | None:
     assert isinstance(keys, AdditiveCodes) and isinstance(values, BinaryCodes)
     if (keys.stages, values.codes) not in SEEN:
         return f"{keys.stages} stages, {values.codes} bits of values: not seen right on a GPU yet"
-    return tables.declines(call, program_bytes(values, _shape(keys.stages, call.shape[2])))
+    return tables.declines(call, program_bytes(values, _shape(keys.stages, call.shape[2], is_small(keys))))
 
 
-def _shape(stages: int, rows: int) -> Plan:
+def is_small(keys: AdditiveCodes) -> bool:
+    """Whether a codebook's centres are whole steps."""
+    return keys.codebook is not None and keys.codebook.steps is not None
+
+
+def _shape(stages: int, rows: int, small: bool = False) -> Plan:
+    if small:
+        return Plan(columns=4 if rows <= 4 else 8, stages=stages, unrolled=stages <= MOST, kept=rows <= 4, small=True)
     passes = math.ceil(stages / MOST)  # of several, unrolled loops would be too long for the cache of instructions
     kept = passes > 1 and rows <= 4  # an unrolled loop has no registers for them
     return Plan(columns=4 if rows <= 4 else 8, stages=math.ceil(stages / passes), unrolled=passes == 1, kept=kept)
 
 
 @lru_cache
-def make_plan(stages: int, jobs: int, rows: int, units: int, processors: int) -> Plan:
+def make_plan(stages: int, jobs: int, rows: int, units: int, processors: int, small: bool = False) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units."""
-    plan = _shape(stages, rows)
+    plan = _shape(stages, rows, small)
     passes = math.ceil(stages / plan.stages)
     return replace(plan, splits=tables.splits_of(plan, jobs, rows, units, processors, passes, 6 + 4 * passes))
 
@@ -81,7 +92,7 @@ def make_plan(stages: int, jobs: int, rows: int, units: int, processors: int) ->
 def plan_of(call: AttentionCall, span: Span) -> Plan:
     form = call.key_format
     assert isinstance(form, AdditiveCodes)
-    return make_plan(form.stages, *tables.shape_of(call, span))
+    return make_plan(form.stages, *tables.shape_of(call, span), is_small(form))
 
 
 def attend_packed(
@@ -97,7 +108,7 @@ def attend_packed(
     """Write partial results over one span; see :func:`kvfold.kernels.tables.launch`."""
     form, rope = call.key_format, call.rope
     assert isinstance(form, AdditiveCodes) and form.codebook is not None and rope is not None
-    table, size = tables_of(form.codebook.on(packed.device))
+    table, size = rows_of(form.codebook.on(packed.device), plan.small)
     turning = rotation_of(rope, 64, UNIT, 1, 128, packed.device)
     read = span.keys["codes"], span.keys["rms"], span.values["bits"], table, size, turning.freq, turning.table
     passes, fixed = math.ceil(form.stages / plan.stages), constants(form, call.value_format, plan)
@@ -108,9 +119,34 @@ def constants(keys: AdditiveCodes, values: Format, plan: Plan) -> dict[str, Any]
     """What the kernel is specialized on."""
     assert isinstance(values, BinaryCodes)
     named = {"STAGES": keys.stages, "PASS": plan.stages, "V": values.codes, "C": plan.columns}
-    return named | {"UNROLLED": plan.unrolled, "KEPT": plan.kept}
+    return named | {"UNROLLED": plan.unrolled, "KEPT": plan.kept, "SMALL": plan.small}
 
 
 def program_bytes(values: BinaryCodes, plan: Plan) -> int:
     """Bytes of shared memory of a program."""
-    return int(shared_bytes(plan.stages, values.codes, plan.columns, plan.warps, plan.kept))
+    return int(shared_bytes(plan.stages, values.codes, plan.columns, plan.warps, plan.kept, plan.small))
+
+
+_made: WeakKeyDictionary[KeyCodebook, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
+
+
+def rows_of(book: KeyCodebook, small: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as lanes read them, and what scores are multiplied with by head; made once: graphs know where they are.
+
+    ``small``: of every head uint8 [stages, 64, 2, 4, 16], then fp16 [128] what sums of numbers lack, and float32 [64] steps.
+    """
+    if not small:
+        return tables_of(book)
+    if book not in _made:
+        steps = book.steps
+        assert steps is not None
+        at = torch.arange(64, device=steps.numbers.device)
+        # byte p of word v of lane t: bytes 0 and 2, and 1 and 3, are neighbours
+        word = at // 4 % 4 * 2 + at % 2
+        channel = word // 4 * 32 + at // 16 * 8 + word % 4 * 2 + at // 2 % 2
+        rows = steps.numbers[..., torch.cat((channel, channel + 64))].flatten(1)
+        real, imaginary = steps.shift.unflatten(-1, (2, -1)).unbind(1)
+        more = torch.cat((real - imaginary, real + imaginary), -1).to(torch.float16)
+        whole = torch.cat((rows, more.view(torch.uint8), steps.step.contiguous().view(torch.uint8)), -1)
+        _made[book] = whole.view(torch.float16).contiguous(), torch.ones_like(steps.step[:, 0])
+    return _made[book]

@@ -107,7 +107,7 @@ class CommVQ(LearnedMethod):
     def build(self, parts: dict[str, torch.Tensor], rotary: int) -> tuple[KeyCodebook, ValueCodebook]:
         keys = {name.removeprefix("key."): t for name, t in parts.items() if name.startswith("key.")}
         values = {name.removeprefix("value."): t for name, t in parts.items() if name.startswith("value.")}
-        return KeyCodebook(keys["centres"], keys["metric"], rotary), ValueCodebook(values)
+        return KeyCodebook.rounded(keys["centres"], keys["metric"], rotary), ValueCodebook(values)
 
     # ---- maps --------------------------------------------------------------------------------------------------------
 

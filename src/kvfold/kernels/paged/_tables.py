@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._codebook_gluon import attend_units as attend_sums
+from kvfold.kernels._codebook_gluon import head_bytes, rows_bytes
 from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
 from kvfold.kernels._residual_gluon import attend_units, shared_bytes, stage_bytes, table_bytes
 from kvfold.kernels._softmax import _finish
@@ -125,13 +126,13 @@ def codebook_pieces_kernel(
     rows_ptr, size_ptr, freq_ptr, turns_ptr, matrix_ptr, part_out, part_top, part_sum, scratch_ptr, sums_ptr,
     scale, heads, rows, tokens, seqs, chunk,
     STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
-    KEPT: gl.constexpr, AT: gl.constexpr,
+    KEPT: gl.constexpr, SMALL: gl.constexpr, AT: gl.constexpr,
 ):  # fmt: skip
     """As :func:`residual_pieces_kernel`; AT: bytes to norms and bits. Sums of bits become values before they are stored, by
     ``matrix_ptr``, float32 [heads, V + 1, 128]; ``sums_ptr``, float32 [programs, 8, V], has room for them."""
     W: gl.constexpr = gl.num_warps()
     PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
-    BYTES: gl.constexpr = sums_bytes(PASS, V, C, W, KEPT)
+    BYTES: gl.constexpr = sums_bytes(PASS, V, C, W, KEPT, SMALL)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -140,7 +141,7 @@ def codebook_pieces_kernel(
         if BYTES // 1024 >> i & 1:
             memory = memory + (_allocated(thread, 1024 << i),)
     base = _dynamic_base(lane)
-    turns = base + PASS * 16384
+    turns = base + rows_bytes(PASS, SMALL)
     program = gl.program_id(0).to(gl.int64)
     kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
     own_sums = sums_ptr + program * (8 * V)
@@ -149,12 +150,12 @@ def codebook_pieces_kernel(
         item = zero + task // heads
         head = zero + task % heads
         seq, first, each, count, begin, own = _piece(item_list, item, warp, W)
-        tables = rows_ptr.to(gl.int64) + head.to(gl.int64) * (STAGES * 16384)
+        tables = rows_ptr.to(gl.int64) + head.to(gl.int64) * head_bytes(STAGES, SMALL)
         program_sync(lane)
         if not KEPT:
             fetch_turns(turns, turns_ptr, thread, lane, W)
         if PASSES == 1:
-            _fetch_rows(base, tables, thread, PASS * 16384, W)
+            _fetch_rows(base, tables, thread, rows_bytes(PASS, SMALL), W)
             copy_commit(lane)
         stored = region.to(gl.int64) + head.to(gl.int64) * head_step
         where = (table + seq.to(gl.int64) * table_step, page_step)
@@ -162,7 +163,7 @@ def codebook_pieces_kernel(
         top, out, side = attend_sums(
             base, turns, lane, thread, warp, q, zero, rows, scale * gl.load(size_ptr + head), freq_ptr, turns_ptr,
             first * 32, (stored, stored + AT[0], stored + AT[1]), tables, first, where, each, count, kept, chunk,
-            STAGES, PASS, V, C, UNROLLED, KEPT,
+            STAGES, PASS, V, C, UNROLLED, KEPT, SMALL,
         )  # fmt: skip
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
         _finish(

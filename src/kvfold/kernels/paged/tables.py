@@ -48,7 +48,7 @@ def unsupported(
 
 def _plan(key_format: Any, value_format: Any, rows: int, there: int) -> Any:
     if isinstance(key_format, AdditiveCodes):
-        return codebook._shape(key_format.stages, rows)
+        return codebook._shape(key_format.stages, rows, codebook.is_small(key_format))
     small = residual.is_small(key_format, value_format)
     return residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, there, small)
 
@@ -74,7 +74,7 @@ def _read(keys: Format, values: Format, rope: Rope, plan: Any, device: torch.dev
     if isinstance(keys, AdditiveCodes):
         assert keys.codebook is not None
         turning = rotation_of(rope, 64, UNIT, 1, 128, device)
-        return *tables_of(keys.codebook.on(device)), turning.freq, turning.table
+        return *codebook.rows_of(keys.codebook.on(device), plan.small), turning.freq, turning.table
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
     assert keys.book is not None and values.book is not None
     books = keys.book.on(device), values.book.on(device)
