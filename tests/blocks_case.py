@@ -78,7 +78,8 @@ def additive(stages=11, levels=64, rotary=None, head_dim=64, block=32, device="c
 def commvq(stages=11, levels=64, codes=64, rotary=None, block=32, rounded=False):
     """Both formats of CommVQ; a value's code is its first channels' signs."""
     return lambda d, device: (
-        additive(stages, levels, rotary, d, block, device, rounded), BinaryCodes(d, block, "plain", codes)
+        additive(stages, levels, rotary, d, block, device, rounded),
+        BinaryCodes(d, block, "plain", codes),
     )
 
 

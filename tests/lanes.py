@@ -12,7 +12,15 @@ import types
 import torch
 from triton.runtime.jit import JITFunction
 
-MODULES = ("_registers", "_softmax", "_tables_gluon", "_codebook_steps", "_codebook_gluon", "_residual_gluon", "paged._tables")
+MODULES = (
+    "_registers",
+    "_softmax",
+    "_tables_gluon",
+    "_steps_gluon",
+    "_codebook_gluon",
+    "_residual_gluon",
+    "paged._tables",
+)
 WORD = 1 << 32
 
 

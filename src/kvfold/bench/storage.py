@@ -74,7 +74,9 @@ def tables(made: Method, heads: int, head_dim: int, device: torch.device) -> Any
     eye = torch.eye(head_dim, device=device).expand(heads, -1, -1)
     if isinstance(made, CommVQ):
         centres = random(heads, made.stages(head_dim), made.levels, head_dim) / made.stages(head_dim) ** 0.5
-        return KeyCodebook.rounded(centres, eye, head_dim), _value_book(made.value_codes(head_dim), heads, head_dim, random)
+        return KeyCodebook.rounded(centres, eye, head_dim), _value_book(
+            made.value_codes(head_dim), heads, head_dim, random
+        )
     if isinstance(made, VQLLM):
         bits = {"key": made.key_bits, "value": made.value_bits}
         sizes = {side: (made.stages(b), made.codes, made.vector) for side, b in bits.items()}

@@ -189,9 +189,7 @@ class KeyCodebook:
         Channels that RoPE rotates.
     """
 
-    def __init__(
-        self, centres: torch.Tensor, metric: torch.Tensor, rotary: int, steps: KeySteps | None = None
-    ) -> None:
+    def __init__(self, centres: torch.Tensor, metric: torch.Tensor, rotary: int, steps: KeySteps | None = None) -> None:
         self.centres, self.metric, self.rotary, self.steps = centres, metric, rotary, steps
         self.heads, self.stages, self.levels, self.head_dim = centres.shape
         self._devices: dict[torch.device, KeyCodebook] = {centres.device: self}

@@ -17,9 +17,9 @@ one byte of a channel holds.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._codebook_steps import shifts_of, tile_steps
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST, _finish
+from kvfold.kernels._steps_gluon import shifts_of, tile_steps
 from kvfold.kernels._tables_gluon import (
     _allocated,
     _chosen,
@@ -340,8 +340,8 @@ def _stages(stages, most, number):
 
 @gluon.jit
 def _over_units(
-    top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, shifts, near_turns, far_turns, lane_query, raw,
-    freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, done, length, each, count, kept,
+    top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, shifts, near_turns, far_turns, lane_query,
+    raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, done, length, each, count, kept,
     STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     BUFFER: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr, SMALL: gl.constexpr,
 ):  # fmt: skip
@@ -515,9 +515,9 @@ def attend_units(
                 copy_wait_1(lane)
                 program_sync(lane)
             top, out, side = _over_units(
-                top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, shifts, near_turns, far_turns, lane_query,
-                raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, done, length, each,
-                count, kept,
+                top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, shifts, near_turns,
+                far_turns, lane_query, raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where,
+                done, length, each, count, kept,
                 STAGES, PASS * number, _stages(STAGES, PASS, number), V if number == PASSES - 1 else 0, C, BUFFER, UNROLLED,
                 KEPT, SMALL,
             )  # fmt: skip

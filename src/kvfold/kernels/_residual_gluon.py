@@ -347,7 +347,9 @@ def _over_units(
             out = scaled
             for tile in gl.static_range(2):
                 x = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V)), v_places, v_rows, V_AT, V, SMALL)
-                y = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), v_places, v_rows, V_AT, V, SMALL)
+                y = _token_sums(
+                    here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), v_places, v_rows, V_AT, V, SMALL
+                )
                 new = ()
                 for c in gl.static_range(8):
                     new = new + (
@@ -423,8 +425,8 @@ def attend_units(
         program_sync(lane)
         top, out, total = _over_units(
             top, out, total, lane, g, t, stage, query, k_places, v_places, k_lane, v_lane, near_turns, far_turns, lane_query,
-            to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, 0, each, each,
-            count, kept, K, V, True, True, C, KEPT, SMALL,
+            to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, 0,
+            each, each, count, kept, K, V, True, True, C, KEPT, SMALL,
         )  # fmt: skip
     else:
         for c in range((each + chunk - 1) // chunk):
@@ -445,8 +447,8 @@ def attend_units(
                 program_sync(lane)
                 top, out, total = _over_units(
                     top, out, total, lane, g, t, stage, query, k_places, v_places, k_lane, v_lane, near_turns, far_turns,
-                    lane_query, to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0,
-                    where, done, chunk, each, count, kept, K, V, number == 0, number == 1, C, KEPT, SMALL,
+                    lane_query, to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms,
+                    v_norms, unit0, where, done, chunk, each, count, kept, K, V, number == 0, number == 1, C, KEPT, SMALL,
                 )  # fmt: skip
                 copy_wait_all(lane)
     copy_wait_all(lane)

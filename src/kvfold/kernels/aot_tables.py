@@ -28,15 +28,18 @@ def compile_tables(
     types |= dict.fromkeys(("codes_ptr", "bits_ptr"), "*i16") | dict.fromkeys(("k_codes_ptr", "v_codes_ptr"), "*u8")
     kernel: Any
     if isinstance(key_format, AdditiveCodes):
-        kernel, plan = codebook_kernel, plan or codebook.make_plan(
-            key_format.stages, 8, rows, 4096, 132, codebook.is_small(key_format)
+        kernel, plan = (
+            codebook_kernel,
+            plan or codebook.make_plan(key_format.stages, 8, rows, 4096, 132, codebook.is_small(key_format)),
         )
         fixed = codebook.constants(key_format, value_format, plan)
     else:
         assert isinstance(value_format, ResidualCodes)
         stages = key_format.stages, value_format.stages
-        kernel, plan = residual_kernel, plan or residual.make_plan(
-            *stages, 8, rows, 4096, 132, 227 << 10, residual.is_small(key_format, value_format)
+        kernel, plan = (
+            residual_kernel,
+            plan
+            or residual.make_plan(*stages, 8, rows, 4096, 132, 227 << 10, residual.is_small(key_format, value_format)),
         )
         fixed = residual.constants(key_format, value_format, plan)
     fixed["EARLY"] = capability >= 90

@@ -62,7 +62,9 @@ def declines(call: AttentionCall) -> str | None:
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
     if (keys.stages, values.stages) not in SEEN:
         return f"{keys.stages} and {values.stages} stages: not seen right on a GPU yet"
-    return tables.declines(call, int(shared_bytes(keys.stages, values.stages, False, 8, 8, False, is_small(keys, values))))
+    return tables.declines(
+        call, int(shared_bytes(keys.stages, values.stages, False, 8, 8, False, is_small(keys, values)))
+    )
 
 
 def is_small(keys: ResidualCodes, values: ResidualCodes) -> bool:
@@ -85,7 +87,13 @@ def make_plan(
 def plan_of(call: AttentionCall, span: Span) -> Plan:
     keys, values = call.key_format, call.value_format
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
-    return make_plan(keys.stages, values.stages, *tables.shape_of(call, span), program_memory(call.query.device), is_small(keys, values))
+    return make_plan(
+        keys.stages,
+        values.stages,
+        *tables.shape_of(call, span),
+        program_memory(call.query.device),
+        is_small(keys, values),
+    )
 
 
 def attend_packed(
@@ -119,7 +127,14 @@ def attend_packed(
 
 def constants(keys: ResidualCodes, values: ResidualCodes, plan: Plan) -> dict[str, Any]:
     """What the kernel is specialized on."""
-    return {"K": keys.stages, "V": values.stages, "BOTH": plan.both, "C": plan.columns, "KEPT": plan.kept, "SMALL": plan.small}
+    return {
+        "K": keys.stages,
+        "V": values.stages,
+        "BOTH": plan.both,
+        "C": plan.columns,
+        "KEPT": plan.kept,
+        "SMALL": plan.small,
+    }
 
 
 _made: WeakKeyDictionary[Codebook, dict[tuple[bool, bool], torch.Tensor]] = WeakKeyDictionary()

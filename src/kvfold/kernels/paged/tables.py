@@ -15,7 +15,6 @@ from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.gluon import region_of
 from kvfold.kernels.paged.work import Workspace
 from kvfold.kernels.partials import LOG2E
-from kvfold.kernels.readers.additive import tables_of
 from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.tables import MOST_ROWS
 from kvfold.kernels.windows import program_memory

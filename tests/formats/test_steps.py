@@ -1,0 +1,77 @@
+"""Codebooks in whole steps: seven bits a number, of which kernels keep a byte."""
+
+import pytest
+import torch
+
+from kvfold.formats.codebook import KeyCodebook, KeySteps
+from kvfold.formats.residual import Codebook, choose, in_steps
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uneven(stages):
+    """Codes of channels of different size; the first stage's of one lie far from zero, another's are all zero."""
+    codes = draw(stages, 256, 32) * 0.8 ** torch.arange(stages).view(-1, 1, 1) * torch.exp(draw(32, seed=1))
+    codes[0, :, 3] += 5.0
+    codes[0, :, 4] -= 7.0
+    codes[:, :, 5] = 0.0
+    return codes
+
+
+@pytest.mark.parametrize("stages", [1, 4, 8])
+def test_codes_are_within_half_a_step(stages):
+    codes = uneven(stages)
+    steps = in_steps(codes)
+    assert int(steps.numbers.max()) <= 127
+    assert bool((steps.shift % 32 == 0).all()) and float(steps.shift.abs().max()) <= 480
+    assert float(((steps.codes - codes).abs() / steps.step).max()) <= 0.5001
+    mantissa, _ = torch.frexp(steps.step)
+    assert torch.equal(mantissa * 32, (mantissa * 32).round())
+    # no channel's are longer than five bits and half of the range's place make them
+    reach = torch.maximum(
+        (codes[0].amax(0) - codes[0].amin(0)) / 2, codes[1:].abs().amax((0, 1)) if stages > 1 else codes[0, 0] * 0
+    )
+    assert float((steps.step[reach > 0] / reach[reach > 0]).max()) < 1 / 40
+    # what kernels add to sums of numbers under 1024's exponent is an fp16 number
+    extra = (steps.shift - 64 * stages - 1024) * steps.step
+    if stages in (4, 8):
+        assert torch.equal(extra.half().float(), extra)
+
+
+def test_rounding_codes_costs_next_to_nothing():
+    codes = uneven(8)
+    codes[0] = codes[0] + 0  # as learned ones: each stage for what the ones before left over
+    x = draw(500, 32, seed=2) * codes.square().mean((0, 1)).sqrt()
+    errors = []
+    for book in (Codebook(codes), Codebook.rounded(codes)):
+        held = book.codes.float()
+        chosen = choose(x, held)
+        errors.append(float((sum(held[s][chosen[:, s]] for s in range(8)) - x).square().sum()))
+    assert errors[1] < 1.02 * errors[0]
+
+
+def test_a_rounded_codebook_moves_whole():
+    book = Codebook.rounded(uneven(4))
+    assert book.codes.dtype == torch.float16 and book.on(torch.device("cpu")) is book
+    other = book.on(torch.device("meta"))
+    assert other.steps is not None and other.steps.numbers.device.type == "meta"
+
+
+def test_centres_are_within_half_a_step():
+    z = draw(2, 11, 64, 128) * 0.8 ** torch.arange(11).view(-1, 1, 1)
+    z[:, 0, :, 7] += 9.0
+    steps = KeySteps.of(z)
+    assert int(steps.numbers.max()) <= 127
+    assert float(steps.shift.abs().max()) <= 256 and torch.equal(steps.shift, steps.shift.round())
+    each = torch.cat((steps.step, steps.step), -1)[:, None, None]
+    assert float(((steps.centres - z).abs() / each).max()) <= 1.0
+    assert float((((steps.centres - z) / each).square().mean()).sqrt()) < 0.3
+
+
+def test_centres_that_are_rotated_in_part_stay():
+    z, metric = draw(1, 3, 16, 64), torch.eye(64).unsqueeze(0)
+    assert KeyCodebook.rounded(z, metric, 32).steps is None
+    whole = KeyCodebook.rounded(z, metric, 64)
+    assert whole.steps is not None and float((whole.centres - z).abs().max()) < 0.06
