@@ -226,12 +226,11 @@ class Program:
             "load_shared_short": self.load_shared_short, "store_shared1": lambda to, x: self.shared.write(to, x),
             "copy_async": self.copy_async, "mma": self.mma, "transpose8": self.transpose8,
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
-            "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add), "_subtract_half2": of_word(torch.sub),
+            "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),
             "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
             "pack_half2": lambda low, high, _: joined(torch.stack((low, high), -1)),
             "unpack_half2": lambda x: tuple(halves(x).float().unbind(-1)),
             "_funnel": funnel, "_turn": self.turn, "_byte_twice": lambda x, i: permuted(x, 0x4040 | i | i << 8),
-            "_row_at": lambda x, base, i: permuted(x, 0x4440 | i) * 128 + base,
             "_shuffled": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),
             "_weighted_bytes": lambda x, weight, more: more + sum(
                 (x >> 8 * i & 255) * (weight >> 8 * i & 255) for i in range(4)

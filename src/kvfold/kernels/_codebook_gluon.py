@@ -1,9 +1,8 @@
 """Decode attention over sums of codebook rows (CommVQ): the Gluon kernel. :mod:`kvfold.kernels.codebook` launches it.
 
-A program keeps one KV head's tables in shared memory, and its warps stream units of 32 tokens on their own. Rows are read in
-16 bytes a lane, which are operands of ``mma.m16n8k16`` as they come: lane (g, t) has channels 8t to 8t + 7 of every 32
-channels ("slots") of tokens g and g + 8. Lanes of odd g read slots 0 and 1, and 2 and 3, the other way round, so that the two
-tokens of a quarter of a warp never meet in a bank; they change places once all stages are summed.
+A program keeps one KV head's tables in shared memory, and its warps stream units of 32 tokens on their own. What lanes add up
+(:mod:`kvfold.kernels._steps_gluon`) are operands of ``mma.m16n8k16`` as they come: lane (g, t) has channels 8t to 8t + 7 of
+every 32 channels of tokens g and g + 8.
 
 Keys are stored before RoPE. A unit has its query rotated back by the position of its first token, and its keys by the rest.
 With up to four query rows their products' columns 4 to 7 are the same queries rotated back eight tokens further, so that a lane
@@ -26,16 +25,13 @@ from kvfold.kernels._tables_gluon import (
     _dynamic_base,
     _fetch_rows,
     _fma_half2,
-    _funnel,
     _pairs_of_queries,
-    _shuffled,
     fetch_turns,
     of_own_place,
     unit_place,
     unit_queries,
 )
 from kvfold.kernels._warp import (
-    add_half2,
     as_float,
     copy_async,
     copy_commit,
@@ -58,9 +54,6 @@ from kvfold.kernels._warp import (
 )
 
 UNIT = gl.constexpr(32)
-ROW = gl.constexpr(256)
-"""Bytes of a row of 128 channels."""
-LEVELS = gl.constexpr(64)
 QUERY = gl.constexpr(272)
 """Bytes from a turned query to the next: rows begin in different banks."""
 
@@ -72,28 +65,17 @@ def stage_bytes(stages, bits):
 
 
 @gluon.constexpr_function
-def rows_bytes(stages, small):
-    """Bytes of the rows of ``stages`` stages; ``small``: of a byte per channel."""
-    return stages * (8192 if small else 16384)
+def head_bytes(stages):
+    """Bytes of a head's rows, and of what lies beside them: see :mod:`kvfold.kernels._steps_gluon`."""
+    return stages * 8192 + 512
 
 
 @gluon.constexpr_function
-def head_bytes(stages, small):
-    """Bytes of a head's rows, and of what ``small`` ones have beside them."""
-    return rows_bytes(stages, small) + (512 if small else 0)
-
-
-@gluon.constexpr_function
-def shared_bytes(most, bits, columns, warps, kept, small):
+def shared_bytes(most, bits, columns, warps, kept):
     """Bytes of shared memory of a program whose passes have up to ``most`` stages."""
     queries = 272 * columns * (2 if kept else 1)
-    size = rows_bytes(most, small) + (0 if kept else 32 * 256) + warps * (2 * (48 * most + 64 + 4 * bits) + queries)
+    size = most * 8192 + (0 if kept else 32 * 256) + warps * (2 * (48 * most + 64 + 4 * bits) + queries)
     return (max(size, warps * bits * 32) + 1023) // 1024 * 1024
-
-
-@gluon.jit
-def _subtract_half2(a, b):
-    return gl.inline_asm_elementwise("sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.constexpr_function
@@ -109,130 +91,27 @@ def _byte_twice(x, I: gl.constexpr):
 
 
 @gluon.jit
-def _four_slots(address, OFFSET: gl.constexpr):
-    """16 words of a row: slots 0 to 3; ``address`` is that of a lane's first 16 bytes."""
-    other = address ^ 64
-    return (
-        load_shared(address, OFFSET, 4)
-        + load_shared(other, OFFSET, 4)
-        + load_shared(address, OFFSET + 128, 4)
-        + load_shared(other, OFFSET + 128, 4)
-    )
-
-
-@gluon.jit
-def _added(x, a, b):
-    """x + a + i b, 16 words each: halves 0 and 1 are real, 2 and 3 imaginary parts."""
-    out = ()
-    for i in gl.static_range(8):
-        out = out + (_subtract_half2(add_half2(x[i], a[i]), b[i + 8]),)
-    for i in gl.static_range(8):
-        out = out + (add_half2(add_half2(x[i + 8], a[i + 8]), b[i]),)
-    return out
-
-
-@gluon.constexpr_function
-def _group(stages, j):
-    """Number of the j-th last four stages."""
-    return (stages + 3) // 4 - 1 - j
-
-
-@gluon.constexpr_function
-def _last(stages, j):
-    """Their last stage."""
-    return min(4 * ((stages + 3) // 4 - j), stages) - 1
-
-
-@gluon.constexpr_function
-def _size(stages, j):
-    """How many they are."""
-    return _last(stages, j) % 4 + 1
-
-
-@gluon.jit
-def _two_words(address, OFFSET: gl.constexpr, start):
-    """32 bits from bit ``start`` on of two words in shared memory."""
-    return _funnel(load_shared(address, OFFSET, 1)[0], load_shared(address, OFFSET + 4, 1)[0], start)
-
-
-@gluon.jit
-def _unit_codes(codes, start, STAGES: gl.constexpr):
-    """Of each tile and every four stages a word of every lane: one stage's codes of tokens g and, 16 bits on, g + 8.
-
-    ``codes``: address of those of stage t. All lanes of a token need all stages, but would read the same words then.
-    """
-    out = ()
-    for tile in gl.static_range(2):
-        for j in gl.static_range((STAGES + 3) // 4):
-            x = _two_words(codes, tile * 24 + j * 192, start)
-            y = _two_words(codes, tile * 24 + j * 192 + 12, start)
-            out = out + ((x & 0xFFFF) | (y << 16),)
-    return out
-
-
-@gluon.jit
-def _with_stage(x, y, code, rows, AT: gl.constexpr):
-    """A stage's centres of both tokens of every lane added to ``x`` and ``y``; ``rows``, AT: address of the stage's."""
-    x = _added(x, _four_slots(rows + ((code << 8) & 16128), AT), _four_slots(rows + ((code << 2) & 16128), AT))
-    y = _added(y, _four_slots(rows + ((code >> 8) & 16128), AT), _four_slots(rows + ((code >> 14) & 16128), AT))
-    return x, y
-
-
-@gluon.jit
-def _tile_sums(lane, codes, rows, STAGES: gl.constexpr, UNROLLED: gl.constexpr):
-    """Sums of centres of tokens g and g + 8 of a tile of 16: two times 16 words. ``codes``: see :func:`_unit_codes`."""
-    x = ()
-    y = ()
-    for _i in gl.static_range(16):
-        x = x + (lane * 0,)
-        y = y + (lane * 0,)
-    for j in gl.static_range((STAGES + 3) // 4):  # the last stages first: they are smallest
-        word = codes[_group(STAGES, j)]
-        if UNROLLED:
-            for i in gl.static_range(_size(STAGES, j)):
-                code = _shuffled(word, (lane & 28) + (_last(STAGES, j) - i) % 4)
-                x, y = _with_stage(x, y, code, rows, (_last(STAGES, j) - i) * 16384)
-        else:
-            source = (lane & 28) + _last(STAGES, j) % 4
-            row = rows + _last(STAGES, j) * 16384
-            for _i in range(_size(STAGES, j)):
-                x, y = _with_stage(x, y, _shuffled(word, source), row, 0)
-                source -= 1
-                row -= 16384
-    return x, y
-
-
-@gluon.jit
-def _turns(turns_ptr, token, t, odd):
-    """Of token number ``token`` of a tile: 8 words of cosines, and 8 of sines, of the lane's slots."""
+def _turns(turns_ptr, token, t):
+    """Of token number ``token`` of a unit: 8 words of cosines, and 8 of sines, of the lane's pairs."""
     at = turns_ptr.to(gl.int64) + token * 128 + t * 16
-    near = at + gl.where(odd, 64, 0)
-    far = at + gl.where(odd, 0, 64)
-    all_lanes = token * 0 + 1
-    return (
-        load_global4(near, all_lanes)
-        + load_global4(far, all_lanes)
-        + load_global4(near + 4096, all_lanes)
-        + load_global4(far + 4096, all_lanes)
-    )
+    on = token * 0 + 1
+    return load_global4(at, on) + load_global4(at + 64, on) + load_global4(at + 4096, on) + load_global4(at + 4160, on)
 
 
 @gluon.jit
 def _shared_turns(address):
     """The same from shared memory, where a token has 64 cosines and then 64 sines."""
-    other = address ^ 64
     return (
         load_shared(address, 0, 4)
-        + load_shared(other, 0, 4)
+        + load_shared(address, 64, 4)
         + load_shared(address, 128, 4)
-        + load_shared(other, 128, 4)
+        + load_shared(address, 192, 4)
     )
 
 
 @gluon.jit
-def _rotated(x, turns, odd, SWAPPED: gl.constexpr):
-    """Keys of one token of every lane, rotated by its place in the tile, in the order of channels. SWAPPED: lanes of odd g have
-    slots 0 and 1, and 2 and 3, the other way round."""
+def _rotated(x, turns):
+    """Keys of one token of every lane, rotated by its place in the unit."""
     real = ()
     imaginary = ()
     for i in gl.static_range(8):
@@ -240,15 +119,7 @@ def _rotated(x, turns, odd, SWAPPED: gl.constexpr):
         b = x[i + 8]
         real = real + (_fma_half2(a, turns[i], mul_half2(b ^ -2147450880, turns[i + 8])),)
         imaginary = imaginary + (_fma_half2(b, turns[i], mul_half2(a, turns[i + 8])),)
-    if not SWAPPED:
-        return real + imaginary
-    else:
-        out = ()
-        for i in gl.static_range(8):
-            out = out + (gl.where(odd, real[(i + 4) % 8], real[i]),)
-        for i in gl.static_range(8):
-            out = out + (gl.where(odd, imaginary[(i + 4) % 8], imaginary[i]),)
-        return out
+    return real + imaginary
 
 
 @gluon.jit
@@ -340,10 +211,10 @@ def _stages(stages, most, number):
 
 @gluon.jit
 def _over_units(
-    top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, shifts, near_turns, far_turns, lane_query,
+    top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, shifts, near_turns, far_turns, lane_query,
     raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, done, length, each, count, kept,
     STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    BUFFER: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr, SMALL: gl.constexpr,
+    BUFFER: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr,
 ):  # fmt: skip
     """A pass over a chunk of a warp's units, whose first one is on its way. V: 0 but in the last pass."""
     STEP: gl.constexpr = 32 if KEPT else 1
@@ -359,38 +230,23 @@ def _over_units(
         copy_commit(lane)
         unit_queries(query + lane * 4, raw, freq0, freq1, gain, position + at * 32, lane, 128, C, KEPT)
         copy_wait_1(lane)
-        q = ()
-        if not SMALL:
-            for j in gl.static_range(4):
-                q = q + load_shared(lane_query, 64 * j, 4)
-        GROUPS: gl.constexpr = (COUNT + 3) // 4
-        words = ()
-        if not SMALL:
-            words = _unit_codes(here + word, begin, COUNT)
         scores = ()
         for tile in gl.static_range(2):
-            if SMALL:
-                x, y = tile_steps(lane, odd, here + word, begin, lane_rows, shifts, tile, COUNT, UNROLLED)
-            else:
-                own = ()
-                for j in gl.static_range(GROUPS):
-                    own = own + (words[tile * GROUPS + j],)
-                x, y = _tile_sums(lane, own, lane_rows, COUNT, UNROLLED)
+            x, y = tile_steps(lane, odd, here + word, begin, base, shifts, FIRST, tile, COUNT, UNROLLED)
             if KEPT:
                 turns = near_turns if tile == 0 else far_turns
-                x = _rotated(x, turns, odd, not SMALL)
-                y = _rotated(y, turns, odd, not SMALL)
+                x = _rotated(x, turns)
+                y = _rotated(y, turns)
             else:
-                x = _rotated(x, _shared_turns(near_turns + tile * 4096), odd, not SMALL)
-                y = _rotated(y, _shared_turns(near_turns + (tile * 4096 + 2048)), odd, not SMALL)
+                x = _rotated(x, _shared_turns(near_turns + tile * 4096))
+                y = _rotated(y, _shared_turns(near_turns + (tile * 4096 + 2048)))
             to = kept + (i * 2 + tile) * 128
             acc = _zero4(lane)
             if FIRST > 0:
                 acc = (gl.load(to), gl.load(to + STEP), gl.load(to + 2 * STEP), gl.load(to + 3 * STEP))
-            if SMALL:  # registers are few while centres are added up
-                q = ()
-                for j in gl.static_range(4):
-                    q = q + load_shared(lane_query, 64 * j, 4)
+            q = ()  # read again, for registers are few while centres are added up
+            for j in gl.static_range(4):
+                q = q + load_shared(lane_query, 64 * j, 4)
             acc = _tile_scores(x, y, q, acc)
             if V:
                 if KEPT:
@@ -433,7 +289,6 @@ def attend_units(
     base, turns, lane, thread, warp, q, column0, rows, unit_factor, freq_ptr, turns_ptr, position, stored, tables, unit0, where,
     each, count, kept, chunk,
     STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr,
-    SMALL: gl.constexpr,
 ):  # fmt: skip
     """Maxima, sums of bits and of weights of each warp's units, ``unit0`` to ``unit0 + count``, as :func:`_finish` takes them.
 
@@ -457,10 +312,8 @@ def attend_units(
         copy_commit(lane)
 
     pair = 2 * lane
-    if SMALL:  # pairs of channels have steps of their own, which rotation does not mix
-        raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 1, C, _steps(tables, lane, STAGES))
-    else:
-        raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 1, C, None)
+    # pairs of channels have steps of their own, which rotation does not mix
+    raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 1, C, _steps(tables, lane, STAGES))
     factor0 = _chosen(ups, 2 * t % C) * unit_factor
     factor1 = _chosen(ups, (2 * t + 1) % C) * unit_factor
     freq0 = gl.load(freq_ptr + pair)
@@ -470,19 +323,12 @@ def attend_units(
     token = 4 * (g % 2) + g // 2  # of every eight, a lane's
     begin = token * 12 % 32
     word = token * 12 // 32 * 4 + t * 48
-    if SMALL:
-        lane_rows = base
-        swapped = lane < 0
-        shifts = shifts_of(tables, odd, t, STAGES)
-    else:
-        lane_rows = base + (g % 2) * 64 + t * 16
-        swapped = odd
-        shifts = ()
+    shifts = shifts_of(tables, odd, t, STAGES)
     if KEPT:
-        near_turns = _turns(turns_ptr, token, t, swapped)
-        far_turns = _turns(turns_ptr, token + 16, t, swapped)
+        near_turns = _turns(turns_ptr, token, t)
+        far_turns = _turns(turns_ptr, token + 16, t)
     else:
-        near_turns = turns + token * 256 + swapped.to(gl.int32) * 64 + t * 16
+        near_turns = turns + token * 256 + t * 16
         far_turns = near_turns
     lane_query = query + g % QUERIES * 272 + t * 16
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
@@ -504,8 +350,7 @@ def attend_units(
             done = c * length
             if PASSES > 1:
                 program_sync(lane)
-                FEW: gl.constexpr = _stages(STAGES, PASS, number)
-                _fetch_rows(base, tables + number * rows_bytes(PASS, SMALL), thread, rows_bytes(FEW, SMALL), W)
+                _fetch_rows(base, tables + number * (PASS * 8192), thread, _stages(STAGES, PASS, number) * 8192, W)
                 copy_commit(lane)
                 _fetch(
                     stage, lane, codes, norms, bits, unit0 + done, (done < count).to(gl.int32), where, STAGES, PASS * number,
@@ -515,11 +360,11 @@ def attend_units(
                 copy_wait_1(lane)
                 program_sync(lane)
             top, out, side = _over_units(
-                top, out, side, lane, odd, token, g, t, begin, word, stage, query, lane_rows, shifts, near_turns,
+                top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, shifts, near_turns,
                 far_turns, lane_query, raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where,
                 done, length, each, count, kept,
                 STAGES, PASS * number, _stages(STAGES, PASS, number), V if number == PASSES - 1 else 0, C, BUFFER, UNROLLED,
-                KEPT, SMALL,
+                KEPT,
             )  # fmt: skip
             if PASSES > 1:
                 copy_wait_all(lane)
@@ -536,7 +381,7 @@ def codebook_kernel(
     part_out, part_top, part_sum, scratch_ptr,
     scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
     STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
-    KEPT: gl.constexpr, SMALL: gl.constexpr, EARLY: gl.constexpr,
+    KEPT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
@@ -546,7 +391,7 @@ def codebook_kernel(
     """
     W: gl.constexpr = gl.num_warps()
     PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
-    BYTES: gl.constexpr = shared_bytes(PASS, V, C, W, KEPT, SMALL)
+    BYTES: gl.constexpr = shared_bytes(PASS, V, C, W, KEPT)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -556,18 +401,18 @@ def codebook_kernel(
             memory = memory + (_allocated(thread, 1024 << i),)
     base = _dynamic_base(lane)
     program_sync(lane)
-    turns = base + rows_bytes(PASS, SMALL)
+    turns = base + PASS * 8192
 
     split = gl.program_id(1)
     column0 = (gl.program_id(0) % columns) * C
     head = gl.program_id(0) // columns
     batch = head // heads
-    tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * head_bytes(STAGES, SMALL)
+    tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * head_bytes(STAGES)
 
     if not KEPT:
         fetch_turns(turns, turns_ptr, thread, lane, W)
     if PASSES == 1:
-        _fetch_rows(base, tables, thread, rows_bytes(PASS, SMALL), W)
+        _fetch_rows(base, tables, thread, PASS * 8192, W)
         copy_commit(lane)
     if EARLY:  # tables are nobody's results
         wait_for_previous(lane)
@@ -587,7 +432,6 @@ def codebook_kernel(
     top, out, side = attend_units(
         base, turns, lane, thread, warp, q, column0, rows, scale * gl.load(size_ptr + head % heads), freq_ptr, turns_ptr,
         position, stored, tables, unit0, None, each, count, kept, chunk, STAGES, PASS, V, C, UNROLLED, KEPT,
-        SMALL,
     )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part0 + split)
     _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, V, 1, -9.0, 1)

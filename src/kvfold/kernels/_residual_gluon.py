@@ -1,12 +1,11 @@
 """Decode attention over residual vector codes (VQLLM): the Gluon kernel. :mod:`kvfold.kernels.residual` launches it.
 
-As :mod:`kvfold.kernels._codebook_gluon`: tables lie in shared memory, warps stream units of 32 tokens, and what a lane reads of
-a row is an operand. A row has 32 channels, 64 bytes, of which lane (g, t) reads 16 for tokens g of every eight. The rows of two
-stages lie together in 128 bytes; lanes of even g read the first stage first, those of odd g the second one, so that two tokens
-never meet in a bank.
+As :mod:`kvfold.kernels._codebook_gluon`: tables lie in shared memory, warps stream units of 32 tokens, and what a lane adds up
+is an operand. A row has 32 channels, a byte each, of which lane (g, t) reads 8 for tokens g of every eight. The rows of four
+stages lie together in 128 bytes; of each four tokens every one reads another stage first, so that they never meet in a bank.
 
-Rows of keys hold 4 real and 4 imaginary parts of RoPE's pairs after each other, so that a lane has both. Rows of values become
-operands by transposing 8 x 8 matrices.
+Words of keys hold 4 real and 4 imaginary parts of RoPE's pairs, so that a lane has both. Those of values become operands by
+transposing 8 x 8 matrices.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -24,14 +23,12 @@ from kvfold.kernels._tables_gluon import (
     _fma_half2,
     _odd_bytes,
     _pairs_of_queries,
-    _swapped,
     _weighted_bytes,
     of_own_place,
     unit_place,
     unit_queries,
 )
 from kvfold.kernels._warp import (
-    add_half2,
     as_int,
     copy_async,
     copy_commit,
@@ -61,57 +58,25 @@ def buffer_bytes(k_stages, v_stages):
 
 
 @gluon.constexpr_function
-def stage_bytes(small):
-    """Bytes of a stage's rows; ``small``: of a byte per channel."""
-    return 8192 if small else 16384
-
-
-@gluon.constexpr_function
-def table_bytes(k_stages, v_stages, both, small):
+def table_bytes(k_stages, v_stages, both):
     """Bytes of tables that lie in shared memory at once."""
-    return stage_bytes(small) * (k_stages + v_stages if both else max(k_stages, v_stages))
+    return 8192 * (k_stages + v_stages if both else max(k_stages, v_stages))
 
 
 @gluon.constexpr_function
-def shared_bytes(k_stages, v_stages, both, columns, warps, kept, small):
+def shared_bytes(k_stages, v_stages, both, columns, warps, kept):
     """Bytes of shared memory of a program."""
-    size = table_bytes(k_stages, v_stages, both, small) + (0 if kept else 8192)
+    size = table_bytes(k_stages, v_stages, both) + (0 if kept else 8192)
     size += warps * (2 * buffer_bytes(k_stages, v_stages) + columns * (544 if kept else 272))
     return (max(size, warps * 128 * 32) + 8191) // 8192 * 8192
 
 
-@gluon.constexpr_function
-def _byte_asm(i):
-    return f"{{ .reg .b32 x; prmt.b32 x, $1, 0, {0x4440 | i:#x}; mad.lo.s32 $0, x, 128, $2; }}"
-
-
 @gluon.jit
-def _row_at(codes, base, I: gl.constexpr):
-    """``base`` and 128 times byte I of ``codes``."""
-    asm: gl.constexpr = _byte_asm(I)
-    return gl.inline_asm_elementwise(asm, "=r,r,r", [codes, base], dtype=gl.int32, is_pure=True, pack=1)
+def _group_sums(words, places, AT: gl.constexpr, STAGES: gl.constexpr):
+    """Four words of the sum of a group's rows; ``words``: its codes; ``places``: see :func:`_places`; AT: of the tables.
 
-
-@gluon.jit
-def _group_sums(words, selector, rows, STAGES: gl.constexpr):
-    """Four words of the sum of a group's rows; ``words``: its codes."""
-    out = ()
-    for j in gl.static_range(STAGES):
-        if j % 4 == 0:
-            code = _swapped(words[j // 4], selector)
-        at = _row_at(code, rows if j % 2 == 0 else rows ^ 64, j % 4)
-        x = load_shared(at, j // 2 * 32768, 4)
-        if j == 0:
-            out = x
-        else:
-            out = (add_half2(out[0], x[0]), add_half2(out[1], x[1]), add_half2(out[2], x[2]), add_half2(out[3], x[3]))
-    return out
-
-
-@gluon.jit
-def _small_sums(words, places, AT: gl.constexpr, STAGES: gl.constexpr):
-    """As :func:`_group_sums`, of numbers of seven bits, which are added as whole numbers: two stages byte by byte, then in
-    halves with the exponent of 1024. ``places``: constants, weights and addresses; AT: of the tables."""
+    Numbers of seven bits are added as whole numbers: two stages byte by byte, then in halves with the exponent of 1024.
+    """
     sums = (words[0] * 0 + 0x64006400,) * 4
     for j in gl.static_range(STAGES // 4):
         x = ()
@@ -134,7 +99,7 @@ def _small_sums(words, places, AT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _token_sums(codes, places, rows, AT: gl.constexpr, STAGES: gl.constexpr, SMALL: gl.constexpr):
+def _token_sums(codes, places, AT: gl.constexpr, STAGES: gl.constexpr):
     """16 words of one token of every lane: four of each group. ``codes``: address of the token's."""
     words = load_shared(codes, 0, STAGES)
     out = ()
@@ -143,16 +108,13 @@ def _token_sums(codes, places, rows, AT: gl.constexpr, STAGES: gl.constexpr, SMA
             own = (words[i],)
         else:
             own = (words[2 * i], words[2 * i + 1])
-        if SMALL:
-            out = out + _small_sums(own, places, AT, STAGES)
-        else:
-            out = out + _group_sums(own, places[0], rows, STAGES)
+        out = out + _group_sums(own, places, AT, STAGES)
     return out
 
 
 @gluon.jit
 def _places(base, rows_ptr, g, t, STAGES: gl.constexpr):
-    """Of a lane for :func:`_small_sums`: weights that pick the code of a stage and multiply it by a row's 128 bytes, addresses
+    """Of a lane for :func:`_group_sums`: weights that pick the code of a stage and multiply it by a row's 128 bytes, addresses
     of its eight bytes of these stages, and its channels' steps and what sums of numbers have too much. Four stages lie
     together in a row; tokens of a half of a warp read different ones at once."""
     weights = ()
@@ -267,11 +229,11 @@ def _weights(scores, norms, top, total):
 
 @gluon.jit
 def _over_units(
-    top, out, total, lane, g, t, stage, query, k_places, v_places, k_rows, v_rows, near_turns, far_turns, lane_query, to_query,
+    top, out, total, lane, g, t, stage, query, k_places, v_places, near_turns, far_turns, lane_query, to_query,
     raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, done, length, each,
     count, kept,
     K: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, C: gl.constexpr,
-    KEPT: gl.constexpr, SMALL: gl.constexpr,
+    KEPT: gl.constexpr,
 ):  # fmt: skip
     """A pass over a chunk of a warp's units, whose first one is on its way."""
     BUFFER: gl.constexpr = buffer_bytes(K, V)
@@ -296,8 +258,8 @@ def _over_units(
             for j in gl.static_range(4):
                 q = q + load_shared(lane_query, 64 * j, 4)
             for tile in gl.static_range(2):
-                x = _token_sums(here + g * (4 * K) + tile * (64 * K), k_places, k_rows, 0, K, SMALL)
-                y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), k_places, k_rows, 0, K, SMALL)
+                x = _token_sums(here + g * (4 * K) + tile * (64 * K), k_places, 0, K)
+                y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), k_places, 0, K)
                 if KEPT:
                     turns = near_turns if tile == 0 else far_turns
                     x = _rotated(x, turns)
@@ -346,10 +308,8 @@ def _over_units(
                 scaled = scaled + ((acc[0] * factor[0], acc[1] * factor[1], acc[2] * factor[0], acc[3] * factor[1]),)
             out = scaled
             for tile in gl.static_range(2):
-                x = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V)), v_places, v_rows, V_AT, V, SMALL)
-                y = _token_sums(
-                    here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), v_places, v_rows, V_AT, V, SMALL
-                )
+                x = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V)), v_places, V_AT, V)
+                y = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), v_places, V_AT, V)
                 new = ()
                 for c in gl.static_range(8):
                     new = new + (
@@ -366,7 +326,6 @@ def _over_units(
 def attend_units(
     base, turns, lane, thread, warp, q, column0, rows, scale, freq_ptr, turns_ptr, position, stored, rows_of, unit0, where,
     each, count, kept, chunk, K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr, KEPT: gl.constexpr,
-    SMALL: gl.constexpr,
 ):  # fmt: skip
     """Maxima, sums of values and of weights of each warp's units, ``unit0`` to ``unit0 + count``, as ``_finish`` takes them.
 
@@ -399,14 +358,8 @@ def attend_units(
     gain = (gl.load(freq_ptr + 64 + pair), gl.load(freq_ptr + 68 + pair))
 
     odd = g % 2
-    if SMALL:
-        k_places = _places(base, rows_of[0], g, t, K)
-        v_places = _places(base, rows_of[1], g, t, V)
-    else:
-        k_places = (0x3210 + odd * (0x2301 - 0x3210),)
-        v_places = k_places
-    k_lane = base + odd * 64 + t * 16
-    v_lane = k_lane + (K * 16384 if BOTH else 0)
+    k_places = _places(base, rows_of[0], g, t, K)
+    v_places = _places(base, rows_of[1], g, t, V)
     if KEPT:
         near_turns = _turns(turns_ptr, g, t)
         far_turns = _turns(turns_ptr, g + 16, t)
@@ -424,9 +377,9 @@ def attend_units(
         copy_wait_1(lane)
         program_sync(lane)
         top, out, total = _over_units(
-            top, out, total, lane, g, t, stage, query, k_places, v_places, k_lane, v_lane, near_turns, far_turns, lane_query,
+            top, out, total, lane, g, t, stage, query, k_places, v_places, near_turns, far_turns, lane_query,
             to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, 0,
-            each, each, count, kept, K, V, True, True, C, KEPT, SMALL,
+            each, each, count, kept, K, V, True, True, C, KEPT,
         )  # fmt: skip
     else:
         for c in range((each + chunk - 1) // chunk):
@@ -434,9 +387,9 @@ def attend_units(
             for number in gl.static_range(2):
                 program_sync(lane)
                 if number == 0:
-                    _fetch_rows(base, rows_of[0], thread, K * stage_bytes(SMALL), W)
+                    _fetch_rows(base, rows_of[0], thread, K * 8192, W)
                 else:
-                    _fetch_rows(base, rows_of[1], thread, V * stage_bytes(SMALL), W)
+                    _fetch_rows(base, rows_of[1], thread, V * 8192, W)
                 copy_commit(lane)
                 _fetch(
                     stage, lane, k_codes, v_codes, k_norms, v_norms, unit0 + done, (done < count).to(gl.int32), where, K, V,
@@ -446,9 +399,9 @@ def attend_units(
                 copy_wait_1(lane)
                 program_sync(lane)
                 top, out, total = _over_units(
-                    top, out, total, lane, g, t, stage, query, k_places, v_places, k_lane, v_lane, near_turns, far_turns,
+                    top, out, total, lane, g, t, stage, query, k_places, v_places, near_turns, far_turns,
                     lane_query, to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms,
-                    v_norms, unit0, where, done, chunk, each, count, kept, K, V, number == 0, number == 1, C, KEPT, SMALL,
+                    v_norms, unit0, where, done, chunk, each, count, kept, K, V, number == 0, number == 1, C, KEPT,
                 )  # fmt: skip
                 copy_wait_all(lane)
     copy_wait_all(lane)
@@ -469,7 +422,7 @@ def residual_kernel(
     packed_len_ptr, position_ptr, part_out, part_top, part_sum, scratch_ptr,
     scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
     K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr,
-    KEPT: gl.constexpr, SMALL: gl.constexpr, EARLY: gl.constexpr,
+    KEPT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
@@ -478,8 +431,8 @@ def residual_kernel(
     scores, which ``scratch_ptr``, float32 [programs, W, chunk, 2, 4, 32], keeps, and then for values.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT, SMALL)
-    TABLES: gl.constexpr = table_bytes(K, V, BOTH, SMALL)
+    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT)
+    TABLES: gl.constexpr = table_bytes(K, V, BOTH)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -504,8 +457,8 @@ def residual_kernel(
     if not KEPT:
         _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
     if BOTH:
-        _fetch_rows(base, k_rows, thread, K * stage_bytes(SMALL), W)
-        _fetch_rows(base + K * stage_bytes(SMALL), v_rows, thread, V * stage_bytes(SMALL), W)
+        _fetch_rows(base, k_rows, thread, K * 8192, W)
+        _fetch_rows(base + K * 8192, v_rows, thread, V * 8192, W)
         copy_commit(lane)
     if EARLY:  # tables are nobody's results
         wait_for_previous(lane)
@@ -523,7 +476,7 @@ def residual_kernel(
     q = (q_ptr + head.to(gl.int64) * rows * 128, None)
     top, out, side = attend_units(
         base, turns, lane, thread, warp, q, column0, rows, scale, freq_ptr, turns_ptr, position, stored, (k_rows, v_rows),
-        unit0, None, each, count, kept, chunk, K, V, BOTH, C, KEPT, SMALL,
+        unit0, None, each, count, kept, chunk, K, V, BOTH, C, KEPT,
     )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part0 + split)
     _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, 128, 1, 0.0)

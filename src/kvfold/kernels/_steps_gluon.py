@@ -7,6 +7,9 @@ real parts' differences the other way round, and turn their signs at the end.
 
 Numbers have seven bits. Differences (128 more) and sums fill a byte; four stages of them fit the mantissa of an fp16 number,
 so they are added up as whole numbers under the exponent of 1024.
+
+After a head's rows, 8,192 bytes a stage, lie fp16 [128], what a centre has beyond its stages' numbers, and float32 [64], the
+pairs' steps.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -15,11 +18,6 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._tables_gluon import _funnel, _odd_bytes, _shuffled, _swapped, _weighted_bytes
 from kvfold.kernels._warp import add_half2, load_global4, load_shared
-
-SMALL_STAGE = gl.constexpr(8192)
-"""Bytes of a stage's 64 rows."""
-EXTRA = gl.constexpr(512)
-"""Bytes after a head's rows: fp16 [128], what a centre has beyond its stages' numbers; float32 [64], the pairs' steps."""
 
 
 @gluon.constexpr_function
@@ -92,17 +90,18 @@ def _with_four(x, y, word, lane, first, second, AT: gl.constexpr, COUNT: gl.cons
 
 @gluon.jit
 def tile_steps(
-    lane, odd, codes, start, base, shifts, TILE: gl.constexpr, STAGES: gl.constexpr, UNROLLED: gl.constexpr
+    lane, odd, codes, start, base, shifts, FIRST: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    UNROLLED: gl.constexpr,
 ):  # fmt: skip
     """Sums of centres of tokens g and g + 8 of a tile of 16, in steps: two times 16 words.
 
-    ``codes``: address of the unit's codes of stage t; ``shifts``: see :func:`shifts_of`.
+    ``codes``: address of the unit's codes of stage t; ``shifts``: see :func:`shifts_of`; FIRST: number of the first stage.
     """
     g_odd = odd.to(gl.int32)
     first = base + g_odd * 64 + lane % 4 * 16
     second = base + (64 - g_odd * 64) + lane % 4 * 16
-    x = shifts
-    y = shifts
+    x = shifts if FIRST == 0 else (lane * 0,) * 16
+    y = x
     FULL: gl.constexpr = STAGES // 4
     if UNROLLED:
         for j in gl.static_range(FULL):

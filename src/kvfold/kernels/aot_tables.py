@@ -30,7 +30,7 @@ def compile_tables(
     if isinstance(key_format, AdditiveCodes):
         kernel, plan = (
             codebook_kernel,
-            plan or codebook.make_plan(key_format.stages, 8, rows, 4096, 132, codebook.is_small(key_format)),
+            plan or codebook.make_plan(key_format.stages, 8, rows, 4096, 132),
         )
         fixed = codebook.constants(key_format, value_format, plan)
     else:
@@ -38,8 +38,7 @@ def compile_tables(
         stages = key_format.stages, value_format.stages
         kernel, plan = (
             residual_kernel,
-            plan
-            or residual.make_plan(*stages, 8, rows, 4096, 132, 227 << 10, residual.is_small(key_format, value_format)),
+            plan or residual.make_plan(*stages, 8, rows, 4096, 132, 227 << 10),
         )
         fixed = residual.constants(key_format, value_format, plan)
     fixed["EARLY"] = capability >= 90
@@ -61,15 +60,14 @@ def compile_table_pieces(
     fixed: dict[str, Any]
     if isinstance(key_format, AdditiveCodes):
         kernel: Any = codebook_pieces_kernel
-        plan: Any = codebook._shape(key_format.stages, rows, codebook.is_small(key_format))
+        plan: Any = codebook._shape(key_format.stages, rows)
         fixed = codebook.constants(key_format, value_format, plan)
         fixed["AT"] = (keys["rms"].at, values["bits"].at)
         types["region"] = "*i16"
     else:
         assert isinstance(value_format, ResidualCodes)
         kernel = residual_pieces_kernel
-        small = residual.is_small(key_format, value_format)
-        plan = residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, 227 << 10, small)
+        plan = residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, 227 << 10)
         fixed = residual.constants(key_format, value_format, plan)
         fixed["AT"] = (keys["rms"].at, values["codes"].at, values["rms"].at)
         types["region"] = "*u8"

@@ -14,11 +14,10 @@ from kvfold.formats.packing import UNIT
 from kvfold.kernels import tables
 from kvfold.kernels._codebook_gluon import codebook_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
-from kvfold.kernels.readers.additive import tables_of
 from kvfold.kernels.stored import rotation_of
 
-MOST = 11
-"""Stages whose tables fit shared memory."""
+UNROLLED = 11
+"""Most stages that a loop over them is unrolled for."""
 SEEN = frozenset({(11, 128), (21, 256)})
 """Stages of keys and bits of values whose numbers a run on a GPU has shown right."""
 
@@ -33,13 +32,10 @@ class Plan(tables.TablesPlan):
         Whose tables lie in shared memory at once.
     unrolled : bool
         Whether the loop over stages is.
-    small : bool
-        Whether rows have a byte per channel: those of centres in whole steps.
     """
 
     stages: int
     unrolled: bool = False
-    small: bool = False
 
 
 def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
@@ -54,6 +50,8 @@ def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | 
         return f"keys: levels={key_format.levels}; allowed: 64"
     if rotary != 128 or key_format.codebook is None or key_format.codebook.rotary != 128:
         return f"keys: RoPE of {rotary} channels; allowed: 128"
+    if key_format.codebook.steps is None:
+        return "keys: centres that are not in whole steps"
     if value_format.operand != "plain":
         return f"values: operand={value_format.operand}; allowed: plain"
     return None
@@ -65,26 +63,18 @@ def declines(call: AttentionCall) -> str | None:
     assert isinstance(keys, AdditiveCodes) and isinstance(values, BinaryCodes)
     if (keys.stages, values.codes) not in SEEN:
         return f"{keys.stages} stages, {values.codes} bits of values: not seen right on a GPU yet"
-    return tables.declines(call, program_bytes(values, _shape(keys.stages, call.shape[2], is_small(keys))))
+    return tables.declines(call, program_bytes(values, _shape(keys.stages, call.shape[2])))
 
 
-def is_small(keys: AdditiveCodes) -> bool:
-    """Whether a codebook's centres are whole steps."""
-    return keys.codebook is not None and keys.codebook.steps is not None
-
-
-def _shape(stages: int, rows: int, small: bool = False) -> Plan:
-    if small:
-        return Plan(columns=4 if rows <= 4 else 8, stages=stages, unrolled=stages <= MOST, kept=rows <= 4, small=True)
-    passes = math.ceil(stages / MOST)  # of several, unrolled loops would be too long for the cache of instructions
-    kept = passes > 1 and rows <= 4  # an unrolled loop has no registers for them
-    return Plan(columns=4 if rows <= 4 else 8, stages=math.ceil(stages / passes), unrolled=passes == 1, kept=kept)
+def _shape(stages: int, rows: int) -> Plan:
+    # the unrolled loop of more stages would be too long for the cache of instructions
+    return Plan(columns=4 if rows <= 4 else 8, stages=stages, unrolled=stages <= UNROLLED, kept=rows <= 4)
 
 
 @lru_cache
-def make_plan(stages: int, jobs: int, rows: int, units: int, processors: int, small: bool = False) -> Plan:
+def make_plan(stages: int, jobs: int, rows: int, units: int, processors: int) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units."""
-    plan = _shape(stages, rows, small)
+    plan = _shape(stages, rows)
     passes = math.ceil(stages / plan.stages)
     return replace(plan, splits=tables.splits_of(plan, jobs, rows, units, processors, passes, 6 + 4 * passes))
 
@@ -92,7 +82,7 @@ def make_plan(stages: int, jobs: int, rows: int, units: int, processors: int, sm
 def plan_of(call: AttentionCall, span: Span) -> Plan:
     form = call.key_format
     assert isinstance(form, AdditiveCodes)
-    return make_plan(form.stages, *tables.shape_of(call, span), is_small(form))
+    return make_plan(form.stages, *tables.shape_of(call, span))
 
 
 def attend_packed(
@@ -108,7 +98,7 @@ def attend_packed(
     """Write partial results over one span; see :func:`kvfold.kernels.tables.launch`."""
     form, rope = call.key_format, call.rope
     assert isinstance(form, AdditiveCodes) and form.codebook is not None and rope is not None
-    table, size = rows_of(form.codebook.on(packed.device), plan.small)
+    table, size = rows_of(form.codebook.on(packed.device))
     turning = rotation_of(rope, 64, UNIT, 1, 128, packed.device)
     read = span.keys["codes"], span.keys["rms"], span.values["bits"], table, size, turning.freq, turning.table
     passes, fixed = math.ceil(form.stages / plan.stages), constants(form, call.value_format, plan)
@@ -119,24 +109,22 @@ def constants(keys: AdditiveCodes, values: Format, plan: Plan) -> dict[str, Any]
     """What the kernel is specialized on."""
     assert isinstance(values, BinaryCodes)
     named = {"STAGES": keys.stages, "PASS": plan.stages, "V": values.codes, "C": plan.columns}
-    return named | {"UNROLLED": plan.unrolled, "KEPT": plan.kept, "SMALL": plan.small}
+    return named | {"UNROLLED": plan.unrolled, "KEPT": plan.kept}
 
 
 def program_bytes(values: BinaryCodes, plan: Plan) -> int:
     """Bytes of shared memory of a program."""
-    return int(shared_bytes(plan.stages, values.codes, plan.columns, plan.warps, plan.kept, plan.small))
+    return int(shared_bytes(plan.stages, values.codes, plan.columns, plan.warps, plan.kept))
 
 
 _made: WeakKeyDictionary[KeyCodebook, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 
 
-def rows_of(book: KeyCodebook, small: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(book: KeyCodebook) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as lanes read them, and what scores are multiplied with by head; made once: graphs know where they are.
 
-    ``small``: of every head uint8 [stages, 64, 2, 4, 16], then fp16 [128] what sums of numbers lack, and float32 [64] steps.
+    Of every head uint8 [stages, 64, 2, 4, 16], then fp16 [128] what sums of numbers lack, and float32 [64] steps.
     """
-    if not small:
-        return tables_of(book)
     if book not in _made:
         steps = book.steps
         assert steps is not None

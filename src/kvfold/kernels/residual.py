@@ -30,12 +30,9 @@ class Plan(tables.TablesPlan):
     ----------
     both : bool
         Whether the tables of keys and of values lie in shared memory together.
-    small : bool
-        Whether rows have a byte per channel: those of codebooks in whole steps.
     """
 
     both: bool
-    small: bool = False
 
 
 def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
@@ -51,6 +48,8 @@ def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | 
             return f"{side}: {form.stages} stages; allowed: 4, 8"
         if form.strided != (side == "keys"):
             return f"{side}: strided={form.strided}; allowed: {side == 'keys'}"
+        if form.book is None or form.book.steps is None:
+            return f"{side}: a codebook that is not in whole steps"
     if rotary != 128:
         return f"keys: RoPE of {rotary} channels; allowed: 128"
     return None
@@ -62,25 +61,16 @@ def declines(call: AttentionCall) -> str | None:
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
     if (keys.stages, values.stages) not in SEEN:
         return f"{keys.stages} and {values.stages} stages: not seen right on a GPU yet"
-    return tables.declines(
-        call, int(shared_bytes(keys.stages, values.stages, False, 8, 8, False, is_small(keys, values)))
-    )
-
-
-def is_small(keys: ResidualCodes, values: ResidualCodes) -> bool:
-    """Whether the codebooks of both are in whole steps."""
-    return all(form.book is not None and form.book.steps is not None for form in (keys, values))
+    return tables.declines(call, int(shared_bytes(keys.stages, values.stages, False, 8, 8, False)))
 
 
 @lru_cache
-def make_plan(
-    k_stages: int, v_stages: int, jobs: int, rows: int, units: int, processors: int, bytes_: int, small: bool = False
-) -> Plan:
+def make_plan(k_stages: int, v_stages: int, jobs: int, rows: int, units: int, processors: int, bytes_: int) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units; ``bytes_``: of shared
     memory."""
     columns, warps = 4 if rows <= 4 else 8, 8
-    both = int(shared_bytes(k_stages, v_stages, True, columns, warps, False, small)) <= bytes_
-    plan, passes = Plan(columns=columns, warps=warps, both=both, kept=rows <= 4, small=small), 1 if both else 2
+    both = int(shared_bytes(k_stages, v_stages, True, columns, warps, False)) <= bytes_
+    plan, passes = Plan(columns=columns, warps=warps, both=both, kept=rows <= 4), 1 if both else 2
     return replace(plan, splits=tables.splits_of(plan, jobs, rows, units, processors, passes, 12 * passes))
 
 
@@ -92,7 +82,6 @@ def plan_of(call: AttentionCall, span: Span) -> Plan:
         values.stages,
         *tables.shape_of(call, span),
         program_memory(call.query.device),
-        is_small(keys, values),
     )
 
 
@@ -115,8 +104,8 @@ def attend_packed(
         span.keys["rms"],
         span.values["codes"],
         span.values["rms"],
-        _rows(keys.book.on(device), True, plan.small),
-        _rows(values.book.on(device), False, plan.small),
+        _rows(keys.book.on(device), True),
+        _rows(values.book.on(device), False),
         rotation_of(rope, 64, UNIT, 1, 128, device).freq,
         turns(rope, device, plan.kept),
     )
@@ -133,36 +122,29 @@ def constants(keys: ResidualCodes, values: ResidualCodes, plan: Plan) -> dict[st
         "BOTH": plan.both,
         "C": plan.columns,
         "KEPT": plan.kept,
-        "SMALL": plan.small,
     }
 
 
-_made: WeakKeyDictionary[Codebook, dict[tuple[bool, bool], torch.Tensor]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Codebook, dict[bool, torch.Tensor]] = WeakKeyDictionary()
 
 
-def _rows(book: Codebook, keys: bool, small: bool = False) -> torch.Tensor:
+def _rows(book: Codebook, keys: bool) -> torch.Tensor:
     """Rows as lanes read them, made once: graphs know where they are.
 
-    fp16 [stages / 2, codes, 2, 32]; ``small``: as bytes [stages / 4, codes, 4, 32], then fp16 [2, 32] steps, and what sums of
-    numbers and 1024 have too much.
+    Bytes [stages / 4, codes, 4, 32], then fp16 [2, 32]: steps, and what sums of numbers and 1024 have too much, negative.
     """
     found = _made.setdefault(book, {})
-    if (keys, small) not in found:
+    if keys not in found:
         at = torch.arange(32, device=book.codes.device)
         if keys:  # 8 t + 4 h + m is channel 16 h + 4 t + m of the group
             element = at // 4 % 2 * 16 + at // 8 * 4 + at % 4
         else:  # 8 t + 2 w + b is channel 8 w + 2 t + b
             element = at // 2 % 4 * 8 + at // 8 * 2 + at % 2
-        found[keys, small] = _small_rows(book, element) if small else _fp16_rows(book, element)
-    return found[keys, small]
+        found[keys] = _with_steps(book, element)
+    return found[keys]
 
 
-def _fp16_rows(book: Codebook, element: torch.Tensor) -> torch.Tensor:
-    rows = book.codes.to(torch.float16)[:, :, element]
-    return rows.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
-
-
-def _small_rows(book: Codebook, element: torch.Tensor) -> torch.Tensor:
+def _with_steps(book: Codebook, element: torch.Tensor) -> torch.Tensor:
     steps = book.steps
     assert steps is not None
     # bytes 0 and 2, and 1 and 3, of each four become words of two channels

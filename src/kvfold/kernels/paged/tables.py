@@ -47,9 +47,8 @@ def unsupported(
 
 def _plan(key_format: Any, value_format: Any, rows: int, there: int) -> Any:
     if isinstance(key_format, AdditiveCodes):
-        return codebook._shape(key_format.stages, rows, codebook.is_small(key_format))
-    small = residual.is_small(key_format, value_format)
-    return residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, there, small)
+        return codebook._shape(key_format.stages, rows)
+    return residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, there)
 
 
 def _bytes(key_format: Any, value_format: Any, rows: int, there: int) -> int:
@@ -57,7 +56,7 @@ def _bytes(key_format: Any, value_format: Any, rows: int, there: int) -> int:
     if isinstance(key_format, AdditiveCodes):
         return codebook.program_bytes(value_format, plan)
     stages = key_format.stages, value_format.stages
-    return int(shared_bytes(*stages, plan.both, plan.columns, plan.warps, plan.kept, plan.small))
+    return int(shared_bytes(*stages, plan.both, plan.columns, plan.warps, plan.kept))
 
 
 def ready(key_format: Format, value_format: Format, rope: Rope | None, device: torch.device) -> None:
@@ -73,11 +72,11 @@ def _read(keys: Format, values: Format, rope: Rope, plan: Any, device: torch.dev
     if isinstance(keys, AdditiveCodes):
         assert keys.codebook is not None
         turning = rotation_of(rope, 64, UNIT, 1, 128, device)
-        return *codebook.rows_of(keys.codebook.on(device), plan.small), turning.freq, turning.table
+        return *codebook.rows_of(keys.codebook.on(device)), turning.freq, turning.table
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
     assert keys.book is not None and values.book is not None
     books = keys.book.on(device), values.book.on(device)
-    rows = residual._rows(books[0], True, plan.small), residual._rows(books[1], False, plan.small)
+    rows = residual._rows(books[0], True), residual._rows(books[1], False)
     return *rows, rotation_of(rope, 64, UNIT, 1, 128, device).freq, residual.turns(rope, device, plan.kept)
 
 
