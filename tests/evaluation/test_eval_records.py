@@ -274,3 +274,4 @@ def test_tasks_of_lm_eval_are_rows_and_a_broken_quantizer_ruins_them(folder, tmp
     assert all(broken[GOOD, item]["answer"] != none[item]["answer"] for item in written)
     assert main(["eval", "--model", folder, "--suite", "lm-eval:nothing_such", "--out", str(tmp_path / "x")]) == 2
     assert "suite: lm-eval does not give nothing_such" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

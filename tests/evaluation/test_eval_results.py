@@ -11,6 +11,7 @@ from kvfold.evaluation.results import (
     ResultFile,
     Settings,
     as_folder,
+    check_folder,
     code_sha256,
     differing,
     prompt_sha256,
@@ -126,7 +127,11 @@ def test_what_is_no_file_of_results_is_refused_by_its_line(tmp_path):
 
 
 def test_a_folder_is_made_and_a_file_is_refused(tmp_path):
+    check_folder(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
     assert as_folder(tmp_path / "a" / "b").is_dir()
+    check_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "f").write_text("x")
     with pytest.raises(KVFoldError, match=r"^out: .* is a file"):
         as_folder(tmp_path / "f")

@@ -197,7 +197,7 @@ def evaluate(
     """
     from kvfold import methods
     from kvfold.evaluation import loop
-    from kvfold.evaluation.results import as_folder
+    from kvfold.evaluation.results import check_folder
     from kvfold.evaluation.suites import Options, make
     from kvfold.evaluation.summary import summarize, to_dict
 
@@ -211,7 +211,8 @@ def evaluate(
     _check_used(wanted, options)
     shard = _part(part)
     target = json_target(json_path)
-    folder = as_folder(Path(out).expanduser())
+    folder = Path(out).expanduser()
+    check_folder(folder)
     loaded, tokenizer, info = load(model, dtype, device)
     suites = make(wanted, tokenizer, options)
     planned = loop.plan(

@@ -79,7 +79,7 @@ def recommend(
     from kvfold import methods
     from kvfold.evaluation import recommend as r
     from kvfold.evaluation.machine import device_name, versions
-    from kvfold.evaluation.results import as_folder, weights_sha256
+    from kvfold.evaluation.results import check_folder, weights_sha256
     from kvfold.evaluation.text import load_text
 
     asked = r.Budget.read(budget)
@@ -91,7 +91,9 @@ def recommend(
         raise KVFoldError(f"context: {context}; give at least 1")
     r._bits(method)
     target = json_target(json_path)
-    folder = as_folder(Path(out).expanduser()) if out else None
+    folder = Path(out).expanduser() if out else None
+    if folder:
+        check_folder(folder)
     loaded, tokenizer, info = load(model, dtype or "float32", device)
     horizon = context or info.max_context or 4096
     r.check(loaded, method, asked, horizon)

@@ -7,6 +7,7 @@ a kill loses one item, and the same command goes on behind it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -346,6 +347,15 @@ def as_folder(path: Path) -> Path:
         raise KVFoldError(f"out: cannot make the folder {path}: {error.strerror}") from error
     files.check(path / f"results{SUFFIX}", "out")
     return path
+
+
+def check_folder(path: Path) -> None:
+    """Fail as :func:`as_folder` does, and leave nothing: what follows may be refused for another reason."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    as_folder(path)
+    with contextlib.suppress(OSError):  # somebody else's run has begun to write there
+        for folder in made:
+            folder.rmdir()
 
 
 def weights_sha256(model: PreTrainedModel) -> str:
