@@ -16,7 +16,7 @@ from kvfold.cli import main
 from kvfold.engines.transformers import fused
 from kvfold.engines.transformers.graph import DecodeGraph, decoding
 from kvfold.errors import UnsupportedModelError
-from kvfold.kernels import REGISTRY
+from kvfold.kernels import REGISTRY, encode_pages
 from kvfold.methods import LayerSpec
 from kvfold.methods.learned import LearnedMethod
 from kvfold.plan import choose_kernel, packed_for
@@ -64,6 +64,15 @@ def test_a_replayed_step_equals_a_step(method, start):
 def test_steps_over_plain_order_are_replayed(method, head_dim, start):
     """Head sizes and keys that the fused kernels refuse, and blocks that Torch encodes between steps."""
     replays(method, max(start, 200) if "squat" in method else start, head_dim)
+
+
+@pytest.mark.parametrize("method", ["fold", "fold:bits=2,sink=0,recent=0", "turboquant:bits=3"])
+def test_steps_that_close_several_heads_in_a_program_are_replayed(method, monkeypatch):
+    """As of many sequences, whose new tokens are written by a kernel of their own."""
+    asked = []
+    monkeypatch.setattr(encode_pages, "heads_together", lambda *shape: asked.append(shape) or 2)
+    replays(method, 400)
+    assert asked
 
 
 def replays(method, start, head_dim=64):

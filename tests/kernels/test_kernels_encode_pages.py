@@ -396,6 +396,32 @@ def test_a_step_leaves_the_bytes_of_a_prompt(kernels, device, name):
             assert torch.equal(raw(one[name][:, :, part]), raw(other[name][:, :, part])), name
 
 
+@pytest.mark.parametrize("name", ["fold", "k=fold+v=kivi"])
+def test_a_program_closes_several_heads(kernels, device, name):
+    method, found = get(name), []
+    forms = [form(spec(64, heads=2, kv_heads=2)) for form in (method.key_format, method.value_format)]
+    ring = tuple(random(2, 2, 140, 64, seed=s).to(device) for s in (1, 2))
+    nothing = tuple(t[:, :, :0].contiguous() for t in ring)
+    for each in (1, 2):
+        fields = [poisoned(f.allocate(2, 2, 4, device)) for f in forms]
+        lengths = kernels.Lengths.of([130, 120], [0, 0], 0, device, True)
+        stored = fields[0], forms[0], fields[1], forms[1]
+        kernels.append_and_close(None, None, lengths, nothing, ring, 96, *stored, each=each)
+        assert lengths.packed.tolist() == [32, 0] and not lengths.ticket.any()
+        found.append(fields)
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert all(torch.equal(raw(a[n]), raw(b[n])) for n in a)
+    with pytest.raises(ValueError, match="each=3: a program closes 1 of 2 heads"):
+        kernels.append_and_close(None, None, lengths, nothing, ring, 96, *stored, each=3)
+
+
+def test_many_sequences_share_programs():
+    cpu = torch.device("cpu")  # as with one multiprocessor
+    assert [compiled.heads_together(batch, 8, cpu) for batch in (1, 2, 100)] == [4, 8, 8]
+    assert [compiled.heads_together(1, heads, cpu) for heads in (1, 4, 7, 96)] == [1, 1, 1, 48]
+
+
 def test_nothing_is_written_past_the_storage(kernels, device):
     batch = Batch(kernels, device, "fold", [230, 250], grow=64)
     for side in (0, 1):

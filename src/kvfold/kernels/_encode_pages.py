@@ -360,18 +360,23 @@ def _close_side(
     VALUE: tl.constexpr,
     BOUNDARY: tl.constexpr,
     WARPS: tl.constexpr,
+    EACH: tl.constexpr,
 ):
-    """Close the blocks that are due of one side (keys or values) of one head of one sequence.
+    """Close the blocks that are due of one side (keys or values) of EACH heads of one sequence.
 
-    ``statistics``: means and codes of norms of all pages; ``storage``: first block, blocks, pages; ``place``: sequence, its
-    number among all heads.
+    ``statistics``: means and codes of norms of all pages; ``storage``: first block, blocks, pages; ``place``: sequence, the
+    first head's number among all heads.
     """
     mean, norm = statistics
     first_block, blocks, pages = storage
     batch, lane = place
     PER_BLOCK: tl.constexpr = BLOCK // FORM[TILE]
     # the loop seldom runs: nothing of it is to be made, and kept in registers, before it
-    for i in tl.range(0, due * PER_BLOCK, disable_licm=True):
+    for tile in tl.range(0, due * PER_BLOCK * EACH, disable_licm=True):
+        i = tile
+        if EACH > 1:
+            i = tile % (due * PER_BLOCK)
+            lane = place[1] + tile // (due * PER_BLOCK)
         first = packed + i * FORM[TILE]
         at = (lane * pages + (first - first_block * BLOCK) // FORM[PAGE]) * D
         source = (ring + lane * slots * D, D, 1, first, slots)
@@ -440,9 +445,12 @@ def _step_kernel(
     VALUE: tl.constexpr,
     BOUNDARY: tl.constexpr,
     WARPS: tl.constexpr,
+    EACH: tl.constexpr,
 ):
-    """Grid: (2 heads, batch); even programs take keys, odd ones values."""
+    """Grid: (2 heads / EACH, batch); even programs take keys, odd ones values. With EACH above 1, NEW is 0."""
     head = tl.program_id(0) // 2
+    if EACH > 1:
+        head *= EACH
     batch = tl.program_id(1)
     length = tl.load(total_len + batch).to(tl.int32)
     packed = tl.load(packed_len + batch).to(tl.int32)
@@ -453,7 +461,7 @@ def _step_kernel(
         if CLOSE:
             _close_side(
                 ring_k, slots, (k_codes, k_meta, k_aux), (k_mean, k_norm), table, k_signs, boundary,
-                (first_block, blocks, k_pages), (batch, lane), packed, due, BLOCK, D, KEY, False, BOUNDARY, WARPS,
+                (first_block, blocks, k_pages), (batch, lane), packed, due, BLOCK, D, KEY, False, BOUNDARY, WARPS, EACH,
             )  # fmt: skip
         if NEW > 0:
             new = (key, k_stride_b, k_stride_h, k_stride_t, k_stride_c)
@@ -462,7 +470,7 @@ def _step_kernel(
         if CLOSE:
             _close_side(
                 ring_v, slots, (v_codes, v_meta, v_aux), (v_mean, v_norm), table, v_signs, boundary,
-                (first_block, blocks, v_pages), (batch, lane), packed, due, BLOCK, D, VALUE, True, BOUNDARY, WARPS,
+                (first_block, blocks, v_pages), (batch, lane), packed, due, BLOCK, D, VALUE, True, BOUNDARY, WARPS, EACH,
             )  # fmt: skip
         if NEW > 0:
             new = (value, v_stride_b, v_stride_h, v_stride_t, v_stride_c)
@@ -470,4 +478,4 @@ def _step_kernel(
     if ADVANCE:
         after = length + (count if NEW > 0 else 0)
         closed = packed + due * BLOCK
-        _advance(total_len, packed_len, sink_len, recent_len, ticket, batch, 2 * heads, after, closed, sinks)
+        _advance(total_len, packed_len, sink_len, recent_len, ticket, batch, 2 * heads // EACH, after, closed, sinks)

@@ -507,6 +507,7 @@ def compile_pages_step(
     boundary: bool = False,
     advance: bool = False,
     counts: bool = False,
+    each: int = 1,
     bf16: bool = True,
     capability: int = 90,
 ) -> Report:
@@ -515,7 +516,7 @@ def compile_pages_step(
     warps = max(k.warps, v.warps)
     fixed = {"BLOCK": k.inner.block, "NEW": triton.next_power_of_2(tokens) if tokens else 0, "CLOSE": True}
     fixed |= {"ADVANCE": advance, "COUNTS": counts, "BOUNDARY": boundary, "D": k.inner.head_dim}
-    fixed |= {"KEY": k.form, "VALUE": v.form, "WARPS": warps}
+    fixed |= {"KEY": k.form, "VALUE": v.form, "WARPS": warps, "EACH": each}
     inputs = ("key", "value", "sink_k", "sink_v", "ring_k", "ring_v")
     types = _words(k, "k_") | _words(v, "v_")
     return _compile_pages(_encode_pages._step_kernel, fixed, types, inputs, bf16, warps, capability)

@@ -140,7 +140,7 @@ def append(
     for name, x in zip(("sink", "sink", "ring", "ring"), (*sink, *ring), strict=True):
         if not x.is_contiguous():
             raise ValueError(f"{name}: must be contiguous, its strides are {x.stride()}")
-    _launch((key, value), key.shape[2], lengths, sink, ring, 0, ring, 0, 0, UNIT)
+    _launch((key, value), key.shape[2], lengths, sink, ring, 0, ring, 0, 0, UNIT, warps=1)
 
 
 def _launch(
@@ -154,6 +154,7 @@ def _launch(
     first_block: int,
     blocks: int,
     block: int,
+    warps: int = 4,
 ) -> None:
     batch, heads, slots, dim = ring[0].shape
     _step_kernel[(2 * heads, batch)](
@@ -180,4 +181,5 @@ def _launch(
         D=dim,
         NEW=triton.next_power_of_2(tokens) if tokens else 0,
         ADVANCE=lengths.ticket is not None,
+        num_warps=warps,
     )

@@ -35,6 +35,7 @@ from kvfold.formats.basis import Basis
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import norms
 from kvfold.kernels._encode_pages import _blocks_kernel, _statistics_kernel, _step_kernel
+from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.encode import MAX_TOKENS, MODES, TOLERANCE, _difference, _or_any, _tile
 from kvfold.kernels.encode import _warps as affine_warps
 from kvfold.kernels.encode import unsupported as affine_unsupported
@@ -344,11 +345,13 @@ def append_and_close(
     counts: torch.Tensor | None = None,
     close: bool = True,
     first_block: int = 0,
+    each: int = 1,
 ) -> None:
     """Close the blocks that are due, write a step's tokens into the windows, advance the lengths: one launch.
 
     As :func:`kvfold.kernels.encode.append_and_close`, whose parameters these are; formats may be all that :func:`why_not` has
-    nothing against. Fields hold those of pages too, and ``first_block`` begins a page.
+    nothing against. Fields hold those of pages too, and ``first_block`` begins a page. ``each``: heads that a program closes,
+    one after the other (:func:`heads_together`); more than one where there are no new tokens.
     """
     k, v = side(key_format), side(value_format)
     batch, heads, slots, dim = ring[0].shape
@@ -359,6 +362,8 @@ def append_and_close(
         )
     if (key is None) != (value is None) or tokens > MAX_TOKENS:
         raise ValueError(f"tokens={tokens}: a step appends 1 to {MAX_TOKENS} keys and as many values")
+    if each < 1 or heads % each or (each > 1 and tokens):
+        raise ValueError(f"each={each}: a program closes 1 of {heads} heads, or a divisor of them where nothing is new")
     if slots < recent + block - 1 + tokens:
         raise ValueError(f"ring: has {slots} slots; recent={recent}, block={block} need {recent + block - 1 + tokens}")
     seen = max((of.form[6] for of in (k, v) if of.per_page), default=0)
@@ -374,7 +379,7 @@ def append_and_close(
         raise ValueError(f"fields: {tuple(shapes[0])}, {tuple(shapes[1])} for {batch} x {heads}")
     new_k, new_v = (ring[0], ring[1]) if key is None or value is None else (key, value)
     warps, any_int = max(k.warps, v.warps), lengths.sink
-    _step_kernel[(2 * heads, batch)](
+    _step_kernel[(2 * heads // each, batch)](
         new_k,
         *new_k.stride(),
         new_v,
@@ -412,10 +417,23 @@ def append_and_close(
         VALUE=v.form,
         BOUNDARY=boundary is not None,
         WARPS=warps,
+        EACH=each,
         num_warps=warps,
         num_stages=1,
         enable_fp_fusion=False,
     )
+
+
+def heads_together(batch: int, heads: int, device: torch.device) -> int:
+    """How many heads a program of a decode step closes, so that many sequences leave four programs for each multiprocessor.
+
+    A step seldom closes a block, and programs that can do so fill a multiprocessor by twos: with 1,120 sequences of 32 heads,
+    271 times. Writing the new tokens is left to a small kernel then.
+    """
+    programs, least = 2 * heads * batch, 4 * multiprocessors(device)
+    if programs < 4 * least:
+        return 1
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and programs // n >= least)
 
 
 @lru_cache(maxsize=256)

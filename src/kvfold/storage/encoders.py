@@ -245,13 +245,16 @@ class PagesEncoder:
     def close(
         self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Lengths, boundary: torch.Tensor | None
     ) -> None:
-        """See :meth:`KernelEncoder.close`."""
-        from kvfold.kernels.encode_pages import append_and_close
+        """See :meth:`KernelEncoder.close`. Of many sequences, the new tokens are written by a kernel of their own."""
+        from kvfold.kernels.encode_dense import append
+        from kvfold.kernels.encode_pages import append_and_close, heads_together
 
         (slab,) = self.slabs
+        batch, heads, _, _ = self.ring.pair[0].shape
+        each = heads_together(batch, heads, self.ring.pair[0].device)
         append_and_close(
-            keys,
-            values,
+            keys if each == 1 else None,
+            values if each == 1 else None,
             lengths,
             self.sink.pair,
             self.ring.pair,
@@ -261,7 +264,10 @@ class PagesEncoder:
             slab.values,
             self.layout.formats[1],
             boundary,
+            each=each,
         )
+        if each > 1 and keys is not None and values is not None:
+            append(keys, values, lengths, self.sink.pair, self.ring.pair)
 
 
 class DenseEncoder(KernelEncoder):
