@@ -182,6 +182,26 @@ def attention_error(name, device="cpu", dtype=torch.float16):
     return float((got - want).norm() / want.norm())
 
 
+def cut_error(name):
+    """Of a call that gives multiples of 128 keys to a stand-in for cuDNN's attention, and what is over to flash attention."""
+    taken = []
+
+    def cudnn(query, keys, values, bias, wants_total, dropout, causal, debug, scale):
+        taken.append(keys.shape[2])
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, total = flash(query, keys, values, 0.0, False, scale=scale)
+        return out, total.unsqueeze(-1)
+
+    before = unpacked.STEP, unpacked.takes_cudnn, torch.ops.aten._scaled_dot_product_cudnn_attention
+    unpacked.STEP, unpacked.takes_cudnn = 128, lambda rows: True
+    torch.ops.aten._scaled_dot_product_cudnn_attention = cudnn
+    try:
+        error = attention_error(name)
+    finally:
+        unpacked.STEP, unpacked.takes_cudnn, torch.ops.aten._scaled_dot_product_cudnn_attention = before
+    return error if sum(taken) == 256 else float("nan")  # of 320 and 96 tokens
+
+
 def stored_call_error(name, device="cpu", dtype=torch.float16):
     """Of a call of 20 tokens on a case of :data:`FORMATS`."""
     how = {"slabs": SLABS, **FORMATS[name], "tokens": 20}
@@ -220,6 +240,7 @@ if __name__ == "__main__":
         error = {
             "unpack": unpacking_error,
             "call": attention_error,
+            "cut": cut_error,
             "stored": stored_call_error,
             "lengths": lengths_error,
         }[kind](case)

@@ -1,6 +1,7 @@
 """What launches ask of a device."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -17,3 +18,53 @@ def launching(device: torch.device) -> AbstractContextManager[object]:
     and a model split over several GPUs leaves the first one current. Nothing changes for a CPU, nor where a GPU is only asked
     about."""
     return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else nullcontext()
+
+
+@lru_cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class Aside:
+    """Launches beside those of the current stream of a GPU, on a second one; elsewhere one after the other.
+
+    What is launched in :meth:`launches` waits for what was launched before it, and :meth:`wait` lets what comes next wait for
+    it. Tensors that are made there and used after have to be named to :meth:`wait`. A block that fails waits as well::
+
+        with Aside(device) as aside:
+            with aside.launches():
+                ...
+            aside.wait(result)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _second_stream(device) if device.type == "cuda" else None
+        self._began = False
+
+    def __enter__(self) -> "Aside":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.wait()
+
+    @contextmanager
+    def launches(self) -> Iterator[None]:
+        """Within it the second stream is the current one."""
+        if self._stream is None:
+            yield
+            return
+        self._began = True
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def wait(self, *made: torch.Tensor) -> None:
+        """The current stream waits for all launches aside, and uses the tensors ``made`` there."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        if self._began:
+            current.wait_stream(self._stream)
+            self._began = False
+        for tensor in made:
+            tensor.record_stream(current)

@@ -12,7 +12,7 @@ import torch
 
 from kvfold.formats import Dense, Fields, Format
 from kvfold.kernels.call import AttentionCall, Windows
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import Aside, multiprocessors
 from kvfold.kernels.partials import Partials
 from kvfold.kernels.unpack import Turn, unpack
 from kvfold.kernels.unpack import why_not as no_unpacking
@@ -75,7 +75,6 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
     rows = call.grouped(query)
     batch, heads, count, dim = rows.shape
     partials = Partials.empty(batch * heads, 1, count, dim, query.device)
-    attend_windows(query, call.windows, call.scale, partials, 0, call.new.keys, call.new.values, call.new.valid)
     bias = None
     if call.spans and call.project is not None:
         projected, shift = call.projected
@@ -85,11 +84,15 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
     turn = None
     if call.unproject is not None and call.spans:
         turn = Turn.of(call.unproject, call.value_format, call.num_kv_heads, query.device)
-    for part, tokens in _alike(call, batch):
-        some = slice(part.start * heads, part.stop * heads)
-        own = Partials(partials.out[some], partials.top[some], partials.total[some])
-        shared = None if bias is None else bias[part]
-        _attend_alike(call, part, tokens, rows[part], shared, own, out[part], turn)
+    with Aside(query.device) as aside:
+        with aside.launches():
+            new = call.new
+            attend_windows(query, call.windows, call.scale, partials, 0, new.keys, new.values, new.valid)
+        for part, tokens in _alike(call, batch):
+            some = slice(part.start * heads, part.stop * heads)
+            own = Partials(partials.out[some], partials.top[some], partials.total[some])
+            shared = None if bias is None else bias[part]
+            _attend_alike(call, part, tokens, rows[part], shared, own, out[part], turn, aside)
     return call.ungrouped(out)
 
 
@@ -116,25 +119,49 @@ def _attend_alike(
     partials: Partials,
     out: torch.Tensor,
     turn: Turn | None,
+    aside: Aside,
 ) -> None:
-    """Attention of some sequences over their packed tokens, joined with what ``partials`` has of them, to ``out``."""
+    """Attention of some sequences over their packed tokens, joined with what ``partials`` has of them, to ``out``.
+
+    What is left over of cuDNN's part is computed aside: it multiplies while the rest is unpacked.
+    """
     results: list[Result] = []
     most = max(1, min(JOIN, RESULTS // (rows.numel() * rows.itemsize)))
     wide = _widened(rows) if takes_cudnn(rows) else None
-    for keys, values in _pieces(call, part, tokens, rows.dtype, turn):
+    over: list[Result] = []
+    if wide is not None:
+        with aside.launches():
+            over = [
+                _flash(rows, keys, values, call.scale)
+                for keys, values in _pieces(call, part, tokens, rows.dtype, turn, over=True)
+            ]
+    for keys, values in _pieces(call, part, tokens, rows.dtype, turn, over=None if wide is None else False):
         for result in _attend(rows, wide, keys, values, call.scale):
             if len(results) >= most:
+                aside.wait()
                 partials.join(results, bias)
                 results = []
             results.append(result)
+    aside.wait(*(tensor for result in over for tensor in result))
+    for result in over:
+        if len(results) >= most:
+            partials.join(results, bias)
+            results = []
+        results.append(result)
     partials.join(results, bias, out, call.sinks, call.tokens)
 
 
 def _pieces(
-    call: AttentionCall, part: slice, packed: int | None, dtype: torch.dtype, turn: Turn | None
+    call: AttentionCall,
+    part: slice,
+    packed: int | None,
+    dtype: torch.dtype,
+    turn: Turn | None,
+    over: bool | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of ``packed`` tokens of some sequences (None: of all that spans hold), [sequences, num_kv_heads, tokens,
-    head_dim], piece by piece."""
+    head_dim], piece by piece; of each span only what is ``over`` a multiple of ``STEP`` tokens, or only those before (None:
+    all)."""
     form = call.key_format
     dense = isinstance(form, Dense) and isinstance(call.value_format, Dense)
     for span in call.spans:
@@ -143,10 +170,12 @@ def _pieces(
         tokens = stored.shape[2] * form.block
         if packed is not None:
             tokens = max(0, min(tokens, packed - span.start))
+        whole = tokens // STEP * STEP
+        begin, end = (0, tokens) if over is None else (whole, tokens) if over else (0, whole)
         step = max(tokens, 1) if dense else _piece(stored.shape[0] * stored.shape[1] * form.head_dim)
         place = None if call.first_position is None else call.first_position[part]
-        for first in range(0, tokens, step):
-            count = min(step, tokens - first)
+        for first in range(begin, end, step):
+            count = min(step, end - first)
             keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place)
             values = _side(call.value_format, sides[1], span.start, first, count, dtype, turn=turn)
             yield keys, values
@@ -190,13 +219,22 @@ def _attend(
             cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
             out, total = cudnn(wide, k, v, None, True, 0.0, False, False, scale=scale)[:2]
             total = total.reshape(wide.shape[:3])[:, :, : rows.shape[2]]
-        elif rows.device.type == "cpu":
-            out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, 0.0, False, scale=scale)
+            yield out, total.contiguous()
         else:
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            out, total = flash(rows, k, v, 0.0, False, False, scale=scale)[:2]
-        yield out, total.contiguous()
+            yield _flash(rows, k, v, scale)
         at = part.stop
+
+
+def _flash(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Result:
+    """Flash attention, which takes any number of keys."""
+    if rows.device.type == "cpu":
+        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            rows, keys, values, 0.0, False, scale=scale
+        )
+    else:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, total = flash(rows, keys, values, 0.0, False, False, scale=scale)[:2]
+    return out, total.contiguous()
 
 
 def _widened(rows: torch.Tensor) -> torch.Tensor:
