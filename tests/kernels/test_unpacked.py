@@ -15,6 +15,7 @@ from blocks_case import of_method
 from kvfold.bench import storage
 from kvfold.formats.paged import plain
 from kvfold.kernels import AttentionCall, aot, unpack, unpacked
+from kvfold.kernels.reference import ReferenceKernel
 from kvfold.methods import LayerSpec, get
 from unpacked_case import CALLS, FORMATS, LENGTHS, LIMIT
 
@@ -64,6 +65,31 @@ def test_calls_on_readers_formats_on_a_gpu(name):
 @pytest.mark.parametrize("name", LENGTHS)
 def test_sequences_of_different_length_on_a_gpu(name):
     assert unpacked_case.lengths_error(name, "cuda", torch.float16) < LIMIT[torch.float16]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("tokens", [40, 520])  # few rows go to flash attention, many to cuDNN's
+def test_launches_aside_are_captured_and_follow_the_streams_that_call(tokens):
+    """Eager calls on streams that take turns, and a replay, give the same numbers: nothing is read before it is there."""
+    given = unpacked_case.call(torch.device("cuda"), tokens=tokens, packed=(3200,), dim=128, heads=32, kv_heads=8)
+    want = unpacked.attend_unpacked(given)
+    main = torch.cuda.current_stream()
+    for stream in [torch.cuda.Stream() for _ in range(2)] * 4:
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            got = unpacked.attend_unpacked(given)
+        main.wait_stream(stream)
+        assert torch.equal(got, want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = unpacked.attend_unpacked(given)
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+    error = (want.float() - ReferenceKernel().attend(given).float()).norm() / want.float().norm()
+    assert error < LIMIT[torch.float16]
 
 
 # ---- compiled ahead --------------------------------------------------------------------------------------------------
@@ -137,10 +163,19 @@ def test_cudnn_meets_few_numbers_of_rows(count):
 
 
 @pytest.mark.parametrize(
-    "tokens, parts", [(31, [31]), (1024, [1024]), (8160, [7168, 992]), (20000, [8192, 8192, 3072, 544])]
+    "tokens, parts, once",
+    [
+        (31, [31], False),
+        (1024, [1024], False),
+        (8160, [7168, 992], True),
+        (20000, [8192, 8192, 3072, 544], False),
+        (20000, [16384, 3072, 544], True),
+        (45000, [32768, 8192, 3072, 968], True),
+    ],
 )
-def test_cudnn_meets_few_numbers_of_keys(tokens, parts, monkeypatch):
+def test_cudnn_meets_few_numbers_of_keys(tokens, parts, once, monkeypatch):
     """A function of the same arguments takes cuDNN's place on a CPU."""
+    monkeypatch.setattr(unpacked, "at_once", lambda rows: once)
     seen = []
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

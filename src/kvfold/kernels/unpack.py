@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvfold.formats import Fields, Format, Lookup, Outliers, Paged
+from kvfold.formats import Fields, Format, Lookup, Outliers, Paged, ResidualCodes
 from kvfold.formats.codebook import BinaryCodes
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.device import multiprocessors
@@ -20,10 +20,10 @@ from kvfold.rope import Rope
 
 MAX_DIM = 256
 TURNED = 128
-"""Tokens of a tile that passes a basis."""
+"""Tokens of a tile that passes a basis; what looks up tables takes fewer, so that more programs wait for them at once."""
 OPTIONS = {"num_warps": 4, "num_stages": 1}
 PROGRAMS, SHORT = 8, 16
-"""Of a multiprocessor, in all: a few follow each other, and more where a tile is neither multiplied nor rotated."""
+"""Of a multiprocessor, in all: a few follow each other, and more where a tile is not multiplied."""
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -103,7 +103,11 @@ def constants(form: Format, rotary: int = 0, turn: bool = False) -> dict[str, An
     reader, page = _reader(form, rotary), form if isinstance(form, Paged) else None
     dim, basis = form.head_dim, page is not None and page.basis is not None
     width = 2 * power(dim // 2) if rotary else power(reader.spec[0])
-    tile = TURNED if basis and width <= 128 else 64 if dim <= 128 and width <= 256 else 32
+    tile = 64 if dim <= 128 and width <= 256 else 32
+    if basis and width <= 128 and not isinstance(inner(form), Lookup):
+        tile = TURNED
+    elif isinstance(inner(form), Outliers | ResidualCodes):
+        tile = 32
     return {
         "READ": reader.read,
         "SPEC": static(reader.spec_of_halves() if rotary and _is_plain(inner(form)) else reader.spec),
@@ -121,6 +125,17 @@ def constants(form: Format, rotary: int = 0, turn: bool = False) -> dict[str, An
         "SCRATCH": reader.scratch(tile),
         "OF_PAGES": reader.of_pages,
     }
+
+
+def make_constants(form: Format, device: torch.device, rope: Rope | None = None) -> None:
+    """Make the tables that :func:`unpack` reads, on the current stream; launches on another one would not wait for that."""
+    rotary = 0 if rope is None else 2 * rope.inv_freq.numel()
+    reader, fixed = _reader(form, rotary), constants(form, rotary)
+    reader.tables(device)
+    if isinstance(form, Paged) and form.basis is not None:
+        basis_matrix(form.basis, reader.width, device, False)
+    if rope is not None:
+        rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
 
 
 def unpack(
@@ -180,7 +195,7 @@ def unpack(
         turning = rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
         freq, table = turning.freq, turning.table
     tiles = math.ceil(tokens / fixed["T"])
-    most = PROGRAMS if fixed["BASIS"] or rotary else SHORT
+    most = PROGRAMS if fixed["BASIS"] else SHORT
     each = max(1, math.ceil(tiles * batch * heads / (multiprocessors(device) * most)))
     programs = math.ceil(tiles / each)
     scratch = torch.empty(fixed["SCRATCH"] * programs * batch * heads, dtype=torch.int64, device=device)

@@ -14,7 +14,7 @@ from kvfold.formats import Dense, Fields, Format
 from kvfold.kernels.call import AttentionCall, Windows
 from kvfold.kernels.device import Aside, multiprocessors
 from kvfold.kernels.partials import Partials
-from kvfold.kernels.unpack import Turn, unpack
+from kvfold.kernels.unpack import Turn, make_constants, unpack
 from kvfold.kernels.unpack import why_not as no_unpacking
 from kvfold.kernels.windows import attend_windows
 from kvfold.rope import Rope
@@ -22,7 +22,10 @@ from kvfold.rope import Rope
 PIECE = 64 << 20
 """Bytes of keys, and as many of values, that exist unpacked at a time."""
 STEP, MOST = 1024, 8192
-"""cuDNN, which compiles for every shape, is given multiples of ``STEP`` keys, at most ``MOST`` at a time."""
+"""cuDNN, which compiles for every shape, is given multiples of ``STEP`` keys, at most ``MOST`` at a time,"""
+LONG = 32768
+"""or multiples of ``MOST`` up to this where all its programs run at once: every part costs a start, and programs that follow
+others find the keys of ``MOST`` tokens in the second cache."""
 ROWS = 128
 """Query rows of a program of cuDNN's attention."""
 JOIN = 8
@@ -84,6 +87,9 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
     turn = None
     if call.unproject is not None and call.spans:
         turn = Turn.of(call.unproject, call.value_format, call.num_kv_heads, query.device)
+    for form, rope in ((call.key_format, call.rope), (call.value_format, None)):
+        if call.spans and not isinstance(form, Dense):
+            make_constants(form, query.device, rope)
     with Aside(query.device) as aside:
         with aside.launches():
             new = call.new
@@ -212,7 +218,7 @@ def _attend(
     at = 0
     while at < keys.shape[2]:
         left = keys.shape[2] - at
-        count = min(MOST, left // STEP * STEP) if wide is not None else 0
+        count = 0 if wide is None else _for_cudnn(left, at_once(wide))
         part = slice(at, at + (count or left))
         k, v = keys[:, :, part], values[:, :, part]
         if count and wide is not None:
@@ -235,6 +241,19 @@ def _flash(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: 
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out, total = flash(rows, keys, values, 0.0, False, False, scale=scale)[:2]
     return out, total.contiguous()
+
+
+def _for_cudnn(left: int, once: bool) -> int:
+    """How many of the keys that are left cuDNN is given next, where its programs run all at ``once`` or not."""
+    if once and left >= MOST:
+        return min(LONG, left // MOST * MOST)
+    return min(MOST, left // STEP * STEP)
+
+
+def at_once(rows: torch.Tensor) -> bool:
+    """Whether every program of cuDNN's attention has a multiprocessor."""
+    batch, heads, count, _ = rows.shape
+    return batch * heads * math.ceil(count / ROWS) <= multiprocessors(rows.device)
 
 
 def _widened(rows: torch.Tensor) -> torch.Tensor:
