@@ -24,7 +24,13 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 STORED = ["commvq", "qjl", "gear-rope", "residual"]
 """Formats that calls are made on, too."""
 NAMES = [f"unpack/{n}" for n in FORMATS] + [f"call/{n}" for n in CALLS] + [f"stored/{n}" for n in STORED]
-NAMES += [f"lengths/{n}" for n in LENGTHS] + ["cut/fold", "cut/none", "cut/padding and sinks"]
+NAMES += [f"lengths/{n}" for n in LENGTHS] + [
+    "cut/fold",
+    "cut/none",
+    "cut/padding and sinks",
+    "tables/commvq",
+    "tables/qjl",
+]
 
 
 @pytest.mark.parametrize("first", range(0, len(NAMES), 10))
