@@ -378,22 +378,23 @@ def make_plan(
     size = program_bytes(key_format, value_format, pair, warps, blocks)
     resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
     jobs = batch_heads * columns
-    least = min(1.0, 9 / (resident * warps))
+    levels = narrow and bool(linear_levels(key_format, value_format))
+    least = min(1.0, (8 if mixed else 9) / (resident * warps))
 
     def cost(n: int) -> float:
         stages = math.ceil(math.ceil(pages / n) / warps) + 1.6
         waves, rest = divmod(jobs * n, processors * resident)
         fill = math.ceil(rest / processors) / resident
-        return stages * (waves + (max(least, fill ** (0.7 if wide else 0.9)) if rest else 0))
+        return stages * (waves + (max(least, fill ** (0.7 if wide or (levels and full) else 0.9)) if rest else 0))
 
     splits = min(range(1, max(2, min(256, pages // warps + 2))), key=cost)
     each = 3 if capacity >= 512 or 4 * jobs >= processors else 1
     dense = math.ceil(window_slots / (16 * warps * each))
-    # few programs with many pages each: the matrix is worth bringing, and registers more than programs
-    ahead = narrow and not full and pages >= 4 * splits * warps
-    registers = None if ahead else registers
+    # few programs with many pages each: registers are worth more than programs, and a matrix of 64 KB is worth bringing
+    few = narrow and not full and pages >= 4 * splits * warps
+    registers = None if few else registers
     return Plan(
-        warps, blocks, pair, columns, splits, dense, registers=registers, bytewise=narrow, ahead=ahead
+        warps, blocks, pair, columns, splits, dense, registers=registers, bytewise=narrow, ahead=few and not levels
     )  # fmt: skip
 
 
