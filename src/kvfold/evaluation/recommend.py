@@ -222,7 +222,8 @@ def _divergence(
         kvfold.unfold(model)
     if not found.tested:
         windows = f"{method.sink} + {method.recent} tokens are in full precision"
-        raise KVFoldError(f"length: after {length} tokens nothing is packed ({windows}); give more")
+        least = method.sink + method.recent + method.block + 1  # the last one is read with the scored tokens
+        raise KVFoldError(f"length: after {length} tokens nothing is packed ({windows}); give at least {least}")
     if not math.isfinite(found.kld):
         raise KVFoldError(f"method: with {method} the model's predictions are not finite; nothing can be measured")
     return found.kld, cache
