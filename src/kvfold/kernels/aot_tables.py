@@ -60,14 +60,14 @@ def compile_table_pieces(
     fixed: dict[str, Any]
     if isinstance(key_format, AdditiveCodes):
         kernel: Any = codebook_pieces_kernel
-        plan: Any = codebook._shape(key_format.stages, rows)
+        plan: Any = codebook._shape(key_format.stages, rows, True)
         fixed = codebook.constants(key_format, value_format, plan)
         fixed["AT"] = (keys["rms"].at, values["bits"].at)
         types["region"] = "*i16"
     else:
         assert isinstance(value_format, ResidualCodes)
         kernel = residual_pieces_kernel
-        plan = residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, 227 << 10)
+        plan = residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, 227 << 10, True)
         fixed = residual.constants(key_format, value_format, plan)
         fixed["AT"] = (keys["rms"].at, values["codes"].at, values["rms"].at)
         types["region"] = "*u8"

@@ -47,8 +47,8 @@ def unsupported(
 
 def _plan(key_format: Any, value_format: Any, rows: int, there: int) -> Any:
     if isinstance(key_format, AdditiveCodes):
-        return codebook._shape(key_format.stages, rows)
-    return residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, there)
+        return codebook._shape(key_format.stages, rows, True)
+    return residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, there, True)
 
 
 def _bytes(key_format: Any, value_format: Any, rows: int, there: int) -> int:
