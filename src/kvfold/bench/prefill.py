@@ -30,14 +30,15 @@ from kvfold.rope import Rope
 
 ROWS = Path("benchmarks/rows/prefill.csv")
 METHODS = (
-    *("kivi", "squat", "squat:paper=true", "fold", "turboquant:bits=3", "qjl", "gear", "zipcache", "innerq"),
+    *("kivi", "squat", "squat:paper=true", "fold", "turboquant", "turboquant:bits=3", "qjl", "gear"),
+    *("zipcache", "innerq"),
     *(f"innerq:paper=true,mode={mode}" for mode in ("asym", "sym", "hybrid")),
     *("kvquant:bits=3", "vqllm:bits=1", "vqllm", "commvq:bits=1", "commvq"),
 )
 """Learned methods have random tables of the right size."""
 LIMITS = {
     **dict.fromkeys(("squat", "squat:paper=true"), 1e-3),
-    **dict.fromkeys(("fold", "innerq", "turboquant:bits=3", "qjl"), 5e-3),
+    **dict.fromkeys(("fold", "innerq", "turboquant", "turboquant:bits=3", "qjl", "gear"), 5e-3),
     "innerq:paper=true,mode=hybrid": 1e-4,
     **dict.fromkeys(("zipcache", "vqllm:bits=1", "vqllm", "commvq:bits=1", "commvq"), 5e-2),
 }
