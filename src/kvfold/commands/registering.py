@@ -60,9 +60,11 @@ def register() -> Path:
         files.write(target, f"import sys; exec({HOOK!r})\n")
     except OSError as error:
         raise OutputError(f"register: cannot write {target}: {error.strerror}; {_without()}") from error
-    if subprocess.run([sys.executable, "-c", CHECK], capture_output=True).returncode:
+    asked = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True)
+    if asked.returncode:
         target.unlink(missing_ok=True)
-        raise KVFoldError(f"register: lm-eval {version('lm_eval')} did not take the model; {_without()}")
+        why = (asked.stderr.strip().splitlines() or ["it does not know it afterwards"])[-1]
+        raise KVFoldError(f"register: lm-eval {version('lm_eval')} did not take the model ({why}); {_without()}")
     return target
 
 

@@ -14,8 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._fragment_codes import fetch_side
-from kvfold.kernels._fragment_queries import brought_back, norm_words, normed_queries, through
-from kvfold.kernels._page_bytes import byte_queries, byte_scores, byte_values, byte_weights, page_scales
+from kvfold.kernels._fragment_queries import brought_back
+from kvfold.kernels._fragment_signs import byte_query_pages
+from kvfold.kernels._page_bytes import byte_scores, byte_values, byte_weights, page_scales
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _plain_mean
 from kvfold.kernels._registers import _zero4
@@ -29,26 +30,6 @@ from kvfold.kernels._warp import (
     store_shared4,
     warp_sync,
 )
-
-
-@gluon.jit
-def level_queries(
-    base, scratch, far, table, lane, D: gl.constexpr, NORMS: gl.constexpr, BEND: gl.constexpr,
-):  # fmt: skip
-    """Queries through the rotation as operands of bytes, for two pages: operands, where products begin, unit of each."""
-    HALF: gl.constexpr = D // 32
-    norm_words(base, scratch, lane, D, True, NORMS, 2)
-    accs = through(table, lane, normed_queries(far, scratch, lane, D, 2, True), D, D // 16)
-    pages = ()
-    for e in gl.static_range(2):
-        x = ()
-        for j in gl.static_range(HALF):
-            a = accs[j]
-            b = accs[j + HALF]
-            x = x + ((a[e], b[e], a[e + 2], b[e + 2]),)
-        q, start, unit = byte_queries(x, lane, D, 2, BEND)
-        pages = pages + (q + (start[0][0], start[0][1], start[1][0], start[1][1], unit),)
-    return pages
 
 
 @gluon.jit
@@ -161,7 +142,7 @@ def attend_levels(
         next_norms = gl.where((i + 1 < count) & (i % 2 == 1), pages - following, 0)
         copy_wait_1(lane)  # keys of this page
         if i % 2 == 0:
-            now, later = level_queries(base, scratch, far, tables[0], lane, D, K_AT[3], K_BEND)
+            now, later = byte_query_pages(base, scratch, far, tables[0], lane, D, D, K_AT[3], 2, K_BEND)
         else:
             now = later
         if K[4]:

@@ -40,8 +40,11 @@ def bring_matrix(table, thread, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def sign_queries(base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.constexpr, NORMS: gl.constexpr):
-    """Queries through the sketch as operands of bytes, for two pages: of each the operands, where products begin, the unit."""
+def byte_query_pages(
+    base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.constexpr, NORMS: gl.constexpr, BITS: gl.constexpr = 1,
+    BEND: gl.constexpr = 0.0,
+):  # fmt: skip
+    """Queries through a matrix as operands of bytes, for two pages: of each the operands, where products begin, the unit."""
     HALF: gl.constexpr = WIDTH // 32
     norm_words(base, scratch, lane, D, True, NORMS, 2)
     accs = through(table, lane, normed_queries(far, scratch, lane, D, 2, True), WIDTH, D // 16)
@@ -52,7 +55,7 @@ def sign_queries(base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.con
             a = accs[j]
             b = accs[j + HALF]
             x = x + ((a[e], b[e], a[e + 2], b[e + 2]),)
-        q, start, unit = byte_queries(x, lane, WIDTH, 1)
+        q, start, unit = byte_queries(x, lane, WIDTH, BITS, BEND)
         pages = pages + (q + (start[0][0], start[0][1], start[1][0], start[1][1], unit),)
     return pages
 
@@ -143,7 +146,7 @@ def attend_signs(
         next_norms = gl.where((ahead < count) & (ahead % (2 * PER) == 0), pages - next_page, 0)
         copy_wait_1(lane)  # keys of this stage
         if i % (2 * PER) == 0:
-            now, later = sign_queries(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
+            now, later = byte_query_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
         elif i % PER == 0:
             now = later
         if K[4]:

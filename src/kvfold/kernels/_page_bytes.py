@@ -173,17 +173,9 @@ def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr, BEND: gl.constexp
     big = gl.maximum(gl.maximum(big, shuffle_xor(big, 16)), 1e-3)
     s = reciprocal(big) * FULL
     q = ()
-    for j in gl.static_range(HALF):
-        f = s * 0.5 ** _lift(D, BITS, j)
-        y = x[j]
-        r0 = gl.fma(y[0], f, MAGIC + 128.0)
-        r1 = gl.fma(y[1], f, MAGIC + 128.0)
-        r2 = gl.fma(y[2], f, MAGIC + 128.0)
-        r3 = gl.fma(y[3], f, MAGIC + 128.0)
-        q = q + (transpose8(_byte_pairs(r0, r1)), transpose8(_byte_pairs(r2, r3)))
-    if BEND != 0.0:
+    for part in gl.static_range(2 if BEND != 0.0 else 1):
         for j in gl.static_range(HALF):
-            f = s * (BEND * 0.5 ** _lift(D, BITS, j))
+            f = s * ((BEND if part else 1.0) * 0.5 ** _lift(D, BITS, j))
             y = x[j]
             r0 = gl.fma(y[0], f, MAGIC + 128.0)
             r1 = gl.fma(y[1], f, MAGIC + 128.0)
