@@ -23,7 +23,9 @@ FEW = 10
 ENOUGH = 100
 """Items that a claim needs: cells with fewer have no mark, and claims with fewer no verdict."""
 TASKS = ("needle", "ruler", "retrieval", "code")
-"""Suites with lengths; ``gsm8k`` has a table of its own."""
+"""Suites with lengths."""
+CHAINS = ("gsm8k", "math")
+"""Suites of chains of thought; they have a table of their own."""
 MEASURES = {"gsm8k": "flexible"}
 """What verdicts are about, where it is not a suite's first measure: the model seldom writes the ``####`` of strict answers."""
 WORDS = {
@@ -32,6 +34,7 @@ WORDS = {
     "retrieval": "key-value pairs",
     "code": "next line of code",
     "gsm8k": "GSM8K",
+    "math": "MATH",
 }
 
 
@@ -69,7 +72,7 @@ class Asked:
 def asked() -> tuple[Asked, ...]:
     """Suite by suite, model by model."""
     found = []
-    for suite in ("gsm8k", *TASKS):
+    for suite in (*CHAINS, *TASKS):
         files = [ResultFile.read(path) for path in sorted((ROOT / "evidence").glob(f"{suite}-*.jsonl"))]
         for model in MODELS:
             for file in files:
@@ -122,34 +125,33 @@ def _order(one: Asked) -> list[str]:
     return sorted(many, key=lambda name: (name != NOTHING, one.bits(name) or 0.0, name))
 
 
-def gsm8k() -> str:
+def chains() -> str:
     """Every method on the same problems."""
     lines = []
     for one in asked():
-        if one.suite != "gsm8k":
+        if one.suite not in CHAINS:
             continue
         for name in _order(one):
-            right = list(one.values(name, main_measure("gsm8k")).values())
-            strict, tokens, capped = (
-                sum(values) / len(values)
-                for values in (list(one.values(name, m).values()) for m in ("strict", "tokens", "capped"))
-            )
-            against = [None if name == b else difference([one], name, b, "flexible") for b in (NOTHING, BASE)]
+            right = list(one.values(name, main_measure(one.suite)).values())
+            strict, tokens, capped = (list(one.values(name, m).values()) for m in ("strict", "tokens", "capped"))
+            against = [
+                None if name == b else difference([one], name, b, main_measure(one.suite)) for b in (NOTHING, BASE)
+            ]
             lines.append(
                 [
-                    "chat" if one.chat else "plain",
+                    f"{WORDS[one.suite]}, {'chat' if one.chat else 'plain'}",
                     f"`{name}`",
                     "16" if name == NOTHING else f"{one.bits(name) or 0.0:.2f}",
                     str(len(right)),
                     percent(estimate(right)),
-                    f"{100 * strict:.1f}",
-                    f"{tokens:.0f}",
-                    f"{100 * capped:.1f}",
-                    *("-" if d is None else f"{percent(d, True)}: {d.verdict}" for d in against),
+                    f"{100 * sum(strict) / len(strict):.1f}" if strict else "-",
+                    f"{sum(tokens) / len(tokens):.0f}",
+                    f"{100 * sum(capped) / len(capped):.1f}",
+                    *("-" if d is None else f"{percent(d, True)} ({d.items}): {d.verdict}" for d in against),
                 ]
             )
     head = [
-        "form",
+        "task, form",
         "method",
         "bits",
         "problems",
@@ -157,7 +159,7 @@ def gsm8k() -> str:
         "strictly, %",
         "tokens",
         "cut off, %",
-        "than full precision",
+        "than full precision (problems of both)",
         "than KIVI-2",
     ]
     return markdown(head, lines)
@@ -248,6 +250,10 @@ CLAIMS = (
     Claim("kvfold", "`fold` at 2.78 bits: more right answers than KIVI at 3.00", "fold", "kivi", "gsm8k"),
     Claim("kvfold", "`fold` at 2.78 bits: no loss against full precision", "fold", "none", "gsm8k", True),
     Claim("kvfold", "`fold` at 2.28 bits: no loss against full precision", "fold:bits=2", "none", "gsm8k", True),
+    Claim("CommVQ", "no loss against full precision, at 2.05 bits", "commvq", "none", "math", True),
+    Claim("SQuat", "more right answers than KIVI with the same storage", "squat", "kivi", "math"),
+    Claim("kvfold", "`fold` at 2.78 bits: no loss against full precision", "fold", "none", "math", True),
+    Claim("kvfold", "`fold` at 2.28 bits: no loss against full precision", "fold:bits=2", "none", "math", True),
     *(
         claim
         for suite in TASKS
@@ -456,12 +462,14 @@ def headline() -> str:
     assert words is not None and ruler is not None and pairs is not None and theirs is not None
     assert words.verdict == "no difference shown" and theirs.verdict == "worse"
     said = f"no difference shown on {words.items} problems of GSM8K"
-    low, high = (f"{100 * end:.1f}" for end in (ruler.low or 0.0, ruler.high or 0.0))
-    points = f"({100 * ruler.mean:.1f} points, from {low} to {high})"
+    low, high = 100 * (ruler.low or 0.0), 100 * (ruler.high or 0.0)
     if ruler.verdict == "no difference shown":
-        said += f" and on {ruler.items} prompts of RULER to 30,000 tokens {points}"
+        said += f" and on {ruler.items} prompts of RULER to 30,000 tokens "
+        said += f"({100 * ruler.mean:.1f} points, from {low:.1f} to {high:.1f})"
     else:
-        said += f"; {ruler.items} prompts of RULER to 30,000 tokens lose {points}"
+        assert ruler.verdict == "worse", ruler
+        said += f"; RULER to 30,000 tokens loses {-100 * ruler.mean:.1f} points on {ruler.items} prompts "
+        said += f"(from {-high:.1f} to {-low:.1f})"
     said += f", where KIVI loses {-100 * theirs.mean:.0f}"
     assert pairs.verdict == "worse", pairs
     said += f"; the hardest task, key-value pairs, loses {-100 * pairs.mean:.0f} on {pairs.items} prompts"
@@ -496,7 +504,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "rotated": rotated,
     "published": published,
-    "gsm8k": gsm8k,
+    "chains": chains,
     "tasks": tasks,
     "task claims": claims,
     "recommended": recommended,
