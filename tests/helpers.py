@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format, PagedFormat
 from kvfold.methods import LayerSpec, Method, get
 from kvfold.plan import packed_for
@@ -30,6 +31,16 @@ OF_FIRST_PACKING = {
 """Methods whose content depends, by definition, on which tokens there are when a sequence packs first, and why.
 
 test_cache.py has a test that this list is complete and that nothing is on it without need."""
+
+
+def dividing(method: str, head_dim: int) -> str:
+    """A method's string whose groups divide ``head_dim``: of 16 elements where 32 do not, if it has such groups."""
+    smaller = f"{method}{',' if ':' in method else ':'}group=16"
+    try:
+        get(smaller)
+    except MethodError:
+        return method
+    return smaller if head_dim % 32 else method
 
 
 def until_packed(method: str, cuts: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Every specialization of the GPU kernels that a layer can ask for, and a smaller set that covers every pair of choices."""
+"""Every specialization of the GPU kernels that a layer can ask for; smaller sets with every two or three choices together."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -204,12 +204,13 @@ def one_input_each(specializations: Sequence[Decode]) -> list[Decode]:
     return [replace(each[i // 4 % len(each)], bf16=i % 2 > 0, bias=i % 4 > 1) for i, each in turns]
 
 
-def pairwise(items: Sequence[Item]) -> list[Item]:
-    """As few of ``items`` (dataclasses) as a greedy choice needs so that every pair of field values they have occurs."""
-    pairs = [set(combinations(enumerate(astuple(item)), 2)) for item in items]  # type: ignore[call-overload]
-    missing, chosen = set().union(*pairs), []
+def together(count: int, items: Sequence[Item]) -> list[Item]:
+    """As few of ``items`` (dataclasses) as a greedy choice needs so that every ``count`` field values that one of them has
+    together occur together."""
+    sets = [set(combinations(enumerate(astuple(item)), count)) for item in items]  # type: ignore[call-overload]
+    missing, chosen = set().union(*sets), []
     while missing:
-        best = max(range(len(items)), key=lambda i: len(pairs[i] & missing))
-        missing -= pairs[best]
+        best = max(range(len(items)), key=lambda i: len(sets[i] & missing))
+        missing -= sets[best]
         chosen.append(items[best])
     return chosen

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvfold
-from helpers import dynamic, feed, layer, left_padding, llama, logits, prompt, relative, spec, tokens
+from helpers import dividing, dynamic, feed, layer, left_padding, llama, logits, prompt, relative, spec, tokens
 from kvfold import kernels
 from kvfold.engines.transformers import attention, originals
 from kvfold.engines.transformers.attention import attention_forward
@@ -146,11 +146,9 @@ def test_any_ratio_of_query_to_key_heads(method, heads, kv_heads, target, on_chi
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("method", kvfold.DEFAULT)
 def test_any_head_dim(method, head_dim, target, on_chip):
-    if head_dim % 32 and method != "kvarn":  # whose groups are all channels of a token
-        method += ",group=16" if ":" in method else ":group=16"
     shape = spec(head_dim, 2, 1)
     old, new = tokens(1, 320, 1, shape), tokens(1, 2, 2, shape)
-    of = feed(layer(method, shape, max_length=512), old)
+    of = feed(layer(dividing(method, head_dim), shape, max_length=512), old)
     past = parts(of, old, 0)
     assert of.packed[0] > 0
     assert relative(attend(of, new, start=320)[0], plain(past, new, 0)) < target.attention

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvfold
-from helpers import rope, spec
+from helpers import dividing, rope, spec
 from kvfold.formats import AffineGroups, Dense, PagedFormat, SignSketch
 from kvfold.formats.affine import floor_fp16, quantize_asym, quantize_sym, to_fp16
 from kvfold.formats.basis import filled
@@ -344,8 +344,7 @@ def test_a_sketch_reads_back_signs_times_norms(sketches, scale):
 
 def encoded(name: str, head_dim: int, dtype: torch.dtype = torch.float32):
     """A method's formats and what they make of five blocks of random keys and values."""
-    options = ",group=16" if head_dim % 32 and not name.startswith("kvarn") else ""
-    method = get(name + (options if ":" in name or not options else ":" + options[1:]))
+    method = get(dividing(name, head_dim))
     shape = spec(head_dim, dtype=dtype, rope=rope(head_dim))
     count = 5 * method.block
     generator = torch.Generator().manual_seed(0)

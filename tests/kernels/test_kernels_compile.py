@@ -1,7 +1,7 @@
 """Every GPU kernel compiles ahead of time, on a machine without a GPU, within the registers and the shared memory it may use.
 
-Every specialization of the decode kernel compiles for sm_90, and for sm_80 and sm_100 a set that has every pair of choices;
-``pytest -m compile_all tests/test_kernels_compile.py`` compiles all of them for those two as well.
+Of the decode kernel's specializations a set that has every three choices together compiles for sm_90, and for sm_80 or sm_100,
+in turn, one that has every two; ``pytest -m compile_all tests/kernels/test_kernels_compile.py`` compiles all of them for each.
 """
 
 import pytest
@@ -20,20 +20,26 @@ from specializations import (
     encode_specializations,
     formats,
     one_input_each,
-    pairwise,
     step_specializations,
+    together,
     with_inputs,
 )
 
 EVERY = one_input_each(decode_specializations())
-PAIRS = pairwise(with_inputs(decode_specializations()))
-ENCODE = pairwise(encode_specializations())
-STEPS = pairwise(step_specializations())
+TRIPLES = together(3, EVERY)
+PAIRS = together(2, with_inputs(decode_specializations()))
+ENCODE = together(2, encode_specializations())
+STEPS = together(2, step_specializations())
+
+
+def elsewhere(cases):
+    """Every case for one of the other architectures, in turn."""
+    return [(c, (80, 100)[i % 2]) for i, c in enumerate(cases)]
 
 
 def everywhere(cases):
-    """Every case for sm_90, and for one of the others in turn."""
-    return [(c, 90) for c in cases] + [(c, (80, 100)[i % 2]) for i, c in enumerate(cases)]
+    """Every case for sm_90, and for one of the others."""
+    return [(c, 90) for c in cases] + elsewhere(cases)
 
 
 def check(case, capability):
@@ -51,21 +57,15 @@ def check(case, capability):
         assert report.instructions["HMMA"] > 0
 
 
-@pytest.mark.parametrize("case", EVERY, ids=str)
-def test_every_decode_kernel_for_sm90(case):
-    check(case, 90)
-
-
-@pytest.mark.parametrize("capability", [80, 100])
-@pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_decode_kernels_for_other_architectures(case, capability):
+@pytest.mark.parametrize(("case", "capability"), [*((c, 90) for c in TRIPLES), *elsewhere(PAIRS)], ids=str)
+def test_decode_kernels(case, capability):
     check(case, capability)
 
 
 @pytest.mark.compile_all
-@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("case", EVERY, ids=str)
-def test_every_decode_kernel_for_other_architectures(case, capability):
+def test_every_decode_kernel(case, capability):
     check(case, capability)
 
 
