@@ -4,6 +4,8 @@ Every check runs in Triton's interpreter on the CPU; with ``pytest -m gpu`` the 
 reference always runs on the CPU (on a GPU PyTorch divides by a scalar by multiplying with its reciprocal).
 """
 
+import zlib
+
 import pytest
 import torch
 
@@ -121,20 +123,22 @@ def test_bytes_are_the_formats(kernels, device, head_dim, operand, axis, mode, b
 @pytest.mark.parametrize(("group", "block"), [(64, 64), (128, 128), (32, 64), (64, 128)])
 @pytest.mark.parametrize(("operand", "axis"), [("key", "token"), ("value", "channel")])
 def test_larger_groups_and_blocks(kernels, device, operand, axis, group, block):
-    check(kernels, device, AffineGroups(128, block, operand, 3, axis, "asym", group), random(1, 2, 256, 128))
+    shape = (1, 2, 256, 128) if device.type == "cuda" else (1, 1, 2 * block, 128)
+    check(kernels, device, AffineGroups(128, block, operand, 3, axis, "asym", group), random(*shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", ["heads last", "wide rows", "every second channel", "one sequence twice"])
 def test_any_dtype_and_strides(kernels, device, dtype, layout):
-    whole = random(2, 2, 96, 64, seed=1).to(dtype).to(device)
+    count = 96 if device.type == "cuda" else 32
+    whole = random(2, 2, count, 64, seed=1).to(dtype).to(device)
     if layout == "heads last":
         x = whole.transpose(1, 2).contiguous().transpose(1, 2)
     elif layout == "wide rows":
-        x = torch.full((2, 3, 101, 67), float("nan"), dtype=dtype, device=device)[:, 1:, 4:100, 3:]
+        x = torch.full((2, 3, count + 5, 67), float("nan"), dtype=dtype, device=device)[:, 1:, 4:-1, 3:]
         x.copy_(whole)
     elif layout == "every second channel":
-        x = torch.full((2, 2, 96, 128), float("nan"), dtype=dtype, device=device)[..., 1::2]
+        x = torch.full((2, 2, count, 128), float("nan"), dtype=dtype, device=device)[..., 1::2]
         x.copy_(whole)
     else:
         x = whole[:1].expand(2, -1, -1, -1)
@@ -194,10 +198,12 @@ def adversarial(name):
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_adversarial_values(kernels, device, mode, name):
-    x = adversarial(name)
+    """The interpreter has half of the pairs of axis and width for each kind of values, in turn."""
+    x, turn = adversarial(name), zlib.crc32(f"{mode} {name}".encode()) % 2 == 1
     for axis in ("token", "channel"):
         for bits in (2, 8):
-            check(kernels, device, AffineGroups(64, 32, "key", bits, axis, mode, 32), x)
+            if device.type == "cuda" or ((axis == "token") == (bits == 8)) == turn:
+                check(kernels, device, AffineGroups(64, 32, "key", bits, axis, mode, 32), x)
 
 
 def test_symmetric_groups_in_a_hybrid_format(kernels, device):

@@ -598,6 +598,14 @@ def test_positions_that_jump_are_refused_where_they_matter(method):
         feed(of, tokens(1, 4), start=50)
 
 
+def test_positions_that_jump_within_a_call_are_named():
+    ids, model = prompt(1, 60), llama()
+    positions = torch.arange(60).unsqueeze(0).clone()
+    positions[:, 40:] -= 15
+    with torch.no_grad(), pytest.raises(CacheStateError, match="sequence 0 continues at 25, expected 40"):
+        model(ids, position_ids=positions, past_key_values=kvfold.fold(model, "squat_pre"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["constant", "zero", "huge", "tiny", "denormal"])
 @pytest.mark.parametrize("method", METHODS)

@@ -137,10 +137,12 @@ class Sequences:
             if not self.lens[row]:
                 self.first_position[row] = line[0]
             expected = self.first_position[row] + self.lens[row]
-            if line != list(range(expected, expected + len(line))):
+            wanted = range(expected, expected + len(line))
+            if line != list(wanted):
+                found, due = next(pair for pair in zip(line, wanted, strict=True) if pair[0] != pair[1])
                 raise CacheStateError(
                     f"position_ids: {name} stores keys before RoPE and needs consecutive positions; "
-                    f"sequence {row} continues at {line[0]}, expected {expected}"
+                    f"sequence {row} continues at {found}, expected {due}"
                 )
 
     # ---- as a batch --------------------------------------------------------------------------------------------------
