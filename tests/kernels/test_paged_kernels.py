@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from books_case import layer
 from kvfold.kernels import aot, paged
-from kvfold.kernels.paged import attention, work
+from kvfold.kernels.paged import attention, tables, work
 from paged_case import Server, formats_of
 from paged_kernels_case import (
     ATTENDS,
@@ -144,6 +144,22 @@ def test_plain_attention_on_a_gpu(name):
 def test_attention_for_tensor_cores_on_a_gpu(method, head_dim):
     sink = 64 if "64" in method else 32
     attending(method, (1, 2200, 131, 33, 1025), per_head=4, head_dim=head_dim, sink=sink, fragments=True, **GPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("method", ["commvq:bits=1", "commvq", "vqllm:bits=1", "vqllm"])
+def test_attention_with_tables_on_a_gpu(method, monkeypatch):
+    """With four query rows of a KV head, and with eight."""
+    rows = []
+
+    def pieces(call, query, count, *more, own=tables.pieces):
+        rows.append(count)
+        own(call, query, count, *more)
+
+    monkeypatch.setattr(tables, "pieces", pieces)
+    attending(method, (1, 300, 131), steps=3, per_head=4, head_dim=128, short=2, learned={}, **GPU)
+    assert rows[0] == 4 and set(rows) == {4, 8}
 
 
 @pytest.mark.gpu

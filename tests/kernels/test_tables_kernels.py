@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import lanes
 from blocks_case import Case, commvq, residuals, unproject
 from books_case import layer as books_layer
-from kvfold.kernels import blocks, codebook, paged, residual
+from kvfold.kernels import blocks, codebook, paged, residual, tables
 from kvfold.kernels.aot_tables import compile_table_pieces, compile_tables
 from kvfold.kernels.paged import Workspace
 from kvfold.kernels.paged import tables as paged_tables
@@ -37,7 +37,7 @@ class Emulated:
         self.kernel = kernel
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, maxnreg, **constants):
+        def launch(*arguments, num_warps, **constants):
             lanes.run(self.kernel, grid, arguments, constants, num_warps, 227 << 10)
 
         return launch
@@ -47,10 +47,10 @@ def module(name):
     return codebook if name.startswith("commvq") else residual
 
 
-def attended(case, of, **change):
+def attended(case, of):
     """Attention over the packed tokens alone, float32 [batch, heads, rows, head_dim]."""
     call = case.call
-    plans = [replace(of.plan_of(call, span), splits=2, **change) for span in call.spans]
+    plans = [replace(of.plan_of(call, span), splits=2) for span in call.spans]
     batch, heads, rows, dim = call.rows.shape
     parts = Partials.empty(batch * heads, sum(p.splits for p in plans), rows, dim, call.rows.device)
     at = 0
@@ -82,17 +82,8 @@ def wanted(case):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize(
-    "name, per_head, change",
-    [
-        *((name, 4, {"kept": kept}) for name in FORMATS for kept in (False, True)),
-        ("commvq-2bit", 4, {"stages": 11}),
-        ("vqllm-2bit", 4, {"both": False}),
-        ("commvq-1bit", 6, {}),
-        ("vqllm-1bit", 8, {}),
-    ],
-)
-def test_lanes_agree_with_decoding(name, per_head, change, monkeypatch):
+@pytest.mark.parametrize("name, per_head", [*((name, 4) for name in FORMATS), ("commvq-1bit", 6), ("vqllm-1bit", 8)])
+def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
     of = module(name)
     kernel = "codebook_kernel" if of is codebook else "residual_kernel"
     monkeypatch.setattr(of, kernel, Emulated(getattr(of, kernel)))
@@ -107,7 +98,7 @@ def test_lanes_agree_with_decoding(name, per_head, change, monkeypatch):
         in_place=True,
         unproject=turned,
     )
-    got, want = attended(case, of, chunk=1, **change), wanted(case)
+    got, want = attended(case, of), wanted(case)
     assert torch.isfinite(got).all()
     for b in range(len(want)):
         assert float((got[b] - want[b]).norm() / want[b].norm()) < 1e-3
@@ -155,18 +146,16 @@ def test_sums_of_codes_are_turned_into_values():
 
 
 @pytest.mark.parametrize("name, rows", [*((name, 4) for name in FORMATS), ("commvq-2bit", 8)])
-def test_compiles_without_spills_in_the_loop(name, rows):
+def test_compiles_without_spills(name, rows):
     report = compile_tables(*FORMATS[name][0](128, "cpu"), rows=rows)
-    # CommVQ's sums of whole steps leave a few: 16 differences and sums, 16 words for each of two tokens
-    assert report.spills_in_loop <= (16 if name.startswith("commvq") else 0) and report.spilled <= 64
+    assert report.spilled == 0
     assert report.instructions["HMMA"] and report.shared <= 228 << 10
 
 
-@pytest.mark.parametrize("name, rows", [("commvq-1bit", 4), ("vqllm-1bit", 8)])
-def test_reading_pages_compiles_without_spills_in_the_loop(name, rows):
+@pytest.mark.parametrize("name, rows, most", [("commvq-1bit", 4, 0), ("commvq-1bit", 8, 40), ("vqllm-1bit", 8, 0)])
+def test_reading_pages_compiles_with_few_spills(name, rows, most):
     report = compile_table_pieces(*FORMATS[name][0](128, "cpu"), rows=rows)
-    # in the loop over pieces; that over units has CommVQ's few
-    assert report.spills_in_loop <= (32 if name.startswith("commvq") else 4) and report.spilled <= 96
+    assert report.spilled <= most
     assert report.instructions["HMMA"] and report.shared <= 227 << 10
 
 
@@ -199,11 +188,17 @@ def test_what_is_served(name):
 
 def test_programs_fill_the_multiprocessors_once():
     """Every program begins with its tables, so a second wave would cost them again."""
-    for jobs, units in ((8, 4096), (128, 1024), (32, 1024)):
-        one = codebook.make_plan(11, jobs, 4, units, 132)
-        two = residual.make_plan(4, 4, jobs, 4, units, 132, 227 << 10)
-        for plan in (one, two):
+    for of in (codebook, residual):
+        for jobs, units in ((8, 4096), (128, 1024), (32, 1024)):
+            plan = tables.make_plan(jobs, 4, units, 132, of.BEGIN)
             assert 0.9 * 132 < jobs * plan.splits <= 132
-    assert residual.make_plan(4, 4, 8, 4, 4096, 132, 227 << 10).both
-    assert residual.make_plan(8, 8, 8, 4, 4096, 132, 227 << 10).both
-    assert not residual.make_plan(8, 8, 8, 4, 4096, 108, 163 << 10).both
+
+
+@pytest.mark.parametrize(("name", "rows"), [("commvq-2bit", 4), ("vqllm-2bit", 8)])
+def test_a_gpu_without_room_for_the_tables_is_refused_by_name(name, rows, monkeypatch):
+    """An A100's programs have 163 KB: another kernel serves there, and ``explain`` says why."""
+    case = Case(FORMATS[name][0], head_dim=128, rotary=128, packed=(64,), slabs=(2,), per_head=rows, in_place=True)
+    for there, expected in ((227 << 10, None), (163 << 10, "166912 bytes of shared memory; needed: ")):
+        monkeypatch.setattr(tables, "program_memory", lambda device, there=there: there)
+        why = module(name).declines(case.call)
+        assert why is None if expected is None else why.startswith(expected), why

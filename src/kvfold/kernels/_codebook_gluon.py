@@ -4,9 +4,8 @@ A program keeps one KV head's tables in shared memory, and its warps stream unit
 (:mod:`kvfold.kernels._steps_gluon`) are operands of ``mma.m16n8k16`` as they come: lane (g, t) has channels 8t to 8t + 7 of
 every 32 channels of tokens g and g + 8.
 
-Keys are stored before RoPE. A unit has its query rotated back by the position of its first token, and its keys by the rest.
-With up to four query rows their products' columns 4 to 7 are the same queries rotated back eight tokens further, so that a lane
-needs cosines and sines of two tokens for its four, and keeps them.
+Keys are stored before RoPE. A unit has its query rotated back by the position of its first token, and its keys by the rest, by
+cosines and sines that lie in shared memory.
 
 Row r of a tile's 8 is token 4 (r % 2) + r / 2: then the probabilities of a lane, transposed, are those of the tokens whose bits
 one byte of a channel holds.
@@ -27,7 +26,6 @@ from kvfold.kernels._tables_gluon import (
     _fma_half2,
     _pairs_of_queries,
     fetch_turns,
-    of_own_place,
     unit_place,
     unit_queries,
 )
@@ -71,10 +69,9 @@ def head_bytes(stages):
 
 
 @gluon.constexpr_function
-def shared_bytes(most, bits, columns, warps, kept):
-    """Bytes of shared memory of a program whose passes have up to ``most`` stages."""
-    queries = 272 * columns * (2 if kept else 1)
-    size = most * 8192 + (0 if kept else 32 * 256) + warps * (2 * (48 * most + 64 + 4 * bits) + queries)
+def shared_bytes(stages, bits, columns, warps):
+    """Bytes of shared memory of a program."""
+    size = (stages + 1) * 8192 + warps * (2 * stage_bytes(stages, bits) + 272 * columns)
     return (max(size, warps * bits * 32) + 1023) // 1024 * 1024
 
 
@@ -91,16 +88,8 @@ def _byte_twice(x, I: gl.constexpr):
 
 
 @gluon.jit
-def _turns(turns_ptr, token, t):
-    """Of token number ``token`` of a unit: 8 words of cosines, and 8 of sines, of the lane's pairs."""
-    at = turns_ptr.to(gl.int64) + token * 128 + t * 16
-    on = token * 0 + 1
-    return load_global4(at, on) + load_global4(at + 64, on) + load_global4(at + 4096, on) + load_global4(at + 4160, on)
-
-
-@gluon.jit
 def _shared_turns(address):
-    """The same from shared memory, where a token has 64 cosines and then 64 sines."""
+    """Of a token of a unit, which has 64 cosines and then 64 sines: 8 words of cosines, and 8 of sines, of the lane's pairs."""
     return (
         load_shared(address, 0, 4)
         + load_shared(address, 64, 4)
@@ -131,24 +120,20 @@ def _tile_scores(x, y, q, acc):
 
 
 @gluon.jit
-def _fetch(
-    to, lane, codes, norms, bits, unit, active, where, STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
-    V: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy a unit's codes of some stages; with V, bits of values, also norms and those."""
+def _fetch(to, lane, codes, norms, bits, unit, active, where, STAGES: gl.constexpr, V: gl.constexpr):
+    """Begin to copy a unit: codes, norms and bits of values."""
     whole = lane * 0 + 16
     at, away = unit_place(unit, active, where)
     norms = norms + away
     bits = bits + away
-    source = codes + away + (at * (48 * STAGES) + 48 * FIRST) + lane * 16
+    source = codes + away + at * (48 * STAGES) + lane * 16
     place = to + lane * 16
-    for j in gl.static_range((3 * COUNT + 31) // 32):
-        here = active & (lane + 32 * j < 3 * COUNT).to(gl.int32)
+    for j in gl.static_range((3 * STAGES + 31) // 32):
+        here = active & (lane + 32 * j < 3 * STAGES).to(gl.int32)
         copy_async(place, source, whole, here, 512 * j, 512 * j, True)
-    if V:
-        copy_async(place, norms + at * 64 + lane * 16, whole, active & (lane < 4).to(gl.int32), 48 * COUNT, 0, True)
-        for j in gl.static_range(V // 128):
-            copy_async(place, bits + at * (4 * V) + lane * 16, whole, active, 48 * COUNT + 64 + 512 * j, 512 * j, True)
+    copy_async(place, norms + at * 64 + lane * 16, whole, active & (lane < 4).to(gl.int32), 48 * STAGES, 0, True)
+    for j in gl.static_range(V // 128):
+        copy_async(place, bits + at * (4 * V) + lane * 16, whole, active, 48 * STAGES + 64 + 512 * j, 512 * j, True)
 
 
 @gluon.jit
@@ -203,73 +188,44 @@ def _bit_sums(address, p, factor, out, side, lane, V: gl.constexpr):
     return new, sums
 
 
-@gluon.constexpr_function
-def _stages(stages, most, number):
-    """Stages of a pass."""
-    return min(most, stages - number * most)
-
-
 @gluon.jit
 def _over_units(
-    top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, shifts, near_turns, far_turns, lane_query,
-    raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, done, length, each, count, kept,
-    STAGES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    BUFFER: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr,
+    top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, shifts, turns, lane_query, raw, freq0, freq1, gain,
+    position, factor0, factor1, codes, norms, bits, unit0, where, each, count, STAGES: gl.constexpr, V: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """A pass over a chunk of a warp's units, whose first one is on its way. V: 0 but in the last pass."""
-    STEP: gl.constexpr = 32 if KEPT else 1
-    for i in range(gl.minimum(length, each - done)):
-        at = done + i
-        here = stage + i % 2 * BUFFER
+    """A warp's units, whose first one is on its way; ``turns``: address of the lane's cosines and sines."""
+    BUFFER: gl.constexpr = stage_bytes(STAGES, V)
+    for at in range(each):
+        here = stage + at % 2 * BUFFER
         warp_sync(lane)
-        next_unit = (at + 1 < count) & (i + 1 < length)
-        _fetch(
-            stage + (i + 1) % 2 * BUFFER, lane, codes, norms, bits, unit0 + at + 1, next_unit.to(gl.int32), where, STAGES,
-            FIRST, COUNT, V,
-        )  # fmt: skip
+        next_unit = (at + 1 < count).to(gl.int32)
+        _fetch(stage + (at + 1) % 2 * BUFFER, lane, codes, norms, bits, unit0 + at + 1, next_unit, where, STAGES, V)
         copy_commit(lane)
-        unit_queries(query + lane * 4, raw, freq0, freq1, gain, position + at * 32, lane, 128, C, KEPT)
+        unit_queries(query + lane * 4, raw, freq0, freq1, gain, position + at * 32, lane, 128, C)
         copy_wait_1(lane)
         scores = ()
         for tile in gl.static_range(2):
-            x, y = tile_steps(lane, odd, here + word, begin, base, shifts, FIRST, tile, COUNT, UNROLLED)
-            if KEPT:
-                turns = near_turns if tile == 0 else far_turns
-                x = _rotated(x, turns)
-                y = _rotated(y, turns)
-            else:
-                x = _rotated(x, _shared_turns(near_turns + tile * 4096))
-                y = _rotated(y, _shared_turns(near_turns + (tile * 4096 + 2048)))
-            to = kept + (i * 2 + tile) * 128
-            acc = _zero4(lane)
-            if FIRST > 0:
-                acc = (gl.load(to), gl.load(to + STEP), gl.load(to + 2 * STEP), gl.load(to + 3 * STEP))
+            x, y = tile_steps(lane, odd, here + word, begin, base, shifts, tile, STAGES)
+            x = _rotated(x, _shared_turns(turns + tile * 4096))
+            y = _rotated(y, _shared_turns(turns + (tile * 4096 + 2048)))
             q = ()  # read again, for registers are few while centres are added up
             for j in gl.static_range(4):
                 q = q + load_shared(lane_query, 64 * j, 4)
-            acc = _tile_scores(x, y, q, acc)
-            if V:
-                if KEPT:
-                    acc = of_own_place(acc, t)
-                near, _ = unpack_half2(load_shared_short(here + token * 2, 48 * COUNT + 32 * tile))
-                far, _ = unpack_half2(load_shared_short(here + token * 2, 48 * COUNT + 32 * tile + 16))
-                alive = at < count
-                hidden = float("-inf")
-                acc = (
-                    gl.where(alive, acc[0] * (near * factor0), hidden),
-                    gl.where(alive, acc[1] * (near * factor1), hidden),
-                    gl.where(alive, acc[2] * (far * factor0), hidden),
-                    gl.where(alive, acc[3] * (far * factor1), hidden),
-                )
-            else:
-                gl.store(to, acc[0])
-                gl.store(to + STEP, acc[1])
-                gl.store(to + 2 * STEP, acc[2])
-                gl.store(to + 3 * STEP, acc[3])
+            acc = _tile_scores(x, y, q, _zero4(lane))
+            near, _ = unpack_half2(load_shared_short(here + token * 2, 48 * STAGES + 32 * tile))
+            far, _ = unpack_half2(load_shared_short(here + token * 2, 48 * STAGES + 32 * tile + 16))
+            alive = at < count
+            hidden = float("-inf")
+            acc = (
+                gl.where(alive, acc[0] * (near * factor0), hidden),
+                gl.where(alive, acc[1] * (near * factor1), hidden),
+                gl.where(alive, acc[2] * (far * factor0), hidden),
+                gl.where(alive, acc[3] * (far * factor1), hidden),
+            )
             scores = scores + (acc,)
-        if V:
-            top, factor, p = _weights(scores, top, odd)
-            out, side = _bit_sums(here + (48 * COUNT + 64) + t * V + g * (V // 8), p, factor, out, side, lane, V)
+        top, factor, p = _weights(scores, top, odd)
+        out, side = _bit_sums(here + (48 * STAGES + 64) + t * V + g * (V // 8), p, factor, out, side, lane, V)
     return top, out, side
 
 
@@ -286,30 +242,24 @@ def _steps(tables, lane, STAGES: gl.constexpr):
 
 @gluon.jit
 def attend_units(
-    base, turns, lane, thread, warp, q, column0, rows, unit_factor, freq_ptr, turns_ptr, position, stored, tables, unit0, where,
-    each, count, kept, chunk,
-    STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr, KEPT: gl.constexpr,
+    base, turns, lane, warp, q, column0, rows, unit_factor, freq_ptr, position, stored, tables, unit0, where, each, count,
+    STAGES: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Maxima, sums of bits and of weights of each warp's units, ``unit0`` to ``unit0 + count``, as :func:`_finish` takes them.
 
     ``q`` as :func:`_pairs_of_queries` takes it; ``stored``: where codes, norms and bits begin; ``tables``: the head's, of which
-    copies begin before this where all stages lie in shared memory; ``turns``: address of cosines and sines there;
-    ``position`` of the warp's first token; ``where``: see :func:`unit_place`; ``kept``: the warp's scratch.
+    copies begin before this; ``turns``: address of cosines and sines in shared memory; ``position`` of the warp's first token;
+    ``where``: see :func:`unit_place`.
     """
     W: gl.constexpr = gl.num_warps()
-    PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
-    BUFFER: gl.constexpr = stage_bytes(PASS, V)
-    TURNS: gl.constexpr = 0 if KEPT else 8192
     codes, norms, bits = stored[0], stored[1], stored[2]
     g = lane // 4
     t = lane % 4
     odd = g % 2 == 1
-    QUERIES: gl.constexpr = 2 * C if KEPT else C
-    query = turns + TURNS + warp * (QUERIES * 272)
-    stage = turns + (TURNS + W * QUERIES * 272) + warp * (2 * BUFFER)
-    if PASSES == 1:
-        _fetch(stage, lane, codes, norms, bits, unit0, (count > 0).to(gl.int32), where, STAGES, 0, PASS, V)
-        copy_commit(lane)
+    query = turns + 8192 + warp * (C * 272)
+    stage = turns + (8192 + W * C * 272) + warp * (2 * stage_bytes(STAGES, V))
+    _fetch(stage, lane, codes, norms, bits, unit0, (count > 0).to(gl.int32), where, STAGES, V)
+    copy_commit(lane)
 
     pair = 2 * lane
     # pairs of channels have steps of their own, which rotation does not mix
@@ -324,74 +274,37 @@ def attend_units(
     begin = token * 12 % 32
     word = token * 12 // 32 * 4 + t * 48
     shifts = shifts_of(tables, odd, t, STAGES)
-    if KEPT:
-        near_turns = _turns(turns_ptr, token, t)
-        far_turns = _turns(turns_ptr, token + 16, t)
-    else:
-        near_turns = turns + token * 256 + t * 16
-        far_turns = near_turns
-    lane_query = query + g % QUERIES * 272 + t * 16
+    lane_query = query + g % C * 272 + t * 16
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
     side = _zero4(lane)
     out = ()
     for _i in gl.static_range(V // 16):
         out = out + (_zero4(lane),)
 
-    if PASSES == 1:
-        copy_wait_1(lane)
-        program_sync(lane)
-        chunks = 1
-        length = each
-    else:
-        chunks = (each + chunk - 1) // chunk
-        length = chunk
-    for c in range(chunks):
-        for number in gl.static_range(PASSES):
-            done = c * length
-            if PASSES > 1:
-                program_sync(lane)
-                _fetch_rows(base, tables + number * (PASS * 8192), thread, _stages(STAGES, PASS, number) * 8192, W)
-                copy_commit(lane)
-                _fetch(
-                    stage, lane, codes, norms, bits, unit0 + done, (done < count).to(gl.int32), where, STAGES, PASS * number,
-                    _stages(STAGES, PASS, number), V if number == PASSES - 1 else 0,
-                )  # fmt: skip
-                copy_commit(lane)
-                copy_wait_1(lane)
-                program_sync(lane)
-            top, out, side = _over_units(
-                top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, shifts, near_turns,
-                far_turns, lane_query, raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where,
-                done, length, each, count, kept,
-                STAGES, PASS * number, _stages(STAGES, PASS, number), V if number == PASSES - 1 else 0, C, BUFFER, UNROLLED,
-                KEPT,
-            )  # fmt: skip
-            if PASSES > 1:
-                copy_wait_all(lane)
+    copy_wait_1(lane)
+    program_sync(lane)
+    top, out, side = _over_units(
+        top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, shifts, turns + token * 256 + t * 16,
+        lane_query, raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, each, count,
+        STAGES, V, C,
+    )  # fmt: skip
     copy_wait_all(lane)
     program_sync(lane)
     return top, out, (side,)
 
 
-@gluon.jit(
-    do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0", "chunk"]
-)
+@gluon.jit(do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0"])
 def codebook_kernel(
     q_ptr, codes_ptr, norms_ptr, bits_ptr, rows_ptr, size_ptr, freq_ptr, turns_ptr, packed_len_ptr, position_ptr,
-    part_out, part_top, part_sum, scratch_ptr,
-    scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
-    STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
-    KEPT: gl.constexpr, EARLY: gl.constexpr,
+    part_out, part_top, part_sum, scale, heads, rows, columns, start, capacity, splits, parts, part0,
+    STAGES: gl.constexpr, V: gl.constexpr, C: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
-    Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage. The tables of PASS stages lie in
-    shared memory; where there are more stages, a program goes over ``chunk`` units a warp once for each PASS of them, and
-    keeps scores in ``scratch_ptr``, float32 [programs, W, chunk, 2, 4, 32], in between.
+    Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage.
     """
     W: gl.constexpr = gl.num_warps()
-    PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
-    BYTES: gl.constexpr = shared_bytes(PASS, V, C, W, KEPT)
+    BYTES: gl.constexpr = shared_bytes(STAGES, V, C, W)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -401,7 +314,7 @@ def codebook_kernel(
             memory = memory + (_allocated(thread, 1024 << i),)
     base = _dynamic_base(lane)
     program_sync(lane)
-    turns = base + PASS * 8192
+    turns = base + STAGES * 8192
 
     split = gl.program_id(1)
     column0 = (gl.program_id(0) % columns) * C
@@ -409,11 +322,9 @@ def codebook_kernel(
     batch = head // heads
     tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * head_bytes(STAGES)
 
-    if not KEPT:
-        fetch_turns(turns, turns_ptr, thread, lane, W)
-    if PASSES == 1:
-        _fetch_rows(base, tables, thread, PASS * 8192, W)
-        copy_commit(lane)
+    fetch_turns(turns, turns_ptr, thread, lane, W)
+    _fetch_rows(base, tables, thread, STAGES * 8192, W)
+    copy_commit(lane)
     if EARLY:  # tables are nobody's results
         wait_for_previous(lane)
         launch_dependents(lane)
@@ -425,13 +336,11 @@ def codebook_kernel(
     count = gl.minimum(hi - first, each)
     unit0 = head * capacity + first
     position = (gl.load(position_ptr + batch) + start).to(gl.int32) + first * 32
-    program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
-    kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
     stored = (codes_ptr.to(gl.int64), norms_ptr.to(gl.int64), bits_ptr.to(gl.int64))
     q = (q_ptr + head.to(gl.int64) * rows * 128, None)
     top, out, side = attend_units(
-        base, turns, lane, thread, warp, q, column0, rows, scale * gl.load(size_ptr + head % heads), freq_ptr, turns_ptr,
-        position, stored, tables, unit0, None, each, count, kept, chunk, STAGES, PASS, V, C, UNROLLED, KEPT,
+        base, turns, lane, warp, q, column0, rows, scale * gl.load(size_ptr + head % heads), freq_ptr, position, stored, tables,
+        unit0, None, each, count, STAGES, V, C,
     )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part0 + split)
     _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, V, 1, -9.0, 1)

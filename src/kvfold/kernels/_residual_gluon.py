@@ -24,7 +24,6 @@ from kvfold.kernels._tables_gluon import (
     _odd_bytes,
     _pairs_of_queries,
     _weighted_bytes,
-    of_own_place,
     unit_place,
     unit_queries,
 )
@@ -58,16 +57,9 @@ def buffer_bytes(k_stages, v_stages):
 
 
 @gluon.constexpr_function
-def table_bytes(k_stages, v_stages, both):
-    """Bytes of tables that lie in shared memory at once."""
-    return 8192 * (k_stages + v_stages if both else max(k_stages, v_stages))
-
-
-@gluon.constexpr_function
-def shared_bytes(k_stages, v_stages, both, columns, warps, kept):
+def shared_bytes(k_stages, v_stages, columns, warps):
     """Bytes of shared memory of a program."""
-    size = table_bytes(k_stages, v_stages, both) + (0 if kept else 8192)
-    size += warps * (2 * buffer_bytes(k_stages, v_stages) + columns * (544 if kept else 272))
+    size = 8192 * (k_stages + v_stages + 1) + warps * (2 * buffer_bytes(k_stages, v_stages) + columns * 272)
     return (max(size, warps * 128 * 32) + 8191) // 8192 * 8192
 
 
@@ -128,18 +120,8 @@ def _places(base, rows_ptr, g, t, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _turns(turns_ptr, token, t):
-    """Of token number ``token`` of a tile: of every group two words of cosines and two of sines of the lane's pairs."""
-    at = turns_ptr.to(gl.int64) + token * 256 + t * 16
-    words = ()
-    for i in gl.static_range(4):
-        words = words + load_global4(at + 64 * i, token * 0 + 1)
-    return words
-
-
-@gluon.jit
 def _shared_turns(address):
-    """The same from shared memory."""
+    """Of a token of a tile: of every group two words of cosines and two of sines of the lane's pairs."""
     other = address ^ 64
     return (
         load_shared(address, 0, 4)
@@ -168,10 +150,7 @@ def _rotated(x, turns):
 
 
 @gluon.jit
-def _fetch(
-    to, lane, k_codes, v_codes, k_norms, v_norms, unit, active, where, K: gl.constexpr, V: gl.constexpr,
-    KEYS: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
+def _fetch(to, lane, k_codes, v_codes, k_norms, v_norms, unit, active, where, K: gl.constexpr, V: gl.constexpr):
     """Begin to copy a unit: codes of keys and of values, norms of keys and of values."""
     whole = lane * 0 + 16
     at, away = unit_place(unit, active, where)
@@ -181,14 +160,12 @@ def _fetch(
     v_norms = v_norms + away
     place = to + lane * 16
     few = active & (lane < 4).to(gl.int32)
-    if KEYS:
-        for j in gl.static_range(K // 4):
-            copy_async(place, k_codes + at * (128 * K) + lane * 16, whole, active, 512 * j, 512 * j, True)
-    if VALUES:
-        for j in gl.static_range(V // 4):
-            copy_async(place, v_codes + at * (128 * V) + lane * 16, whole, active, 128 * K + 512 * j, 512 * j, True)
-        copy_async(place, k_norms + at * 64 + lane * 16, whole, few, 128 * (K + V), 0, True)
-        copy_async(place, v_norms + at * 64 + lane * 16, whole, few, 128 * (K + V) + 64, 0, True)
+    for j in gl.static_range(K // 4):
+        copy_async(place, k_codes + at * (128 * K) + lane * 16, whole, active, 512 * j, 512 * j, True)
+    for j in gl.static_range(V // 4):
+        copy_async(place, v_codes + at * (128 * V) + lane * 16, whole, active, 128 * K + 512 * j, 512 * j, True)
+    copy_async(place, k_norms + at * 64 + lane * 16, whole, few, 128 * (K + V), 0, True)
+    copy_async(place, v_norms + at * 64 + lane * 16, whole, few, 128 * (K + V) + 64, 0, True)
 
 
 @gluon.jit
@@ -229,124 +206,101 @@ def _weights(scores, norms, top, total):
 
 @gluon.jit
 def _over_units(
-    top, out, total, lane, g, t, stage, query, k_places, v_places, near_turns, far_turns, lane_query, to_query,
-    raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, done, length, each,
-    count, kept,
-    K: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, C: gl.constexpr,
-    KEPT: gl.constexpr,
+    top, out, total, lane, g, t, stage, query, k_places, v_places, turns, lane_query, to_query, raw, freq0, freq1, gain,
+    position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, each, count,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """A pass over a chunk of a warp's units, whose first one is on its way."""
+    """A warp's units, whose first one is on its way; ``turns``: address of the lane's cosines and sines."""
     BUFFER: gl.constexpr = buffer_bytes(K, V)
-    STEP: gl.constexpr = 32 if KEPT else 1
-    V_AT: gl.constexpr = K * 8192 if KEYS else 0  # where both tables lie in shared memory
-    for i in range(gl.minimum(length, each - done)):
-        at = done + i
-        here = stage + i % 2 * BUFFER
+    for at in range(each):
+        here = stage + at % 2 * BUFFER
         warp_sync(lane)
-        next_unit = (at + 1 < count) & (i + 1 < length)
+        next_unit = (at + 1 < count).to(gl.int32)
         _fetch(
-            stage + (i + 1) % 2 * BUFFER, lane, k_codes, v_codes, k_norms, v_norms, unit0 + at + 1, next_unit.to(gl.int32),
-            where, K, V, KEYS, VALUES,
-        )  # fmt: skip
+            stage + (at + 1) % 2 * BUFFER,
+            lane,
+            k_codes,
+            v_codes,
+            k_norms,
+            v_norms,
+            unit0 + at + 1,
+            next_unit,
+            where,
+            K,
+            V,
+        )
         copy_commit(lane)
-        if KEYS:
-            unit_queries(to_query, raw, freq0, freq1, gain, position + at * 32, lane, 8, C, KEPT)
+        unit_queries(to_query, raw, freq0, freq1, gain, position + at * 32, lane, 8, C)
         copy_wait_1(lane)
+        q = ()
+        for j in gl.static_range(4):
+            q = q + load_shared(lane_query, 64 * j, 4)
         products = ()
-        if KEYS:
-            q = ()
-            for j in gl.static_range(4):
-                q = q + load_shared(lane_query, 64 * j, 4)
-            for tile in gl.static_range(2):
-                x = _token_sums(here + g * (4 * K) + tile * (64 * K), k_places, 0, K)
-                y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), k_places, 0, K)
-                if KEPT:
-                    turns = near_turns if tile == 0 else far_turns
-                    x = _rotated(x, turns)
-                    y = _rotated(y, turns)
-                else:
-                    x = _rotated(x, _shared_turns(near_turns + tile * 4096))
-                    y = _rotated(y, _shared_turns(near_turns + (tile * 4096 + 2048)))
-                products = products + (_tile_scores(x, y, q, _zero4(lane)),)
-        if not VALUES:
-            for tile in gl.static_range(2):
-                to = kept + (i * 2 + tile) * 128
-                for e in gl.static_range(4):
-                    gl.store(to + STEP * e, products[tile][e])
-        else:
-            if not KEYS:
-                for tile in gl.static_range(2):
-                    to = kept + (i * 2 + tile) * 128
-                    products = products + (
-                        (gl.load(to), gl.load(to + STEP), gl.load(to + 2 * STEP), gl.load(to + 3 * STEP)),
-                    )
-            scores = ()
-            norms = ()
-            alive = at < count
-            hidden = float("-inf")
-            for tile in gl.static_range(2):
-                acc = products[tile]
-                if KEPT:
-                    acc = of_own_place(acc, t)
-                near, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 32 * tile))
-                far, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 32 * tile + 16))
-                scores = scores + (
-                    (
-                        gl.where(alive, acc[0] * (near * factor0), hidden),
-                        gl.where(alive, acc[1] * (near * factor1), hidden),
-                        gl.where(alive, acc[2] * (far * factor0), hidden),
-                        gl.where(alive, acc[3] * (far * factor1), hidden),
-                    ),
-                )
-                near, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 64 + 32 * tile))
-                far, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 64 + 32 * tile + 16))
-                norms = norms + (gl.where(alive, near, 1.0), gl.where(alive, far, 1.0))
-            top, factor, total, p = _weights(scores, norms, top, total)
-            scaled = ()
+        for tile in gl.static_range(2):
+            x = _token_sums(here + g * (4 * K) + tile * (64 * K), k_places, 0, K)
+            y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), k_places, 0, K)
+            x = _rotated(x, _shared_turns(turns + tile * 4096))
+            y = _rotated(y, _shared_turns(turns + (tile * 4096 + 2048)))
+            products = products + (_tile_scores(x, y, q, _zero4(lane)),)
+        scores = ()
+        norms = ()
+        alive = at < count
+        hidden = float("-inf")
+        for tile in gl.static_range(2):
+            acc = products[tile]
+            near, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 32 * tile))
+            far, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 32 * tile + 16))
+            scores = scores + (
+                (
+                    gl.where(alive, acc[0] * (near * factor0), hidden),
+                    gl.where(alive, acc[1] * (near * factor1), hidden),
+                    gl.where(alive, acc[2] * (far * factor0), hidden),
+                    gl.where(alive, acc[3] * (far * factor1), hidden),
+                ),
+            )
+            near, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 64 + 32 * tile))
+            far, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 64 + 32 * tile + 16))
+            norms = norms + (gl.where(alive, near, 1.0), gl.where(alive, far, 1.0))
+        top, factor, total, p = _weights(scores, norms, top, total)
+        scaled = ()
+        for c in gl.static_range(8):
+            acc = out[c]
+            scaled = scaled + ((acc[0] * factor[0], acc[1] * factor[1], acc[2] * factor[0], acc[3] * factor[1]),)
+        out = scaled
+        for tile in gl.static_range(2):
+            x = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V)), v_places, K * 8192, V)
+            y = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), v_places, K * 8192, V)
+            new = ()
             for c in gl.static_range(8):
-                acc = out[c]
-                scaled = scaled + ((acc[0] * factor[0], acc[1] * factor[1], acc[2] * factor[0], acc[3] * factor[1]),)
-            out = scaled
-            for tile in gl.static_range(2):
-                x = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V)), v_places, V_AT, V)
-                y = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), v_places, V_AT, V)
-                new = ()
-                for c in gl.static_range(8):
-                    new = new + (
-                        mma(
-                            transpose8(x[2 * c]), transpose8(x[2 * c + 1]), transpose8(y[2 * c]), transpose8(y[2 * c + 1]),
-                            p[2 * tile], p[2 * tile + 1], out[c], False,
-                        ),
-                    )  # fmt: skip
-                out = new
+                new = new + (
+                    mma(
+                        transpose8(x[2 * c]), transpose8(x[2 * c + 1]), transpose8(y[2 * c]), transpose8(y[2 * c + 1]),
+                        p[2 * tile], p[2 * tile + 1], out[c], False,
+                    ),
+                )  # fmt: skip
+            out = new
     return top, out, total
 
 
 @gluon.jit
 def attend_units(
-    base, turns, lane, thread, warp, q, column0, rows, scale, freq_ptr, turns_ptr, position, stored, rows_of, unit0, where,
-    each, count, kept, chunk, K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr, KEPT: gl.constexpr,
+    base, turns, lane, warp, q, column0, rows, scale, freq_ptr, position, stored, rows_of, unit0, where, each, count,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Maxima, sums of values and of weights of each warp's units, ``unit0`` to ``unit0 + count``, as ``_finish`` takes them.
 
     ``q`` as :func:`_pairs_of_queries` takes it; ``stored``: where codes and norms of keys, and those of values, begin;
-    ``rows_of``: the tables, of which copies begin before this where both lie in shared memory; ``turns``: address of cosines
-    and sines there; ``position`` of the warp's first token; ``where``: see :func:`unit_place`; ``kept``: the warp's scratch.
+    ``rows_of``: the tables, of which copies begin before this; ``turns``: address of cosines and sines in shared memory;
+    ``position`` of the warp's first token; ``where``: see :func:`unit_place`.
     """
     W: gl.constexpr = gl.num_warps()
-    BUFFER: gl.constexpr = buffer_bytes(K, V)
-    TURNS: gl.constexpr = 0 if KEPT else 8192
     k_codes, k_norms, v_codes, v_norms = stored[0], stored[1], stored[2], stored[3]
     g = lane // 4
     t = lane % 4
-    QUERIES: gl.constexpr = 2 * C if KEPT else C
-    query = turns + TURNS + warp * (QUERIES * 272)
-    stage = turns + (TURNS + W * QUERIES * 272) + warp * (2 * BUFFER)
-    if BOTH:
-        _fetch(
-            stage, lane, k_codes, v_codes, k_norms, v_norms, unit0, (count > 0).to(gl.int32), where, K, V, True, True
-        )
-        copy_commit(lane)
+    query = turns + 8192 + warp * (C * 272)
+    stage = turns + (8192 + W * C * 272) + warp * (2 * buffer_bytes(K, V))
+    _fetch(stage, lane, k_codes, v_codes, k_norms, v_norms, unit0, (count > 0).to(gl.int32), where, K, V)
+    copy_commit(lane)
 
     # a lane turns pairs 16 t' + 4 m + i, m = 0, 1 or 2, 3, of group i: those that lane t' of every four reads of the group
     pair = lane // 2 % 4 * 16 + lane % 2 * 8 + lane // 8
@@ -357,53 +311,22 @@ def attend_units(
     freq1 = gl.load(freq_ptr + pair + 4)
     gain = (gl.load(freq_ptr + 64 + pair), gl.load(freq_ptr + 68 + pair))
 
-    odd = g % 2
     k_places = _places(base, rows_of[0], g, t, K)
     v_places = _places(base, rows_of[1], g, t, V)
-    if KEPT:
-        near_turns = _turns(turns_ptr, g, t)
-        far_turns = _turns(turns_ptr, g + 16, t)
-    else:
-        near_turns = turns + g * 256 + odd * 64 + t * 16
-        far_turns = near_turns
-    lane_query = query + g % QUERIES * 272 + t * 16
+    lane_turns = turns + g * 256 + g % 2 * 64 + t * 16
+    lane_query = query + g % C * 272 + t * 16
     to_query = query + lane // 8 * 64 + lane // 2 % 4 * 16 + lane % 2 * 4
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
     total = (_zero4(lane)[0], _zero4(lane)[0])
     out = ()
     for _i in gl.static_range(8):
         out = out + (_zero4(lane),)
-    if BOTH:
-        copy_wait_1(lane)
-        program_sync(lane)
-        top, out, total = _over_units(
-            top, out, total, lane, g, t, stage, query, k_places, v_places, near_turns, far_turns, lane_query,
-            to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, 0,
-            each, each, count, kept, K, V, True, True, C, KEPT,
-        )  # fmt: skip
-    else:
-        for c in range((each + chunk - 1) // chunk):
-            done = c * chunk
-            for number in gl.static_range(2):
-                program_sync(lane)
-                if number == 0:
-                    _fetch_rows(base, rows_of[0], thread, K * 8192, W)
-                else:
-                    _fetch_rows(base, rows_of[1], thread, V * 8192, W)
-                copy_commit(lane)
-                _fetch(
-                    stage, lane, k_codes, v_codes, k_norms, v_norms, unit0 + done, (done < count).to(gl.int32), where, K, V,
-                    number == 0, number == 1,
-                )  # fmt: skip
-                copy_commit(lane)
-                copy_wait_1(lane)
-                program_sync(lane)
-                top, out, total = _over_units(
-                    top, out, total, lane, g, t, stage, query, k_places, v_places, near_turns, far_turns,
-                    lane_query, to_query, raw, freq0, freq1, gain, position, factor0, factor1, k_codes, v_codes, k_norms,
-                    v_norms, unit0, where, done, chunk, each, count, kept, K, V, number == 0, number == 1, C, KEPT,
-                )  # fmt: skip
-                copy_wait_all(lane)
+    copy_wait_1(lane)
+    program_sync(lane)
+    top, out, total = _over_units(
+        top, out, total, lane, g, t, stage, query, k_places, v_places, lane_turns, lane_query, to_query, raw, freq0, freq1,
+        gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, each, count, K, V, C,
+    )  # fmt: skip
     copy_wait_all(lane)
     program_sync(lane)
     s0 = total[0]
@@ -414,25 +337,20 @@ def attend_units(
     return top, out, ((s0, s1, s0, s1),)
 
 
-@gluon.jit(
-    do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0", "chunk"]
-)
+@gluon.jit(do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0"])
 def residual_kernel(
     q_ptr, k_codes_ptr, k_norms_ptr, v_codes_ptr, v_norms_ptr, k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr,
-    packed_len_ptr, position_ptr, part_out, part_top, part_sum, scratch_ptr,
-    scale, heads, rows, columns, start, capacity, splits, parts, part0, chunk,
-    K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr,
-    KEPT: gl.constexpr, EARLY: gl.constexpr,
+    packed_len_ptr, position_ptr, part_out, part_top, part_sum,
+    scale, heads, rows, columns, start, capacity, splits, parts, part0,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
     Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage; K and V are stages of keys and of
-    values. With BOTH the tables of both lie in shared memory; without, a program goes over ``chunk`` units a warp first for
-    scores, which ``scratch_ptr``, float32 [programs, W, chunk, 2, 4, 32], keeps, and then for values.
+    values.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT)
-    TABLES: gl.constexpr = table_bytes(K, V, BOTH)
+    BYTES: gl.constexpr = shared_bytes(K, V, C, W)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -444,7 +362,7 @@ def residual_kernel(
         memory = memory + (_allocated(thread, 131072),)
     base = _dynamic_base(lane)
     program_sync(lane)
-    turns = base + TABLES
+    turns = base + (K + V) * 8192
 
     split = gl.program_id(1)
     column0 = (gl.program_id(0) % columns) * C
@@ -454,12 +372,10 @@ def residual_kernel(
     k_rows = k_rows_ptr.to(gl.int64)
     v_rows = v_rows_ptr.to(gl.int64)
 
-    if not KEPT:
-        _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
-    if BOTH:
-        _fetch_rows(base, k_rows, thread, K * 8192, W)
-        _fetch_rows(base + K * 8192, v_rows, thread, V * 8192, W)
-        copy_commit(lane)
+    _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
+    _fetch_rows(base, k_rows, thread, K * 8192, W)
+    _fetch_rows(base + K * 8192, v_rows, thread, V * 8192, W)
+    copy_commit(lane)
     if EARLY:  # tables are nobody's results
         wait_for_previous(lane)
         launch_dependents(lane)
@@ -471,12 +387,10 @@ def residual_kernel(
     count = gl.minimum(hi - first, each)
     unit0 = head * capacity + first
     position = (gl.load(position_ptr + batch) + start).to(gl.int32) + first * 32
-    program = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
-    kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
     q = (q_ptr + head.to(gl.int64) * rows * 128, None)
     top, out, side = attend_units(
-        base, turns, lane, thread, warp, q, column0, rows, scale, freq_ptr, turns_ptr, position, stored, (k_rows, v_rows),
-        unit0, None, each, count, kept, chunk, K, V, BOTH, C, KEPT,
+        base, turns, lane, warp, q, column0, rows, scale, freq_ptr, position, stored, (k_rows, v_rows), unit0, None, each,
+        count, K, V, C,
     )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part0 + split)
     _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, 128, 1, 0.0)

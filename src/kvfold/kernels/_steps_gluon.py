@@ -89,33 +89,25 @@ def _with_four(x, y, word, lane, first, second, AT: gl.constexpr, COUNT: gl.cons
 
 
 @gluon.jit
-def tile_steps(
-    lane, odd, codes, start, base, shifts, FIRST: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    UNROLLED: gl.constexpr,
-):  # fmt: skip
+def tile_steps(lane, odd, codes, start, base, shifts, TILE: gl.constexpr, STAGES: gl.constexpr):
     """Sums of centres of tokens g and g + 8 of a tile of 16, in steps: two times 16 words.
 
-    ``codes``: address of the unit's codes of stage t; ``shifts``: see :func:`shifts_of`; FIRST: number of the first stage.
+    ``codes``: address of the unit's codes of stage t; ``shifts``: see :func:`shifts_of`.
     """
     g_odd = odd.to(gl.int32)
     first = base + g_odd * 64 + lane % 4 * 16
     second = base + (64 - g_odd * 64) + lane % 4 * 16
-    x = shifts if FIRST == 0 else (lane * 0,) * 16
+    x = shifts
     y = x
     FULL: gl.constexpr = STAGES // 4
-    if UNROLLED:
-        for j in gl.static_range(FULL):
-            word = stage_words(codes, TILE * 24 + j * 192, start, odd)
-            x, y = _with_four(x, y, word, lane, first, second, j * 32768, 4)
-    else:
-        at = codes + TILE * 24
-        near = first
-        far = second
-        for _j in range(FULL):
-            x, y = _with_four(x, y, stage_words(at, 0, start, odd), lane, near, far, 0, 4)
-            at = at + 192
-            near = near + 32768
-            far = far + 32768
+    at = codes + TILE * 24
+    near = first
+    far = second
+    for _j in range(FULL):
+        x, y = _with_four(x, y, stage_words(at, 0, start, odd), lane, near, far, 0, 4)
+        at = at + 192
+        near = near + 32768
+        far = far + 32768
     if STAGES % 4 > 0:
         word = stage_words(codes, TILE * 24 + FULL * 192, start, odd)
         x, y = _with_four(x, y, word, lane, first, second, FULL * 32768, STAGES % 4)

@@ -150,10 +150,11 @@ def _pairs_of_queries(q, rows, column0, lane, pair, NEXT: gl.constexpr, C: gl.co
 
 
 @gluon.jit
-def _turned_queries(to, raw, angle, gain, lane, FAR: gl.constexpr, C: gl.constexpr):
-    """Leave the queries, rotated back by ``angle`` of the lane's two pairs, in shared memory."""
-    c0, s0 = _turn(angle[0])
-    c1, s1 = _turn(angle[1])
+def unit_queries(to, raw, freq0, freq1, gain, position, lane, FAR: gl.constexpr, C: gl.constexpr):
+    """Leave the queries, rotated back by ``position``, in shared memory."""
+    angle = position.to(gl.float32)
+    c0, s0 = _turn(angle * freq0)
+    c1, s1 = _turn(angle * freq1)
     c0 *= gain[0]
     s0 *= gain[0]
     c1 *= gain[1]
@@ -165,31 +166,6 @@ def _turned_queries(to, raw, angle, gain, lane, FAR: gl.constexpr, C: gl.constex
         b1 = raw[4 * i + 3]
         store_shared1(to + i * 272, pack_half2(a0 * c0 + b0 * s0, a1 * c1 + b1 * s1, False))
         store_shared1(to + (i * 272 + FAR), pack_half2(b0 * c0 - a0 * s0, b1 * c1 - a1 * s1, False))
-
-
-@gluon.jit
-def unit_queries(to, raw, freq0, freq1, gain, position, lane, FAR: gl.constexpr, C: gl.constexpr, KEPT: gl.constexpr):
-    """Leave the queries, rotated back by ``position``, in shared memory; with KEPT also by the position eight tokens on."""
-    angle = position.to(gl.float32)
-    _turned_queries(to, raw, (angle * freq0, angle * freq1), gain, lane, FAR, C)
-    if KEPT:
-        angle = (position + 8).to(gl.float32)
-        _turned_queries(to + C * 272, raw, (angle * freq0, angle * freq1), gain, lane, FAR, C)
-
-
-@gluon.jit
-def of_own_place(acc, t):
-    """Products of a tile's tokens with four queries rotated back for its first eight tokens (columns 0 to 3) and for its last
-    ones (4 to 7): those that belong together, the columns twice."""
-    late = t >= 2
-    low = shuffle_xor(gl.where(late, acc[2], acc[0]), 2)
-    high = shuffle_xor(gl.where(late, acc[3], acc[1]), 2)
-    return (
-        gl.where(late, low, acc[0]),
-        gl.where(late, high, acc[1]),
-        gl.where(late, acc[2], low),
-        gl.where(late, acc[3], high),
-    )
 
 
 @gluon.jit

@@ -12,64 +12,55 @@ from kvfold.kernels._residual_gluon import residual_kernel
 from kvfold.kernels.aot import Report, _compile, _signature
 from kvfold.kernels.paged import PageLayout
 from kvfold.kernels.paged._tables import codebook_pieces_kernel, residual_pieces_kernel
+from kvfold.kernels.tables import TablesPlan
 
 
 def compile_tables(
     key_format: AdditiveCodes | ResidualCodes,
     value_format: Format,
     rows: int = 4,
-    plan: Any = None,
     capability: int = 90,
 ) -> Report:
     """Compile the kernel with tables of codes in shared memory as a layer with ``rows`` query rows per KV head would use it."""
-    types = dict.fromkeys(("freq_ptr", "part_out", "part_top", "part_sum", "scratch_ptr", "size_ptr"), "*fp32")
+    types = dict.fromkeys(("freq_ptr", "part_out", "part_top", "part_sum", "size_ptr"), "*fp32")
     types |= {"q_ptr": "*fp16", "packed_len_ptr": "*i32", "position_ptr": "*i64", "turns_ptr": "*fp16", "scale": "fp32"}
     types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr", "norms_ptr", "k_norms_ptr", "v_norms_ptr"), "*fp16")
     types |= dict.fromkeys(("codes_ptr", "bits_ptr"), "*i16") | dict.fromkeys(("k_codes_ptr", "v_codes_ptr"), "*u8")
     kernel: Any
+    plan = TablesPlan.of(rows)
     if isinstance(key_format, AdditiveCodes):
-        kernel, plan = (
-            codebook_kernel,
-            plan or codebook.make_plan(key_format.stages, 8, rows, 4096, 132),
-        )
+        kernel = codebook_kernel
         fixed = codebook.constants(key_format, value_format, plan)
     else:
         assert isinstance(value_format, ResidualCodes)
-        stages = key_format.stages, value_format.stages
-        kernel, plan = (
-            residual_kernel,
-            plan or residual.make_plan(*stages, 8, rows, 4096, 132, 227 << 10),
-        )
+        kernel = residual_kernel
         fixed = residual.constants(key_format, value_format, plan)
     fixed["EARLY"] = capability >= 90
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
+    return _compile(source, capability, num_warps=plan.warps)
 
 
 def compile_table_pieces(
     key_format: AdditiveCodes | ResidualCodes, value_format: Format, rows: int = 4, capability: int = 90
 ) -> Report:
     """Compile the kernel that reads pages with tables of codes in shared memory."""
-    types = dict.fromkeys(
-        ("freq_ptr", "part_out", "part_top", "part_sum", "scratch_ptr", "sums_ptr", "size_ptr"), "*fp32"
-    )
+    types = dict.fromkeys(("freq_ptr", "part_out", "part_top", "part_sum", "sums_ptr", "size_ptr"), "*fp32")
     types |= {"q_ptr": "*bf16", "turns_ptr": "*fp16", "matrix_ptr": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr"), "*fp16")
     types |= dict.fromkeys(("items_ptr", "item_list", "table"), "*i32")
     keys, values = PageLayout(key_format, value_format)._places
     fixed: dict[str, Any]
+    plan = TablesPlan.of(rows)
     if isinstance(key_format, AdditiveCodes):
         kernel: Any = codebook_pieces_kernel
-        plan: Any = codebook._shape(key_format.stages, rows, True)
         fixed = codebook.constants(key_format, value_format, plan)
         fixed["AT"] = (keys["rms"].at, values["bits"].at)
         types["region"] = "*i16"
     else:
         assert isinstance(value_format, ResidualCodes)
         kernel = residual_pieces_kernel
-        plan = residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, 227 << 10, True)
         fixed = residual.constants(key_format, value_format, plan)
         fixed["AT"] = (keys["rms"].at, values["codes"].at, values["rms"].at)
         types["region"] = "*u8"
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
+    return _compile(source, capability, num_warps=plan.warps)

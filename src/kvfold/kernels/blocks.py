@@ -26,9 +26,9 @@ from kvfold.kernels.stored import (
 )
 
 if TYPE_CHECKING:
-    from kvfold.kernels import codebook, residual
     from kvfold.kernels.partials import Partials
     from kvfold.kernels.readers import Reader
+    from kvfold.kernels.tables import TablesPlan
 
 MAX_DIM = 256
 TURNED = "ieee"
@@ -158,7 +158,7 @@ def make_plan(
     return Plan(m, tile, warps, splits, processors)
 
 
-def attend(call: AttentionCall, plan: "Plan | codebook.Plan | residual.Plan | None" = None) -> torch.Tensor:
+def attend(call: AttentionCall, plan: "Plan | TablesPlan | None" = None) -> torch.Tensor:
     """Attention over packed spans, windows and new tokens; see :class:`AttentionCall`.
 
     Nothing depends on a value on the host.
@@ -182,7 +182,7 @@ def attend(call: AttentionCall, plan: "Plan | codebook.Plan | residual.Plan | No
     packed, bias = _queries(call, plans)
     partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), count, dim, device)
     query = call.query.to(windows.ring[0].dtype).contiguous()
-    early = bool(plans) and _runs_early(plans[-1]) and overlaps_launches(device)
+    early = bool(plans) and _runs_early(call, plans[-1]) and overlaps_launches(device)
     at, sums = 1, []
     for each, span in zip(plans, call.spans, strict=True):
         sums.append((sum_packed(call, span, packed, bias, partials, at, each), at, at + each.splits))
@@ -204,25 +204,19 @@ def attend(call: AttentionCall, plan: "Plan | codebook.Plan | residual.Plan | No
     return partials.merge(result, early, call.sinks, call.tokens)
 
 
-def _runs_early(plan: "Plan | codebook.Plan | residual.Plan") -> bool:
+def _runs_early(call: AttentionCall, plan: "Plan | TablesPlan") -> bool:
     """Whether the kernel waits by itself for the one before: VQLLM's. With CommVQ's it gained nothing."""
-    if isinstance(plan, Plan):
-        return False
-    from kvfold.kernels import residual
-
-    return isinstance(plan, residual.Plan)
+    return not isinstance(plan, Plan) and isinstance(call.key_format, ResidualCodes)
 
 
-def _queries(
-    call: AttentionCall, plans: "list[Plan | codebook.Plan | residual.Plan]"
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _queries(call: AttentionCall, plans: "list[Plan | TablesPlan]") -> tuple[torch.Tensor, torch.Tensor | None]:
     """Queries as packed keys meet them, and their bias. Kernels with tables take them as they come."""
     if all(not isinstance(plan, Plan) for plan in plans):
         return call.grouped(call.query), None
     return call.projected
 
 
-def _plan(call: AttentionCall, span: Span) -> "Plan | codebook.Plan | residual.Plan":
+def _plan(call: AttentionCall, span: Span) -> "Plan | TablesPlan":
     of = _of_tables(call)
     return plain_plan(call, span) if of is None else of.plan_of(call, span)
 
@@ -234,11 +228,15 @@ def _of_tables(call: AttentionCall) -> Any:
         return None
     if not _has_gluon():
         return None
-    from kvfold.kernels import codebook, residual
-
-    of = codebook if isinstance(keys, AdditiveCodes) else residual
+    of = _tables_kernel(keys)
     why = of.unsupported(keys, values, 2 * rope.inv_freq.numel()) or of.declines(call)
     return None if why else of
+
+
+def _tables_kernel(keys: Format) -> Any:
+    from kvfold.kernels import codebook, residual
+
+    return codebook if isinstance(keys, AdditiveCodes) else residual
 
 
 @lru_cache
@@ -334,7 +332,7 @@ def attend_packed(
     bias: torch.Tensor | None,
     partials: "Partials",
     part: int,
-    plan: "Plan | codebook.Plan | residual.Plan",
+    plan: "Plan | TablesPlan",
 ) -> None:
     """Write partial results over one span to the parts ``part`` to ``part + plan.splits`` of ``partials``; see
     :func:`sum_packed`."""
@@ -348,7 +346,7 @@ def sum_packed(
     bias: torch.Tensor | None,
     partials: "Partials",
     part: int,
-    plan: "Plan | codebook.Plan | residual.Plan",
+    plan: "Plan | TablesPlan",
 ) -> torch.Tensor:
     """Partial results over one span, before ``call.unproject``: float32 [batch * num_kv_heads, parts, rows, width].
 
@@ -370,10 +368,7 @@ def sum_packed(
     if isinstance(plan, Plan):
         _launch(call, span, packed, bias, out, partials, part, plan)
     else:
-        from kvfold.kernels import codebook, residual
-
-        of = codebook if isinstance(plan, codebook.Plan) else residual
-        of.attend_packed(call, span, packed, out, partials.top, partials.total, part, plan)
+        _tables_kernel(call.key_format).attend_packed(call, span, packed, out, partials.top, partials.total, part, plan)
     return out
 
 

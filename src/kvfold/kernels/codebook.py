@@ -1,8 +1,5 @@
 """Decode attention over CommVQ's storage: tables of a KV head in shared memory; see :mod:`kvfold.kernels._codebook_gluon`."""
 
-import math
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,25 +12,12 @@ from kvfold.kernels import tables
 from kvfold.kernels._codebook_gluon import codebook_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.stored import rotation_of
+from kvfold.kernels.tables import TablesPlan
 
 SEEN = frozenset({(11, 128), (21, 256)})
 """Stages of keys and bits of values whose numbers a run on a GPU has shown right."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(tables.TablesPlan):
-    """Launch shape; see :class:`kvfold.kernels.tables.TablesPlan`.
-
-    Attributes
-    ----------
-    stages : int
-        Whose tables lie in shared memory at once.
-    unrolled : bool
-        Whether the loop over stages is.
-    """
-
-    stages: int
-    unrolled: bool = False
+BEGIN = 10
+"""What beginning costs a program, in units of a warp."""
 
 
 def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
@@ -61,31 +45,11 @@ def declines(call: AttentionCall) -> str | None:
     assert isinstance(keys, AdditiveCodes) and isinstance(values, BinaryCodes)
     if (keys.stages, values.codes) not in SEEN:
         return f"{keys.stages} stages, {values.codes} bits of values: not seen right on a GPU yet"
-    return tables.declines(call, program_bytes(values, _shape(keys.stages, call.shape[2])))
+    return tables.declines(call, program_bytes(keys, values, TablesPlan.of(call.shape[2])))
 
 
-def _shape(stages: int, rows: int, pages: bool = False) -> Plan:
-    # over pages the shape that a GPU has shown right; it is 1 to 5 % slower
-    return Plan(
-        columns=4 if rows <= 4 else 8,
-        stages=stages,
-        unrolled=pages and stages <= 11,
-        kept=pages and rows <= 4,
-    )
-
-
-@lru_cache
-def make_plan(stages: int, jobs: int, rows: int, units: int, processors: int) -> Plan:
-    """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units."""
-    plan = _shape(stages, rows)
-    passes = math.ceil(stages / plan.stages)
-    return replace(plan, splits=tables.splits_of(plan, jobs, rows, units, processors, passes, 6 + 4 * passes))
-
-
-def plan_of(call: AttentionCall, span: Span) -> Plan:
-    form = call.key_format
-    assert isinstance(form, AdditiveCodes)
-    return make_plan(form.stages, *tables.shape_of(call, span))
+def plan_of(call: AttentionCall, span: Span) -> TablesPlan:
+    return tables.plan_of(call, span, BEGIN)
 
 
 def attend_packed(
@@ -96,7 +60,7 @@ def attend_packed(
     top: torch.Tensor,
     total: torch.Tensor,
     part: int,
-    plan: Plan,
+    plan: TablesPlan,
 ) -> None:
     """Write partial results over one span; see :func:`kvfold.kernels.tables.launch`."""
     form, rope = call.key_format, call.rope
@@ -104,20 +68,19 @@ def attend_packed(
     table, size = rows_of(form.codebook.on(packed.device))
     turning = rotation_of(rope, 64, UNIT, 1, 128, packed.device)
     read = span.keys["codes"], span.keys["rms"], span.values["bits"], table, size, turning.freq, turning.table
-    passes, fixed = math.ceil(form.stages / plan.stages), constants(form, call.value_format, plan)
-    tables.launch(codebook_kernel, call, span, packed, read, out, top, total, part, plan, passes, **fixed)
+    fixed = constants(form, call.value_format, plan)
+    tables.launch(codebook_kernel, call, span, packed, read, out, top, total, part, plan, **fixed)
 
 
-def constants(keys: AdditiveCodes, values: Format, plan: Plan) -> dict[str, Any]:
+def constants(keys: AdditiveCodes, values: Format, plan: TablesPlan) -> dict[str, Any]:
     """What the kernel is specialized on."""
     assert isinstance(values, BinaryCodes)
-    named = {"STAGES": keys.stages, "PASS": plan.stages, "V": values.codes, "C": plan.columns}
-    return named | {"UNROLLED": plan.unrolled, "KEPT": plan.kept}
+    return {"STAGES": keys.stages, "V": values.codes, "C": plan.columns}
 
 
-def program_bytes(values: BinaryCodes, plan: Plan) -> int:
+def program_bytes(keys: AdditiveCodes, values: BinaryCodes, plan: TablesPlan) -> int:
     """Bytes of shared memory of a program."""
-    return int(shared_bytes(plan.stages, values.codes, plan.columns, plan.warps, plan.kept))
+    return int(shared_bytes(keys.stages, values.codes, plan.columns, plan.warps))
 
 
 _made: WeakKeyDictionary[KeyCodebook, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()

@@ -1,6 +1,5 @@
 """Decode attention over VQLLM's storage: tables in shared memory; see :mod:`kvfold.kernels._residual_gluon`."""
 
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,24 +14,13 @@ from kvfold.kernels._residual_gluon import residual_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.partials import overlaps_launches
 from kvfold.kernels.stored import rotation_of
-from kvfold.kernels.windows import program_memory
+from kvfold.kernels.tables import TablesPlan
 from kvfold.rope import Rope
 
 SEEN = frozenset({(4, 4), (8, 8)})
 """Stages of keys and of values whose numbers a run on a GPU has shown right."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(tables.TablesPlan):
-    """Launch shape; see :class:`kvfold.kernels.tables.TablesPlan`.
-
-    Attributes
-    ----------
-    both : bool
-        Whether the tables of keys and of values lie in shared memory together.
-    """
-
-    both: bool
+BEGIN = 12
+"""What beginning costs a program, in units of a warp."""
 
 
 def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
@@ -61,30 +49,11 @@ def declines(call: AttentionCall) -> str | None:
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
     if (keys.stages, values.stages) not in SEEN:
         return f"{keys.stages} and {values.stages} stages: not seen right on a GPU yet"
-    return tables.declines(call, int(shared_bytes(keys.stages, values.stages, False, 8, 8, False)))
+    return tables.declines(call, program_bytes(keys, values, TablesPlan.of(call.shape[2])))
 
 
-@lru_cache
-def make_plan(
-    k_stages: int, v_stages: int, jobs: int, rows: int, units: int, processors: int, bytes_: int, pages: bool = False
-) -> Plan:
-    """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units; ``bytes_``: of shared
-    memory. ``pages``: the shape that a GPU has shown right over pages, up to 2 % slower."""
-    columns, warps = 4 if rows <= 4 else 8, 8
-    both = int(shared_bytes(k_stages, v_stages, True, columns, warps, False)) <= bytes_
-    plan, passes = Plan(columns=columns, warps=warps, both=both, kept=pages and rows <= 4), 1 if both else 2
-    return replace(plan, splits=tables.splits_of(plan, jobs, rows, units, processors, passes, 12 * passes))
-
-
-def plan_of(call: AttentionCall, span: Span) -> Plan:
-    keys, values = call.key_format, call.value_format
-    assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
-    return make_plan(
-        keys.stages,
-        values.stages,
-        *tables.shape_of(call, span),
-        program_memory(call.query.device),
-    )
+def plan_of(call: AttentionCall, span: Span) -> TablesPlan:
+    return tables.plan_of(call, span, BEGIN)
 
 
 def attend_packed(
@@ -95,7 +64,7 @@ def attend_packed(
     top: torch.Tensor,
     total: torch.Tensor,
     part: int,
-    plan: Plan,
+    plan: TablesPlan,
 ) -> None:
     """Write partial results over one span; see :func:`kvfold.kernels.tables.launch`."""
     keys, values, rope, device = call.key_format, call.value_format, call.rope, packed.device
@@ -109,22 +78,20 @@ def attend_packed(
         _rows(keys.book.on(device), True),
         _rows(values.book.on(device), False),
         rotation_of(rope, 64, UNIT, 1, 128, device).freq,
-        turns(rope, device, plan.kept),
+        turns(rope, device),
     )
-    passes, fixed = 1 if plan.both else 2, constants(keys, values, plan)
-    early = overlaps_launches(device)
-    tables.launch(residual_kernel, call, span, packed, read, out, top, total, part, plan, passes, early, **fixed)
+    early, fixed = overlaps_launches(device), constants(keys, values, plan)
+    tables.launch(residual_kernel, call, span, packed, read, out, top, total, part, plan, early, **fixed)
 
 
-def constants(keys: ResidualCodes, values: ResidualCodes, plan: Plan) -> dict[str, Any]:
+def constants(keys: ResidualCodes, values: ResidualCodes, plan: TablesPlan) -> dict[str, Any]:
     """What the kernel is specialized on."""
-    return {
-        "K": keys.stages,
-        "V": values.stages,
-        "BOTH": plan.both,
-        "C": plan.columns,
-        "KEPT": plan.kept,
-    }
+    return {"K": keys.stages, "V": values.stages, "C": plan.columns}
+
+
+def program_bytes(keys: ResidualCodes, values: ResidualCodes, plan: TablesPlan) -> int:
+    """Bytes of shared memory of a program."""
+    return int(shared_bytes(keys.stages, values.stages, plan.columns, plan.warps))
 
 
 _made: WeakKeyDictionary[Codebook, dict[bool, torch.Tensor]] = WeakKeyDictionary()
@@ -158,15 +125,13 @@ def _with_steps(book: Codebook, element: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def turns(rope: Rope, device: torch.device, kept: bool) -> torch.Tensor:
-    """Cosines and sines of a unit's tokens as lanes read them (``kept``: into registers), fp16 [tokens, 4, 4, 8].
+def turns(rope: Rope, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of a unit's tokens as lanes read them from shared memory, fp16 [tokens, 4, 4, 8].
 
-    Of group i, lane t four cosines, then four sines, of pairs 16 t + 4 m + i. In shared memory odd tokens have groups 0 and 1,
-    and 2 and 3, the other way round.
+    Of group i, lane t four cosines, then four sines, of pairs 16 t + 4 m + i. Odd tokens have groups 0 and 1, and 2 and 3, the
+    other way round.
     """
     table = rotation_of(rope, 64, UNIT, 1, 128, device).table  # [2, tokens, 64]
     parts = table.view(2, UNIT, 4, 4, 4).permute(1, 4, 2, 0, 3)  # [token, i, t, cos or sin, m]
-    if kept:
-        return parts.contiguous()
     odd = torch.arange(UNIT, device=device) % 2 == 1
     return torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).contiguous()

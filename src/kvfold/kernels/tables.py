@@ -3,7 +3,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from kvfold.kernels.windows import program_memory
 
 MOST_ROWS = 8
 """Query rows of a KV head; with more, products are more work than tables."""
-CHUNK = 32
-"""Units of a warp between two changes of tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +28,17 @@ class TablesPlan:
     ----------
     columns : int
         Query rows of a program, 4 or 8.
-    warps, splits, chunk : int
-    registers : int or None
-        Most of a thread.
-    kept : bool
-        Whether lanes keep the cosines and sines of a tile's tokens, or read them from shared memory.
+    warps, splits : int
     """
 
     columns: int
     warps: int = 8
     splits: int = 1
-    chunk: int = CHUNK
-    registers: int | None = None
-    kept: bool = False
+
+    @classmethod
+    def of(cls, rows: int) -> "TablesPlan":
+        """For a KV head's ``rows`` query rows, not split yet."""
+        return cls(columns=4 if rows <= 4 else 8)
 
 
 def declines(call: AttentionCall, bytes_: int) -> str | None:
@@ -54,29 +51,25 @@ def declines(call: AttentionCall, bytes_: int) -> str | None:
     return None if bytes_ <= there else f"{there} bytes of shared memory; needed: {bytes_}"
 
 
-def splits_of(plan: TablesPlan, jobs: int, rows: int, units: int, processors: int, passes: int, begin: int) -> int:
-    """Programs of a KV head's ``rows`` query rows, of ``jobs`` such heads, over storage of ``units`` units.
-
-    A unit is read ``passes`` times; ``begin`` is what beginning costs, in units of a warp.
-    """
+@lru_cache
+def make_plan(jobs: int, rows: int, units: int, processors: int, begin: int) -> TablesPlan:
+    """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units; ``begin``: what
+    beginning costs, in units of a warp."""
+    plan = TablesPlan.of(rows)
     jobs *= math.ceil(rows / plan.columns)
 
     def cost(splits: int) -> float:
         each = math.ceil(math.ceil(units / splits) / plan.warps)
-        return math.ceil(jobs * splits / processors) * (each * passes + begin)
+        return math.ceil(jobs * splits / processors) * (each + begin)
 
-    return min(range(1, max(2, min(256, units // 8))), key=cost)
+    return replace(plan, splits=min(range(1, max(2, min(256, units // 8))), key=cost))
 
 
-def shape_of(call: AttentionCall, span: Span) -> tuple[int, int, int, int]:
-    """KV heads of all sequences, query rows of one, units of storage, and multiprocessors of the device."""
+def plan_of(call: AttentionCall, span: Span, begin: int) -> TablesPlan:
+    """Choose a launch shape for a call over one span; ``begin`` as of :func:`make_plan`."""
     batch, heads, rows, _ = call.shape
-    return (
-        batch * heads,
-        rows,
-        span.keys["codes"].shape[2] * call.key_format.block // UNIT,
-        multiprocessors(call.query.device),
-    )
+    units = span.keys["codes"].shape[2] * call.key_format.block // UNIT
+    return make_plan(batch * heads, rows, units, multiprocessors(call.query.device), begin)
 
 
 def launch(
@@ -90,7 +83,6 @@ def launch(
     total: torch.Tensor,
     part: int,
     plan: TablesPlan,
-    passes: int,
     early: bool = False,
     **constants: Any,
 ) -> None:
@@ -108,8 +100,6 @@ def launch(
     if len(room) > 1:
         raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
     columns = math.ceil(rows / plan.columns)
-    programs = batch * heads * columns * plan.splits
-    kept = programs * plan.warps * plan.chunk * 256 if passes > 1 else 0
     kernel[(batch * heads * columns, plan.splits)](
         packed.contiguous(),
         *read,
@@ -118,7 +108,6 @@ def launch(
         out,
         top,
         total,
-        torch.empty(kept, dtype=torch.float32, device=packed.device),
         float(call.scale) * LOG2E,
         heads,
         rows,
@@ -128,10 +117,8 @@ def launch(
         plan.splits,
         top.shape[1],
         part,
-        plan.chunk,
         **constants,
         EARLY=early,
         num_warps=plan.warps,
-        maxnreg=plan.registers,
         **early_launch(early),
     )

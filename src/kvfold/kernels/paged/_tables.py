@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._codebook_gluon import attend_units as attend_sums
 from kvfold.kernels._codebook_gluon import head_bytes
 from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
-from kvfold.kernels._residual_gluon import attend_units, shared_bytes, table_bytes
+from kvfold.kernels._residual_gluon import attend_units, shared_bytes
 from kvfold.kernels._softmax import _finish
 from kvfold.kernels._tables_gluon import _allocated, _dynamic_base, _fetch_rows, fetch_turns
 from kvfold.kernels._warp import as_float, copy_commit, load_global4, program_sync
@@ -26,13 +26,11 @@ def _piece(item_list, item, warp, W: gl.constexpr):
     return gl.load(place), first, each, gl.minimum(hi - first, each), gl.load(place + 5), gl.load(place + 6)
 
 
-@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs", "chunk"])
+@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"])
 def residual_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step, region, page_step, head_step,
-    k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr, part_out, part_top, part_sum, scratch_ptr,
-    scale, heads, rows, tokens, seqs, chunk,
-    K: gl.constexpr, V: gl.constexpr, BOTH: gl.constexpr, C: gl.constexpr, KEPT: gl.constexpr,
-    AT: gl.constexpr,
+    k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr, part_out, part_top, part_sum,
+    scale, heads, rows, tokens, seqs, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, AT: gl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th piece and KV head.
 
@@ -41,7 +39,7 @@ def residual_pieces_kernel(
     ``q_token`` elements from a token to the next; there are at most C query rows. The rest is the slab kernel's.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(K, V, BOTH, C, W, KEPT)
+    BYTES: gl.constexpr = shared_bytes(K, V, C, W)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -52,29 +50,25 @@ def residual_pieces_kernel(
     if BYTES >= 131072:
         memory = memory + (_allocated(thread, 131072),)
     base = _dynamic_base(lane)
-    turns = base + table_bytes(K, V, BOTH)
+    turns = base + (K + V) * 8192
     k_rows = k_rows_ptr.to(gl.int64)
     v_rows = v_rows_ptr.to(gl.int64)
-    kept = scratch_ptr + ((gl.program_id(0) * W + warp).to(gl.int64) * chunk * 256 + lane * (1 if KEPT else 4))
     zero = gl.program_id(0) * 0
     for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads, gl.num_programs(0)):
         item = zero + task // heads
         head = zero + task % heads
         seq, first, each, count, begin, own = _piece(item_list, item, warp, W)
         program_sync(lane)
-        if not KEPT:
-            _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
-        if BOTH:
-            _fetch_rows(base, k_rows, thread, K * 8192, W)
-            _fetch_rows(base + K * 8192, v_rows, thread, V * 8192, W)
-            copy_commit(lane)
+        _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
+        _fetch_rows(base, k_rows, thread, K * 8192, W)
+        _fetch_rows(base + K * 8192, v_rows, thread, V * 8192, W)
+        copy_commit(lane)
         stored = region.to(gl.int64) + head.to(gl.int64) * head_step
         where = (table + seq.to(gl.int64) * table_step, page_step)
         q = (q_ptr + (begin.to(gl.int64) * q_token + head * (rows // tokens) * 128), (q_token, tokens, own))
         top, out, side = attend_units(
-            base, turns, lane, thread, warp, q, zero, rows, scale, freq_ptr, turns_ptr, first * 32,
-            (stored, stored + AT[0], stored + AT[1], stored + AT[2]), (k_rows, v_rows), first, where, each, count, kept, chunk,
-            K, V, BOTH, C, KEPT,
+            base, turns, lane, warp, q, zero, rows, scale, freq_ptr, first * 32,
+            (stored, stored + AT[0], stored + AT[1], stored + AT[2]), (k_rows, v_rows), first, where, each, count, K, V, C,
         )  # fmt: skip
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
         _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, zero, rows, False, 128, 1, 0.0)
@@ -120,19 +114,16 @@ def _turned(sums, matrix, part_sum, to, thread, rows, V: gl.constexpr, C: gl.con
         gl.store(to + (row * 128 + channel), gl.fma(whole, weight, acc[i]), mask=row < rows)
 
 
-@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs", "chunk"])
+@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"])
 def codebook_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step, region, page_step, head_step,
-    rows_ptr, size_ptr, freq_ptr, turns_ptr, matrix_ptr, part_out, part_top, part_sum, scratch_ptr, sums_ptr,
-    scale, heads, rows, tokens, seqs, chunk,
-    STAGES: gl.constexpr, PASS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, UNROLLED: gl.constexpr,
-    KEPT: gl.constexpr, AT: gl.constexpr,
+    rows_ptr, size_ptr, freq_ptr, turns_ptr, matrix_ptr, part_out, part_top, part_sum, sums_ptr,
+    scale, heads, rows, tokens, seqs, STAGES: gl.constexpr, V: gl.constexpr, C: gl.constexpr, AT: gl.constexpr,
 ):  # fmt: skip
     """As :func:`residual_pieces_kernel`; AT: bytes to norms and bits. Sums of bits become values before they are stored, by
     ``matrix_ptr``, float32 [heads, V + 1, 128]; ``sums_ptr``, float32 [programs, 8, V], has room for them."""
     W: gl.constexpr = gl.num_warps()
-    PASSES: gl.constexpr = (STAGES + PASS - 1) // PASS
-    BYTES: gl.constexpr = sums_bytes(PASS, V, C, W, KEPT)
+    BYTES: gl.constexpr = sums_bytes(STAGES, V, C, W)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -141,9 +132,8 @@ def codebook_pieces_kernel(
         if BYTES // 1024 >> i & 1:
             memory = memory + (_allocated(thread, 1024 << i),)
     base = _dynamic_base(lane)
-    turns = base + PASS * 8192
+    turns = base + STAGES * 8192
     program = gl.program_id(0).to(gl.int64)
-    kept = scratch_ptr + ((program * W + warp) * chunk * 256 + lane * (1 if KEPT else 4))
     own_sums = sums_ptr + program * (8 * V)
     zero = gl.program_id(0) * 0
     for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads, gl.num_programs(0)):
@@ -152,18 +142,15 @@ def codebook_pieces_kernel(
         seq, first, each, count, begin, own = _piece(item_list, item, warp, W)
         tables = rows_ptr.to(gl.int64) + head.to(gl.int64) * head_bytes(STAGES)
         program_sync(lane)
-        if not KEPT:
-            fetch_turns(turns, turns_ptr, thread, lane, W)
-        if PASSES == 1:
-            _fetch_rows(base, tables, thread, PASS * 8192, W)
-            copy_commit(lane)
+        fetch_turns(turns, turns_ptr, thread, lane, W)
+        _fetch_rows(base, tables, thread, STAGES * 8192, W)
+        copy_commit(lane)
         stored = region.to(gl.int64) + head.to(gl.int64) * head_step
         where = (table + seq.to(gl.int64) * table_step, page_step)
         q = (q_ptr + (begin.to(gl.int64) * q_token + head * (rows // tokens) * 128), (q_token, tokens, own))
         top, out, side = attend_sums(
-            base, turns, lane, thread, warp, q, zero, rows, scale * gl.load(size_ptr + head), freq_ptr, turns_ptr,
-            first * 32, (stored, stored + AT[0], stored + AT[1]), tables, first, where, each, count, kept, chunk,
-            STAGES, PASS, V, C, UNROLLED, KEPT,
+            base, turns, lane, warp, q, zero, rows, scale * gl.load(size_ptr + head), freq_ptr, first * 32,
+            (stored, stored + AT[0], stored + AT[1]), tables, first, where, each, count, STAGES, V, C,
         )  # fmt: skip
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
         _finish(

@@ -1,6 +1,5 @@
 """Pieces of pages of CommVQ and VQLLM by kernels that keep tables of codes in shared memory: launches them."""
 
-import math
 from typing import Any
 
 import torch
@@ -9,14 +8,13 @@ from kvfold.formats import Format, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
 from kvfold.kernels import codebook, residual
-from kvfold.kernels._residual_gluon import shared_bytes
 from kvfold.kernels.paged._tables import codebook_pieces_kernel, residual_pieces_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.gluon import region_of
 from kvfold.kernels.paged.work import Workspace
 from kvfold.kernels.partials import LOG2E
 from kvfold.kernels.stored import rotation_of
-from kvfold.kernels.tables import MOST_ROWS
+from kvfold.kernels.tables import MOST_ROWS, TablesPlan
 from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
 
@@ -40,34 +38,18 @@ def unsupported(
     sizes = key_format.stages, value_format.codes if isinstance(value_format, BinaryCodes) else value_format.stages  # type: ignore[attr-defined]
     if (key_format.kind, *sizes) not in SEEN:
         return f"{sizes[0]} stages, {sizes[1]} of values: not seen right on a GPU yet"
-    needs = _bytes(key_format, value_format, rows, program_memory(device))
-    there = program_memory(device)
+    needs, there = of.program_bytes(key_format, value_format, TablesPlan.of(rows)), program_memory(device)
     return None if needs <= there else f"{there} bytes of shared memory; needed: {needs}"
-
-
-def _plan(key_format: Any, value_format: Any, rows: int, there: int) -> Any:
-    if isinstance(key_format, AdditiveCodes):
-        return codebook._shape(key_format.stages, rows, True)
-    return residual.make_plan(key_format.stages, value_format.stages, 1, rows, 1, 1, there, True)
-
-
-def _bytes(key_format: Any, value_format: Any, rows: int, there: int) -> int:
-    plan = _plan(key_format, value_format, rows, there)
-    if isinstance(key_format, AdditiveCodes):
-        return codebook.program_bytes(value_format, plan)
-    stages = key_format.stages, value_format.stages
-    return int(shared_bytes(*stages, plan.both, plan.columns, plan.warps, plan.kept))
 
 
 def ready(key_format: Format, value_format: Format, rope: Rope | None, device: torch.device) -> None:
     """Make what kernels read beside pages, for any number of query rows."""
-    for rows in (4, 8):
-        if unsupported(key_format, value_format, rope, rows, device) is None:
-            assert rope is not None
-            _read(key_format, value_format, rope, _plan(key_format, value_format, rows, program_memory(device)), device)
+    if any(unsupported(key_format, value_format, rope, rows, device) is None for rows in (4, 8)):
+        assert rope is not None
+        _read(key_format, value_format, rope, device)
 
 
-def _read(keys: Format, values: Format, rope: Rope, plan: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _read(keys: Format, values: Format, rope: Rope, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Tables and rotation, in the order of the kernel's arguments."""
     if isinstance(keys, AdditiveCodes):
         assert keys.codebook is not None
@@ -77,14 +59,14 @@ def _read(keys: Format, values: Format, rope: Rope, plan: Any, device: torch.dev
     assert keys.book is not None and values.book is not None
     books = keys.book.on(device), values.book.on(device)
     rows = residual._rows(books[0], True), residual._rows(books[1], False)
-    return *rows, rotation_of(rope, 64, UNIT, 1, 128, device).freq, residual.turns(rope, device, plan.kept)
+    return *rows, rotation_of(rope, 64, UNIT, 1, 128, device).freq, residual.turns(rope, device)
 
 
 def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace, out: torch.Tensor) -> None:
     """Write the parts of all pieces of packed tokens."""
     keys, values, device = call.key_format, call.value_format, query.device
     assert call.rope is not None
-    plan = _plan(keys, values, rows, program_memory(device))
+    plan = TablesPlan.of(rows)
     additive = isinstance(keys, AdditiveCodes)
     names = ("bits",) if additive else ("codes", "rms")
     fields = (call.keys["codes"], call.keys["rms"], *(call.values[name] for name in names))
@@ -96,14 +78,13 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
     more: tuple[torch.Tensor, ...] = ()
     sums: tuple[torch.Tensor, ...] = ()
     if isinstance(keys, AdditiveCodes):
-        fixed, passes = codebook.constants(keys, values, plan), math.ceil(keys.stages / plan.stages)
+        fixed = codebook.constants(keys, values, plan)
         assert isinstance(call.unproject, ValueRows)
         more = (call.unproject.rows,)
         sums = (torch.empty(w.processors * 8 * fixed["V"], dtype=torch.float32, device=device),)
     else:
         assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
-        fixed, passes = residual.constants(keys, values, plan), 1 if plan.both else 2
-    kept = w.processors * plan.warps * plan.chunk * 256 if passes > 1 else 0
+        fixed = residual.constants(keys, values, plan)
     (codebook_pieces_kernel if additive else residual_pieces_kernel)[(w.processors,)](
         query,
         query.stride(0),
@@ -114,21 +95,18 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         fields[0],
         page,
         head,
-        *_read(keys, values, call.rope, plan, device),
+        *_read(keys, values, call.rope, device),
         *more,
         w.out,
         w.top,
         w.total,
-        torch.empty(kept, dtype=torch.float32, device=device),
         *sums,
         float(call.scale) * LOG2E,
         call.num_kv_heads,
         rows,
         step.max_query_len,
         step.seqs,
-        plan.chunk,
         AT=at,
         **fixed,
         num_warps=plan.warps,
-        maxnreg=plan.registers,
     )
