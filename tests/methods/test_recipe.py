@@ -76,6 +76,19 @@ def test_a_methods_string_says_all_of_it(method):
     assert get(f"  {BETWEEN.sub(' + ', text)} ") == method
 
 
+@pytest.mark.parametrize("file", ["runs/k=4/a.safetensors", "/0=", "a;v=b", "keep=1/k=2/x"])
+def test_an_artefacts_folder_may_look_like_a_part(file):
+    for text in (
+        f"fold+0=kvquant:artefact={file}",
+        f"k=kvquant:artefact={file}+v=kivi",
+        f"fold+keep=3+1=kvquant:artefact={file},bits=3+2=kivi",
+    ):
+        made = get(text)
+        assert get(str(made)) == made and f"artefact={file}" in str(made)
+    with pytest.raises(MethodError, match="joined by '\\+', not by '/'"):
+        get(f"k=kvquant:artefact={file},bits=3/v=kivi")
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.sets(st.integers(0, 60)))
 def test_layers_are_spelled_as_they_are_read(layers):

@@ -25,7 +25,7 @@ from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format
 from kvfold.formats.codebook import BitSearch
 from kvfold.methods.base import LayerSpec, Method, Observation, State
-from kvfold.methods.specs import BETWEEN, SELECTOR, WRONG, single
+from kvfold.methods.specs import ARTEFACT, BETWEEN, SELECTOR, WRONG, single
 
 MOST_LAYERS = 10_000
 """Beyond every model's."""
@@ -357,7 +357,7 @@ def parse(text: str) -> Method:
     MethodError
         For a part that is given twice, missing or not understood; as :func:`kvfold.methods.get`.
     """
-    if wrong := WRONG.search(text):
+    if wrong := WRONG.search(ARTEFACT.sub("", text)):
         raise MethodError(f"method: {text!r}: parts are joined by '+', not by {wrong[0][0]!r}")
     base: Method | None = None
     sides: dict[str, Method] = {}

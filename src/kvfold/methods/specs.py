@@ -16,6 +16,8 @@ BETWEEN = re.compile(rf"\s*\+\s*(?=(?:k|v|keep|{_LAYERS}(?:\.[kv])?)\s*=)", re.I
 """What separates two parts."""
 WRONG = re.compile(rf"[;|&/]\s*(?:k|v|keep|{_LAYERS}(?:\.[kv])?)\s*=", re.IGNORECASE)
 """What others might write in its place."""
+ARTEFACT = re.compile(rf"artefact\s*=.*?(?=,|{BETWEEN.pattern}|$)", re.IGNORECASE | re.DOTALL)
+"""An option whose value is a file: folders are called ``k=4``, too."""
 
 REGISTRY: dict[str, type[Method]] = {}
 """Methods by name; the package fills it."""
