@@ -107,11 +107,12 @@ def percent(value: Estimate | Difference, signed: bool = False) -> str:
     return f"{sign}{100 * value.mean:.1f}{ends}"
 
 
-def cell(values: list[float], against: Difference | None) -> str:
-    """A mean, marked where enough items show it to be better or worse than full precision."""
+def cell(values: list[float], against: Difference | None, most: int) -> str:
+    """A mean, marked where enough items show it to be better or worse than full precision; how many, if not ``most``."""
     known = against is not None and against.items >= ENOUGH
     mark = {"worse": " -", "better": " +"}.get(against.verdict, "") if known and against else ""
-    return f"{100 * sum(values) / len(values):.1f}{mark}"
+    few = f" ({len(values)})" if len(values) < 0.9 * most else ""
+    return f"{100 * sum(values) / len(values):.1f}{mark}{few}"
 
 
 def main_measure(suite: str) -> str:
@@ -199,7 +200,7 @@ def _means(of: list[Asked], order: list[str], measure: str, length: int | None) 
             cells.append("-")
             continue
         against = None if name == NOTHING else difference(of, name, NOTHING, measure, length=length)
-        cells.append(cell(values[name], against))
+        cells.append(cell(values[name], against, most))
     return [str(most), *cells]
 
 
@@ -211,12 +212,12 @@ def families() -> str:
     lines = []
     for task in REGISTRY["ruler"].tasks:
         only = [dataclasses.replace(one, by_method=_of_task(one, task)) for one in found]
-        cells, most = [], 0
+        measure, cells = main_measure("ruler"), []
+        values = {name: [v for one in only for v in one.values(name, measure).values()] for name in order}
+        most = max(map(len, values.values()))
         for name in order:
-            values = [value for one in only for value in one.values(name, main_measure("ruler")).values()]
-            most = max(most, len(values))
-            against = None if name == NOTHING else difference(only, name, NOTHING, main_measure("ruler"))
-            cells.append(cell(values, against) if len(values) >= FEW else "-")
+            against = None if name == NOTHING else difference(only, name, NOTHING, measure)
+            cells.append(cell(values[name], against, most) if len(values[name]) >= FEW else "-")
         lines.append([task, str(most), *cells])
     return markdown(["family", "items", *(f"`{name}`" for name in order)], lines)
 
