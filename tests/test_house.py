@@ -102,3 +102,11 @@ def test_there_is_no_circle():
 def test_a_room_can_be_seen_at_a_glance(name):
     lines = len((ROOT / name).read_text().splitlines())
     assert lines <= MOST_LINES, f"{name} has {lines} lines; cut it along what it does"
+
+
+def test_so_can_tests_and_scripts():
+    here = Path(__file__).parents[1]
+    paths = [path for folder in ("tests", "scripts", "examples") for path in (here / folder).rglob("*.py")]
+    long = {path.name: len(path.read_text().splitlines()) for path in paths}
+    long = {name: lines for name, lines in long.items() if lines > MOST_LINES}
+    assert not long, f"{long}; cut them along what they test"

@@ -1,19 +1,17 @@
 import dataclasses
-import hashlib
 import json
 import time
 
 import pytest
 import torch
-from tokenizers import processors
 from transformers import DynamicCache
 
 import kvfold
 from helpers import llama, prompt
-from kvfold import files, models
+from kvfold import models
 from kvfold.errors import KVFoldError
 from kvfold.evaluation import Row, Text, compare, decoding, domains, load_text, reference, score, windows
-from kvfold.evaluation.schema import Sidecar, read_row, write_json
+from kvfold.evaluation.schema import Sidecar
 from kvfold.evaluation.suites import beginning
 from kvfold.evaluation.windows import encode
 from tiny_model import byte_tokenizer, tiny_llama
@@ -48,71 +46,6 @@ def folded_score(model, ids, method, truth, prefix):
         return score(model, ids, prefix, kvfold.fold(model, method), reference=truth)
     finally:
         kvfold.unfold(model)
-
-
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_default_text_is_clean_prose_and_always_the_same():
-    text = load_text()
-    assert text == load_text() and len(text.text) > 100_000
-    assert text.sha256 == hashlib.sha256(text.text.encode()).hexdigest()
-    assert ">>>" not in text.text and "::=" not in text.text and "****" not in text.text
-    paragraphs = text.text.strip().split("\n\n")
-    assert len(set(paragraphs)) == len(paragraphs)
-
-
-def test_a_file_is_read_as_it_is(tmp_path):
-    (tmp_path / "a.txt").write_text("\ufeffGrüße, folded.\n", encoding="utf-8")
-    assert load_text(tmp_path / "a.txt").text == "Grüße, folded.\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "says"), [(b"", "empty"), (b" \n\t ", "empty"), (b"\xff\xfe\x00", "not UTF-8"), (b"a\0b", "zero bytes")]
-)
-def test_what_is_not_text_is_refused(tmp_path, content, says):
-    (tmp_path / "x").write_bytes(content)
-    with pytest.raises(KVFoldError, match=f"^text: .*{says}"):
-        load_text(tmp_path / "x")
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(KVFoldError, match=r"^text: cannot read"):
-            load_text(path)
-
-
-@pytest.mark.parametrize(
-    ("counts", "says"),
-    [
-        ((63, 96, 8, None), "^prefix: 63 is too small"),
-        ((320, 31, 8, None), "^tokens: 31 is too small"),
-        ((320, 96, 1, None), "^new_tokens: 1 is too small; give at least 2"),
-        ((320, 96, 8, 400), "^tokens: .*beyond the model's context of 400; give at most 72"),
-        ((320, 96, 8, 300), "^prefix: 320 .* do not fit .* 300; give at most 196 with 96 tokens scored"),
-        (([64, 320], 96, 8, 300), "^prefix: 320 .* do not fit .* 300"),
-        (([320, 63], 96, 8, None), "^prefix: 63 is too small"),
-        (([], 96, 8, None), "^prefix: none given"),
-        (([64, 10**6], 96, 8, None), "^text: .* needed .prefix 1000000 "),
-        ((10**6, 96, 8, None), "^text: .* give a longer text"),
-    ],
-)
-def test_counts_that_do_not_fit_name_what_is_allowed(counts, says):
-    with pytest.raises(KVFoldError, match=says):
-        encode(byte_tokenizer(), load_text(), *counts)
-
-
-def test_every_prefix_is_followed_by_the_same_tokens_and_begins_as_the_tokenizer_begins_texts():
-    text = Text("abcdefghij" * 100, "t")
-    found = encode(byte_tokenizer(), text, [320, 64, 320], 32, 2, None)
-    assert list(found) == [64, 320] and [ids.shape for ids in found.values()] == [(1, 97), (1, 353)]
-    assert torch.equal(found[64], found[320][:, -97:])
-    begins = byte_tokenizer()
-    begins.add_special_tokens({"bos_token": "<s>"})
-    begins._tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 258)])
-    found = encode(begins, text, [64, 320], 32, 2, None)
-    assert found[64][0, 0] == found[320][0, 0] == 258
-    assert torch.equal(found[64][:, 1:], found[320][:, -96:])
 
 
 # ---- scoring ---------------------------------------------------------------------------------------------------------
@@ -479,49 +412,6 @@ def test_repeated_methods_run_once_and_no_method_is_an_error(tiny):
     assert len(result.rows) == 1
     with pytest.raises(KVFoldError, match="methods: none given"):
         run(tiny, methods=[])
-
-
-# ---- schema ----------------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_another_schema_are_refused():
-    with pytest.raises(KVFoldError, match="row: fields"):
-        read_row(Row, {"method": "none"})
-
-
-def test_rows_of_before_a_field_was_there_are_read():
-    """Those of `kvfold domains` with one prefix, in the header; then a retrieval row's own was what its pairs filled."""
-    row = {"method": "kivi", "window": 0, "tokens": 250, "bits_without_tables": 3.0, "effective_bits": 3.0, "ppl": 9.0}
-    row |= {"kld": 0.1, "top1": 0.9, "seconds": 1.0}
-    prose, retrieval = {"domain": "prose", "prefix": 1024, "exact": None}, {"domain": "retrieval", "prefix": 1003}
-    rows = domains.read_rows({"header": {"prefix": 1024}, "rows": [row | prose, row | retrieval | {"exact": 0.5}]})
-    assert [(r.domain, r.prefix, r.prefilled, r.exact) for r in rows] == [
-        ("prose", 1024, 1024, None),
-        ("retrieval", 1024, 1003, 0.5),
-    ]
-    assert {r.tested for r in rows} == {None}
-
-
-def test_writing_replaces_a_result_in_one_step(tmp_path):
-    path = tmp_path / "out.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(ValueError):
-        write_json(path, {"a": float("nan")})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
-
-
-def test_paths_that_cannot_be_written_are_found_before_the_work(tmp_path):
-    with pytest.raises(KVFoldError, match=r"json: .* is a folder"):
-        files.check(tmp_path, "json")
-    with pytest.raises(KVFoldError, match="json: there is no folder"):
-        files.check(tmp_path / "no" / "out.json", "json")
-    files.check(tmp_path / "out.json", "json")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_text_carries_its_hash():
-    assert Text("a", "b").sha256 == hashlib.sha256(b"a").hexdigest()
 
 
 # ---- domains ---------------------------------------------------------------------------------------------------------

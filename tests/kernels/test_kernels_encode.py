@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton.compiler import ASTSource
 
+from encode_case import allocate, assert_same_bytes, check, plain_zero, poisoned, random, raw
 from helpers import ENCODING, feed, interpreted_module, layer, packed_fields, spec, tokens
 from kvfold.formats import AffineGroups
 from kvfold.formats.affine import FP16_MAX
@@ -20,7 +20,6 @@ from kvfold.formats.paged import norms, plain
 from kvfold.kernels import encode as compiled
 from kvfold.methods import Observation, get
 from kvfold.methods.base import finite
-from kvfold.methods.innerq import InnerQ
 
 MODES = ("asym", "sym", "hybrid")
 BITS = (1, 2, 3, 4, 8)
@@ -41,68 +40,6 @@ def device(request):
 @pytest.fixture
 def kernels(device, interpreted):
     return compiled if device.type == "cuda" else interpreted
-
-
-def poisoned(fields):
-    for t in fields.values():
-        t.fill_(float("nan") if t.is_floating_point() else -1)
-    return fields
-
-
-def allocate(form, batch, heads, blocks, device):
-    return poisoned(form.allocate(batch, heads, blocks, device))
-
-
-def raw(x):
-    return x.contiguous().view(torch.uint8)
-
-
-def plain_zero(fields):
-    """Zero-points without the sign of 0: which zero is the smallest of several is nobody's promise."""
-    fields = {n: t.cpu() for n, t in fields.items()}
-    if "meta" in fields:
-        fields["meta"] = torch.where(fields["meta"] == 0, torch.zeros_like(fields["meta"]), fields["meta"])
-    return fields
-
-
-def assert_same_bytes(got, want, form, x):
-    """Equal bytes; hybrid groups may choose either mode where float32 cannot tell the two errors apart."""
-    got, want = plain_zero(got), plain_zero(want)
-    different = {n: int((raw(got[n]) != raw(want[n])).sum()) for n in want}
-    if not any(different.values()):
-        return
-    assert form.mode == "hybrid", f"bytes that differ: {different}"
-    truth = form._split(finite(x.cpu()))
-    ours, theirs = (form._split(form.decode(f)) for f in (got, want))
-    mixed = (ours != theirs).any(-1)
-    within = mixed & (truth.abs().amax(-1) <= FP16_MAX)  # groups beyond fp16 saturate, here in the better mode
-    assert within.sum() <= max(2, 0.01 * mixed.numel()), f"bytes that differ: {different}"
-    ours, theirs = ((y - truth)[mixed].double().square().sum(-1) for y in (ours, theirs))
-    assert (ours <= theirs * (1 + 1e-5)).all()
-
-
-def check(kernels, device, form, x, **options):
-    """Encode ``x`` at an offset into poisoned storage; compare, and see that nothing else was written."""
-    batch, heads, count, _ = x.shape
-    blocks = count // form.block
-    out = allocate(form, batch, heads, blocks + 3, device)
-    kernels.encode_blocks(x.to(device) if x.device != device else x, out, form, 2, **options)
-    want = form.encode(finite(x.cpu()), **{k: v for k, v in options.items() if k == "mode"})
-    assert_same_bytes({n: t[:, :, 2:-1] for n, t in out.items()}, want, form, x)
-    untouched = poisoned({n: t.clone() for n, t in out.items()})
-    for name, t in out.items():
-        for part in (slice(0, 2), slice(blocks + 2, None)):
-            assert torch.equal(raw(t[:, :, part]), raw(untouched[name][:, :, part])), f"{name}: written out of bounds"
-
-
-def random(*shape, seed=0):
-    """Channels of different size and offset, tokens of different offset: neither of a hybrid's modes always wins."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape):
-        return torch.randn(shape, generator=generator)
-
-    return randn(*shape) * torch.exp(randn(shape[-1])) + 4 * randn(shape[-1]) + 4 * randn(shape[-2], 1)
 
 
 # ---- encode_blocks ---------------------------------------------------------------------------------------------------
@@ -645,92 +582,3 @@ def test_shapes_that_do_not_fit_are_refused(interpreted):
             fields,
             form,
         )
-
-
-# ---- compiled ahead of time ------------------------------------------------------------------------------------------
-
-POINTERS = {
-    "*i32": (
-        "codes_out",
-        "k_codes",
-        "v_codes",
-        "aux_out",
-        "k_aux",
-        "v_aux",
-        "total_len",
-        "packed_len",
-        "sink_len",
-        "recent_len",
-        "ticket",
-        "counts",
-    ),
-    "*i64": ("rows", "first_position", "boundary", "numbers"),
-    "*fp32": ("mean", "norm", "inverse", "update", "inv_freq"),
-    "*fp16": ("meta_out", "k_meta", "v_meta"),
-    "*bf16": ("x", "key", "value", "sink_k", "sink_v", "ring_k", "ring_v"),
-    "fp32": ("rope_factor",),
-}
-
-
-def compile_ahead(function, fixed, warps, capability):
-    from kvfold.kernels.aot import _compile
-
-    types = {name: kind for kind, names in POINTERS.items() for name in names}
-    names = function.arg_names
-    fixed = {**fixed, "WARPS": warps, **{n: 1 for n in names if n.endswith("stride_c")}}
-    signature = {n: "constexpr" if n in fixed else types.get(n, "i64" if "stride" in n else "i32") for n in names}
-    multiples = {n for n in names if signature[n].startswith("*") or ("stride" in n and n not in fixed)}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in multiples}
-    source = ASTSource(function, signature, {(names.index(n),): v for n, v in fixed.items()}, aligned)
-    return _compile(source, capability, num_warps=warps, num_stages=1, enable_fp_fusion=False)
-
-
-def shapes(head_dim, method="kivi", bits=2, group=32):
-    shape = spec(head_dim)
-    paper = ",paper=true" if method == "innerq" else ""  # statistics of a sequence, which kernels take with the keys
-    method = get(f"{method}:bits={bits},group={group}{paper}")
-    width = head_dim // 2 if method.query_window else 0
-    inner = isinstance(method, InnerQ)
-    return plain(method.key_format(shape)), method.value_format(shape), {"MEAN": inner, "NORM": inner, "WIDTH": width}
-
-
-AHEAD = {
-    **{f"{m}-sm{c}": (shapes(128, m), c) for m in ("kivi", "innerq", "squat") for c in (80, 90, 100)},
-    **{f"{m}-d{d}": (shapes(d, m), 90) for m in ("kivi", "innerq", "squat") for d in (64, 256)},
-    "kivi-g128-d256": (shapes(256, "kivi", group=128), 90),
-    "innerq-3bit": (shapes(128, "innerq", bits=3), 90),
-    "kivi-8bit": (shapes(128, "kivi", bits=8), 90),
-}
-
-
-@pytest.mark.parametrize("case", AHEAD.values(), ids=AHEAD.keys())
-def test_kernels_compile_without_spills(case):
-    (key_format, value_format, how), capability = case
-    nothing = {"MEAN": False, "NORM": False, "WIDTH": 0}
-    for form, options in ((key_format, how), (value_format, nothing)) if capability == 90 else ():
-        tile, group, axis, mode, bits = compiled._constants(form)
-        fixed = {"T": tile, "D": form.head_dim, "G": group, "AXIS": axis, "MODE": mode, "BITS": bits}
-        fixed |= {"VALUE": form.operand == "value", "ROWS": True, "RING": True, "ROPE": False, **options}
-        fixed |= {"NUMBERS": options["WIDTH"] > 0}
-        warps = compiled._warps(form, cut=options["WIDTH"] > 0)
-        report = compile_ahead(compiled._encode_kernel, fixed, warps, capability)
-        assert report.spilled == 0
-    fixed = {"BLOCK": key_format.block, "NEW": 1, "CLOSE": True, "ADVANCE": True, "COUNTS": True, "ROPE": False}
-    for letter, form in (("K", key_format), ("V", value_format)):
-        tile, group, axis, mode, bits = compiled._constants(form)
-        fixed |= {f"{letter}T": tile, f"{letter}G": group, f"{letter}_AXIS": axis}
-        fixed |= {f"{letter}_MODE": mode, f"{letter}_BITS": bits}
-    fixed |= {"D": key_format.head_dim, "BOUNDARY": key_format.mode == "hybrid", **how}
-    warps = compiled._warps(key_format, value_format, cut=how["WIDTH"] > 0)
-    spilled = compile_ahead(compiled._step_kernel, fixed, warps, capability).spilled
-    assert spilled <= (96 if how["WIDTH"] == 128 else 0)  # a warp's share of 256 channels, and of two slices of them
-
-
-def test_un_rotating_kernels_compile():
-    key_format, _, how = shapes(128, "squat")
-    tile, group, axis, mode, bits = compiled._constants(key_format)
-    fixed = {"T": tile, "D": 128, "G": group, "AXIS": axis, "MODE": mode, "BITS": bits, "VALUE": False, "ROWS": False}
-    report = compile_ahead(
-        compiled._encode_kernel, {**fixed, "RING": False, "ROPE": True, "NUMBERS": True, **how}, 4, 90
-    )
-    assert report.spilled < 64  # the exact sine's table of 2 / pi lies on the stack

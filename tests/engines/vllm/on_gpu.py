@@ -222,7 +222,8 @@ def apart(a, b):
 def on_gpu(name):
     """One method; a line of results."""
     import torch
-    from checks import Engine, bytes_since, prompt
+    from checks import bytes_since
+    from engine import Engine, prompt
 
     folder = Path(os.environ[FOLDER])
     path, chosen = str(folder / "model"), {"attention_backend": "CUSTOM"}

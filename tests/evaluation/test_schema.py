@@ -1,0 +1,53 @@
+"""Rows and headers as files."""
+
+import hashlib
+import json
+
+import pytest
+
+from kvfold import files
+from kvfold.errors import KVFoldError
+from kvfold.evaluation import Row, Text, domains
+from kvfold.evaluation.schema import read_row, write_json
+
+PREFIX, TOKENS = 320, 96
+
+
+def test_rows_of_another_schema_are_refused():
+    with pytest.raises(KVFoldError, match="row: fields"):
+        read_row(Row, {"method": "none"})
+
+
+def test_rows_of_before_a_field_was_there_are_read():
+    """Those of `kvfold domains` with one prefix, in the header; then a retrieval row's own was what its pairs filled."""
+    row = {"method": "kivi", "window": 0, "tokens": 250, "bits_without_tables": 3.0, "effective_bits": 3.0, "ppl": 9.0}
+    row |= {"kld": 0.1, "top1": 0.9, "seconds": 1.0}
+    prose, retrieval = {"domain": "prose", "prefix": 1024, "exact": None}, {"domain": "retrieval", "prefix": 1003}
+    rows = domains.read_rows({"header": {"prefix": 1024}, "rows": [row | prose, row | retrieval | {"exact": 0.5}]})
+    assert [(r.domain, r.prefix, r.prefilled, r.exact) for r in rows] == [
+        ("prose", 1024, 1024, None),
+        ("retrieval", 1024, 1003, 0.5),
+    ]
+    assert {r.tested for r in rows} == {None}
+
+
+def test_writing_replaces_a_result_in_one_step(tmp_path):
+    path = tmp_path / "out.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_paths_that_cannot_be_written_are_found_before_the_work(tmp_path):
+    with pytest.raises(KVFoldError, match=r"json: .* is a folder"):
+        files.check(tmp_path, "json")
+    with pytest.raises(KVFoldError, match="json: there is no folder"):
+        files.check(tmp_path / "no" / "out.json", "json")
+    files.check(tmp_path / "out.json", "json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_carries_its_hash():
+    assert Text("a", "b").sha256 == hashlib.sha256(b"a").hexdigest()
