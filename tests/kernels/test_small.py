@@ -47,6 +47,18 @@ def test_a_norm_is_that_of_its_definition(rounding, shape, where):
     assert (got != want).float().mean() < 0.02
 
 
+@pytest.mark.parametrize("rounding", compiled.ROUNDINGS)
+def test_a_norm_of_a_sum_is_that_of_the_sum(rounding, where):
+    """And the sum is written, rounded as Torch rounds it."""
+    kernels, dtype = where
+    torch.manual_seed(0)
+    x, more = (3 * torch.randn(2, 1, 1536).to(dtype) for _ in range(2))
+    weight, total = torch.randn(1536).to(dtype), torch.full_like(x, float("nan"))
+    got = kernels.added_norm(x, more, total, weight, 1e-6, rounding)
+    assert torch.equal(total, x + more)
+    assert torch.equal(got, kernels.rms_norm(x + more, weight, 1e-6, rounding))
+
+
 @pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_rotation_is_that_of_its_definition_to_the_last_bit(dim, alike, where):

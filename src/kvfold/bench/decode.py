@@ -159,7 +159,7 @@ class Captured:
 
 
 def full_precision(model: PreTrainedModel, batch: int, context: int) -> list[Captured]:
-    """Steps over a bf16 cache by SDPA's flash and cuDNN kernels; small operations as in a folded step."""
+    """Steps over a bf16 cache by SDPA's flash and cuDNN kernels; norms, products and all else as in a folded step."""
     from kvfold.engines.transformers.fused import small_operations
 
     config, device = model.config, model.device
@@ -223,7 +223,7 @@ def timed(
 def measure(shape: str, batch: int, context: int, methods: list[str]) -> list[DecodeRow]:
     """Full precision first, then each method, in one run."""
     device = torch.device("cuda")
-    model, env = build(shape, device), environment()
+    model, env = build(shape, device, compiled=False), environment()
     rows: list[DecodeRow] = []
     for method in ("bf16", *methods):
         progress(f"{shape} B={batch} N={context}: {method}")

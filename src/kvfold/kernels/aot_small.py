@@ -3,7 +3,9 @@
 import triton
 from triton.compiler import ASTSource
 
+from kvfold.kernels._row import row_kernel
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
+from kvfold.kernels.product import Plan, make_plan
 from kvfold.kernels.small import (
     OPTIONS,
     ROUNDINGS,
@@ -18,8 +20,14 @@ from kvfold.kernels.small import (
 
 def compile_norm(size: int, rounding: Rounding = ROUNDINGS[0], bf16: bool = True, capability: int = 90) -> Report:
     """Compile the kernel of a norm over ``size`` numbers."""
-    fixed = {"D": size, "DP": triton.next_power_of_2(size), "ROUNDING": rounding}
-    names = ["x_ptr", "weight_ptr", "out_ptr"]
+    fixed = {
+        "D": size,
+        "DP": triton.next_power_of_2(size),
+        "ROUNDING": rounding,
+        "ADDS": True,
+        "EARLY": capability >= 90,
+    }
+    names = ["x_ptr", "more_ptr", "weight_ptr", "sum_ptr", "out_ptr"]
     types = dict.fromkeys(names, _width(bf16)) | {"eps": "fp32"}
     source = ASTSource(_norm_kernel, *_signature(_norm_kernel, fixed, types), _aligned(_norm_kernel, names))
     return _compile(source, capability, num_warps=warps_of(size), **OPTIONS)
@@ -27,7 +35,7 @@ def compile_norm(size: int, rounding: Rounding = ROUNDINGS[0], bf16: bool = True
 
 def compile_rotate(head_dim: int, bf16: bool = True, capability: int = 90) -> Report:
     """Compile the kernel that rotates queries and keys."""
-    fixed = {"D": head_dim, "DP": triton.next_power_of_2(head_dim)}
+    fixed = {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "EARLY": capability >= 90}
     names = ["q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "q_out", "k_out"]
     types = dict.fromkeys(names, _width(bf16))
     source = ASTSource(_rotate_kernel, *_signature(_rotate_kernel, fixed, types), _aligned(_rotate_kernel, names))
@@ -37,7 +45,7 @@ def compile_rotate(head_dim: int, bf16: bool = True, capability: int = 90) -> Re
 def compile_gate(bf16: bool = True, capability: int = 90) -> Report:
     """Compile the kernel of gates."""
     names = ["gate_ptr", "up_ptr", "out_ptr"]
-    signature = _signature(_gate_kernel, {"N": 512}, dict.fromkeys(names, _width(bf16)))
+    signature = _signature(_gate_kernel, {"N": 512, "EARLY": capability >= 90}, dict.fromkeys(names, _width(bf16)))
     source = ASTSource(_gate_kernel, *signature, _aligned(_gate_kernel, names))
     return _compile(source, capability, num_warps=4, **OPTIONS)
 
@@ -56,3 +64,23 @@ def compile_statistics(head_dim: int, bf16: bool = True, capability: int = 90) -
     signature = _signature(_statistics_kernel, fixed, types)
     source = ASTSource(_statistics_kernel, *signature, _aligned(_statistics_kernel, list(types)[:-1]))
     return _compile(source, capability, num_warps=1, **OPTIONS)
+
+
+def compile_row(
+    channels: int, gated: bool = False, bf16: bool = True, capability: int = 90, plan: Plan | None = None
+) -> Report:
+    """Compile the kernel of products of one row."""
+    rows, part, ahead, warps = plan or make_plan(channels, gated)
+    fixed = {
+        "K": channels,
+        "R": rows,
+        "C": part,
+        "AHEAD": ahead,
+        "HAS_BIAS": True,
+        "GATED": gated,
+        "EARLY": capability >= 90,
+    }
+    names = ["x_ptr", "weight_ptr", "other_ptr", "bias_ptr", "out_ptr"]
+    signature = _signature(row_kernel, fixed, dict.fromkeys(names, _width(bf16)))
+    source = ASTSource(row_kernel, *signature, _aligned(row_kernel, names))
+    return _compile(source, capability, num_warps=warps)

@@ -52,8 +52,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     A learned sink (HAS_SINKS; one per query head, in natural units) is what the sum begins with.
     """
     if EARLY:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     channel = tl.program_id(1) * PART + tl.arange(0, PART)
     first = (row // rows).to(tl.int64) * splits * rows + row % rows

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvfold.formats.paged import NORM_STEPS, norms
+from kvfold.kernels.partials import early_launch, overlaps_launches
 
 Rounding = Literal["normed", "whole", "above one"]
 """What of a norm is rounded: what is then multiplied by the weight (Llama); the product alone (OLMo 2, GPT-OSS); the product
@@ -49,29 +50,42 @@ def gated_by_definition(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["eps"])
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, DP: tl.constexpr, ROUNDING: tl.constexpr
+    x_ptr, more_ptr, weight_ptr, sum_ptr, out_ptr, eps,
+    D: tl.constexpr, DP: tl.constexpr, ROUNDING: tl.constexpr, ADDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row of D numbers; DP is D padded to a power of two."""
+    """One program: one row of D numbers, or (ADDS) of the sum of two, which is written. DP is D padded to a power of two."""
     row = tl.program_id(0).to(tl.int64) * D
     at = tl.arange(0, DP)
     inside = at < D
-    x = tl.load(x_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    kind = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        more = tl.load(more_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
+        both = (x + more).to(kind)
+        tl.store(sum_ptr + row + at, both, mask=inside)
+        x = both.to(tl.float32)
     mean = tl.reduce(x * x, 0, tl.standard._sum_combine) * (1.0 / D)
     normed = x * tl.rsqrt(mean + eps)
     if ROUNDING == "normed":
-        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
+        normed = normed.to(kind).to(tl.float32)
     if ROUNDING == "above one":
         weight = weight + 1.0
-    tl.store(out_ptr + row + at, (normed * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row + at, (normed * weight).to(kind), mask=inside)
 
 
 @triton.jit(do_not_specialize=["heads"])
 def _rotate_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out, k_out, q_batch, q_head, k_batch, k_head, angles, heads,
-    D: tl.constexpr, DP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of the queries, or after those of the keys, of one sequence. Grid: (heads of both, batch)."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     at = tl.arange(0, DP)
@@ -94,8 +108,11 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"])
-def _gate_kernel(gate_ptr, up_ptr, out_ptr, count, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate_kernel(gate_ptr, up_ptr, out_ptr, count, N: tl.constexpr, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program: N numbers."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     inside = at < count
     kind = out_ptr.dtype.element_ty
@@ -145,11 +162,30 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Roundi
     -------
     Tensor, as ``x``
     """
-    out, size = x.new_empty(x.shape), x.shape[-1]
-    _norm_kernel[(x.numel() // size,)](
-        x, weight, out, eps, D=size, DP=triton.next_power_of_2(size), ROUNDING=rounding, num_warps=warps_of(size), **OPTIONS
-    )  # fmt: skip
+    out = x.new_empty(x.shape)
+    _norm(x, None, weight, None, out, eps, rounding)
     return out
+
+
+def added_norm(
+    x: torch.Tensor, more: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding
+) -> torch.Tensor:
+    """:func:`rms_norm` of ``x + more``, a sum that is written to ``total``; all are shaped like ``x``."""
+    out = x.new_empty(x.shape)
+    _norm(x, more, weight, total, out, eps, rounding)
+    return out
+
+
+def _norm(
+    x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, total: torch.Tensor | None, out: torch.Tensor,
+    eps: float, rounding: Rounding,
+) -> None:  # fmt: skip
+    size, early = x.shape[-1], overlaps_launches(x.device)
+    _norm_kernel[(x.numel() // size,)](
+        x, x if more is None else more, weight, out if total is None else total, out, eps, D=size,
+        DP=triton.next_power_of_2(size), ROUNDING=rounding, ADDS=more is not None, EARLY=early, num_warps=warps_of(size),
+        **early_launch(early), **OPTIONS,
+    )  # fmt: skip
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,10 +203,10 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
         As ``q`` and ``k``.
     """
     batch, heads, _, dim = q.shape
-    outs = q.new_empty(q.shape), k.new_empty(k.shape)
+    outs, early = (q.new_empty(q.shape), k.new_empty(k.shape)), overlaps_launches(q.device)
     _rotate_kernel[(heads + k.shape[1], batch)](
         q, k, cos, sin, *outs, q.stride(0), q.stride(1), k.stride(0), k.stride(1), dim if cos.shape[0] > 1 else 0, heads,
-        D=dim, DP=triton.next_power_of_2(dim), num_warps=1, **OPTIONS,
+        D=dim, DP=triton.next_power_of_2(dim), EARLY=early, num_warps=1, **early_launch(early), **OPTIONS,
     )  # fmt: skip
     return outs
 
@@ -186,8 +222,10 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     -------
     Tensor, as ``gate``
     """
-    out, numbers = gate.new_empty(gate.shape), 512
-    _gate_kernel[(triton.cdiv(gate.numel(), numbers),)](gate, up, out, gate.numel(), N=numbers, num_warps=4, **OPTIONS)
+    out, numbers, early = gate.new_empty(gate.shape), 512, overlaps_launches(gate.device)
+    _gate_kernel[(triton.cdiv(gate.numel(), numbers),)](
+        gate, up, out, gate.numel(), N=numbers, EARLY=early, num_warps=4, **early_launch(early), **OPTIONS
+    )
     return out
 
 

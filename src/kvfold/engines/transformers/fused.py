@@ -15,8 +15,9 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
+from kvfold.engines.transformers import rows
 from kvfold.engines.transformers.compiled import plain
-from kvfold.kernels import small
+from kvfold.kernels import product, small
 
 ROTATE = "apply_rotary_pos_emb"
 """What Transformers' models call it, each in a module of its own."""
@@ -30,11 +31,12 @@ Style = tuple[small.Rounding, float]
 
 
 class Found(NamedTuple):
-    """What one kernel each serves: norms, gates, and by Python module the function that rotates."""
+    """What one kernel each serves: norms, gates, by Python module the function that rotates, and products of one row."""
 
     norms: list[tuple[nn.Module, Style]]
     gates: list[nn.Module]
     turned: dict[Any, Callable[..., Any]]
+    products: list[nn.Linear]
 
 
 _known: dict[tuple[Any, ...], small.Rounding | None] = {}
@@ -126,11 +128,17 @@ def _gated(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     if args or kwargs or not serves(x):
         return type(module).forward(module, x, *args, **kwargs)
     gate, up, down = (getattr(module, name) for name in PROJECTIONS)
+    if all(rows.is_served(m) and m.bias is None and rows.is_row(m, x) for m in (gate, up)):
+        return down(product.gated_row_product(x, gate.weight, up.weight))
     return down(small.gated(gate(x), up(x)))
 
 
 def _norm(module: nn.Module, style: Style, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     weight: Any = module.weight
+    if type(x) is rows.Sum:
+        if not args and not kwargs and serves(x, weight):
+            return rows.norm(x, weight, style[1], style[0])
+        x = rows.plain(x)
     if args or kwargs or not serves(x, weight) or not x.is_contiguous():
         return type(module).forward(module, x, *args, **kwargs)
     return small.rms_norm(x, weight, style[1], style[0])
@@ -183,7 +191,14 @@ def find(model: PreTrainedModel) -> Found:
     """
     norms = [(module, style) for module in model.modules() if (style := norm_style(module)) is not None]
     gates = [module for module in model.modules() if is_gated(module)]
-    return Found(norms, gates, rotations(model) if model.dtype in HALVES else {})
+    return Found(norms, gates, rotations(model) if model.dtype in HALVES else {}, products(model))
+
+
+def products(model: nn.Module) -> list[nn.Linear]:
+    """A model's products that :mod:`kvfold.engines.transformers.rows` runs where a step has one row; none within what somebody
+    compiled."""
+    inside = {id(m) for outer in model.modules() if outer._compiled_call_impl for m in outer.modules()}
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and id(m) not in inside and rows.serves(m)]
 
 
 def described(model: PreTrainedModel) -> str:
@@ -199,7 +214,10 @@ def described(model: PreTrainedModel) -> str:
     if not any((found.norms, found.gates, found.turned)):
         return f"a decode graph runs the model's own operations ({', '.join(named)} by a kernel)" if named else ""
     each = "by one kernel each, where they are given 16 bits; the rest is the model's own"
-    return f"a decode graph runs {', '.join(named)} {each}"
+    early = (
+        f"; of one sequence, {len(found.products)} products whose weights are asked for early" if found.products else ""
+    )
+    return f"a decode graph runs {', '.join(named)} {each}{early}"
 
 
 @contextmanager
@@ -208,17 +226,20 @@ def small_operations(model: PreTrainedModel) -> Iterator[int]:
     if _is_compiled(model):
         yield 0
         return
-    norms, gates, turned = find(model)
+    norms, gates, turned, linear = find(model)
+    waits = not any(module._compiled_call_impl for module in model.modules())  # what is compiled wants plain tensors
     for module, style in norms:
         module.forward = partial(_norm, module, style)
     for module in gates:
         module.forward = partial(_gated, module)
+    for module in linear:
+        module.forward = partial(rows.forward, module, waits)  # type: ignore[method-assign]
     for place, own in turned.items():
         setattr(place, ROTATE, _rotation(own))
     try:
-        yield len(norms) + len(gates) + len(turned)
+        yield len(norms) + len(gates) + len(turned) + len(linear)
     finally:
-        for module in (*(module for module, _ in norms), *gates):
+        for module in (*(module for module, _ in norms), *gates, *linear):
             del module.forward
         for place, own in turned.items():
             setattr(place, ROTATE, own)

@@ -1,0 +1,68 @@
+"""One row times a weight: products of a decode step, whose weights are on their way before the row is there.
+
+Torch's kernels begin to read a weight when the kernel before has ended, and end program by program while nothing else runs.
+From sm_90 on these are launched while the kernel before still runs: a program asks for its weights, waits for that kernel's
+end, and then reads the row. Products are summed in float32, in another order than Torch's.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from kvfold.kernels._row import row_kernel
+from kvfold.kernels.partials import early_launch, overlaps_launches
+
+
+class Plan(NamedTuple):
+    """Rows of the weight that a program takes, channels it reads at once, how many of those before it waits, and warps."""
+
+    rows: int
+    channels: int
+    ahead: int
+    warps: int
+
+
+def make_plan(channels: int, gated: bool) -> Plan:
+    """A launch shape for weights of so many channels."""
+    part = min(1024, triton.next_power_of_2(channels))
+    return Plan(1 if gated else 2, part, min(4, triton.cdiv(channels, part)), 4)
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor | None, bias: torch.Tensor | None, plan: Plan | None
+) -> torch.Tensor:
+    count, channels = weight.shape
+    plan = plan or make_plan(channels, other is not None)
+    out, early = x.new_empty(*x.shape[:-1], count), overlaps_launches(x.device)
+    row_kernel[(triton.cdiv(count, plan.rows),)](
+        x, weight, weight if other is None else other, weight if bias is None else bias, out, count, K=channels, R=plan.rows,
+        C=plan.channels, AHEAD=plan.ahead, HAS_BIAS=bias is not None, GATED=other is not None, EARLY=early,
+        num_warps=plan.warps, **early_launch(early),
+    )  # fmt: skip
+    return out
+
+
+def row_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, plan: Plan | None = None
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` of one row.
+
+    Parameters
+    ----------
+    x : Tensor, float16 or bfloat16 [..., channels], one row, contiguous
+    weight : Tensor, of the same dtype [count, channels], contiguous, rows of a multiple of 16 bytes
+    bias : Tensor or None, of the same dtype [count]
+    plan : Plan or None
+        Another launch shape than the one that is chosen.
+
+    Returns
+    -------
+    Tensor [..., count]
+    """
+    return _launch(x, weight, None, bias, plan)
+
+
+def gated_row_product(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, plan: Plan | None = None) -> torch.Tensor:
+    """SiLU of ``x @ gate.T``, times ``x @ up.T``, of one row; otherwise as :func:`row_product`."""
+    return _launch(x, gate, up, None, plan)

@@ -1,0 +1,77 @@
+"""Sums that wait for a norm: they are computed once, whoever looks at them."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers import interpreted_module
+from kvfold.engines.transformers import rows
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(rows, "small", interpreted_module("kvfold.kernels.small"))
+
+
+def parts():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 1, 1, 64, dtype=torch.float16)
+    return a, b.as_subclass(rows.Product)
+
+
+LOOKS = {
+    "a product": lambda x: x * 2,
+    "in place": lambda x: x.add_(1),
+    "a slice": lambda x: x[..., :8],
+    "numbers": lambda x: torch.tensor(x.tolist()),
+    "within a list": lambda x: torch.cat([x, x]),
+    "where it lies": lambda x: torch.tensor(x.data_ptr() > 0),
+    "a sum": lambda x: torch.add(x, x, alpha=2),
+    "with a number": lambda x: x + 1,
+    "of another shape": lambda x: x + torch.ones(3, 1, 1, 1, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("turned", [False, True])
+def test_whoever_looks_at_a_sum_sees_it(look, turned):
+    a, b = parts()
+    total = b + a if turned else a + b
+    assert type(total) is rows.Sum and total.parts is not None
+    assert (total.shape, total.dtype, total.is_cuda) == (a.shape, a.dtype, False) and total.parts is not None
+    got, want = look(total), look(a + rows.plain(b))
+    assert torch.equal(rows.plain(got), want) and type(rows.plain(got)) is torch.Tensor
+
+
+def test_sums_of_sums_are_computed_in_turn():
+    a, b = parts()
+    want = a + rows.plain(b)
+    twice = (a + b) + (b + a)
+    assert type(twice) is rows.Sum and torch.equal(rows.plain(twice), want + want)
+    assert torch.equal(rows.plain(twice), want + want)  # and once
+
+
+def test_what_does_not_lie_alike_is_added_at_once():
+    a, b = parts()
+    assert type(a.float() + b) is torch.Tensor and type(a.expand(2, 1, 64) + b) is torch.Tensor
+    assert type(b.transpose(1, 2)) is torch.Tensor and type(b.unsqueeze(0)) is torch.Tensor
+
+
+def test_a_norm_computes_the_sum(interpreted):
+    a, b = parts()
+    weight, total = torch.ones(64, dtype=torch.float16), a + b
+    got = rows.norm(total, weight, 1e-5, "normed")
+    assert total.parts is None and torch.equal(rows.plain(total), a + rows.plain(b))
+    assert torch.equal(got, rows.small.rms_norm(a + rows.plain(b), weight, 1e-5, "normed"))
+    assert torch.equal(got, rows.norm(total, weight, 1e-5, "normed"))
+
+
+def test_rows_are_told_from_what_is_none():
+    layer = torch.nn.Linear(64, 8, dtype=torch.float16)
+    row = torch.randn(1, 1, 64, dtype=torch.float16)
+    assert rows.is_row(layer, row) and not rows.serves(layer)  # no GPU
+    assert not any(
+        rows.is_row(layer, x) for x in (row.float(), row.expand(2, 1, 64), row[..., ::2], row.view(2, 1, 32))
+    )
+    assert rows.forward(layer, True, row.expand(2, 1, 64)).shape == (2, 1, 8)
