@@ -65,9 +65,12 @@ def _step_kernel(
     key, k_stride_b, k_stride_h, k_stride_t, k_stride_c, value, v_stride_b, v_stride_h, v_stride_t, v_stride_c,
     sink_k, sink_v, ring_k, ring_v, keys, values, total_len, packed_len, sink_len, recent_len, ticket,
     tokens, heads, sinks, recent, slots, first_block, blocks,
-    BLOCK: tl.constexpr, D: tl.constexpr, NEW: tl.constexpr, ADVANCE: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, NEW: tl.constexpr, ADVANCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (2 heads, batch); even programs take keys, odd ones values."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0) // 2
     batch = tl.program_id(1)
     length = tl.load(total_len + batch).to(tl.int32)

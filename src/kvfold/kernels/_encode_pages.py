@@ -446,8 +446,12 @@ def _step_kernel(
     BOUNDARY: tl.constexpr,
     WARPS: tl.constexpr,
     EACH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: (2 heads / EACH, batch); even programs take keys, odd ones values. With EACH above 1, NEW is 0."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0) // 2
     if EACH > 1:
         head *= EACH

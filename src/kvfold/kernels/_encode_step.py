@@ -176,8 +176,12 @@ def _step_kernel(
     WIDTH: tl.constexpr,
     BOUNDARY: tl.constexpr,
     WARPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: (2 heads, batch); even programs take keys, odd ones values."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0) // 2
     batch = tl.program_id(1)
     length = tl.load(total_len + batch).to(tl.int32)

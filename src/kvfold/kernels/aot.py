@@ -348,6 +348,7 @@ def compile_dense_encoding(
     else:
         function = _encode_dense._step_kernel
         fixed = {"BLOCK": 32, "D": head_dim, "NEW": triton.next_power_of_2(tokens) if tokens else 0, "ADVANCE": advance}
+        fixed["EARLY"] = capability >= 90
         types = dict.fromkeys(("key", "value", "sink_k", "sink_v", "ring_k", "ring_v", "keys", "values"), width)
         types |= dict.fromkeys(("total_len", "packed_len", "sink_len", "recent_len", "ticket"), "*i32")
     fixed |= {n: 1 for n in function.arg_names if n.endswith("stride_c")}
@@ -458,7 +459,7 @@ def compile_step(
         tile, group, axis, mode, bits = encode._constants(form)
         fixed |= {f"{letter}T": tile, f"{letter}G": group, f"{letter}_AXIS": axis}
         fixed |= {f"{letter}_MODE": mode, f"{letter}_BITS": bits}
-    fixed |= {"MEAN": center, "NORM": norm, "ROPE": rope, "WIDTH": width}
+    fixed |= {"MEAN": center, "NORM": norm, "ROPE": rope, "WIDTH": width, "EARLY": capability >= 90}
     inputs = ("key", "value", "sink_k", "sink_v", "ring_k", "ring_v")
     warps = encode._warps(key_format, value_format, cut=rope or width > 0)
     return _compile_encode(_step_kernel, fixed, inputs, bf16, warps, capability)
@@ -516,7 +517,7 @@ def compile_pages_step(
     warps = max(k.warps, v.warps)
     fixed = {"BLOCK": k.inner.block, "NEW": triton.next_power_of_2(tokens) if tokens else 0, "CLOSE": True}
     fixed |= {"ADVANCE": advance, "COUNTS": counts, "BOUNDARY": boundary, "D": k.inner.head_dim}
-    fixed |= {"KEY": k.form, "VALUE": v.form, "WARPS": warps, "EACH": each}
+    fixed |= {"KEY": k.form, "VALUE": v.form, "WARPS": warps, "EACH": each, "EARLY": capability >= 90}
     inputs = ("key", "value", "sink_k", "sink_v", "ring_k", "ring_v")
     types = _words(k, "k_") | _words(v, "v_")
     return _compile_pages(_encode_pages._step_kernel, fixed, types, inputs, bf16, warps, capability)

@@ -33,6 +33,7 @@ from kvfold.formats.packing import UNIT
 from kvfold.kernels._encode_step import _step_kernel
 from kvfold.kernels._encode_tile import _encode_kernel
 from kvfold.kernels.lengths import Lengths
+from kvfold.kernels.partials import early_launch, overlaps_launches
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 HEAD_DIMS = (64, 128, 256)
@@ -336,6 +337,7 @@ def append_and_close(
     vt, vg, v_axis, v_mode, v_bits = _constants(v_form)
     warps = _warps(k_form, v_form, cut=how.update is not None or how.inv_freq is not None)
     new_k, new_v = (ring[0], ring[1]) if key is None or value is None else (key, value)
+    early = overlaps_launches(ring[0].device)
     _step_kernel[(2 * heads, batch)](
         new_k,
         *new_k.stride(),
@@ -388,9 +390,11 @@ def append_and_close(
         WIDTH=0 if how.update is None else dim - how.update.shape[-1],
         BOUNDARY=boundary is not None,
         WARPS=warps,
+        EARLY=early,
         num_warps=warps,
         num_stages=1,  # nothing to prefetch: a loop over due blocks runs once, if at all
         enable_fp_fusion=False,
+        **early_launch(early),
     )
 
 

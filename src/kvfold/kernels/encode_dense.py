@@ -12,6 +12,7 @@ from kvfold.formats.packing import UNIT
 from kvfold.kernels._encode_dense import _copy_kernel, _step_kernel
 from kvfold.kernels.encode import MAX_TOKENS, _or_any
 from kvfold.kernels.lengths import Lengths
+from kvfold.kernels.partials import early_launch, overlaps_launches
 
 
 def why_not(fmt: Format, device: torch.device) -> str | None:
@@ -157,6 +158,7 @@ def _launch(
     warps: int = 4,
 ) -> None:
     batch, heads, slots, dim = ring[0].shape
+    early = overlaps_launches(ring[0].device)
     _step_kernel[(2 * heads, batch)](
         new[0],
         *new[0].stride(),
@@ -181,5 +183,7 @@ def _launch(
         D=dim,
         NEW=triton.next_power_of_2(tokens) if tokens else 0,
         ADVANCE=lengths.ticket is not None,
+        EARLY=early,
         num_warps=warps,
+        **early_launch(early),
     )

@@ -40,6 +40,7 @@ from kvfold.kernels.encode import MAX_TOKENS, MODES, TOLERANCE, _difference, _or
 from kvfold.kernels.encode import _warps as affine_warps
 from kvfold.kernels.encode import unsupported as affine_unsupported
 from kvfold.kernels.lengths import Lengths
+from kvfold.kernels.partials import early_launch, overlaps_launches
 
 BASES = {UniformTokens: Hadamard, Lookup: Rotation, SignSketch: Sketch}
 """Maps that the kernels know before what they store."""
@@ -378,7 +379,7 @@ def append_and_close(
     if shapes[0][:2] != (batch, heads) or shapes[1] != shapes[0]:
         raise ValueError(f"fields: {tuple(shapes[0])}, {tuple(shapes[1])} for {batch} x {heads}")
     new_k, new_v = (ring[0], ring[1]) if key is None or value is None else (key, value)
-    warps, any_int = max(k.warps, v.warps), lengths.sink
+    warps, any_int, early = max(k.warps, v.warps), lengths.sink, overlaps_launches(ring[0].device)
     _step_kernel[(2 * heads // each, batch)](
         new_k,
         *new_k.stride(),
@@ -418,9 +419,11 @@ def append_and_close(
         BOUNDARY=boundary is not None,
         WARPS=warps,
         EACH=each,
+        EARLY=early,
         num_warps=warps,
         num_stages=1,
         enable_fp_fusion=False,
+        **early_launch(early),
     )
 
 

@@ -24,9 +24,11 @@ class Plan(NamedTuple):
 
 
 def make_plan(channels: int, gated: bool) -> Plan:
-    """A launch shape for weights of so many channels."""
-    part = min(1024, triton.next_power_of_2(channels))
-    return Plan(1 if gated else 2, part, min(4, triton.cdiv(channels, part)), 4)
+    """A launch shape for weights of so many channels. Up to 4,096 of them are all asked for before a program waits."""
+    long = 2048 < channels <= 4096 or (gated and channels > 4096)
+    rows, part, warps = (1, 1024, 4) if long else (1 if gated else 2, 512, 2)
+    part = min(part, triton.next_power_of_2(channels))
+    return Plan(rows, part, min(4, triton.cdiv(channels, part)), warps)
 
 
 def _launch(
