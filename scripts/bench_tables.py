@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvfold.bench.decode import TORCH
 from kvfold.bench.generate import DEFAULT
 from kvfold.bench.generate import STATIC as STATIC_CACHE
 from kvfold.bench.generation import PLAIN, STATIC
@@ -204,17 +205,23 @@ def modes() -> Table:
 
 
 def decode() -> Table:
-    lines = [
-        [
-            f"{row.model}, B={row.batch}, N={row.context:,}: `{row.method}`",
-            f"{row.ms:.2f}",
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.cache_gb:.1f}",
-            number(row.ratio, ".2f"),
-        ]
-        for row in rows("decode", "model", "batch", "context", "method")
-    ]
-    return ["model, batch, context, cache", "ms a step", "tokens/s", "cache, GB", "times as fast as bf16"], lines
+    found = rows("decode", "model", "batch", "context", "method")
+    plain = {(row.model, row.batch, row.context, row.commit): row.ms for row in found if row.method == TORCH}
+    lines = []
+    for row in found:
+        base = plain.get((row.model, row.batch, row.context, row.commit))
+        lines.append(
+            [
+                f"{row.model}, B={row.batch}, N={row.context:,}: `{row.method}`",
+                f"{row.ms:.2f}",
+                f"{row.tokens_per_s:,.0f}",
+                f"{row.cache_gb:.1f}",
+                number(row.ratio, ".2f"),
+                number(None if base is None or row.method == TORCH else base / row.ms, ".2f"),
+            ]
+        )
+    head = ["ms a step", "tokens/s", "cache, GB", "times as fast as bf16", "as bf16 by Torch"]
+    return ["model, batch, context, cache", *head], lines
 
 
 def generate() -> Table:

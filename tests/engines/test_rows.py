@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("triton")
 
-from helpers import interpreted_module
-from kvfold.engines.transformers import rows
+from helpers import build, interpreted_module, prompt
+from kvfold.engines.transformers import fused, rows
 
 
 @pytest.fixture
@@ -75,3 +76,51 @@ def test_rows_are_told_from_what_is_none():
         rows.is_row(layer, x) for x in (row.float(), row.expand(2, 1, 64), row[..., ::2], row.view(2, 1, 32))
     )
     assert rows.forward(layer, True, row.expand(2, 1, 64)).shape == (2, 1, 8)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Interpreted kernels in place of those of a GPU, for a whole step; counted."""
+    called = []
+    products = interpreted_module("kvfold.kernels.product", "kvfold.kernels._row")
+    operations = interpreted_module("kvfold.kernels.small")
+
+    def counting(of, name):
+        def call(*args):
+            called.append(name)
+            return getattr(of, name)(*args)
+
+        return call
+
+    for name in ("row_product", "gated_row_product"):
+        monkeypatch.setattr(rows.product, name, counting(products, name))
+    for name in ("rms_norm", "added_norm", "gated", "rotate"):
+        monkeypatch.setattr(rows.small, name, counting(operations, name))
+    monkeypatch.setattr(rows, "serves", lambda module: type(module) is torch.nn.Linear)
+    monkeypatch.setattr(
+        fused, "serves", lambda *tensors: all(getattr(t, "dtype", None) == torch.float16 for t in tensors)
+    )
+    monkeypatch.setattr(fused, "_known", {})
+    return called
+
+
+@pytest.mark.parametrize(("model", "config"), [(LlamaForCausalLM, LlamaConfig), (Gemma2ForCausalLM, Gemma2Config)])
+def test_a_models_step_stays(model, config, kernels):
+    """Of one sequence by rows, of two by the model's own products; logits are tensors like any other."""
+    model = build(model, config).to(torch.float16)
+    layers = model.config.num_hidden_layers
+    for batch in (1, 2):
+        ids = prompt(batch, 1)
+        with torch.no_grad():
+            want = model(ids).logits
+            with fused.small_operations(model):
+                got = model(ids).logits
+        assert type(got) is torch.Tensor and (got - want).norm() < 2e-3 * want.norm()
+    assert kernels.count("row_product") + 2 * kernels.count("gated_row_product") == 7 * layers + 1
+    if type(model) is LlamaForCausalLM:  # a sum of one sequence is computed by the norm after it, but for the first
+        assert (kernels.count("added_norm"), kernels.count("gated_row_product")) == (2 * layers, layers)
+    before = len(kernels)
+    with torch.no_grad(), fused.small_operations(model, products=False):
+        model(prompt(1, 1))
+    assert not any("row" in name for name in kernels[before:])
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -2,6 +2,8 @@
 
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 ROWS = Path("benchmarks/rows/decode.csv")
 METHODS = ("fold", "fold:bits=2", "kivi", "innerq:paper=true,mode=asym", "innerq:paper=true")
+TORCH = "bf16, Torch"
+"""Full precision as its user has it: norms and MLPs compiled, products Torch's."""
+PARTS = ("LlamaRMSNorm", "LlamaMLP")
+"""What is compiled of a model."""
 STEPS = 64
 
 
@@ -113,7 +119,7 @@ def build(
         finally:
             torch.set_default_dtype(torch.float32)
     for module in model.modules():
-        if compiled and type(module).__name__ in ("LlamaRMSNorm", "LlamaMLP"):
+        if compiled and type(module).__name__ in PARTS:
             module.compile(dynamic=dynamic)
     return model.eval()
 
@@ -158,8 +164,22 @@ class Captured:
         return replay_times(self.graph)
 
 
-def full_precision(model: PreTrainedModel, batch: int, context: int) -> list[Captured]:
-    """Steps over a bf16 cache by SDPA's flash and cuDNN kernels; norms, products and all else as in a folded step."""
+@contextmanager
+def compiled_parts(model: PreTrainedModel) -> Iterator[None]:
+    """Within it norms and MLPs are compiled, each kind once."""
+    parts = [module for module in model.modules() if type(module).__name__ in PARTS]
+    for module in parts:
+        module.compile()
+    try:
+        yield
+    finally:
+        for module in parts:
+            module._compiled_call_impl = None
+
+
+def full_precision(model: PreTrainedModel, batch: int, context: int, as_torch: bool = False) -> list[Captured]:
+    """Steps over a bf16 cache by SDPA's flash and cuDNN kernels; norms, products and all else as in a folded step, or
+    (``as_torch``) compiled norms and MLPs, and Torch's products."""
     from kvfold.engines.transformers.fused import small_operations
 
     config, device = model.config, model.device
@@ -174,7 +194,12 @@ def full_precision(model: PreTrainedModel, batch: int, context: int) -> list[Cap
     size = 2 * batch * config.num_key_value_heads * context * config.head_dim * 2 * config.num_hidden_layers
     found = []
     for backend in (torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-        with torch.no_grad(), torch.nn.attention.sdpa_kernel(backend), small_operations(model):
+        with (
+            torch.no_grad(),
+            torch.nn.attention.sdpa_kernel(backend),
+            compiled_parts(model) if as_torch else nullcontext(),
+            small_operations(model, products=not as_torch),
+        ):
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 for _ in range(2):
@@ -189,9 +214,9 @@ def full_precision(model: PreTrainedModel, batch: int, context: int) -> list[Cap
 
 
 def captured(model: PreTrainedModel, method: str, batch: int, context: int) -> list[Captured]:
-    """A method's step; ``bf16``: those of full precision, of which the fastest counts."""
-    if method == "bf16":
-        return full_precision(model, batch, context)
+    """A method's step; ``bf16`` and :data:`TORCH`: those of full precision, of which the fastest counts."""
+    if method in ("bf16", TORCH):
+        return full_precision(model, batch, context, method == TORCH)
     cache = filled(model, method, batch, context, STEPS + 32)
     graph = DecodeGraph(model, cache, STEPS + 16)
     return [Captured(graph.graph, cache.nbytes()["total"], graph)]
@@ -221,11 +246,11 @@ def timed(
 
 
 def measure(shape: str, batch: int, context: int, methods: list[str]) -> list[DecodeRow]:
-    """Full precision first, then each method, in one run."""
+    """Full precision first, with the products of a folded step and as Torch computes it, then each method, in one run."""
     device = torch.device("cuda")
     model, env = build(shape, device, compiled=False), environment()
     rows: list[DecodeRow] = []
-    for method in ("bf16", *methods):
+    for method in ("bf16", TORCH, *methods):
         progress(f"{shape} B={batch} N={context}: {method}")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

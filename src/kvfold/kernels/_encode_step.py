@@ -179,8 +179,7 @@ def _step_kernel(
     EARLY: tl.constexpr,
 ):
     """Grid: (2 heads, batch); even programs take keys, odd ones values."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:  # what attends begins after this kernel's end: its programs are to find empty multiprocessors
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(0) // 2
     batch = tl.program_id(1)

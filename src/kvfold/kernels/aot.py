@@ -361,7 +361,7 @@ def compile_dense_encoding(
 
 def compile_merge(head_dim: int = 128, capability: int = 90, has_sinks: bool = False) -> Report:
     """Compile the kernel that merges splits."""
-    fixed = {"D": head_dim, "PART": 32, "N": 64, "EARLY": capability >= 90, "HAS_SINKS": has_sinks}
+    fixed = {"D": head_dim, "PART": 32, "N": 64, "EARLY": capability >= 90, "HAS_SINKS": has_sinks, "SOON": True}
     types = {"part_out": "*fp32", "part_top": "*fp32", "part_sum": "*fp32", "out": "*fp16", "sinks": "*bf16"}
     source = ASTSource(merge_kernel, *_signature(merge_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=4)

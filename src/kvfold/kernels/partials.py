@@ -4,6 +4,8 @@ Kernels that read packed storage write one partial result per query row and spli
 for the tokens in full precision. All have one format, so one merge serves any mixture of them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,6 +19,22 @@ from kvfold.kernels.call import AttentionCall, Span
 LOG2E = 1.4426950408889634
 MANY_ROWS = 4096
 """Query rows from which on the merge has programs enough without cutting rows to pieces of 32 channels."""
+
+
+_product_follows = [False]
+
+
+@contextmanager
+def product_follows() -> Iterator[None]:
+    """Within it a product by a weight follows attention: it may begin, and ask for the weight, while attention runs.
+
+    Other kernels of attention may not: their programs would not find multiprocessors that are equally busy.
+    """
+    _product_follows.append(True)
+    try:
+        yield
+    finally:
+        _product_follows.pop()
 
 
 @lru_cache
@@ -46,14 +64,19 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     EARLY: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    SOON: tl.constexpr,
 ):
     """Merge the splits of one query row (program_id(0) = head * rows + row), PART channels at a time.
 
+    SOON: the next kernel may begin while the one before still runs.
+
     A learned sink (HAS_SINKS; one per query head, in natural units) is what the sum begins with.
     """
-    if EARLY:
+    if EARLY and SOON:
         tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     channel = tl.program_id(1) * PART + tl.arange(0, PART)
     first = (row // rows).to(tl.int64) * splits * rows + row % rows
@@ -256,6 +279,7 @@ class Partials:
             N=min(64, triton.next_power_of_2(splits)) if many else 64,
             EARLY=early,
             HAS_SINKS=sinks is not None,
+            SOON=_product_follows[-1],
             num_warps=1 if many and splits <= 8 else 4,
             **early_launch(early),
         )

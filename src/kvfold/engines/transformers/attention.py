@@ -1,6 +1,8 @@
 """The attention function that Transformers calls."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -109,7 +111,8 @@ def _folded_attention(
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     if layer.static is not None:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return layer.static_step(key, value, query, scale, layer.static, sinks).transpose(1, 2).contiguous()
+        with output_follows():
+            return layer.static_step(key, value, query, scale, layer.static, sinks).transpose(1, 2).contiguous()
     refused = [name for name in REFUSED if options.get(name) is not None]
     backwards = options.get("is_causal") is False and not layer.is_empty
     if softcap is not None and layer.spec.softcap is None:  # its kernel was chosen for others
@@ -150,6 +153,15 @@ def _folded_attention(
     layer.append(key, value, query, valid, options.get("position_ids"))
     layer.finish()
     return out
+
+
+def output_follows() -> AbstractContextManager[None]:
+    """See :func:`kvfold.kernels.partials.product_follows`."""
+    if find_spec("triton") is None:
+        return nullcontext()
+    from kvfold.kernels.partials import product_follows
+
+    return product_follows()
 
 
 def _attend(

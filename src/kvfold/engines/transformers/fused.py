@@ -221,19 +221,22 @@ def described(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def small_operations(model: PreTrainedModel) -> Iterator[int]:
-    """Have a model's norms, rotations and gates run by kernels of kvfold; yields how many modules and functions were found."""
+def small_operations(model: PreTrainedModel, products: bool = True) -> Iterator[int]:
+    """Have a model's norms, rotations and gates run by kernels of kvfold, and its products of one row, unless ``products`` is
+    False; yields how many modules and functions were found."""
     if _is_compiled(model):
         yield 0
         return
     norms, gates, turned, linear = find(model)
+    linear = linear if products else []
     waits = not any(module._compiled_call_impl for module in model.modules())  # what is compiled wants plain tensors
+    head = model.get_output_embeddings()
     for module, style in norms:
         module.forward = partial(_norm, module, style)
     for module in gates:
         module.forward = partial(_gated, module)
     for module in linear:
-        module.forward = partial(rows.forward, module, waits)  # type: ignore[method-assign]
+        module.forward = partial(rows.forward, module, waits and module is not head)  # type: ignore[method-assign]
     for place, own in turned.items():
         setattr(place, ROTATE, _rotation(own))
     try:

@@ -167,14 +167,12 @@ class DecodeGraph:
         return logits
 
     def _logits(self) -> torch.Tensor:
-        from kvfold.engines.transformers.rows import plain  # which needs Triton, as a graph's kernels do
-
         if self.compile:
             return compiled.run(self.model, self.cache, self.ids, self.positions)
         out: Any = self.model(
             input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
         )
-        return plain(out.logits)
+        return out.logits
 
     def _capture(self) -> None:
         from kvfold.engines.transformers.fused import small_operations  # which needs Triton, as a graph's kernels do
