@@ -33,7 +33,10 @@ INTERPRETED = (
 DIM, HEADS = 64, 2
 TOKENS, FIRST = 256, 37
 EXACT = "kvquant:bits=3", "kvquant:bits=2,outliers=0.03", "kvquant:bits=1"
-NEAR = "vqllm:bits=1", "vqllm:vector=16,codes=32", "commvq:bits=1", "commvq:levels=16,passes=0,flips=3"
+NEAR = (
+    *("vqllm:bits=1", "vqllm:vector=16,codes=32", "gsrq:bits=1", "gsrq:vector=16,codes=32"),
+    *("commvq:bits=1", "commvq:levels=16,passes=0,flips=3"),
+)
 
 
 @pytest.fixture(scope="module")

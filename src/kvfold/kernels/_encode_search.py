@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_codes import _store_plane
-from kvfold.kernels._encode_groups import _finite, _max, _min, _sum, _to_fp16
+from kvfold.kernels._encode_groups import INTERPRETED, _finite, _fma, _max, _min, _negative, _reciprocal, _sum, _to_fp16
 
 LARGEST = tl.constexpr(60000.0)
 """Of what is multiplied in fp16."""
@@ -45,17 +45,66 @@ def _lane(rows, heads, PICKED: tl.constexpr):
 
 
 @triton.jit
-def _least(x, N: tl.constexpr):
-    """Smallest number of each line of x [n, N], and where it is first."""
-    place = tl.broadcast_to(tl.arange(0, N)[None, :], x.shape)
-    return tl.reduce((x, place), 1, tl.standard._argmin_combine_tie_break_left)
+def _marked(x, y, number, MASK: tl.constexpr):
+    """Float32 x + y with ``number``, up to MASK, in its lowest bits: a minimum of such says which it was."""
+    if INTERPRETED:
+        return (((x + y).to(tl.int32, bitcast=True) & -1 - MASK) | number).to(tl.float32, bitcast=True)
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 sum; add.f32 sum, $1, $2; lop3.b32 $0, sum, $3, $4, 0xea; }",
+        "=f,f,f,r,r",
+        [x, y, -1 - MASK, number],
+        tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _lower(x, y):
+    """The smaller of two float32 numbers that are not NaN, in one instruction."""
+    if INTERPRETED:
+        return tl.minimum(x, y)
+    return tl.inline_asm_elementwise("min.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _by_token(x, T: tl.constexpr, GROUPS: tl.constexpr):
+    """Sums over the groups of each token: [T * GROUPS, channels] -> [T]."""
+    return _sum(tl.reshape(_sum(x, 1), (T, GROUPS)), 1)
+
+
+@triton.jit
+def _to_rows(x, T: tl.constexpr, GROUPS: tl.constexpr):
+    """A number of each token, [T], for each of its groups: [T * GROUPS, 1]."""
+    return tl.reshape(tl.broadcast_to(x[:, None], (T, GROUPS)), (T * GROUPS,))[:, None]
+
+
+@triton.jit
+def _quotient(x, divisor, inverse):
+    """x / divisor as division rounds it, for a divisor of 11 bits; as kvfold.kernels._encode_groups._codes."""
+    near = x * inverse
+    return _fma(_fma(_negative(near), divisor, x), inverse, near)
+
+
+@triton.jit
+def _fitted(x, levels, T: tl.constexpr, GROUPS: tl.constexpr, FIT: tl.constexpr):
+    """Scales [T] of ``levels``, as kvfold.formats.uniform.fitted has them."""
+    if FIT == "unbiased":
+        along = _by_token(x * levels, T, GROUPS)
+        return tl.where(along > 0.0, _by_token(x * x, T, GROUPS) / tl.where(along > 0.0, along, 1.0), 0.0)
+    size = _by_token(levels * levels, T, GROUPS)
+    size = tl.where(size > 0.0, size, 1.0)
+    if FIT == "least":
+        return _by_token(x * levels, T, GROUPS) / size
+    return tl.sqrt_rn(_by_token(x * x, T, GROUPS) / size)
 
 
 @triton.jit(do_not_specialize=["tokens", "first_token"])
 def search_kernel(
     x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, book, squares, codes, rms, tokens, first_token,
     room, heads, D: tl.constexpr, VECTOR: tl.constexpr, CODES: tl.constexpr, STAGES: tl.constexpr, STRIDED: tl.constexpr,
-    HALF: tl.constexpr, T: tl.constexpr, PART: tl.constexpr, PICKED: tl.constexpr,
+    HALF: tl.constexpr, T: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr, FIT: tl.constexpr,
+    PICKED: tl.constexpr,
 ):  # fmt: skip
     """Residual codes, PART of a stage at a time. Grid: (parts of T tokens, heads, batch).
 
@@ -71,34 +120,40 @@ def search_kernel(
     member = tl.arange(0, VECTOR)
     channel = member[None, :] * GROUPS + group[:, None] if STRIDED else group[:, None] * VECTOR + member[None, :]
     source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
-    rest = _vectors(source, token[:, None], channel, inside[:, None] & (channel < D), HALF)
+    real = inside[:, None] & (channel < D)
+    rest = _vectors(source, token[:, None], channel, real, HALF)
 
-    mean = _sum(tl.reshape(_sum(rest * rest, 1), (T, GROUPS)), 1) / D
-    scale = _to_fp16(tl.sqrt_rn(mean))
-    each = tl.program_id(0) * T + tl.arange(0, T)
-    tl.store(rms + lane * room + first_token + each, scale, mask=each < tokens)
-    safe = scale.to(tl.float32)
-    safe = tl.where(safe == 0.0, 1.0, safe)
-    safe = tl.reshape(tl.broadcast_to(safe[:, None], (T, GROUPS)), (T * GROUPS,))
-    rest = tl.math.div_rn(rest, tl.broadcast_to(safe[:, None], (T * GROUPS, VECTOR)))
+    scale = _to_fp16(tl.sqrt_rn(_by_token(rest * rest, T, GROUPS) / D))
+    wide = scale.to(tl.float32)
+    wide = tl.where(wide == 0.0, 1.0, wide)
+    inverse = _to_rows(_reciprocal(wide), T, GROUPS)
+    wide = _to_rows(wide, T, GROUPS)
+    rest = _quotient(rest, wide, inverse)
 
-    code = tl.arange(0, PART)
+    code = tl.arange(0, PART)[None, :]
     out = codes + ((lane * room + first_token + token) * GROUPS + group) * STAGES
     for stage in range(STAGES):
         table = book + stage * (CODES * VECTOR)
         near = tl.minimum(tl.maximum(rest, -LARGEST), LARGEST).to(tl.float16)
-        least = tl.full((T * GROUPS,), float("inf"), tl.float32)
-        best = tl.full((T * GROUPS,), 0, tl.int32)
+        least = tl.full((T * GROUPS,) if EACH else (T * GROUPS, PART), float("inf"), tl.float32)
         for part in tl.static_range(0, CODES, PART):
-            known = tl.load(table + (part + code)[None, :] * VECTOR + member[:, None])
-            square = tl.load(squares + stage * CODES + part + code)[None, :]
-            distance = tl.dot(near, known, tl.broadcast_to(square, (T * GROUPS, PART)))
-            here, place = _least(distance, PART)
-            better = here < least
-            least = tl.where(better, here, least)
-            best = tl.where(better, place + part, best)
+            known = tl.load(table + (part + code) * VECTOR + member[:, None])
+            square = tl.load(squares + stage * CODES + part + code)
+            marked = _marked(tl.dot(near, known), square, part + code, CODES - 1)
+            if EACH:
+                marked = tl.reduce(marked, 1, _lower)
+            least = marked if part == 0 else _lower(least, marked)
+        if not EACH:
+            least = tl.reduce(least, 1, _lower)
+        best = least.to(tl.int32, bitcast=True) & (CODES - 1)
         tl.store(out + stage, best.to(tl.uint8), mask=inside)
         rest += 0.5 * tl.load(table + best[:, None] * VECTOR + member[None, :]).to(tl.float32)
+
+    if FIT != "rms":
+        whole = _vectors(source, token[:, None], channel, real, HALF)
+        scale = _to_fp16(_fitted(whole, _quotient(whole, wide, inverse) - rest, T, GROUPS, FIT))
+    each = tl.program_id(0) * T + tl.arange(0, T)
+    tl.store(rms + lane * room + first_token + each, scale, mask=each < tokens)
 
 
 # ---- outliers --------------------------------------------------------------------------------------------------------

@@ -14,13 +14,15 @@ import triton
 from kvfold.formats import Format, Lookup, Outliers
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.formats.residual import ResidualCodes
+from kvfold.formats.uniform import FITS
 from kvfold.kernels._encode_search import outliers_kernel, search_kernel
 from kvfold.kernels.encode_pairs import bits_test, encode_bits, encode_pairs, no_bits, no_pairs
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
 POWERS = (16, 32, 64, 128, 256)
-SEARCH = {"T": 32, "PART": 64, "num_warps": 4}
-"""Tokens of a program of :func:`search_kernel`, codes that it compares at a time, and its warps."""
+SEARCH = {"T": 16, "PART": 64, "EACH": True, "num_warps": 4}
+"""Tokens of a program of :func:`search_kernel`, codes that it compares at a time, whether it reduces each such part, and its
+warps."""
 OUTLIERS = {"channel": {"num_warps": 2}, "range": {"num_warps": 4}}
 """Warps of a program of :func:`outliers_kernel`, of keys and of values."""
 
@@ -86,7 +88,7 @@ def _no_search(fmt: ResidualCodes) -> str | None:
         ("head_dim", fmt.head_dim, POWERS),
         ("vector", fmt.vector, (16, 32, 64, 128)),
         ("codes", fmt.codes, POWERS),
-        ("fit", fmt.fit, ("rms",)),
+        ("fit", fmt.fit, ("rms", *FITS)),
         ("codes of", str(dtype).removeprefix("torch."), ("float16",)),
     )
 
@@ -140,6 +142,7 @@ def _encode_residual(fmt: ResidualCodes, source: Source) -> None:
         CODES=fmt.codes,
         STAGES=fmt.stages,
         STRIDED=fmt.strided,
+        FIT=fmt.fit,
         **source.constants(),
         **SEARCH | {"PART": min(SEARCH["PART"], fmt.codes)},
         num_stages=1,
