@@ -163,6 +163,27 @@ def test_the_check_tells_which_matrices_failed():
     assert subspace_iteration(flat.fill_(float("nan")), 5)[2].tolist() == [True]
 
 
+def test_a_solver_that_does_not_wait_gives_the_same_pairs():
+    """It is told which matrices it is needed for; of others it may give anything."""
+    asked = []
+
+    def eigh(matrices, needed):
+        asked.append(None if needed is None else needed.tolist())
+        values, vectors = torch.linalg.eigh(matrices)
+        if needed is not None:
+            values = values.masked_fill(~needed[:, None], torch.nan)
+            vectors = vectors.masked_fill(~needed[:, None, None], torch.nan)
+        return values, vectors
+
+    flat, steep = gram_of(normal(1, 20_000, 64)), gram_of(queries_of(spectrum(64, last=1))[0])
+    gram = torch.cat([flat, steep])
+    values, vectors = top_eigenpairs(gram, 5, True, eigh)
+    wanted, directions = top_eigenpairs(gram, 5, True)
+    assert relative(values, wanted) < 1e-12
+    assert relative(vectors @ vectors.mT, directions @ directions.mT) < 1e-8
+    assert asked[0] == [True, True] and asked[-1] == [True, False]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_iterates_and_agrees_with_the_cpu(whole):

@@ -103,7 +103,7 @@ def _fitted(x, levels, T: tl.constexpr, GROUPS: tl.constexpr, FIT: tl.constexpr)
 def search_kernel(
     x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, book, squares, codes, rms, tokens, first_token,
     room, heads, D: tl.constexpr, VECTOR: tl.constexpr, CODES: tl.constexpr, STAGES: tl.constexpr, STRIDED: tl.constexpr,
-    HALF: tl.constexpr, T: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr, FIT: tl.constexpr,
+    HALF: tl.constexpr, T: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr, FIT: tl.constexpr, AHEAD: tl.constexpr,
     PICKED: tl.constexpr,
 ):  # fmt: skip
     """Residual codes, PART of a stage at a time. Grid: (parts of T tokens, heads, batch).
@@ -136,13 +136,13 @@ def search_kernel(
         table = book + stage * (CODES * VECTOR)
         near = tl.minimum(tl.maximum(rest, -LARGEST), LARGEST).to(tl.float16)
         least = tl.full((T * GROUPS,) if EACH else (T * GROUPS, PART), float("inf"), tl.float32)
-        for part in tl.static_range(0, CODES, PART):
+        for part in tl.range(0, CODES, PART, num_stages=AHEAD):
             known = tl.load(table + (part + code) * VECTOR + member[:, None])
             square = tl.load(squares + stage * CODES + part + code)
             marked = _marked(tl.dot(near, known), square, part + code, CODES - 1)
             if EACH:
                 marked = tl.reduce(marked, 1, _lower)
-            least = marked if part == 0 else _lower(least, marked)
+            least = _lower(least, marked)
         if not EACH:
             least = tl.reduce(least, 1, _lower)
         best = least.to(tl.int32, bitcast=True) & (CODES - 1)

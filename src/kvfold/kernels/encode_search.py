@@ -20,7 +20,7 @@ from kvfold.kernels.encode_pairs import bits_test, encode_bits, encode_pairs, no
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
 POWERS = (16, 32, 64, 128, 256)
-SEARCH = {"T": 16, "PART": 64, "EACH": True, "num_warps": 4}
+SEARCH = {"T": 16, "PART": 64, "EACH": True, "AHEAD": 2, "num_warps": 4}
 """Tokens of a program of :func:`search_kernel`, codes that it compares at a time, whether it reduces each such part, and its
 warps."""
 OUTLIERS = {"channel": {"num_warps": 2}, "range": {"num_warps": 4}}

@@ -16,6 +16,7 @@ from kvfold.errors import MethodError
 from kvfold.formats import PAGE, AffineGroups, Basis, Fields, Format, Paged, PagedFormat
 from kvfold.formats.codebook import BitSearch
 from kvfold.formats.packing import PLANES, UNIT
+from kvfold.methods.eigenpairs import Eigh
 from kvfold.methods.options import SEEDS, Numbers, Problem, kinds, listed, misfit, shown
 from kvfold.rope import Rope
 
@@ -87,10 +88,18 @@ class Observation:
     model_queries: torch.Tensor
     positions: torch.Tensor
 
+    eigh: ClassVar[Eigh | None] = None
+    """A solver that does not wait for the device, where there is one."""
+
     @property
     def queries(self) -> torch.Tensor:
         """As a float32 copy."""
         return finite(self.model_queries)
+
+    def gram(self, num_kv_heads: int) -> torch.Tensor:
+        """``Q'Q`` of the queries that each KV head serves, float64 [states, num_kv_heads, head_dim, head_dim]."""
+        queries = self.queries.unflatten(1, (num_kv_heads, -1)).flatten(2, 3).double()
+        return queries.transpose(-1, -2) @ queries
 
 
 QUERY_WINDOW = 64

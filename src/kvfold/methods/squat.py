@@ -1,13 +1,13 @@
 """SQuat: key residuals kept orthogonal to the prompt's query subspace (Wang et al., 2025, arXiv 2503.24358)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvfold.formats.affine import quantize_asym
 from kvfold.methods.base import QUERY_WINDOW, LayerSpec, Observation, State
-from kvfold.methods.eigenpairs import top_eigenpairs
+from kvfold.methods.eigenpairs import Eigh, top_eigenpairs
 from kvfold.methods.kivi import KIVI
 from kvfold.methods.options import Numbers, Problem
 
@@ -74,8 +74,7 @@ class SQuat(KIVI):
         return self.channels or head_dim // 2
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
-        queries = seen.queries.unflatten(1, (spec.num_kv_heads, -1)).flatten(2, 3)  # all query heads of a KV head
-        penalty = penalty_matrix(queries, self.rank, self.lam, not self.paper)
+        penalty = penalty_of(seen.gram(spec.num_kv_heads), self.rank, self.lam, not self.paper, eigh=seen.eigh)
         return {"update": update_matrix(penalty, self.slice_width(spec.head_dim))}
 
     def transform_keys(
@@ -97,7 +96,7 @@ class SQuatPre(SQuat):
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
         if spec.rope is not None:
             queries = spec.rope.unrotate(seen.queries, seen.positions.unsqueeze(1))
-            seen = Observation(queries, seen.positions)
+            seen = replace(seen, model_queries=queries)
         return super().observe(seen, spec)
 
     def transform_keys(
@@ -135,7 +134,12 @@ def penalty_matrix(
 
 
 def penalty_of(
-    gram: torch.Tensor, rank: int, lam: float, normalize: bool = False, iterate: bool | None = None
+    gram: torch.Tensor,
+    rank: int,
+    lam: float,
+    normalize: bool = False,
+    iterate: bool | None = None,
+    eigh: Eigh | None = None,
 ) -> torch.Tensor:
     """:func:`penalty_matrix` of queries of which only ``Q'Q`` is known, float64 [..., d, d]; its size is free if normalized."""
     if normalize:
@@ -145,7 +149,7 @@ def penalty_of(
         largest = gram.diagonal(dim1=-1, dim2=-2).amax(-1)[..., None, None]
         weight = (100 * HARD / largest).clamp(max=min(lam, HARD))
         return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + weight * gram
-    values, vectors = top_eigenpairs(gram, rank, iterate)
+    values, vectors = top_eigenpairs(gram, rank, iterate, eigh)
     weights = (lam * values).clamp(0, HARD)
     top = vectors * weights.sqrt().unsqueeze(-2)
     return torch.eye(gram.shape[-1], dtype=top.dtype, device=top.device) + top @ top.transpose(-1, -2)

@@ -264,12 +264,20 @@ class Following:
                 real = len(part)
                 if self.repeats:
                     part += part[-1:] * (most - real)
-                queries = torch.cat([window.queries for window in part])
+                queries = part[0].queries if len(part) == 1 else torch.cat([window.queries for window in part])
                 starts = on_device(tuple(window.position for window in part), queries.device)
                 positions = starts.unsqueeze(1) + torch.arange(count, device=queries.device)
-                for name, tensor in self.method.observe(Observation(queries, positions), self.spec).items():
+                for name, tensor in self.method.observe(self._seen(queries, positions), self.spec).items():
                     made.setdefault(name, []).append(tensor[:real])
         return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in made.items()}
+
+    def _seen(self, queries: torch.Tensor, positions: torch.Tensor) -> Observation:
+        """Of a whole prompt, on a GPU, with kernels: its products are many, and nothing should wait for them."""
+        if self.device.type != "cuda" or not self.method.paper:
+            return Observation(queries, positions)
+        from kvfold.storage.prompts import PromptObservation
+
+        return PromptObservation(queries, positions)
 
     @property
     def repeats(self) -> bool:

@@ -1,0 +1,87 @@
+"""Products of queries with themselves, and eigenvectors of small symmetric matrices, on a GPU and without a wait for it."""
+
+import torch
+import triton
+
+from kvfold.kernels._eigen import gram_kernel, jacobi_kernel
+
+PART, TOGETHER = 4096, 64
+"""Tokens that a program of :func:`gram` sums, and that it multiplies at a time."""
+SWEEPS = 20
+"""Of rotations, at most; matrices of 32 columns take four to twelve."""
+CLOSE = 3e-15
+"""Of two columns' product: what counts as orthogonal."""
+
+
+def gram(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """``Q'Q`` of the queries that each KV head serves.
+
+    Parameters
+    ----------
+    queries : Tensor, fp16 or bf16 [n, num_heads, tokens, d]
+        Numbers beyond 1e18 count as that.
+
+    Returns
+    -------
+    Tensor, float64 [n, num_kv_heads, d, d]
+        Within 1e-6 of the largest element, since tensor cores sum 64 tokens at a time in float32.
+    """
+    n, heads, tokens, d = queries.shape
+    queries = queries if queries.stride(-1) == 1 else queries.contiguous()
+    splits = max(1, triton.cdiv(tokens, PART))
+    out = queries.new_empty((n, num_kv_heads, splits, d, d), dtype=torch.float64)
+    gram_kernel[(splits, num_kv_heads, n)](
+        queries,
+        *queries.stride()[:3],
+        out,
+        tokens,
+        num_kv_heads,
+        splits,
+        D=d,
+        DP=max(16, triton.next_power_of_2(d)),
+        GROUP=heads // num_kv_heads,
+        PART=PART,
+        T=TOGETHER,
+        num_warps=4 if d <= 64 else 8,
+        num_stages=2,
+        enable_fp_fusion=False,
+    )
+    return out.sum(2)
+
+
+def eigh(matrices: torch.Tensor, needed: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues, ascending, and eigenvectors, as ``torch.linalg.eigh`` gives them, but the host does not wait.
+
+    Parameters
+    ----------
+    matrices : Tensor, float64 [n, d, d]
+        Symmetric, positive semidefinite but for rounding.
+    needed : Tensor, bool [n], optional
+        Where False, nothing is computed, and what comes back has no meaning.
+
+    Returns
+    -------
+    values : Tensor, float64 [n, d]
+    vectors : Tensor, float64 [n, d, d]
+    """
+    n, d, _ = matrices.shape
+    size = max(16, triton.next_power_of_2(d))
+    work, turned = matrices.new_zeros(n, size, size), matrices.new_zeros(n, size, size)
+    work[:, :d, :d] = matrices
+    turned.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    flags = matrices.new_ones(n, dtype=torch.int8) if needed is None else needed.to(torch.int8)
+    jacobi_kernel[(n,)](
+        work,
+        turned,
+        flags,
+        N=size,
+        R=min(size, 32),
+        SWEEPS=SWEEPS,
+        CLOSE=CLOSE,
+        num_warps=4 if size <= 32 else 8,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+    values, vectors = (work * turned).sum(-1)[:, :d], turned[:, :d, :d]  # rows are columns of the rotated
+    values, order = values.sort(dim=-1)
+    return values, vectors.gather(1, order.unsqueeze(-1).expand(-1, -1, d)).mT
