@@ -88,8 +88,10 @@ class Observation:
     model_queries: torch.Tensor
     positions: torch.Tensor
 
-    eigh: ClassVar[Eigh | None] = None
-    """A solver that does not wait for the device, where there is one."""
+    @property
+    def eigh(self) -> Eigh | None:
+        """A solver that does not wait for the device, where there is one."""
+        return None
 
     @property
     def queries(self) -> torch.Tensor:

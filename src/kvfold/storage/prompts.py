@@ -1,7 +1,6 @@
 """What an encoder learns of the queries of a whole prompt, by kernels."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -14,7 +13,9 @@ from kvfold.methods.eigenpairs import Eigh
 class PromptObservation(Observation):
     """Queries on a GPU: a kernel sums their products, from the model's own numbers, and nothing waits for the device."""
 
-    eigh: ClassVar[Eigh | None] = staticmethod(eigen.eigh)
+    @property
+    def eigh(self) -> Eigh:
+        return eigen.eigh
 
     def gram(self, num_kv_heads: int) -> torch.Tensor:
         """See :meth:`Observation.gram`; queries of 32 bits are multiplied in float64."""
