@@ -6,7 +6,7 @@ import torch
 
 from kvfold import kernels
 from kvfold.errors import KVFoldError
-from kvfold.formats import AffineGroups, Dense, Format, LowRank, MixedTokens, Outliers
+from kvfold.formats import AffineGroups, Dense, Format, GroupCodes, LowRank, MixedTokens, Outliers
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.formats.paged import plain
 from kvfold.formats.residual import ResidualCodes
@@ -142,7 +142,9 @@ def is_dense(formats: tuple[Format, Format]) -> bool:
 
 def is_searched(formats: tuple[Format, Format]) -> bool:
     """Whether the kernels of :mod:`kvfold.kernels.encode_search` are those that may encode."""
-    return all(isinstance(form, ResidualCodes | Outliers | AdditiveCodes | BinaryCodes) for form in formats)
+    return all(
+        isinstance(form, ResidualCodes | GroupCodes | Outliers | AdditiveCodes | BinaryCodes) for form in formats
+    )
 
 
 def is_mixed(formats: tuple[Format, Format]) -> bool:

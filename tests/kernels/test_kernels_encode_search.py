@@ -14,6 +14,8 @@ from helpers import ENCODING, assert_same_content, interpreted_module, spec, tok
 from kvfold import kernels as package
 from kvfold.bench.storage import with_tables
 from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.formats import GroupCodes
+from kvfold.formats.grouped import GroupBook
 from kvfold.kernels.encode_source import Source, angles
 from kvfold.methods import get
 from kvfold.plan import Encoder, choose_encoder
@@ -35,6 +37,7 @@ TOKENS, FIRST = 256, 37
 EXACT = "kvquant:bits=3", "kvquant:bits=2,outliers=0.03", "kvquant:bits=1"
 NEAR = (
     *("vqllm:bits=1", "vqllm:vector=16,codes=32", "gsrq:bits=1", "gsrq:vector=16,codes=32"),
+    *("tasq", "tasq:bits=2,refit=false"),
     *("commvq:bits=1", "commvq:levels=16,passes=0,flips=3"),
 )
 
@@ -114,6 +117,24 @@ def test_nearest_codes_miss_as_little_as_those_of_the_format(method, side, devic
     for name in want:
         assert (got[name] != want[name]).float().mean() < 0.1, name
     assert missed(made, form, got, x.float(), side, shape) < 1.004 * missed(made, form, want, x.float(), side, shape)
+
+
+@pytest.mark.parametrize("fit", ["rms", "least", "size", "unbiased"])
+@pytest.mark.parametrize("vector", [4, 8])
+def test_codes_of_groups_are_nearest_under_their_metric(vector, fit, device):
+    from kvfold.kernels import encode_search
+
+    groups = DIM // vector
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randn(HEADS, groups, 64, vector, generator=draw).half()
+    metric = torch.randn(HEADS, groups, vector, vector, generator=draw)
+    form = GroupCodes(DIM, 32, "key", vector, 64, True, fit, GroupBook(codes.to(device), metric.to(device)))
+    x = vectors(device, 96)
+    fields = form.allocate(1, HEADS, 3, device)
+    encode_search.encode(form, Source(x, fields, 0))
+    want = form.encode(x.float())
+    assert (fields["codes"] != want["codes"]).float().mean() < 2e-3
+    assert ((fields["rms"] - want["rms"]).abs() > 2e-3 * want["rms"].abs()).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("method", ["zipcache", "zipcache:probes=9,ratio=0.3,k_bits=2,v_bits=2,salient_bits=3"])

@@ -5,7 +5,7 @@ import torch
 
 from helpers import relative
 from kvfold.methods.eigenpairs import BLOCK, SPARE, TOLERANCE, subspace_iteration, top_eigenpairs
-from kvfold.methods.squat import penalty_matrix, update_matrix
+from kvfold.methods.squat import penalty_factor, penalty_matrix, update_matrix, update_of_factor
 
 SIZES = (64, 128, 256)
 
@@ -63,6 +63,16 @@ def check_penalty(queries: torch.Tensor, rank: int, lam: float = 1e-3) -> None:
     ours, theirs = (torch.linalg.solve(p[..., width:, width:], p[..., width:, :width]) for p in (penalty, expected))
     assert relative(ours, theirs) < 1e-8
     assert relative(update_matrix(penalty, width), update_matrix(expected, width)) < 1e-6  # stored in float32
+
+
+@pytest.mark.parametrize("width", (16, 32))
+@pytest.mark.parametrize(("rank", "lam"), ((1, 1e-3), (5, 1e-3), (20, 1.0), (40, 1e5)))
+def test_updates_of_a_factor_are_those_of_the_whole_matrix(rank, lam, width):
+    queries = queries_of(spectrum(64))
+    gram = gram_of(queries)
+    got = update_of_factor(penalty_factor(gram, rank, lam), width)
+    assert relative(got, update_matrix(penalty_matrix(queries, rank, lam), width)) < 1e-6
+    assert not update_of_factor(torch.full((1, 2, 64, 5), torch.nan, dtype=torch.float64), width).any()
 
 
 @pytest.mark.parametrize("rank", (1, 5, 10, 20))

@@ -103,7 +103,7 @@ def _fitted(x, levels, T: tl.constexpr, GROUPS: tl.constexpr, FIT: tl.constexpr)
 def search_kernel(
     x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, book, squares, codes, rms, tokens, first_token,
     room, heads, D: tl.constexpr, VECTOR: tl.constexpr, CODES: tl.constexpr, STAGES: tl.constexpr, STRIDED: tl.constexpr,
-    HALF: tl.constexpr, T: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr, FIT: tl.constexpr, AHEAD: tl.constexpr,
+    HALF: tl.constexpr, T: tl.constexpr, PART: tl.constexpr, FIT: tl.constexpr,
     PICKED: tl.constexpr,
 ):  # fmt: skip
     """Residual codes, PART of a stage at a time. Grid: (parts of T tokens, heads, batch).
@@ -135,16 +135,12 @@ def search_kernel(
     for stage in range(STAGES):
         table = book + stage * (CODES * VECTOR)
         near = tl.minimum(tl.maximum(rest, -LARGEST), LARGEST).to(tl.float16)
-        least = tl.full((T * GROUPS,) if EACH else (T * GROUPS, PART), float("inf"), tl.float32)
-        for part in tl.range(0, CODES, PART, num_stages=AHEAD):
+        least = tl.full((T * GROUPS,), float("inf"), tl.float32)
+        for part in tl.static_range(0, CODES, PART):
             known = tl.load(table + (part + code) * VECTOR + member[:, None])
             square = tl.load(squares + stage * CODES + part + code)
             marked = _marked(tl.dot(near, known), square, part + code, CODES - 1)
-            if EACH:
-                marked = tl.reduce(marked, 1, _lower)
-            least = _lower(least, marked)
-        if not EACH:
-            least = tl.reduce(least, 1, _lower)
+            least = _lower(least, tl.reduce(marked, 1, _lower))
         best = least.to(tl.int32, bitcast=True) & (CODES - 1)
         tl.store(out + stage, best.to(tl.uint8), mask=inside)
         rest += 0.5 * tl.load(table + best[:, None] * VECTOR + member[None, :]).to(tl.float32)
@@ -154,6 +150,66 @@ def search_kernel(
         scale = _to_fp16(_fitted(whole, _quotient(whole, wide, inverse) - rest, T, GROUPS, FIT))
     each = tl.program_id(0) * T + tl.arange(0, T)
     tl.store(rms + lane * room + first_token + each, scale, mask=each < tokens)
+
+
+@triton.jit(do_not_specialize=["tokens", "first_token"])
+def group_kernel(
+    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, table, halves, book, sizes, codes, rms, tokens,
+    first_token, room, heads, D: tl.constexpr, VECTOR: tl.constexpr, CODES: tl.constexpr, STRIDED: tl.constexpr,
+    HALF: tl.constexpr, T: tl.constexpr, PART: tl.constexpr, FIT: tl.constexpr, PICKED: tl.constexpr,
+):  # fmt: skip
+    """A code of its own codebook for each group of VECTOR channels. Grid: (parts of T tokens, heads, batch).
+
+    ``table`` fp16 [heads, groups, CODES, 16], codes under the metric, negative, as numbers' two halves in fp16 meet them;
+    ``halves`` float32 [heads, groups, CODES] of their squared lengths; ``book`` float32 [heads, groups, CODES, VECTOR] and
+    ``sizes`` float32 [heads, groups, CODES], codes as they are decoded and their squared lengths. ``codes`` uint8 [lanes, room,
+    groups]; ``rms`` fp16 [lanes, room]; see :func:`search_kernel`.
+    """
+    GROUPS: tl.constexpr = D // VECTOR
+    index, head, lane = _lane(rows, heads, PICKED)
+    token = tl.program_id(0) * T + tl.arange(0, T)
+    inside = (token < tokens)[:, None]
+    source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
+    square = tl.full((T,), 0.0, tl.float32)
+    for first in range(0, D, 32):
+        some = _vectors(source, token[:, None], first + tl.arange(0, 32)[None, :], inside, HALF)
+        square += _sum(some * some, 1)
+    size = tl.sqrt_rn(square / D)
+    inverse = (1.0 / tl.where(size == 0.0, 1.0, size))[:, None]
+
+    slot = tl.arange(0, 16)
+    part, member = slot // VECTOR, slot % VECTOR
+    code = tl.arange(0, PART)[None, :]
+    out = codes + (lane * room + first_token + token) * GROUPS
+    along = tl.full((T,), 0.0, tl.float32)
+    length = tl.full((T,), 0.0, tl.float32)
+    for group in range(GROUPS):
+        channel = member * GROUPS + group if STRIDED else group * VECTOR + member
+        unit = _vectors(source, token[:, None], channel[None, :], inside, HALF) * inverse
+        near = unit.to(tl.float16)
+        near = tl.where((part == 1)[None, :], (unit - near.to(tl.float32)).to(tl.float16), near)
+        at = (head * GROUPS + group) * CODES
+        least = tl.full((T,), float("inf"), tl.float32)
+        for number in tl.static_range(0, CODES, PART):
+            known = tl.load(table + (at + number + code) * 16 + slot[:, None])
+            half = tl.load(halves + at + number + code)
+            least = _lower(least, tl.reduce(_marked(tl.dot(near, known), half, number + code, CODES - 1), 1, _lower))
+        best = least.to(tl.int32, bitcast=True) & (CODES - 1)
+        tl.store(out + group, best.to(tl.uint8), mask=token < tokens)
+        if FIT == "unbiased" or FIT == "least":
+            place = (at + best)[:, None] * VECTOR + member[None, :]
+            level = tl.load(book + place, mask=(part == 0)[None, :] & inside, other=0.0)
+            along += _sum(level * unit, 1)
+        if FIT == "size" or FIT == "least":
+            length += tl.load(sizes + at + best)
+    scale = size
+    if FIT == "unbiased":
+        scale = tl.where(along > 0.0, size * D / tl.where(along > 0.0, along, 1.0), 0.0)
+    if FIT == "least":
+        scale = size * along / tl.where(length > 0.0, length, 1.0)
+    if FIT == "size":
+        scale = size * tl.sqrt_rn(D / tl.where(length > 0.0, length, 1.0))
+    tl.store(rms + lane * room + first_token + token, _to_fp16(scale), mask=token < tokens)
 
 
 # ---- outliers --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Encoding on the GPU for formats of vectors before RoPE: residual codes (VQLLM), levels with outliers (KVQuant), additive and
-binary codes (CommVQ).
+"""Encoding on the GPU for formats of vectors before RoPE: residual codes (VQLLM, GSRQ), codes of groups (TaSQ), levels with
+outliers (KVQuant), additive and binary codes (CommVQ).
 
 A launch reads the model's keys or values where they lie, un-rotates keys, and writes what the format's own encoding does.
 """
@@ -11,18 +11,20 @@ from typing import Any
 import torch
 import triton
 
-from kvfold.formats import Format, Lookup, Outliers
+from kvfold.formats import Format, GroupCodes, Lookup, Outliers
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.grouped import GroupBook
 from kvfold.formats.residual import ResidualCodes
 from kvfold.formats.uniform import FITS
-from kvfold.kernels._encode_search import outliers_kernel, search_kernel
+from kvfold.kernels._encode_search import group_kernel, outliers_kernel, search_kernel
 from kvfold.kernels.encode_pairs import bits_test, encode_bits, encode_pairs, no_bits, no_pairs
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
 POWERS = (16, 32, 64, 128, 256)
-SEARCH = {"T": 16, "PART": 64, "EACH": True, "AHEAD": 2, "num_warps": 4}
-"""Tokens of a program of :func:`search_kernel`, codes that it compares at a time, whether it reduces each such part, and its
-warps."""
+SEARCH = {"T": 32, "PART": 128, "num_warps": 4}
+"""Tokens of a program of :func:`search_kernel`, codes that it compares at a time, and its warps."""
+GROUPS = {"T": 64, "PART": 64, "num_warps": 4}
+"""The same of :func:`group_kernel`."""
 OUTLIERS = {"channel": {"num_warps": 2}, "range": {"num_warps": 4}}
 """Warps of a program of :func:`outliers_kernel`, of keys and of values."""
 
@@ -66,6 +68,8 @@ def _heads(fmt: Format) -> int:
         return len(fmt.inner.channels.center)
     if isinstance(fmt, AdditiveCodes) and fmt.codebook is not None:
         return fmt.codebook.heads
+    if isinstance(fmt, GroupCodes) and fmt.book is not None:
+        return len(fmt.book.codes)
     return 2
 
 
@@ -73,6 +77,8 @@ def unsupported(fmt: Format) -> str | None:
     """Why kernels cannot encode this format; None if they can."""
     if isinstance(fmt, ResidualCodes):
         return _no_search(fmt)
+    if isinstance(fmt, GroupCodes):
+        return _no_groups(fmt)
     if isinstance(fmt, Outliers):
         return _no_outliers(fmt)
     if isinstance(fmt, AdditiveCodes):
@@ -90,6 +96,14 @@ def _no_search(fmt: ResidualCodes) -> str | None:
         ("codes", fmt.codes, POWERS),
         ("fit", fmt.fit, ("rms", *FITS)),
         ("codes of", str(dtype).removeprefix("torch."), ("float16",)),
+    )
+
+
+def _no_groups(fmt: GroupCodes) -> str | None:
+    return misfit(
+        ("head_dim", fmt.head_dim, POWERS[1:]),
+        ("vector", fmt.vector, (2, 4, 8)),
+        ("codes", fmt.codes, POWERS),
     )
 
 
@@ -149,6 +163,48 @@ def _encode_residual(fmt: ResidualCodes, source: Source) -> None:
     )
 
 
+def _encode_groups(fmt: GroupCodes, source: Source) -> None:
+    assert fmt.book is not None
+    batch, heads, tokens, _ = source.x.shape
+    fields, part = source.fields, GROUPS["T"]
+    group_kernel[(triton.cdiv(tokens, part), heads, batch)](
+        *source.arguments(),
+        *_group_tables(fmt.book.on(source.x.device)),
+        fields["codes"],
+        fields["rms"],
+        tokens,
+        source.first_block * fmt.block,
+        fields["codes"].shape[2] * fmt.block,
+        heads,
+        VECTOR=fmt.vector,
+        CODES=fmt.codes,
+        STRIDED=fmt.strided,
+        FIT=fmt.fit,
+        **source.constants(),
+        **GROUPS | {"PART": min(GROUPS["PART"], fmt.codes)},
+        num_stages=1,
+    )
+
+
+def _group_tables(book: GroupBook) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`group_kernel` reads of a codebook.
+
+    A distance is ``|c L|^2 / 2 - x L L' c'``: codes take the metric, vectors do not. Of 16 numbers that meet a vector the first
+    are the codes for its fp16 part, then again for what that misses, then what the codes' own fp16 part misses.
+    """
+    codes = book.codes.float()
+    under = codes if book.metric is None else codes @ book.metric
+    turned = -(under if book.metric is None else under @ book.metric.mT)
+    high = turned.half()
+    low = (turned - high.float()).half()
+    table = high.new_zeros(*codes.shape[:-1], 16)
+    for at, some in enumerate((high, high, low)):
+        first = at * codes.shape[-1]
+        if first < 16:
+            table[..., first : first + codes.shape[-1]] = some
+    return table, under.square().sum(-1) / 2, codes.contiguous(), codes.square().sum(-1)
+
+
 @lru_cache(maxsize=64)
 def _borders(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     known = torch.tensor(levels, dtype=torch.float32, device=device)
@@ -187,6 +243,7 @@ def _encode_outliers(fmt: Outliers, source: Source) -> None:
 
 _LAUNCH: dict[type, Callable[[Any, Source], None]] = {
     ResidualCodes: _encode_residual,
+    GroupCodes: _encode_groups,
     Outliers: _encode_outliers,
     AdditiveCodes: encode_pairs,
     BinaryCodes: encode_bits,

@@ -166,6 +166,10 @@ class TaSQ(ByteCodes):
     published: ClassVar[dict[str, object]] = {"sink": 0, "recent": 128, "refit": False}
     pre_rope = True
 
+    @property
+    def kernel_encodes(self) -> bool:
+        return self.values == "codes"
+
     def transform_keys(
         self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
     ) -> torch.Tensor:

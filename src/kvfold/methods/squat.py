@@ -74,8 +74,11 @@ class SQuat(KIVI):
         return self.channels or head_dim // 2
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:
-        penalty = penalty_of(seen.gram(spec.num_kv_heads), self.rank, self.lam, not self.paper, eigh=seen.eigh)
-        return {"update": update_matrix(penalty, self.slice_width(spec.head_dim))}
+        gram, width = seen.gram(spec.num_kv_heads), self.slice_width(spec.head_dim)
+        if self.rank:
+            scaled = gram if self.paper else normalized(gram)
+            return {"update": update_of_factor(penalty_factor(scaled, self.rank, self.lam, eigh=seen.eigh), width)}
+        return {"update": update_matrix(penalty_of(gram, self.rank, self.lam, not self.paper), width)}
 
     def transform_keys(
         self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
@@ -134,25 +137,31 @@ def penalty_matrix(
 
 
 def penalty_of(
-    gram: torch.Tensor,
-    rank: int,
-    lam: float,
-    normalize: bool = False,
-    iterate: bool | None = None,
-    eigh: Eigh | None = None,
+    gram: torch.Tensor, rank: int, lam: float, normalize: bool = False, iterate: bool | None = None
 ) -> torch.Tensor:
     """:func:`penalty_matrix` of queries of which only ``Q'Q`` is known, float64 [..., d, d]; its size is free if normalized."""
-    if normalize:
-        size = gram.diagonal(dim1=-1, dim2=-2).mean(-1)[..., None, None]  # tokens x mean square
-        gram = gram / size.clamp_min(torch.finfo(gram.dtype).tiny)
+    gram = normalized(gram) if normalize else gram
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     if not rank:
         largest = gram.diagonal(dim1=-1, dim2=-2).amax(-1)[..., None, None]
         weight = (100 * HARD / largest).clamp(max=min(lam, HARD))
-        return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + weight * gram
+        return eye + weight * gram
+    top = penalty_factor(gram, rank, lam, iterate)
+    return eye + top @ top.transpose(-1, -2)
+
+
+def normalized(gram: torch.Tensor) -> torch.Tensor:
+    """``Q'Q`` over the number of queries and their mean square."""
+    size = gram.diagonal(dim1=-1, dim2=-2).mean(-1)[..., None, None]  # tokens x mean square
+    return gram / size.clamp_min(torch.finfo(gram.dtype).tiny)
+
+
+def penalty_factor(
+    gram: torch.Tensor, rank: int, lam: float, iterate: bool | None = None, eigh: Eigh | None = None
+) -> torch.Tensor:
+    """F of ``P = I + F F'``, float64 [..., d, rank]."""
     values, vectors = top_eigenpairs(gram, rank, iterate, eigh)
-    weights = (lam * values).clamp(0, HARD)
-    top = vectors * weights.sqrt().unsqueeze(-2)
-    return torch.eye(gram.shape[-1], dtype=top.dtype, device=top.device) + top @ top.transpose(-1, -2)
+    return vectors * (lam * values).clamp(0, HARD).sqrt().unsqueeze(-2)
 
 
 def update_matrix(penalty: torch.Tensor, width: int) -> torch.Tensor:
@@ -183,6 +192,29 @@ def update_matrix(penalty: torch.Tensor, width: int) -> torch.Tensor:
         update[..., start:, start : start + width] = -solved
         below = lower[..., start + width :, start : start + width]
     unusable = (failed != 0) | ~update.isfinite().all(-1).all(-1)
+    return update.masked_fill(unusable[..., None, None], 0.0).float()
+
+
+def update_of_factor(top: torch.Tensor, width: int) -> torch.Tensor:
+    """:func:`update_matrix` of ``P = I + F F'``: ``-P_rr^-1 P_rs = -F_r (I + F_r' F_r)^-1 F_s'``, whose inverse is a small one.
+
+    Parameters
+    ----------
+    top : Tensor, float64 [..., d, rank]
+        F.
+    """
+    size = top.shape[-2] - width
+    update = top.new_zeros(*top.shape[:-2], size, size)
+    failed = torch.zeros(top.shape[:-2], dtype=torch.bool, device=top.device)
+    for start in range(0, size, width):
+        right, left = top[..., width + start :, :], top[..., start : start + width, :]
+        inner = right.mT @ right
+        inner.diagonal(dim1=-1, dim2=-2).add_(1.0)
+        lower, info = torch.linalg.cholesky_ex(inner)  # does not wait for the device
+        both = torch.linalg.solve_triangular(lower, torch.cat((left, right), -2).mT, upper=False)
+        update[..., start:, start : start + width] = -(both[..., left.shape[-2] :].mT @ both[..., : left.shape[-2]])
+        failed |= info != 0
+    unusable = failed | ~update.isfinite().all(-1).all(-1)
     return update.masked_fill(unusable[..., None, None], 0.0).float()
 
 
