@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import _fetch, _load_codes, code_bytes, meta_bytes
-from kvfold.kernels._page_codes import page_words
+from kvfold.kernels._page_codes import nibble_words
 
 CHANNELS, TOKENS, UNIFORM, LEVELS, MIXED, CONSTANTS, RANGES = range(7)
 
@@ -96,13 +96,18 @@ def _nibbles(x, MASK: gl.constexpr, SHIFT: gl.constexpr):
 def level_words(base, lane, OFFSET: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr):
     """A lane's codes of 32 tokens, of 2 or 3 bits, a nibble each: four words for each array of 256 words and parity of
     fields."""
+    return masked_words(_load_codes(base, lane, OFFSET, D, BITS), D, BITS)
+
+
+@gluon.jit
+def masked_words(words, D: gl.constexpr, BITS: gl.constexpr):
+    """:func:`level_words` of words as they are stored."""
     out = ()
     if BITS == 3:
-        words = page_words(base, lane, OFFSET, D, BITS)
+        words = nibble_words(words, D, BITS)
         for i in gl.static_range(len(words)):
             out = out + (_nibbles(words[i], 0x77777777, 0),)
     else:
-        words = _load_codes(base, lane, OFFSET, D, BITS)
         for a in gl.static_range(len(words) // 4):
             for odd in gl.static_range(2):
                 for i in gl.static_range(4):

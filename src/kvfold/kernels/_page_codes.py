@@ -43,7 +43,12 @@ def step(dim, bits):
 @gluon.jit
 def page_words(base, lane, OFFSET: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr):
     """A lane's words of the codes of 32 tokens, 3-bit codes as nibbles."""
-    words = _load_codes(base, lane, OFFSET, D, BITS)
+    return nibble_words(_load_codes(base, lane, OFFSET, D, BITS), D, BITS)
+
+
+@gluon.jit
+def nibble_words(words, D: gl.constexpr, BITS: gl.constexpr):
+    """Words of a lane as they are stored, with 3-bit codes put together as nibbles."""
     if _nibbles(D, BITS):
         LOW: gl.constexpr = D // 64
         HIGH: gl.constexpr = D // 128

@@ -9,6 +9,7 @@ import torch
 
 from kvfold.formats import Fields, Format, Lookup, Outliers, Paged, ResidualCodes
 from kvfold.formats.codebook import BinaryCodes
+from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.readers import Reader, reader_of
@@ -16,6 +17,7 @@ from kvfold.kernels.readers import why_not as no_reader
 from kvfold.kernels.readers.fragments import FRAGMENTS
 from kvfold.kernels.readers.fragments import why_not as no_fragments
 from kvfold.kernels.stored import basis_matrix, inner, pages_between, power, room_between, rotation_of, static
+from kvfold.kernels.turned import matrix_of, serves, unpack_turned, width_of
 from kvfold.rope import Rope
 
 MAX_DIM = 256
@@ -134,6 +136,8 @@ def make_constants(form: Format, device: torch.device, rope: Rope | None = None)
     reader.tables(device)
     if isinstance(form, Paged) and form.basis is not None:
         basis_matrix(form.basis, reader.width, device, False)
+        if serves(form, device):
+            matrix_of(form.basis, width_of(inner(form)), device)
     if rope is not None:
         rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
 
@@ -185,6 +189,9 @@ def unpack(
         )
     reader, fixed = _reader(form, rotary), constants(form, rotary, turn is not None)
     out = torch.empty(batch, heads, tokens, form.head_dim, dtype=dtype, device=device)
+    if rope is None and turn is None and tokens % UNIT == 0 and serves(form, device):
+        unpack_turned(form, fields, first, out)
+        return out
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read
     if isinstance(form, Paged):
         mean, norm = fields.get("mean", out), fields.get("norm", out)

@@ -1,0 +1,304 @@
+"""Codes in tensor-core order that a basis turns (fold, TurboQuant, QJL's keys), unpacked to 16 bits.
+
+A warp decodes 32 tokens. Their codes become operands of ``mma.m16n8k16`` as they lie (those of values once their 8 x 8 pieces
+are transposed), and are multiplied with the basis, which is an operand in shared memory. Its columns stand in such an order
+that a lane's sums are eight adjacent channels of a token: they are stored as 16 bytes, and no number passes from one lane to
+another.
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._affine_codes import _field, _main, _operand, code_bytes
+from kvfold.kernels._fragment_codes import LEVELS, UNIFORM, level_operands, masked_words
+from kvfold.kernels._fragment_lookup import fma_half2
+from kvfold.kernels._registers import _item, _replace, _zero4
+from kvfold.kernels._tables_gluon import _allocated, _dynamic_base
+from kvfold.kernels._warp import (
+    copy_async,
+    copy_commit,
+    copy_wait_all,
+    exp2_fast,
+    load_shared,
+    mma,
+    pack_half2,
+    program_sync,
+    transpose8,
+    unpack_half2,
+)
+
+KIND_UNIFORM, KIND_LEVELS = gl.constexpr(UNIFORM), gl.constexpr(LEVELS)
+MAGIC = gl.constexpr(0x64006400)  # two fp16 1024: with a number below 1024 in the last ten bits, that much more
+
+
+@gluon.constexpr_function
+def _stream_asm(n, offset):
+    vector = {1: "", 2: ".v2", 4: ".v4"}[n]
+    outputs = ", ".join(f"${i}" for i in range(n))
+    return f"ld.global.nc{vector}.b32 {{{outputs}}}, [${n}+{offset}];"
+
+
+@gluon.jit
+def load_words4(address, OFFSET: gl.constexpr):
+    """16 bytes of global memory, which nobody writes meanwhile."""
+    asm: gl.constexpr = _stream_asm(4, OFFSET)
+    return gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,l", [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def load_words2(address, OFFSET: gl.constexpr):
+    asm: gl.constexpr = _stream_asm(2, OFFSET)
+    return gl.inline_asm_elementwise(asm, "=r,=r,l", [address], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def load_half(address):
+    """An fp16 number of global memory, as fp32."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 h; ld.global.nc.b16 h, [$1]; cvt.f32.f16 $0, h; }",
+        "=f,l",
+        [address],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def store_words4(address, a, b, c, d):
+    gl.inline_asm_elementwise(
+        "st.global.v4.b32 [$1], {$2,$3,$4,$5}; mov.u32 $0, 0;",
+        "=r,l,r,r,r,r",
+        [address, a, b, c, d],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def bounded_half2(x):
+    """Two fp16 numbers without infinities."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 a; mov.b32 a, 0x7BFF7BFF; min.f16x2 $0, $1, a; mov.b32 a, 0xFBFFFBFF; max.f16x2 $0, $0, a; }",
+        "=r,r",
+        [x],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def byte_number(word, I: gl.constexpr):
+    """Byte I of a word, as fp32."""
+    return ((word >> (8 * I)) & 255).to(gl.float32)
+
+
+# ---- codes as operands ----------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _half_pair(number):
+    """Two fp16 of a number that fp16 holds, as a signed word."""
+    import struct
+
+    word = int.from_bytes(struct.pack("<e", number), "little") * 0x10001
+    return word - (1 << 32) if word >> 31 else word
+
+
+@gluon.constexpr_function
+def _shift(width, bits, tile):
+    """k: codes of this tile count 2^k times in the operand of :func:`kvfold.kernels._affine_codes._operand`."""
+    return _field(width, _main(bits), tile)[1] % 8
+
+
+@gluon.constexpr_function
+def _made_as(dim, tile):
+    """When :func:`kvfold.kernels._fragment_codes.level_operands` makes a tile, of all, in the order of :func:`operands`."""
+    step = tile // (dim // 64)
+    return (2 * (2 * (tile % (dim // 64)) + step % 2) + step // 4) * 2 + step // 2 % 2
+
+
+@gluon.jit
+def _centred(words, lane, TILE: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr):
+    """The four registers of a tile's codes u as u - (2^BITS - 1) / 2."""
+    K: gl.constexpr = _shift(WIDTH, BITS, TILE)
+    MIDDLE: gl.constexpr = ((1 << BITS) - 1) / 2
+    x = _operand(words, TILE, WIDTH, BITS)
+    out = ()
+    for i in gl.static_range(4):
+        y = x[i] | MAGIC
+        if K == 0:  # 1024 + MIDDLE is more than fp16 holds
+            y = fma_half2(y, lane * 0 + _half_pair(1.0), lane * 0 + _half_pair(-1024.0))
+            y = fma_half2(y, lane * 0 + _half_pair(1.0), lane * 0 + _half_pair(-MIDDLE))
+        else:
+            y = fma_half2(y, lane * 0 + _half_pair(2.0**-K), lane * 0 + _half_pair(-(2.0 ** (10 - K)) - MIDDLE))
+        out = out + (y,)
+    return out
+
+
+@gluon.jit
+def _signs(words, TILE: gl.constexpr, WIDTH: gl.constexpr):
+    """The four registers of a tile's codes of one bit as -1/2 or 1/2."""
+    ARRAY: gl.constexpr = _item(_field(WIDTH, 1, TILE), 0)
+    BIT: gl.constexpr = _item(_field(WIDTH, 1, TILE), 1)
+    out = ()
+    for i in gl.static_range(4):
+        out = out + ((((words[4 * ARRAY + i] << (15 - BIT)) & -2147450880) ^ -1207977984),)  # 0x80008000, 0xB800B800
+    return out
+
+
+@gluon.jit
+def operands(
+    words, lane, TT: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, TABLE: gl.constexpr,
+    VALUE: gl.constexpr,
+):  # fmt: skip
+    """Numbers of the codes of 16 tokens, tile by tile: first operands with tokens as rows. ``words``: as they are stored, or
+    those of :func:`kvfold.kernels._fragment_codes.masked_words`."""
+    made = ()
+    if KIND == KIND_LEVELS:
+        for word in gl.static_range(len(words) // 4):
+            for half in gl.static_range(2):
+                a, b = level_operands(words, (), word, half, TABLE)
+                made = made + (a, b)
+    out = ()
+    for c in gl.static_range(WIDTH // 16):
+        if KIND == KIND_LEVELS:
+            x = made[_made_as(WIDTH, 2 * c + TT)]
+        elif BITS == 1:
+            x = _signs(words, 2 * c + TT, WIDTH)
+        else:
+            x = _centred(words, lane, 2 * c + TT, WIDTH, BITS)
+        if VALUE:
+            x = (transpose8(x[0]), transpose8(x[2]), transpose8(x[1]), transpose8(x[3]))
+        out = out + (x,)
+    return out
+
+
+# ---- 32 tokens ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _channels(mean, norm, t, I: gl.constexpr, D: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr):
+    """Norms and means of channels 32 I + 8t to 32 I + 8t + 7 of a page."""
+    means = ()
+    norms = ()
+    if MEAN:
+        words = load_words4(mean + t * 16, 64 * I)
+        for j in gl.static_range(4):
+            a, b = unpack_half2(words[j])
+            means = means + (a, b)
+    if NORM:
+        codes = load_words2(norm + t * 8, 32 * I)
+        for j in gl.static_range(8):
+            norms = norms + (exp2_fast(byte_number(codes[j // 4], j % 4) * (-1.0 / 48)),)
+    return norms, means
+
+
+@gluon.jit
+def _finished(x, scale, norms, means, J: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr, BF16: gl.constexpr):
+    """Channels 2J and 2J + 1 of a lane's eight, of one token."""
+    a = x[0] * scale
+    b = x[1] * scale
+    if MEAN and NORM:
+        a = gl.fma(a, norms[2 * J], means[2 * J])
+        b = gl.fma(b, norms[2 * J + 1], means[2 * J + 1])
+    elif MEAN:
+        a = gl.fma(x[0], scale, means[2 * J])
+        b = gl.fma(x[1], scale, means[2 * J + 1])
+    elif NORM:
+        a = a * norms[2 * J]
+        b = b * norms[2 * J + 1]
+    y = pack_half2(a, b, BF16)
+    if not BF16:
+        y = bounded_half2(y)
+    return y
+
+
+@gluon.jit
+def turn_unit(
+    matrix, lane, codes, scale, mean, norm, out, D: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr,
+    KIND: gl.constexpr, VALUE: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr, FACTOR: gl.constexpr,
+    TABLE: gl.constexpr, BF16: gl.constexpr,
+):  # fmt: skip
+    """Decode 32 tokens. ``matrix``: a lane's address of the basis in shared memory; the others, of the tokens' codes, scales,
+    mean, norms and of where they go, are int64 and the same for all lanes."""
+    g = lane // 4
+    t = lane % 4
+    words = ()
+    for i in gl.static_range(code_bytes(WIDTH, BITS) // 512):
+        words = words + load_words4(codes + lane * 16, 512 * i)
+    scales = ()
+    for r in gl.static_range(4):
+        scales = scales + (load_half(scale + (g + 8 * r) * 2) * FACTOR,)
+    if KIND == KIND_LEVELS:
+        words = masked_words(words, WIDTH, BITS)
+    x = (
+        operands(words, lane, 0, WIDTH, BITS, KIND, TABLE, VALUE),
+        operands(words, lane, 1, WIDTH, BITS, KIND, TABLE, VALUE),
+    )
+    to = out + g * (2 * D) + t * 16
+    for i in gl.static_range(D // 32):
+        norms, means = _channels(mean, norm, t, i, D, MEAN, NORM)
+        accs = ()
+        for _j in gl.static_range(8):
+            accs = accs + (_zero4(lane),)
+        for c in gl.static_range(WIDTH // 16):
+            b = load_shared(matrix, 1024 * (i * (WIDTH // 16) + c), 4)
+            b = b + load_shared(matrix, 1024 * (i * (WIDTH // 16) + c) + 512, 4)
+            for tt in gl.static_range(2):
+                a = x[tt][c]
+                for j in gl.static_range(4):
+                    y = mma(a[0], a[1], a[2], a[3], b[2 * j], b[2 * j + 1], accs[4 * tt + j], False)
+                    accs = _replace(accs, 4 * tt + j, y)
+        for r in gl.static_range(4):
+            y = ()
+            for j in gl.static_range(4):
+                acc = accs[4 * (r // 2) + j]
+                pair = (acc[2 * (r % 2)], acc[2 * (r % 2) + 1])
+                y = y + (_finished(pair, scales[r], norms, means, j, MEAN, NORM, BF16),)
+            store_words4(to + (8 * r * 2 * D + 64 * i), y[0], y[1], y[2], y[3])
+
+
+@gluon.jit(do_not_specialize=["units", "count", "room", "pages", "first", "each"])
+def turned_kernel(
+    codes, scale, mean, norm, table, out, units, count, room, pages, first, each,
+    D: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, VALUE: gl.constexpr,
+    MEAN: gl.constexpr, NORM: gl.constexpr, FACTOR: gl.constexpr, TABLE: gl.constexpr, BF16: gl.constexpr,
+):  # fmt: skip
+    """Decode ``count`` units of 32 tokens, ``units`` of each KV head of a sequence, to ``out``, [heads, 32 units, D].
+
+    From one KV head's storage to the next are ``room`` units and ``pages`` pages; a head's ``units`` begin with unit ``first``
+    of its storage, which begins a page. ``table``: the basis as :func:`kvfold.kernels.turned.matrix_of` makes it. A warp
+    decodes ``each`` units, those of the grid's warps lie side by side.
+    """
+    W: gl.constexpr = gl.num_warps()
+    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    lane = thread % 32
+    SIZE: gl.constexpr = 2 * D * WIDTH
+    memory = _allocated(thread, SIZE)
+    base = _dynamic_base(lane)
+    program_sync(lane)
+    source = table.to(gl.int64) + thread.to(gl.int64) * 16
+    for i in gl.static_range(SIZE // (512 * W)):
+        copy_async(base + thread * 16, source, lane * 0 + 16, lane * 0 + 1, 512 * W * i, 512 * W * i, False)
+    copy_commit(lane)
+    copy_wait_all(lane)
+    program_sync(lane)
+    CODE: gl.constexpr = code_bytes(WIDTH, BITS)
+    number = gl.program_id(0) * W + thread // 32
+    for i in range(each):
+        unit = gl.minimum(number + i * gl.num_programs(0) * W, count - 1)
+        head = unit // units
+        block = head.to(gl.int64) * room + first + unit % units
+        page = head.to(gl.int64) * pages + (first + unit % units) // 4
+        turn_unit(
+            base + lane * 16, lane, codes.to(gl.int64) + block * CODE, scale.to(gl.int64) + block * 64,
+            mean.to(gl.int64) + page * (2 * D), norm.to(gl.int64) + page * D, out.to(gl.int64) + unit.to(gl.int64) * (64 * D),
+            D, WIDTH, BITS, KIND, VALUE, MEAN, NORM, FACTOR, TABLE, BF16,
+        )  # fmt: skip
+    memory._keep_alive()
