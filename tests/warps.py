@@ -118,20 +118,32 @@ class Machine:
     def load_shared_short(self, address, offset):
         return register(self._read(self.shared, lanes(address, np.int64) + offset, 2).view(np.uint16)[:, 0], np.int32)
 
+    def load_words(self, address, offset, n):
+        words = self._read(self.memory, lanes(address, np.int64) + offset, 4 * n).view(np.int32)
+        return tuple(register(words[:, i].copy()) for i in range(n))
+
     def load_fragment(self, address, offset):
-        words = self._read(self.memory, lanes(address, np.int64) + offset, 16).view(np.int32)
-        return tuple(register(words[:, i].copy()) for i in range(4))
+        return self.load_words(address, offset, 4)
+
+    def load_words4(self, address, offset):
+        return self.load_words(address, offset, 4)
+
+    def load_words2(self, address, offset):
+        return self.load_words(address, offset, 2)
+
+    def load_half(self, address):
+        half = self._read(self.memory, lanes(address, np.int64), 2).view(np.float16)
+        return register(half[:, 0].astype(np.float32))
+
+    def store_words4(self, address, *words):
+        _write(self.memory, lanes(address, np.int64), words)
 
     def load_matrix4(self, address, offset, transposed):
         rows = self._read(self.shared, lanes(address, np.int64) + offset, 16).view(np.uint16).reshape(4, 8, 8)
         return tuple(fragment(m.T if transposed else m) for m in rows)
 
     def store_shared(self, address, *words):
-        at = lanes(address, np.int64)
-        for i, word in enumerate(words):
-            data = unsigned(word).view(np.uint8).reshape(32, 4)
-            for lane in range(32):
-                self.shared[at[lane] + 4 * i : at[lane] + 4 * i + 4] = data[lane]
+        _write(self.shared, lanes(address, np.int64), words)
 
     store_shared1 = store_shared2 = store_shared4 = store_shared
 
@@ -147,6 +159,17 @@ class Machine:
         pair = self._read(self.memory, at, 4).view(np.float16).astype(np.float32)
         return register(pair[:, 0].copy()), register(pair[:, 1].copy())
 
+    # ---- codes of four bits as levels
+
+    def _nibbles(self, x, mask, shift):
+        return word(unsigned(x) >> np.uint32(shift) & np.uint32(mask))
+
+    def _two_levels(self, x, held, table, half):
+        upper, lower = np.array([int(n, 16) for n in table.split()], np.uint32).view(np.uint8).reshape(2, 8)
+        levels = (upper.astype(np.uint16) << 8 | lower).view(np.float16)
+        pairs = [[levels[unsigned(x) >> (at + 16 * e) & 7] for e in range(2)] for at in (8 * half, 8 * half + 4)]
+        return tuple(word(np.stack(pair, 1)) for pair in pairs)
+
     def nothing(self, _lane):
         return None
 
@@ -159,6 +182,13 @@ class Machine:
         """Call a function with the number of each warp."""
         with ThreadPoolExecutor(self.warps) as pool:
             list(pool.map(function, range(self.warps)))
+
+
+def _write(memory, at, words):
+    for i, word in enumerate(words):
+        data = unsigned(word).view(np.uint8).reshape(32, 4)
+        for lane in LANE:
+            memory[at[lane] + 4 * i : at[lane] + 4 * i + 4] = data[lane]
 
 
 def lanes(x, dtype=np.int32):
@@ -254,6 +284,7 @@ INSTRUCTIONS = {
     "mma": mma, "mma_bytes": mma_bytes, "transpose8": transpose8, "pack_half2": pack_half2, "unpack_half2": unpack_half2,
     "either_bytes": either_bytes, "select": select,
     "mul_half2": lambda a, b: word(halves(a) * halves(b)),
+    "bounded_half2": lambda x: word(np.clip(halves(x), np.float16(-65504), np.float16(65504))),
     "max_half2": lambda a, b: word(np.maximum(halves(a), halves(b))),
     "shuffle": lambda x, source: register(lanes(x, np.float32)[lanes(source)]),
     "shuffle_xor": lambda x, mask: register(lanes(x, np.float32)[LANE ^ mask]),

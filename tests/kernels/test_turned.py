@@ -1,0 +1,96 @@
+"""What a basis turns, unpacked by tensor cores: warps in NumPy, compiled ahead, and the formats it is meant for."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kvfold.kernels import _turned_gluon, turned
+from kvfold.kernels.aot_turned import compile_turned
+from kvfold.methods import LayerSpec, get
+from warps import Machine, on_cpu, register, scalar
+
+TOKENS = 160  # a page, and a quarter of the next one
+
+
+def form_of(method, side):
+    method, layer = get(method), LayerSpec(0, 1, 1, 1, 128, torch.float16)
+    return method.key_format(layer) if side == "keys" else method.value_format(layer)
+
+
+def unpacked(form, fields):
+    """Two heads' tokens, decoded by warps; what is not written stays NaN."""
+    heads, blocks = fields["norm" if form.norm else "mean"].shape[1], TOKENS // 32
+    machine, fixed = Machine(1), turned.constants(form, False)
+    codes, scale, mean, norm = (machine.put(x) for x in turned.arrays(form, fields))
+    out = machine.put(torch.full((heads, TOKENS, 128), float("nan"), dtype=torch.float16))
+    table = turned.matrix_of(form.basis, fixed["WIDTH"], torch.device("cpu"))
+    matrix = 4096
+    machine.shared[matrix : matrix + 2 * table.numel()] = np.frombuffer(table.numpy().tobytes(), np.uint8)
+    room, pages = (fields[n].shape[2] for n in (next(iter(form.fields())), "mean"))
+    size = 4 * fixed["WIDTH"] * fixed["BITS"]
+    names = ("D", "WIDTH", "BITS", "KIND", "VALUE", "MEAN", "NORM", "FACTOR", "TABLE", "BF16")
+    lane, kernel = register(np.arange(32, dtype=np.int32)), on_cpu(_turned_gluon, machine)
+    for unit in range(heads * blocks):
+        head, number = divmod(unit, blocks)
+        block, page = head * room + number, head * pages + number // 4
+        at = codes + block * size, scale + block * 64, mean + page * 256, norm + page * 128, out + unit * 32 * 256
+        kernel.turn_unit(
+            matrix + lane * 16, lane, *(scalar(x, np.int64) for x in at), *(fixed[name] for name in names)
+        )  # fmt: skip
+    found = machine.memory[out : out + heads * TOKENS * 256].view(np.float16)
+    return torch.from_numpy(found.astype(np.float32)).view(heads, TOKENS, 128)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize(
+    "method", [*(f"fold:bits={b}" for b in (1, 2, 3, 4)), "turboquant:bits=2", "turboquant:bits=3", "qjl"]
+)
+def test_numbers_are_those_of_the_format(method, side):
+    if method == "qjl" and side == "values":
+        pytest.skip("QJL's values have no basis")
+    form = form_of(method, side)
+    draw = torch.Generator().manual_seed(0)
+    shape = torch.exp(0.7 * torch.randn(1, 2, 1, 128, generator=draw))
+    x = torch.randn(1, 2, TOKENS, 128, generator=draw) * shape + torch.randn(1, 2, 1, 128, generator=draw)
+    fields = form.allocate(1, 2, TOKENS // 32 + 3, "cpu")
+    for y in fields.values():
+        y.fill_(float("nan") if y.is_floating_point() else -1)
+    for name, y in form.encode(x).items():
+        fields[name][:, :, : y.shape[2]] = y
+    want = form.decode(fields)[0, :, :TOKENS]
+    assert float((unpacked(form, fields) - want).norm() / want.norm()) < 5e-4
+
+
+def test_large_numbers_do_not_become_infinities():
+    form = form_of("fold", "values")
+    fields = form.encode(torch.randn(1, 1, TOKENS, 128, generator=torch.Generator().manual_seed(0)))
+    fields["scale"].fill_(60000.0)
+    found = unpacked(form, fields)
+    assert torch.isfinite(found).all() and found.abs().max() == 65504
+
+
+@pytest.mark.parametrize("method", ["fold", "turboquant:bits=3", "qjl"])
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_compiles_with_few_spills(method, side):
+    if method == "qjl" and side == "values":
+        pytest.skip("QJL's values have no basis")
+    report = compile_turned(form_of(method, side))
+    assert report.spills_in_loop <= (90 if method == "qjl" else 30) and report.instructions["HMMA"] in (256, 512)
+
+
+def test_which_formats_it_serves():
+    gpu = torch.device("cuda")
+    for method, side in (("fold", "keys"), ("fold", "values"), ("turboquant:bits=3", "keys"), ("qjl", "keys")):
+        assert turned.serves(form_of(method, side), gpu) and not turned.serves(
+            form_of(method, side), torch.device("cpu")
+        )
+    others = (
+        ("qjl", "values"),
+        ("kivi", "keys"),
+        ("fold:rotation=1", "keys"),
+        ("turboquant:bits=4", "keys"),
+        ("fold:bits=8", "keys"),
+    )
+    assert not any(turned.serves(form_of(*other), gpu) for other in others)
