@@ -23,6 +23,7 @@ from kvfold.kernels._warp import (
     load_shared,
     mma,
     pack_half2,
+    prefetch,
     program_sync,
     transpose8,
     unpack_half2,
@@ -183,19 +184,17 @@ def operands(
 
 
 @gluon.jit
-def _channels(mean, norm, t, I: gl.constexpr, D: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr):
-    """Norms and means of channels 32 I + 8t to 32 I + 8t + 7 of a page."""
+def _channels(mean, norm, I: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr):
+    """Norms and means of channels 32 I + 8t to 32 I + 8t + 7 of a page, from words with those of all of a lane's channels."""
     means = ()
     norms = ()
     if MEAN:
-        words = load_words4(mean + t * 16, 64 * I)
         for j in gl.static_range(4):
-            a, b = unpack_half2(words[j])
+            a, b = unpack_half2(mean[4 * I + j])
             means = means + (a, b)
     if NORM:
-        codes = load_words2(norm + t * 8, 32 * I)
         for j in gl.static_range(8):
-            norms = norms + (exp2_fast(byte_number(codes[j // 4], j % 4) * (-1.0 / 48)),)
+            norms = norms + (exp2_fast(byte_number(norm[2 * I + j // 4], j % 4) * (-1.0 / 48)),)
     return norms, means
 
 
@@ -235,6 +234,13 @@ def turn_unit(
     scales = ()
     for r in gl.static_range(4):
         scales = scales + (load_half(scale + (g + 8 * r) * 2) * FACTOR,)
+    means = ()
+    norms = ()
+    for i in gl.static_range(D // 32):
+        if MEAN:
+            means = means + load_words4(mean + t * 16, 64 * i)
+        if NORM:
+            norms = norms + load_words2(norm + t * 8, 32 * i)
     if KIND == KIND_LEVELS:
         words = masked_words(words, WIDTH, BITS)
     x = (
@@ -243,7 +249,7 @@ def turn_unit(
     )
     to = out + g * (2 * D) + t * 16
     for i in gl.static_range(D // 32):
-        norms, means = _channels(mean, norm, t, i, D, MEAN, NORM)
+        own_norms, own_means = _channels(means, norms, i, MEAN, NORM)
         accs = ()
         for _j in gl.static_range(8):
             accs = accs + (_zero4(lane),)
@@ -260,17 +266,17 @@ def turn_unit(
             for j in gl.static_range(4):
                 acc = accs[4 * (r // 2) + j]
                 pair = (acc[2 * (r % 2)], acc[2 * (r % 2) + 1])
-                y = y + (_finished(pair, scales[r], norms, means, j, MEAN, NORM, BF16),)
+                y = y + (_finished(pair, scales[r], own_norms, own_means, j, MEAN, NORM, BF16),)
             store_words4(to + (8 * r * 2 * D + 64 * i), y[0], y[1], y[2], y[3])
 
 
-@gluon.jit(do_not_specialize=["units", "count", "room", "pages", "first", "each"])
+@gluon.jit(do_not_specialize=["units", "count", "room", "pages", "first", "each", "wide"])
 def turned_kernel(
-    codes, scale, mean, norm, table, out, units, count, room, pages, first, each,
+    codes, scale, mean, norm, table, out, units, count, room, pages, first, each, wide,
     D: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, VALUE: gl.constexpr,
     MEAN: gl.constexpr, NORM: gl.constexpr, FACTOR: gl.constexpr, TABLE: gl.constexpr, BF16: gl.constexpr,
 ):  # fmt: skip
-    """Decode ``count`` units of 32 tokens, ``units`` of each KV head of a sequence, to ``out``, [heads, 32 units, D].
+    """Decode ``count`` units of 32 tokens, ``units`` of each KV head of a sequence, to ``out``, [heads, wide, D].
 
     From one KV head's storage to the next are ``room`` units and ``pages`` pages; a head's ``units`` begin with unit ``first``
     of its storage, which begins a page. ``table``: the basis as :func:`kvfold.kernels.turned.matrix_of` makes it. A warp
@@ -292,13 +298,20 @@ def turned_kernel(
     CODE: gl.constexpr = code_bytes(WIDTH, BITS)
     number = gl.program_id(0) * W + thread // 32
     for i in range(each):
-        unit = gl.minimum(number + i * gl.num_programs(0) * W, count - 1)
+        unit = gl.minimum(number * each + i, count - 1)
         head = unit // units
         block = head.to(gl.int64) * room + first + unit % units
+        # a warp's units follow each other: the next one's codes and scales come nearer meanwhile
+        ahead = gl.where(
+            lane < CODE // 128, codes.to(gl.int64) + (block + 1) * CODE, scale.to(gl.int64) + (block + 1) * 64
+        )
+        ahead = ahead + gl.where(lane < CODE // 128, lane, 0) * 128
+        prefetch(gl.where(unit % units + 1 < units, ahead, codes.to(gl.int64)))
         page = head.to(gl.int64) * pages + (first + unit % units) // 4
+        to = out.to(gl.int64) + (head.to(gl.int64) * wide + unit % units * 32) * (2 * D)
         turn_unit(
             base + lane * 16, lane, codes.to(gl.int64) + block * CODE, scale.to(gl.int64) + block * 64,
-            mean.to(gl.int64) + page * (2 * D), norm.to(gl.int64) + page * D, out.to(gl.int64) + unit.to(gl.int64) * (64 * D),
+            mean.to(gl.int64) + page * (2 * D), norm.to(gl.int64) + page * D, to,
             D, WIDTH, BITS, KIND, VALUE, MEAN, NORM, FACTOR, TABLE, BF16,
         )  # fmt: skip
     memory._keep_alive()

@@ -33,15 +33,15 @@ def _in_order(x, GROUPS: tl.constexpr):
     return tl.reshape(tl.permute(x, (0, 2, 1)), (x.shape[0], x.shape[1] * x.shape[2]))
 
 
-@triton.jit(do_not_specialize=["heads", "start", "first", "tokens", "room", "pages", "each"])
+@triton.jit(do_not_specialize=["heads", "start", "first", "tokens", "room", "pages", "each", "wide"])
 def unpack_kernel(
     fields, tables, mean_ptr, norm_ptr, basis_ptr, size_ptr, position_ptr, freq_ptr, table_ptr, scratch_ptr, out_ptr,
-    heads, start, first, tokens, room, pages, each,
+    heads, start, first, tokens, room, pages, each, wide,
     READ: tl.constexpr, SPEC, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
     MEAN: tl.constexpr, NORM: tl.constexpr, BASIS: tl.constexpr, BY_HEAD: tl.constexpr, ROTARY: tl.constexpr,
     HALVES: tl.constexpr, GROUPS: tl.constexpr, SCRATCH: tl.constexpr, OF_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Decode tokens ``first`` to ``first + tokens`` of a span to ``out_ptr``, [batch * heads, tokens, D].
+    """Decode tokens ``first`` to ``first + tokens`` of a span to ``out_ptr``, [batch * heads, wide, D].
 
     Grid: (tiles / each, batch * heads); a program decodes ``each`` tiles of T tokens. The span's first token is number
     ``start`` of a sequence's packed part; from one KV head's storage to the next are ``room`` tokens and ``pages`` pages.
@@ -113,7 +113,7 @@ def unpack_kernel(
             more = tables
             if OF_PAGES:
                 more = tables + (page,)
-            out = out_ptr + (head.to(tl.int64) * tokens + tile * T) * D
+            out = out_ptr + (head.to(tl.int64) * wide + tile * T) * D
             at_token = storage + tile * T
             if ROTARY:
                 if HALVES:

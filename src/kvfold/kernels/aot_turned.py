@@ -1,10 +1,14 @@
-"""Compilation without a GPU of the kernel that unpacks what a basis turns."""
+"""Compilation without a GPU of kernels that unpack: of what a basis turns, and of codes into tables in shared memory."""
+
+from typing import Any
 
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kvfold.formats import Format
-from kvfold.kernels import turned
+from kvfold.formats import Format, ResidualCodes
+from kvfold.formats.codebook import AdditiveCodes
+from kvfold.kernels import turned, unpack_tables
 from kvfold.kernels._turned_gluon import turned_kernel
+from kvfold.kernels._unpack_tables_gluon import unpack_tables_kernel
 from kvfold.kernels.aot import Report, _compile, _signature, _width
 
 
@@ -14,3 +18,14 @@ def compile_turned(form: Format, bf16: bool = False, capability: int = 90) -> Re
     types = {"codes": "*i16", "scale": "*fp16", "mean": "*fp16", "norm": "*u8", "table": "*fp16", "out": _width(bf16)}
     source = GluonASTSource(turned_kernel, *_signature(turned_kernel, fixed, types), {})
     return _compile(source, capability, **turned.options(fixed["WIDTH"]))
+
+
+def compile_unpack_tables(form: AdditiveCodes | ResidualCodes, bf16: bool = False, capability: int = 90) -> Report:
+    """Compile the kernel that decodes a format that :func:`kvfold.kernels.unpack_tables.serves` accepts on a GPU."""
+    fixed: dict[str, Any] = unpack_tables.constants(form, bf16)
+    types = {"codes": "*i16" if fixed["STEPS"] else "*u8", "norms": "*fp16", "rows": "*fp16", "turns_ptr": "*fp32"}
+    types |= {"near_ptr": "*fp16", "position_ptr": "*i64", "out": _width(bf16), "gain": "fp32"}
+    source = GluonASTSource(unpack_tables_kernel, *_signature(unpack_tables_kernel, fixed, types), {})
+    return _compile(
+        source, capability, **unpack_tables.options(form, 2 if unpack_tables.bytes_of(form) < 116 << 10 else 1)
+    )

@@ -115,6 +115,7 @@ def unpack_turned(form: Format, fields: Fields, first: int, out: torch.Tensor) -
         pages_between(form, fields),
         first // UNIT,
         each,
+        out.stride(1) // out.stride(2),
         **constants(form, out.dtype == torch.bfloat16),
         **options(width),
     )

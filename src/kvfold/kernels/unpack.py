@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from kvfold.formats import Fields, Format, Lookup, Outliers, Paged, ResidualCodes
+from kvfold.formats import Fields, Format, Lookup, MixedTokens, Outliers, Paged, ResidualCodes
 from kvfold.formats.codebook import BinaryCodes
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
+from kvfold.kernels import unpack_tables
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.readers import Reader, reader_of
 from kvfold.kernels.readers import why_not as no_reader
@@ -22,7 +23,7 @@ from kvfold.rope import Rope
 
 MAX_DIM = 256
 TURNED = 128
-"""Tokens of a tile that passes a basis; what looks up tables takes fewer, so that more programs wait for them at once."""
+"""Tokens of a tile that passes a basis, or finds its tokens' ranks in blocks of as many; what looks up tables takes fewer, so that more programs wait for them at once."""
 OPTIONS = {"num_warps": 4, "num_stages": 1}
 PROGRAMS, SHORT = 8, 16
 """Of a multiprocessor, in all: a few follow each other, and more where a tile is not multiplied."""
@@ -106,7 +107,7 @@ def constants(form: Format, rotary: int = 0, turn: bool = False) -> dict[str, An
     dim, basis = form.head_dim, page is not None and page.basis is not None
     width = 2 * power(dim // 2) if rotary else power(reader.spec[0])
     tile = 64 if dim <= 128 and width <= 256 else 32
-    if basis and width <= 128 and not isinstance(inner(form), Lookup):
+    if width <= 128 and (basis and not isinstance(inner(form), Lookup) or isinstance(inner(form), MixedTokens)):
         tile = TURNED
     elif isinstance(inner(form), Outliers | ResidualCodes):
         tile = 32
@@ -140,6 +141,8 @@ def make_constants(form: Format, device: torch.device, rope: Rope | None = None)
             matrix_of(form.basis, width_of(inner(form)), device)
     if rope is not None:
         rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
+    if unpack_tables.serves(form, rope, device):
+        unpack_tables.make_tables(form, rope, device)
 
 
 def unpack(
@@ -152,6 +155,7 @@ def unpack(
     rope: Rope | None = None,
     first_position: torch.Tensor | None = None,
     turn: Turn | None = None,
+    room: int = 0,
 ) -> torch.Tensor:
     """Decode ``tokens`` tokens of a span.
 
@@ -172,9 +176,12 @@ def unpack(
     turn : Turn or None
         Where decoded vectors are not those of the model.
 
+    room : int
+        Tokens that there is to be room for; those beyond ``tokens`` are not written.
+
     Returns
     -------
-    Tensor, ``dtype`` [batch, num_kv_heads, tokens, head_dim]
+    Tensor, ``dtype`` [batch, num_kv_heads, tokens or room, head_dim]
     """
     from kvfold.kernels._unpack import unpack_kernel
 
@@ -188,10 +195,14 @@ def unpack(
             f"rope of {rotary} of {form.head_dim} channels: allowed where codes are packed for tensor cores: all"
         )
     reader, fixed = _reader(form, rotary), constants(form, rotary, turn is not None)
-    out = torch.empty(batch, heads, tokens, form.head_dim, dtype=dtype, device=device)
+    whole = torch.empty(batch, heads, max(room, tokens), form.head_dim, dtype=dtype, device=device)
+    out = whole[:, :, :tokens]
     if rope is None and turn is None and tokens % UNIT == 0 and serves(form, device):
         unpack_turned(form, fields, first, out)
-        return out
+        return whole
+    if turn is None and tokens % UNIT == 0 and unpack_tables.serves(form, rope, device):
+        unpack_tables.unpack_tables(form, fields, start, first, out, rope, first_position)
+        return whole
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read
     if isinstance(form, Paged):
         mean, norm = fields.get("mean", out), fields.get("norm", out)
@@ -225,7 +236,8 @@ def unpack(
         room_between(form, fields),
         pages_between(form, fields),
         each,
+        whole.shape[2],
         **fixed,
         **OPTIONS,
     )
-    return out
+    return whole

@@ -13,6 +13,7 @@ import torch
 from kvfold.formats import Dense, Fields, Format
 from kvfold.kernels.call import AttentionCall, Windows
 from kvfold.kernels.device import Aside, multiprocessors
+from kvfold.kernels.padding import excess, fill
 from kvfold.kernels.partials import Partials
 from kvfold.kernels.unpack import Turn, make_constants, unpack
 from kvfold.kernels.unpack import why_not as no_unpacking
@@ -23,9 +24,11 @@ PIECE = 64 << 20
 """Bytes of keys, and as many of values, that exist unpacked at a time."""
 STEP, MOST = 1024, 8192
 """cuDNN, which compiles for every shape, is given multiples of ``STEP`` keys, at most ``MOST`` at a time,"""
-LONG = 32768
-"""or multiples of ``MOST`` up to this where all its programs run at once: every part costs a start, and programs that follow
-others find the keys of ``MOST`` tokens in the second cache."""
+MANY, LONG = 16384, 32768
+"""or up to ``LONG`` where all its programs run at once, beyond ``MANY`` in multiples of twice that: every part costs a start,
+and programs that follow others find the keys of ``MOST`` tokens in the second cache."""
+FEW = 32
+"""Unpacked keys beyond a multiple of ``STEP`` are filled up if they are so many, or else left to flash attention."""
 ROWS = 128
 """Query rows of a program of cuDNN's attention."""
 JOIN = 8
@@ -139,22 +142,35 @@ def _attend_alike(
         with aside.launches():
             over = [
                 _flash(rows, keys, values, call.scale)
-                for keys, values in _pieces(call, part, tokens, rows.dtype, turn, over=True)
+                for keys, values, _ in _pieces(call, part, tokens, rows.dtype, turn, over=True)
             ]
-    for keys, values in _pieces(call, part, tokens, rows.dtype, turn, over=None if wide is None else False):
+    more: torch.Tensor | None = None
+    for keys, values, count in _pieces(call, part, tokens, rows.dtype, turn, over=None if wide is None else False):
+        if more is not None:  # what is taken off is that of the last result of those joined
+            aside.wait(more)
+            partials.join(results, bias, excess=more)
+            results, more = [], None
+        if count < keys.shape[2]:
+            fill(keys, values, count)
+            with aside.launches():
+                more = excess(rows.contiguous(), keys, count, call.scale)
         for result in _attend(rows, wide, keys, values, call.scale):
             if len(results) >= most:
                 aside.wait()
                 partials.join(results, bias)
                 results = []
             results.append(result)
-    aside.wait(*(tensor for result in over for tensor in result))
+    if more is not None and over:
+        aside.wait(more)
+        partials.join(results, bias, excess=more)
+        results, more = [], None
+    aside.wait(*([] if more is None else [more]), *(tensor for result in over for tensor in result))
     for result in over:
         if len(results) >= most:
             partials.join(results, bias)
             results = []
         results.append(result)
-    partials.join(results, bias, out, call.sinks, call.tokens)
+    partials.join(results, bias, out, call.sinks, call.tokens, more)
 
 
 def _pieces(
@@ -164,10 +180,13 @@ def _pieces(
     dtype: torch.dtype,
     turn: Turn | None,
     over: bool | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of ``packed`` tokens of some sequences (None: of all that spans hold), [sequences, num_kv_heads, tokens,
-    head_dim], piece by piece; of each span only what is ``over`` a multiple of ``STEP`` tokens, or only those before (None:
-    all)."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Keys and values of ``packed`` tokens of some sequences (None: of all that spans hold), [sequences, num_kv_heads, room,
+    head_dim], piece by piece, and how many tokens these are; the room behind them is to be filled up.
+
+    ``over`` None: of all tokens, without room for others. False: those that cuDNN is given, as many as there are where they are
+    unpacked, or a multiple of ``STEP``; True: the others.
+    """
     form = call.key_format
     dense = isinstance(form, Dense) and isinstance(call.value_format, Dense)
     for span in call.spans:
@@ -176,15 +195,23 @@ def _pieces(
         tokens = stored.shape[2] * form.block
         if packed is not None:
             tokens = max(0, min(tokens, packed - span.start))
-        whole = tokens // STEP * STEP
-        begin, end = (0, tokens) if over is None else (whole, tokens) if over else (0, whole)
         step = max(tokens, 1) if dense else _piece(stored.shape[0] * stored.shape[1] * form.head_dim)
+        filled = over is not None and not dense and step % STEP == 0 and tokens % step % STEP >= FEW
+        whole = tokens if filled else tokens // STEP * STEP
+        begin, end = (0, tokens) if over is None else (whole, tokens) if over else (0, whole)
         place = None if call.first_position is None else call.first_position[part]
         for first in range(begin, end, step):
             count = min(step, end - first)
-            keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place)
-            values = _side(call.value_format, sides[1], span.start, first, count, dtype, turn=turn)
-            yield keys, values
+            room = for_cudnn(count) if filled else count
+            keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place, room=room)
+            values = _side(call.value_format, sides[1], span.start, first, count, dtype, turn=turn, room=room)
+            yield keys, values, count
+
+
+def for_cudnn(tokens: int) -> int:
+    """As many keys as cuDNN has compiled for, or more."""
+    step = STEP if tokens <= MANY else 2 * STEP
+    return -(-tokens // step) * step
 
 
 def _piece(elements: int) -> int:
@@ -203,11 +230,12 @@ def _side(
     rope: Rope | None = None,
     place: torch.Tensor | None = None,
     turn: Turn | None = None,
+    room: int = 0,
 ) -> torch.Tensor:
     """Vectors of one side; where they are stored as such, they themselves."""
     if isinstance(form, Dense):
         return fields["x"].flatten(-3, -2)[:, :, first : first + count].to(dtype)
-    return unpack(form, fields, start, first, count, dtype, rope, place, turn)
+    return unpack(form, fields, start, first, count, dtype, rope, place, turn, room)
 
 
 def _attend(
@@ -246,7 +274,8 @@ def _flash(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: 
 def _for_cudnn(left: int, once: bool) -> int:
     """How many of the keys that are left cuDNN is given next, where its programs run all at ``once`` or not."""
     if once and left >= MOST:
-        return min(LONG, left // MOST * MOST)
+        step = STEP if left <= MANY else 2 * STEP
+        return min(LONG, left // step * step)
     return min(MOST, left // STEP * STEP)
 
 

@@ -1,0 +1,265 @@
+"""Sums of codebook rows (CommVQ's keys, VQLLM's keys and values), unpacked to 16 bits.
+
+Tables lie in shared memory and rows are added up as for decoding (:mod:`kvfold.kernels._steps_gluon`,
+:mod:`kvfold.kernels._residual_gluon`); a lane's sums are channels that lie together, which it stores as 16
+bytes. Keys are rotated twice: by their token's place in its unit of 32, of which cosines and sines lie in shared memory, and by the unit's position.
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._codebook_gluon import _rotated
+from kvfold.kernels._residual_gluon import _places, _token_sums
+from kvfold.kernels._steps_gluon import shifts_of, tile_steps
+from kvfold.kernels._tables_gluon import _allocated, _dynamic_base, _fetch_rows, fetch_turns
+from kvfold.kernels._turned_gluon import bounded_half2, load_half, store_words4
+from kvfold.kernels._warp import (
+    as_float,
+    copy_async,
+    copy_commit,
+    copy_wait_1,
+    copy_wait_all,
+    high_halves,
+    load_global4,
+    load_shared,
+    low_halves,
+    mul_half2,
+    pack_half2,
+    program_sync,
+    store_shared1,
+    unpack_half2,
+    warp_sync,
+)
+
+UNIT = gl.constexpr(32)
+TURNS = gl.constexpr(8192)
+FAR = gl.constexpr(256)
+"""Bytes of cosines and sines of a unit's tokens, and of a unit's position."""
+
+
+@gluon.constexpr_function
+def code_bytes(stages, steps):
+    """Bytes of a unit's codes: of CommVQ's stages (``steps``), or VQLLM's."""
+    return (48 if steps else 128) * stages
+
+
+@gluon.constexpr_function
+def shared_bytes(stages, steps, keys, warps):
+    """Bytes of shared memory of a program: tables, cosines and sines, and of every warp codes of two units."""
+    size = stages * 8192 + (TURNS.value if keys else 0) + warps * (2 * code_bytes(stages, steps) + FAR.value)
+    return (size + 1023) // 1024 * 1024
+
+
+@gluon.jit
+def cosine_sine(position, turns, rest):
+    """Of ``position`` times ``turns + rest`` turns, as float32; ``position`` is a whole number of up to 24 bits.
+
+    What the product's rounding loses is added to its fraction: positions of millions lose nothing.
+    """
+    return gl.inline_asm_elementwise(
+        """{ .reg .f32 w, n, p; mul.rn.f32 w, $2, $3; neg.f32 n, w; fma.rn.f32 p, $2, $3, n;
+        cvt.rni.f32.f32 n, w; sub.rn.f32 w, w, n; fma.rn.f32 p, $2, $4, p; add.rn.f32 w, w, p;
+        mul.rn.f32 w, w, 0f40C90FDB; cos.approx.ftz.f32 $0, w; sin.approx.ftz.f32 $1, w; }""",
+        "=&f,=&f,f,f,f",
+        [position, turns, rest],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _turns_at(address, STEPS: gl.constexpr):
+    """Eight words of cosines of a lane's 16 pairs, and eight of sines: pairs 8t to 8t + 7 and 32 further (STEPS), or 16t to
+    16t + 15."""
+    NEXT: gl.constexpr = 64 if STEPS else 16
+    return (
+        load_shared(address, 0, 4)
+        + load_shared(address, NEXT, 4)
+        + load_shared(address, 128, 4)
+        + load_shared(address, 128 + NEXT, 4)
+    )
+
+
+@gluon.jit
+def _beside(x):
+    """Keys of VQLLM, four words of each of four interleaved groups: 8 words of 16 adjacent real parts, then 8 of imaginary
+    ones."""
+    out = ()
+    for part in gl.static_range(2):
+        for m in gl.static_range(4):
+            for i in gl.static_range(2):
+                a = x[8 * i + 2 * part + m // 2]
+                b = x[8 * i + 4 + 2 * part + m // 2]
+                if m % 2 == 0:
+                    out = out + (low_halves(a, b),)
+                else:
+                    out = out + (high_halves(a, b),)
+    return out
+
+
+@gluon.jit
+def _put(to, x, norm, pair, STEPS: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr):
+    """Store a token's 16 words, times its norm: float32, and twice as fp16."""
+    y = ()
+    for i in gl.static_range(16):
+        if BF16:
+            a, b = unpack_half2(x[i])
+            y = y + (pack_half2(a * norm, b * norm, True),)
+        else:
+            y = y + (bounded_half2(mul_half2(x[i], pair)),)
+    NEXT: gl.constexpr = 64 if STEPS or not KEYS else 16
+    store_words4(to, y[0], y[1], y[2], y[3])
+    store_words4(to + NEXT, y[4], y[5], y[6], y[7])
+    store_words4(to + 128, y[8], y[9], y[10], y[11])
+    store_words4(to + (128 + NEXT), y[12], y[13], y[14], y[15])
+
+
+@gluon.jit
+def _fetch_codes(to, lane, source, BYTES: gl.constexpr):
+    for j in gl.static_range((BYTES + 511) // 512):
+        here = (lane * 16 < BYTES - 512 * j).to(gl.int32)
+        copy_async(to + lane * 16, source + lane * 16, lane * 0 + 16, here, 512 * j, 512 * j, True)
+
+
+@gluon.jit
+def steps_of_pairs(tables, lane, STAGES: gl.constexpr):
+    """Steps of pairs 2 lane and 2 lane + 1 of a head's tables."""
+    words = load_global4(tables + (STAGES * 8192 + 256) + lane // 2 * 16, lane * 0 + 1)
+    return (
+        as_float(gl.where(lane % 2 == 1, words[2], words[0])),
+        as_float(gl.where(lane % 2 == 1, words[3], words[1])),
+    )
+
+
+@gluon.jit
+def leave_turn(to, lane, position, turns, gains):
+    """Leave cosines and sines of a position, times ``gains``, in shared memory: of 64 pairs, two of every lane."""
+    at = position.to(gl.float32)
+    c0, s0 = cosine_sine(at, turns[0], turns[2])
+    c1, s1 = cosine_sine(at, turns[1], turns[3])
+    store_shared1(to + lane * 4, pack_half2(c0 * gains[0], c1 * gains[1], False))
+    store_shared1(to + (lane * 4 + 128), pack_half2(s0 * gains[0], s1 * gains[1], False))
+
+
+@gluon.jit
+def put_unit(
+    codes, base, near, far, lane, own, norms, out,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr,
+):  # fmt: skip
+    """Decode 32 tokens, whose codes lie in shared memory. ``own``: what a lane knows of the tables; ``norms``: address of the
+    tokens' fp16 norms; ``near``, ``far``: addresses of cosines and sines."""
+    g = lane // 4
+    t = lane % 4
+    odd = g % 2 == 1
+    token = g
+    if STEPS:
+        token = 4 * (g % 2) + g // 2
+    place = t * 32
+    if STEPS or not KEYS:
+        place = t * 16
+    turn = ()
+    if KEYS:
+        turn = _turns_at(far + place, STEPS)
+    for tile in gl.static_range(2):
+        if STEPS:
+            begin = token * 12 % 32
+            word = token * 12 // 32 * 4 + t * 48
+            x, y = tile_steps(lane, odd, codes + word, begin, base, own, 0, tile, STAGES, False)
+        else:
+            x = _token_sums(codes + (g * (4 * STAGES) + tile * (64 * STAGES)), own, 0, STAGES)
+            y = _token_sums(codes + (g * (4 * STAGES) + (tile * (64 * STAGES) + 32 * STAGES)), own, 0, STAGES)
+            if KEYS:
+                x = _beside(x)
+                y = _beside(y)
+        for e in gl.static_range(2):
+            z = x if e == 0 else y
+            at = token + (16 * tile + 8 * e)
+            if KEYS:
+                z = _rotated(_rotated(z, _turns_at(near + at * 256 + place, STEPS)), turn)
+            norm = load_half(norms + at * 2)
+            _put(out + (at * 256 + place), z, norm, pack_half2(norm, norm, False), STEPS, KEYS, BF16)
+
+
+@gluon.jit(do_not_specialize=["heads", "start", "first", "units", "room", "wide"])
+def unpack_tables_kernel(
+    codes, norms, rows, turns_ptr, near_ptr, position_ptr, out, heads, start, first, units, room, wide, gain,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr,
+):  # fmt: skip
+    """Decode ``units`` units of 32 tokens of each KV head, from unit ``first`` of its storage on, to ``out`` [heads, wide,
+    128].
+
+    Grid: (programs, batch * heads). STEPS: CommVQ's keys, of which every head has ``rows``; else VQLLM's. KEYS are rotated: the
+    span's first token is number ``start`` after ``position_ptr``; ``turns_ptr``, float32 [2, 64]: turns per token of the pairs
+    and what float32 leaves of them; ``near_ptr``: fp16 [2, 32, 64], cosines and sines of a unit's tokens; ``gain``: of RoPE.
+    From one KV head's storage to the next are ``room`` units.
+    """
+    W: gl.constexpr = gl.num_warps()
+    BYTES: gl.constexpr = shared_bytes(STAGES, STEPS, KEYS, W)
+    CODES: gl.constexpr = code_bytes(STAGES, STEPS)
+    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    lane = thread % 32
+    warp = thread // 32
+    memory = ()
+    for i in gl.static_range(8):
+        if BYTES // 1024 >> i & 1:
+            memory = memory + (_allocated(thread, 1024 << i),)
+    base = _dynamic_base(lane)
+    program_sync(lane)
+    head = gl.program_id(1)
+    tables = rows.to(gl.int64)
+    if STEPS:
+        tables = tables + (head % heads).to(gl.int64) * (STAGES * 8192 + 512)
+    near = base + STAGES * 8192
+    stage = near + warp * (2 * CODES + FAR)
+    if KEYS:
+        stage = stage + TURNS
+        fetch_turns(near, near_ptr, thread, lane, W)
+    far = stage + 2 * CODES
+    _fetch_rows(base, tables, thread, STAGES * 8192, W)
+
+    lo = (units.to(gl.int64) * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
+    hi = (units.to(gl.int64) * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+    each = (hi - lo + W - 1) // W
+    begin = gl.minimum(lo + warp * each, hi - 1)
+    block = head.to(gl.int64) * room + first
+    source = codes.to(gl.int64) + block * CODES
+    norm_at = norms.to(gl.int64) + block * 64
+    to = out.to(gl.int64) + head.to(gl.int64) * wide * 256
+    _fetch_codes(stage, lane, source + begin.to(gl.int64) * CODES, CODES)
+    copy_commit(lane)
+
+    turns = ()
+    gains = ()
+    position = lane * 0
+    if KEYS:
+        for i in gl.static_range(2):
+            for j in gl.static_range(2):
+                turns = turns + (gl.load(turns_ptr + (2 * lane + (64 * i + j))),)
+        position = (gl.load(position_ptr + head // heads) + start).to(gl.int32) + first * 32
+        gains = (lane.to(gl.float32) * 0.0 + gain, lane.to(gl.float32) * 0.0 + gain)
+    if STEPS:
+        step = steps_of_pairs(tables, lane, STAGES)
+        gains = (gains[0] * step[0], gains[1] * step[1])
+        own = shifts_of(tables, lane // 4 % 2 == 1, lane % 4, STAGES)
+    else:
+        own = _places(base, tables, lane // 4, lane % 4, STAGES)
+    copy_wait_all(lane)
+    program_sync(lane)
+    for i in range(each):
+        unit = gl.minimum(begin + i, hi - 1)
+        after = gl.minimum(begin + i + 1, hi - 1)
+        warp_sync(lane)
+        _fetch_codes(stage + (i + 1) % 2 * CODES, lane, source + after.to(gl.int64) * CODES, CODES)
+        copy_commit(lane)
+        if KEYS:
+            leave_turn(far, lane, position + unit * 32, turns, gains)
+        copy_wait_1(lane)
+        put_unit(
+            stage + i % 2 * CODES, base, near, far, lane, own, norm_at + unit.to(gl.int64) * 64,
+            to + unit.to(gl.int64) * 8192, STAGES, STEPS, KEYS, BF16,
+        )  # fmt: skip
+    copy_wait_all(lane)
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()
