@@ -7,6 +7,7 @@ threads of a program at once. Copies arrive at once, so what is not waited for i
 
 import importlib
 import itertools
+import math
 import types
 
 import torch
@@ -19,6 +20,7 @@ MODULES = (
     "_steps_gluon",
     "_codebook_gluon",
     "_residual_gluon",
+    "_unpack_tables_gluon",
     "paged._tables",
 )
 WORD = 1 << 32
@@ -84,8 +86,8 @@ def halves(x):
     return x.to(torch.int32).contiguous().unsqueeze(-1).view(torch.float16)
 
 
-def joined(x):
-    return x.to(torch.float16).contiguous().view(torch.int32).squeeze(-1)
+def joined(x, dtype=torch.float16):
+    return x.to(dtype).contiguous().view(torch.int32).squeeze(-1)
 
 
 def of_word(f):
@@ -207,6 +209,13 @@ class Program:
     def shuffle_xor(self, x, mask):
         return self.by_warp(x)[:, torch.arange(32) ^ mask].reshape(-1)
 
+    def store_words4(self, address, *words):
+        self.memory.write(address, torch.stack(words, -1).to(torch.int32))
+
+    def cosine_sine(self, position, turns, rest):
+        angle = 2 * math.pi * (position.double() * (turns.double() + rest.double()))
+        return angle.cos().float(), angle.sin().float()
+
     def turn(self, angle):
         return angle.double().cos().float(), angle.double().sin().float()
 
@@ -228,7 +237,12 @@ class Program:
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
             "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),
             "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
-            "pack_half2": lambda low, high, _: joined(torch.stack((low, high), -1)),
+            "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), torch.bfloat16 if bf16 else torch.float16),
+            "store_words4": self.store_words4, "cosine_sine": self.cosine_sine,
+            "load_half": lambda at: self.memory.read(at, torch.float16).squeeze(-1).float(),
+            "bounded_half2": of_word(lambda x: x.clamp(-65504, 65504)),
+            "low_halves": of_word(lambda a, b: torch.stack((a[..., 0], b[..., 0]), -1)),
+            "high_halves": of_word(lambda a, b: torch.stack((a[..., 1], b[..., 1]), -1)),
             "unpack_half2": lambda x: tuple(halves(x).float().unbind(-1)),
             "_funnel": funnel, "_turn": self.turn, "_byte_twice": lambda x, i: permuted(x, 0x4040 | i | i << 8),
             "_shuffled": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),

@@ -1,8 +1,9 @@
 """Sums of codebook rows (CommVQ's keys, VQLLM's keys and values), unpacked to 16 bits.
 
 Tables lie in shared memory and rows are added up as for decoding (:mod:`kvfold.kernels._steps_gluon`,
-:mod:`kvfold.kernels._residual_gluon`); a lane's sums are channels that lie together, which it stores as 16
-bytes. Keys are rotated twice: by their token's place in its unit of 32, of which cosines and sines lie in shared memory, and by the unit's position.
+:mod:`kvfold.kernels._residual_gluon`); a lane's sums are channels that lie together, which it stores as 16 bytes. Keys are
+rotated twice: by their token's place in its unit of 32, of which cosines and sines lie in shared memory, and by the unit's
+position.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 

@@ -23,7 +23,8 @@ from kvfold.rope import Rope
 
 MAX_DIM = 256
 TURNED = 128
-"""Tokens of a tile that passes a basis, or finds its tokens' ranks in blocks of as many; what looks up tables takes fewer, so that more programs wait for them at once."""
+"""Tokens of a tile that passes a basis, or finds its tokens' ranks in blocks of as many; what looks up tables takes fewer, so
+that more programs wait for them at once."""
 OPTIONS = {"num_warps": 4, "num_stages": 1}
 PROGRAMS, SHORT = 8, 16
 """Of a multiprocessor, in all: a few follow each other, and more where a tile is not multiplied."""
@@ -107,7 +108,7 @@ def constants(form: Format, rotary: int = 0, turn: bool = False) -> dict[str, An
     dim, basis = form.head_dim, page is not None and page.basis is not None
     width = 2 * power(dim // 2) if rotary else power(reader.spec[0])
     tile = 64 if dim <= 128 and width <= 256 else 32
-    if width <= 128 and (basis and not isinstance(inner(form), Lookup) or isinstance(inner(form), MixedTokens)):
+    if width <= 128 and ((basis and not isinstance(inner(form), Lookup)) or isinstance(inner(form), MixedTokens)):
         tile = TURNED
     elif isinstance(inner(form), Outliers | ResidualCodes):
         tile = 32

@@ -108,6 +108,12 @@ def make_tables(form: Format, rope: Rope | None, device: torch.device) -> None:
         turns(rope, device)
 
 
+def _kernel() -> Any:
+    from kvfold.kernels._unpack_tables_gluon import unpack_tables_kernel
+
+    return unpack_tables_kernel
+
+
 def unpack_tables(
     form: Format,
     fields: Fields,
@@ -119,8 +125,6 @@ def unpack_tables(
 ) -> None:
     """Decode tokens of a span to ``out`` [batch, num_kv_heads, tokens, head_dim], whole units from number ``first`` on; as of
     :func:`kvfold.kernels.unpack.unpack`."""
-    from kvfold.kernels._unpack_tables_gluon import unpack_tables_kernel
-
     assert isinstance(form, AdditiveCodes | ResidualCodes)
     batch, heads, tokens, _ = out.shape
     units, device = tokens // UNIT, out.device
@@ -131,7 +135,7 @@ def unpack_tables(
     if rope is not None:
         assert first_position is not None
         (freq, near), position = turns(rope, device), first_position
-    unpack_tables_kernel[(programs, batch * heads)](
+    _kernel()[(programs, batch * heads)](
         fields["codes"],
         fields["rms"],
         table,

@@ -1,0 +1,85 @@
+"""Codes into tables in shared memory, unpacked: the kernel run on a CPU, compiled ahead, and the formats it is meant for."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import lanes
+from blocks_case import Case, commvq, residuals, unproject
+from kvfold.kernels import _unpack_tables_gluon, unpack_tables
+from kvfold.kernels.aot_turned import compile_unpack_tables
+from kvfold.rope import Rope
+
+FORMATS = {
+    "commvq": commvq(3, codes=128, rounded=True),
+    "vqllm-1bit": residuals(rounded=True),
+    "vqllm-2bit": residuals((8, 32, 256), (8, 32, 256), rounded=True),
+}
+FIRST, TOKENS, ROOM = 128, 96, 128
+
+
+class Emulated:
+    """The kernel, whose launches PyTorch runs."""
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, maxnreg=None, **constants):
+            lanes.run(_unpack_tables_gluon.unpack_tables_kernel, grid, arguments, constants, num_warps, 227 << 10)
+
+        return launch
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(unpack_tables, "WARPS", 2)
+    monkeypatch.setattr(unpack_tables, "program_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(unpack_tables, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(unpack_tables, "_kernel", Emulated)
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_are_those_of_the_format(name, side, dtype):
+    if name == "commvq" and side == "values":
+        pytest.skip("CommVQ's values are bits")
+    case = Case(
+        FORMATS[name], head_dim=128, rotary=128, scaling=1.1, packed=(8 * 32,), slabs=(8,),
+        unproject=None if name != "commvq" else unproject,
+    )  # fmt: skip
+    call = case.call
+    span, keys = call.spans[0], side == "keys"
+    form, fields = (call.key_format, span.keys) if keys else (call.value_format, span.values)
+    want = form.decode(fields)[:, :, FIRST : FIRST + TOKENS].float()
+    rope, place = None, None
+    if keys:
+        rope, place = call.rope, call.first_position + 100_000
+        exact = Rope(rope.inv_freq.double(), rope.scaling)
+        want = exact.rotate(want, (place[:, None] + span.start + FIRST + torch.arange(TOKENS))[:, None]).float()
+    whole = torch.full((*want.shape[:2], ROOM, 128), float("nan"), dtype=dtype)
+    unpack_tables.unpack_tables(form, fields, span.start, FIRST, whole[:, :, :TOKENS], rope, place)
+    assert whole[:, :, TOKENS:].isnan().all()
+    error = (whole[:, :, :TOKENS].float() - want).norm() / want.norm()
+    assert error < (1e-3 if dtype == torch.float16 else 3e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_compiles_with_few_spills(name):
+    for form in FORMATS[name](128, "cpu"):
+        if unpack_tables.constants(replace(form), False) if hasattr(form, "stages") else False:
+            assert compile_unpack_tables(form).spills_in_loop <= 12
+
+
+def test_which_formats_it_serves(monkeypatch):
+    monkeypatch.setattr(unpack_tables, "program_memory", lambda device: 227 << 10)
+    gpu, rope = torch.device("cuda"), Rope(torch.ones(64))
+    for name, formats in FORMATS.items():
+        keys, values = formats(128, "cpu")
+        assert unpack_tables.serves(keys, rope, gpu) and not unpack_tables.serves(keys, None, gpu)
+        assert unpack_tables.serves(values, None, gpu) == (name != "commvq")
+        assert not unpack_tables.serves(keys, rope, torch.device("cpu"))
+    other = residuals()(128, "cpu")[0]  # not in whole steps
+    assert not unpack_tables.serves(other, rope, gpu)
