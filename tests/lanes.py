@@ -13,6 +13,8 @@ import types
 import torch
 from triton.runtime.jit import JITFunction
 
+from kvfold.kernels import _page_codes
+
 MODULES = (
     "_registers",
     "_softmax",
@@ -20,7 +22,14 @@ MODULES = (
     "_steps_gluon",
     "_codebook_gluon",
     "_residual_gluon",
+    "_affine_codes",
+    "_page_codes",
+    "_fragment_codes",
+    "_fragment_lookup",
+    "_fragment_mixed",
+    "_turned_gluon",
     "_unpack_tables_gluon",
+    "_unpack_levels_gluon",
     "paged._tables",
 )
 WORD = 1 << 32
@@ -212,6 +221,20 @@ class Program:
     def store_words4(self, address, *words):
         self.memory.write(address, torch.stack(words, -1).to(torch.int32))
 
+    def load_words4(self, address, offset):
+        return tuple(self.memory.read(address + offset, torch.int32, 4).unbind(-1))
+
+    def store_short(self, address, x, active):
+        on = active != 0
+        if on.any():
+            self.shared.write(address[on], (x & 0xFFFF)[on].to(torch.int16))
+
+    def load_outlier(self, where, value, active):
+        on, out = active != 0, torch.full_like(active, -1)
+        low, high = (self.memory.read(x[on], torch.int16).squeeze(-1).to(torch.int32) for x in (where, value))
+        out[on] = (low & 0xFFFF) | (high << 16)
+        return out
+
     def cosine_sine(self, position, turns, rest):
         angle = 2 * math.pi * (position.double() * (turns.double() + rest.double()))
         return angle.cos().float(), angle.sin().float()
@@ -228,7 +251,22 @@ class Program:
         def funnel(low, high, start):
             return signed(((unsigned(high) << 32 | unsigned(low)) >> (start.to(torch.int64) & 31)) & (WORD - 1))
 
+        def levels(x, held, table, half):
+            upper, lower = (
+                [int(n, 16) >> 8 * i & 255 for n in part for i in range(4)]
+                for part in (table.split()[:2], table.split()[2:])
+            )
+            of = torch.tensor([a << 8 | b for a, b in zip(upper, lower, strict=True)], dtype=torch.int32)
+            return tuple(
+                signed(of[(x >> at & 7).long()].long() | of[(x >> (16 + at) & 7).long()].long() << 16)
+                for at in (8 * half, 8 * half + 4)
+            )
+
         return {
+            "_two_levels": levels, "_nibbles": None, "_store_short": self.store_short, "load_outlier": self.load_outlier,
+            "_replaced": of_word(lambda x, y: torch.where(y != 0, y, x)), "load_words4": self.load_words4,
+            "store_shared2": lambda to, a, b: self.shared.write(to, torch.stack((a, b), -1)),
+            "select": lambda a, b, mask: a & signed(tensor(mask)) | b & ~signed(tensor(mask)),
             "gl": self.gl(), "tl": None,
             "load_shared": self.load_shared, "load_global4": self.load_global4,
             "load_shared4f": self.load_shared4f, "store_shared4": self.store_shared4,
@@ -280,8 +318,12 @@ class Program:
                     space[key] = made[f]
                 elif hasattr(x, "__wrapped__") and not isinstance(x, type):
                     space[key] = x.__wrapped__
-        for space in spaces.values():
+        for name, space in spaces.items():
             space.update(replaced)
+            if name.endswith("_fragment_codes"):
+                space["_nibbles"] = lambda x, mask, shift: signed(unsigned(x) >> shift & mask)
+            elif name.endswith("_page_codes"):
+                space["_nibbles"] = _page_codes._nibbles
         return made[kernel.fn]
 
 

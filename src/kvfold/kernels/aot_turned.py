@@ -4,10 +4,11 @@ from typing import Any
 
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kvfold.formats import Format, ResidualCodes
+from kvfold.formats import Format, Outliers, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import turned, unpack_tables
+from kvfold.kernels import turned, unpack_levels, unpack_tables
 from kvfold.kernels._turned_gluon import turned_kernel
+from kvfold.kernels._unpack_levels_gluon import unpack_levels_kernel
 from kvfold.kernels._unpack_tables_gluon import unpack_tables_kernel
 from kvfold.kernels.aot import Report, _compile, _signature, _width
 
@@ -29,3 +30,12 @@ def compile_unpack_tables(form: AdditiveCodes | ResidualCodes, bf16: bool = Fals
     return _compile(
         source, capability, **unpack_tables.options(form, 2 if unpack_tables.bytes_of(form) < 116 << 10 else 1)
     )
+
+
+def compile_unpack_levels(form: Outliers, rotated: bool, bf16: bool = False, capability: int = 90) -> Report:
+    """Compile the kernel that decodes a format that :func:`kvfold.kernels.unpack_levels.serves` accepts on a GPU."""
+    fixed: dict[str, Any] = unpack_levels.constants(form, rotated, bf16)
+    types = dict.fromkeys(("codes", "where"), "*i16") | dict.fromkeys(("ranges", "outlier", "constants"), "*fp16")
+    types |= {"turns_ptr": "*fp32", "near_ptr": "*fp16", "position_ptr": "*i64", "out": _width(bf16), "gain": "fp32"}
+    source = GluonASTSource(unpack_levels_kernel, *_signature(unpack_levels_kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=unpack_levels.WARPS, maxnreg=unpack_levels.REGISTERS)

@@ -11,7 +11,7 @@ from kvfold.formats import Fields, Format, Lookup, MixedTokens, Outliers, Paged,
 from kvfold.formats.codebook import BinaryCodes
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
-from kvfold.kernels import unpack_tables
+from kvfold.kernels import unpack_levels, unpack_tables
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.readers import Reader, reader_of
 from kvfold.kernels.readers import why_not as no_reader
@@ -144,6 +144,8 @@ def make_constants(form: Format, device: torch.device, rope: Rope | None = None)
         rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
     if unpack_tables.serves(form, rope, device):
         unpack_tables.make_tables(form, rope, device)
+    if unpack_levels.serves(form, rope, device):
+        unpack_levels.make_tables(form, rope, device)
 
 
 def unpack(
@@ -201,9 +203,13 @@ def unpack(
     if rope is None and turn is None and tokens % UNIT == 0 and serves(form, device):
         unpack_turned(form, fields, first, out)
         return whole
-    if turn is None and tokens % UNIT == 0 and unpack_tables.serves(form, rope, device):
-        unpack_tables.unpack_tables(form, fields, start, first, out, rope, first_position)
-        return whole
+    if turn is None and tokens % UNIT == 0:
+        if unpack_tables.serves(form, rope, device):
+            unpack_tables.unpack_tables(form, fields, start, first, out, rope, first_position)
+            return whole
+        if unpack_levels.serves(form, rope, device):
+            unpack_levels.unpack_levels(form, fields, start, first, out, rope, first_position)
+            return whole
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read
     if isinstance(form, Paged):
         mean, norm = fields.get("mean", out), fields.get("norm", out)
