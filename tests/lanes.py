@@ -33,6 +33,7 @@ MODULES = (
     "paged._tables",
 )
 WORD = 1 << 32
+HALF = {False: torch.float16, True: torch.bfloat16}
 
 
 def tensor(x, like=None):
@@ -275,7 +276,7 @@ class Program:
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
             "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),
             "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
-            "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), torch.bfloat16 if bf16 else torch.float16),
+            "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), HALF[bool(bf16)]),
             "store_words4": self.store_words4, "cosine_sine": self.cosine_sine,
             "load_half": lambda at: self.memory.read(at, torch.float16).squeeze(-1).float(),
             "bounded_half2": of_word(lambda x: x.clamp(-65504, 65504)),

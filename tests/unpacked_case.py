@@ -194,13 +194,14 @@ def cut_error(name):
         out, total = flash(query, keys, values, 0.0, False, scale=scale)
         return out, total.unsqueeze(-1)
 
-    before = unpacked.STEP, unpacked.takes_cudnn, torch.ops.aten._scaled_dot_product_cudnn_attention
-    unpacked.STEP, unpacked.takes_cudnn = 128, lambda rows: True
+    before = unpacked.STEP, unpacked.FEW, unpacked.takes_cudnn, torch.ops.aten._scaled_dot_product_cudnn_attention
+    unpacked.STEP, unpacked.FEW, unpacked.takes_cudnn = 128, 32, lambda rows: True
     torch.ops.aten._scaled_dot_product_cudnn_attention = cudnn
     try:
         error = attention_error(name)
     finally:
-        unpacked.STEP, unpacked.takes_cudnn, torch.ops.aten._scaled_dot_product_cudnn_attention = before
+        unpacked.STEP, unpacked.FEW, unpacked.takes_cudnn = before[:3]
+        torch.ops.aten._scaled_dot_product_cudnn_attention = before[3]
     return error if sum(taken) == (256 if name == "none" else 512) else float("nan")  # of 320 and 96 tokens
 
 

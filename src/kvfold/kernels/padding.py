@@ -15,7 +15,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["tokens", "room"])
-def _fill_kernel(keys, values, tokens, room, D: tl.constexpr, DP: tl.constexpr):
+def _fill_kernel(keys, values, tokens, room, D: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Grid: (tokens to fill / 32, heads); see :func:`fill`."""
     head = tl.program_id(1).to(tl.int64) * room
     row = tl.arange(0, 32)
@@ -29,7 +29,7 @@ def _fill_kernel(keys, values, tokens, room, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "keys_head", "factor", "copies"])
-def _excess_kernel(
+def _excess_kernel(  # type: ignore[no-untyped-def]
     q, keys, out, rows, keys_head, factor, copies, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr
 ):  # fmt: skip
     """Grid: (blocks of M rows, heads); see :func:`excess`."""

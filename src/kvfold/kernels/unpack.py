@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kvfold.formats import Fields, Format, Lookup, MixedTokens, Outliers, Paged, ResidualCodes
-from kvfold.formats.codebook import BinaryCodes
+from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels import unpack_levels, unpack_tables
@@ -102,6 +103,20 @@ class Turn:
         return cls((rows / size.view(-1, 1, 1)).half().contiguous(), size, offset.contiguous())
 
 
+_turns = WeakIdKeyDictionary()
+
+
+def turn_of(unproject: Map, form: Format, heads: int, device: torch.device) -> Turn:
+    """:meth:`Turn.of`, made once where the map is a matrix of the layer's."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if not isinstance(unproject, ValueRows) or (capturing and unproject.rows not in _turns):
+        return Turn.of(unproject, form, heads, device)  # what is captured is not there before the first replay
+    if unproject.rows not in _turns:
+        _turns[unproject.rows] = Turn.of(unproject, form, heads, device)
+    found: Turn = _turns[unproject.rows]
+    return found
+
+
 def constants(form: Format, rotary: int = 0, turn: bool = False) -> dict[str, Any]:
     """What the kernel is specialized on; ``rotary`` channels are rotated (0: none), ``turn``: every head has a matrix."""
     reader, page = _reader(form, rotary), form if isinstance(form, Paged) else None
@@ -158,7 +173,7 @@ def unpack(
     rope: Rope | None = None,
     first_position: torch.Tensor | None = None,
     turn: Turn | None = None,
-    room: int = 0,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode ``tokens`` tokens of a span.
 
@@ -179,12 +194,12 @@ def unpack(
     turn : Turn or None
         Where decoded vectors are not those of the model.
 
-    room : int
-        Tokens that there is to be room for; those beyond ``tokens`` are not written.
+    whole : Tensor or None, contiguous [batch, num_kv_heads, ``tokens`` or more, head_dim]
+        Where the first ``tokens`` are written; None: a new one.
 
     Returns
     -------
-    Tensor, ``dtype`` [batch, num_kv_heads, tokens or room, head_dim]
+    Tensor, ``dtype`` [batch, num_kv_heads, tokens, head_dim], or ``whole``
     """
     from kvfold.kernels._unpack import unpack_kernel
 
@@ -198,7 +213,8 @@ def unpack(
             f"rope of {rotary} of {form.head_dim} channels: allowed where codes are packed for tensor cores: all"
         )
     reader, fixed = _reader(form, rotary), constants(form, rotary, turn is not None)
-    whole = torch.empty(batch, heads, max(room, tokens), form.head_dim, dtype=dtype, device=device)
+    if whole is None:
+        whole = torch.empty(batch, heads, tokens, form.head_dim, dtype=dtype, device=device)
     out = whole[:, :, :tokens]
     if rope is None and turn is None and tokens % UNIT == 0 and serves(form, device):
         unpack_turned(form, fields, first, out)

@@ -13,9 +13,9 @@ import torch
 from kvfold.formats import Dense, Fields, Format
 from kvfold.kernels.call import AttentionCall, Windows
 from kvfold.kernels.device import Aside, multiprocessors
-from kvfold.kernels.padding import excess, fill
+from kvfold.kernels.padding import OF, excess, fill
 from kvfold.kernels.partials import Partials
-from kvfold.kernels.unpack import Turn, make_constants, unpack
+from kvfold.kernels.unpack import Turn, make_constants, turn_of, unpack
 from kvfold.kernels.unpack import why_not as no_unpacking
 from kvfold.kernels.windows import attend_windows
 from kvfold.rope import Rope
@@ -27,8 +27,8 @@ STEP, MOST = 1024, 8192
 MANY, LONG = 16384, 32768
 """or up to ``LONG`` where all its programs run at once, beyond ``MANY`` in multiples of twice that: every part costs a start,
 and programs that follow others find the keys of ``MOST`` tokens in the second cache."""
-FEW = 32
-"""Unpacked keys beyond a multiple of ``STEP`` are filled up if they are so many, or else left to flash attention."""
+FEW = 256
+"""Unpacked keys are filled up to such a number from so many on; fewer go to flash attention."""
 ROWS = 128
 """Query rows of a program of cuDNN's attention."""
 JOIN = 8
@@ -89,7 +89,7 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
     out = torch.empty_like(rows)
     turn = None
     if call.unproject is not None and call.spans:
-        turn = Turn.of(call.unproject, call.value_format, call.num_kv_heads, query.device)
+        turn = turn_of(call.unproject, call.value_format, call.num_kv_heads, query.device)
     for form, rope in ((call.key_format, call.rope), (call.value_format, None)):
         if call.spans and not isinstance(form, Dense):
             make_constants(form, query.device, rope)
@@ -142,18 +142,19 @@ def _attend_alike(
         with aside.launches():
             over = [
                 _flash(rows, keys, values, call.scale)
-                for keys, values, _ in _pieces(call, part, tokens, rows.dtype, turn, over=True)
+                for keys, values, _ in _pieces(call, part, tokens, rows, turn, over=True)
             ]
     more: torch.Tensor | None = None
-    for keys, values, count in _pieces(call, part, tokens, rows.dtype, turn, over=None if wide is None else False):
+    for keys, values, excessive in _pieces(
+        call, part, tokens, rows, turn, over=None if wide is None else False, aside=aside
+    ):
         if more is not None:  # what is taken off is that of the last result of those joined
             aside.wait(more)
             partials.join(results, bias, excess=more)
-            results, more = [], None
-        if count < keys.shape[2]:
-            fill(keys, values, count)
-            with aside.launches():
-                more = excess(rows.contiguous(), keys, count, call.scale)
+            results = []
+        more = excessive
+        if more is not None:
+            aside.wait()
         for result in _attend(rows, wide, keys, values, call.scale):
             if len(results) >= most:
                 aside.wait()
@@ -177,18 +178,21 @@ def _pieces(
     call: AttentionCall,
     part: slice,
     packed: int | None,
-    dtype: torch.dtype,
+    rows: torch.Tensor,
     turn: Turn | None,
     over: bool | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Keys and values of ``packed`` tokens of some sequences (None: of all that spans hold), [sequences, num_kv_heads, room,
-    head_dim], piece by piece, and how many tokens these are; the room behind them is to be filled up.
+    aside: Aside | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Keys and values of ``packed`` tokens of some sequences (None: of all that spans hold), [sequences, num_kv_heads, tokens,
+    head_dim], piece by piece.
 
-    ``over`` None: of all tokens, without room for others. False: those that cuDNN is given, as many as there are where they are
-    unpacked, or a multiple of ``STEP``; True: the others.
+    ``over`` None: of all tokens. False: those that cuDNN is given, a multiple of ``STEP``, or, where they are unpacked, filled
+    up to one by launches ``aside``; then with what the queries ``rows`` lose by that, :func:`kvfold.kernels.padding.excess`.
+    True: the others.
     """
-    form = call.key_format
+    form, dtype = call.key_format, rows.dtype
     dense = isinstance(form, Dense) and isinstance(call.value_format, Dense)
+    unpacks = not isinstance(form, Dense) and not isinstance(call.value_format, Dense)
     for span in call.spans:
         sides = [{name: t[part] for name, t in fields.items()} for fields in (span.keys, span.values)]
         stored = next(t for name, t in sides[0].items() if name in form.fields())
@@ -196,21 +200,31 @@ def _pieces(
         if packed is not None:
             tokens = max(0, min(tokens, packed - span.start))
         step = max(tokens, 1) if dense else _piece(stored.shape[0] * stored.shape[1] * form.head_dim)
-        filled = over is not None and not dense and step % STEP == 0 and tokens % step % STEP >= FEW
+        last = tokens % step or step  # of the last piece
+        once = at_once(rows)
+        filled = over is not None and unpacks and tokens >= FEW and last % OF == 0 and for_cudnn(last, once) > last
         whole = tokens if filled else tokens // STEP * STEP
         begin, end = (0, tokens) if over is None else (whole, tokens) if over else (0, whole)
         place = None if call.first_position is None else call.first_position[part]
         for first in range(begin, end, step):
             count = min(step, end - first)
-            room = for_cudnn(count) if filled else count
-            keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place, room=room)
-            values = _side(call.value_format, sides[1], span.start, first, count, dtype, turn=turn, room=room)
-            yield keys, values, count
+            room = for_cudnn(count, once) if filled else count
+            more = key_room = value_room = None
+            if room > count:
+                shape = (stored.shape[0], stored.shape[1], room, form.head_dim)
+                key_room, value_room = (torch.empty(shape, dtype=dtype, device=rows.device) for _ in range(2))
+            keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place, whole=key_room)
+            if value_room is not None and aside is not None:
+                with aside.launches():  # beside the values
+                    fill(keys, value_room, count)
+                    more = excess(rows.contiguous(), keys, count, call.scale)
+            values = _side(call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room)
+            yield keys, values, more
 
 
-def for_cudnn(tokens: int) -> int:
-    """As many keys as cuDNN has compiled for, or more."""
-    step = STEP if tokens <= MANY else 2 * STEP
+def for_cudnn(tokens: int, once: bool) -> int:
+    """As many keys as cuDNN has compiled for, or more; ``once``: as of :func:`_for_cudnn`."""
+    step = 2 * STEP if once and tokens > MANY else STEP
     return -(-tokens // step) * step
 
 
@@ -230,12 +244,12 @@ def _side(
     rope: Rope | None = None,
     place: torch.Tensor | None = None,
     turn: Turn | None = None,
-    room: int = 0,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Vectors of one side; where they are stored as such, they themselves."""
     if isinstance(form, Dense):
         return fields["x"].flatten(-3, -2)[:, :, first : first + count].to(dtype)
-    return unpack(form, fields, start, first, count, dtype, rope, place, turn, room)
+    return unpack(form, fields, start, first, count, dtype, rope, place, turn, whole)
 
 
 def _attend(

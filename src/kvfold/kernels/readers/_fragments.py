@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvfold.kernels.readers._codes import bounded, of_tokens
+from kvfold.kernels.readers._codes import PTX, bounded, of_tokens
 
 
 @triton.jit
@@ -141,6 +141,19 @@ def read_lowrank(fields, tables, head, first, left, four, T: tl.constexpr, SPEC)
 
 
 @triton.jit
+def _ones(x):
+    """How many bits of an int32 are set."""
+    if PTX:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", (x,), dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        x = (x & 0x55555555) + ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x & 0x0F0F0F0F) + ((x >> 4) & 0x0F0F0F0F)
+        x = (x & 0x00FF00FF) + ((x >> 8) & 0x00FF00FF)
+        return (x & 0xFFFF) + (x >> 16)
+
+
+@triton.jit
 def read_mixed(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
     """``which`` has the bits of a block's tokens in the order of signs."""
     D: tl.constexpr = SPEC[0]
@@ -161,10 +174,9 @@ def read_mixed(fields, tables, head, first, left, four, T: tl.constexpr, SPEC):
         bit = tl.load(tables[0] + token % 32)
         word = tl.load(words + unit)
         salient = (word >> bit) & 1 != 0
-        rank = tl.zeros([T], tl.int32)
-        for i in tl.static_range(BLOCK):
-            before = (tl.load(words + i // 32) >> tl.load(tables[0] + i % 32)) & 1
-            rank += tl.where(i < place % BLOCK, before, 0)
+        rank = _ones(word & tl.load(tables[1] + token % 32))
+        for i in tl.static_range(BLOCK // 32 - 1):
+            rank += tl.where(i < unit, _ones(tl.load(words + i)), 0)
         row = block * SALIENT + tl.minimum(rank, SALIENT - 1)
         EACH: tl.constexpr = 16 // EXTRA
         channel = tl.arange(0, D)

@@ -140,7 +140,7 @@ class LowRankFragments(Reader[LowRank]):
 
 
 class MixedFragments(Reader[MixedTokens]):
-    """``tables``: bits of a unit's tokens."""
+    """``tables``: bits of a unit's tokens, and those of the tokens before each."""
 
     read = read_mixed
     names = ("codes", "low", "which", "meta")
@@ -159,7 +159,7 @@ class MixedFragments(Reader[MixedTokens]):
         return (stored["codes"], low, stored["which"].view(torch.int32), stored["meta"].view(torch.int32))
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return (_sign_bits(device),)
+        return (_sign_bits(device), _bits_before(device))
 
 
 @lru_cache
@@ -172,6 +172,13 @@ def _sign_bits(device: torch.device) -> torch.Tensor:
     """Bit of the sign of each of a group's 32 members; see :func:`kvfold.formats.packing.pack_signs`."""
     i = torch.arange(32, device="cpu")
     return (i % 2 * 16 + i // 16 * 8 + i % 16 // 8 * 4 + i % 8 // 2).to(device=device, dtype=torch.int32)
+
+
+@lru_cache
+def _bits_before(device: torch.device) -> torch.Tensor:
+    """Bits of the tokens before each of a unit's 32, int32 [32]."""
+    bits = 1 << _sign_bits(torch.device("cpu")).long()
+    return (bits.cumsum(0) - bits).to(device=device, dtype=torch.int32)
 
 
 FRAGMENTS: dict[type[Format], type[Reader[Any]]] = {
