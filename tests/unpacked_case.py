@@ -85,10 +85,41 @@ FORMATS = {
     **{f"innerq-{mode}": {"method": fragments(f"innerq:paper=true,mode={mode}")} for mode in ("asym", "sym", "hybrid")},
 }  # fmt: skip
 
+ON_GPUS = {
+    "turboquant-3bit-fragments-d128": {"method": fragments("turboquant:bits=3"), "head_dim": 128, "slabs": (4, 2)},
+    "qjl-fragments-d128": {"method": fragments("qjl"), "head_dim": 128},
+    "fold-1bit-d128": {"method": fragments("fold:bits=1"), "head_dim": 128},
+    "commvq-rounded-d128": {
+        "method": commvq(11, 64, 128, rounded=True),
+        "rotary": 128,
+        "head_dim": 128,
+        "unproject": unproject,
+    },
+    "commvq-2bit-d128": {
+        "method": commvq(21, 64, 256, rounded=True),
+        "rotary": 128,
+        "head_dim": 128,
+        "unproject": unproject,
+    },
+    "residual-rounded-d128": {
+        "method": residuals(rounded=True),
+        "rotary": 128,
+        "head_dim": 128,
+        "scaling": 1.1,
+        "slabs": (3, 2),
+    },
+    "residual-2bit-d128": {
+        "method": residuals((8, 32, 256), (8, 32, 256), rounded=True),
+        "rotary": 128,
+        "head_dim": 128,
+    },
+}
+"""What kernels of a GPU's own unpack, which no interpreter runs."""
+
 
 def stored(name, device="cpu", dtype=torch.float32):
     """A case whose sequences fill their slabs."""
-    how = {"slabs": SLABS, "head_dim": 64, **FORMATS[name]}
+    how = {"slabs": SLABS, "head_dim": 64, **(FORMATS | ON_GPUS)[name]}
     method = how["method"]
     form = (method(how["head_dim"], device) if callable(method) else of_method(method, how["head_dim"]))[0]
     return Case(**how | {"packed": (sum(how["slabs"]) * form.block,) * 2, "device": device, "dtype": dtype})
@@ -145,6 +176,9 @@ def call(
     windows = Windows((sides[0], sides[1]), (sides[2], sides[3]), full(8), full(start), full(50))
     new = NewTokens(*(random(batch, kv_heads, tokens, dim).to(dtype) for _ in range(2)), how.pop("valid", None))
     query = random(batch, heads, tokens, dim).to(dtype)
+    if how.pop("sharp", False):  # most of every other query's attention is on a key of the last packed ones
+        last = forms[0].decode(spans[-1].keys)[:, :, -32:].repeat_interleave(heads // kv_heads, 1)
+        query[:, :, ::2] = last[:, :, torch.arange(0, tokens, 2, device=device) % 32].to(dtype)
     return AttentionCall(
         query, dim**-0.5, kv_heads, *forms, spans, full(start), windows, new, how.pop("uniform", True), **how
     )
@@ -171,6 +205,15 @@ CALLS = {
         "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], device=device),
     },
     "nothing packed": lambda device: {"packed": ()},
+    "sharp": lambda device: {"sharp": True},
+    "sharp and filled up": lambda device: {
+        "sharp": True,
+        "tokens": 520,
+        "packed": (3200, 288),
+        "dim": 128,
+        "heads": 16,
+        "batch": 4,
+    },
 }
 
 

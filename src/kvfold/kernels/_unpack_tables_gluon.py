@@ -167,7 +167,7 @@ def put_unit(
         if STEPS:
             begin = token * 12 % 32
             word = token * 12 // 32 * 4 + t * 48
-            x, y = tile_steps(lane, odd, codes + word, begin, base, own, 0, tile, STAGES, False)
+            x, y = tile_steps(lane, odd, codes + word, begin, base, own, tile, STAGES)
         else:
             x = _token_sums(codes + (g * (4 * STAGES) + tile * (64 * STAGES)), own, 0, STAGES)
             y = _token_sums(codes + (g * (4 * STAGES) + (tile * (64 * STAGES) + 32 * STAGES)), own, 0, STAGES)
