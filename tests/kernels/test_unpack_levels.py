@@ -14,7 +14,7 @@ from kvfold.kernels.aot_turned import compile_unpack_levels
 from kvfold.rope import Rope
 from unpacked_case import packed_apart
 
-FIRST, TOKENS, ROOM = 128, 96, 128
+FIRST, TOKENS = 128, 96
 
 
 class Emulated:
@@ -34,21 +34,38 @@ class Emulated:
 def test_numbers_are_those_of_the_format(bits, side, dtype, monkeypatch):
     monkeypatch.setattr(unpack_levels, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(unpack_levels, "_kernel", Emulated)
-    call = Case(packed_apart(kvquant(bits)), head_dim=128, rotary=128, scaling=1.1, packed=(8 * 32,), slabs=(8,)).call
+    assert error(bits, side, dtype, "cpu") < (1e-3 if dtype == torch.float16 else 3e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("side", ["keys", "values", "keys, as they are"])
+@pytest.mark.parametrize("bits", [2, 3])
+def test_numbers_on_a_gpu(bits, side, dtype):
+    assert error(bits, side, dtype, "cuda", blocks=40) < (1e-3 if dtype == torch.float16 else 3e-3)
+
+
+def error(bits, side, dtype, device, blocks=8):
+    """Relative RMS error of 96 tokens from the second page on, or of all from there."""
+    how = {"head_dim": 128, "rotary": 128, "scaling": 1.1, "packed": (blocks * 32,), "slabs": (blocks,)}
+    case = Case(packed_apart(kvquant(bits)), device=device, **how)
+    call, tokens = case.call, TOKENS if device == "cpu" else blocks * 32 - FIRST
     span, keys = call.spans[0], side != "values"
     form, fields = (call.key_format, span.keys) if keys else (call.value_format, span.values)
     fields["outlier"][:, :, :, 3] = 0.0
-    want = form.decode(fields)[:, :, FIRST : FIRST + TOKENS].float()
+    want = form.decode(fields)[:, :, FIRST : FIRST + tokens].float()
     rope, place = None, None
     if side == "keys":
         rope, place = call.rope, call.first_position + 100_000
         exact = Rope(rope.inv_freq.double(), rope.scaling)
-        want = exact.rotate(want, (place[:, None] + span.start + FIRST + torch.arange(TOKENS))[:, None]).float()
-    whole = torch.full((*want.shape[:2], ROOM, 128), float("nan"), dtype=dtype)
-    unpack_levels.unpack_levels(form, fields, span.start, FIRST, whole[:, :, :TOKENS], rope, place)
-    assert whole[:, :, TOKENS:].isnan().all()
-    error = (whole[:, :, :TOKENS].float() - want).norm() / want.norm()
-    assert error < (1e-3 if dtype == torch.float16 else 3e-3)
+        want = exact.rotate(
+            want, (place[:, None] + span.start + FIRST + torch.arange(tokens, device=device))[:, None]
+        ).float()
+    whole = torch.full((*want.shape[:2], tokens + 32, 128), float("nan"), dtype=dtype, device=device)
+    unpack_levels.unpack_levels(form, fields, span.start, FIRST, whole[:, :, :tokens], rope, place)
+    assert whole[:, :, tokens:].isnan().all()
+    return (whole[:, :, :tokens].float() - want).norm() / want.norm()
 
 
 def test_compiles_with_few_spills():
