@@ -75,8 +75,7 @@ def test_compiles_with_few_spills():
         assert compile_unpack_levels(values, False).spills_in_loop <= 20
 
 
-def test_which_formats_it_serves(monkeypatch):
-    monkeypatch.setattr(unpack_levels, "SEEN", frozenset({2, 3}))
+def test_which_formats_it_serves():
     gpu, rope = torch.device("cuda"), Rope(torch.ones(64))
     keys, values = packed_apart(kvquant(3))(128, "cpu")
     assert unpack_levels.serves(keys, rope, gpu) and unpack_levels.serves(keys, None, gpu)

@@ -17,8 +17,8 @@ WARPS, RESIDENT, REGISTERS = 4, 3, 168
 """Of a program; programs of a multiprocessor at a time; registers that suffice for these."""
 MOST = 64
 """Elements in fp16 of a block."""
-SEEN: frozenset[int] = frozenset()
-"""Bits of codes whose numbers a run on a GPU has shown right."""
+BITS = frozenset({2, 3})
+"""Bits of a code."""
 
 
 def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
@@ -28,7 +28,7 @@ def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
     own = form.inner
     if (form.head_dim, form.block) != (2 * PAIRS, UNIT) or form.count > MOST or own.operand not in ("key", "value"):
         return False
-    if own.bits_per_code not in SEEN or own.scaling not in ("channel", "range"):
+    if own.bits_per_code not in BITS or own.scaling not in ("channel", "range"):
         return False
     if own.scaling == "channel" and own.channels is None:
         return False
