@@ -290,6 +290,7 @@ INSTRUCTIONS = {
     "shuffle_xor": lambda x, mask: register(lanes(x, np.float32)[LANE ^ mask]),
     "exp2_fast": lambda x: register(np.exp2(np.asarray(x, np.float32))),
     "reciprocal": lambda x: register(np.float32(1) / np.asarray(x, np.float32)),
+    "sqrt_fast": lambda x: register(np.sqrt(np.asarray(x, np.float32))),
     "fma_half2": lambda a, b, c: word((halves(a).astype(float) * halves(b) + halves(c)).astype(np.float16)),
     "_negative": lambda x: word(-halves(x)),
     "round_nearest": lambda x: register(np.rint(np.asarray(x, np.float32))),

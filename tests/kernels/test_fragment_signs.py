@@ -22,7 +22,7 @@ def formats(method=METHOD, dim=128):
     return method.key_format(spec), method.value_format(spec)
 
 
-def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1.0, scale=128**-0.5):
+def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1.0, scale=128**-0.5, at_once=4):
     """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks."""
     forms = formats(method)
     generator = torch.Generator().manual_seed(1)
@@ -47,7 +47,8 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
 
     k, v = (fragments.side(form) for form in forms)
     kernel, zero, far = on_cpu(_fragments_gluon, machine), scalar(0), 1 << 16
-    places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, 2, stage)
+    pages_at_once = 2 if fragments.linear_levels(*forms) else at_once
+    places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, pages_at_once, stage)
     lift = _fragments_gluon._lift(*v.constants[:2])
     at = machine.put(q)
     parts = [machine.put(torch.full(shape, math.nan)) for shape in ((2, rows, 128), (2, rows), (2, rows))]
@@ -77,11 +78,13 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
             best, out, side = kernel.attend_signs(
                 zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, addresses[0][5] + lane * 16,
                 lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
+                at_once,
             )  # fmt: skip
         machine.program_sync(lane)
-        kernel._finish(
-            zero, lane, warp, (best, best), out, side, *(Pointer(p, np.float32) for p in parts), scalar(1, np.int64), zero,
-            rows, False, 128, 1, lift, 0, 2,
+        sums = tuple(x for c in out for x in (c[0], c[2]))
+        kernel.finish_rows(
+            zero, lane, warp, best - lift, sums, side[0][2], lane, *(Pointer(p, np.float32) for p in parts),
+            scalar(1, np.int64), zero, rows, 128, 0, 1,
         )  # fmt: skip
 
     machine.run(program)

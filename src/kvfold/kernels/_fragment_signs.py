@@ -13,20 +13,25 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_values import _values_operand, _whole_values
 from kvfold.kernels._fragment_codes import fetch_side
-from kvfold.kernels._fragment_queries import norm_words, normed_queries, through
-from kvfold.kernels._page_bytes import byte_queries, byte_scores
+from kvfold.kernels._fragment_queries import load_fragment, norm_words, normed_queries, through
+from kvfold.kernels._page_bytes import FULL, byte_queries, byte_query_tile, byte_scores, byte_starts
 from kvfold.kernels._page_sums import _mean_scores
-from kvfold.kernels._registers import _zero4
+from kvfold.kernels._registers import _replace, _zero4
 from kvfold.kernels._softmax import LOWEST, _nothing
 from kvfold.kernels._warp import (
     copy_commit,
     copy_wait_1,
     copy_wait_all,
     exp2_fast,
+    mma,
     pack_half2,
     prefetch,
+    reciprocal,
+    shuffle,
     shuffle_xor,
+    sqrt_fast,
     transpose8,
+    unpack_half2,
     warp_sync,
 )
 
@@ -57,6 +62,76 @@ def byte_query_pages(
             x = x + ((a[e], b[e], a[e + 2], b[e + 2]),)
         q, start, unit = byte_queries(x, lane, WIDTH, BITS, BEND)
         pages = pages + (q + (start[0][0], start[0][1], start[1][0], start[1][1], unit),)
+    return pages
+
+
+@gluon.jit
+def _size(x, lane, COUNT: gl.constexpr):
+    """Length of the vector in each of a lane's columns of COUNT operand pairs, for the row (page, h) that lane (g, t) gets."""
+    low = _zero4(lane)[0]
+    for i in gl.static_range(2 * COUNT):
+        a, b = unpack_half2(x[i])
+        low = gl.fma(a, a, low)
+        low = gl.fma(b, b, low)
+    low = low + shuffle_xor(low, 1)
+    low = low + shuffle_xor(low, 2)  # of column g
+    t = lane % 4
+    return shuffle(low, 8 * t), shuffle(low, 8 * t + 4)
+
+
+@gluon.jit
+def sketched_pages(
+    base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.constexpr, NORMS: gl.constexpr, PAGES: gl.constexpr,
+):  # fmt: skip
+    """As :func:`byte_query_pages`, for four pages or two: the matrix is read once for all. Its rows are shorter than one, so a
+    query's length is the most that a sum can be: operands are made tile by tile."""
+    HALF: gl.constexpr = WIDTH // 32
+    CT: gl.constexpr = D // 16
+    SETS: gl.constexpr = PAGES // 2
+    x = ()
+    size = ()
+    for s in gl.static_range(SETS):
+        if s > 0:
+            warp_sync(lane)
+        norm_words(base, scratch, lane, D, True, NORMS + 2 * D * s, 2)
+        y = normed_queries(far, scratch, lane, D, 2, True)
+        x = x + y
+        a, b = _size(y, lane, CT)
+        size = size + (a, b)
+    unit = ()
+    factor = ()
+    for e in gl.static_range(PAGES):
+        big = gl.maximum(sqrt_fast(size[e]) * 1.01, 1e-3)
+        unit = unit + (big * (256.0 / FULL),)
+        factor = factor + (reciprocal(big) * FULL,)
+    q = ()
+    for _i in gl.static_range(PAGES * 2 * HALF):
+        q = q + (lane * 0,)
+    for j in gl.static_range(0, HALF, 2):
+        accs = ()
+        for _i in gl.static_range(4 * SETS):
+            accs = accs + (_zero4(lane),)
+        for c in gl.static_range(CT):
+            for i in gl.static_range(4):  # tiles j, j + 1, and HALF further
+                a = load_fragment(table, 512 * ((j + i % 2 + i // 2 * HALF) * CT + c))
+                for s in gl.static_range(SETS):
+                    acc = accs[4 * s + i]
+                    acc = mma(a[0], a[1], a[2], a[3], x[2 * CT * s + 2 * c], x[2 * CT * s + 2 * c + 1], acc, False)
+                    accs = _replace(accs, 4 * s + i, acc)
+        for i in gl.static_range(2):
+            for e in gl.static_range(PAGES):
+                a = accs[e // 2 * 4 + i]
+                b = accs[e // 2 * 4 + i + 2]
+                low, high = byte_query_tile(a[e % 2], b[e % 2], a[e % 2 + 2], b[e % 2 + 2], factor[e], WIDTH, 1, j + i)
+                q = _replace(q, (e * HALF + j + i) * 2, low)
+                q = _replace(q, (e * HALF + j + i) * 2 + 1, high)
+    pages = ()
+    for e in gl.static_range(PAGES):
+        own = ()
+        for i in gl.static_range(2 * HALF):
+            own = own + (q[e * 2 * HALF + i],)
+        start = byte_starts(own, lane, WIDTH, 1)
+        pages = pages + (own + (start[0][0], start[0][1], start[1][0], start[1][1], unit[e]),)
     return pages
 
 
@@ -93,6 +168,7 @@ def _rescale_rows(accs, factor):
 def attend_signs(
     base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, D: gl.constexpr, K: gl.constexpr,
     WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, LIFT: gl.constexpr,
+    PAGES: gl.constexpr = 2,
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count. PER stages of NB blocks are a page.
@@ -119,7 +195,7 @@ def attend_signs(
     vc, vm = stored[1]
     fetch_side(
         base, lane, kc, km, kc, kp, kn, block0 + start, page0 + first, left, left, norms, K_AT, 2, D, WIDTH, 1, 0, 0, 0,
-        K[4], 2, NB, 0,
+        K[4], PAGES, NB, 0,
     )  # fmt: skip
     copy_commit(lane)
     fetch_side(
@@ -134,7 +210,9 @@ def attend_signs(
     for _i in gl.static_range(STEPS + 4):
         now = now + (lane * 0,)
     now = now + (_zero4(lane)[0],)
-    later = now
+    second = now
+    third = now
+    fourth = now
     bias = _zero4(lane)[0]
     for i in range(each * PER):
         ahead = i + 1
@@ -143,12 +221,22 @@ def attend_signs(
         next_page = first + ahead // PER
         next_left = gl.where(ahead < count, blocks - (start + ahead * NB), 0)
         next_stats = gl.where(ahead % PER == 0, next_left, 0)
-        next_norms = gl.where((ahead < count) & (ahead % (2 * PER) == 0), pages - next_page, 0)
+        next_norms = gl.where((ahead < count) & (ahead % (PAGES * PER) == 0), pages - next_page, 0)
         copy_wait_1(lane)  # keys of this stage
-        if i % (2 * PER) == 0:
-            now, later = byte_query_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
-        elif i % PER == 0:
-            now = later
+        if PAGES == 2:
+            if i % (2 * PER) == 0:
+                now, second = sketched_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3], 2)
+            elif i % PER == 0:
+                now = second
+        else:
+            if i % (4 * PER) == 0:
+                now, second, third, fourth = sketched_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3], 4)
+            elif i % (4 * PER) == PER:
+                now = second
+            elif i % (4 * PER) == 2 * PER:
+                now = third
+            elif i % (4 * PER) == 3 * PER:
+                now = fourth
         if K[4]:
             if i % PER == 0:
                 bias = _mean_scores(far, base, lane, (_zero4(lane)[0] + 1.0,), D, 1, K_AT[2], True)[0] * up
@@ -160,7 +248,7 @@ def attend_signs(
         warp_sync(lane)
         fetch_side(
             base, lane, kc, km, kc, kp, kn, next_block, page0 + next_page, next_left, next_stats, next_norms, K_AT, 2, D,
-            WIDTH, 1, 0, 0, 0, K[4], 2, NB, 0,
+            WIDTH, 1, 0, 0, 0, K[4], PAGES, NB, 0,
         )  # fmt: skip
         copy_commit(lane)
         top, factor, p = row_weights(scores, now[STEPS + 4] * (up * K[7]), bias, top, NB, LIFT)

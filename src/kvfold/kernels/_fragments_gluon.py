@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_codes import weight as channel_weight
 from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
+from kvfold.kernels._fragment_ahead import bring_first
 from kvfold.kernels._fragment_codes import fetch_side, held_levels, places
 from kvfold.kernels._fragment_levels import attend_levels
 from kvfold.kernels._fragment_lookup import (
@@ -49,6 +50,7 @@ from kvfold.kernels._fragment_signs import attend_signs, bring_matrix
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _room
+from kvfold.kernels._pages_rows_gluon import finish_rows
 from kvfold.kernels._registers import _kind, _zero4
 from kvfold.kernels._softmax import LOG2E, _finish, _nothing, _probabilities, _rescale, _softmax
 from kvfold.kernels._warp import (
@@ -81,7 +83,7 @@ def layout(k, v, dim, k_width, pair, blocks):
     keys = places(k[0], dim, k_width, k[1], k[2], k[3], k[9], k[4], pair * k[5], blocks)
     values = places(v[0], dim, dim, v[1], v[2], v[3], v[9], v[4], v[5], blocks)
     scratch = keys[-1] + values[-1]
-    means = scratch + 2 * dim * (2 if k[0] == 5 else pair)
+    means = scratch + 2 * dim * (2 if k[0] == 5 else min(pair, 2))
     replaced = PLACES_BYTES.value + 512 if k[0] == 5 or v[0] == 6 else 0
     weights = means + (32 * dim if v[4] else scratch_bytes(k[9])[0] if k[0] == 4 else replaced)
     return keys, values, keys[-1], scratch, means, weights + (scratch_bytes(v[9])[1] if v[0] == 4 else 0), weights
@@ -97,7 +99,7 @@ def _lift(kind, bits):
 @gluon.constexpr_function
 def column_share(k, pair):
     """Columns of a product that a query row takes: one of each of ``pair`` pages, or of each part of a query."""
-    return 2 if k[0] == 5 else pair
+    return 2 if k[0] == 5 else min(pair, 2)
 
 
 @gluon.constexpr_function
@@ -234,7 +236,7 @@ def fragments_kernel(
     part0,
     D: gl.constexpr, K: gl.constexpr, K_WIDTH: gl.constexpr, V: gl.constexpr, PAIR: gl.constexpr, NB: gl.constexpr,
     PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr = False, AHEAD: gl.constexpr = 0,
-    LEVELS: gl.constexpr = (),
+    LEVELS: gl.constexpr = (), FIRST: gl.constexpr = False,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 / column_share`` query rows.
 
@@ -273,15 +275,26 @@ def fragments_kernel(
     SHARED: gl.constexpr = column_share(K, PAIR)
     base0 = shared_base(lane, shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W))
 
-    if BYTES and AHEAD:  # no kernel before this one writes it
-        bring_matrix(k_table.to(gl.int64), thread, 2 * D * K_WIDTH)
-    if EARLY:
-        wait_for_previous(lane)
-        launch_dependents(lane)
     split = gl.program_id(1)
+    if FIRST:
+        split = gl.where(split < dense_splits, split + splits, split - dense_splits)
     column0 = (gl.program_id(0) % columns) * (8 // SHARED)
     head = gl.program_id(0) // columns
     batch = head // heads
+    if BYTES and AHEAD % 2 == 1:  # no kernel before this one writes it
+        bring_matrix(k_table.to(gl.int64), thread, 2 * D * K_WIDTH)
+    if EARLY and AHEAD > 1:
+        bring_first(
+            lane, warp, split, head, gl.load(packed_len_ptr + batch, cache_modifier=".cg"), first_token, capacity, k_pages,
+            v_pages, splits, sinks, slots,
+            (sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64)),
+            (k_codes.to(gl.int64), k_meta.to(gl.int64), k_aux.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
+            (v_codes.to(gl.int64), v_meta.to(gl.int64), v_aux.to(gl.int64), v_mean.to(gl.int64), v_norm.to(gl.int64)),
+            D, K, K_WIDTH, V, PAIR, PER * NB,
+        )  # fmt: skip
+    if EARLY:
+        wait_for_previous(lane)
+        launch_dependents(lane)
     packed_len = gl.load(packed_len_ptr + batch)
     row0 = head.to(gl.int64) * rows
 
@@ -304,7 +317,7 @@ def fragments_kernel(
         hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
         far = base0 + W * STAGE + lane * 8
         up = _raw_queries(
-            q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, PAIR, 8, _lightened(K), K_BITS, True
+            q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, 2, 8, _lightened(K), K_BITS, True
         )  # fmt: skip
         program_sync(lane)
         k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
@@ -319,13 +332,15 @@ def fragments_kernel(
         else:
             best, out, side = attend_signs(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, (v_codes.to(gl.int64), v_meta.to(gl.int64))),
-                head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT,
+                head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR,
             )  # fmt: skip
         program_sync(lane)
         slot0 = head.to(gl.int64) * parts + (part0 + split)
-        _finish(
-            base0, lane, warp, (best, best), out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, 1, LIFT,
-            0, 2,
+        sums = ()
+        for c in gl.static_range(CT):
+            sums = sums + (out[c][0], out[c][2])
+        finish_rows(
+            base0, lane, warp, best - LIFT, sums, side[0][2], lane, part_out, part_top, part_sum, slot0, column0, rows, D, 0, 1,
         )  # fmt: skip
     else:
         # pages of this split, then of this warp: contiguous, so that every warp streams

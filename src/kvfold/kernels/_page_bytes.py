@@ -157,6 +157,39 @@ def _byte_pairs(a, b):
 
 
 @gluon.jit
+def byte_query_tile(x0, x1, x2, x3, factor, D: gl.constexpr, BITS: gl.constexpr, J: gl.constexpr):
+    """Operands of bytes of row t, channels g and g + 8 of tiles J and J + D / 32, times ``factor`` and what codes of the tile
+    count."""
+    f = factor * 0.5 ** _lift(D, BITS, J)
+    r0 = gl.fma(x0, f, MAGIC + 128.0)
+    r1 = gl.fma(x1, f, MAGIC + 128.0)
+    r2 = gl.fma(x2, f, MAGIC + 128.0)
+    r3 = gl.fma(x3, f, MAGIC + 128.0)
+    return transpose8(_byte_pairs(r0, r1)), transpose8(_byte_pairs(r2, r3))
+
+
+@gluon.jit
+def byte_starts(q, lane, D: gl.constexpr, BITS: gl.constexpr, BENT: gl.constexpr = False):
+    """Where products with operands of bytes begin, so that codes need no zero-point."""
+    HALF: gl.constexpr = D // 32
+    start = ()
+    none = lane * 0
+    for s in gl.static_range(sets(D, BITS)):
+        acc = (none, none, none, none)
+        for j in gl.static_range(HALF):
+            if _set(D, BITS, j) == s:
+                top = none + _byte_mask(BITS, weight(D, BITS, j))  # twice the middle
+                acc = mma_bytes(top, top, top, top, q[2 * j], q[2 * j + 1], acc, True)
+                if BENT:
+                    low = none + _byte_mask(1, weight(D, BITS, j))
+                    acc = mma_bytes(low, low, low, low, q[2 * (HALF + j)], q[2 * (HALF + j) + 1], acc, True)
+        high = MAGIC_BITS - (acc[0] >> 1)
+        low = MAGIC_BITS - ((acc[1] >> 1) + ((acc[0] & 1) << 7))
+        start = start + ((high, low, high, low),)
+    return start
+
+
+@gluon.jit
 def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr, BEND: gl.constexpr = 0.0):
     """Turned queries as operands of bytes, where their products begin so that codes need no zero-point, and their unit.
 
@@ -175,28 +208,9 @@ def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr, BEND: gl.constexp
     q = ()
     for part in gl.static_range(2 if BEND != 0.0 else 1):
         for j in gl.static_range(HALF):
-            f = s * ((BEND if part else 1.0) * 0.5 ** _lift(D, BITS, j))
             y = x[j]
-            r0 = gl.fma(y[0], f, MAGIC + 128.0)
-            r1 = gl.fma(y[1], f, MAGIC + 128.0)
-            r2 = gl.fma(y[2], f, MAGIC + 128.0)
-            r3 = gl.fma(y[3], f, MAGIC + 128.0)
-            q = q + (transpose8(_byte_pairs(r0, r1)), transpose8(_byte_pairs(r2, r3)))
-    start = ()
-    none = lane * 0
-    for s in gl.static_range(sets(D, BITS)):
-        acc = (none, none, none, none)
-        for j in gl.static_range(HALF):
-            if _set(D, BITS, j) == s:
-                top = none + _byte_mask(BITS, weight(D, BITS, j))  # twice the middle
-                acc = mma_bytes(top, top, top, top, q[2 * j], q[2 * j + 1], acc, True)
-                if BEND != 0.0:
-                    low = none + _byte_mask(1, weight(D, BITS, j))
-                    acc = mma_bytes(low, low, low, low, q[2 * (HALF + j)], q[2 * (HALF + j) + 1], acc, True)
-        high = MAGIC_BITS - (acc[0] >> 1)
-        low = MAGIC_BITS - ((acc[1] >> 1) + ((acc[0] & 1) << 7))
-        start = start + ((high, low, high, low),)
-    return q, start, big * (256.0 / FULL)
+            q = q + byte_query_tile(y[0], y[1], y[2], y[3], s * (BEND if part else 1.0), D, BITS, j)
+    return q, byte_starts(q, lane, D, BITS, BEND != 0.0), big * (256.0 / FULL)
 
 
 @gluon.jit

@@ -210,7 +210,8 @@ def finish_rows(
     BITS: gl.constexpr, MIX: gl.constexpr,
 ):  # fmt: skip
     """Join the warps' sums, turn them back and store one partial result per query row; each warp does so for its share of
-    the rows. A row's channel tiles are the columns of the product that turns them, in two bf16 parts, which keep 16 bits."""
+    the rows. A row's channel tiles are the columns of the product that turns them, in two bf16 parts, which keep 16 bits.
+    BITS: of codes in whose units sums are; 0: they are in those of values."""
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
     ROW: gl.constexpr = 4 * D + 32  # bytes, so that lanes use all banks
@@ -218,12 +219,14 @@ def finish_rows(
     t = lane % 4
     to = base0 + (warp * 4 + t) * ROW + g * 4
     for ct in gl.static_range(CT):
-        f = 2.0 ** (8 - weight(D, BITS, ct % (CT // 2)))
+        f = 2.0 ** (8 - weight(D, BITS, ct % (CT // 2))) if BITS else 1.0
         store_shared1(to + 64 * ct, as_int(out[2 * ct] * f))
         store_shared1(to + (64 * ct + 32), as_int(out[2 * ct + 1] * f))
     side = base0 + 4 * W * ROW
     store_shared2(side + (warp * 4 + t) * 8, as_int(top), as_int(total))
-    m = hadamard(g, t, MIX, True)
+    m = ()
+    if MIX > 1:
+        m = hadamard(g, t, MIX, True)
     program_sync(lane)
     for i in gl.static_range(4 // W):
         row = warp * (4 // W) + i

@@ -517,6 +517,11 @@ def reciprocal(x):
 
 
 @gluon.jit
+def sqrt_fast(x):
+    return gl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def prefetch_bulk(address, size, active):
     """Ask for ``size`` bytes (a multiple of 16) from an address int64 on to be brought to L2, where every kernel's writes go.
 

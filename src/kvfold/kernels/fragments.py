@@ -561,5 +561,6 @@ def constants(key_format: Format, value_format: Format, plan: Plan, bf16: bool, 
         "EARLY": early,
         "BYTES": plan.bytewise,
         "AHEAD": plan.ahead,
+        "FIRST": plan.windows_first,
         "LEVELS": linear_levels(key_format, value_format) if plan.bytewise else (),
     }
