@@ -255,8 +255,9 @@ def mma(a0, a1, a2, a3, b0, b1, c, bf16):
     return product((a0, a1, a2, a3), (b0, b1), c, kind, kind, np.float32)
 
 
-def mma_bytes(a0, a1, a2, a3, b0, b1, c, signed):
-    return product((a0, a1, a2, a3), (b0, b1), c, np.uint8, np.int8 if signed else np.uint8, np.int32)
+def mma_bytes(a0, a1, a2, a3, b0, b1, c, signed, levels=False):
+    kinds = [np.int8 if sign else np.uint8 for sign in (levels, signed)]
+    return product((a0, a1, a2, a3), (b0, b1), c, *kinds, np.int32)
 
 
 def pack_half2(low, high, bf16):
@@ -276,13 +277,21 @@ def either_bytes(a, b, which):
     return word(np.concatenate([unsigned(x).view(np.uint8).reshape(32, 4) for x in (a, b)], 1)[:, chosen])
 
 
+def look_up(low, high, which):
+    table = np.concatenate([unsigned(x).view(np.uint8).reshape(32, 4) for x in (low, high)], 1)
+    nibbles = unsigned(which)[:, None] >> np.uint32([0, 4, 8, 12]) & 15
+    assert (nibbles < 8).all()
+    return word(np.take_along_axis(table, nibbles.astype(np.int64), 1))
+
+
 def select(a, b, mask):
     return word((unsigned(a) & np.uint32(mask)) | (unsigned(b) & ~np.uint32(mask)))
 
 
 INSTRUCTIONS = {
     "mma": mma, "mma_bytes": mma_bytes, "transpose8": transpose8, "pack_half2": pack_half2, "unpack_half2": unpack_half2,
-    "either_bytes": either_bytes, "select": select,
+    "either_bytes": either_bytes, "look_up": look_up,
+    "cut_nibbles": lambda x, mask, shift: word(unsigned(x) >> np.uint32(shift) & np.uint32(mask)), "select": select,
     "mul_half2": lambda a, b: word(halves(a) * halves(b)),
     "bounded_half2": lambda x: word(np.clip(halves(x), np.float16(-65504), np.float16(65504))),
     "max_half2": lambda a, b: word(np.maximum(halves(a), halves(b))),

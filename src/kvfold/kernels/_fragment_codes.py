@@ -87,7 +87,7 @@ def _nibbles_asm(mask, shift):
 
 
 @gluon.jit
-def _nibbles(x, MASK: gl.constexpr, SHIFT: gl.constexpr):
+def cut_nibbles(x, MASK: gl.constexpr, SHIFT: gl.constexpr):
     asm: gl.constexpr = _nibbles_asm(MASK, SHIFT)
     return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -106,12 +106,12 @@ def masked_words(words, D: gl.constexpr, BITS: gl.constexpr):
     if BITS == 3:
         words = nibble_words(words, D, BITS)
         for i in gl.static_range(len(words)):
-            out = out + (_nibbles(words[i], 0x77777777, 0),)
+            out = out + (cut_nibbles(words[i], 0x77777777, 0),)
     else:
         for a in gl.static_range(len(words) // 4):
             for odd in gl.static_range(2):
                 for i in gl.static_range(4):
-                    out = out + (_nibbles(words[4 * a + i], 0x33333333, 2 * odd),)
+                    out = out + (cut_nibbles(words[4 * a + i], 0x33333333, 2 * odd),)
     return out
 
 

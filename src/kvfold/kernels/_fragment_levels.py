@@ -1,9 +1,10 @@
-"""The loop over pages of :mod:`kvfold.kernels._fragments_gluon` for four levels of a table (TurboQuant), keys and values, for
-up to four query rows of a KV head.
+"""The loop over pages of :mod:`kvfold.kernels._fragments_gluon` for four or eight levels of a table (TurboQuant), keys and
+values, for up to four query rows of a KV head.
 
 Both products are of bytes, as in :mod:`kvfold.kernels._page_bytes`. Four levels -b, -a, a, b of codes u are linear in the
 codes' two bits: ``(a + b) / 2 * ((u - 3/2) + bend * (u % 2 - 1/2))``. So a product with uniform codes is followed by one with
-their lowest bits, whose queries (or probabilities) are ``bend`` times as large, in the same sums.
+their lowest bits, whose queries (or probabilities) are ``bend`` times as large, in the same sums. Eight levels that are whole
+numbers are looked up (:mod:`kvfold.kernels._level_bytes`).
 
 Queries go through the rotation for two pages at once, as in :mod:`kvfold.kernels._fragment_signs`. Sums of values are turned
 back once; those of their means, which are not rotated, wait in shared memory.
@@ -16,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._fragment_codes import fetch_side
 from kvfold.kernels._fragment_queries import brought_back
 from kvfold.kernels._fragment_signs import byte_query_pages
+from kvfold.kernels._level_bytes import level_byte_scores, level_byte_values, level_query_pages
 from kvfold.kernels._page_bytes import byte_scores, byte_values, byte_weights, page_scales
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _plain_mean
@@ -57,14 +59,14 @@ def take_row_means(base, lane, before, share, D: gl.constexpr, AT: gl.constexpr,
 
 @gluon.jit
 def whole_levels(
-    base, lane, out, table, D: gl.constexpr, UNIT: gl.constexpr, MEAN: gl.constexpr, MEANS: gl.constexpr,
+    base, lane, out, table, D: gl.constexpr, BITS: gl.constexpr, UNIT: gl.constexpr, MEAN: gl.constexpr, MEANS: gl.constexpr,
 ):  # fmt: skip
     """Sums of values of row t, turned back, with those of means: accumulators with row t in column 2t."""
     CT: gl.constexpr = D // 16
     none = _zero4(lane)[0]
     x = ()
     for ct in gl.static_range(CT):
-        f = UNIT * 2.0 ** (8 - weight(D, 2, ct % (CT // 2)))
+        f = UNIT * 2.0 ** (8 - (weight(D, 2, ct % (CT // 2)) if BITS == 2 else 0))
         x = x + ((out[2 * ct] * f, none, out[2 * ct + 1] * f, none),)
     x = brought_back(x, table, lane, D)
     full = ()
@@ -89,12 +91,13 @@ def attend_levels(
     ``stored``: addresses of codes, scales, means and norms of keys, and of codes, scales and means of values; ``block0`` and
     ``pages0``: where the head's begin. ``tables``: a lane's addresses of both rotations as operands. ``far``: of the queries as
     operands, row h in columns 2h and 2h + 1; ``up``: what turns their products into scores. LEVELS: bend and
-    unit of keys, and of values (:func:`kvfold.kernels.fragments.linear_levels`).
+    unit of keys, and of values (:func:`kvfold.kernels.fragments.linear_levels`), and of eight levels the bytes.
     Returns maxima of row t, sums of values and of probabilities, row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
-    STEPS: gl.constexpr = D // 8
+    BITS: gl.constexpr = K[1]
+    STEPS: gl.constexpr = D // 8 if BITS == 2 else D // 16 - 4
     K_AT: gl.constexpr = PLACES[0]
     V_IN: gl.constexpr = PLACES[1]
     V_AT: gl.constexpr = PLACES[2]
@@ -111,12 +114,12 @@ def attend_levels(
     kc, km, kp, kn = stored[0]
     vc, vm, vp = stored[1]
     fetch_side(
-        base, lane, kc, km, kc, kp, kn, block0 + first * NB, pages0[0] + first, left, left, norms, K_AT, 3, D, D, 2, 0, 0, 0,
+        base, lane, kc, km, kc, kp, kn, block0 + first * NB, pages0[0] + first, left, left, norms, K_AT, 3, D, D, BITS, 0, 0, 0,
         K[4], 2, NB, 0,
     )  # fmt: skip
     copy_commit(lane)
     fetch_side(
-        base, lane, vc, vm, vc, vp, vc, block0 + first * NB, pages0[1] + first, left, left, 0, V_IN, 3, D, D, 2, 0, 0, 0,
+        base, lane, vc, vm, vc, vp, vc, block0 + first * NB, pages0[1] + first, left, left, 0, V_IN, 3, D, D, BITS, 0, 0, 0,
         V[4], 0, NB, V_AT,
     )  # fmt: skip
     copy_commit(lane)
@@ -133,6 +136,12 @@ def attend_levels(
     now = now + (zero,)
     later = now
     bias = zero
+    k_levels = (lane, lane)
+    v_levels = (lane, lane)
+    if BITS == 3:  # registers that the compiler does not know to be constant: it would bring them anew each time
+        none = lane * 0 + (blocks >> 31)
+        k_levels = (none ^ LEVELS[4], none ^ LEVELS[5])
+        v_levels = (none ^ LEVELS[6], none ^ LEVELS[7])
     if V[4]:
         no_row_means(base, lane, D, MEANS)
     for i in range(each):
@@ -142,20 +151,26 @@ def attend_levels(
         next_norms = gl.where((i + 1 < count) & (i % 2 == 1), pages - following, 0)
         copy_wait_1(lane)  # keys of this page
         if i % 2 == 0:
-            now, later = byte_query_pages(base, scratch, far, tables[0], lane, D, D, K_AT[3], 2, K_BEND)
+            if BITS == 2:
+                now, later = byte_query_pages(base, scratch, far, tables[0], lane, D, D, K_AT[3], 2, K_BEND)
+            else:
+                now, later = level_query_pages(base, scratch, far, tables[0], lane, D, K_AT[3])
         else:
             now = later
         if K[4]:
             bias = _mean_scores(far, base, lane, (zero + 1.0,), D, 1, K_AT[2], True)[0] * up
-        begin = (
-            (now[STEPS], now[STEPS + 1], now[STEPS], now[STEPS + 1]),
-            (now[STEPS + 2], now[STEPS + 3], now[STEPS + 2], now[STEPS + 3]),
-        )
-        scores = byte_scores(base, lane, now, begin, left, None, D, 2, NB, True)
+        if BITS == 2:
+            begin = (
+                (now[STEPS], now[STEPS + 1], now[STEPS], now[STEPS + 1]),
+                (now[STEPS + 2], now[STEPS + 3], now[STEPS + 2], now[STEPS + 3]),
+            )
+            scores = byte_scores(base, lane, now, begin, left, None, D, 2, NB, True)
+        else:
+            scores = level_byte_scores(base, lane, now, k_levels, left, D, NB)
         warp_sync(lane)
         fetch_side(
             base, lane, kc, km, kc, kp, kn, block0 + following * NB, pages0[0] + following, next_left, next_left, next_norms,
-            K_AT, 3, D, D, 2, 0, 0, 0, K[4], 2, NB, 0,
+            K_AT, 3, D, D, BITS, 0, 0, 0, K[4], 2, NB, 0,
         )  # fmt: skip
         copy_commit(lane)
         copy_wait_1(lane)  # values of this page
@@ -166,15 +181,18 @@ def attend_levels(
         share = exp2_fast(page_top - new_top)
         top = new_top
         total = gl.fma(total, before, page_total * share)
-        out = byte_values(base, lane, p, before, share, page_total, (), out, D, 2, False, 1, NB, V_AT, True)
+        if BITS == 2:
+            out = byte_values(base, lane, p, before, share, page_total, (), out, D, 2, False, 1, NB, V_AT, True)
+        else:
+            out = level_byte_values(base, lane, p, v_levels, before, share, out, D, NB, V_AT)
         if V[4]:
             take_row_means(base, lane, before, page_total * share, D, V_AT + V_IN[2], MEANS)
         warp_sync(lane)
         fetch_side(
             base, lane, vc, vm, vc, vp, vc, block0 + following * NB, pages0[1] + following, next_left, next_left, 0, V_IN, 3,
-            D, D, 2, 0, 0, 0, V[4], 0, NB, V_AT,
+            D, D, BITS, 0, 0, 0, V[4], 0, NB, V_AT,
         )  # fmt: skip
         copy_commit(lane)
     copy_wait_all(lane)
-    full = whole_levels(base, lane, out, tables[1], D, LEVELS[3], V[4], MEANS)
+    full = whole_levels(base, lane, out, tables[1], D, BITS, LEVELS[3], V[4], MEANS)
     return top, full, ((total, zero, total, zero),)

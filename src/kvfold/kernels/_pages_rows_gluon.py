@@ -24,7 +24,6 @@ from kvfold.kernels._page_codes import (
     norm_at,
     page_bytes,
     page_place,
-    prefetch_page,
     scale_at,
     weight,
 )
@@ -69,7 +68,7 @@ def attend_rows(
     v_signs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
-    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr, AHEAD: gl.constexpr = 0,
+    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
     """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns: lanes (g, t) have the maximum
     of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`."""
@@ -98,12 +97,6 @@ def attend_rows(
         base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT
     )
     copy_commit(lane)
-    if AHEAD > 1:
-        prefetch_page(
-            lane, stored[0], stored[1], (at[0] + (first + 1) * NB, at[1] + first + 1),
-            (at[0] + (first + 1) * NB, at[2] + first + 1), gl.where(count > 1, blocks - (first + 1) * NB, 0),
-            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
-        )  # fmt: skip
     if table is not None:  # the numbers of pages are a page ahead of their bytes
         id = gl.load(table + first + 1, mask=count > 1, other=0)
 

@@ -475,20 +475,20 @@ def prefetch(address):
 
 
 @gluon.constexpr_function
-def _mma_bytes_asm(signed):
-    kind = "s8" if signed else "u8"
+def _mma_bytes_asm(signed, levels):
+    kinds = f"{'s8' if levels else 'u8'}.{'s8' if signed else 'u8'}"
     operands = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13}"
-    return f"mma.sync.aligned.m16n8k32.row.col.s32.u8.{kind}.s32 {operands};"
+    return f"mma.sync.aligned.m16n8k32.row.col.s32.{kinds}.s32 {operands};"
 
 
 @gluon.jit
-def mma_bytes(a0, a1, a2, a3, b0, b1, c, SIGNED: gl.constexpr):
-    """``mma.m16n8k32``: c + A B; operands are four bytes in a word, B's with a sign if SIGNED, A's without; c four integers.
+def mma_bytes(a0, a1, a2, a3, b0, b1, c, SIGNED: gl.constexpr, LEVELS: gl.constexpr = False):
+    """``mma.m16n8k32``: c + A B; operands are four bytes in a word, B's with a sign if SIGNED, A's if LEVELS; c four integers.
 
     Lane (g, t) holds A at rows (g, g + 8, g, g + 8) and columns 4t to 4t + 3 (+ 16 for a2, a3); B at rows 4t to 4t + 3 (+ 16
     for b1) and column g; c as :func:`mma`.
     """
-    asm: gl.constexpr = _mma_bytes_asm(SIGNED)
+    asm: gl.constexpr = _mma_bytes_asm(SIGNED, LEVELS)
     return gl.inline_asm_elementwise(
         asm,
         "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
@@ -509,6 +509,14 @@ def either_bytes(a, b, WHICH: gl.constexpr):
     """Four of the bytes of a (0 to 3) and b (4 to 7), the lowest one in the last digit of WHICH."""
     asm: gl.constexpr = _either_bytes_asm(WHICH)
     return gl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def look_up(low, high, which):
+    """Four of the bytes of two words, by the four lower nibbles of ``which``, which are below 8."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, which], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

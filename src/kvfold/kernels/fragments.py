@@ -308,20 +308,42 @@ def bytewise(key_format: Format, value_format: Format, rows: int) -> bool:
     return key_format.head_dim == 128 and bool(linear_levels(key_format, value_format))
 
 
-def linear_levels(key_format: Format, value_format: Format) -> tuple[float, ...]:
-    """Of formats with four levels -b, -a, a, b a code, keys and values, (bend, unit) of both; of others nothing.
+def linear_levels(key_format: Format, value_format: Format) -> tuple[Any, ...]:
+    """What products of bytes take of levels, of keys and of values: (bend, unit) of both; of others nothing.
 
-    Levels are linear in the bits of a code u: ``unit * (u - 3/2 + bend * (u % 2 - 1/2))``.
+    Four levels -b, -a, a, b are linear in the bits of a code u: ``unit * (u - 3/2 + bend * (u % 2 - 1/2))``. Eight levels that
+    are whole numbers times a unit have no bend, and are two words of four bytes: those of keys and of values follow.
     """
-    out: tuple[float, ...] = ()
+    out: tuple[Any, ...] = ()
+    words: tuple[int, ...] = ()
+    bits = side(key_format).constants[1]
     for form in (key_format, value_format):
         inner = form.inner if isinstance(form, Paged) else form
-        if side(form).constants[:2] != (LEVELS, 2) or not isinstance(inner, Lookup):
+        if side(form).constants[:2] != (LEVELS, bits) or not isinstance(inner, Lookup):
             return ()
+        if bits == 3:
+            found = whole_levels(inner.levels)
+            if found is None:
+                return ()
+            out += (0.0, found[0])
+            words += found[1]
+            continue
         a, b = inner.levels[2:]
         unit = (a + b) / 2
         out += (2 * (b - 1.5 * unit) / unit, unit)
-    return out
+    return out + words
+
+
+@lru_cache
+def whole_levels(levels: tuple[float, ...]) -> tuple[float, tuple[int, int]] | None:
+    """Unit in which eight levels are whole numbers of seven bits and a sign, and these as bytes of two words; None without."""
+    for most in range(127, 7, -1):
+        unit = levels[-1] / most
+        if all(abs(x / unit - round(x / unit)) < 1e-6 for x in levels):
+            bytes_ = torch.tensor([round(x / unit) for x in levels], dtype=torch.int8, device="cpu")
+            low, high = bytes_.view(torch.int32).tolist()
+            return unit, (low, high)
+    return None
 
 
 def stage_blocks(key_format: Format, value_format: Format, rows: int = 5) -> int:

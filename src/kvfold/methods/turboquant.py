@@ -62,10 +62,15 @@ class TurboQuant(Method):
             raise MethodError(f"{self.name}: head_dim={spec.head_dim} is not a multiple of 16")
         d, order = spec.head_dim, spec.operand(operand)
         bits -= residual
-        inner: Format = Lookup(d, self.block, order, bits, lloyd_max(bits, d))
+        inner: Format = Lookup(d, self.block, order, bits, self._levels(bits, d))
         if residual:
             inner = SketchedResidual(d, self.block, order, inner, self.seed + 1)
         return self.paged(inner, self.centered, norm, Rotation(d, self.seed))
+
+    def _levels(self, bits: int, head_dim: int) -> tuple[float, ...]:
+        """Eight levels are whole numbers times a unit, which kernels look up as bytes; the published ones are not."""
+        levels = lloyd_max(bits, head_dim)
+        return levels if bits != 3 or self.paper else whole(levels)
 
     def key_format(self, spec: LayerSpec) -> Format:
         return self._format(spec, "key", self.key_bits, self.residual, "rms" if self.normalize else "")
@@ -133,3 +138,19 @@ def lloyd_max(bits: int, head_dim: int | None = None) -> tuple[float, ...]:
         if moved < 1e-8:
             break
     return tuple(levels.tolist())
+
+
+@lru_cache(maxsize=64)
+def whole(levels: tuple[float, ...], most: int = 127) -> tuple[float, ...]:
+    """Levels as whole numbers up to ``most`` times a unit, those of least squared difference from ``levels``.
+
+    Of eight levels for a normal coordinate, 13, 40, 71 and 113 units: their relative difference is 0.001, and the mean squared
+    error of codes grows by its square.
+    """
+    best: tuple[float, tuple[float, ...]] = math.inf, levels
+    for largest in range(most // 2, most + 1):
+        counts = [round(x / levels[-1] * largest) for x in levels]
+        unit = sum(n * x for n, x in zip(counts, levels, strict=True)) / sum(n * n for n in counts)
+        error = sum((n * unit - x) ** 2 for n, x in zip(counts, levels, strict=True))
+        best = min(best, (error, tuple(n * unit for n in counts)))
+    return best[1]
