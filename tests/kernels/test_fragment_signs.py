@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from kvfold.kernels import _fragments_gluon, aot, fragments
 from kvfold.methods import LayerSpec, get
+from kvfold.methods.turboquant import lloyd_max
 from warps import Machine, Pointer, on_cpu, register, scalar
 
 METHOD = "qjl"
@@ -46,7 +47,7 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
     want = weights @ decoded[1]
 
     k, v = (fragments.side(form) for form in forms)
-    kernel, zero, far = on_cpu(_fragments_gluon, machine), scalar(0), 1 << 16
+    kernel, zero, far = on_cpu(_fragments_gluon, machine), scalar(0), 3 << 15
     pages_at_once = 2 if fragments.linear_levels(*forms) else at_once
     places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, pages_at_once, stage)
     lift = _fragments_gluon._lift(*v.constants[:2])
@@ -95,7 +96,13 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
     return float((got - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("method", ["qjl", "qjl:center=false", "turboquant", "turboquant:center=false"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("qjl", "qjl:center=false", "turboquant", "turboquant:center=false"),
+        *("turboquant:bits=3", "turboquant:bits=3,center=false"),
+    ],
+)
 def test_it_is_attention_over_the_decoded_pages(method):
     assert error(method) < 1e-3
 
@@ -105,12 +112,18 @@ def test_every_number_of_rows_pages_and_warps(rows, blocks, warps, stage):
     assert error(rows=rows, blocks=blocks, warps=warps, stage=stage) < 1e-3
 
 
+@pytest.mark.parametrize("at_once", [2, 4])
+def test_every_number_of_pages_that_go_through_the_matrix_at_once(at_once):
+    assert error(blocks=25, warps=1, at_once=at_once) < 1e-3
+
+
+@pytest.mark.parametrize("method", ["turboquant", "turboquant:bits=3"])
 @pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 1), (3, 9, 2), (4, 17, 4)])
-def test_every_number_of_rows_pages_and_warps_of_levels(rows, blocks, warps):
-    assert error("turboquant", rows=rows, blocks=blocks, warps=warps) < 1e-3
+def test_every_number_of_rows_pages_and_warps_of_levels(method, rows, blocks, warps):
+    assert error(method, rows=rows, blocks=blocks, warps=warps) < 1e-3
 
 
-@pytest.mark.parametrize("method", [METHOD, "turboquant"])
+@pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])
 def test_numbers_of_every_size(method):
     assert error(method, query=300.0, value=1e-3, scale=128**-0.5 / 300) < 1e-3
 
@@ -121,7 +134,7 @@ def test_four_levels_are_linear_in_the_bits_of_their_codes():
     for form, bend, unit in zip(forms, fixed[::2], fixed[1::2], strict=True):
         levels = [unit * (u - 1.5 + bend * (u % 2 - 0.5)) for u in range(4)]
         assert levels == pytest.approx(form.inner.levels, abs=1e-12)
-    for method in ("turboquant:bits=3", "turboquant:bits=1", "qjl", "k=turboquant+v=kivi"):
+    for method in ("turboquant:bits=3,paper=true", "turboquant:bits=1", "qjl", "k=turboquant+v=kivi"):
         assert fragments.linear_levels(*formats(method)) == ()
 
 
@@ -150,3 +163,21 @@ def test_products_of_bytes_serve_a_step_of_few_rows():
     assert not fragments.bytewise(*formats("turboquant", 64), 4)
     assert not fragments.bytewise(*formats("turboquant:normalize=false"), 4)
     assert not fragments.bytewise(*formats("turboquant:bits=3"), 4)
+
+
+def test_eight_levels_are_whole_numbers_that_lose_nothing_to_speak_of():
+    form = formats("turboquant:bits=3")[0].inner
+    unit, words = fragments.whole_levels(form.levels)
+    assert np.array(words, np.int32).view(np.int8) * unit == pytest.approx(form.levels, rel=1e-9)
+    exact, x = lloyd_max(3, 128), torch.randn(1 << 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    lost = []
+    for levels in (exact, form.levels):
+        table = torch.tensor(levels, dtype=torch.float64)
+        lost.append(float((table[torch.bucketize(x, (table[1:] + table[:-1]) / 2)] - x).square().mean()))
+    assert lost[1] / lost[0] == pytest.approx(1, abs=2e-4)
+
+
+def test_published_levels_are_kept():
+    form = formats("turboquant:bits=3,paper=true")[0]
+    assert form.inner.levels == lloyd_max(3, 128)
+    assert not fragments.linear_levels(form, form)
