@@ -69,11 +69,16 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
         )  # fmt: skip
         machine.program_sync(lane)
         pages = scalar(-(-blocks // 4))
+        to = [Pointer(p, np.float32) for p in parts]
         if levels:
-            best, out, side = kernel.attend_levels(
-                zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero),
-                tuple(a[5] + lane * 16 for a in addresses), lane * 8 + far, up[0], 128, k.constants, v.constants, levels,
-                places, stage,
+            best, sums, side = kernel.attend_levels(
+                zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), addresses[0][5] + lane * 16,
+                lane * 8 + far, up[0], 128, k.constants, v.constants, levels, places, stage,
+            )  # fmt: skip
+            machine.program_sync(lane)
+            kernel.finish_levels(
+                zero, lane, warp, best, sums, side, addresses[1][5] + lane * 16, *to, scalar(1, np.int64), zero, rows, 128,
+                k.constants[1], levels[3], v.constants[4], places[4], places[5],
             )  # fmt: skip
         else:
             best, out, side = kernel.attend_signs(
@@ -81,12 +86,11 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
                 lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
                 at_once,
             )  # fmt: skip
-        machine.program_sync(lane)
-        sums = tuple(x for c in out for x in (c[0], c[2]))
-        kernel.finish_rows(
-            zero, lane, warp, best - lift, sums, side[0][2], lane, *(Pointer(p, np.float32) for p in parts),
-            scalar(1, np.int64), zero, rows, 128, 0, 1,
-        )  # fmt: skip
+            machine.program_sync(lane)
+            sums = tuple(x for c in out for x in (c[0], c[2]))
+            kernel.finish_rows(
+                zero, lane, warp, best - lift, sums, side[0][2], lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
+            )  # fmt: skip
 
     machine.run(program)
     out, total = (

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._fragment_codes import fetch_side
-from kvfold.kernels._fragment_queries import brought_back
+from kvfold.kernels._fragment_queries import load_fragment
 from kvfold.kernels._fragment_signs import byte_query_pages
 from kvfold.kernels._level_bytes import level_byte_scores, level_byte_values, level_query_pages
 from kvfold.kernels._page_bytes import byte_scores, byte_values, byte_weights, page_scales
@@ -24,11 +24,21 @@ from kvfold.kernels._page_sums import _mean_scores, _plain_mean
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST
 from kvfold.kernels._warp import (
+    as_float,
+    as_int,
     copy_commit,
     copy_wait_1,
     copy_wait_all,
     exp2_fast,
+    load_shared,
     load_shared4f,
+    mma,
+    pack_half2,
+    program_sync,
+    shuffle,
+    shuffle_xor,
+    store_shared1,
+    store_shared2,
     store_shared4,
     warp_sync,
 )
@@ -58,41 +68,110 @@ def take_row_means(base, lane, before, share, D: gl.constexpr, AT: gl.constexpr,
 
 
 @gluon.jit
-def whole_levels(
-    base, lane, out, table, D: gl.constexpr, BITS: gl.constexpr, UNIT: gl.constexpr, MEAN: gl.constexpr, MEANS: gl.constexpr,
+def finish_levels(
+    base0, lane, warp, top, out, total, table, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr,
+    BITS: gl.constexpr, UNIT: gl.constexpr, MEAN: gl.constexpr, MEANS: gl.constexpr, STAGE: gl.constexpr,
 ):  # fmt: skip
-    """Sums of values of row t, turned back, with those of means: accumulators with row t in column 2t."""
+    """Join the warps' sums of values, turn them back, add those of means and store one partial result per query row; each warp
+    does so for its share of the channels. Rows are columns of the product that turns them, each scaled by a power of two."""
+    W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
-    none = _zero4(lane)[0]
-    x = ()
+    ROW: gl.constexpr = 4 * D + 32  # bytes, so that lanes use all banks
+    g = lane // 4
+    t = lane % 4
+    to = base0 + (warp * 4 + t) * ROW + g * 4
     for ct in gl.static_range(CT):
         f = UNIT * 2.0 ** (8 - (weight(D, 2, ct % (CT // 2)) if BITS == 2 else 0))
-        x = x + ((out[2 * ct] * f, none, out[2 * ct + 1] * f, none),)
-    x = brought_back(x, table, lane, D)
-    full = ()
-    for i in gl.static_range(CT // 2):
-        m = (none, none, none, none)
+        store_shared1(to + 64 * ct, as_int(out[2 * ct] * f))
+        store_shared1(to + (64 * ct + 32), as_int(out[2 * ct + 1] * f))
+    side = base0 + 4 * W * ROW
+    store_shared2(side + (warp * 4 + t) * 8, as_int(top), as_int(total))
+    program_sync(lane)
+    column = g % 4  # this lane's row as an operand
+    best, share, amount = _joined(side, column)
+    x = ()
+    big = _zero4(lane)[0]
+    for i in gl.static_range(2 * CT):
+        low = _zero4(lane)[0]
+        high = low
+        for w in gl.static_range(W):
+            y = load_shared(base0 + column * ROW + t * 8, 4 * w * ROW + 32 * i, 2)
+            low = gl.fma(as_float(y[0]), share[w], low)
+            high = gl.fma(as_float(y[1]), share[w], high)
+        big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
+        x = x + (low, high)
+    big = gl.maximum(big, shuffle_xor(big, 1))
+    big = gl.maximum(big, shuffle_xor(big, 2))
+    exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
+    down = as_float((254 + 8 - exponent) << 23)
+    up = as_float((exponent - 8) << 23)
+    q = ()
+    for i in gl.static_range(2 * CT):
+        q = q + (pack_half2(x[2 * i] * down, x[2 * i + 1] * down, False),)
+    at = (slot0 * rows + column0 + column).to(gl.int64)
+    writes = (warp == 0) & (t == 0) & (g < 4) & (column0 + column < rows)
+    gl.store(part_top + at, best, mask=writes)
+    gl.store(part_sum + at, amount, mask=writes)
+    first = t * 2 % 4  # of the two rows that this lane has of the product
+    up0 = shuffle(up, first * 4)
+    up1 = shuffle(up, first * 4 + 4)
+    _best, share0, _amount = _joined(side, first)
+    _best, share1, _amount = _joined(side, first + 1)
+    own = table + warp.to(gl.int64) * (512 * CT * CT // W)
+    to_out = part_out + (slot0 * rows + column0 + first).to(gl.int64) * D + g
+    for r in gl.static_range(CT // W):
+        acc = _zero4(lane)
+        for c in gl.static_range(CT):
+            a = load_fragment(own, 512 * (r * CT + c))
+            acc = mma(a[0], a[1], a[2], a[3], q[2 * c], q[2 * c + 1], acc, False)
+        tile = warp * (CT // W) + r
+        y = (acc[0] * up0, acc[1] * up1, acc[2] * up0, acc[3] * up1)
         if MEAN:
-            m = load_shared4f(base + (MEANS + 512 * i) + lane * 16)
-        a = x[2 * i]
-        b = x[2 * i + 1]
-        full = full + ((a[0] + m[0], none, a[2] + m[1], none), (b[0] + m[2], none, b[2] + m[3], none))
-    return full
+            place = base0 + (g * 4 + first) * 16 + tile // 2 * 512 + tile % 2 * 8
+            for w in gl.static_range(W):
+                a = load_shared(place, w * STAGE + MEANS, 2)
+                b = load_shared(place, w * STAGE + MEANS + 16, 2)
+                y = (
+                    gl.fma(as_float(a[0]), share0[w], y[0]), gl.fma(as_float(b[0]), share1[w], y[1]),
+                    gl.fma(as_float(a[1]), share0[w], y[2]), gl.fma(as_float(b[1]), share1[w], y[3]),
+                )  # fmt: skip
+        for e in gl.static_range(4):
+            live = (t < 2) & (column0 + first + e % 2 < rows)
+            gl.store(to_out + (tile * 16 + (e % 2 * D + e // 2 * 8)), y[e], mask=live)
+
+
+@gluon.jit
+def _joined(side, row):
+    """Of a row: the warps' greatest maximum, the factors of their sums, and what their sums of probabilities are together."""
+    W: gl.constexpr = gl.num_warps()
+    tops = ()
+    for w in gl.static_range(W):
+        tops = tops + (load_shared(side + row * 8, 32 * w, 2),)
+    best = as_float(tops[0][0])
+    for w in gl.static_range(1, W):
+        best = gl.maximum(best, as_float(tops[w][0]))
+    share = ()
+    amount = best * 0.0
+    for w in gl.static_range(W):
+        f = exp2_fast(as_float(tops[w][0]) - best)
+        share = share + (f,)
+        amount = gl.fma(as_float(tops[w][1]), f, amount)
+    return best, share, amount
 
 
 @gluon.jit
 def attend_levels(
-    base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, tables, far, up, D: gl.constexpr, K: gl.constexpr,
+    base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, table, far, up, D: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, LEVELS: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
-    blocks the scores count.
+    blocks the scores count; see :func:`finish_levels`.
 
     ``stored``: addresses of codes, scales, means and norms of keys, and of codes, scales and means of values; ``block0`` and
     ``pages0``: where the head's begin. ``tables``: a lane's addresses of both rotations as operands. ``far``: of the queries as
     operands, row h in columns 2h and 2h + 1; ``up``: what turns their products into scores. LEVELS: bend and
     unit of keys, and of values (:func:`kvfold.kernels.fragments.linear_levels`), and of eight levels the bytes.
-    Returns maxima of row t, sums of values and of probabilities, row t in column 2t.
+    Returns maxima of row t, sums of values (channels g and g + 8 of each tile) and of probabilities.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -152,9 +231,9 @@ def attend_levels(
         copy_wait_1(lane)  # keys of this page
         if i % 2 == 0:
             if BITS == 2:
-                now, later = byte_query_pages(base, scratch, far, tables[0], lane, D, D, K_AT[3], 2, K_BEND)
+                now, later = byte_query_pages(base, scratch, far, table, lane, D, D, K_AT[3], 2, K_BEND)
             else:
-                now, later = level_query_pages(base, scratch, far, tables[0], lane, D, K_AT[3])
+                now, later = level_query_pages(base, scratch, far, table, lane, D, K_AT[3])
         else:
             now = later
         if K[4]:
@@ -194,5 +273,4 @@ def attend_levels(
         )  # fmt: skip
         copy_commit(lane)
     copy_wait_all(lane)
-    full = whole_levels(base, lane, out, tables[1], D, BITS, LEVELS[3], V[4], MEANS)
-    return top, full, ((total, zero, total, zero),)
+    return top, out, total

@@ -22,7 +22,7 @@ from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, qu
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
 from kvfold.kernels._fragment_ahead import bring_first
 from kvfold.kernels._fragment_codes import fetch_side, held_levels, places
-from kvfold.kernels._fragment_levels import attend_levels
+from kvfold.kernels._fragment_levels import attend_levels, finish_levels
 from kvfold.kernels._fragment_lookup import (
     PLACES_BYTES,
     clear_places,
@@ -322,26 +322,31 @@ def fragments_kernel(
         program_sync(lane)
         k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
         k_lane = k_table.to(gl.int64) + lane * 16
+        slot0 = head.to(gl.int64) * parts + (part0 + split)
         if len(LEVELS) > 0:
             v_stored = (v_codes.to(gl.int64), v_meta.to(gl.int64), v_mean.to(gl.int64))
-            best, out, side = attend_levels(
+            best, sums, total = attend_levels(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
-                (head * k_pages, head * v_pages), (k_lane, v_table.to(gl.int64) + lane * 16), far, up[0], D, K, V, LEVELS,
-                PLACES, NB,
+                (head * k_pages, head * v_pages), k_lane, far, up[0], D, K, V, LEVELS, PLACES, NB,
+            )  # fmt: skip
+            program_sync(lane)
+            finish_levels(
+                base0, lane, warp, best, sums, total, v_table.to(gl.int64) + lane * 16, part_out, part_top, part_sum, slot0,
+                column0, rows, D, K_BITS, LEVELS[3], V_MEAN, MEANS, STAGE,
             )  # fmt: skip
         else:
             best, out, side = attend_signs(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, (v_codes.to(gl.int64), v_meta.to(gl.int64))),
                 head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR,
             )  # fmt: skip
-        program_sync(lane)
-        slot0 = head.to(gl.int64) * parts + (part0 + split)
-        sums = ()
-        for c in gl.static_range(CT):
-            sums = sums + (out[c][0], out[c][2])
-        finish_rows(
-            base0, lane, warp, best - LIFT, sums, side[0][2], lane, part_out, part_top, part_sum, slot0, column0, rows, D, 0, 1,
-        )  # fmt: skip
+            program_sync(lane)
+            sums = ()
+            for c in gl.static_range(CT):
+                sums = sums + (out[c][0], out[c][2])
+            finish_rows(
+                base0, lane, warp, best - LIFT, sums, side[0][2], lane, part_out, part_top, part_sum, slot0, column0, rows, D,
+                0, 1,
+            )  # fmt: skip
     else:
         # pages of this split, then of this warp: contiguous, so that every warp streams
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
