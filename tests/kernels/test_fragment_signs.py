@@ -49,7 +49,7 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
     k, v = (fragments.side(form) for form in forms)
     kernel, zero, far = on_cpu(_fragments_gluon, machine), scalar(0), 3 << 15
     pages_at_once = 2 if fragments.linear_levels(*forms) else at_once
-    places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, pages_at_once, stage)
+    places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, pages_at_once, stage, True)
     lift = _fragments_gluon._lift(*v.constants[:2])
     at = machine.put(q)
     parts = [machine.put(torch.full(shape, math.nan)) for shape in ((2, rows, 128), (2, rows), (2, rows))]

@@ -4,7 +4,7 @@ up to four query rows of a KV head.
 Scores are products of bytes, as in :mod:`kvfold.kernels._page_bytes`: a sign is a code of one bit, and one mask makes an
 operand register of four of them. The columns of the product with the sketch's matrix are four query rows for two pages: row h
 in columns 2h, for the even page, and 2h + 1, for the odd one. So lane (g, t) then has both pages of row t, which become bytes
-page by page. Values are multiplied as halves, with row t in column 2t and nothing in 2t + 1.
+page by page. Where registers are plenty, four pages share a reading of the matrix. Values are multiplied as halves, with row t in column 2t and nothing in 2t + 1.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -16,7 +16,7 @@ from kvfold.kernels._fragment_codes import fetch_side
 from kvfold.kernels._fragment_queries import load_fragment, norm_words, normed_queries, through
 from kvfold.kernels._page_bytes import FULL, byte_queries, byte_query_tile, byte_scores, byte_starts
 from kvfold.kernels._page_sums import _mean_scores
-from kvfold.kernels._registers import _replace, _zero4
+from kvfold.kernels._registers import _replace, _two, _zero4
 from kvfold.kernels._softmax import LOWEST, _nothing
 from kvfold.kernels._warp import (
     copy_commit,
@@ -66,67 +66,61 @@ def byte_query_pages(
 
 
 @gluon.jit
-def _size(x, lane, COUNT: gl.constexpr):
-    """Length of the vector in each of a lane's columns of COUNT operand pairs, for the row (page, h) that lane (g, t) gets."""
-    low = _zero4(lane)[0]
+def _lengths(x, lane, COUNT: gl.constexpr):
+    """How long the vectors are whose COUNT operand pairs x are, those of a lane's two columns of a product."""
+    square = _zero4(lane)[0]
     for i in gl.static_range(2 * COUNT):
         a, b = unpack_half2(x[i])
-        low = gl.fma(a, a, low)
-        low = gl.fma(b, b, low)
-    low = low + shuffle_xor(low, 1)
-    low = low + shuffle_xor(low, 2)  # of column g
+        square = gl.fma(a, a, square)
+        square = gl.fma(b, b, square)
+    square = square + shuffle_xor(square, 1)
+    square = sqrt_fast(square + shuffle_xor(square, 2))  # of column g
     t = lane % 4
-    return shuffle(low, 8 * t), shuffle(low, 8 * t + 4)
+    return shuffle(square, 8 * t), shuffle(square, 8 * t + 4)
 
 
 @gluon.jit
-def sketched_pages(
-    base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.constexpr, NORMS: gl.constexpr, PAGES: gl.constexpr,
-):  # fmt: skip
-    """As :func:`byte_query_pages`, for four pages or two: the matrix is read once for all. Its rows are shorter than one, so a
-    query's length is the most that a sum can be: operands are made tile by tile."""
+def sketched_pages(base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.constexpr, NORMS: gl.constexpr):
+    """As :func:`byte_query_pages`, for four pages: the matrix, of orthonormal rows in chunks of D, is read once for all. A sum is
+    at most as large as its query is long, so operands are made tile by tile; of their 16 bits two are then unused."""
     HALF: gl.constexpr = WIDTH // 32
     CT: gl.constexpr = D // 16
-    SETS: gl.constexpr = PAGES // 2
     x = ()
-    size = ()
-    for s in gl.static_range(SETS):
+    unit = ()
+    factor = ()
+    for s in gl.static_range(2):
         if s > 0:
             warp_sync(lane)
         norm_words(base, scratch, lane, D, True, NORMS + 2 * D * s, 2)
         y = normed_queries(far, scratch, lane, D, 2, True)
         x = x + y
-        a, b = _size(y, lane, CT)
-        size = size + (a, b)
-    unit = ()
-    factor = ()
-    for e in gl.static_range(PAGES):
-        big = gl.maximum(sqrt_fast(size[e]) * 1.01, 1e-3)
-        unit = unit + (big * (256.0 / FULL),)
-        factor = factor + (reciprocal(big) * FULL,)
+        size = _lengths(y, lane, CT)
+        for e in gl.static_range(2):
+            big = gl.maximum(size[e] * 1.01, 1e-3)  # rows are rounded
+            unit = unit + (big * (256.0 / FULL),)
+            factor = factor + (reciprocal(big) * FULL,)
     q = ()
-    for _i in gl.static_range(PAGES * 2 * HALF):
+    for _i in gl.static_range(8 * HALF):
         q = q + (lane * 0,)
     for j in gl.static_range(0, HALF, 2):
         accs = ()
-        for _i in gl.static_range(4 * SETS):
+        for _i in gl.static_range(8):
             accs = accs + (_zero4(lane),)
         for c in gl.static_range(CT):
             for i in gl.static_range(4):  # tiles j, j + 1, and HALF further
                 a = load_fragment(table, 512 * ((j + i % 2 + i // 2 * HALF) * CT + c))
-                for s in gl.static_range(SETS):
-                    acc = accs[4 * s + i]
-                    acc = mma(a[0], a[1], a[2], a[3], x[2 * CT * s + 2 * c], x[2 * CT * s + 2 * c + 1], acc, False)
-                    accs = _replace(accs, 4 * s + i, acc)
+                for s in gl.static_range(2):
+                    b0, b1 = _two(x, CT * s + c)
+                    accs = _replace(accs, 4 * s + i, mma(a[0], a[1], a[2], a[3], b0, b1, accs[4 * s + i], False))
         for i in gl.static_range(2):
-            for e in gl.static_range(PAGES):
+            for e in gl.static_range(4):
                 a = accs[e // 2 * 4 + i]
                 b = accs[e // 2 * 4 + i + 2]
                 low, high = byte_query_tile(a[e % 2], b[e % 2], a[e % 2 + 2], b[e % 2 + 2], factor[e], WIDTH, 1, j + i)
                 q = _replace(q, (e * HALF + j + i) * 2, low)
                 q = _replace(q, (e * HALF + j + i) * 2 + 1, high)
     pages = ()
-    for e in gl.static_range(PAGES):
+    for e in gl.static_range(4):
         own = ()
         for i in gl.static_range(2 * HALF):
             own = own + (q[e * 2 * HALF + i],)
@@ -175,7 +169,7 @@ def attend_signs(
 
     ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and ``page0``:
     where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
-    turns their products into scores. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
+    turns their products into scores; PAGES, 2 or 4, go through the matrix at once. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -225,12 +219,12 @@ def attend_signs(
         copy_wait_1(lane)  # keys of this stage
         if PAGES == 2:
             if i % (2 * PER) == 0:
-                now, second = sketched_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3], 2)
+                now, second = byte_query_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
             elif i % PER == 0:
                 now = second
         else:
             if i % (4 * PER) == 0:
-                now, second, third, fourth = sketched_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3], 4)
+                now, second, third, fourth = sketched_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
             elif i % (4 * PER) == PER:
                 now = second
             elif i % (4 * PER) == 2 * PER:

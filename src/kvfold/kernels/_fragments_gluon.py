@@ -76,7 +76,7 @@ from kvfold.kernels._windows_gluon import _dense
 
 
 @gluon.constexpr_function
-def layout(k, v, dim, k_width, pair, blocks):
+def layout(k, v, dim, k_width, pair, blocks, bytewise=False):
     """Where sides, norms in fp16, and sums of means or scores of salient tokens begin in a warp's stage; its bytes; and where
     weights of salient tokens begin. A side is (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level
     table, rank, salient tokens or elements)."""
@@ -85,7 +85,7 @@ def layout(k, v, dim, k_width, pair, blocks):
     scratch = keys[-1] + values[-1]
     means = scratch + 2 * dim * (2 if k[0] == 5 else min(pair, 2))
     replaced = PLACES_BYTES.value + 512 if k[0] == 5 or v[0] == 6 else 0
-    weights = means + (32 * dim if v[4] else scratch_bytes(k[9])[0] if k[0] == 4 else replaced)
+    weights = means + ((16 if bytewise else 32) * dim if v[4] else scratch_bytes(k[9])[0] if k[0] == 4 else replaced)
     return keys, values, keys[-1], scratch, means, weights + (scratch_bytes(v[9])[1] if v[0] == 4 else 0), weights
 
 
@@ -103,9 +103,9 @@ def column_share(k, pair):
 
 
 @gluon.constexpr_function
-def shared_bytes(k, v, dim, k_width, pair, blocks, warps):
+def shared_bytes(k, v, dim, k_width, pair, blocks, warps, bytewise=False):
     """Bytes of shared memory of a program: stages and queries; and, later, sums."""
-    return max(warps * layout(k, v, dim, k_width, pair, blocks)[5] + 16 * dim * (1 + _lightened(k)), warps * dim * 32)
+    return max(warps * layout(k, v, dim, k_width, pair, blocks, bytewise)[5] + 16 * dim * (1 + _lightened(k)), warps * dim * 32)
 
 
 @gluon.constexpr_function
@@ -259,7 +259,7 @@ def fragments_kernel(
     V_KIND: gl.constexpr = V[0]
     V_BITS: gl.constexpr = V[1]
     V_MEAN: gl.constexpr = V[4]
-    PLACES: gl.constexpr = layout(K, V, D, K_WIDTH, PAIR, NB)
+    PLACES: gl.constexpr = layout(K, V, D, K_WIDTH, PAIR, NB, BYTES)
     K_AT: gl.constexpr = PLACES[0]
     V_IN: gl.constexpr = PLACES[1]
     V_AT: gl.constexpr = PLACES[2]
@@ -273,7 +273,7 @@ def fragments_kernel(
     LIFT: gl.constexpr = _lift(V_KIND, V_BITS)
     PARTS: gl.constexpr = 1 if BYTES else PAIR
     SHARED: gl.constexpr = column_share(K, PAIR)
-    base0 = shared_base(lane, shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W))
+    base0 = shared_base(lane, shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W, BYTES))
 
     split = gl.program_id(1)
     if FIRST:
@@ -281,9 +281,9 @@ def fragments_kernel(
     column0 = (gl.program_id(0) % columns) * (8 // SHARED)
     head = gl.program_id(0) // columns
     batch = head // heads
-    if BYTES and AHEAD % 2 == 1:  # no kernel before this one writes it
+    if BYTES and AHEAD == 1:  # no kernel before this one writes it
         bring_matrix(k_table.to(gl.int64), thread, 2 * D * K_WIDTH)
-    if EARLY and AHEAD > 1:
+    if EARLY and AHEAD == 2:
         bring_first(
             lane, warp, split, head, gl.load(packed_len_ptr + batch, cache_modifier=".cg"), first_token, capacity, k_pages,
             v_pages, splits, sinks, slots,

@@ -86,9 +86,10 @@ class Plan:
     bytewise : bool
         Products of bytes, four query rows in eight columns (pages alone).
     ahead : bool
-        What is read first comes nearer while the kernel before still runs: a warp's first page (pages), a matrix (fragments).
+        What is read first comes nearer while the kernel before still runs: a warp's first page (pages; fragments whose windows come
+        first), a matrix (other fragments).
     windows_first : bool
-        The programs for the windows are launched first (pages alone).
+        The programs for the windows are launched first (pages and fragments alone).
     """
 
     warps: int

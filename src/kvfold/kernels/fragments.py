@@ -357,10 +357,12 @@ def stage_blocks(key_format: Format, value_format: Format, rows: int = 5) -> int
     return BLOCKS if whole or key_format.head_dim == 64 else BLOCKS // 2
 
 
-def program_bytes(key_format: Format, value_format: Format, pair: int, warps: int, blocks: int) -> int:
+def program_bytes(
+    key_format: Format, value_format: Format, pair: int, warps: int, blocks: int, bytewise: bool = False
+) -> int:
     """Bytes of shared memory of a program."""
     k, v = side(key_format), side(value_format)
-    return int(shared_bytes(k.constants, v.constants, key_format.head_dim, k.width, pair, blocks, warps))
+    return int(shared_bytes(k.constants, v.constants, key_format.head_dim, k.width, pair, blocks, warps, bytewise))
 
 
 REGISTERS: dict[int, int] = {64: 168, 128: 168}
@@ -384,7 +386,7 @@ def make_plan(
     narrow = bytewise(key_format, value_format, rows)
     blocks = stage_blocks(key_format, value_format, rows)
     warps = next(
-        w for w in (4, 2, 1) if program_bytes(key_format, value_format, pair, w, blocks) <= STATIC_SHARED or w == 1
+        w for w in (4, 2, 1) if program_bytes(key_format, value_format, pair, w, blocks, narrow) <= STATIC_SHARED or w == 1
     )
     full = batch_heads * columns >= processors // 2
     mixed = side(key_format).constants[0] == MIXED
@@ -397,7 +399,7 @@ def make_plan(
     if wide:
         warps = min(warps, 2)
     threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
-    size = program_bytes(key_format, value_format, pair, warps, blocks)
+    size = program_bytes(key_format, value_format, pair, warps, blocks, narrow)
     resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
     jobs = batch_heads * columns
     levels = narrow and bool(linear_levels(key_format, value_format))
@@ -413,10 +415,17 @@ def make_plan(
     each = 3 if capacity >= 512 or 4 * jobs >= processors else 1
     dense = math.ceil(window_slots / (16 * warps * each))
     # few programs with many pages each: registers are worth more than programs, and a matrix of 64 KB is worth bringing
+    # and, with all registers there are, reading once for four pages; one of 32 KB less than a warp's first page
     few = narrow and not full and pages >= 4 * splits * warps
+    alone = jobs * (splits + dense) * warps <= 8 * processors  # all run at once, whatever their registers
+    if levels:
+        few = few and alone
+    elif few and alone and program_bytes(key_format, value_format, 4, warps, blocks, True) <= STATIC_SHARED:
+        pair = 4
     registers = None if few else registers
     return Plan(
-        warps, blocks, pair, columns, splits, dense, registers=registers, bytewise=narrow, ahead=few and not levels
+        warps, blocks, pair, columns, splits, dense, registers=registers, bytewise=narrow, ahead=few,
+        windows_first=few and levels,
     )  # fmt: skip
 
 
@@ -582,7 +591,7 @@ def constants(key_format: Format, value_format: Format, plan: Plan, bf16: bool, 
         "BF16": bf16,
         "EARLY": early,
         "BYTES": plan.bytewise,
-        "AHEAD": plan.ahead,
+        "AHEAD": int(plan.ahead) + (plan.ahead and plan.windows_first),
         "FIRST": plan.windows_first,
         "LEVELS": linear_levels(key_format, value_format) if plan.bytewise else (),
     }
