@@ -4,7 +4,8 @@ up to four query rows of a KV head.
 Scores are products of bytes, as in :mod:`kvfold.kernels._page_bytes`: a sign is a code of one bit, and one mask makes an
 operand register of four of them. The columns of the product with the sketch's matrix are four query rows for two pages: row h
 in columns 2h, for the even page, and 2h + 1, for the odd one. So lane (g, t) then has both pages of row t, which become bytes
-page by page. Where registers are plenty, four pages share a reading of the matrix. Values are multiplied as halves, with row t in column 2t and nothing in 2t + 1.
+page by page. Where registers are plenty, four pages share a reading of the matrix. Values are multiplied as halves, with row t
+in column 2t and nothing in 2t + 1.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -81,8 +82,9 @@ def _lengths(x, lane, COUNT: gl.constexpr):
 
 @gluon.jit
 def sketched_pages(base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.constexpr, NORMS: gl.constexpr):
-    """As :func:`byte_query_pages`, for four pages: the matrix, of orthonormal rows in chunks of D, is read once for all. A sum is
-    at most as large as its query is long, so operands are made tile by tile; of their 16 bits two are then unused."""
+    """As :func:`byte_query_pages`, for four pages: the matrix, of orthonormal rows in chunks of D, is read once for all. A sum
+    is at most as large as its query is long, so operands are made tile by tile; of their 16 bits two are then unused.
+    """
     HALF: gl.constexpr = WIDTH // 32
     CT: gl.constexpr = D // 16
     x = ()
@@ -169,7 +171,8 @@ def attend_signs(
 
     ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and ``page0``:
     where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
-    turns their products into scores; PAGES, 2 or 4, go through the matrix at once. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
+    turns their products into scores; PAGES, 2 or 4, go through the matrix at once. Returns the maxima of row t, sums of values
+    and of probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16

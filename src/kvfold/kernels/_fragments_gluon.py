@@ -105,7 +105,9 @@ def column_share(k, pair):
 @gluon.constexpr_function
 def shared_bytes(k, v, dim, k_width, pair, blocks, warps, bytewise=False):
     """Bytes of shared memory of a program: stages and queries; and, later, sums."""
-    return max(warps * layout(k, v, dim, k_width, pair, blocks, bytewise)[5] + 16 * dim * (1 + _lightened(k)), warps * dim * 32)
+    return max(
+        warps * layout(k, v, dim, k_width, pair, blocks, bytewise)[5] + 16 * dim * (1 + _lightened(k)), warps * dim * 32
+    )
 
 
 @gluon.constexpr_function
@@ -322,7 +324,6 @@ def fragments_kernel(
         program_sync(lane)
         k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
         k_lane = k_table.to(gl.int64) + lane * 16
-        slot0 = head.to(gl.int64) * parts + (part0 + split)
         if len(LEVELS) > 0:
             v_stored = (v_codes.to(gl.int64), v_meta.to(gl.int64), v_mean.to(gl.int64))
             best, sums, total = attend_levels(
@@ -330,6 +331,7 @@ def fragments_kernel(
                 (head * k_pages, head * v_pages), k_lane, far, up[0], D, K, V, LEVELS, PLACES, NB,
             )  # fmt: skip
             program_sync(lane)
+            slot0 = head.to(gl.int64) * parts + (part0 + split)
             finish_levels(
                 base0, lane, warp, best, sums, total, v_table.to(gl.int64) + lane * 16, part_out, part_top, part_sum, slot0,
                 column0, rows, D, K_BITS, LEVELS[3], V_MEAN, MEANS, STAGE,
@@ -340,6 +342,7 @@ def fragments_kernel(
                 head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR,
             )  # fmt: skip
             program_sync(lane)
+            slot0 = head.to(gl.int64) * parts + (part0 + split)
             sums = ()
             for c in gl.static_range(CT):
                 sums = sums + (out[c][0], out[c][2])

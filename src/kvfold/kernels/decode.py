@@ -86,8 +86,8 @@ class Plan:
     bytewise : bool
         Products of bytes, four query rows in eight columns (pages alone).
     ahead : bool
-        What is read first comes nearer while the kernel before still runs: a warp's first page (pages; fragments whose windows come
-        first), a matrix (other fragments).
+        What is read first comes nearer while the kernel before still runs: a warp's first page (pages, and fragments whose
+        windows come first), or a matrix (other fragments).
     windows_first : bool
         The programs for the windows are launched first (pages and fragments alone).
     """

@@ -386,7 +386,9 @@ def make_plan(
     narrow = bytewise(key_format, value_format, rows)
     blocks = stage_blocks(key_format, value_format, rows)
     warps = next(
-        w for w in (4, 2, 1) if program_bytes(key_format, value_format, pair, w, blocks, narrow) <= STATIC_SHARED or w == 1
+        w
+        for w in (4, 2, 1)
+        if program_bytes(key_format, value_format, pair, w, blocks, narrow) <= STATIC_SHARED or w == 1
     )
     full = batch_heads * columns >= processors // 2
     mixed = side(key_format).constants[0] == MIXED
