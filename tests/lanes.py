@@ -30,6 +30,7 @@ MODULES = (
     "_turned_gluon",
     "_unpack_tables_gluon",
     "_unpack_levels_gluon",
+    "_pairs_gluon",
     "paged._tables",
 )
 WORD = 1 << 32
@@ -160,7 +161,8 @@ class Program:
                 self.memory.write(at.base + index.to(torch.int64) * at.size, value.to(at.dtype))
 
         return types.SimpleNamespace(
-            int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=object,
+            int8=torch.int8, int16=torch.int16, float16=torch.float16, int32=torch.int32, int64=torch.int64,
+            float32=torch.float32, constexpr=object,
             static_range=range, num_warps=lambda: self.warps, BlockedLayout=lambda *_: None,
             arange=lambda a, b, _: torch.arange(a, b, dtype=torch.int32),
             program_id=lambda i: torch.tensor(self.at[i], dtype=torch.int32),
@@ -271,10 +273,14 @@ class Program:
             "gl": self.gl(), "tl": None,
             "load_shared": self.load_shared, "load_global4": self.load_global4,
             "load_shared4f": self.load_shared4f, "store_shared4": self.store_shared4,
-            "load_shared_short": self.load_shared_short, "store_shared1": lambda to, x: self.shared.write(to, x),
+            "load_shared_short": self.load_shared_short, "store_shared1": lambda to, x: self.shared.write(to, x.int()),
             "copy_async": self.copy_async, "mma": self.mma, "transpose8": self.transpose8,
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
             "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),
+            "sub_half2": of_word(torch.sub), "max_half2": of_word(torch.maximum),
+            "swap_halves": of_word(lambda x: x.flip(-1)),
+            "equal_halves": lambda x, y: (halves(x) == halves(y)).to(torch.int16).neg().view(torch.int32).squeeze(-1),
+            "where_bits": lambda mask, x, y: (mask & x) | (~mask & y),
             "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
             "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), HALF[bool(bf16)]),
             "store_words4": self.store_words4, "cosine_sine": self.cosine_sine,

@@ -40,6 +40,26 @@ def _under(source, metric, token, inside, HALF: tl.constexpr, D: tl.constexpr, T
     return under
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def units_kernel(
+    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, metric, units, sizes, tokens, heads,
+    D: tl.constexpr, HALF: tl.constexpr, T: tl.constexpr, PICKED: tl.constexpr,
+):  # fmt: skip
+    """Keys under the metric, divided by their root mean squares: ``units`` fp16 [batch, heads, tokens, D], ``sizes`` float32
+    [batch, heads, tokens]. Grid: (parts of T tokens, heads, batch)."""
+    index, head, _ = _lane(rows, heads, PICKED)
+    channel = tl.arange(0, D)
+    token = tl.program_id(0) * T + tl.arange(0, T)
+    inside = token < tokens
+    source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
+    under = _under(source, metric + head * (D * D), token, inside, HALF, D, T, True)
+    size = tl.sqrt_rn(_sum(under * under, 1) / D)
+    under *= (1.0 / tl.maximum(size, TINY))[:, None]
+    place = (index * heads + head) * tokens + token
+    tl.store(sizes + place, size, mask=inside)
+    tl.store(units + place[:, None] * D + channel[None, :], under.to(tl.float16), mask=inside[:, None])
+
+
 @triton.jit(do_not_specialize=["tokens", "first_token", "room"])
 def pairs_kernel(
     x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, metric, halves, squares, cross, scratch, chosen,

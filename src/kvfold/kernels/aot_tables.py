@@ -6,8 +6,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import Format, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import codebook, residual
+from kvfold.kernels import codebook, encode_pairs, residual
 from kvfold.kernels._codebook_gluon import codebook_kernel
+from kvfold.kernels._pairs_gluon import pairs_search_kernel
 from kvfold.kernels._residual_gluon import residual_kernel
 from kvfold.kernels.aot import Report, _compile, _signature
 from kvfold.kernels.paged import PageLayout
@@ -64,3 +65,12 @@ def compile_table_pieces(
         types["region"] = "*u8"
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps)
+
+
+def compile_pairs(fmt: AdditiveCodes, capability: int = 90) -> Report:
+    """Compile the kernel that finds pairs of codes of keys."""
+    fixed, options = encode_pairs.constants(fmt)
+    types = dict.fromkeys(("unit_ptr", "rms_ptr"), "*fp16") | dict.fromkeys(("rows_ptr", "codes_ptr"), "*i16")
+    types |= {"size_ptr": "*fp32", "tables_ptr": "*u8"}
+    signature = _signature(pairs_search_kernel, fixed | {"PICKED": False}, types)
+    return _compile(GluonASTSource(pairs_search_kernel, *signature, {}), capability, **options)

@@ -1,16 +1,27 @@
 """Encoding on the GPU for CommVQ: pairs of codes of keys (:class:`kvfold.formats.codebook.AdditiveCodes`), and flips of bits of
 values."""
 
+from typing import Any
+
 import torch
 import triton
 
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
-from kvfold.kernels._encode_pairs import bits_kernel, flips_kernel, pairs_kernel
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, Search
+from kvfold.kernels._encode_pairs import bits_kernel, flips_kernel, pairs_kernel, units_kernel
+from kvfold.kernels._pairs_gluon import pairs_search_kernel
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
 PAIRS = {"T": 64, "num_warps": 4}
 """Tokens of a program of :func:`pairs_kernel`, and its warps."""
+UNITS = {"T": 64, "num_warps": 8, "maxnreg": 128}
+"""The same of :func:`units_kernel`."""
+QUADS = {"M": 1, "FIRST": 3, "LATER": 2, "num_warps": 16, "maxnreg": 128}
+"""Sixteens of tokens of a warp of :func:`pairs_search_kernel`, codes that a lane begins with in the first turn and in later
+ones, and its warps. What the first turn misses is not made good by later ones."""
 FLIPS = {"T": 2, "num_warps": 1}
+MOST = 32
+"""Stages whose codes of a program's tokens lie in shared memory beside two stages' tables."""
+LARGEST = 60000.0
 PIECE = 8192
 """Tokens whose bits exist as numbers at a time."""
 
@@ -35,6 +46,9 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
     tables = fmt.codebook.on(device)
     search = tables.search()
     batch, heads, tokens, _ = source.x.shape
+    if is_quick(fmt):
+        _search_quads(fmt, source, tables.metric.float().contiguous(), stage_tables(search))
+        return
     part = PAIRS["T"]
     grid = (triton.cdiv(tokens, part), heads, batch)
     programs = grid[0] * heads * batch
@@ -61,6 +75,53 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
         **source.constants(),
         **PAIRS,
         num_stages=1,
+    )
+
+
+def is_quick(fmt: AdditiveCodes) -> bool:
+    """Whether the kernel serves that compares few of the pairs."""
+    return fmt.levels == 64 and fmt.head_dim == 128 and fmt.stages <= MOST
+
+
+def stage_tables(search: Search) -> torch.Tensor:
+    """What :mod:`kvfold.kernels._pairs_gluon` reads of a stage: uint8 [num_kv_heads, stages, bytes]."""
+    heads, stages = search.squares.shape[:2]
+    rows = search.halves.clamp(-LARGEST, LARGEST).half().view(heads, stages, 64, 2, 2, 2, 32)
+    rows = torch.stack((rows[:, :, :, 0], rows[:, :, :, 1].flip(-2)), 3)
+    between = (search.cross * -0.5).clamp(-LARGEST, LARGEST).half()
+    parts = (rows, between, between.mT.contiguous(), search.squares * -0.5)
+    return torch.cat([x.contiguous().view(torch.uint8).flatten(2) for x in parts], -1)
+
+
+def constants(fmt: AdditiveCodes) -> tuple[dict[str, Any], dict[str, int]]:
+    """Constants of :func:`pairs_search_kernel`, and how it is launched."""
+    fixed = {"STAGES": fmt.stages, "TURNS": fmt.passes + 1, **{name: QUADS[name] for name in ("M", "FIRST", "LATER")}}
+    return fixed, {name: QUADS[name] for name in ("num_warps", "maxnreg")}
+
+
+def _search_quads(fmt: AdditiveCodes, source: Source, metric: torch.Tensor, stages: torch.Tensor) -> None:
+    batch, heads, tokens, dim = source.x.shape
+    units = torch.empty(batch, heads, tokens, dim, dtype=torch.float16, device=source.x.device)
+    sizes = torch.empty(batch, heads, tokens, dtype=torch.float32, device=source.x.device)
+    units_kernel[(triton.cdiv(tokens, UNITS["T"]), heads, batch)](
+        *source.arguments(), metric, units, sizes, tokens, heads, **source.constants(), **UNITS, num_stages=1
+    )
+    codes = source.fields["codes"]
+    fixed, options = constants(fmt)
+    pairs_search_kernel[(triton.cdiv(tokens, 16 * QUADS["M"] * QUADS["num_warps"]), heads, batch)](
+        units,
+        sizes,
+        stages,
+        codes if source.rows is None else source.rows,
+        codes,
+        source.fields["rms"],
+        tokens,
+        source.first_block * fmt.block,
+        codes.shape[2] * fmt.block,
+        heads,
+        PICKED=source.rows is not None,
+        **fixed,
+        **options,
     )
 
 

@@ -1,0 +1,120 @@
+"""The kernel that finds pairs of codes of keys among few (CommVQ): its lanes run by PyTorch, compiled ahead, and on a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import lanes
+from helpers import ENCODING, interpreted_module
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, Search
+from kvfold.kernels import encode_pairs
+from kvfold.kernels.aot_tables import compile_pairs
+from kvfold.kernels.encode_source import Source, angles
+from kvfold.rope import Rope
+
+INTERPRETED = (
+    *ENCODING,
+    "kvfold.kernels._encode_search",
+    "kvfold.kernels._encode_pairs",
+    "kvfold.kernels.encode_pairs",
+)
+HEADS, DIM = 2, 128
+
+
+class Emulated:
+    """A kernel whose launches PyTorch runs."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, maxnreg, **constants):
+            lanes.run(self.kernel, grid, arguments, constants, num_warps, 227 << 10)
+
+        return launch
+
+
+def form(stages, passes=1):
+    draw = torch.Generator().manual_seed(stages)
+    centres = torch.randn(HEADS, stages, 64, DIM, generator=draw) / max(stages, 11) ** 0.5
+    metric = torch.eye(DIM) * torch.linspace(0.7, 1.4, HEADS)[:, None, None]
+    return AdditiveCodes(DIM, 32, "key", stages, 64, passes, KeyCodebook.rounded(centres, metric, DIM))
+
+
+def compared(module, fmt, tokens, device, rows=None, batch=1):
+    """Fraction of codes that differ from the format's own, and how much larger the squared error is."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, HEADS, tokens, DIM, generator=draw)
+    x[0, 1, 5] = 0.0
+    rope = Rope(10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM), 1.25)
+    positions = torch.arange(37, 37 + tokens)[None].expand(batch, -1)
+    turned = [t.to(device) for t in angles(rope, positions)]
+    plain = rope.unrotate(x, positions[:, None])
+    fields = fmt.allocate(batch, HEADS, tokens // 32 + 1, device)
+    picked = None if rows is None else torch.tensor(rows, device=device)
+    module.encode_pairs(fmt, Source(x.to(device), fields, 1, picked, tuple(turned), 1 / rope.scaling))
+    order = range(batch) if rows is None else rows
+    got = {name: t[list(order), :, 1:].cpu() for name, t in fields.items()}
+    want = fmt.encode(plain)
+
+    def missed(stored):
+        return float((fmt.decode(stored) - plain).square().sum())
+
+    return float((fmt.codes(got) != fmt.codes(want)).float().mean()), missed(got) / missed(want)
+
+
+@pytest.mark.parametrize(
+    "stages, passes, tokens, batch, rows, change",
+    [
+        (4, 1, 64, 1, None, {}),
+        (2, 0, 96, 2, [1, 0], {"num_warps": 4}),
+        (1, 2, 96, 1, None, {"M": 2, "num_warps": 2}),
+    ],
+)
+def test_lanes_find_pairs_as_near_as_all_pairs_compared(stages, passes, tokens, batch, rows, change, monkeypatch):
+    module = interpreted_module("kvfold.kernels.encode_pairs", *INTERPRETED)
+    monkeypatch.setattr(module, "pairs_search_kernel", Emulated(module.pairs_search_kernel))
+    for name, value in ({"num_warps": 2} | change).items():
+        monkeypatch.setitem(module.QUADS, name, value)
+    differ, worse = compared(module, form(stages, passes), tokens, torch.device("cpu"), rows, batch)
+    assert differ < 0.06
+    assert worse < 1.003
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages, tokens", [(11, 4096), (21, 4096), (21, 32), (11, 288)])
+def test_pairs_on_a_gpu_are_as_near(stages, tokens):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    fmt = form(stages)
+    differ, worse = compared(encode_pairs, fmt, tokens, torch.device("cuda"))
+    assert differ < 0.06
+    assert worse < 1 + max(1e-3, 0.1 / tokens**0.5)
+
+
+def test_tables_of_a_stage_lie_as_lanes_take_them():
+    fmt = form(2)
+    search = fmt.codebook.search()
+    table = encode_pairs.stage_tables(search)
+    assert table.shape == (HEADS, 2, 49664)
+    rows = table[..., :32768].contiguous().view(torch.float16).view(HEADS, 2, 128, 4, 32)
+    plain = search.halves.half().view(HEADS, 2, 128, 4, 32)
+    assert torch.equal(rows[:, :, 4], plain[:, :, 4])
+    assert torch.equal(rows[:, :, 5], plain[:, :, 5][:, :, [1, 0, 3, 2]])
+    between = table[..., 32768:49152].contiguous().view(torch.float16).view(HEADS, 2, 2, 64, 64)
+    assert torch.equal(between[:, :, 0], between[:, :, 1].mT)
+    assert torch.equal(between[:, :, 0], (search.cross * -0.5).half())
+
+
+def test_sums_beyond_fp16_are_bounded():
+    large = Search(torch.full((1, 1, 128, DIM), 1e6), torch.ones(1, 1, 128), torch.full((1, 1, 64, 64), 1e6))
+    assert torch.isfinite(encode_pairs.stage_tables(large)[..., :49152].contiguous().view(torch.float16)).all()
+
+
+@pytest.mark.parametrize("stages", [11, 21])
+def test_search_compiles_within_its_registers(stages):
+    report = compile_pairs(form(stages))
+    assert report.registers <= encode_pairs.QUADS["maxnreg"]
+    assert report.spilled <= 128
+    assert report.shared <= 227 << 10
