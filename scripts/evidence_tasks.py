@@ -484,7 +484,7 @@ def beside_full() -> str:
         of, measure = [one for one in asked() if one.suite == suite], main_measure(suite)
         longest = [n for one in of for n in one.lengths]
         where = f", {min(longest):,} to {max(longest):,} tokens" if longest else ""
-        full = [value for one in of for value in one.values(NOTHING, measure).values()]
+        full = [value for one in of if "fold" in one.by_method for value in one.values(NOTHING, measure).values()]
         mine, theirs = (difference(of, name, NOTHING, measure) for name in ("fold", BASE))
         assert mine is not None and theirs is not None
         few = f"fewer than {ENOUGH} items"
