@@ -398,6 +398,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/notes/rivals.md": {
         "newest": evidence.newest,
         "one bit": evidence.one_bit,
+        "learned one bit": evidence.learned_one_bit,
         "rivals": rivals(False),
         "two layers": rivals(True),
     },
