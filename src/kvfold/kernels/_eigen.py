@@ -100,9 +100,10 @@ def jacobi_kernel(
                     place = one[None, :] * N + (first + row)[:, None]
                     other = two[None, :] * N + (first + row)[:, None]
                     a, b = tl.load(work + place), tl.load(work + other)
+                    c, d = tl.load(turned + place), tl.load(turned + other)
+                    tl.debug_barrier()  # of small tiles several threads hold the same
                     tl.store(work + place, cosine * a - sine * b)
                     tl.store(work + other, sine * a + cosine * b)
-                    a, b = tl.load(turned + place), tl.load(turned + other)
-                    tl.store(turned + place, cosine * a - sine * b)
-                    tl.store(turned + other, sine * a + cosine * b)
+                    tl.store(turned + place, cosine * c - sine * d)
+                    tl.store(turned + other, sine * c + cosine * d)
             sweep += 1

@@ -8,6 +8,9 @@ from kvfold.kernels import eigen
 from kvfold.methods import Observation
 from kvfold.methods.eigenpairs import Eigh
 
+FEW = 1024
+"""Tokens that are multiplied in float64. Bits of float32 average out over many; SQuat at ``channels=1`` sees them of few."""
+
 
 @dataclass(frozen=True)
 class PromptObservation(Observation):
@@ -18,8 +21,8 @@ class PromptObservation(Observation):
         return eigen.eigh
 
     def gram(self, num_kv_heads: int) -> torch.Tensor:
-        """See :meth:`Observation.gram`; queries of 32 bits are multiplied in float64."""
+        """See :meth:`Observation.gram`; queries of 32 bits are multiplied in float64, and so are few."""
         queries = self.model_queries
-        if queries.dtype not in (torch.float16, torch.bfloat16) or queries.shape[-1] > 128:
+        if queries.dtype not in (torch.float16, torch.bfloat16) or queries.shape[-1] > 128 or queries.shape[-2] <= FEW:
             return super().gram(num_kv_heads)
         return eigen.gram(queries, num_kv_heads)
