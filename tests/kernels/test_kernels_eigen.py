@@ -90,6 +90,32 @@ def test_only_what_is_needed_is_turned(place):
     module.eigh(matrices.to(device))  # ends
 
 
+def test_a_solver_that_turns_too_little_is_not_used(monkeypatch):
+    from kvfold.kernels import eigen as module
+
+    def turned(matrices, needed=None):
+        values, vectors = torch.linalg.eigh(matrices)
+        first, last = vectors[1, :, 0].clone(), vectors[1, :, -1].clone()
+        vectors[1, :, 0], vectors[1, :, -1] = first + 1e-4 * last, last - 1e-4 * first
+        return values, vectors
+
+    untested = module.is_right.__wrapped__
+    monkeypatch.setattr(module, "eigh", lambda matrices, needed=None: torch.linalg.eigh(matrices))
+    assert untested(torch.device("cpu"))
+    monkeypatch.setattr(module, "eigh", turned)
+    with pytest.warns(RuntimeWarning, match="waits for the host"):
+        assert not untested(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_the_solver_passes_its_test():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from kvfold.kernels import eigen as module
+
+    assert module.is_right(torch.device("cuda"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rank", [1, 5, 20, 40])
 def test_states_are_those_of_the_hosts_solver(rank):

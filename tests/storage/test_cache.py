@@ -345,7 +345,7 @@ def test_positions_that_jump_are_refused_where_they_matter(method):
 
 def test_positions_that_jump_within_a_call_are_named():
     ids, model = prompt(1, 60), llama()
-    positions = torch.arange(60).unsqueeze(0).clone()
+    positions = torch.arange(60, device=ids.device).unsqueeze(0).clone()
     positions[:, 40:] -= 15
     with torch.no_grad(), pytest.raises(CacheStateError, match="sequence 0 continues at 25, expected 40"):
         model(ids, position_ids=positions, past_key_values=kvfold.fold(model, "squat_pre"))

@@ -1,5 +1,8 @@
 """Products of queries with themselves, and eigenvectors of small symmetric matrices, on a GPU and without a wait for it."""
 
+import warnings
+from functools import lru_cache
+
 import torch
 import triton
 
@@ -80,8 +83,33 @@ def eigh(matrices: torch.Tensor, needed: torch.Tensor | None = None) -> tuple[to
         CLOSE=CLOSE,
         num_warps=4 if size <= 32 else 8,
         num_stages=1,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,  # fused, lanes that sum the same column have different last bits, and turn its rows differently
     )
     values, vectors = (work * turned).sum(-1)[:, :d], turned[:, :d, :d]  # rows are columns of the rotated
     values, order = values.sort(dim=-1)
     return values, vectors.gather(1, order.unsqueeze(-1).expand(-1, -1, d)).mT
+
+
+@lru_cache
+def is_right(device: torch.device) -> bool:
+    """Whether :func:`eigh` gives eigenvectors on this device: tried once a process, which waits for it; warns if not."""
+    d = 128
+    at = torch.arange(d, dtype=torch.float64, device=device)
+    basis = torch.linalg.qr(torch.cos((at[:, None] + 0.5) * (at + 0.25) * 0.7))[0]
+    spectra = torch.stack((10.0 ** (-0.1 * at), (at < 3).double(), 1.0 + 0.01 * at))  # steep, few and equal, flat
+    for size in (32, d):
+        own = torch.linalg.qr(basis[:size, :size])[0]
+        matrices = (own * spectra[:, None, :size]) @ own.mT
+        values, vectors = eigh(matrices)
+        largest = spectra[:, :size].amax(-1)
+        turned = (matrices @ vectors - vectors * values.unsqueeze(-2)).abs().amax((-1, -2))
+        straight = (vectors.mT @ vectors - torch.eye(size, dtype=torch.float64, device=device)).abs().amax((-1, -2))
+        if not bool(((turned <= 1e-11 * largest) & (straight <= 1e-11)).all()):
+            warnings.warn(
+                "kvfold: eigenvectors by kernel are not those of torch.linalg.eigh on this GPU; SQuat's states are made by "
+                "Torch, which waits for the host",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
+    return True

@@ -17,8 +17,9 @@ class PromptObservation(Observation):
     """Queries on a GPU: a kernel sums their products, from the model's own numbers, and nothing waits for the device."""
 
     @property
-    def eigh(self) -> Eigh:
-        return eigen.eigh
+    def eigh(self) -> Eigh | None:
+        """The kernel's solver where it passed its test on this device."""
+        return eigen.eigh if eigen.is_right(self.model_queries.device) else None
 
     def gram(self, num_kv_heads: int) -> torch.Tensor:
         """See :meth:`Observation.gram`; queries of 32 bits are multiplied in float64, and so are few."""
