@@ -245,18 +245,21 @@ def timed(
     )
 
 
-def measure(shape: str, batch: int, context: int, methods: list[str]) -> list[DecodeRow]:
-    """Full precision first, with the products of a folded step and as Torch computes it, then each method, in one run."""
+def measure(shape: str, batch: int, context: int, methods: list[str]) -> Iterator[DecodeRow]:
+    """Full precision first, with the products of a folded step and as Torch computes it, then each method, in one run.
+
+    Rows come as they are measured, so that a run that is ended keeps those before.
+    """
     device = torch.device("cuda")
     model, env = build(shape, device, compiled=False), environment()
-    rows: list[DecodeRow] = []
+    base: float | None = None
     for method in ("bf16", TORCH, *methods):
         progress(f"{shape} B={batch} N={context}: {method}")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        base = rows[0].ms if rows else None
-        rows.append(timed(captured(model, method, batch, context), shape, batch, context, method, base, env))
-    return rows
+        row = timed(captured(model, method, batch, context), shape, batch, context, method, base, env)
+        base = row.ms if base is None else base
+        yield row
 
 
 def line(row: DecodeRow) -> str:
@@ -277,11 +280,10 @@ def main(argv: list[str] | None = None) -> int:
     for method in chosen:
         kvfold.methods.get(method)
     need_gpu("decode")
-    rows = measure(args.model, args.batch, args.context, chosen)
-    for row in rows:
+    for row in measure(args.model, args.batch, args.context, chosen):
         show(row, line(row), args.json)
-    if args.rows is not None:
-        append(args.rows, rows)
+        if args.rows is not None:
+            append(args.rows, [row])
     return 0
 
 
