@@ -118,4 +118,4 @@ def test_answers_are_paired_item_by_item_and_a_loss_is_bounded(monkeypatch):
     assert evidence_tasks.verdict(loss, unsure) == "not decided: a loss of 10.0 points at most"
     line = evidence_tasks.tasks().splitlines()[-1]
     assert "| 100 |" in line and "50.0 -" in line and "99.0 |" in line  # what is shown to be worse is marked
-    assert "| 0.0 |" in line  # not of few items
+    assert "| 0.0 (60) |" in line  # not of few items, whose number is said
