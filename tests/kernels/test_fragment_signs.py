@@ -184,7 +184,9 @@ def test_products_of_bytes_serve_a_step_of_few_rows():
     assert not fragments.bytewise(*formats("turboquant"), 5)
     assert not fragments.bytewise(*formats("turboquant", 64), 4)
     assert not fragments.bytewise(*formats("turboquant:normalize=false"), 4)
-    assert not fragments.bytewise(*formats("turboquant:bits=3"), 4)
+    assert fragments.bytewise(*formats("turboquant:bits=3"), 4)
+    assert not fragments.bytewise(*formats("turboquant:bits=3"), 5)
+    assert not fragments.bytewise(*formats("turboquant:bits=3,paper=true"), 4)
 
 
 def test_eight_levels_are_whole_numbers_that_lose_nothing_to_speak_of():
