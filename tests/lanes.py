@@ -266,7 +266,8 @@ class Program:
             )
 
         return {
-            "_two_levels": levels, "_nibbles": None, "_store_short": self.store_short, "load_outlier": self.load_outlier,
+            "_two_levels": levels, "_nibbles": None, "cut_nibbles": None,
+            "_store_short": self.store_short, "load_outlier": self.load_outlier,
             "_replaced": of_word(lambda x, y: torch.where(y != 0, y, x)), "load_words4": self.load_words4,
             "store_shared2": lambda to, a, b: self.shared.write(to, torch.stack((a, b), -1)),
             "select": lambda a, b, mask: a & signed(tensor(mask)) | b & ~signed(tensor(mask)),
@@ -328,7 +329,7 @@ class Program:
         for name, space in spaces.items():
             space.update(replaced)
             if name.endswith("_fragment_codes"):
-                space["_nibbles"] = lambda x, mask, shift: signed(unsigned(x) >> shift & mask)
+                space["cut_nibbles"] = lambda x, mask, shift: signed(unsigned(x) >> shift & mask)
             elif name.endswith("_page_codes"):
                 space["_nibbles"] = _page_codes._nibbles
         return made[kernel.fn]
