@@ -224,8 +224,12 @@ def _pieces(
 
 def for_cudnn(tokens: int, once: bool) -> int:
     """As many keys as cuDNN has compiled for, or more; ``once``: as of :func:`_for_cudnn`."""
-    step = 2 * STEP if once and tokens > MANY else STEP
+    step = _step(tokens, once)
     return -(-tokens // step) * step
+
+
+def _step(tokens: int, once: bool) -> int:
+    return 2 * STEP if once and tokens > MANY else STEP
 
 
 def _piece(elements: int) -> int:
@@ -288,7 +292,7 @@ def _flash(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: 
 def _for_cudnn(left: int, once: bool) -> int:
     """How many of the keys that are left cuDNN is given next, where its programs run all at ``once`` or not."""
     if once and left >= MOST:
-        step = STEP if left <= MANY else 2 * STEP
+        step = _step(left, once)
         return min(LONG, left // step * step)
     return min(MOST, left // STEP * STEP)
 

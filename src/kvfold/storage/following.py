@@ -8,6 +8,7 @@ there. So what is stored depends on the tokens alone, not on how calls were cut.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
@@ -273,7 +274,7 @@ class Following:
 
     def _seen(self, queries: torch.Tensor, positions: torch.Tensor) -> Observation:
         """Of a whole prompt, on a GPU, with kernels: its products are many, and nothing should wait for them."""
-        if self.device.type != "cuda" or not self.method.paper:
+        if self.device.type != "cuda" or not self.method.paper or find_spec("triton") is None:
             return Observation(queries, positions)
         from kvfold.storage.prompts import PromptObservation
 
