@@ -19,13 +19,13 @@ from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST, _finish
 from kvfold.kernels._steps_gluon import shifts_of, tile_steps
 from kvfold.kernels._tables_gluon import (
-    _allocated,
     _chosen,
     _dynamic_base,
     _fetch_rows,
     _fma_half2,
     _pairs_of_queries,
     fetch_turns,
+    reserved,
     unit_place,
     unit_queries,
 )
@@ -308,10 +308,7 @@ def codebook_kernel(
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
-    memory = ()
-    for i in gl.static_range(8):
-        if BYTES // 1024 >> i & 1:
-            memory = memory + (_allocated(thread, 1024 << i),)
+    memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
     program_sync(lane)
     turns = base + STAGES * 8192

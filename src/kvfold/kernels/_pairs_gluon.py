@@ -17,7 +17,7 @@ and its transpose [b, a]; half of what squared lengths take off, float32 [128].
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._tables_gluon import _allocated, _dynamic_base, _fetch_rows, _shuffled
+from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, _shuffled, reserved
 from kvfold.kernels._warp import (
     add_half2,
     copy_commit,
@@ -340,10 +340,7 @@ def pairs_search_kernel(
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
-    memory = ()
-    for i in gl.static_range(8):
-        if BYTES // 1024 >> i & 1:
-            memory = memory + (_allocated(thread, 1024 << i),)
+    memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
     program_sync(lane)
     index = gl.program_id(2)

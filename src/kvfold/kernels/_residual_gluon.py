@@ -16,7 +16,6 @@ from kvfold.kernels._codebook_gluon import _tile_scores
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST, _finish
 from kvfold.kernels._tables_gluon import (
-    _allocated,
     _chosen,
     _dynamic_base,
     _fetch_rows,
@@ -24,6 +23,7 @@ from kvfold.kernels._tables_gluon import (
     _odd_bytes,
     _pairs_of_queries,
     _weighted_bytes,
+    reserved,
     unit_place,
     unit_queries,
 )
@@ -354,12 +354,7 @@ def residual_kernel(
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
-    memory = ()
-    for i in gl.static_range(4):
-        if BYTES // 8192 >> i & 1:
-            memory = memory + (_allocated(thread, 8192 << i),)
-    if BYTES >= 131072:
-        memory = memory + (_allocated(thread, 131072),)
+    memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
     program_sync(lane)
     turns = base + (K + V) * 8192

@@ -128,15 +128,12 @@ def _nothing(lane, CT: gl.constexpr, NT: gl.constexpr):
 
 
 @gluon.jit
-def _store_sums(
-    part_top, part_sum, at, column, rows, writes, top0, top1, sum0, sum1, LIFT: gl.constexpr, EVERY: gl.constexpr = 1
-):
-    """Maxima and sums of two query rows, or (EVERY, 2) of the first. The maxima have the factor that probabilities carry."""
+def _store_sums(part_top, part_sum, at, column, rows, writes, top0, top1, sum0, sum1, LIFT: gl.constexpr):
+    """Maxima and sums of two query rows. The maxima have the factor that probabilities carry."""
     gl.store(part_top + at, top0 - LIFT, mask=writes & (column < rows))
     gl.store(part_sum + at, sum0, mask=writes & (column < rows))
-    if EVERY == 1:
-        gl.store(part_top + at + 1, top1 - LIFT, mask=writes & (column + 1 < rows))
-        gl.store(part_sum + at + 1, sum1, mask=writes & (column + 1 < rows))
+    gl.store(part_top + at + 1, top1 - LIFT, mask=writes & (column + 1 < rows))
+    gl.store(part_sum + at + 1, sum1, mask=writes & (column + 1 < rows))
 
 
 @gluon.jit
@@ -166,11 +163,11 @@ def _store_own(
 @gluon.jit
 def _finish(
     base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, DENSE: gl.constexpr,
-    D: gl.constexpr, NT: gl.constexpr, LIFT: gl.constexpr, MORE: gl.constexpr = 0, EVERY: gl.constexpr = 1,
+    D: gl.constexpr, NT: gl.constexpr, LIFT: gl.constexpr, MORE: gl.constexpr = 0,
 ):  # fmt: skip
     """Merge the warps of the program and store one partial result per query row; with MORE, 1, its sum after it once more.
 
-    With EVERY, 2, only every second column is a query row. DENSE says which channels a lane has of a tile: adjacent ones of
+    DENSE says which channels a lane has of a tile: adjacent ones of
     all tiles (1), adjacent ones of each (2), or those of rows g and g + 8 (0).
     """
     CT: gl.constexpr = D // 16
@@ -199,9 +196,9 @@ def _finish(
             l1 = gl.fma(a[w][3], exp2_fast(a[w][1] - m1), l1)
         best = best + (m0, m1)
         factor = factor + (exp2_fast(top[2 * n] - m0), exp2_fast(top[2 * n + 1] - m1))
-        column = column0 + n * (8 // EVERY) + (2 // EVERY) * t
+        column = column0 + n * 8 + 2 * t
         _store_sums(
-            part_top, part_sum, slot0 * rows + column, column, rows, (warp == 0) & (g == 0), m0, m1, l0, l1, LIFT, EVERY
+            part_top, part_sum, slot0 * rows + column, column, rows, (warp == 0) & (g == 0), m0, m1, l0, l1, LIFT
         )  # fmt: skip
         if MORE:
             to = part_out + (slot0 * rows + column).to(gl.int64) * (D + MORE) + D
@@ -231,7 +228,7 @@ def _finish(
             x = load_shared4f(base0 + ((tile * W + w) * 32 + lane) * 16)
             total = (total[0] + x[0], total[1] + x[1], total[2] + x[2], total[3] + x[3])
         ct = tile % CT
-        column = column0 + tile // CT * (8 // EVERY) + (2 // EVERY) * t
+        column = column0 + tile // CT * 8 + 2 * t
         if DENSE == 2:
             channel = ct * 16 + 2 * g
             half = 1
@@ -244,6 +241,5 @@ def _finish(
         at = (slot0 * rows + column).to(gl.int64) * (D + MORE) + channel
         gl.store(part_out + at, total[0], mask=column < live)
         gl.store(part_out + at + half, total[2], mask=column < live)
-        if EVERY == 1:
-            gl.store(part_out + at + (D + MORE), total[1], mask=column + 1 < live)
-            gl.store(part_out + at + (D + MORE) + half, total[3], mask=column + 1 < live)
+        gl.store(part_out + at + (D + MORE), total[1], mask=column + 1 < live)
+        gl.store(part_out + at + (D + MORE) + half, total[3], mask=column + 1 < live)

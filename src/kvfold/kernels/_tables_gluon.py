@@ -19,6 +19,16 @@ def _allocated(thread, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def reserved(thread, BYTES: gl.constexpr):
+    """A program's shared memory, BYTES of it, a multiple of 1,024: an allocation for each power of two, as they must be."""
+    memory = ()
+    for i in gl.static_range(8):
+        if BYTES // 1024 >> i & 1:
+            memory = memory + (_allocated(thread, 1024 << i),)
+    return memory
+
+
+@gluon.jit
 def _dynamic_base(lane):
     """Address of the program's shared memory, the one allocation of which begins there."""
     return gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)

@@ -15,7 +15,7 @@ from kvfold.kernels._fragment_codes import masked_words
 from kvfold.kernels._fragment_lookup import _replaced, _seen, load_outlier
 from kvfold.kernels._fragment_mixed import _store_short
 from kvfold.kernels._registers import ONES, _zero4
-from kvfold.kernels._tables_gluon import _allocated, _dynamic_base, fetch_turns
+from kvfold.kernels._tables_gluon import _dynamic_base, fetch_turns, reserved
 from kvfold.kernels._turned_gluon import (
     KIND_LEVELS,
     bounded_half2,
@@ -172,10 +172,7 @@ def unpack_levels_kernel(
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
-    memory = ()
-    for i in gl.static_range(8):
-        if BYTES // 1024 >> i & 1:
-            memory = memory + (_allocated(thread, 1024 << i),)
+    memory = reserved(thread, BYTES)
     near = _dynamic_base(lane)
     program_sync(lane)
     far = near + warp * (FAR + 32 * PITCH)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._codebook_gluon import _rotated
 from kvfold.kernels._residual_gluon import _places, _token_sums
 from kvfold.kernels._steps_gluon import shifts_of, tile_steps
-from kvfold.kernels._tables_gluon import _allocated, _dynamic_base, _fetch_rows, fetch_turns
+from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, fetch_turns, reserved
 from kvfold.kernels._turned_gluon import bounded_half2, load_half, store_words4
 from kvfold.kernels._warp import (
     as_float,
@@ -202,10 +202,7 @@ def unpack_tables_kernel(
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
-    memory = ()
-    for i in gl.static_range(8):
-        if BYTES // 1024 >> i & 1:
-            memory = memory + (_allocated(thread, 1024 << i),)
+    memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
     program_sync(lane)
     head = gl.program_id(1)

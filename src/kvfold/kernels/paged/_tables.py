@@ -10,7 +10,7 @@ from kvfold.kernels._codebook_gluon import head_bytes
 from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
 from kvfold.kernels._residual_gluon import attend_units, shared_bytes
 from kvfold.kernels._softmax import _finish
-from kvfold.kernels._tables_gluon import _allocated, _dynamic_base, _fetch_rows, fetch_turns
+from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, fetch_turns, reserved
 from kvfold.kernels._warp import as_float, copy_commit, load_global4, program_sync
 
 
@@ -43,12 +43,7 @@ def residual_pieces_kernel(
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
-    memory = ()
-    for i in gl.static_range(4):
-        if BYTES // 8192 >> i & 1:
-            memory = memory + (_allocated(thread, 8192 << i),)
-    if BYTES >= 131072:
-        memory = memory + (_allocated(thread, 131072),)
+    memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
     turns = base + (K + V) * 8192
     k_rows = k_rows_ptr.to(gl.int64)
@@ -127,10 +122,7 @@ def codebook_pieces_kernel(
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
-    memory = ()
-    for i in gl.static_range(8):
-        if BYTES // 1024 >> i & 1:
-            memory = memory + (_allocated(thread, 1024 << i),)
+    memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
     turns = base + STAGES * 8192
     program = gl.program_id(0).to(gl.int64)
