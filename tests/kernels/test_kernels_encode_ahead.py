@@ -87,7 +87,7 @@ def test_kernels_compile_without_spills(case):
         tile, group, axis, mode, bits = compiled._constants(form)
         fixed |= {f"{letter}T": tile, f"{letter}G": group, f"{letter}_AXIS": axis}
         fixed |= {f"{letter}_MODE": mode, f"{letter}_BITS": bits}
-    fixed |= {"D": key_format.head_dim, "BOUNDARY": key_format.mode == "hybrid", **how}
+    fixed |= {"D": key_format.head_dim, "BOUNDARY": key_format.mode == "hybrid", "EARLY": capability >= 90, **how}
     warps = compiled._warps(key_format, value_format, cut=how["WIDTH"] > 0)
     spilled = compile_ahead(compiled._step_kernel, fixed, warps, capability).spilled
     assert spilled <= (96 if how["WIDTH"] == 128 else 0)  # a warp's share of 256 channels, and of two slices of them

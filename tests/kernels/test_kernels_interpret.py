@@ -23,7 +23,7 @@ top[1, :, 2], total[1, :, 2], out[1, :, 2] = -1e30, 0.0, 0.0  # a row that sees 
 got = torch.full((heads, rows, dim), float("nan"))
 merge_kernel[(heads * rows, dim // 32)](
     out, top, total, got, total if sinks is None else sinks, rows, splits, 2, tokens,
-    D=dim, PART=32, N=64, EARLY=False, HAS_SINKS=sinks is not None,
+    D=dim, PART=32, N=64, EARLY=False, HAS_SINKS=sinks is not None, SOON=False,
 )
 if sinks is not None:  # a part more
     more = (sinks.float() / 0.6931471805599453).view(1, 2, 2, 1).expand(2, 2, 2, tokens).reshape(heads, 1, rows)
