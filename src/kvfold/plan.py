@@ -6,7 +6,18 @@ import torch
 
 from kvfold import kernels
 from kvfold.errors import KVFoldError
-from kvfold.formats import AffineGroups, Dense, Format, GroupCodes, LowRank, MixedTokens, Outliers
+from kvfold.formats import (
+    AffineGroups,
+    Balanced,
+    Dense,
+    Format,
+    GroupCodes,
+    LowRank,
+    MixedTokens,
+    Outliers,
+    Paged,
+    Projected,
+)
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.formats.paged import plain
 from kvfold.formats.residual import ResidualCodes
@@ -142,9 +153,14 @@ def is_dense(formats: tuple[Format, Format]) -> bool:
 
 def is_searched(formats: tuple[Format, Format]) -> bool:
     """Whether the kernels of :mod:`kvfold.kernels.encode_search` are those that may encode."""
-    return all(
-        isinstance(form, ResidualCodes | GroupCodes | Outliers | AdditiveCodes | BinaryCodes) for form in formats
-    )
+    codes = ResidualCodes | GroupCodes | Outliers | AdditiveCodes | BinaryCodes | Projected
+    return all(isinstance(form, codes) or _is_tile(form) for form in formats)
+
+
+def _is_tile(form: Format) -> bool:
+    """Whether tiles are rotated, or balanced, before their affine groups: :mod:`kvfold.kernels.encode_balanced`."""
+    inner = form.inner if isinstance(form, Paged) and not form.page_fields() else form
+    return isinstance(inner, Balanced) or (isinstance(inner, AffineGroups) and inner is not form)
 
 
 def is_mixed(formats: tuple[Format, Format]) -> bool:

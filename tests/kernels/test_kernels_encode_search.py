@@ -27,6 +27,8 @@ INTERPRETED = (
     "kvfold.kernels._encode_pages",
     "kvfold.kernels.encode_pages",
     "kvfold.kernels._encode_search",
+    "kvfold.kernels._encode_balanced",
+    "kvfold.kernels.encode_balanced",
     "kvfold.kernels._encode_pairs",
     "kvfold.kernels.encode_pairs",
     "kvfold.kernels.encode_search",

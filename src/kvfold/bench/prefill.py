@@ -41,7 +41,9 @@ LIMITS = {
     **dict.fromkeys(("squat", "squat:paper=true"), 1e-3),
     **dict.fromkeys(("fold", "innerq", "turboquant", "turboquant:bits=3", "qjl", "gear"), 5e-3),
     "innerq:paper=true,mode=hybrid": 1e-4,
-    **dict.fromkeys(("zipcache", "vqllm:bits=1", "vqllm", "gsrq", "tasq", "commvq:bits=1", "commvq"), 5e-2),
+    **dict.fromkeys(
+        ("zipcache", "vqllm:bits=1", "vqllm", "gsrq", "tasq", "kvarn", "nova", "commvq:bits=1", "commvq"), 5e-2
+    ),
 }
 """Bytes that may differ: products that round differently flip a code; hybrid groups of equal error, a group; sums of another
 order, the last bit of a page's mean; a code that is nearly as near, those of the stages after it."""

@@ -2,15 +2,17 @@
 
 from typing import Any
 
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import Format, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import codebook, encode_pairs, residual
+from kvfold.kernels import codebook, encode_balanced, encode_pairs, residual
 from kvfold.kernels._codebook_gluon import codebook_kernel
+from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
 from kvfold.kernels._pairs_gluon import pairs_search_kernel
 from kvfold.kernels._residual_gluon import residual_kernel
-from kvfold.kernels.aot import Report, _compile, _signature
+from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
 from kvfold.kernels.paged import PageLayout
 from kvfold.kernels.paged._tables import codebook_pieces_kernel, residual_pieces_kernel
 from kvfold.kernels.tables import TablesPlan
@@ -74,3 +76,22 @@ def compile_pairs(fmt: AdditiveCodes, capability: int = 90) -> Report:
     types |= {"size_ptr": "*fp32", "tables_ptr": "*u8"}
     signature = _signature(pairs_search_kernel, fixed | {"PICKED": False}, types)
     return _compile(GluonASTSource(pairs_search_kernel, *signature, {}), capability, **options)
+
+
+def compile_tile(fmt: Format, bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel that encodes rotated and balanced tiles."""
+    given = encode_balanced.constants(fmt) | {"PICKED": False}
+    fixed = {name: given.pop(name) for name in list(given) if name.isupper()}
+    types = {"x": _width(bf16), "rows": "*i64", "signs": "*fp32", "codes": "*u8", "meta": "*fp16", "factor": "*fp16"}
+    aligned = _aligned(tile_kernel, [*types, "stride_b", "stride_h", "stride_t"])
+    return _compile(ASTSource(tile_kernel, *_signature(tile_kernel, fixed, types), aligned), capability, **given)
+
+
+def compile_map(head_dim: int, bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel that puts keys under a learned map."""
+    given = encode_balanced.PROJECT | {"D": head_dim}
+    fixed = {name: given.pop(name) for name in list(given) if name.isupper()}
+    types = {"x": _width(bf16)} | dict.fromkeys(("mean", "matrix", "out"), "*fp32")
+    aligned = _aligned(project_kernel, [*types, "stride_b", "stride_h", "stride_t"])
+    source = ASTSource(project_kernel, *_signature(project_kernel, fixed, types), aligned)
+    return _compile(source, capability, num_stages=1, **given)

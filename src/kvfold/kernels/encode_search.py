@@ -1,22 +1,24 @@
 """Encoding on the GPU for formats of vectors before RoPE: residual codes (VQLLM, GSRQ), codes of groups (TaSQ), levels with
-outliers (KVQuant), additive and binary codes (CommVQ).
+outliers (KVQuant), additive and binary codes (CommVQ); and tiles in plain order (KVarN, values of NOVA-KV).
 
 A launch reads the model's keys or values where they lie, un-rotates keys, and writes what the format's own encoding does.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
-from kvfold.formats import Format, GroupCodes, Lookup, Outliers
+from kvfold.formats import Format, GroupCodes, Lookup, Outliers, Projected
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.residual import ResidualCodes
 from kvfold.formats.uniform import FITS
 from kvfold.kernels._encode_search import group_kernel, outliers_kernel, search_kernel
+from kvfold.kernels.encode_balanced import PIECE, encode_tiles, is_tile, mapped, no_map, no_tiles
 from kvfold.kernels.encode_pairs import bits_test, encode_bits, encode_pairs, no_bits, no_pairs
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
@@ -68,6 +70,8 @@ def _heads(fmt: Format) -> int:
         return len(fmt.inner.channels.center)
     if isinstance(fmt, AdditiveCodes) and fmt.codebook is not None:
         return fmt.codebook.heads
+    if isinstance(fmt, Projected):
+        return _heads(fmt.inner)
     if isinstance(fmt, GroupCodes) and fmt.book is not None:
         return len(fmt.book.codes)
     return 2
@@ -85,6 +89,10 @@ def unsupported(fmt: Format) -> str | None:
         return no_pairs(fmt)
     if isinstance(fmt, BinaryCodes):
         return no_bits(fmt)
+    if isinstance(fmt, Projected):
+        return unsupported(fmt.inner) or no_map(fmt)
+    if is_tile(fmt):
+        return no_tiles(fmt)
     return f"{fmt.kind} storage"
 
 
@@ -134,7 +142,7 @@ def encode(fmt: Format, source: Source) -> None:
         if not source.fields[name].is_contiguous():
             raise ValueError(f"{name}: packed storage must be contiguous")
     if source.x.shape[0] and source.x.shape[2]:
-        _LAUNCH[type(fmt)](fmt, source)
+        encode_tiles(fmt, source) if is_tile(fmt) else _LAUNCH[type(fmt)](fmt, source)
 
 
 def _encode_residual(fmt: ResidualCodes, source: Source) -> None:
@@ -184,6 +192,19 @@ def _encode_groups(fmt: GroupCodes, source: Source) -> None:
         **GROUPS | {"PART": min(GROUPS["PART"], fmt.codes)},
         num_stages=1,
     )
+
+
+def _encode_projected(fmt: Projected, source: Source) -> None:
+    """What is mapped is kept for a piece of tokens at a time."""
+    x = source.x
+    batch, heads, tokens, dim = x.shape
+    piece = min(tokens, PIECE // fmt.block * fmt.block)
+    room = torch.empty(batch, heads, piece, dim, dtype=torch.float32, device=x.device)
+    for start in range(0, tokens, piece):
+        part = x[:, :, start : start + piece]
+        mapped(fmt, part, room)
+        out = room[:, :, : part.shape[2]]
+        encode(fmt.inner, replace(source, x=out, first_block=source.first_block + start // fmt.block))
 
 
 def _group_tables(book: GroupBook) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -244,6 +265,7 @@ def _encode_outliers(fmt: Outliers, source: Source) -> None:
 _LAUNCH: dict[type, Callable[[Any, Source], None]] = {
     ResidualCodes: _encode_residual,
     GroupCodes: _encode_groups,
+    Projected: _encode_projected,
     Outliers: _encode_outliers,
     AdditiveCodes: encode_pairs,
     BinaryCodes: encode_bits,

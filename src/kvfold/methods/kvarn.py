@@ -62,6 +62,10 @@ class KVarN(Method):
         return self.paged(tile, False, "", self._basis(spec))
 
     @property
+    def kernel_encodes(self) -> bool:
+        return True
+
+    @property
     def page(self) -> int:
         """As published, too: a tile is all that anything is computed of."""
         return PAGE

@@ -75,6 +75,10 @@ class ByteCodes(LearnedMethod):
             return keys, self.paged(affine, False, "", Hadamard(d, d & -d))
 
     @property
+    def kernel_encodes(self) -> bool:
+        return True
+
+    @property
     def page(self) -> int:
         """As published, too: nothing is a statistic of tokens that are stored."""
         return 128
@@ -165,10 +169,6 @@ class TaSQ(ByteCodes):
     url = "https://arxiv.org/abs/2610.03027"
     published: ClassVar[dict[str, object]] = {"sink": 0, "recent": 128, "refit": False}
     pre_rope = True
-
-    @property
-    def kernel_encodes(self) -> bool:
-        return self.values == "codes"
 
     def transform_keys(
         self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor
