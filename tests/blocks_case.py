@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from interpreter import quicken
 from kvfold.formats import AffineGroups, GroupCodes, Lookup, LowRank, MixedTokens, Outliers, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook
 from kvfold.formats.grouped import GroupBook
@@ -427,6 +428,7 @@ CASES = {
 
 
 if __name__ == "__main__":
+    quicken()
     wrong = {name: error for name in sys.argv[1:] if (error := Case(**CASES[name]).error()) >= LIMIT}
     for name, error in wrong.items():
         print(f"{name}: {error:.2e}", file=sys.stderr)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from interpreter import quicken
 from kvfold.formats import Dense
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, dense
 from kvfold.kernels.reference import ReferenceKernel
@@ -146,6 +147,7 @@ CASES = {
 
 
 if __name__ == "__main__":
+    quicken()
     for name in sys.argv[1:]:
         case = Case(**CASES[name])
         error = case.error()

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from interpreter import quicken
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format, PagedFormat
@@ -246,6 +247,7 @@ def interpreted_module(name: str, *uses: str) -> ModuleType:
     """
     import triton
 
+    quicken()
     kept = {one: sys.modules.get(one) for one in uses}
     before = triton.knobs.runtime.interpret
     triton.knobs.runtime.interpret = True

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from books_case import layer
+from interpreter import quicken
 from kvfold.kernels import paged
 from kvfold.kernels.paged import attention, check, work
 from kvfold.kernels.paged.storing import store
@@ -414,5 +415,6 @@ CASES |= {f"attend-{name}": lambda options=options: attending(**options) for nam
 CASES |= {f"store-{name}": lambda options=options: storing(**options) for name, options in STORES.items()}
 
 if __name__ == "__main__":
+    quicken()
     for name in sys.argv[1:]:
         CASES[name]()

@@ -4,6 +4,7 @@ import sys
 
 import torch
 
+from interpreter import quicken
 from kvfold import methods
 from kvfold.formats import PagedFormat
 from kvfold.kernels.paged import PageLayout, unpacking
@@ -50,6 +51,7 @@ CASES = {
 }
 
 if __name__ == "__main__":
+    quicken()
     for name in sys.argv[1:]:
         error = unpacking_case(*CASES[name])
         print(f"{name}: {error:.2e}")

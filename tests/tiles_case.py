@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvfold
+from interpreter import quicken
 from kvfold import kernels
 from kvfold.formats import AffineGroups
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, tiles
@@ -225,6 +226,7 @@ def model_error(method, head_dim, device, prompt=500, turn=130):
 
 
 if __name__ == "__main__":
+    quicken()
     if "model" in sys.argv:
         tiles.TilesKernel.why_not = lambda self, key, value, device, pre_rope: tiles.unsupported(key, value, pre_rope)
         error = model_error("squat_pre:group=16,sink=0,recent=16", 32, "cpu", prompt=100, turn=40)

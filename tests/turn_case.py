@@ -2,9 +2,11 @@
 
 import torch
 
+from interpreter import quicken
 from kvfold.kernels import blocks
 from kvfold.kernels.partials import Partials
 
+quicken()
 for heads, splits, rows, width, dim, part, stop in ((4, 5, 4, 129, 128, 1, 4), (2, 3, 8, 257, 96, 0, 3)):
     sums, matrix = torch.randn(heads, splits, rows, width), torch.randn(2, width, dim)
     partials = Partials.empty(heads, splits, rows, dim, sums.device)

@@ -10,6 +10,7 @@ import torch
 
 import blocks_case
 from blocks_case import Case, affine, commvq, kvquant, lookups, mixed, of_method, residuals, unproject
+from interpreter import quicken
 from kvfold.formats.paged import plain
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, unpack, unpacked
 from kvfold.kernels.reference import ReferenceKernel
@@ -294,6 +295,7 @@ def lengths_error(name, device="cpu", dtype=torch.float16):
 
 
 if __name__ == "__main__":
+    quicken()
     unpacked.PIECE = 256 * 2 * 4 * 64  # several pieces
     unpacked.JOIN = 1
     wrong = {}

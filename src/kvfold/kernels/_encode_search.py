@@ -68,6 +68,14 @@ def _lower(x, y):
 
 
 @triton.jit
+def _lowest(x):
+    """The smallest number of each line: [lines, numbers] -> [lines]."""
+    if INTERPRETED:  # which goes element by element through a combination that it does not know
+        return _min(x, 1)
+    return tl.reduce(x, 1, _lower)
+
+
+@triton.jit
 def _by_token(x, T: tl.constexpr, GROUPS: tl.constexpr):
     """Sums over the groups of each token: [T * GROUPS, channels] -> [T]."""
     return _sum(tl.reshape(_sum(x, 1), (T, GROUPS)), 1)
@@ -140,7 +148,7 @@ def search_kernel(
             known = tl.load(table + (part + code) * VECTOR + member[:, None])
             square = tl.load(squares + stage * CODES + part + code)
             marked = _marked(tl.dot(near, known), square, part + code, CODES - 1)
-            least = _lower(least, tl.reduce(marked, 1, _lower))
+            least = _lower(least, _lowest(marked))
         best = least.to(tl.int32, bitcast=True) & (CODES - 1)
         tl.store(out + stage, best.to(tl.uint8), mask=inside)
         rest += 0.5 * tl.load(table + best[:, None] * VECTOR + member[None, :]).to(tl.float32)
@@ -193,7 +201,7 @@ def group_kernel(
         for number in tl.static_range(0, CODES, PART):
             known = tl.load(table + (at + number + code) * 16 + slot[:, None])
             half = tl.load(halves + at + number + code)
-            least = _lower(least, tl.reduce(_marked(tl.dot(near, known), half, number + code, CODES - 1), 1, _lower))
+            least = _lower(least, _lowest(_marked(tl.dot(near, known), half, number + code, CODES - 1)))
         best = least.to(tl.int32, bitcast=True) & (CODES - 1)
         tl.store(out + group, best.to(tl.uint8), mask=token < tokens)
         if FIT == "unbiased" or FIT == "least":
