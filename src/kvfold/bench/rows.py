@@ -76,20 +76,27 @@ def environment() -> dict[str, str]:
     """GPU, driver, versions and commit of this run."""
     import triton
 
-    def output(*command: str) -> str:
-        try:
-            found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-        except (OSError, subprocess.SubprocessError):
-            return "unknown"
-        return found.stdout.strip().splitlines()[0] if found.stdout.strip() else "unknown"
-
     return {
         "gpu": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """The commit of this code; "unknown" where it is not in a repository."""
+    return _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
+
+
+def _output(*command: str) -> str:
+    """A program's first line; "unknown" where it has none."""
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip().splitlines()[0] if found.stdout.strip() else "unknown"
 
 
 def options(name: str, text: str | None, rows: Path) -> argparse.ArgumentParser:

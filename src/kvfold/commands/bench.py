@@ -43,3 +43,4 @@ def _add(name: str, summary: str) -> None:
 
 for _name, _summary in BENCHMARKS.items():
     _add(_name, _summary)
+_add("all", "All of those behind docs/performance.md, in lanes, going on where it was ended (GPU).")
