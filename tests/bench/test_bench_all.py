@@ -3,6 +3,7 @@
 import csv
 import importlib
 import pathlib
+import signal
 import sys
 
 import pytest
@@ -115,6 +116,30 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(program))
     assert everything.execute(["slow"], 0.2) == everything.STOPPED
     assert everything.execute(["quick"], 20) == 3
+
+
+def test_code_without_a_commit_goes_on_behind_nothing(clock, monkeypatch, tmp_path):
+    monkeypatch.setattr(everything, "commit", lambda: "unknown")
+    for _ in range(2):
+        execute, ran = executing(clock)
+        run(SHORT[:1], tmp_path, tmp_path / "done-1-of-1.csv", "gpu", execute=execute)
+        assert len(ran) == 1
+
+
+def test_who_ends_it_ends_the_benchmark(monkeypatch):
+    started = []
+
+    class Ended(everything.subprocess.Popen):
+        def wait(self, timeout=None):
+            if self not in started:  # the first wait, during which the command is told to end
+                started.append(self)
+                raise SystemExit(143)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(everything.subprocess, "Popen", lambda command: Ended(["sleep", "100"]))
+    with pytest.raises(SystemExit):
+        everything.execute(("encode",), None)
+    assert started[0].returncode == -signal.SIGTERM
 
 
 def test_list_needs_no_gpu_and_prints_commands(capsys, tmp_path):

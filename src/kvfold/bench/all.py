@@ -8,6 +8,7 @@ The benchmark that a limit ends keeps its rows and begins anew: tables take the 
 import argparse
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -162,6 +163,9 @@ def execute(command: Sequence[str], limit: float | None) -> int:
             except subprocess.TimeoutExpired:
                 process.kill()
             return STOPPED
+        except BaseException:  # this command is ended, and what it started with it
+            process.terminate()
+            raise
 
 
 Execute = Callable[[Sequence[str], float | None], int]
@@ -191,7 +195,9 @@ def run(
         Status of each task by its name; None: not begun, for lack of time.
     """
     now, begin, before = commit(), time.monotonic(), noted(rows)
-    ended, expected = {d.task for d in before if (d.gpu, d.commit) == (gpu, now)}, estimates(before, tasks)
+    expected = estimates(before, tasks)
+    # code without a commit may be other code than that of the notes
+    ended = {d.task for d in before if (d.gpu, d.commit) == (gpu, now) and now != "unknown"}
     found: dict[str, int | None] = {}
     for task in tasks:
         if task.name in ended:
@@ -254,6 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     need_gpu("all")
     import torch
 
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     notes = args.rows / f"done-{index}-of-{count}.csv"
     try:
         args.rows.mkdir(parents=True, exist_ok=True)
