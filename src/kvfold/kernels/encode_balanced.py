@@ -63,7 +63,7 @@ def no_map(fmt: Projected) -> str | None:
 
 
 def warps(fmt: Format) -> int:
-    """Of a program: 64 elements a lane. With 32 a multiprocessor has no room for two tiles' registers, and waits at each sum."""
+    """Of a program: 64 elements a lane. With 32 a multiprocessor has one tile's registers, and waits at each sum."""
     return max(1, fmt.block * fmt.head_dim // 2048)
 
 
