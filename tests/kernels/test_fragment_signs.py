@@ -1,5 +1,5 @@
-"""Attention over pages of signs, and of levels, by products of bytes, run by warps in NumPy, against attention over the decoded
-pages."""
+"""Attention over pages of signs, of levels and of two precisions by products of bytes, run by warps in NumPy, against attention
+over the decoded pages."""
 
 import math
 
@@ -39,7 +39,8 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
         fields = form.allocate(1, 1, blocks + 2, "cpu")
         for y in fields.values():
             y.fill_(float("nan") if y.is_floating_point() else -1)
-        for name, y in form.encode(x).items():
+        how = {"score": random(1, 1, 32 * blocks)} if method.startswith("zipcache") else {}
+        for name, y in form.encode(x, **how).items():
             fields[name][:, :, : y.shape[2]] = y
         decoded.append(form.decode(fields)[0, 0, : 32 * blocks].double())
         arrays.append([machine.put(y) for y in fragments._arrays(form, fields, back, True)])
@@ -48,7 +49,8 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
 
     k, v = (fragments.side(form) for form in forms)
     kernel, zero, far = on_cpu(_fragments_gluon, machine), scalar(0), 3 << 15
-    pages_at_once = 2 if fragments.linear_levels(*forms) else at_once
+    mixed = method.startswith("zipcache")
+    pages_at_once = 1 if mixed else 2 if fragments.linear_levels(*forms) else at_once
     places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, pages_at_once, stage, True)
     lift = _fragments_gluon._lift(*v.constants[:2])
     at = machine.put(q)
@@ -56,8 +58,8 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
     addresses = [[scalar(a, np.int64) for a in side] for side in arrays]
     levels = fragments.linear_levels(*forms)
     stored = (
-        tuple(addresses[0][i] for i in (0, 1, 3, 4)),
-        tuple(addresses[1][i] for i in ((0, 1, 3) if levels else (0, 1))),
+        tuple(addresses[0][i] for i in ((0, 1, 2, 3) if mixed else (0, 1, 3, 4))),
+        tuple(addresses[1][i] for i in (range(5) if mixed else (0, 1, 3) if levels else (0, 1))),
     )
 
     def program(warp):
@@ -70,7 +72,16 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
         machine.program_sync(lane)
         pages = scalar(-(-blocks // 4))
         to = [Pointer(p, np.float32) for p in parts]
-        if levels:
+        if mixed:
+            best, sums, side = kernel.attend_mixed(
+                zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), lane * 8 + far, up[0], 128,
+                k.constants, v.constants, places, stage,
+            )  # fmt: skip
+            machine.program_sync(lane)
+            kernel.finish_rows(
+                zero, lane, warp, best, sums, side, lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
+            )  # fmt: skip
+        elif levels:
             best, sums, side = kernel.attend_levels(
                 zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), addresses[0][5] + lane * 16,
                 lane * 8 + far, up[0], 128, k.constants, v.constants, levels, places, stage,
@@ -125,6 +136,17 @@ def test_every_number_of_pages_that_go_through_the_matrix_at_once(at_once):
 @pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 1), (3, 9, 2), (4, 17, 4)])
 def test_every_number_of_rows_pages_and_warps_of_levels(method, rows, blocks, warps):
     assert error(method, rows=rows, blocks=blocks, warps=warps) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "method, rows, blocks, warps, size",
+    [
+        *(("zipcache", 4, 12, 2, 1.0), ("zipcache", 3, 8, 1, 300.0)),
+        *(("zipcache:ratio=0.1", 1, 4, 1, 1.0), ("zipcache:ratio=1", 4, 20, 4, 1.0)),
+    ],
+)
+def test_two_precisions(method, rows, blocks, warps, size):
+    assert error(method, rows, blocks, warps, query=size, value=1 / size, scale=128**-0.5 / size) < 3e-4
 
 
 @pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])

@@ -1,6 +1,7 @@
 """What the decode kernel over pages of any codes takes, its constants, its launches; numbers: test_gpu_fragments.py."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -188,6 +189,14 @@ def test_it_compiles_without_spills_in_its_loop(method, loop):
     assert report.spills_in_loop <= 12
     assert report.loop <= loop
     assert report.shared <= STATIC_SHARED + 1024
+
+
+def test_products_of_bytes_of_two_precisions_compile_without_spills():
+    forms = formats("zipcache")
+    plan = replace(fragments.make_plan(*forms, 8, 4, 4096, 160, 132), bytewise=True, registers=None)
+    report = aot.compile_fragments(*forms, plan=plan)
+    assert (report.spills_in_loop, report.instructions["IMMA"]) == (0, 32 + 20 + 32 + 24)
+    assert report.loop <= 2000
 
 
 def test_it_compiles_before_hopper():

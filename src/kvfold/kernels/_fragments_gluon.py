@@ -17,7 +17,6 @@ Means of values are not rotated: their sums wait apart, in the model's basis, an
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import weight as channel_weight
 from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
 from kvfold.kernels._fragment_ahead import bring_first
@@ -35,6 +34,7 @@ from kvfold.kernels._fragment_lookup import (
 )
 from kvfold.kernels._fragment_mixed import mixed_scores, mixed_values, no_weights, scratch_bytes
 from kvfold.kernels._fragment_queries import (
+    _raw_queries,
     brought_back,
     group_sums,
     middle_sums,
@@ -48,26 +48,21 @@ from kvfold.kernels._fragment_queries import (
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
 from kvfold.kernels._fragment_signs import attend_signs, bring_matrix
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
+from kvfold.kernels._mixed_bytes import attend_mixed
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _room
 from kvfold.kernels._pages_rows_gluon import finish_rows
-from kvfold.kernels._registers import _kind, _zero4
+from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOG2E, _finish, _nothing, _probabilities, _rescale, _softmax
 from kvfold.kernels._warp import (
-    as_float,
-    as_int,
     copy_commit,
     copy_wait_1,
     copy_wait_all,
     launch_dependents,
     load_global4,
-    load_pair,
     load_shared,
-    pack_half2,
     program_sync,
     shared_base,
-    shuffle,
-    shuffle_xor,
     store_shared2,
     wait_for_previous,
     warp_sync,
@@ -114,49 +109,6 @@ def shared_bytes(k, v, dim, k_width, pair, blocks, warps, bytewise=False):
 def _lightened(k):
     """Whether queries also lie in shared memory times 2^-k of their channel's codes, apart from norms."""
     return int(k[0] < 2)
-
-
-@gluon.jit
-def _raw_queries(
-    q_ptr, far, g, t, row0, column0, rows, factor, D: gl.constexpr, PAIR: gl.constexpr, E: gl.constexpr,
-    LIGHT: gl.constexpr, BITS: gl.constexpr, BY_ROW: gl.constexpr = False,
-):  # fmt: skip
-    """Leave the queries of eight columns in shared memory, as B operands, the largest element of each scaled to [2^E,
-    2^(E + 1)); LIGHT: behind them again, times 2^-k of their channel's codes. What turns products into ``factor`` times the
-    score, for a lane's two columns. Columns of a row are four apart, or (BY_ROW) side by side."""
-    KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
-    SIZE: gl.constexpr = 4 if KIND == 2 else 2
-    if BY_ROW:
-        row = column0 + g // PAIR
-    else:
-        row = column0 + g % (8 // PAIR)
-    live = (row < rows).to(gl.int32)
-    address = q_ptr.to(gl.int64) + ((row0 + row) * D + 2 * t) * SIZE
-    raw = ()
-    big = (g * 0).to(gl.float32)
-    for i in gl.static_range(D // 8):
-        low, high = load_pair(address + 8 * i * SIZE, live, KIND)
-        raw = raw + (low, high)
-        big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
-    big = gl.maximum(big, shuffle_xor(big, 1))
-    big = gl.maximum(big, shuffle_xor(big, 2))
-    exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
-    down = as_float((254 + E - exponent) << 23)
-    for c in gl.static_range(D // 16):
-        store_shared2(
-            far + 256 * c,
-            pack_half2(raw[4 * c] * down, raw[4 * c + 1] * down, False),
-            pack_half2(raw[4 * c + 2] * down, raw[4 * c + 3] * down, False),
-        )  # all warps have the same
-        if LIGHT:
-            less = down * (1.0 / (1 << channel_weight(D, BITS, c)))
-            store_shared2(
-                far + (16 * D + 256 * c),
-                pack_half2(raw[4 * c] * less, raw[4 * c + 1] * less, False),
-                pack_half2(raw[4 * c + 2] * less, raw[4 * c + 3] * less, False),
-            )
-    up = as_float((exponent - E) << 23) * factor
-    return shuffle(up, 8 * t), shuffle(up, 8 * t + 4)
 
 
 @gluon.jit
@@ -336,6 +288,23 @@ def fragments_kernel(
                 base0, lane, warp, best, sums, total, v_table.to(gl.int64) + lane * 16, part_out, part_top, part_sum, slot0,
                 column0, rows, D, K_BITS, LEVELS[3], V_MEAN, MEANS, STAGE,
             )  # fmt: skip
+        elif K_KIND == 4:
+            best, sums, total = attend_mixed(
+                base0, lane, warp, lo, hi, pages, blocks,
+                (
+                    (k_codes.to(gl.int64), k_meta.to(gl.int64), k_aux.to(gl.int64), k_mean.to(gl.int64)),
+                    (
+                        v_codes.to(gl.int64), v_meta.to(gl.int64), v_aux.to(gl.int64), v_mean.to(gl.int64),
+                        v_norm.to(gl.int64),
+                    ),
+                ),
+                head * capacity, (head * k_pages, head * v_pages), far, up[0], D, K, V, PLACES, NB,
+            )  # fmt: skip
+            program_sync(lane)
+            slot0 = head.to(gl.int64) * parts + (part0 + split)
+            finish_rows(
+                base0, lane, warp, best, sums, total, lane, part_out, part_top, part_sum, slot0, column0, rows, D, 0, 1
+            )
         else:
             best, out, side = attend_signs(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, (v_codes.to(gl.int64), v_meta.to(gl.int64))),
