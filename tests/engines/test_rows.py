@@ -92,7 +92,7 @@ def kernels(monkeypatch):
 
         return call
 
-    for name in ("row_product", "gated_row_product"):
+    for name in ("row_product", "gated_row_product", "three_row_products"):
         monkeypatch.setattr(rows.product, name, counting(products, name))
     for name in ("rms_norm", "added_norm", "gated", "rotate"):
         monkeypatch.setattr(rows.small, name, counting(operations, name))
@@ -116,7 +116,8 @@ def test_a_models_step_stays(model, config, kernels):
             with fused.small_operations(model):
                 got = model(ids).logits
         assert type(got) is torch.Tensor and (got - want).norm() < 2e-3 * want.norm()
-    assert kernels.count("row_product") + 2 * kernels.count("gated_row_product") == 7 * layers + 1
+    assert kernels.count("three_row_products") == layers
+    assert kernels.count("row_product") + 2 * kernels.count("gated_row_product") == 4 * layers + 1
     if type(model) is LlamaForCausalLM:  # a sum of one sequence is computed by the norm after it, but for the first
         assert (kernels.count("added_norm"), kernels.count("gated_row_product")) == (2 * layers, layers)
     before = len(kernels)
@@ -124,3 +125,28 @@ def test_a_models_step_stays(model, config, kernels):
         model(prompt(1, 1))
     assert not any("row" in name for name in kernels[before:])
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_three_products_are_of_the_row_they_are_given(kernels):
+    """Whatever order a module asks in, and whatever it does to the row in between."""
+    owner = torch.nn.Module()
+    counts = dict(zip(rows.PROJECTIONS, (32, 16, 16), strict=True))
+    for name, count in counts.items():
+        setattr(owner, name, torch.nn.Linear(64, count, dtype=torch.float16))
+    served = set(owner.children())
+    three = rows.Three.of(owner, served)
+    assert rows.Three.of(owner, served - {owner.v_proj}) is None
+    x = torch.randn(1, 1, 64, dtype=torch.float16)
+
+    def check(index):
+        with torch.no_grad():
+            got, want = three.forward(index, x), three.modules[index](x)
+        assert got.shape == want.shape and (got - want).norm() < 2e-3 * want.norm()
+        return kernels.count("three_row_products")
+
+    assert [check(i) for i in (1, 0, 2)] == [1, 1, 1] and three.row is None
+    assert [check(i) for i in (0, 0, 1)] == [2, 3, 3]
+    x.mul_(2)
+    assert [check(2), check(0)] == [4, 4]
+    x = torch.randn(2, 1, 64, dtype=torch.float16)
+    assert check(0) == 4  # the module's own

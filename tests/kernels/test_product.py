@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from helpers import interpreted_module
 from kvfold.kernels import product as compiled
 from kvfold.kernels import small
-from kvfold.kernels.aot_small import compile_row
+from kvfold.kernels.aot_small import compile_row, compile_three_rows
 
 FP16, BF16 = torch.float16, torch.bfloat16
 WHERE = [
@@ -61,6 +61,19 @@ def test_a_gated_product_is_that_of_its_definition(channels, where):
     assert (got.float() - want).norm() < 2 * LIMIT[dtype] * want.norm()
 
 
+@pytest.mark.parametrize("channels", [64, 4096])
+@pytest.mark.parametrize("bias", [False, True])
+def test_three_products_in_one_launch_are_those_of_their_definitions(channels, bias, where):
+    kernels, dtype = where
+    x, *weights = operands(channels, [13, 4, 7], dtype)
+    more = [torch.randn(len(w)).to(dtype) if bias else None for w in weights]
+    results = kernels.three_row_products(x, weights, more)
+    for got, weight, b in zip(results, weights, more, strict=True):
+        want = torch.nn.functional.linear(x.float(), weight.float(), None if b is None else b.float())
+        assert got.shape == want.shape and got.dtype == dtype and got.is_contiguous()
+        assert (got.float() - want).norm() < LIMIT[dtype] * want.norm()
+
+
 @pytest.mark.parametrize("plan", [(1, 256, 3, 1), (4, 512, 2, 4), (2, 2048, 1, 4)], ids=str)
 def test_any_plan_gives_the_product(plan, where):
     kernels, dtype = where
@@ -78,6 +91,13 @@ def test_kernels_compile_without_spills(channels, gated, capability):
     report = compile_row(channels, gated, capability=capability)
     assert report.spilled == 0 and report.registers <= 168
     assert (report.instructions["ACQBULK"] == 1) == (capability == 90)
+
+
+@pytest.mark.parametrize("channels", [4096, 1536])
+def test_three_products_read_their_weights_as_wide_as_one(channels):
+    one, three = compile_row(channels), compile_three_rows(channels)
+    assert three.spilled == 0 and three.instructions["ACQBULK"] == 1
+    assert three.instructions["LDG"] <= one.instructions["LDG"] + 2  # of the bias
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 import triton
 from triton.compiler import ASTSource
 
-from kvfold.kernels._row import row_kernel
+from kvfold.kernels._row import row_kernel, three_kernel
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
 from kvfold.kernels.product import Plan, make_plan
 from kvfold.kernels.small import (
@@ -83,4 +83,14 @@ def compile_row(
     names = ["x_ptr", "weight_ptr", "other_ptr", "bias_ptr", "out_ptr"]
     signature = _signature(row_kernel, fixed, dict.fromkeys(names, _width(bf16)))
     source = ASTSource(row_kernel, *signature, _aligned(row_kernel, names))
+    return _compile(source, capability, num_warps=warps)
+
+
+def compile_three_rows(channels: int, bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel of one row times three weights."""
+    rows, part, ahead, warps = make_plan(channels, False)
+    fixed = {"K": channels, "R": rows, "C": part, "AHEAD": ahead, "HAS_BIAS": True, "EARLY": capability >= 90}
+    names = [name for name in three_kernel.arg_names if name.endswith(("_ptr", "_bias"))]
+    signature = _signature(three_kernel, fixed, dict.fromkeys(names, _width(bf16)))
+    source = ASTSource(three_kernel, *signature, _aligned(three_kernel, names))
     return _compile(source, capability, num_warps=warps)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kvfold.kernels._row import row_kernel
+from kvfold.kernels._row import row_kernel, three_kernel
 from kvfold.kernels.partials import early_launch, overlaps_launches
 
 
@@ -68,3 +68,23 @@ def row_product(
 def gated_row_product(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, plan: Plan | None = None) -> torch.Tensor:
     """SiLU of ``x @ gate.T``, times ``x @ up.T``, of one row; otherwise as :func:`row_product`."""
     return _launch(x, gate, up, None, plan)
+
+
+def three_row_products(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], plan: Plan | None = None
+) -> tuple[torch.Tensor, ...]:
+    """:func:`row_product` of one row and three weights in one launch, with three biases or none: queries, keys and values.
+
+    Returns
+    -------
+    tuple of Tensor [..., count], which lie one after the other
+    """
+    counts, channels = [len(w) for w in weights], x.shape[-1]
+    plan = plan or make_plan(channels, False)
+    out, early = x.new_empty(*x.shape[:-1], sum(counts)), overlaps_launches(x.device)
+    more = [weight if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
+    three_kernel[(sum(triton.cdiv(count, plan.rows) for count in counts),)](
+        x, *weights, *more, out, *counts, K=channels, R=plan.rows, C=plan.channels, AHEAD=plan.ahead,
+        HAS_BIAS=biases[0] is not None, EARLY=early, num_warps=plan.warps, **early_launch(early),
+    )  # fmt: skip
+    return out.split(counts, -1)

@@ -237,6 +237,10 @@ def small_operations(model: PreTrainedModel, products: bool = True) -> Iterator[
         module.forward = partial(_gated, module)
     for module in linear:
         module.forward = partial(rows.forward, module, waits and module is not head)  # type: ignore[method-assign]
+    for owner in model.modules():
+        if three := rows.Three.of(owner, set(linear)):
+            for index, module in enumerate(three.modules):
+                module.forward = partial(three.forward, index)  # type: ignore[method-assign]
     for place, own in turned.items():
         setattr(place, ROTATE, _rotation(own))
     try:

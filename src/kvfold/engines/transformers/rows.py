@@ -122,3 +122,40 @@ def forward(module: nn.Linear, waits: bool, x: torch.Tensor) -> torch.Tensor:
         return type(module).forward(module, x)
     out = product.row_product(x, module.weight, module.bias)
     return out.as_subclass(Product) if waits else out
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+"""Queries, keys and values of one row, as Transformers' models call them."""
+
+
+class Three:
+    """Three products that a model asks for one after the other. The first computes all, for those that are given its row."""
+
+    def __init__(self, modules: list[nn.Linear]) -> None:
+        self.modules = modules
+        self.row: tuple[torch.Tensor, int] | None = None
+        self.rest: dict[int, torch.Tensor] = {}
+
+    @staticmethod
+    def of(owner: nn.Module, served: set[nn.Linear]) -> "Three | None":
+        """A module's three products, if it has them, all are ``served`` and of one kind."""
+        modules: list[Any] = [getattr(owner, name, None) for name in PROJECTIONS]
+        if len({id(m) for m in modules}) < len(PROJECTIONS) or not all(m in served for m in modules):
+            return None
+        weights = [m.weight for m in modules]
+        alike = {(w.shape[1], w.dtype, w.device, m.bias is None) for w, m in zip(weights, modules, strict=True)}
+        return Three(modules) if len(alike) == 1 else None
+
+    def forward(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """In place of the forward of one of them."""
+        x, module = plain(x), self.modules[index]
+        if not is_row(module, x) or x.is_inference():  # whose changes are not counted
+            return type(module).forward(module, x)
+        same = self.row is not None and self.row[0].data_ptr() == x.data_ptr() and self.row[1] == x._version
+        if not same or index not in self.rest:
+            out = product.three_row_products(x, [m.weight for m in self.modules], [m.bias for m in self.modules])
+            self.row, self.rest = (x, x._version), dict(enumerate(out))
+        own = self.rest.pop(index)
+        if not self.rest:
+            self.row = None
+        return own
