@@ -394,7 +394,7 @@ def make_plan(
     mixed = side(key_format).constants[0] == MIXED
     ranked = any(side(form).constants[9] for form in (key_format, value_format))  # and elements in fp16
     # spills cost more than warps gain; where two programs of a multiprocessor are all there is, warps gain nothing
-    registers = None if (mixed and full) or (ranked and not mixed and not full) else REGISTERS.get(dim)
+    registers = None if (mixed and full and not narrow) or (ranked and not mixed and not full) else REGISTERS.get(dim)
     wide = (
         side(key_format).width > dim and full
     )  # a sketch with more rows than channels: small programs, and many of them
@@ -404,7 +404,7 @@ def make_plan(
     size = program_bytes(key_format, value_format, pair, warps, blocks, narrow)
     resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
     jobs = batch_heads * columns
-    levels = narrow and bool(linear_levels(key_format, value_format))
+    levels = narrow and (mixed or bool(linear_levels(key_format, value_format)))
     least = min(1.0, (8 if mixed else 9) / (resident * warps))
 
     def cost(n: int) -> float:
