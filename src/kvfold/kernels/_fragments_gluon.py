@@ -48,7 +48,7 @@ from kvfold.kernels._fragment_queries import (
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
 from kvfold.kernels._fragment_signs import attend_signs, bring_matrix
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
-from kvfold.kernels._mixed_bytes import attend_mixed
+from kvfold.kernels._mixed_bytes import attend_mixed, byte_scratch
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _room
 from kvfold.kernels._pages_rows_gluon import finish_rows
@@ -80,8 +80,9 @@ def layout(k, v, dim, k_width, pair, blocks, bytewise=False):
     scratch = keys[-1] + values[-1]
     means = scratch + 2 * dim * (2 if k[0] == 5 else min(pair, 2))
     replaced = PLACES_BYTES.value + 512 if k[0] == 5 or v[0] == 6 else 0
-    weights = means + ((16 if bytewise else 32) * dim if v[4] else scratch_bytes(k[9])[0] if k[0] == 4 else replaced)
-    return keys, values, keys[-1], scratch, means, weights + (scratch_bytes(v[9])[1] if v[0] == 4 else 0), weights
+    own = byte_scratch if bytewise else scratch_bytes
+    weights = means + ((16 if bytewise else 32) * dim if v[4] else own(k[9])[0] if k[0] == 4 else replaced)
+    return keys, values, keys[-1], scratch, means, weights + (own(v[9])[1] if v[0] == 4 else 0), weights
 
 
 @gluon.constexpr_function

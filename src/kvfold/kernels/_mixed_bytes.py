@@ -69,6 +69,12 @@ def row_pitch(salient):
     return 64 * ((salient + 31) // 32) + 16
 
 
+@gluon.constexpr_function
+def byte_scratch(salient):
+    """Of a warp: bytes of queries and scores of salient tokens; what they weigh."""
+    return 8 * ROW.value + 256 * rank_tiles(salient), 4 * row_pitch(salient)
+
+
 @gluon.jit
 def own_queries(far, lane, D: gl.constexpr):
     """Queries of row t, channels g and g + 8 of each tile, from operands that have row h in columns 2h and 2h + 1."""
