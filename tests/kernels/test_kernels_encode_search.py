@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers import ENCODING, assert_same_content, interpreted_module, spec, tokens
+from helpers import ENCODING, assert_same_content, interpreted_module, relative, spec, tokens
 from kvfold import kernels as package
 from kvfold.bench.storage import with_tables
 from kvfold.engines.transformers.layer import FoldedLayer
@@ -119,6 +119,22 @@ def test_nearest_codes_miss_as_little_as_those_of_the_format(method, side, devic
     for name in want:
         assert (got[name] != want[name]).float().mean() < 0.1, name
     assert missed(made, form, got, x.float(), side, shape) < 1.004 * missed(made, form, want, x.float(), side, shape)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(1, torch.bfloat16), (2, torch.float32)], ids=["1-bf16", "2-float32"])
+def test_values_begin_with_the_bits_of_their_method(bits, dtype, device):
+    """Several sequences, tokens that fill no program: what flips begin with."""
+    from kvfold.kernels import encode_search
+
+    encode_pairs = sys.modules[encode_search.encode_bits.__module__]  # interpreted, or not
+    made = with_tables(get(f"commvq:bits={bits}"), HEADS, DIM, device)
+    book = made.value_tables(shape_on(device), device)[0]
+    x = torch.randn(2, HEADS, 35, DIM, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    got, slope = encode_pairs.start(x, book.level_tables(), True)
+    want, fall, _ = book.start(x.float().transpose(0, 1).flatten(1, 2), True)
+    same = (got == want).all(-1)  # the slope follows the bits
+    assert same.float().mean() > 0.98
+    assert relative(slope[same], fall[same]) < 1e-5
 
 
 @pytest.mark.parametrize("fit", ["rms", "least", "size", "unbiased"])

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_codes import _store_plane
-from kvfold.kernels._encode_groups import _max, _sum, _to_fp16
-from kvfold.kernels._encode_search import _first_largest, _lane, _vectors
+from kvfold.kernels._encode_groups import _fma, _max, _negative, _sum, _to_fp16
+from kvfold.kernels._encode_search import _first_largest, _lane, _lowest, _vectors
 
 STEP = tl.constexpr(32)
 """Channels that are multiplied by the metric at a time."""
@@ -142,33 +142,100 @@ def _store_streams(
         tl.store(codes + at, words.to(tl.int16), mask=inside)
 
 
+@triton.jit
+def _plus_product(x, table, total, EXACT: tl.constexpr):
+    """``total + x @ table`` in float32's precision. EXACT: x has no more than tf32's 11 bits, so that two halves of the table
+    do."""
+    if not EXACT:
+        return tl.dot(x, table, total, input_precision="tf32x3")
+    high = (table.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    total = tl.dot(x, high, total, input_precision="tf32")
+    return tl.dot(x, table - high, total, input_precision="tf32")
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "batch"])
+def values_kernel(
+    x, stride_b, stride_h, stride_t, matrix, shift, top, place, along, origin, gram, bits, slope, tokens, heads, batch,
+    D: tl.constexpr, C: tl.constexpr, T: tl.constexpr, FLIPS: tl.constexpr,
+):  # fmt: skip
+    """Values' bits by levels, and how fast the error falls with each. Grid: (parts of T tokens, heads, batch).
+
+    Seven tables as :class:`kvfold.formats.codebook.BitSearch` has them. ``bits`` and (with FLIPS) ``slope``, float32 [heads,
+    batch, tokens, C]: what :func:`flips_kernel` begins with.
+    """
+    EXACT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth == 16
+    head = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(2).to(tl.int64)
+    token = tl.program_id(0) * T + tl.arange(0, T)
+    code = tl.arange(0, C)
+    inside = token < tokens
+    source = (x + index * stride_b + head * stride_h, stride_t, matrix, matrix, 1.0)
+    said = tl.full((T, C), 0.0, tl.float32)
+    for first in range(0, D, STEP):
+        row = first + tl.arange(0, STEP)
+        known = (row < D)[:, None] & (code >= 0)[None, :]
+        some = _vectors(source, token[:, None], row[None, :], inside[:, None] & (row < D)[None, :], 0)
+        part = tl.load(matrix + (head * D + row[:, None]) * C + code[None, :], mask=known, other=0.0)
+        said = _plus_product(some, part, said, EXACT)
+    said += tl.load(shift + head * C + code)[None, :]
+    # to the nearest whole number, halves to the even one
+    near = tl.minimum(tl.maximum(said, 0.0), tl.load(top + head * C + code)[None, :]) + 12582912.0 - 12582912.0
+    digit = tl.load(place + head * C + code).to(tl.int32)[None, :]
+    at = ((head * batch + index) * tokens + token)[:, None] * C
+    tl.store(bits + at + code[None, :], ((near.to(tl.int32) >> digit) & 1).to(tl.float32), mask=inside[:, None])
+    if FLIPS:
+        rise = tl.full((T, C), 0.0, tl.float32)
+        for first in range(0, D, STEP):
+            row = first + tl.arange(0, STEP)
+            known = (row < D)[:, None] & (code >= 0)[None, :]
+            some = _vectors(source, token[:, None], row[None, :], inside[:, None] & (row < D)[None, :], 0)
+            part = tl.load(along + (head * D + row[:, None]) * C + code[None, :], mask=known, other=0.0)
+            rise = _plus_product(some, part, rise, EXACT)
+        moved = tl.full((T, C), 0.0, tl.float32)
+        tl.debug_barrier()  # other lanes' bits
+        for first in range(0, C, STEP):
+            row = first + tl.arange(0, STEP)
+            some = tl.load(bits + at + row[None, :], mask=inside[:, None], other=0.0)
+            part = tl.load(gram + (head * C + row[:, None]) * C + code[None, :])
+            moved = _plus_product(some, part, moved, True)
+        rise -= tl.load(origin + head * C + code)[None, :] + moved
+        tl.store(slope + at + code[None, :], rise, mask=inside[:, None])
+
+
 @triton.jit(do_not_specialize=["tokens", "flips"])
 def flips_kernel(bits, slope, gram, square, least, tokens, flips, C: tl.constexpr, T: tl.constexpr):
     """Flip the bit that lowers a value's error most, up to ``flips`` times. Grid: (parts of T tokens, heads).
 
     ``bits`` and ``slope`` float32 [heads, tokens, C], bits in place; ``gram`` float32 [heads, C, C] of products of codes,
-    ``square`` [heads, C] its diagonal; ``least`` [heads]: gains that are none.
+    ``square`` [heads, C] its diagonal; ``least`` [heads]: gains that are none. A bit's loss carries its number, and which way
+    it flips, in its lowest bits, so that one minimum finds all: of losses that are alike to 2^-14 any is taken.
     """
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * T + tl.arange(0, T)
     code = tl.arange(0, C)
     inside = token < tokens
     at = (head * tokens + token)[:, None] * C + code[None, :]
-    way = 1 - 2 * tl.load(bits + at, mask=inside[:, None], other=0.0)
+    start = tl.load(bits + at, mask=inside[:, None], other=0.0)
+    back = 4 * start - 2  # -2 where a bit would be set, 2 where it would be taken away
+    number = 2 * code[None, :] + start.to(tl.int32)
     rise = tl.load(slope + at, mask=inside[:, None], other=0.0)
-    size = tl.load(square + head * C + code)[None, :]
+    size = tl.load(square + head * C + code)[None, :] + tl.full((T, C), 0.0, tl.float32)
     low = tl.load(least + head)
     left = flips
     while left > 0:
-        gain, which = _first_largest(2 * way * rise - size, C)
-        more = (gain > low) & inside
-        here = (code[None, :] == which[:, None]) & more[:, None]
-        step = _sum(tl.where(here, way, 0.0), 1)
-        way = tl.where(here, -way, way)
-        line = gram + (head * C + which)[:, None] * C + code[None, :]
-        rise -= step[:, None] * tl.load(line, mask=more[:, None], other=0.0)
+        loss = _fma(back, rise, size).to(tl.int32, bitcast=True) & (-2 * C) | number
+        loss = _lowest(loss.to(tl.float32, bitcast=True))
+        mark = loss.to(tl.int32, bitcast=True) & (2 * C - 1)
+        more = (loss < -low) & inside
+        here = (2 * code[None, :] == (mark & -2)[:, None]) & more[:, None]
+        line = gram + (head * C + (mark >> 1))[:, None] * C + code[None, :]
+        step = tl.where(more, 1.0 - 2.0 * (mark & 1).to(tl.float32), 0.0)
+        step = -step[:, None] + tl.full((T, C), 0.0, tl.float32)
+        rise = _fma(step, tl.load(line, mask=more[:, None], other=0.0), rise)
+        back = tl.where(here, _negative(back), back)
+        number = tl.where(here, number ^ 1, number)
         left = tl.where(_max(more.to(tl.int32), 0) > 0, left - 1, 0)
-    tl.store(bits + at, 0.5 - 0.5 * way, mask=inside[:, None])
+    tl.store(bits + at, 0.25 * back + 0.5, mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["first_block"])

@@ -10,6 +10,7 @@ from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels import codebook, encode_balanced, encode_pairs, residual
 from kvfold.kernels._codebook_gluon import codebook_kernel
 from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
+from kvfold.kernels._encode_pairs import values_kernel
 from kvfold.kernels._pairs_gluon import pairs_search_kernel
 from kvfold.kernels._residual_gluon import residual_kernel
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
@@ -76,6 +77,16 @@ def compile_pairs(fmt: AdditiveCodes, capability: int = 90) -> Report:
     types |= {"size_ptr": "*fp32", "tables_ptr": "*u8"}
     signature = _signature(pairs_search_kernel, fixed | {"PICKED": False}, types)
     return _compile(GluonASTSource(pairs_search_kernel, *signature, {}), capability, **options)
+
+
+def compile_values(codes: int, head_dim: int = 128, bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel that begins with bits of values by levels."""
+    tables = dict.fromkeys(("matrix", "shift", "top", "place", "along", "origin", "gram", "bits", "slope"), "*fp32")
+    types = {"x": _width(bf16), **tables}
+    fixed = {"D": head_dim, "C": codes, "T": encode_pairs.VALUES["elements"] // codes, "FLIPS": True}
+    aligned = _aligned(values_kernel, [*types, "stride_b", "stride_h", "stride_t"])
+    source = ASTSource(values_kernel, *_signature(values_kernel, fixed, types), aligned)
+    return _compile(source, capability, num_warps=encode_pairs.VALUES["num_warps"], num_stages=1)
 
 
 def compile_tile(fmt: Format, bf16: bool = True, capability: int = 90) -> Report:

@@ -7,17 +7,19 @@ import torch
 import triton
 
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, Search
-from kvfold.kernels._encode_pairs import bits_kernel, flips_kernel, pairs_kernel, units_kernel
+from kvfold.kernels._encode_pairs import bits_kernel, flips_kernel, pairs_kernel, units_kernel, values_kernel
 from kvfold.kernels._pairs_gluon import pairs_search_kernel
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
 PAIRS = {"T": 64, "num_warps": 4}
 """Tokens of a program of :func:`pairs_kernel`, and its warps."""
-UNITS = {"T": 64, "num_warps": 8, "maxnreg": 128}
+UNITS = {"T": 32, "num_warps": 8, "maxnreg": 128}
 """The same of :func:`units_kernel`."""
 QUADS = {"M": 1, "FIRST": 3, "LATER": 2, "num_warps": 16, "maxnreg": 128}
 """Sixteens of tokens of a warp of :func:`pairs_search_kernel`, codes that a lane begins with in the first turn and in later
 ones, and its warps. What the first turn misses is not made good by later ones."""
+VALUES = {"elements": 8192, "num_warps": 8}
+"""Tokens times codes of a program of :func:`values_kernel`, and its warps."""
 FLIPS = {"T": 2, "num_warps": 1}
 MOST = 32
 """Stages whose codes of a program's tokens lie in shared memory beside two stages' tables."""
@@ -176,14 +178,58 @@ def encode_bits(fmt: BinaryCodes, source: Source) -> None:
         raise ValueError(f"encode: {why}")
     book, flips = source.tables
     batch, _, tokens, _ = source.x.shape
+    tables = None if book.is_network else book.level_tables()
     for first in range(0, tokens, PIECE):
-        values = source.x[:, :, first : first + PIECE].float().clamp(-1e18, 1e18)
+        values = source.x[:, :, first : first + PIECE]
         count = values.shape[2]
-        bits, slope, gram = book.start(values.transpose(0, 1).flatten(1, 2), flips > 0)
+        if tables is None:
+            values = values.float().clamp(-1e18, 1e18)
+            bits, slope, gram = book.start(values.transpose(0, 1).flatten(1, 2), flips > 0)
+        else:
+            (bits, slope), gram = start(values, tables, flips > 0), tables[-1]
         if flips:
             bits, slope = bits.contiguous(), slope.contiguous()
             flip(bits, slope, gram, flips)
         _store(fmt, bits, source, first // fmt.block, batch, count)
+
+
+def start(values: torch.Tensor, tables: tuple[torch.Tensor, ...], flips: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :meth:`kvfold.methods.commvq.ValueCodebook.start` says of values, by a kernel.
+
+    Parameters
+    ----------
+    values : Tensor [batch, num_kv_heads, tokens, head_dim]
+    tables : tuple of Tensor
+        Seven, of levels: :class:`kvfold.formats.codebook.BitSearch`.
+
+    Returns
+    -------
+    bits, slope : Tensor, float32 [num_kv_heads, batch * tokens, codes]
+        ``slope`` is ``bits`` without ``flips``.
+    """
+    batch, heads, tokens, dim = values.shape
+    codes = tables[0].shape[-1]
+    x = values if values.stride(-1) == 1 else values.contiguous()
+    bits = torch.empty(heads, batch * tokens, codes, dtype=torch.float32, device=x.device)
+    slope = torch.empty_like(bits) if flips else bits
+    part = VALUES["elements"] // codes
+    values_kernel[(triton.cdiv(tokens, part), heads, batch)](
+        x,
+        *x.stride()[:3],
+        *tables,
+        bits,
+        slope,
+        tokens,
+        heads,
+        batch,
+        D=dim,
+        C=codes,
+        T=part,
+        FLIPS=flips,
+        num_warps=VALUES["num_warps"],
+        num_stages=1,
+    )
+    return bits, slope
 
 
 def _store(fmt: BinaryCodes, bits: torch.Tensor, source: Source, block: int, batch: int, tokens: int) -> None:

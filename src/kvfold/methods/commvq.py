@@ -189,7 +189,7 @@ class ValueCodebook:
 
     def first_bits(self, y: torch.Tensor) -> torch.Tensor:
         """What the encoder says, without noise: float32 [heads, tokens, codes] of 0 and 1; ``y`` lies under the metric."""
-        if "w1" in self.tensors:
+        if self.is_network:
             hidden = F.silu(y @ self._get("w1") + self._get("b1").unsqueeze(1))
             return (hidden @ self._get("w2") + self._get("b2").unsqueeze(1) > 0).float()
         level = y @ self._get("axes").transpose(-1, -2) + self._get("shift").unsqueeze(1)
@@ -221,27 +221,37 @@ class ValueCodebook:
             slope = slope - step * gram.gather(1, which.expand(-1, -1, gram.shape[-1]))
         return bits
 
+    @property
+    def is_network(self) -> bool:
+        """Whether the paper's network chooses bits, instead of levels of principal components."""
+        return "w1" in self.tensors
+
     def search(self, flips: int) -> BitSearch:
         """The same choice for kernels; made once."""
         if flips not in self._searches:
-            metric = self._get("metric")
-            if hidden := self.tensors["w1"].shape[-1] if "w1" in self.tensors else 0:
-                encoder = [metric @ self._get("w1"), *(self._get(name) for name in ("b1", "w2", "b2"))]
+            if self.is_network:
+                metric = self._get("metric")
+                encoder = (metric @ self._get("w1"), *(self._get(name) for name in ("b1", "w2", "b2")))
+                tables = (*encoder, *self._flip_tables())
             else:
-                component = self.tensors["component"].long()
-                matrix = (metric @ self._get("axes").mT).gather(
-                    -1, component.unsqueeze(1).expand(-1, metric.shape[1], -1)
-                )
-                encoder = [
-                    matrix,
-                    *(self._get(name).gather(-1, component) for name in ("shift", "top")),
-                    self._get("place"),
-                ]
-            book = self._get("codebook") @ metric
-            origin = (self._get("offset").unsqueeze(1) @ metric @ book.mT).squeeze(1)
-            tables = (*encoder, metric @ book.mT, origin, book @ book.mT)
+                tables = self.level_tables()
+            hidden = self.tensors["w1"].shape[-1] if self.is_network else 0
             self._searches[flips] = BitSearch(tuple(t.contiguous() for t in tables), flips, hidden)
         return self._searches[flips]
+
+    def level_tables(self) -> tuple[torch.Tensor, ...]:
+        """Seven tables of :class:`kvfold.formats.codebook.BitSearch`, of levels."""
+        metric, component = self._get("metric"), self.tensors["component"].long()
+        every = component.unsqueeze(1).expand(-1, metric.shape[1], -1)
+        matrix = (metric @ self._get("axes").mT).gather(-1, every)
+        shift, top = (self._get(name).gather(-1, component) for name in ("shift", "top"))
+        return matrix, shift, top, self._get("place"), *self._flip_tables()
+
+    def _flip_tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        metric = self._get("metric")
+        book = self._get("codebook") @ metric
+        origin = (self._get("offset").unsqueeze(1) @ metric @ book.mT).squeeze(1)
+        return metric @ book.mT, origin, book @ book.mT
 
     def start(self, values: torch.Tensor, flips: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The encoder's bits of values, float32 [heads, tokens, dim]; and, where bits are to be flipped, what a search needs.
