@@ -239,11 +239,10 @@ def test_wrong_inputs_are_one_line(tmp_path, capsys):
 
 
 def test_text_takes_several_files():
-    from kvfold.commands.calibrate import spread_text
+    from kvfold.commands.terminal import spread
 
     given = ["calibrate", "--text", "a", "b", "--tokens", "5", "--out", "c"]
-    assert spread_text(given) == ["calibrate", "--text", "a", "--text", "b", "--tokens", "5", "--out", "c"]
-    assert spread_text(["compare", "--text", "a", "b"]) == ["compare", "--text", "a", "b"]
+    assert spread(given, ("--text",)) == ["calibrate", "--text", "a", "--text", "b", "--tokens", "5", "--out", "c"]
 
 
 # ---- the command's edges -----------------------------------------------------------------------------------------------

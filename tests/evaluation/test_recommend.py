@@ -159,6 +159,15 @@ def test_fewer_bits_lose_more_and_cost_less(measured):
             assert found.loss(layer, side, PROBE) == pytest.approx(found.alone[layer, side])
 
 
+def test_of_several_texts_the_mean_counts(measured):
+    model, ids, one, _ = measured
+    other = torch.randint(0, 250, ids.shape, generator=torch.Generator().manual_seed(1))
+    two, both = measure(model, FOLD, other, 320), measure(model, FOLD, [ids, other], 320)
+    for what in ("alone", "together"):
+        for key, kld in getattr(both, what).items():
+            assert kld == pytest.approx((getattr(one, what)[key] + getattr(two, what)[key]) / 2)
+
+
 def test_expected_bits_are_those_of_the_cache(measured):
     model, _, found, _ = measured
     choice = {0: (4, 2), 1: (3, 1)}
@@ -221,6 +230,7 @@ def test_the_command_proposes_and_checks(run, tmp_path):
     assert result["proposal"] in out.splitlines()
     assert str(methods.get(result["proposal"])) == result["proposal"]
     assert result["effective_bits"] <= 2.91 and result["bytes"] > 0
+    assert list(result["texts"]) == ["prose", "code"]
     assert {cell["method"] for cell in result["check"]} == {
         result["proposal"],
         result["uniform"],

@@ -130,7 +130,7 @@ def test_values_begin_with_the_bits_of_their_method(bits, dtype, device):
     made = with_tables(get(f"commvq:bits={bits}"), HEADS, DIM, device)
     book = made.value_tables(shape_on(device), device)[0]
     x = torch.randn(2, HEADS, 35, DIM, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    got, slope = encode_pairs.start(x, book.level_tables(), True)
+    got, slope = encode_pairs.first_bits(x, book.level_tables(), True)
     want, fall, _ = book.start(x.float().transpose(0, 1).flatten(1, 2), True)
     same = (got == want).all(-1)  # the slope follows the bits
     assert same.float().mean() > 0.98

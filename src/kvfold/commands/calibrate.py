@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.commands.artefact import errors_text
-from kvfold.commands.terminal import check_text, seed_option
+from kvfold.commands.terminal import SeveralTexts, check_text, seed_option
 from kvfold.errors import KVFoldError
 
 if TYPE_CHECKING:
@@ -19,29 +19,7 @@ if TYPE_CHECKING:
     from kvfold.methods.squat import SQuat
 
 
-def spread_text(arguments: list[str]) -> list[str]:
-    """``--text A B`` as ``--text A --text B``, for ``calibrate`` only."""
-    if not arguments or arguments[0] != "calibrate":
-        return arguments
-    spread: list[str] = []
-    listing = False
-    for argument in arguments:
-        if argument.startswith("-"):
-            listing = argument == "--text"
-        elif listing and spread[-1] != "--text":
-            spread.append("--text")
-        spread.append(argument)
-    return spread
-
-
-class _Calibrate(click.Command):
-    """Takes several files after one ``--text``."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spread_text(["calibrate", *args])[1:])
-
-
-@click.command(cls=_Calibrate, short_help="Learn a method's codebooks from text.")
+@click.command(cls=SeveralTexts, short_help="Learn a method's codebooks from text.")
 @click.option(
     "--model", metavar="M", help="Hub id, local folder or .gguf file.  [default: embedded SmolLM2-135M-Instruct]"
 )

@@ -11,6 +11,7 @@ import click
 
 from kvfold.commands.terminal import (
     JSON_HELP,
+    SeveralTexts,
     complete_method,
     json_target,
     load,
@@ -34,7 +35,7 @@ CHECKED = 1024
 """Tokens before those of the check, where the model's context has room."""
 
 
-@click.command("recommend", short_help="Propose bits for keys and values of every layer at a budget.")
+@click.command("recommend", cls=SeveralTexts, short_help="Propose bits for keys and values of every layer at a budget.")
 @model_options
 @click.option(
     "--budget",
@@ -47,7 +48,10 @@ CHECKED = 1024
     "--method", "spec", metavar="X", default="fold", show_default=True, shell_complete=complete_method,
     help="Method whose bits are chosen.",
 )  # fmt: skip
-@click.option("--text", "file", metavar="FILE", help="Text to measure on.  [default: prose that ships with Python]")
+@click.option(
+    "--text", "files", metavar="FILE ...", multiple=True,
+    help="Texts to measure on, one or more files.  [default: prose and code that ship with Python]",
+)  # fmt: skip
 @click.option("--length", metavar="N", type=int, default=512, show_default=True, help="Tokens before the scored ones.")
 @click.option("--tokens", metavar="N", type=int, default=128, show_default=True, help="Tokens scored.")
 @click.option(
@@ -63,7 +67,7 @@ def recommend(
     budget: str,
     context: int | None,
     spec: str,
-    file: str | None,
+    files: tuple[str, ...],
     length: int,
     tokens: int,
     check: int,
@@ -81,6 +85,7 @@ def recommend(
     from kvfold.evaluation.machine import device_name, versions
     from kvfold.evaluation.results import check_folder, weights_sha256
     from kvfold.evaluation.text import load_text
+    from kvfold.evaluation.windows import load_texts
 
     asked = r.Budget.read(budget)
     method = methods.get(spec)
@@ -97,13 +102,13 @@ def recommend(
     loaded, tokenizer, info = load(model, dtype or "float32", device)
     horizon = context or info.max_context or 4096
     r.check(loaded, method, asked, horizon)
-    text = load_text(file)
+    texts = [load_text(file) for file in files] or [t for t in load_texts(("prose", "code"), {}).values() if t]
     with progress_bar(_count()) as bar:
         task = bar.add_task("", total=None)
         found = r.measure(
             loaded,
             method,
-            _ids(tokenizer, text, length, tokens, info.max_context),
+            [_ids(tokenizer, text, length, tokens, info.max_context) for text in texts],
             length,
             on_start=lambda count: bar.update(task, total=count),
             on_done=lambda what: bar.update(task, advance=1, description=what),
@@ -120,8 +125,7 @@ def recommend(
         "dtype": info.dtype,
         "device": device_name(loaded.device),
         "versions": versions(),
-        "text": text.source,
-        "text_sha256": text.sha256,
+        "texts": {text.source: text.sha256 for text in texts},
         "length": length,
         "tokens": tokens,
         **r.to_dict(found, choice, names),
@@ -131,8 +135,8 @@ def recommend(
     if json_path != "-":
         show(_table(found, choice))
         say(
-            f"measured at {r.PROBE} bits, one layer's keys or values at a time, on {tokens} tokens after {length}: KL "
-            "divergence, nats per token"
+            f"measured at {r.PROBE} bits, one layer's keys or values at a time, on {tokens} tokens after {length} of "
+            f"{' and '.join(text.source for text in texts)}: KL divergence, nats per token"
         )
         for side, name in (("k", "keys"), ("v", "values")):
             shown = ", ".join(f"{b} bits {found.together[side, b]:.3g}" for b in found.bits)
@@ -164,7 +168,7 @@ def _count() -> Any:
 
 
 def _ids(tokenizer: Any, text: Text, length: int, tokens: int, most: int | None) -> torch.Tensor:
-    """The beginning of a text; the check reads the second half of the prose."""
+    """The beginning of a text; the check scores its second half."""
     from kvfold.evaluation.windows import encode
 
     return encode(tokenizer, text, length, tokens, 2, most)[length]

@@ -40,6 +40,13 @@ def spread(arguments: Sequence[str], flags: Sequence[str] = LISTS) -> list[str]:
     return found
 
 
+class SeveralTexts(click.Command):
+    """Takes several files after one ``--text``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spread(args, ("--text",)))
+
+
 METHOD_NAMES = (
     "none",
     "fold",

@@ -132,7 +132,7 @@ def as_method(method: Method, choice: Choice) -> Method:
 def measure(
     model: PreTrainedModel,
     method: Method,
-    ids: torch.Tensor,
+    ids: torch.Tensor | Sequence[torch.Tensor],
     length: int,
     chunk: int = CHUNK,
     on_start: Callable[[int], None] | None = None,
@@ -145,7 +145,8 @@ def measure(
     method
         With ``k_bits`` and ``v_bits``; those are set here.
     ids
-        ``[1, length + tokens + 1]`` int64; what follows the first ``length`` is scored.
+        ``[1, length + tokens + 1]`` int64, or several such texts, whose divergences are averaged; what follows the first
+        ``length`` is scored.
     on_start, on_done
         Called with the number of runs, and after each with what was folded.
 
@@ -155,8 +156,8 @@ def measure(
         The method takes no bits of its own for keys and values, or nothing is packed after so few tokens.
     """
     tried = _bits(method)
-    ids = ids.to(model.device)
-    truth = reference(model, ids, length, chunk)
+    texts = [text.to(model.device) for text in ([ids] if isinstance(ids, torch.Tensor) else ids)]
+    truths = [reference(model, text, length, chunk) for text in texts]
     found = kvfold.fold(model, variant(method, (PROBE, PROBE)))
     kvfold.unfold(model)
     layers = [layer.spec.layer_idx for layer in found.folded]
@@ -164,18 +165,23 @@ def measure(
     if on_start is not None:
         on_start(2 * (len(tried) + len(layers)))
     together, cost, alone = {}, {}, {}
+
+    def mean(folded: Method) -> tuple[float, kvfold.FoldedCache]:
+        each = [
+            _divergence(model, folded, text, length, chunk, truth) for text, truth in zip(texts, truths, strict=True)
+        ]
+        return math.fsum(kld for kld, _ in each) / len(each), each[-1][1]
+
     for side in ("k", "v"):
         for bits in tried:
-            kld, cache = _divergence(model, _one_side(method, side, bits), ids, length, chunk, truth)
-            together[side, bits] = kld
+            together[side, bits], cache = mean(_one_side(method, side, bits))
             for layer in cache.folded:
                 form = layer.key_format if side == "k" else layer.value_format
                 cost[layer.spec.layer_idx, side, bits] = float(form.bits)
             _say(on_done, f"all layers' {_NAMES[side]} at {bits} bits")
         for index in layers:
             others = [other for other in layers if other != index]
-            recipe = Recipe(_one_side(method, side, PROBE), others)
-            alone[index, side], _ = _divergence(model, recipe, ids, length, chunk, truth)
+            alone[index, side], _ = mean(Recipe(_one_side(method, side, PROBE), others))
             _say(on_done, f"layer {index}'s {_NAMES[side]} at {PROBE} bits")
     return Sensitivity(alone, together, cost, elements)
 

@@ -186,14 +186,16 @@ def encode_bits(fmt: BinaryCodes, source: Source) -> None:
             values = values.float().clamp(-1e18, 1e18)
             bits, slope, gram = book.start(values.transpose(0, 1).flatten(1, 2), flips > 0)
         else:
-            (bits, slope), gram = start(values, tables, flips > 0), tables[-1]
+            (bits, slope), gram = first_bits(values, tables, flips > 0), tables[-1]
         if flips:
             bits, slope = bits.contiguous(), slope.contiguous()
             flip(bits, slope, gram, flips)
         _store(fmt, bits, source, first // fmt.block, batch, count)
 
 
-def start(values: torch.Tensor, tables: tuple[torch.Tensor, ...], flips: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def first_bits(
+    values: torch.Tensor, tables: tuple[torch.Tensor, ...], flips: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What :meth:`kvfold.methods.commvq.ValueCodebook.start` says of values, by a kernel.
 
     Parameters
@@ -256,6 +258,14 @@ def bits_test(fmt: BinaryCodes, device: torch.device) -> str | None:
     after = float((missed - (bits - start) @ book).square().sum())
     fields = fmt.allocate(1, 2, 2, device)
     _store(fmt, bits, Source(missed.unsqueeze(0), fields, 0), 0, 1, 64)
+    # levels whose first digit is the bit, where no tie is near
+    x, matrix, top = random(1, 2, 64, fmt.head_dim), random(2, fmt.head_dim, fmt.codes), random(2, fmt.codes) * 0 + 3
+    tables = (matrix, top - 1.5, top, top * 0, matrix, top, gram)
+    first, slope = first_bits(x, tables, True)
+    said = (x[0] @ matrix + tables[1].unsqueeze(1)).round().clamp(0, 3)
+    fall = x[0] @ matrix - top.unsqueeze(1) - first @ gram
+    if not ((said % 2 == first).float().mean() > 0.99 and (slope - fall).norm() < 1e-2 * fall.norm()):
+        return "bits that values begin with on this device are others than those of the method"
     if not after < 0.9 * before:
         return f"flips of bits on this device leave {after:.4g} of an error of {before:.4g}"
     if not torch.equal(fmt.decode(fields)[0, :, :, : fmt.codes], bits):

@@ -18,9 +18,11 @@ SIDES = ("keys", "values")
 def section(name: str, source: Layers) -> str:
     """A plot of what each layer loses alone, the proposal, and how it did on texts that were not measured on."""
     held = source.held
+    texts = held.get("texts") or {held["text"]: held["text_sha256"]}
+    read = " and ".join(f"{source} ({sha[:12]})" for source, sha in texts.items())
     said = (
-        f"{held['dtype']}; measured on {held['tokens']} tokens after {held['length']} of {held['text']} "
-        f"({held['text_sha256'][:12]}), one layer's keys or values at {held['probe_bits']} bits at a time. "
+        f"{held['dtype']}; measured on {held['tokens']} tokens after {held['length']} of {read}, one "
+        f"layer's keys or values at {held['probe_bits']} bits at a time. "
         f"File {source.name} (SHA-256 {source.sha256[:12]})."
     )
     title = f"{held['model']}: what a layer loses"

@@ -64,8 +64,6 @@ LAYERS = (
     "probe_bits",
     "model",
     "dtype",
-    "text",
-    "text_sha256",
     "length",
     "tokens",
 )
