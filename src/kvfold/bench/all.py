@@ -206,7 +206,6 @@ def run(
             continue
         left = None if seconds is None else seconds - (time.monotonic() - begin)
         if left is not None and left < expected[task.name][0]:
-            progress(f"bench {task.name}: not begun, {left:.0f} of about {expected[task.name][0]:.0f} s are left")
             found[task.name] = None
             continue
         progress(f"bench {task.name}")
@@ -217,6 +216,10 @@ def run(
         else:
             why = "ended by the limit" if status == STOPPED else f"status {status}"
             progress(f"bench {task.name}: {why}; what it measured is in {rows / task.bench}.csv")
+    if waiting := [expected[name][0] for name, status in found.items() if status is None]:
+        progress(
+            f"{len(waiting)} of {len(tasks)} benchmarks not begun: about {sum(waiting):.0f} s; the same command goes on"
+        )
     return found
 
 
