@@ -1,5 +1,6 @@
 """Suites over records of published benchmarks: small files of the real data sets' schemas."""
 
+import itertools
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from kvfold.cli import main
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.suites import PAPERS, Options, Outcome, infinitebench, longbench, make, metrics
-from kvfold.evaluation.suites.math_problems import boxed, plain
+from kvfold.evaluation.suites.math_problems import boxed, plain, same
 from kvfold.evaluation.summary import average
 from test_evaluation import break_encoding
 from tiny_model import byte_tokenizer, save
@@ -132,9 +133,35 @@ def test_grades():
 def test_math_compares_what_is_in_the_box():
     assert boxed(r"so \boxed{1} or \boxed{\frac{3}{2}}.") == r"\frac{3}{2}" and boxed("none") is None
     assert boxed(r"\boxed{1") is None
-    for a, b in ((r"\dfrac{3}{2}", r"\frac32"), ("1,000", "1000"), (r"\left( 1, 2 \right)", "(1,2)"), ("$5$", "5")):
-        assert plain(a) == plain(b), (a, b)
-    assert plain("5") != plain("15")
+    for group in MATH_ALIKE:
+        for a in group:
+            assert all(same(a, b) for b in group), (a, [plain(b) for b in group])
+    for a, b in itertools.combinations([group[0] for group in MATH_ALIKE], 2):
+        assert not same(a, b), (a, b)
+
+
+MATH_ALIKE = (  # every way of writing is another's, none is that of another line
+    (r"\dfrac{3}{2}", r"\frac32", r"\frac 32", "3/2", "1.5", r"1\frac{1}{2}", "$1.50$"),
+    (r"-\frac{3}{8}", r"\frac{-3}{8}", "-.375", "-3/8"),
+    ("11,\\! 111,\\! 100", "11,111,100", "11111100"),
+    (r"\$18.90", "18.9", r"18.90 \text{ dollars}"),
+    (r"864 \mbox{ inches}^2", "864", r"864^\circ", r"864\%"),
+    (r"\left( 1, 2 \right)", "(1,2)"),
+    ("(2,1)",),
+    ("[1,2]", r"x \in [1, 2]"),
+    ("(1,100)",),
+    ("1100", "1,100"),
+    (r"\text{(C)}", "(C)", "C"),
+    (r"\text{(B)}", r"\textbf{(B)}"),
+    (r"\text{Evelyn}", "Evelyn", r"\text{ evelyn}."),
+    (r"\text{odd}",),
+    ("4210_{5}", "4210_5"),
+    ("4210",),
+    (r"11\sqrt2", r"11 \sqrt{2}"),
+    ("y = 2x + 3", "2x+3"),
+    (r"\begin{pmatrix} -1/3 \\ 2 \end{pmatrix}", r"\begin{bmatrix}-\frac{1}{3}\\2\end{bmatrix}"),
+    (r"\frac{1}{0}",),
+)
 
 
 def test_math_grades_its_answers(data):

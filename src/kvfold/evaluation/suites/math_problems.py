@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,8 +18,13 @@ from kvfold.evaluation.suites.sources import load_task
 NEW_TOKENS = 1024
 WHERE = "https://huggingface.co/datasets/HuggingFaceH4/MATH-500 (test.jsonl, as math.jsonl)"
 BEGIN = "Solve the problem step by step. End with the answer in \\boxed{}.\n\n"
-DROPPED = re.compile(r"\\(?:left|right|,|;|!|quad|displaystyle)|\\text\{[^}]*\}|[\s$%]|\\ |\.$")
-"""What two ways of writing the same answer may differ in."""
+TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
+UNIT = re.compile(
+    r"(?<=[\w}.)])\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$|\^\{?\\circ\}?$|\\?%$|^\\?\$|\$$"
+)
+"""At an answer's end, or dollars before it: words, such as square inches, and degrees. They are the question's, not the answer's."""
+SIZES = re.compile(r"\\(?:left(?![a-z])|right(?![a-z])|displaystyle|quad)|(?<!\\)\\[,;:! ]|[\s~$]")
+NUMBER = re.compile(r"(-?)(\d+(?:\.\d*)?)?(?:\\frac\{(-?\d+)\}\{(\d+)\})?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Math(Suite):
     chat: bool = True
     new_tokens: int = NEW_TOKENS
 
+    version = 2
     name = "math"
     summary = "competition problems with chains of thought; the answer in \\boxed{}"
     measures = (
@@ -78,7 +85,7 @@ class Math(Suite):
     def grade(self, prompt: Prompt, outcome: Outcome) -> dict[str, float | None]:
         given = boxed(outcome.text)
         return {
-            "exact": float(given is not None and plain(given) == plain(prompt.expected[0])),
+            "exact": float(given is not None and same(given, prompt.expected[0])),
             "tokens": float(outcome.new_tokens),
             "capped": float(outcome.capped),
         }
@@ -111,8 +118,38 @@ def boxed(text: str) -> str | None:
     return None
 
 
+def same(given: str, right: str) -> bool:
+    """Whether two answers are one, however they are written: alike as text, or the same number."""
+    a, b = plain(given), plain(right)
+    if a == b:
+        return True
+    x, y = number(a), number(b)
+    return x is not None and x == y
+
+
+def number(answer: str) -> Fraction | None:
+    """The number that a plain answer is: an integer, a decimal, a fraction, or a whole with one; None: another thing."""
+    found = NUMBER.fullmatch(answer)
+    if not found or not (found[2] or found[3]) or not int(found[4] or 1):
+        return None
+    return int(found[1] + "1") * (Fraction(found[2] or 0) + Fraction(int(found[3] or 0), int(found[4] or 1)))
+
+
 def plain(answer: str) -> str:
-    """An answer without what says nothing: spaces, dollars, sizes of brackets, units."""
-    found = DROPPED.sub("", answer).replace("dfrac", "frac").replace("tfrac", "frac")
-    found = re.sub(r"\\frac(\w)(\w)", r"\\frac{\1}{\2}", found)
-    return re.sub(r"(\d),(\d{3})(?!\d)", r"\1\2", found)
+    """An answer without what says nothing: spaces, dollars, sizes of brackets, units, the name of what is sought (``x=``)."""
+    found = answer.strip().rstrip(".").strip()
+    while (shorter := UNIT.sub("", found).strip()) != found:
+        found = shorter
+    word = re.fullmatch(r"\(?([^\W\d]{2,}|[A-Z])\)?", TEXT.sub(r"\1", found).strip())
+    if word:  # as well as the letter of a choice, but not the name of a variable
+        return word[1].lower()
+    found = TEXT.sub(r"\1", found)
+    found = SIZES.sub("", found).replace("dfrac", "frac").replace("tfrac", "frac").replace("bmatrix", "pmatrix")
+    found = re.sub(r"^[a-zA-Z](?:=|\\in(?![a-z]))", "", found)
+    found = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", found)
+    found = re.sub(r"([\^_])\{(\w)\}", r"\1\2", found)
+    found = re.sub(r"\\frac(\w)", r"\\frac{\1}", found)
+    found = re.sub(r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}", found)
+    found = re.sub(r"(?<![\w.}])(\d+)/(\d+)(?![\w.])", r"\\frac{\1}{\2}", found)
+    found = re.sub(r"(?<![\d.])\.(?=\d)", "0.", found)
+    return found if found[:1] in ("(", "[", "\\") else re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", found)
