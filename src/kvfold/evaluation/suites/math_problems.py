@@ -22,7 +22,7 @@ TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 UNIT = re.compile(
     r"(?<=[\w}.)])\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$|\^\{?\\circ\}?$|\\?%$|^\\?\$|\$$"
 )
-"""At an answer's end, or dollars before it: words, such as square inches, and degrees. They are the question's, not the answer's."""
+"""Words at an answer's end, such as square inches, degrees, per cents, dollars: of the question, not of the answer."""
 SIZES = re.compile(r"\\(?:left(?![a-z])|right(?![a-z])|displaystyle|quad)|(?<!\\)\\[,;:! ]|[\s~$]")
 NUMBER = re.compile(r"(-?)(\d+(?:\.\d*)?)?(?:\\frac\{(-?\d+)\}\{(\d+)\})?")
 
