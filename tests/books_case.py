@@ -67,10 +67,10 @@ def tables(method, draw, heads, dim, network=False):
     return {f"{side}.{name}": t for side, found in sides.items() for name, t in found.items()}
 
 
-def artefact(spec, path, heads, dim, layers=1, rotary=None, config=None, network=False):
+def artefact(spec, path, heads, dim, layers=1, rotary=None, config=None, network=False, seed=0):
     """Write an artefact for a method given by its string, and return the string with it."""
     method = methods.get(spec)
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     held = {}
     for layer in range(layers):
         made = tables(method, draw, heads, dim, network)

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import kvfold
+from books_case import artefact
 from kvfold import models
 from kvfold.cli import main
 from kvfold.commands.eval import SUITES
@@ -227,6 +228,23 @@ def test_a_stopped_run_goes_on_and_a_larger_one_takes_the_rows_over(tiny, tmp_pa
         tiny, TOKENIZER, INFO, more, tmp_path, on_start=lambda *a: seen.append(a), on_row=lambda *a: seen.append(a)
     )
     assert seen == [(18, 18)]
+
+
+def test_an_artefact_that_changed_under_its_name_is_refused(tiny, tmp_path):
+    config = tiny.config
+    shape = (tmp_path / "a.safetensors", config.num_key_value_heads, 64, config.num_hidden_layers)
+    method = artefact("vqllm:sink=0,recent=32", *shape, config=config)
+    plan = planned(tiny, ["ppl"], methods=[method], limit=1)
+    (file,) = loop.run(tiny, TOKENIZER, INFO, plan, tmp_path / "rows")
+    assert list(file.runs[0]["artefacts"]) == [str(shape[0])]
+    loop.run(tiny, TOKENIZER, INFO, planned(tiny, ["ppl"], methods=[method], limit=2), tmp_path / "rows")
+    assert artefact("vqllm:sink=0,recent=32", *shape, config=config, seed=1) == method
+    with pytest.raises(
+        KVFoldError, match=r"^artefact: .*a\.safetensors is another \(\w+\) than when ppl-\w+\.jsonl got rows"
+    ):
+        loop.run(tiny, TOKENIZER, INFO, plan, tmp_path / "rows")
+    others = planned(tiny, ["ppl"], methods=["kivi:recent=32,sink=0"], limit=1)
+    loop.run(tiny, TOKENIZER, INFO, others, tmp_path / "rows")
 
 
 def test_rows_do_not_depend_on_what_else_is_run(tiny, tmp_path):

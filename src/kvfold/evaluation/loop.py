@@ -20,6 +20,7 @@ from kvfold.evaluation.results import (
     Result,
     ResultFile,
     Settings,
+    artefacts,
     as_folder,
     prompt_sha256,
     this_run,
@@ -200,7 +201,7 @@ def run(
     Raises
     ------
     KVFoldError
-        The folder cannot be written, or somebody else is writing the same results.
+        The folder cannot be written, somebody else is writing the same results, or an artefact has changed under its name.
     """
     folder = as_folder(out)
     weights = weights_sha256(model)
@@ -209,6 +210,9 @@ def run(
         for file in found:
             stack.callback(file.lock().release, force=True)
         found = [ResultFile.of(folder, file.settings) for file in found]  # what was added until we held the lock
+        learned = artefacts(planned.methods.values())
+        for file in found:
+            file.check_artefacts(learned)
         done = sum(_count(file, planned, items) for file, (_, items) in zip(found, planned.suites, strict=True))
         if on_start is not None:
             on_start(done, planned.rows)
@@ -287,7 +291,7 @@ def rows(
     max_context
         Of the model; None: not checked here.
     """
-    this = this_run(torch.get_num_threads())
+    this = this_run(torch.get_num_threads(), artefacts(planned.methods.values()))
     for group in _groups(suite, items, planned.batch, max_context):
         truth = None
         shared: dict[tuple[str, ...], SharedPrompt] = {}

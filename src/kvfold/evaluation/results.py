@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from kvfold.evaluation.schema import read_row
 if TYPE_CHECKING:
     from filelock import BaseFileLock
     from transformers import PreTrainedModel
+
+    from kvfold.methods import Method
 
 SCHEMA = 1
 SUFFIX = ".jsonl"
@@ -299,6 +301,27 @@ class ResultFile:
         """Whether a row is there already."""
         return key_of(method, item, prompt_sha256) in self.rows
 
+    def check_artefacts(self, learned: Mapping[str, str]) -> None:
+        """Refuse rows of other artefacts than those that are in their places now: they would be paired as one method's.
+
+        Parameters
+        ----------
+        learned
+            Hash of every artefact by its place, of :func:`artefacts`.
+
+        Raises
+        ------
+        KVFoldError
+            A run that is in the file had another one in the same place.
+        """
+        for run in self.runs:
+            for place, digest in run.get("artefacts", {}).items():
+                if learned.get(place, digest) != digest:
+                    raise KVFoldError(
+                        f"artefact: {place} is another ({learned[place]}) than when {self.path.name} got rows of it "
+                        f"({digest}); give it another name, or another --out"
+                    )
+
     @property
     def run(self) -> int:
         """Number of the process that adds rows now."""
@@ -384,10 +407,20 @@ def code_sha256() -> str:
     return digest.hexdigest()[:12]
 
 
-def this_run(threads: int) -> dict[str, Any]:
-    """What is written down of this process."""
+def artefacts(methods: Iterable[Method]) -> dict[str, str]:
+    """Twelve hexadecimal digits of what each artefact holds, by its place: a method's string names the place alone."""
+    from kvfold.artefact import checksum, load_cached
+    from kvfold.methods.learned import places
+
+    found = {place for method in methods for place in places(method)}
+    return {place: checksum({}, load_cached(place).tensors)[:12] for place in sorted(found)}
+
+
+def this_run(threads: int, learned: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What is written down of this process, and of the artefacts that it reads."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"date": date, "threads": threads, "code": code_sha256()}
+    said = {"date": date, "threads": threads, "code": code_sha256()}
+    return {**said, "artefacts": dict(learned)} if learned else said
 
 
 def rows_of(found: Sequence[ResultFile]) -> Iterator[Result]:

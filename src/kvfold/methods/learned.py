@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -67,6 +68,11 @@ class LearnedMethod(Method):
         """Refuse a model that the artefact was not made for."""
         if self.artefact:
             load_cached(self.artefact).check_model(config)
+
+
+def places(method: Method) -> Iterator[str]:
+    """Where the artefacts of a method's parts are, those that have one."""
+    yield from (part.artefact for part in method.parts() if isinstance(part, LearnedMethod) and part.artefact)
 
 
 def rotary_dim(spec: LayerSpec) -> int:

@@ -14,10 +14,10 @@ from kvfold.artefact import first_line, load_cached
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.fold import fold
 from kvfold.engines.transformers.planning import transformer
-from kvfold.engines.transformers.saving import fill, identity, path_of, places, read
+from kvfold.engines.transformers.saving import fill, identity, path_of, read
 from kvfold.errors import CacheFileError, KVFoldError
 from kvfold.methods import Method, get
-from kvfold.methods.learned import LearnedMethod
+from kvfold.methods.learned import LearnedMethod, places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheFileError, CacheStateError
 from kvfold.formats import Format, PagedFormat
 from kvfold.methods import Method
-from kvfold.methods.learned import LearnedMethod
+from kvfold.methods.learned import places
 from kvfold.storage.sequences import COUNTS
 from kvfold.storage.slabs import Slab
 from kvfold.version import __version__
@@ -135,10 +135,6 @@ def _adapters(model: torch.nn.Module) -> list[str]:
     """PEFT's adapters that take part in the model's calls; those of which there are weights only do not."""
     tuned: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)]
     return sorted({name for m in tuned if not m.disable_adapters for name in m.active_adapters})
-
-
-def places(method: Method) -> Iterator[str]:
-    yield from (part.artefact for part in method.parts() if isinstance(part, LearnedMethod) and part.artefact)
 
 
 def _artefacts(cache: Cache) -> list[str]:

@@ -94,8 +94,11 @@ class LmEval(Suite):
         return found
 
     def prompt(self, item: Item) -> Prompt:
-        """No tokens, but what is hashed: all requests. The model is given them by :meth:`ask`, cut to its context."""
-        asked = json.dumps([request.args for request in self._requests[item.task, item.index]], default=str)
+        """No tokens, but what is hashed: all requests, and the document with its answer. The model is given the requests by
+        :meth:`ask`, cut to its context.
+        """
+        requests = self._requests[item.task, item.index]
+        asked = json.dumps([[request.args for request in requests], requests[0].doc], default=str)
         return Prompt(torch.tensor([list(hashlib.sha256(asked.encode()).digest())]), 1)
 
     def ask(self, model: PreTrainedModel, item: Item, method: Method, chunk: int) -> Own:
