@@ -9,7 +9,7 @@ import lanes
 from helpers import ENCODING, interpreted_module
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, Search
 from kvfold.kernels import encode_pairs
-from kvfold.kernels.aot_tables import compile_pairs
+from kvfold.kernels.aot_tables import compile_pairs, compile_values
 from kvfold.kernels.encode_source import Source, angles
 from kvfold.rope import Rope
 
@@ -118,3 +118,8 @@ def test_search_compiles_within_its_registers(stages):
     assert report.registers <= encode_pairs.QUADS["maxnreg"]
     assert report.spilled <= 128
     assert report.shared <= 227 << 10
+
+
+@pytest.mark.parametrize("codes", [128, 256])
+def test_values_compile_without_spills(codes):
+    assert compile_values(codes).spilled == 0

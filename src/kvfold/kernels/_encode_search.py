@@ -160,6 +160,12 @@ def search_kernel(
     tl.store(rms + lane * room + first_token + each, scale, mask=each < tokens)
 
 
+@triton.jit
+def _beside(x, y):
+    """Columns of x [n, m], then those of y."""
+    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 2 * x.shape[1]))
+
+
 @triton.jit(do_not_specialize=["tokens", "first_token"])
 def group_kernel(
     x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, table, halves, book, sizes, codes, rms, tokens,
@@ -185,8 +191,7 @@ def group_kernel(
     size = tl.sqrt_rn(square / D)
     inverse = (1.0 / tl.where(size == 0.0, 1.0, size))[:, None]
 
-    slot = tl.arange(0, 16)
-    part, member = slot // VECTOR, slot % VECTOR
+    slot, member = tl.arange(0, 16), tl.arange(0, VECTOR)
     code = tl.arange(0, PART)[None, :]
     out = codes + (lane * room + first_token + token) * GROUPS
     along = tl.full((T,), 0.0, tl.float32)
@@ -194,8 +199,12 @@ def group_kernel(
     for group in range(GROUPS):
         channel = member * GROUPS + group if STRIDED else group * VECTOR + member
         unit = _vectors(source, token[:, None], channel[None, :], inside, HALF) * inverse
-        near = unit.to(tl.float16)
-        near = tl.where((part == 1)[None, :], (unit - near.to(tl.float32)).to(tl.float16), near)
+        high = unit.to(tl.float16)
+        near = _beside(high, (unit - high.to(tl.float32)).to(tl.float16))
+        if VECTOR < 8:
+            near = _beside(near, near)
+        if VECTOR < 4:
+            near = _beside(near, near)
         at = (head * GROUPS + group) * CODES
         least = tl.full((T,), float("inf"), tl.float32)
         for number in tl.static_range(0, CODES, PART):
@@ -206,7 +215,7 @@ def group_kernel(
         tl.store(out + group, best.to(tl.uint8), mask=token < tokens)
         if FIT == "unbiased" or FIT == "least":
             place = (at + best)[:, None] * VECTOR + member[None, :]
-            level = tl.load(book + place, mask=(part == 0)[None, :] & inside, other=0.0)
+            level = tl.load(book + place, mask=inside, other=0.0)
             along += _sum(level * unit, 1)
         if FIT == "size" or FIT == "least":
             length += tl.load(sizes + at + best)

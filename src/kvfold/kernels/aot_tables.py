@@ -83,10 +83,10 @@ def compile_values(codes: int, head_dim: int = 128, bf16: bool = True, capabilit
     """Compile the kernel that begins with bits of values by levels."""
     tables = dict.fromkeys(("matrix", "shift", "top", "place", "along", "origin", "gram", "bits", "slope"), "*fp32")
     types = {"x": _width(bf16), **tables}
-    fixed = {"D": head_dim, "C": codes, "T": encode_pairs.VALUES["elements"] // codes, "FLIPS": True}
+    fixed = {"D": head_dim, "C": codes, "T": encode_pairs.VALUES["T"], "FLIPS": True}
     aligned = _aligned(values_kernel, [*types, "stride_b", "stride_h", "stride_t"])
     source = ASTSource(values_kernel, *_signature(values_kernel, fixed, types), aligned)
-    return _compile(source, capability, num_warps=encode_pairs.VALUES["num_warps"], num_stages=1)
+    return _compile(source, capability, num_warps=codes // encode_pairs.VALUES["CODES"], num_stages=1)
 
 
 def compile_tile(fmt: Format, bf16: bool = True, capability: int = 90) -> Report:

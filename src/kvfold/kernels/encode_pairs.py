@@ -18,8 +18,8 @@ UNITS = {"T": 32, "num_warps": 8, "maxnreg": 128}
 QUADS = {"M": 1, "FIRST": 3, "LATER": 2, "num_warps": 16, "maxnreg": 128}
 """Sixteens of tokens of a warp of :func:`pairs_search_kernel`, codes that a lane begins with in the first turn and in later
 ones, and its warps. What the first turn misses is not made good by later ones."""
-VALUES = {"elements": 8192, "num_warps": 8}
-"""Tokens times codes of a program of :func:`values_kernel`, and its warps."""
+VALUES = {"T": 32, "CODES": 32, "num_stages": 1}
+"""Tokens of a program of :func:`values_kernel`, and codes of a warp."""
 FLIPS = {"T": 2, "num_warps": 1}
 MOST = 32
 """Stages whose codes of a program's tokens lie in shared memory beside two stages' tables."""
@@ -214,8 +214,7 @@ def first_bits(
     x = values if values.stride(-1) == 1 else values.contiguous()
     bits = torch.empty(heads, batch * tokens, codes, dtype=torch.float32, device=x.device)
     slope = torch.empty_like(bits) if flips else bits
-    part = VALUES["elements"] // codes
-    values_kernel[(triton.cdiv(tokens, part), heads, batch)](
+    values_kernel[(triton.cdiv(tokens, VALUES["T"]), heads, batch)](
         x,
         *x.stride()[:3],
         *tables,
@@ -226,10 +225,10 @@ def first_bits(
         batch,
         D=dim,
         C=codes,
-        T=part,
+        T=VALUES["T"],
         FLIPS=flips,
-        num_warps=VALUES["num_warps"],
-        num_stages=1,
+        num_warps=max(1, codes // VALUES["CODES"]),
+        num_stages=VALUES["num_stages"],
     )
     return bits, slope
 
