@@ -84,19 +84,21 @@ def asked() -> tuple[Asked, ...]:
     return tuple(found)
 
 
-def difference(
-    of: Iterable[Asked], a: str, b: str, measure: str, higher: bool = True, length: int | None = None
-) -> Difference | None:
-    """A method minus another on the items that both have, of several files together; None: there are none.
-
-    What was asked in two forms is one item.
-    """
+def both(of: Iterable[Asked], a: str, b: str, measure: str, length: int | None = None) -> list[tuple[float, float]]:
+    """Two methods on the items that both have, of several files. What was asked in two forms is one item, their mean."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for one in of:
         x, y = one.values(a, measure, length), one.values(b, measure, length)
         for item in x.keys() & y.keys():
             found.setdefault((one.model, item), []).append((x[item], y[item]))
-    pairs = [tuple(sum(side) / len(side) for side in zip(*found[item], strict=True)) for item in sorted(found)]
+    return [(sum(x for x, _ in got) / len(got), sum(y for _, y in got) / len(got)) for _, got in sorted(found.items())]
+
+
+def difference(
+    of: Iterable[Asked], a: str, b: str, measure: str, higher: bool = True, length: int | None = None
+) -> Difference | None:
+    """A method minus another, as :func:`both` pairs them; None: there are no items."""
+    pairs = both(of, a, b, measure, length)
     return paired([x for x, _ in pairs], [y for _, y in pairs], higher) if pairs else None
 
 
@@ -429,7 +431,7 @@ def short() -> str:
         f"- **Divergence**: `fold` at {evidence.bits_of('fold'):.2f} bits has {_span(own)} of KIVI-2's at 3.00 bits, at "
         f"{evidence.bits_of('fold:bits=2'):.2f} bits {_span(wide)} (three models, {own.items} windows)."
     ]
-    for suite in ("gsm8k", "ruler", "code", "needle", "retrieval"):
+    for suite in (*CHAINS, "ruler", "code", "needle", "retrieval"):
         of = [one for one in asked() if one.suite == suite]
         said = []
         for name in ("fold", "fold:bits=2", BASE):
@@ -480,13 +482,14 @@ def headline() -> str:
 def beside_full() -> str:
     """Tasks in the README: fold and KIVI-2 against full precision, on the items that all three have."""
     lines = []
-    for suite in ("gsm8k", "ruler", "needle", "retrieval", "code"):
+    for suite in (*CHAINS, "ruler", "needle", "retrieval", "code"):
         of, measure = [one for one in asked() if one.suite == suite], main_measure(suite)
         longest = [n for one in of for n in one.lengths]
         where = f", {min(longest):,} to {max(longest):,} tokens" if longest else ""
-        full = [value for one in of if "fold" in one.by_method for value in one.values(NOTHING, measure).values()]
+        full = [value for _, value in both(of, "fold", NOTHING, measure)]
         mine, theirs = (difference(of, name, NOTHING, measure) for name in ("fold", BASE))
-        assert mine is not None and theirs is not None
+        if mine is None or theirs is None:
+            continue
         few = f"fewer than {ENOUGH} items"
         cells = [f"{percent(d, True)}: {d.verdict if d.items >= ENOUGH else few}" for d in (mine, theirs)]
         lines.append(
