@@ -1,7 +1,6 @@
 """What the decode kernel over pages of any codes takes, its constants, its launches; numbers: test_gpu_fragments.py."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -168,7 +167,7 @@ def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
 
 
 @pytest.mark.parametrize("method, batch_heads, registers", [
-    ("gear", 8, None), ("gear", 128, 168), ("zipcache", 8, 168), ("zipcache", 128, None), ("qjl", 8, None),
+    ("gear", 8, None), ("gear", 128, 168), ("zipcache", 8, None), ("zipcache", 128, 168), ("qjl", 8, None),
     ("qjl", 128, 168),
 ])  # fmt: skip
 def test_registers_where_programs_are_few(method, batch_heads, registers):
@@ -193,7 +192,7 @@ def test_it_compiles_without_spills_in_its_loop(method, loop):
 
 def test_products_of_bytes_of_two_precisions_compile_without_spills():
     forms = formats("zipcache")
-    plan = replace(fragments.make_plan(*forms, 8, 4, 4096, 160, 132), bytewise=True, registers=None)
+    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, 132)
     report = aot.compile_fragments(*forms, plan=plan)
     assert (report.spills_in_loop, report.instructions["IMMA"]) == (0, 32 + 20 + 32 + 24)
     assert report.loop <= 2000

@@ -5,7 +5,6 @@ Both products are of bytes, as in :mod:`kvfold.kernels._page_bytes`: a query tim
 token's range, is a number of 16 bits in two columns. Low bits of salient tokens are operands as they lie: of keys a token's row
 of 16 bytes, of values the column of eight channels that a transposing load gives a lane. So their sums of values are of other
 channels than those of codes, 8g to 8g + 7 and 64 further, and wait in registers of their own to the end.
-A variant: plans with ``bytewise`` take it.
 
 In units of a fifteenth of a range a salient token is four codes and its low bits, another one five codes.
 """
