@@ -167,7 +167,7 @@ def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
 
 
 @pytest.mark.parametrize("method, batch_heads, registers", [
-    ("gear", 8, None), ("gear", 128, 168), ("zipcache", 8, None), ("zipcache", 128, 168), ("qjl", 8, None),
+    ("gear", 8, None), ("gear", 128, 168), ("zipcache", 8, None), ("zipcache", 128, None), ("qjl", 8, None),
     ("qjl", 128, 168),
 ])  # fmt: skip
 def test_registers_where_programs_are_few(method, batch_heads, registers):

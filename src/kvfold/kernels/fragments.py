@@ -396,7 +396,7 @@ def make_plan(
     mixed = side(key_format).constants[0] == MIXED
     ranked = any(side(form).constants[9] for form in (key_format, value_format))  # and elements in fp16
     # spills cost more than warps gain; where two programs of a multiprocessor are all there is, warps gain nothing
-    registers = None if (mixed and full and not narrow) or (ranked and not mixed and not full) else REGISTERS.get(dim)
+    registers = None if (mixed and full) or (ranked and not mixed and not full) else REGISTERS.get(dim)
     wide = (
         side(key_format).width > dim and full
     )  # a sketch with more rows than channels: small programs, and many of them
@@ -420,7 +420,7 @@ def make_plan(
     dense = math.ceil(window_slots / (16 * warps * each))
     # few programs with many pages each: registers are worth more than programs, and a matrix of 64 KB is worth bringing
     # and, with all registers there are, reading once for four pages; one of 32 KB less than a warp's first page
-    few = narrow and not full and pages >= 4 * splits * warps
+    few = narrow and not full and (mixed or pages >= 4 * splits * warps)
     alone = jobs * (splits + dense) * warps <= 8 * processors  # all run at once, whatever their registers
     if levels:
         few = few and alone
