@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvfold-installed
 WORKERS ?= 2
 
-.PHONY: demo test serving serving-environment fuzz lint format artefacts table lengths learned ablation report clean
+.PHONY: demo test serving fuzz lint format artefacts table lengths learned ablation report clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(ARGS)
@@ -22,8 +22,6 @@ serving: $(STAMP)
 	$(MAKE) $(SERVING)/.kvfold-installed || \
 		{ echo; echo "SKIPPED: vLLM could not be installed; nothing of kvfold.engines.vllm was run"; echo; exit 0; }; \
 	test ! -e $(SERVING)/.kvfold-installed || $(SERVING)/bin/python tests/engines/vllm/checks.py $(CHECKS)
-
-serving-environment: $(SERVING)/.kvfold-installed
 
 $(SERVING)/.kvfold-installed: pyproject.toml
 	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
