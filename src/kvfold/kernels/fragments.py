@@ -300,10 +300,9 @@ def pairs(key_format: Format, rows: int) -> int:
 def bytewise(key_format: Format, value_format: Format, rows: int) -> bool:
     """Whether products of bytes serve: eight columns are then four query rows."""
     k, v = side(key_format), side(value_format)
-    if rows <= 4 and k.constants[:2] == v.constants[:2] == (MIXED, 2):
-        return True
-    if rows > 4 or not k.constants[5]:
-        return False
+    mixed = k.constants[:2] == v.constants[:2] == (MIXED, 2)
+    if mixed or rows > 4 or not k.constants[5]:
+        return mixed and rows <= 4
     if k.constants[:2] == (UNIFORM, 1):
         grouped = v.constants[:3] == (CHANNELS, 2, MODES["asym"]) and not v.constants[9]
         return k.width == 2 * key_format.head_dim == 256 and grouped
