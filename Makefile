@@ -23,6 +23,9 @@ serving: $(STAMP)
 		{ echo; echo "SKIPPED: vLLM could not be installed; nothing of kvfold.engines.vllm was run"; echo; exit 0; }; \
 	test ! -e $(SERVING)/.kvfold-installed || $(SERVING)/bin/python tests/engines/vllm/checks.py $(CHECKS)
 
+.PHONY: serving-environment
+serving-environment: $(SERVING)/.kvfold-installed
+
 $(SERVING)/.kvfold-installed: pyproject.toml
 	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/python -m pip install --disable-pip-version-check -q "torch==2.13.0"

@@ -25,12 +25,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 # ---- against the reference -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", range(0, len(CASES), 20))
+@pytest.mark.parametrize("first", range(0, len(CASES), 40))
 def test_interpreted(first):
     """The interpreter is chosen when kernels are defined, so it needs a process of its own."""
     here = Path(__file__).parents[1]
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (here, *sys.path)))}
-    names = list(CASES)[first : first + 20]
+    names = list(CASES)[first : first + 40]
     done = subprocess.run(
         [sys.executable, str(here / "blocks_case.py"), *names], env=env, capture_output=True, text=True
     )

@@ -73,10 +73,27 @@ WINDOWS = [(80, 86), (80, 80), (90, 90), (100, 100)]
 """Compute capability to compile for, and the one whose shared memory there is."""
 
 
-@pytest.mark.parametrize("architecture", WINDOWS, ids=str)
-@pytest.mark.parametrize("rows", [1, 64, 2048])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+SIZES, ROWS = (64, 80, 128, 256), (1, 64, 2048)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "architecture"),
+    [(d, ROWS[(i + j) % 3], a) for i, d in enumerate(SIZES) for j, a in enumerate(WINDOWS)],  # every two together
+    ids=str,
+)
 def test_windows_kernel(head_dim, rows, architecture):
+    check_windows(head_dim, rows, architecture)
+
+
+@pytest.mark.compile_all
+@pytest.mark.parametrize("architecture", WINDOWS, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("head_dim", SIZES)
+def test_every_windows_kernel(head_dim, rows, architecture):
+    check_windows(head_dim, rows, architecture)
+
+
+def check_windows(head_dim, rows, architecture):
     capability, room = architecture[0], SHARED_MEMORY[architecture[1]]
     report = aot.compile_windows(rows, head_dim, True, rows > 1, rows > 64, capability, room)
     full = head_dim == 256 and rows > 1

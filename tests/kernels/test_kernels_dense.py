@@ -28,10 +28,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 # ---- against the reference -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", range(0, len(CASES), 8))
+@pytest.mark.parametrize("first", range(0, len(CASES), 24))
 def test_interpreted(first):
     """The interpreter is chosen when kernels are defined, so it needs a process of its own."""
-    here, names = Path(__file__).parents[1], list(CASES)[first : first + 8]
+    here, names = Path(__file__).parents[1], list(CASES)[first : first + 24]
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (here, *sys.path)))}
     done = subprocess.run(
         [sys.executable, str(here / "dense_case.py"), *names], env=env, capture_output=True, text=True

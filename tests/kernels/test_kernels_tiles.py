@@ -36,9 +36,9 @@ def run_interpreted(*names):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("first", range(0, len(CASES), 6))
+@pytest.mark.parametrize("first", range(0, len(CASES), 24))
 def test_interpreted(first):
-    run_interpreted(*list(CASES)[first : first + 6])
+    run_interpreted(*list(CASES)[first : first + 24])
 
 
 @pytest.mark.gpu

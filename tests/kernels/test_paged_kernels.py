@@ -35,16 +35,21 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
     "names",
     [
         ("lists", "filling", "mixed", "checks", "attend-turboquant", "attend-kivi-sinks"),
-        ("attend-fold-d96", "store-kivi", "follows"),
-        ("store-fold",),
-        ("attend-innerq-fragments", "attend-qjl-fragments"),
+        ("attend-fold-d96", "store-kivi", "follows", "store-fold", "attend-innerq-fragments", "attend-qjl-fragments"),
         ("attend-vqllm", "attend-commvq", "store-vqllm", "store-commvq"),
         pytest.param(("attend-commvq-96", "store-commvq-network", "books"), marks=pytest.mark.slow),
         pytest.param(
-            ("attend-gear", "attend-qjl", "attend-zipcache", "attend-turboquant-fragments"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("store-fold-no-window", "store-innerq", "store-kivi-64", "store-fold-d128"), marks=pytest.mark.slow
+            (
+                "attend-gear",
+                "attend-qjl",
+                "attend-zipcache",
+                "attend-turboquant-fragments",
+                "store-fold-no-window",
+                "store-innerq",
+                "store-kivi-64",
+                "store-fold-d128",
+            ),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             (

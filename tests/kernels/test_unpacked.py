@@ -38,12 +38,12 @@ NAMES += [f"lengths/{n}" for n in LENGTHS] + [
 ]
 
 
-@pytest.mark.parametrize("first", range(0, len(NAMES), 10))
+@pytest.mark.parametrize("first", range(0, len(NAMES), 30))
 def test_interpreted(first):
     """The interpreter is chosen when kernels are defined, so it needs a process of its own."""
     here = Path(__file__).parents[1]
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(map(str, (here, *sys.path)))}
-    command = [sys.executable, str(here / "unpacked_case.py"), *NAMES[first : first + 10]]
+    command = [sys.executable, str(here / "unpacked_case.py"), *NAMES[first : first + 30]]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
