@@ -141,6 +141,13 @@ class Layer:
             self.window_queries = tokens[..., 2 * width : 3 * width]
         self._bound = cache.data_ptr(), window.data_ptr()
 
+    def unbind(self) -> None:
+        """Look at nothing, and let go of it."""
+        self._bound, self.keys, self.values, self.window_queries = None, {}, {}, None
+        self.window_keys = self.window_values = torch.empty(0)
+        if self.bench is not None:
+            self.bench.prepared = None
+
 
 def run(
     layer: Layer, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor
