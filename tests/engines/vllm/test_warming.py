@@ -45,3 +45,10 @@ def test_layers_that_store_alike_are_warmed_once_and_servers_of_short_sequences_
     for _ in range(2):
         warming.warm_up(layer("fold"), HEADS, 64, 100)
     assert [c[:2] for c in calls] == [(64, 64), (65, 1)]
+
+
+def test_a_failure_is_said_and_ends_nothing(calls, monkeypatch, caplog):
+    monkeypatch.setattr(warming, "run", lambda *args: 1 / 0)
+    one = layer("fold")
+    warming.try_to_warm(one, HEADS, 8192, 32768)
+    assert "kernels were not compiled ahead (ZeroDivisionError" in caplog.text and not one.keys

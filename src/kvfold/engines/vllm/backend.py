@@ -29,7 +29,7 @@ from kvfold.engines.vllm import refusals, report, rotation, subspace
 from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK, Stored, kept, layer_spec, method_of, stored, subspace_of
 from kvfold.engines.vllm.spec import RecentSpec
 from kvfold.engines.vllm.step import Batch, Bench, Layer, Step, run
-from kvfold.engines.vllm.warming import warm_up
+from kvfold.engines.vllm.warming import try_to_warm
 from kvfold.kernels.paged import Workspace
 from kvfold.kernels.paged.long import PIECE
 from kvfold.kernels.paged.work import PAGES
@@ -245,9 +245,8 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         layers[self.window_name] = RecentLayer(recent)
         self.layer = Layer(found, self.scale, self._bench(device))
         if device.type != "cpu":
-            with torch.no_grad():
-                scheduler, length = self.config.scheduler_config, self.config.model_config.max_model_len
-                warm_up(self.layer, self.num_heads, scheduler.max_num_batched_tokens, length)
+            scheduler, length = self.config.scheduler_config, self.config.model_config.max_model_len
+            try_to_warm(self.layer, self.num_heads, scheduler.max_num_batched_tokens, length)
 
     def _rope(self, device: torch.device) -> Rope | None:
         """Where keys are stored before RoPE: how to rotate them. The first layer finds out, for all."""

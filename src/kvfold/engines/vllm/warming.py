@@ -1,6 +1,7 @@
 """A layer's kernels compiled while a server starts: the graphs that vLLM captures then run decode steps only, and a prompt's
 kernels would be compiled in the first request."""
 
+import logging
 from types import SimpleNamespace
 
 import torch
@@ -8,8 +9,21 @@ import torch
 from kvfold.engines.vllm.settings import PAGE, WINDOW_BLOCK
 from kvfold.engines.vllm.step import Batch, Layer, Step, run
 
+log = logging.getLogger("kvfold")
 _warm: set[object] = set()
 """Kinds of layers that were warmed in this process."""
+
+
+def try_to_warm(layer: Layer, num_heads: int, most_tokens: int, most_length: int) -> None:
+    """:func:`warm_up`, whose failure is said and ends no server: its first request then compiles what is missing."""
+    try:
+        with torch.no_grad():
+            warm_up(layer, num_heads, most_tokens, most_length)
+    except Exception as error:
+        layer.unbind()
+        log.warning(
+            "kvfold: kernels were not compiled ahead (%s: %s); the first request does that", type(error).__name__, error
+        )
 
 
 def warm_up(layer: Layer, num_heads: int, most_tokens: int, most_length: int) -> None:
@@ -25,7 +39,13 @@ def warm_up(layer: Layer, num_heads: int, most_tokens: int, most_length: int) ->
         Of a step, and of a sequence; what is longer is left out.
     """
     stored = layer.stored
-    kind = (stored.formats, stored.spec.dtype, num_heads, stored.spec.num_kv_heads, stored.follows)
+    kind = (
+        *(form.describe() for form in stored.formats),
+        stored.spec.dtype,
+        num_heads,
+        stored.spec.num_kv_heads,
+        stored.follows,
+    )
     if kind in _warm:
         return
     _warm.add(kind)
@@ -37,7 +57,7 @@ def warm_up(layer: Layer, num_heads: int, most_tokens: int, most_length: int) ->
     before = 0
     for tokens in counts:
         if before + tokens <= most_length:
-            _rehearse(layer, num_heads, before, tokens, short, device)
+            _rehearse(layer, num_heads, before, tokens, short, -(-most_length // PAGE), device)
             before += tokens
     layer.unbind()
 
@@ -56,22 +76,28 @@ def _storage(layer: Layer, pages: int, device: torch.device) -> tuple[torch.Tens
     return cache, window
 
 
-def _rehearse(layer: Layer, num_heads: int, before: int, tokens: int, short: int, device: torch.device) -> None:
-    """A step of one sequence of ``before`` tokens that is given ``tokens`` more, zeros."""
+def _rehearse(
+    layer: Layer, num_heads: int, before: int, tokens: int, short: int, width: int, device: torch.device
+) -> None:
+    """A step of one sequence of ``before`` tokens that is given ``tokens`` more, zeros. ``width``: pages of a server's table,
+    whose strides kernels are compiled for."""
     spec, end = layer.stored.spec, before + tokens
-    pages = -(-end // PAGE)
 
     def numbers(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    def table(blocks: int) -> torch.Tensor:
-        return torch.arange(1, 1 + blocks, dtype=torch.int32, device=device)[None]
+    def table(used: int, blocks: int) -> torch.Tensor:
+        out = torch.zeros(1, blocks, dtype=torch.int32, device=device)
+        out[0, :used] = torch.arange(1, 1 + used)
+        return out
 
     packed = SimpleNamespace(
-        block_table=table(pages), query_start=numbers(0, tokens), seq_lens=numbers(end), max_query_len=tokens,
-        batch=Batch.of([0, tokens], [end], short),
+        block_table=table(-(-end // PAGE), width), query_start=numbers(0, tokens), seq_lens=numbers(end),
+        max_query_len=tokens, batch=Batch.of([0, tokens], [end], short),
     )  # fmt: skip
-    step = Step.of(layer.stored.method, packed, table(pages * PAGE // WINDOW_BLOCK), WINDOW_BLOCK, layer)
+    each = PAGE // WINDOW_BLOCK
+    windows = table(-(-end // PAGE) * each, width * each)
+    step = Step.of(layer.stored.method, packed, windows, WINDOW_BLOCK, layer)
     query, key, value, out = (
         torch.zeros(tokens, heads, spec.head_dim, dtype=spec.dtype, device=device)
         for heads in (num_heads, spec.num_kv_heads, spec.num_kv_heads, num_heads)
