@@ -55,6 +55,7 @@ class Engine:
         self.impls = [l.impl for n, l in self.layers.items() if hasattr(l, "impl") and hasattr(l.impl, "window_name")]
         assert self.impls, "vLLM did not take kvfold's attention: is kvfold installed, with its entry points?"
         self.steps = []
+        self.poisoned: set[int] = set()
         inner = backend.run
 
         def run(layer, step, query, key, value, out):
@@ -68,14 +69,19 @@ class Engine:
         backend.run = run
 
     def poison(self):
-        """NaN in every block that is free and shared with nobody, the null block among them."""
+        """NaN in every block that is free and shared with nobody, the null block among them.
+
+        What was free at the step before and still is holds NaN already: nobody may have written there, but to the null block.
+        """
         import torch
 
-        free = [b.block_id for b in self.pool.blocks if b.is_null or (b.ref_cnt == 0 and b.block_hash is None)]
+        free = {b.block_id for b in self.pool.blocks if b.is_null or (b.ref_cnt == 0 and b.block_hash is None)}
+        fresh = sorted(free - self.poisoned)
+        self.poisoned = free - {b.block_id for b in self.pool.blocks if b.is_null}
         for layer in self.layers.values():
             cache = getattr(layer, "kv_cache", None)
             if isinstance(cache, torch.Tensor) and cache.numel():
-                cache[free] = float("nan")
+                cache[fresh] = float("nan")
 
     @property
     def free(self):
