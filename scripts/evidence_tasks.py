@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable
 import evidence
 from evidence import BASE, MODELS, NOTHING, ROOT, logs, markdown, of_eval, plain
 
+from kvfold import methods
 from kvfold.evaluation.results import Result, ResultFile
 from kvfold.evaluation.statistics import LEAST, Difference, Estimate, estimate, paired
 from kvfold.evaluation.suites import REGISTRY
+from kvfold.methods.squat import SQuat
 
 FEW = 10
 """Items of a method at least, for a line or a cell of its own."""
@@ -327,6 +329,34 @@ def _times(log: float) -> str:
     return f"{math.exp(log):.3g}"
 
 
+def ablation() -> str:
+    """SQuat's rank and weight: multiples of KIVI-2's divergence on the same windows, a line per rank."""
+    (path,) = sorted((ROOT / "evidence" / "ablation").glob("divergence-*.jsonl"))
+    kld: dict[tuple[object, object], dict[str, float]] = {}
+    for row in ResultFile.read(path).rows.values():
+        method, value = methods.get(row.method), row.scores.get("kld")
+        if value is not None and value > 0 and row.method != NOTHING:
+            where = (method.rank, method.lam) if isinstance(method, SQuat) else (BASE, BASE)
+            kld.setdefault(where, {})[row.item] = math.log(value)
+    base = kld.pop((BASE, BASE))
+    ranks, weights = (sorted({at[i] for at in kld}, key=float) for i in (0, 1))  # type: ignore[arg-type]
+    lines = []
+    for rank in ranks:
+        cells = []
+        for weight in weights:
+            own = kld[rank, weight]
+            items = sorted(own.keys() & base.keys())
+            found = paired([own[i] for i in items], [base[i] for i in items], higher_is_better=False)
+            ends = (
+                ""
+                if found.low is None or found.high is None
+                else f" [{math.exp(found.low):.2f}, {math.exp(found.high):.2f}]"
+            )
+            cells.append(f"{math.exp(found.mean):.2f}{ends} ({found.items}): {found.verdict}")
+        lines.append([str(rank), *cells])
+    return markdown(["rank", *(f"lambda {weight:g}" for weight in weights)], lines)
+
+
 # ---- proposals -------------------------------------------------------------------------------------------------------
 
 
@@ -512,4 +542,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "tasks": tasks,
     "task claims": claims,
     "recommended": recommended,
+    "ablation": ablation,
 }
