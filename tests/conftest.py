@@ -6,6 +6,7 @@ nothing wrote reads NaN.
 """
 
 import os
+import signal
 
 # Before Transformers is imported: no test may reach for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,6 +18,9 @@ import torch
 import targets
 
 torch.set_num_threads(1)  # as many workers as cores
+# Started in a shell's background, this process ignores Ctrl-C, and so would those that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _share_the_gpus() -> None:
