@@ -510,7 +510,8 @@ def headline() -> str:
 
 
 def beside_full() -> str:
-    """Tasks in the README: fold and KIVI-2 against full precision, on the items that all three have."""
+    """Tasks in the README: fold and KIVI-2 against full precision, each on the items that both have: fold's number of them, and
+    KIVI-2's where it has others."""
     lines = []
     for suite in (*CHAINS, "ruler", "needle", "retrieval", "code"):
         of, measure = [one for one in asked() if one.suite == suite], main_measure(suite)
@@ -521,10 +522,11 @@ def beside_full() -> str:
         if mine is None or theirs is None:
             continue
         few = f"fewer than {ENOUGH} items"
-        cells = [f"{percent(d, True)}: {d.verdict if d.items >= ENOUGH else few}" for d in (mine, theirs)]
-        lines.append(
-            [f"{WORDS[suite]}{where}", str(min(mine.items, theirs.items)), f"{100 * sum(full) / len(full):.1f}", *cells]
-        )
+        cells = [
+            f"{percent(d, True)}{'' if d.items == mine.items else f' ({d.items})'}: {d.verdict if d.items >= ENOUGH else few}"
+            for d in (mine, theirs)
+        ]
+        lines.append([f"{WORDS[suite]}{where}", str(mine.items), f"{100 * sum(full) / len(full):.1f}", *cells])
     return markdown(["task", "items", "full precision, %", "`fold`, points over it", "`kivi`, points over it"], lines)
 
 
