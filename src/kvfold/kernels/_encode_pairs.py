@@ -153,6 +153,20 @@ def _plus_product(x, table, total, EXACT: tl.constexpr):
     return tl.dot(x, table - high, total, input_precision="tf32")
 
 
+@triton.jit
+def _products(source, token, inside, table, D: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
+    """Tokens times ``table`` float32 [D, C]: float32 [tokens, C]."""
+    code = tl.arange(0, C)
+    total = tl.full((token.shape[0], C), 0.0, tl.float32)
+    for first in range(0, D, STEP):
+        row = first + tl.arange(0, STEP)
+        known = (row < D)[:, None] & (code >= 0)[None, :]
+        some = _vectors(source, token[:, None], row[None, :], inside[:, None] & (row < D)[None, :], 0)
+        part = tl.load(table + row[:, None] * C + code[None, :], mask=known, other=0.0)
+        total = _plus_product(some, part, total, EXACT)
+    return total
+
+
 @triton.jit(do_not_specialize=["tokens", "heads", "batch"])
 def values_kernel(
     x, stride_b, stride_h, stride_t, matrix, shift, top, place, along, origin, gram, bits, slope, tokens, heads, batch,
@@ -170,13 +184,7 @@ def values_kernel(
     code = tl.arange(0, C)
     inside = token < tokens
     source = (x + index * stride_b + head * stride_h, stride_t, matrix, matrix, 1.0)
-    said = tl.full((T, C), 0.0, tl.float32)
-    for first in range(0, D, STEP):
-        row = first + tl.arange(0, STEP)
-        known = (row < D)[:, None] & (code >= 0)[None, :]
-        some = _vectors(source, token[:, None], row[None, :], inside[:, None] & (row < D)[None, :], 0)
-        part = tl.load(matrix + (head * D + row[:, None]) * C + code[None, :], mask=known, other=0.0)
-        said = _plus_product(some, part, said, EXACT)
+    said = _products(source, token, inside, matrix + head * (D * C), D, C, EXACT)
     said += tl.load(shift + head * C + code)[None, :]
     # to the nearest whole number, halves to the even one
     near = tl.minimum(tl.maximum(said, 0.0), tl.load(top + head * C + code)[None, :]) + 12582912.0 - 12582912.0
@@ -184,13 +192,7 @@ def values_kernel(
     at = ((head * batch + index) * tokens + token)[:, None] * C
     tl.store(bits + at + code[None, :], ((near.to(tl.int32) >> digit) & 1).to(tl.float32), mask=inside[:, None])
     if FLIPS:
-        rise = tl.full((T, C), 0.0, tl.float32)
-        for first in range(0, D, STEP):
-            row = first + tl.arange(0, STEP)
-            known = (row < D)[:, None] & (code >= 0)[None, :]
-            some = _vectors(source, token[:, None], row[None, :], inside[:, None] & (row < D)[None, :], 0)
-            part = tl.load(along + (head * D + row[:, None]) * C + code[None, :], mask=known, other=0.0)
-            rise = _plus_product(some, part, rise, EXACT)
+        rise = _products(source, token, inside, along + head * (D * C), D, C, EXACT)
         moved = tl.full((T, C), 0.0, tl.float32)
         tl.debug_barrier()  # other lanes' bits
         for first in range(0, C, STEP):
@@ -208,7 +210,7 @@ def flips_kernel(bits, slope, gram, square, least, tokens, flips, C: tl.constexp
 
     ``bits`` and ``slope`` float32 [heads, tokens, C], bits in place; ``gram`` float32 [heads, C, C] of products of codes,
     ``square`` [heads, C] its diagonal; ``least`` [heads]: gains that are none. A bit's loss carries its number, and which way
-    it flips, in its lowest bits, so that one minimum finds all: of losses that are alike to 2^-14 any is taken.
+    it flips, in its lowest bits, so that one minimum finds all: of losses that are alike to C 2^-22 any is taken.
     """
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * T + tl.arange(0, T)
