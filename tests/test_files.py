@@ -168,6 +168,22 @@ def test_rows_of_a_benchmark_go_through_a_fifo_with_one_header(tmp_path):
     assert head.startswith("name,") and [row[-1] for row in rows] == ["1", "2"]
 
 
+@pytest.mark.parametrize("written", ["nothing", "a part", "all"])
+def test_an_interrupt_keeps_what_is_written_whole(tmp_path, monkeypatch, written):
+    path = tmp_path / "x"
+    files.append(path, "a\n")
+
+    def press(descriptor):
+        if written != "all":
+            os.ftruncate(descriptor, {"nothing": 2, "a part": 3}[written])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", press)
+    with pytest.raises(KeyboardInterrupt):
+        files.append(path, "bc\n")
+    assert path.read_text() == ("a\nbc\n" if written == "all" else "a\n")
+
+
 def test_a_row_that_cannot_be_appended_is_said(tmp_path):
     path = tmp_path / "rows.csv"
     append_rows(path, [Sample("a", 1.0, 1)])

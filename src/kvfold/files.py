@@ -121,7 +121,7 @@ def write(path: Path, content: Content) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Add whole lines at the end of a file, or none of them.
+    """Add whole lines at the end of a file, or none of them; an interrupt leaves those that are there.
 
     A line that a killed process left without an end gets one first. A FIFO stays open until the process ends: its reader would
     take the first end for the last.
@@ -144,14 +144,17 @@ def append(path: Path, text: str) -> None:
         if size:
             file.seek(size - 1)
             text = text if file.read(1) == b"\n" else "\n" + text
+        lines = text.encode()
         try:
-            file.write(text.encode())
+            file.write(lines)
             file.flush()
             os.fsync(file.fileno())
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):  # what is still in the buffer
                 file.close()
-            os.truncate(path, size)
+            # Lines that an interrupt finds whole were made: only how soon they reach the disk is open.
+            if isinstance(error, Exception) or os.stat(path).st_size != size + len(lines):
+                os.truncate(path, size)
             raise
 
 
