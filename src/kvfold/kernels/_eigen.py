@@ -50,23 +50,33 @@ def _partners(turn, N: tl.constexpr):
 
 @triton.jit
 def jacobi_kernel(
-    work, turned, needed, N: tl.constexpr, R: tl.constexpr, SWEEPS: tl.constexpr, CLOSE: tl.constexpr
+    matrices, work, turned, needed, values, vectors,
+    D: tl.constexpr, N: tl.constexpr, R: tl.constexpr, SWEEPS: tl.constexpr, CLOSE: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a matrix made orthogonal by rotations (Hestenes, 1958), in place; the rotations of ``turned``, too.
+    """Columns of a symmetric matrix made orthogonal by rotations (Hestenes, 1958); then their lengths are the eigenvalues.
 
-    ``work``, ``turned`` float64 [n, N, N], column by column in memory; ``needed`` int8 [n]: 0 leaves a matrix alone.
-    Grid: (n,). It ends with a sweep that found no two columns whose product exceeds CLOSE times the longer one's and the
-    matrix's length, or after SWEEPS.
+    ``matrices`` float64 [n, D, D]; ``work``, ``turned`` float64 [n, N, N], column by column in memory, for the matrix and its
+    rotations; ``needed`` bool [n], False leaves a matrix alone, or None; ``values`` float64 [n, D], ascending; ``vectors``
+    float64 [n, D, D], one after another. Grid: (n,). It ends with a sweep that found no two columns whose product exceeds CLOSE
+    times the longer one's and the matrix's length, or after SWEEPS.
     """
     at = tl.program_id(0).to(tl.int64)
-    if tl.load(needed + at) != 0:
+    wanted = True
+    if needed is not None:
+        wanted = tl.load(needed + at) != 0
+    if wanted:
+        matrices += at * (D * D)
         work += at * (N * N)
         turned += at * (N * N)
-        row = tl.arange(0, R)
+        row, column = tl.arange(0, R), tl.arange(0, N)
         whole = tl.full((N,), 0.0, tl.float64)
-        for first in range(0, N * N, N):
-            some = tl.load(work + first + tl.arange(0, N))
-            whole += some * some
+        for first in range(0, N, R):
+            inside = (first + row < D)[:, None] & (column < D)[None, :]
+            some = tl.load(matrices + (first + row)[:, None] * D + column[None, :], mask=inside, other=0.0)
+            tl.store(work + (first + row)[:, None] * N + column[None, :], some)
+            one_there = ((first + row)[:, None] == column[None, :]).to(tl.float64)
+            tl.store(turned + (first + row)[:, None] * N + column[None, :], one_there)
+            whole += _sum(some * some, 0)
         least = _sum(whole, 0) * (CLOSE * CLOSE)
         going = 1
         sweep = 0
@@ -107,3 +117,23 @@ def jacobi_kernel(
                     tl.store(turned + place, cosine * c - sine * d)
                     tl.store(turned + other, sine * c + cosine * d)
             sweep += 1
+        tl.debug_barrier()
+        value = tl.full((N,), 0.0, tl.float64)
+        for first in range(0, N, R):
+            place = column[None, :] * N + (first + row)[:, None]
+            value += _sum(tl.load(work + place) * tl.load(turned + place), 0)
+        key = tl.where(value == value, value, float("inf"))
+        tl.debug_barrier()
+        tl.store(work + column, key)  # to be had in another order
+        tl.debug_barrier()
+        rank = tl.full((N,), 0, tl.int32)
+        for first in range(0, N, R):
+            other = tl.load(work + first + row)[:, None]
+            earlier = (first + row)[:, None] < column[None, :]
+            before = (other < key[None, :]) | ((other == key[None, :]) & earlier)
+            rank += _sum((before & (first + row < D)[:, None]).to(tl.int32), 0)
+        tl.store(values + at * D + rank, value, mask=column < D)
+        for first in range(0, N, R):
+            some = tl.load(turned + column[None, :] * N + (first + row)[:, None])
+            inside = (first + row < D)[:, None] & (column < D)[None, :]
+            tl.store(vectors + at * (D * D) + rank[None, :] * D + (first + row)[:, None], some, mask=inside)

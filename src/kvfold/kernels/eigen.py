@@ -69,14 +69,16 @@ def eigh(matrices: torch.Tensor, needed: torch.Tensor | None = None) -> tuple[to
     """
     n, d, _ = matrices.shape
     size = max(16, triton.next_power_of_2(d))
-    work, turned = matrices.new_zeros(n, size, size), matrices.new_zeros(n, size, size)
-    work[:, :d, :d] = matrices
-    turned.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-    flags = matrices.new_ones(n, dtype=torch.int8) if needed is None else needed.to(torch.int8)
+    work, turned = matrices.new_empty(2, n, size, size)
+    values, vectors = matrices.new_empty(n, d), matrices.new_empty(n, d, d)
     jacobi_kernel[(n,)](
+        matrices.contiguous(),
         work,
         turned,
-        flags,
+        needed,
+        values,
+        vectors,
+        D=d,
         N=size,
         R=min(size, 32),
         SWEEPS=SWEEPS,
@@ -85,9 +87,7 @@ def eigh(matrices: torch.Tensor, needed: torch.Tensor | None = None) -> tuple[to
         num_stages=1,
         enable_fp_fusion=False,  # fused, lanes that sum the same column have different last bits, and turn its rows differently
     )
-    values, vectors = (work * turned).sum(-1)[:, :d], turned[:, :d, :d]  # rows are columns of the rotated
-    values, order = values.sort(dim=-1)
-    return values, vectors.gather(1, order.unsqueeze(-1).expand(-1, -1, d)).mT
+    return values, vectors.mT
 
 
 @lru_cache

@@ -142,8 +142,8 @@ def _filter(a: torch.Tensor, x: torch.Tensor, cut: torch.Tensor, degree: int) ->
     twice = a * (4 / cut)
     twice.diagonal(dim1=-2, dim2=-1).sub_(2)
     before, x = x, twice @ x / 2
-    for _ in range(degree - 1):
-        before, x = x, torch.baddbmm(before, twice, x, beta=-1)
+    for step in range(degree - 1):  # the caller's columns stay; others give their place to those two steps later
+        before, x = x, (before.baddbmm_ if step else before.baddbmm)(twice, x, beta=-1)
     return x
 
 
