@@ -47,7 +47,7 @@ METHODS = (
     "gear:sink=0,recent=30",
     "k=squat:sink=3,recent=9+v=fold:sink=3,recent=9",
 )
-CASES = int(os.environ.get("KVFOLD_FUZZ", "2000"))
+CASES = int(os.environ.get("KVFOLD_FUZZ", "1000"))
 DIM, HEADS, LAYERS, VOCABULARY, MOST = 32, 2, 2, 61, 400
 WIDTH = {"qjl": 64, "turboquant": 64, "kivi": 64}  # others are as narrow as formats allow
 
