@@ -17,6 +17,7 @@ from kvfold.formats.balanced import deviation, factors, mean
 from kvfold.formats.gaussian import gaussian_codes
 from kvfold.formats.grouped import GroupBook, choose
 from kvfold.formats.residual import Codebook
+from kvfold.kernels import encode_search, readers, unpack
 from kvfold.methods import get
 
 
@@ -302,6 +303,30 @@ def test_a_metric_makes_codes_serve_queries():
     assert errors["queries"][0] < 0.97 * errors["plain"][0] and errors["queries"][1] > errors["plain"][1]
 
 
+def test_codes_less_a_mean_are_those_of_vectors_without_it():
+    """As many bits; codes, scales and errors do not depend on what a head's vectors share; no kernel reads or makes them."""
+    form = GroupCodes(64, 32, "plain", 8, fit="size", centred=True)
+    x = randn(2, 2048, 64) + 4 * randn(2, 1, 64, seed=9)
+    book = nova.learn_book(form, x, None, draw())
+    torch.testing.assert_close(book.mean.float(), x.mean(1), rtol=1e-3, atol=1e-3)
+    form, plain = (dataclasses.replace(form, book=book, centred=centred) for centred in (True, False))
+    assert form.bits == plain.bits
+    shifted = (x - book.mean.float().unsqueeze(1)).unsqueeze(0)
+    got, want = form.encode(x.unsqueeze(0)), plain.encode(shifted)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    torch.testing.assert_close(form.decode(got) - plain.decode(want), (x - shifted[0]).unsqueeze(0))
+    for served in (readers.why_not, encode_search.unsupported, unpack.why_not):
+        assert served(plain) is None and "less a head's mean" in served(form)
+
+
+def test_an_artefact_with_a_mean_serves_no_method_without_one(learned):
+    for name, other in (("tasq:mean=true", "tasq"), ("tasq", "tasq:mean=true")):
+        artefact = get(learned[name]).artefact
+        asked = dataclasses.replace(get(other), artefact=artefact)
+        with pytest.raises(MethodError, match=f"it is for mean={other == 'tasq'}, and mean={other != 'tasq'} is asked"):
+            asked.key_format(spec())
+
+
 def test_bits_of_byte_codes_are_those_of_their_sources():
     assert get("nova").effective_bits(128) == pytest.approx(
         (2 + 16 / 128 + 2 + 32 / 128) / 2
@@ -341,6 +366,14 @@ def learned(tmp_path_factory) -> dict[str, str]:
         "tasq": (
             {"key.codes": eights[0], "key.metric": eights[1], "value.codes": eights[0], "value.metric": eights[1]},
             {"k_bits": 1, "v_bits": 1},
+        ),
+        "tasq:mean=true": (
+            {
+                **{"key.codes": eights[0], "key.mean": 3 * randn(2, 64).half()},
+                **{"value.codes": eights[0], "value.mean": 3 * randn(2, 64, seed=1).half()},
+                "value.metric": eights[1],
+            },
+            {"k_bits": 1, "v_bits": 1, "mean": True},
         ),
         "gsrq": ({"key.codes": stages, "value.codes": stages}, {"k_bits": 2, "v_bits": 2, "vector": 32, "codes": 256}),
     }
@@ -389,7 +422,7 @@ def test_a_cropped_cache_goes_on_as_one_that_never_was_longer(name, learned):
     assert difference(of, feed(feed(layer(spec_of), short), more, start=390)) is None
 
 
-@pytest.mark.parametrize("name", ["nova", "nova:values=codes", "tasq", "gsrq"])
+@pytest.mark.parametrize("name", ["nova", "nova:values=codes", "tasq", "tasq:mean=true", "gsrq"])
 def test_attention_is_that_of_the_decoded_cache(name, learned):
     new, ask = tokens(2, 400), tokens(2, 3, seed=1)
     of = feed(layer(learned[name], max_length=512), new)

@@ -83,8 +83,11 @@ def tables(made: Method, heads: int, head_dim: int, device: torch.device) -> Any
         return {side: Codebook.rounded(random(*size).half() / size[0] ** 0.5) for side, size in sizes.items()}
     if isinstance(made, ByteCodes):
         books = [
-            GroupBook(random(heads, head_dim * bits // 8, 256, 8 // bits).half())
-            for bits in (made.key_bits, made.value_bits)
+            GroupBook(
+                random(heads, head_dim * bits // 8, 256, 8 // bits).half(),
+                mean=random(heads, head_dim).half() if made.centres(side) else None,
+            )
+            for side, bits in (("key", made.key_bits), ("value", made.value_bits))
         ]
         maps = HeadMaps(random(heads, head_dim), eye, eye) if made.maps_keys else None
         return Tables(books[0], maps, books[1])

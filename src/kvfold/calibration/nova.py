@@ -9,6 +9,7 @@ from kvfold.calibration.collect import LayerSample, distance_factor, to_complex
 from kvfold.calibration.learner import LayerwiseLearner
 from kvfold.calibration.state import Fit
 from kvfold.formats import Format, GroupCodes
+from kvfold.formats.affine import to_fp16
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
 from kvfold.methods.base import LayerSpec
@@ -57,8 +58,9 @@ def learn(sample: LayerSample, held: torch.Tensor, window: int, method: ByteCode
     -------
     Fit
         ``key.codes`` fp16 [heads, groups, 256, vector]; with a map ``key.mean``, ``key.map``, ``key.inverse``, else
-        ``key.metric``; of values with codes ``value.codes`` and ``value.metric``. Errors are those of held-out scores and
-        attention outputs, over their variance.
+        ``key.metric``; of values with codes ``value.codes`` and ``value.metric``; where the method centres them,
+        ``key.mean`` and ``value.mean`` fp16 [heads, d]. Errors are those of held-out scores and attention outputs, over their
+        variance.
     """
     spec = sample.spec
     keys_form, values_form = method.formats(spec)
@@ -78,13 +80,13 @@ def learn(sample: LayerSample, held: torch.Tensor, window: int, method: ByteCode
     else:
         keys, maps = sample.keys, None
         book = learn_book(inner_codes(keys_form), keys[:, ~held], queries, generator)
-        tensors["key.metric"] = book.metric
+        tensors |= {"key.metric": book.metric, "key.mean": book.mean}
     tensors["key.codes"] = book.codes
     values = None
     if method.values == "codes":
         assert isinstance(values_form, GroupCodes)
         values = learn_book(values_form, sample.values[:, ~held], sample.value_metric, generator)
-        tensors |= {"value.codes": values.codes, "value.metric": values.metric}
+        tensors |= {"value.codes": values.codes, "value.metric": values.metric, "value.mean": values.mean}
     fitted = method.formats(spec, Tables(book, maps, values))
     sides = zip(("key", "value"), fitted, (keys, sample.values), (queries, sample.value_metric), strict=True)
     for operand, form, x, metric in sides:
@@ -163,6 +165,10 @@ def learn_book(form: GroupCodes, x: torch.Tensor, metric: torch.Tensor | None, g
     metric : Tensor or None, float32 [heads, d, d]
         Of the distance, within groups.
     """
+    mean = None
+    if form.centred:
+        mean = to_fp16(x.mean(1))
+        x = x - mean.float().unsqueeze(1)
     unit = form.split(x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30))  # [heads, tokens, groups, vector]
     chosen = torch.randperm(unit.shape[1], generator=generator)[:VECTORS].to(x.device)
     vectors = unit[:, chosen].transpose(1, 2)  # [heads, groups, n, vector]
@@ -177,7 +183,7 @@ def learn_book(form: GroupCodes, x: torch.Tensor, metric: torch.Tensor | None, g
     centres = kmeans(vectors.flatten(0, 1), CODES, generator).unflatten(0, vectors.shape[:2])
     if inverse is not None:
         centres = centres @ inverse
-    return GroupBook(centres.to(torch.float16), factor)
+    return GroupBook(centres.to(torch.float16), factor, mean)
 
 
 def kmeans(x: torch.Tensor, codes: int, generator: torch.Generator, iterations: int = ITERATIONS) -> torch.Tensor:

@@ -25,23 +25,28 @@ class GroupBook:
     metric : Tensor or None, float32 [num_kv_heads, groups, vector, vector]
         A factor L of the distance's matrix: the code that is nearest to x makes ``|(x - code) L|`` least. None: the plain
         distance.
+    mean : Tensor or None, fp16 [num_kv_heads, head_dim]
+        What all vectors of a head share; codes are of vectors less it.
     """
 
-    def __init__(self, codes: torch.Tensor, metric: torch.Tensor | None = None) -> None:
-        self.codes, self.metric = codes, metric
+    def __init__(
+        self, codes: torch.Tensor, metric: torch.Tensor | None = None, mean: torch.Tensor | None = None
+    ) -> None:
+        self.codes, self.metric, self.mean = codes, metric, mean
         self._devices: dict[torch.device, GroupBook] = {codes.device: self}
 
     def on(self, device: torch.device) -> "GroupBook":
         """The same codebooks on another device; moved once."""
         if device not in self._devices:
-            metric = None if self.metric is None else self.metric.to(device)
-            self._devices[device] = GroupBook(self.codes.to(device), metric)
+            metric, mean = (None if x is None else x.to(device) for x in (self.metric, self.mean))
+            self._devices[device] = GroupBook(self.codes.to(device), metric, mean)
         return self._devices[device]
 
 
 @dataclass(frozen=True)
 class GroupCodes(VectorCodes):
-    """Each group of ``vector`` channels as one code of its own codebook, times the token's scale.
+    """Each group of ``vector`` channels as one code of its own codebook, times the token's scale; plus the head's mean,
+    if it has one.
 
     Parameters
     ----------
@@ -56,6 +61,8 @@ class GroupCodes(VectorCodes):
         (:mod:`kvfold.formats.uniform`).
     book : GroupBook or None
         Without it the format knows its size only.
+    centred : bool
+        Whether codes are of vectors less the book's mean.
 
     Notes
     -----
@@ -67,6 +74,7 @@ class GroupCodes(VectorCodes):
     strided: bool = False
     fit: str = "rms"
     book: GroupBook | None = field(default=None, compare=False, repr=False)
+    centred: bool = False
 
     kind: ClassVar[str] = "group codes"
 
@@ -81,6 +89,8 @@ class GroupCodes(VectorCodes):
     def encode(self, x: torch.Tensor) -> Fields:
         assert self.book is not None
         x = x.float()
+        if self.centred:
+            x = x - self._mean(x.device)
         size = x.square().mean(-1, keepdim=True).sqrt()
         scale = to_fp16(size)
         unit = x / torch.where(size == 0, torch.ones_like(size), size)
@@ -92,6 +102,13 @@ class GroupCodes(VectorCodes):
             "rms": scale.squeeze(-1).unflatten(-1, (-1, self.block)),
         }
 
+    def _mean(self, device: torch.device) -> torch.Tensor:
+        """Float32 [num_kv_heads, 1, head_dim]."""
+        assert self.book is not None
+        mean = self.book.on(device).mean
+        assert mean is not None, "centred codes need a book with a mean"
+        return mean.float().unsqueeze(-2)
+
     def _vectors(self, codes: torch.Tensor) -> torch.Tensor:
         """Vectors of unit scale of codes, int64 [batch, heads, tokens, groups]: float32 [batch, heads, tokens, head_dim]."""
         assert self.book is not None
@@ -102,10 +119,12 @@ class GroupCodes(VectorCodes):
 
     def decode(self, fields: Fields) -> torch.Tensor:
         codes = fields["codes"].flatten(-3, -2).long().clamp_max(self.codes - 1)
-        return self._vectors(codes) * fields["rms"].flatten(-2).float().unsqueeze(-1)
+        x = self._vectors(codes) * fields["rms"].flatten(-2).float().unsqueeze(-1)
+        return x + self._mean(x.device) if self.centred else x
 
     def describe(self) -> str:
-        return f"{self.codes} codes for {self.vector} channels of a head ({self.bits:.2f} bits)"
+        less = " less its mean" if self.centred else ""
+        return f"{self.codes} codes for {self.vector} channels of a head{less} ({self.bits:.2f} bits)"
 
 
 def choose(x: torch.Tensor, book: GroupBook) -> torch.Tensor:

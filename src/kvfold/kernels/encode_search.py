@@ -108,6 +108,8 @@ def _no_search(fmt: ResidualCodes) -> str | None:
 
 
 def _no_groups(fmt: GroupCodes) -> str | None:
+    if fmt.centred:
+        return "codes less a head's mean, which no kernel subtracts"
     return misfit(
         ("head_dim", fmt.head_dim, POWERS[1:]),
         ("vector", fmt.vector, (2, 4, 8)),

@@ -99,7 +99,7 @@ def _built(
     }
     if layer in artefact.shape.get("no_rope_layers", []):
         del expected["rotary_dim"]
-    has = {**artefact.shape, "method": artefact.method.partition(":")[0]}
+    has = {"mean": False, **artefact.shape, "method": artefact.method.partition(":")[0]}
     for name, value in {"method": method.name, **expected}.items():
         if has.get(name) != value:
             raise MethodError(

@@ -45,6 +45,10 @@ class ByteCodes(LearnedMethod):
     maps_keys: ClassVar[bool] = False
     """Whether keys are stored less a mean and under a learned map."""
 
+    def centres(self, operand: str) -> bool:
+        """Whether codes of "key" or "value" are of vectors less a static mean of the head."""
+        return False
+
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.values not in ("affine", "codes"):
@@ -60,7 +64,8 @@ class ByteCodes(LearnedMethod):
         fit = ("size" if is_key else "unbiased") if self.refit else "rms"
         bits = self.key_bits if is_key else self.value_bits
         strided = is_key and self.pre_rope
-        return GroupCodes(spec.head_dim, self.block, spec.operand(operand), 8 // bits, CODES, strided, fit, book)
+        size = spec.head_dim, self.block, spec.operand(operand), 8 // bits, CODES
+        return GroupCodes(*size, strided, fit, book, self.centres(operand))
 
     def formats(self, spec: LayerSpec, learned: Tables | None = None) -> tuple[Format, Format]:
         """Both formats; without what was learned they know sizes only."""
@@ -102,8 +107,8 @@ class ByteCodes(LearnedMethod):
             if book is not None:
                 here = book.on(place)
                 held[f"{operand}.codes"] = here.codes
-                if here.metric is not None:
-                    held[f"{operand}.metric"] = here.metric
+                named = {"metric": here.metric, "mean": here.mean}
+                held |= {f"{operand}.{name}": x for name, x in named.items() if x is not None}
         if learned.maps is not None:
             maps = learned.maps.on(place)
             held |= {"key.mean": maps.mean, "key.map": maps.apply, "key.inverse": maps.restore}
@@ -121,7 +126,11 @@ class ByteCodes(LearnedMethod):
 
     def build(self, parts: dict[str, torch.Tensor], rotary: int) -> Tables:
         books = {
-            operand: GroupBook(parts[f"{operand}.codes"], parts.get(f"{operand}.metric"))
+            operand: GroupBook(
+                parts[f"{operand}.codes"],
+                parts.get(f"{operand}.metric"),
+                parts[f"{operand}.mean"] if self.centres(operand) else None,
+            )
             for operand in ("key", "value")
             if f"{operand}.codes" in parts
         }
@@ -157,11 +166,17 @@ class TaSQ(ByteCodes):
     From the source, of which we know no more: keys before RoPE, codebooks of 8 channels weighted by queries, about 1.27 bits
     in all. Our reading: the channels of a group are whole pairs of RoPE, the weight is the second moment of the queries as a
     key before RoPE meets them, averaged over distances, and values have codebooks for the output projection's
-    distance.
+    distance. Ours is ``mean``.
+
+    Parameters
+    ----------
+    mean : bool
+        Codes are of vectors less what all of a head's keys before RoPE, and all of its values, share; costs no bits.
     """
 
     bits: int = 1
     values: str = "codes"
+    mean: bool = False
 
     name = "tasq"
     summary = "keys before RoPE and values, a byte for 8 channels, codebooks for queries' distance"
@@ -169,6 +184,12 @@ class TaSQ(ByteCodes):
     url = "https://arxiv.org/abs/2610.03027"
     published: ClassVar[dict[str, object]] = {"sink": 0, "recent": 128, "refit": False}
     pre_rope = True
+
+    def centres(self, operand: str) -> bool:
+        return self.mean and (operand == "key" or self.values == "codes")
+
+    def learned_shape(self) -> dict[str, object]:
+        return super().learned_shape() | {"mean": self.mean}
 
     def transform_keys(
         self, keys: torch.Tensor, state: State, spec: LayerSpec, positions: torch.Tensor

@@ -68,6 +68,8 @@ class GroupReader(Reader[GroupCodes]):
 
     @staticmethod
     def why_not(form: GroupCodes) -> str | None:
+        if form.centred:
+            return "codes less a head's mean, which no kernel adds"
         return None if form.head_dim % 8 == 0 else f"head_dim={form.head_dim}; allowed: multiples of 8"
 
     @property
