@@ -53,16 +53,17 @@ def residual(stages=4, vector=32, codes=256, strided=False, head_dim=64, block=3
     return ResidualCodes(head_dim, block, "plain", vector, codes, stages, strided, book)
 
 
-def grouped(vector=4, strided=False, codes=256, head_dim=64, block=32, device="cpu"):
-    book = GroupBook(rand(HEADS, head_dim // vector, codes, vector, seed=7).half().to(device))
-    return GroupCodes(head_dim, block, "plain", vector, codes, strided, "size", book)
+def grouped(vector=4, strided=False, codes=256, head_dim=64, block=32, device="cpu", mean=0.0):
+    centres = rand(HEADS, head_dim // vector, codes, vector, seed=7).half().to(device)
+    book = GroupBook(centres, mean=(mean * rand(HEADS, head_dim, seed=9)).half().to(device))
+    return GroupCodes(head_dim, block, "plain", vector, codes, strided, "size", book, mean > 0)
 
 
-def by_groups(key=(4,), value=(4,), block=32):
-    """Vector, whether strided, and codes of both sides."""
+def by_groups(key=(4,), value=(4,), block=32, mean=0.0):
+    """Vector, whether strided, and codes of both sides; how large the mean is that codes lack."""
 
     def formats(d, device):
-        return tuple(grouped(*side, head_dim=d, block=block, device=device) for side in (key, value))
+        return tuple(grouped(*side, head_dim=d, block=block, device=device, mean=mean) for side in (key, value))
 
     return formats
 
@@ -337,6 +338,9 @@ CASES = {
     "groups-8-rope": {"method": by_groups((8, True), (8,)), "rotary": 64},
     "groups-8-rope-d128": {"method": by_groups((8, True), (8,)), "rotary": 128, "head_dim": 128, "slabs": (4, 4)},
     "groups-8-part-of-rope": {"method": by_groups((8, True), (8,)), "rotary": 32, "head_dim": 80, "scaling": 1.1},
+    "groups-8-mean": {"method": by_groups((8, True), (8,), mean=3.0), "rotary": 64},
+    "groups-8-mean-part-of-rope": {"method": by_groups((8, True), (8,), mean=1.0), "rotary": 32, "head_dim": 80},
+    "groups-4-mean": {"method": by_groups(mean=1.0)},
     "groups-8-odd-rope": {"method": by_groups((8, True), (4,)), "rotary": 24},
     "groups-2-d80-block128": {
         "method": by_groups((2, False, 16), (16, False, 64), 128),

@@ -1,4 +1,4 @@
-"""Small artefacts of CommVQ and VQLLM with tables that suit normal vectors, and what layers store with them."""
+"""Small artefacts of CommVQ, VQLLM and TaSQ with tables that suit normal vectors, and what layers store with them."""
 
 import tempfile
 from functools import lru_cache
@@ -12,6 +12,7 @@ from kvfold.calibration.commvq_values import fit_codebook, scalar_encoder
 from kvfold.engines.vllm.settings import stored
 from kvfold.methods import LayerSpec
 from kvfold.methods.commvq import CommVQ, ValueCodebook
+from kvfold.methods.nova import ByteCodes
 from kvfold.rope import Rope
 
 TOKENS = 512
@@ -53,6 +54,14 @@ def tables(method, draw, heads, dim, network=False):
         sides = {
             "key": key_tables(draw, heads, method.stages(dim), method.levels, dim),
             "value": value_tables(draw, heads, method.value_codes(dim), dim, network),
+        }
+    elif isinstance(method, ByteCodes):
+        sides = {
+            side: {
+                "codes": torch.randn(heads, dim * bits // 8, 256, 8 // bits, generator=draw).half(),
+                **({"mean": torch.randn(heads, dim, generator=draw).half()} if method.centres(side) else {}),
+            }
+            for side, bits in (("key", method.key_bits), ("value", method.value_bits))
         }
     else:
         sides = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 import blocks_case
-from blocks_case import Case, affine, commvq, kvquant, lookups, mixed, of_method, residuals, unproject
+from blocks_case import Case, affine, by_groups, commvq, kvquant, lookups, mixed, of_method, residuals, unproject
 from interpreter import quicken
 from kvfold.formats.paged import plain
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, unpack, unpacked
@@ -68,6 +68,9 @@ FORMATS = {
     "commvq": {"method": commvq(5), "rotary": 64, "unproject": unproject},
     "commvq-d96": {"method": commvq(4, 32, 96, block=128), "rotary": 96, "head_dim": 96, "unproject": unproject, "slabs": (2,)},
     "commvq-odd-rope": {"method": commvq(3, 256, 48, 24), "rotary": 24, "unproject": unproject},
+    "groups-8-mean": {"method": by_groups((8, True), (8,), mean=2.0), "rotary": 64},
+    "groups-8-mean-part-of-rope": {"method": by_groups((8, True), (8,), mean=2.0), "rotary": 32, "head_dim": 80},
+    "groups-4-mean": {"method": by_groups(mean=2.0)},
     "residual": {"method": residuals(), "rotary": 64},
     "residual-part-of-rope": {"method": residuals(), "rotary": 32, "head_dim": 128, "scaling": 1.1, "slabs": (3,)},
     "residual-odd-rope": {"method": residuals((3, 16, 128)), "rotary": 24},

@@ -83,6 +83,7 @@ COMPILED = {
     "kvarn": ("kvarn", {}),
     "nova-codes": (by_groups(), {}),
     "tasq": (by_groups((8, True), (8,)), {"rotary": 128}),
+    "tasq-mean": (by_groups((8, True), (8,), mean=1.0), {"rotary": 128}),
 }
 FEW = 100
 """Spills where registers are limited, so that as many programs as planned run at a time; 10 are those of a cosine's."""
@@ -146,7 +147,7 @@ def test_groups_that_no_unit_of_tokens_holds():
     "method",
     [
         *("qjl", "turboquant", "innerq", "gear", "zipcache", "vqllm", "kvquant", "commvq", "kivi", "squat", "fold"),
-        *("kvarn", "gsrq", "nova", "nova:values=codes", "tasq"),
+        *("kvarn", "gsrq", "nova", "nova:values=codes", "tasq", "tasq:mean=true"),
     ],
 )
 def test_defaults_of_all_methods_are_served(method, head_dim):

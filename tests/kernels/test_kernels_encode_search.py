@@ -39,7 +39,7 @@ TOKENS, FIRST = 256, 37
 EXACT = "kvquant:bits=3", "kvquant:bits=2,outliers=0.03", "kvquant:bits=1"
 NEAR = (
     *("vqllm:bits=1", "vqllm:vector=16,codes=32", "gsrq:bits=1", "gsrq:vector=16,codes=32"),
-    *("tasq", "tasq:bits=2,refit=false"),
+    *("tasq", "tasq:bits=2,refit=false,mean=true"),
     *("commvq:bits=1", "commvq:levels=16,passes=0,flips=3"),
 )
 
@@ -146,12 +146,14 @@ def test_codes_of_groups_are_nearest_under_their_metric(vector, fit, device):
     draw = torch.Generator().manual_seed(0)
     codes = torch.randn(HEADS, groups, 64, vector, generator=draw).half()
     metric = torch.randn(HEADS, groups, vector, vector, generator=draw)
-    form = GroupCodes(DIM, 32, "key", vector, 64, True, fit, GroupBook(codes.to(device), metric.to(device)))
+    mean = torch.randn(HEADS, DIM, generator=draw).half().to(device)
+    book = GroupBook(codes.to(device), metric.to(device), mean)
+    form = GroupCodes(DIM, 32, "key", vector, 64, True, fit, book, centred=vector == 8)
     x = vectors(device, 96)
     fields = form.allocate(1, HEADS, 3, device)
     encode_search.encode(form, Source(x, fields, 0))
     want = form.encode(x.float())
-    assert (fields["codes"] != want["codes"]).float().mean() < 2e-3
+    assert (fields["codes"] != want["codes"]).float().mean() < 5e-3  # nearly as near: within 2e-3 of the distance
     assert ((fields["rms"] - want["rms"]).abs() > 2e-3 * want["rms"].abs()).float().mean() < 0.02
 
 

@@ -85,7 +85,8 @@ def attend_tiles(
     K_MEAN: tl.constexpr, K_NORM: tl.constexpr, K_BASIS: tl.constexpr,
     V_MEAN: tl.constexpr, V_NORM: tl.constexpr, V_BASIS: tl.constexpr,
     ROTARY: tl.constexpr, K_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr, V_ROWS: tl.constexpr = False,
+    K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr, K_CENTRED: tl.constexpr, V_CENTRED: tl.constexpr,
+    V_ROWS: tl.constexpr = False,
 ):  # fmt: skip
     """Attention of M query rows of one KV head over tiles ``begin`` to ``end``; what both kernels share.
 
@@ -99,6 +100,10 @@ def attend_tiles(
 
     With V_ROWS sums of codes are turned into values by a matrix of the head, float32 [width + 1, D] from ``v_basis`` on, whose
     last row is multiplied with the sum of the weights.
+
+    With K_CENTRED and V_CENTRED decoded vectors lack a mean of the head, fp16 [heads, D], the second of the tables. A value's
+    joins the sums once. A key's is rotated with its token: its score is a sum over pairs of channels of the token's cosine and
+    sine, times two numbers of the pair that depend on the query alone.
     """
     # queries, as fp16 times a power of two, so that large ones do not overflow and rounded ones stay what they are
     H: tl.constexpr = KW // 2 if ROTARY else KW
@@ -154,6 +159,19 @@ def attend_tiles(
         inside_k = (d_channel < D)[None, :] & (w_channel < K_SPEC[0])[:, None]
         turn = tl.load(k_basis + w_channel[:, None] * D + d_channel[None, :], mask=inside_k, other=0.0)
 
+    if K_CENTRED:
+        mean_a = tl.load(k_tables[1] + head * D + q_channel, mask=q_channel < D, other=0.0).to(tl.float32)
+        size = _max(tl.abs(mean_a), 0)
+        if ROTARY:
+            mean_b = tl.load(k_tables[1] + head * D + b_channel, mask=b_channel < D, other=0.0).to(tl.float32)
+            size = tl.maximum(size, _max(tl.abs(mean_b), 0))
+            # relative to a power of two, for fp16
+            mean_size = (tl.maximum(size, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            mean_a = (mean_a / mean_size)[:, None]
+            mean_b = (mean_b / mean_size)[:, None]
+        else:
+            mean_score = _sum(q * mean_a[:, None], 0)[None, :]
+
     v_channel = tl.arange(0, VW)
     v_four = tl.arange(0, VW // 4)
     m_channel = tl.arange(0, DP)
@@ -190,8 +208,12 @@ def attend_tiles(
             back_cos, back_sin = (tl.cos(angle) * gain)[:, None], (tl.sin(angle) * gain)[:, None]
             turned_a = k_a * cos - k_b * sin
             k_b = k_b * cos + k_a * sin
-            score = tl.dot(turned_a, (q * back_cos + q_b * back_sin).to(tl.float16))
-            score = tl.dot(k_b, (q_b * back_cos - q * back_sin).to(tl.float16), score)
+            query_a, query_b = q * back_cos + q_b * back_sin, q_b * back_cos - q * back_sin
+            score = tl.dot(turned_a, query_a.to(tl.float16))
+            score = tl.dot(k_b, query_b.to(tl.float16), score)
+            if K_CENTRED:
+                mean_score = tl.dot(cos, (mean_a * query_a + mean_b * query_b).to(tl.float16))
+                mean_score = tl.dot(sin, (mean_a * query_b - mean_b * query_a).to(tl.float16), mean_score) * mean_size
         else:
             query = q16
             if K_NORM:
@@ -200,6 +222,8 @@ def attend_tiles(
                 query = tl.dot(turn, query).to(tl.float16)
             score = tl.dot(_half(k_a), query)
         score = score * k_scale[:, None]
+        if K_CENTRED:
+            score += mean_score
         if K_MEAN:
             score += _sum(q * _means(k_mean_here, k_page, q_channel, D)[:, None], 0)[None, :]
         score = score * row_factor[None, :]
@@ -249,6 +273,9 @@ def attend_tiles(
     else:
         if V_MEAN:
             acc += mean_acc
+        if V_CENTRED:
+            mean = tl.load(v_tables[1] + head * D + v_channel, mask=v_channel < D, other=0.0).to(tl.float32)
+            acc += mean[:, None] * total[None, :]
         tl.store(out + v_channel[:, None], acc, mask=inside[None, :] & (v_channel < V_OUT)[:, None])
 
 
@@ -282,7 +309,7 @@ def blocks_kernel(
     V_MEAN: tl.constexpr, V_NORM: tl.constexpr, V_BASIS: tl.constexpr,
     ROTARY: tl.constexpr, K_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     K_SCRATCH: tl.constexpr, V_SCRATCH: tl.constexpr, K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr,
-    BY_HEAD: tl.constexpr,
+    BY_HEAD: tl.constexpr, K_CENTRED: tl.constexpr, V_CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Attention of M query rows of one KV head of one sequence over one split of a span's packed tokens.
 
@@ -339,5 +366,5 @@ def blocks_kernel(
         k_fields, k_tables, k_mean, k_norm, k_basis, v_fields, v_tables, v_mean, v_norm, v_basis,
         freq_ptr, table_ptr, part_out, part_top, part_sum, slot, factor,
         K_READ, K_SPEC, V_READ, V_SPEC, D, DP, KW, VW, V_OUT, M, T, K_MEAN, K_NORM, K_BASIS, V_MEAN, V_NORM, V_BASIS,
-        ROTARY, K_GROUPS, HAS_BIAS, K_OF_PAGES, V_OF_PAGES,
+        ROTARY, K_GROUPS, HAS_BIAS, K_OF_PAGES, V_OF_PAGES, K_CENTRED, V_CENTRED,
     )  # fmt: skip

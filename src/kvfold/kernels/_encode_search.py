@@ -168,16 +168,16 @@ def _beside(x, y):
 
 @triton.jit(do_not_specialize=["tokens", "first_token"])
 def group_kernel(
-    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, table, halves, book, sizes, codes, rms, tokens,
-    first_token, room, heads, D: tl.constexpr, VECTOR: tl.constexpr, CODES: tl.constexpr, STRIDED: tl.constexpr,
-    HALF: tl.constexpr, T: tl.constexpr, PART: tl.constexpr, FIT: tl.constexpr, PICKED: tl.constexpr,
+    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, table, halves, book, sizes, mean, codes, rms,
+    tokens, first_token, room, heads, D: tl.constexpr, VECTOR: tl.constexpr, CODES: tl.constexpr, STRIDED: tl.constexpr,
+    HALF: tl.constexpr, T: tl.constexpr, PART: tl.constexpr, FIT: tl.constexpr, CENTRED: tl.constexpr, PICKED: tl.constexpr,
 ):  # fmt: skip
     """A code of its own codebook for each group of VECTOR channels. Grid: (parts of T tokens, heads, batch).
 
     ``table`` fp16 [heads, groups, CODES, 16], codes under the metric, negative, as numbers' two halves in fp16 meet them;
     ``halves`` float32 [heads, groups, CODES] of their squared lengths; ``book`` float32 [heads, groups, CODES, VECTOR] and
     ``sizes`` float32 [heads, groups, CODES], codes as they are decoded and their squared lengths. ``codes`` uint8 [lanes, room,
-    groups]; ``rms`` fp16 [lanes, room]; see :func:`search_kernel`.
+    groups]; ``rms`` fp16 [lanes, room]; see :func:`search_kernel`. With CENTRED vectors are taken less ``mean``, fp16 [heads, D].
     """
     GROUPS: tl.constexpr = D // VECTOR
     index, head, lane = _lane(rows, heads, PICKED)
@@ -186,7 +186,10 @@ def group_kernel(
     source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
     square = tl.full((T,), 0.0, tl.float32)
     for first in range(0, D, 32):
-        some = _vectors(source, token[:, None], first + tl.arange(0, 32)[None, :], inside, HALF)
+        channel = first + tl.arange(0, 32)
+        some = _vectors(source, token[:, None], channel[None, :], inside, HALF)
+        if CENTRED:
+            some -= tl.load(mean + head * D + channel).to(tl.float32)[None, :]
         square += _sum(some * some, 1)
     size = tl.sqrt_rn(square / D)
     inverse = (1.0 / tl.where(size == 0.0, 1.0, size))[:, None]
@@ -198,7 +201,10 @@ def group_kernel(
     length = tl.full((T,), 0.0, tl.float32)
     for group in range(GROUPS):
         channel = member * GROUPS + group if STRIDED else group * VECTOR + member
-        unit = _vectors(source, token[:, None], channel[None, :], inside, HALF) * inverse
+        unit = _vectors(source, token[:, None], channel[None, :], inside, HALF)
+        if CENTRED:
+            unit -= tl.load(mean + head * D + channel).to(tl.float32)[None, :]
+        unit *= inverse
         high = unit.to(tl.float16)
         near = _beside(high, (unit - high.to(tl.float32)).to(tl.float16))
         if VECTOR < 8:

@@ -39,7 +39,7 @@ def unpack_kernel(
     heads, start, first, tokens, room, pages, each, wide,
     READ: tl.constexpr, SPEC, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, T: tl.constexpr,
     MEAN: tl.constexpr, NORM: tl.constexpr, BASIS: tl.constexpr, BY_HEAD: tl.constexpr, ROTARY: tl.constexpr,
-    HALVES: tl.constexpr, GROUPS: tl.constexpr, SCRATCH: tl.constexpr, OF_PAGES: tl.constexpr,
+    HALVES: tl.constexpr, GROUPS: tl.constexpr, SCRATCH: tl.constexpr, OF_PAGES: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Decode tokens ``first`` to ``first + tokens`` of a span to ``out_ptr``, [batch * heads, wide, D].
 
@@ -51,7 +51,8 @@ def unpack_kernel(
     multiplied with ``size_ptr``, float32 [heads], and MEAN means a vector of each head, float32 [heads, D]; without, one of
     each page.
     With ROTARY tiles are read as the two halves of RoPE's pairs, as in :func:`kvfold.kernels._blocks.blocks_kernel`, and
-    rotated by their position; without HALVES as a whole, which is then cut.
+    rotated by their position; without HALVES as a whole, which is then cut. With CENTRED a mean of the head is added, fp16
+    [heads, D], the second of the tables.
     """
     head = tl.program_id(1)
     batch = head // heads
@@ -95,6 +96,11 @@ def unpack_kernel(
         gain = tl.load(freq_ptr + H + tl.arange(0, H))
         at = tl.arange(0, T)[:, None] * H + tl.arange(0, H)[None, :]
         position = tl.load(position_ptr + batch) + start + first
+        if CENTRED:
+            own_a = _channel(channels(a_four), D, GROUPS)
+            own_b = _channel(channels(b_four), D, GROUPS)
+            mean_a = tl.load(tables[1] + head % heads * D + own_a, mask=own_a < D, other=0.0).to(tl.float32)
+            mean_b = tl.load(tables[1] + head % heads * D + own_b, mask=own_b < D, other=0.0).to(tl.float32)
     four = tl.arange(0, W // 4)
     channel = tl.arange(0, DP)
     if BASIS:
@@ -129,6 +135,9 @@ def unpack_kernel(
                 sin = (far_sin * near_cos + far_cos * near_sin) * gain[None, :]
                 a = a.to(tl.float32) * scale[:, None]
                 b = b.to(tl.float32) * scale[:, None]
+                if CENTRED:
+                    a += mean_a[None, :]
+                    b += mean_b[None, :]
                 a, b = a * cos - b * sin, b * cos + a * sin
                 if WHOLE and GROUPS > 1:
                     a = _in_order(a, GROUPS)
@@ -144,6 +153,8 @@ def unpack_kernel(
                 else:
                     y = x.to(tl.float32)
                 y *= scale[:, None]
+                if CENTRED:
+                    y += tl.load(tables[1] + head % heads * D + channel, mask=channel < D, other=0.0).to(tl.float32)[None, :]
                 if NORM:
                     y *= _norms(norm_ptr, page, channel, D)[None, :]
                 if MEAN:

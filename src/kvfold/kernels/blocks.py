@@ -280,6 +280,7 @@ def constants(
         page = form if isinstance(form, Paged) else None
         named[f"{letter}_SCRATCH"] = reader.scratch(plan.tokens)
         named[f"{letter}_OF_PAGES"] = reader.of_pages
+        named[f"{letter}_CENTRED"] = reader.centred
         named[f"{letter}_MEAN"] = page is not None and page.mean
         named[f"{letter}_NORM"] = page is not None and bool(page.norm)
         named[f"{letter}_BASIS"] = page is not None and page.basis is not None

@@ -108,8 +108,6 @@ def _no_search(fmt: ResidualCodes) -> str | None:
 
 
 def _no_groups(fmt: GroupCodes) -> str | None:
-    if fmt.centred:
-        return "codes less a head's mean, which no kernel subtracts"
     return misfit(
         ("head_dim", fmt.head_dim, POWERS[1:]),
         ("vector", fmt.vector, (2, 4, 8)),
@@ -177,9 +175,11 @@ def _encode_groups(fmt: GroupCodes, source: Source) -> None:
     assert fmt.book is not None
     batch, heads, tokens, _ = source.x.shape
     fields, part = source.fields, GROUPS["T"]
+    book = fmt.book.on(source.x.device)
     group_kernel[(triton.cdiv(tokens, part), heads, batch)](
         *source.arguments(),
-        *_group_tables(fmt.book.on(source.x.device)),
+        *_group_tables(book),
+        book.mean if fmt.centred else fields["rms"],
         fields["codes"],
         fields["rms"],
         tokens,
@@ -190,6 +190,7 @@ def _encode_groups(fmt: GroupCodes, source: Source) -> None:
         CODES=fmt.codes,
         STRIDED=fmt.strided,
         FIT=fmt.fit,
+        CENTRED=fmt.centred,
         **source.constants(),
         **GROUPS | {"PART": min(GROUPS["PART"], fmt.codes)},
         num_stages=1,

@@ -143,6 +143,7 @@ def constants(form: Format, rotary: int = 0, turn: bool = False) -> dict[str, An
         "GROUPS": reader.groups if reader.ordered else 1,
         "SCRATCH": reader.scratch(tile),
         "OF_PAGES": reader.of_pages,
+        "CENTRED": reader.centred,
     }
 
 

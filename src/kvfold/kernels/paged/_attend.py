@@ -40,7 +40,7 @@ def pieces_kernel(
     V_MEAN: tl.constexpr, V_NORM: tl.constexpr, V_BASIS: tl.constexpr,
     ROTARY: tl.constexpr, K_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     K_SCRATCH: tl.constexpr, V_SCRATCH: tl.constexpr, K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr,
-    BY_HEAD: tl.constexpr, V_ROWS: tl.constexpr,
+    BY_HEAD: tl.constexpr, K_CENTRED: tl.constexpr, V_CENTRED: tl.constexpr, V_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th (piece, KV head, block of rows)."""
     programs = tl.num_programs(0)
@@ -68,7 +68,7 @@ def pieces_kernel(
             k_fields, k_tables, k_mean, k_norm, k_basis, v_fields, v_tables, v_mean, v_norm, v_basis,
             freq_ptr, table_ptr, part_out, part_top, part_sum, slot, factor,
             K_READ, K_SPEC, V_READ, V_SPEC, D, DP, KW, VW, V_OUT, M, T, K_MEAN, K_NORM, K_BASIS, V_MEAN, V_NORM, V_BASIS,
-            ROTARY, K_GROUPS, False, K_OF_PAGES, V_OF_PAGES, V_ROWS,
+            ROTARY, K_GROUPS, False, K_OF_PAGES, V_OF_PAGES, K_CENTRED, V_CENTRED, V_ROWS,
         )  # fmt: skip
 
 

@@ -60,6 +60,9 @@ class Reader(ABC, Generic[F]):
     of_pages: ClassVar[bool] = False
     """Whether it also needs the number, int64, of the tile's page in the storage, as last of ``tables``."""
 
+    centred: bool = False
+    """Whether decoded vectors lack a mean of their head, which is then the second of ``tables``, fp16 [heads, head_dim]."""
+
     def __init__(self, form: F) -> None:
         self.form = form
 

@@ -51,7 +51,7 @@ def read_grouped(fields, tables, head, first, left, four, T: tl.constexpr, SPEC)
 
 
 class GroupReader(Reader[GroupCodes]):
-    """``tables``: codebooks, fp16 [heads, groups, codes, vector]."""
+    """``tables``: codebooks, fp16 [heads, groups, codes, vector]; where codes are of vectors less it, the mean."""
 
     read = read_grouped
     names = ("codes", "rms")
@@ -63,13 +63,14 @@ class GroupReader(Reader[GroupCodes]):
 
     def __init__(self, form: GroupCodes) -> None:
         super().__init__(form)
+        self.centred = form.centred
+        if self.centred:
+            self.resident = 3  # of four the keys' mean would spill too much
         if form.strided and form.vector % 8 == 0:
             self.groups = form.groups
 
     @staticmethod
     def why_not(form: GroupCodes) -> str | None:
-        if form.centred:
-            return "codes less a head's mean, which no kernel adds"
         return None if form.head_dim % 8 == 0 else f"head_dim={form.head_dim}; allowed: multiples of 8"
 
     @property
@@ -81,8 +82,10 @@ class GroupReader(Reader[GroupCodes]):
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         assert self.form.book is not None
-        table = _half(self.form.book.on(device))
-        return (table.view(torch.int64) if self.spec[3] else table,)
+        book = self.form.book.on(device)
+        table = _half(book)
+        mean = () if book.mean is None or not self.centred else (book.mean,)
+        return (table.view(torch.int64) if self.spec[3] else table, *mean)
 
 
 _halves: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()
