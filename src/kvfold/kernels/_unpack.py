@@ -154,7 +154,9 @@ def unpack_kernel(
                     y = x.to(tl.float32)
                 y *= scale[:, None]
                 if CENTRED:
-                    y += tl.load(tables[1] + head % heads * D + channel, mask=channel < D, other=0.0).to(tl.float32)[None, :]
+                    y += tl.load(tables[1] + head % heads * D + channel, mask=channel < D, other=0.0).to(tl.float32)[
+                        None, :
+                    ]
                 if NORM:
                     y *= _norms(norm_ptr, page, channel, D)[None, :]
                 if MEAN:
