@@ -177,7 +177,8 @@ def group_kernel(
     ``table`` fp16 [heads, groups, CODES, 16], codes under the metric, negative, as numbers' two halves in fp16 meet them;
     ``halves`` float32 [heads, groups, CODES] of their squared lengths; ``book`` float32 [heads, groups, CODES, VECTOR] and
     ``sizes`` float32 [heads, groups, CODES], codes as they are decoded and their squared lengths. ``codes`` uint8 [lanes, room,
-    groups]; ``rms`` fp16 [lanes, room]; see :func:`search_kernel`. With CENTRED vectors are taken less ``mean``, fp16 [heads, D].
+    groups]; ``rms`` fp16 [lanes, room]; see :func:`search_kernel`. With CENTRED they are of vectors less ``mean``, fp16
+    [heads, D].
     """
     GROUPS: tl.constexpr = D // VECTOR
     index, head, lane = _lane(rows, heads, PICKED)
