@@ -143,7 +143,7 @@ def test_codes_of_groups_are_nearest_under_their_metric(vector, fit, device):
     from kvfold.kernels import encode_search
 
     groups = DIM // vector
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
     codes = torch.randn(HEADS, groups, 64, vector, generator=draw).half()
     metric = torch.randn(HEADS, groups, vector, vector, generator=draw)
     mean = torch.randn(HEADS, DIM, generator=draw).half().to(device)
@@ -153,7 +153,7 @@ def test_codes_of_groups_are_nearest_under_their_metric(vector, fit, device):
     fields = form.allocate(1, HEADS, 3, device)
     encode_search.encode(form, Source(x, fields, 0))
     want = form.encode(x.float())
-    assert (fields["codes"] != want["codes"]).float().mean() < 5e-3  # nearly as near: within 2e-3 of the distance
+    assert (fields["codes"] != want["codes"]).float().mean() < 2e-3
     assert ((fields["rms"] - want["rms"]).abs() > 2e-3 * want["rms"].abs()).float().mean() < 0.02
 
 

@@ -36,7 +36,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
     [
         ("lists", "filling", "mixed", "checks", "attend-turboquant", "attend-kivi-sinks"),
         ("attend-fold-d96", "store-kivi", "follows", "store-fold", "attend-innerq-fragments", "attend-qjl-fragments"),
-        ("attend-vqllm", "attend-commvq", "store-vqllm", "store-commvq"),
+        ("attend-vqllm", "attend-commvq", "attend-tasq", "store-vqllm", "store-commvq"),
         pytest.param(("attend-commvq-96", "store-commvq-network", "books"), marks=pytest.mark.slow),
         pytest.param(
             (
