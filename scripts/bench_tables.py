@@ -18,7 +18,6 @@ from kvfold.bench.rows import latest, of_last_commit, read
 from kvfold.engines.vllm.shapes import Shape, dense, folded
 
 ROWS = Path(__file__).resolve().parent.parent / "benchmarks" / "rows"
-VARIANTS = ROWS.parent / "long-variants.csv"
 Table = tuple[list[str], list[list[str]]]
 Choice = Callable[..., list[Any]]
 
@@ -84,22 +83,26 @@ def attention() -> Table:
 
 
 def long_calls() -> Table:
-    """Calls of many tokens on an existing cache, unpacked: of a shape's rows the fastest."""
-    found: dict[str, dict[int, float]] = {}
-    variants = [SimpleNamespace(**{k: value(v) for k, v in row.items()}) for row in read(VARIANTS)]
-    commit = variants[-1].commit
-    for row in variants:
-        if row.commit == commit:
-            times = found.setdefault(row.work, {})
-            times[row.query_tokens] = min(row.p50_ms, times.get(row.query_tokens, row.p50_ms))
-    base = found.pop("fp16")
-    tokens = sorted(base)
+    """Calls of many tokens on an existing cache, unpacked, each beside fp16's time."""
+    found: dict[str, dict[int, Any]] = {}
+    for row in _attention():
+        if row.kernel != "triton" and row.query_tokens in (512, 2048) and row.batch == 1 and row.context == 32768:
+            found.setdefault(row.work, {})[row.query_tokens] = row
+    tokens = sorted({n for by_tokens in found.values() for n in by_tokens})
 
-    def cell(times: dict[int, float], n: int) -> str:
-        return f"{times[n]:.3g} ({times[n] / base[n]:.2f}x)" if n in times else "-"
+    def cell(row: Any) -> str:
+        return "-" if row is None else f"{row.p50_ms:.3g} ({row.p50_ms / row.baseline_ms:.2f}x)"
 
-    lines = [[f"`{work}`", *(cell(times, n) for n in tokens)] for work, times in found.items()]
-    lines.append(["fp16, the fastest", *(f"{base[n]:.3g} (cuDNN, no mask)" for n in tokens)])
+    def fp16(n: int) -> str:
+        times = sorted(by_tokens[n].baseline_ms for by_tokens in found.values() if n in by_tokens)
+        return (
+            f"{times[0]:.3g} (cuDNN, no mask)"
+            if times[0] == times[-1]
+            else f"{times[0]:.3g} - {times[-1]:.3g} (cuDNN, no mask)"
+        )
+
+    lines = [[f"`{work}`", *(cell(by_tokens.get(n)) for n in tokens)] for work, by_tokens in found.items()]
+    lines.append(["fp16, the fastest", *map(fp16, tokens)])
     return ["ms", *(f"{n:,} tokens" for n in tokens)], lines
 
 

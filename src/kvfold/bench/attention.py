@@ -7,7 +7,7 @@ attention over the decoded cache, with unused storage poisoned; where the error 
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from kvfold import methods
 from kvfold.bench import storage
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script
+from kvfold.bench.timing import times, times_in_turn
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups, Dense, Format, PagedFormat
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
@@ -364,33 +365,27 @@ def gate(work: Work, inputs: Inputs) -> float:
     return float((got[chosen] - want).norm() / want.norm())
 
 
-def times(calls: Sequence[Callable[[], Any]], replays: int = 40) -> tuple[float, float, float]:
-    """p20, p50 and p80 in milliseconds of one call, over replays of a CUDA graph that makes each call in turn."""
-    for f in calls:
-        f()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    rounds = max(1, 8 // len(calls))
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for f in calls:
-                f()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-    for _ in range(3):
-        graph.replay()
-    for start, stop in marks:
-        start.record()
-        graph.replay()
-        stop.record()
-    torch.cuda.synchronize()
-    samples = torch.tensor([start.elapsed_time(stop) / (rounds * len(calls)) for start, stop in marks])
-    p20, p50, p80 = samples.quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-    return p20, p50, p80
-
-
 @lru_cache
 def baselines(shape: Work, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Median milliseconds of every full-precision kernel that runs here at this shape (of whatever method)."""
+    found: dict[str, float] = {}
+    for name, calls in full_precision(shape, dtype, device):
+        try:
+            found[name] = times(calls(), 10 if shape.long else 40)[1]
+        except torch.OutOfMemoryError:  # it would serve the shape: a slower one is not to take its place
+            raise
+        except (RuntimeError, ImportError, TypeError, ValueError):
+            torch.cuda.synchronize()  # a kernel that does not serve this shape is no baseline
+    return found
+
+
+Make = Callable[[torch.Tensor, torch.Tensor], Callable[[], Any]]
+
+
+def full_precision(
+    shape: Work, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Callable[[], list[Callable[[], Any]]]]]:
+    """Names of full-precision kernels, and what makes their calls at a shape, over inputs that they all share."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
     from torch.nn.functional import scaled_dot_product_attention
@@ -404,18 +399,19 @@ def baselines(shape: Work, dtype: torch.dtype, device: torch.device) -> dict[str
     ]
     q = torch.randn(shape.batch, shape.num_heads, tokens, shape.head_dim, device=device, dtype=dtype)
     grouped = shape.num_heads != shape.num_kv_heads
-    found: dict[str, float] = {}
 
-    def measure(name: str, make: Callable[[torch.Tensor, torch.Tensor], Callable[[], Any]]) -> None:
-        try:
-            found[name] = times([make(k, v) for k, v in sets], 10 if shape.long else 40)[1]
-        except torch.OutOfMemoryError:  # it would serve the shape: a slower one is not to take its place
-            raise
-        except (RuntimeError, ImportError, TypeError, ValueError):
-            torch.cuda.synchronize()  # a kernel that does not serve this shape is no baseline
+    def over_sets(make: Make) -> Callable[[], list[Callable[[], Any]]]:
+        return lambda: [make(k, v) for k, v in sets]
 
-    def sdpa(mask: torch.Tensor | None) -> Callable[[torch.Tensor, torch.Tensor], Callable[[], Any]]:
-        return lambda k, v: lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    def sdpa(backend: SDPBackend, mask: torch.Tensor | None) -> Make:
+        def make(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+            def run() -> Any:
+                with sdpa_kernel(backend):
+                    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+            return run
+
+        return make
 
     flash, cudnn = (SDPBackend.FLASH_ATTENTION, "SDPA flash"), (SDPBackend.CUDNN_ATTENTION, "SDPA cuDNN")
     if shape.long:
@@ -430,10 +426,9 @@ def baselines(shape: Work, dtype: torch.dtype, device: torch.device) -> dict[str
     else:
         attempts = [(*flash, None, ""), (*cudnn, None, "")]
     for backend, name, given, how in attempts:
-        with sdpa_kernel(backend):
-            measure(name + how, sdpa(given))
+        yield name + how, over_sets(sdpa(backend, given))
     if shape.long:
-        return found
+        return
 
     def flash3(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
         from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
@@ -442,7 +437,7 @@ def baselines(shape: Work, dtype: torch.dtype, device: torch.device) -> dict[str
         k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
         return lambda: flash_attn_with_kvcache(q.transpose(1, 2), k, v, cache_seqlens=lengths)
 
-    measure("FlashAttention 3", flash3)
+    yield "FlashAttention 3", over_sets(flash3)
 
     def flashinfer(k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
         import flashinfer  # type: ignore[import-not-found]
@@ -451,8 +446,7 @@ def baselines(shape: Work, dtype: torch.dtype, device: torch.device) -> dict[str
             raise ValueError("single sequences only")
         return lambda: flashinfer.single_decode_with_kv_cache(q[0, :, 0], k[0], v[0], kv_layout="HND")
 
-    measure("FlashInfer", flashinfer)
-    return found
+    yield "FlashInfer", over_sets(flashinfer)
 
 
 def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str, str]) -> Row:
@@ -470,14 +464,22 @@ def measure(work: Work, dtype: torch.dtype, device: torch.device, env: dict[str,
             sets.append(sets[-1].copy())
         out = torch.empty_like(inputs.q)
         calls = [partial(call, work, s, out) for s in sets]
-        p20, p50, p80 = times(calls, 10 if work.long else 40)
-        del calls, sets, inputs
-        torch.cuda.empty_cache()
-        others = baselines(replace(work, method="kivi", bits=2, group=32, plain=False), dtype, device)
-        torch.cuda.empty_cache()
-        if others:
+        shape = replace(work, method="kivi", bits=2, group=32, plain=False)
+        if work.long:
+            others = baselines(shape, dtype, device)
             name = min(others, key=others.__getitem__)
-            best = others[name]
+            theirs = dict(full_precision(shape, dtype, device))[name]()
+            (p20, p50, p80), (_, best, _) = times_in_turn([calls, theirs], 20)
+            del calls, sets, inputs, theirs
+        else:
+            p20, p50, p80 = times(calls)
+            del calls, sets, inputs
+            torch.cuda.empty_cache()
+            others = baselines(shape, dtype, device)
+            if others:
+                name = min(others, key=others.__getitem__)
+                best = others[name]
+        torch.cuda.empty_cache()
     return Row(
         work=str(work),
         batch=work.batch,

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvfold.bench.attention import COLD_BYTES, HBM_BYTES_PER_MS, times
+from kvfold.bench.attention import COLD_BYTES, HBM_BYTES_PER_MS
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script, show
+from kvfold.bench.timing import times
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, get

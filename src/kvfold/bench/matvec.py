@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from kvfold.bench.attention import COLD_BYTES, HBM_BYTES_PER_MS, LIMIT, times
+from kvfold.bench.attention import COLD_BYTES, HBM_BYTES_PER_MS, LIMIT
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script, show
+from kvfold.bench.timing import times
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups, Fields
 
