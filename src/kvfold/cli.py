@@ -67,7 +67,9 @@ def _run(arguments: list[str]) -> int:
         print(error.format_message(), file=sys.stderr)
         return 2
     except click.ClickException as error:
-        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "kvfold"
+        command = " ".join(["kvfold", *(name for name in arguments[:1] if name in cli.commands)])
+        if isinstance(error, click.UsageError) and error.ctx:  # an option without its value has none
+            command = error.ctx.command_path
         return _fail(f"{_line(error.format_message())} (see {command} --help)")
     except KVFoldError as error:
         return _fail(_line(str(error)), 1 if isinstance(error, OutputError) else 2)

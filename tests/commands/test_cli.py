@@ -448,6 +448,12 @@ def test_nothing_is_written_when_something_is_wrong(run, tiny, tmp_path, positio
     assert out_file.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
+@pytest.mark.parametrize("command, of", [("compare", " compare"), ("eval", " eval"), ("", "")])
+def test_an_option_without_its_value_points_to_the_commands_help(run, command, of):
+    status, out, err = run(*command.split(), "--model")
+    assert (status, out) == (2, "") and f"(see kvfold{of} --help)" in err
+
+
 def test_an_interrupt_exits_with_130(run, tiny, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
