@@ -1,8 +1,9 @@
 """Vectors as sums of pairs of codes, and as sums of codes that bits choose (CommVQ's keys and values): Triton code of
 :mod:`kvfold.kernels.encode_pairs`.
 
-Centres are multiplied and summed in fp16, where a key of unit size has float32's precision to within a thousandth of a code's
-error; what is left of a vector is kept in float32.
+Centres are multiplied in fp16; what is left of a vector is kept in float32. Keys of some heads differ by a hundredth of what
+they share, which fp16 would not resolve beside it: so the mean of the first stage's centres is taken off keys and centres
+before, in float32.
 """
 
 import triton
@@ -42,11 +43,11 @@ def _under(source, metric, token, inside, HALF: tl.constexpr, D: tl.constexpr, T
 
 @triton.jit(do_not_specialize=["tokens"])
 def units_kernel(
-    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, metric, units, sizes, tokens, heads,
+    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, metric, shift, units, sizes, tokens, heads,
     D: tl.constexpr, HALF: tl.constexpr, T: tl.constexpr, PICKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys under the metric, divided by their root mean squares: ``units`` fp16 [batch, heads, tokens, D], ``sizes`` float32
-    [batch, heads, tokens]. Grid: (parts of T tokens, heads, batch)."""
+    """Keys under the metric, divided by their root mean squares, less ``shift`` float32 [heads, D]: ``units`` fp16 [batch,
+    heads, tokens, D], ``sizes`` float32 [batch, heads, tokens]. Grid: (parts of T tokens, heads, batch)."""
     index, head, _ = _lane(rows, heads, PICKED)
     channel = tl.arange(0, D)
     token = tl.program_id(0) * T + tl.arange(0, T)
@@ -54,7 +55,7 @@ def units_kernel(
     source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
     under = _under(source, metric + head * (D * D), token, inside, HALF, D, T, True)
     size = tl.sqrt_rn(_sum(under * under, 1) / D)
-    under *= (1.0 / tl.maximum(size, TINY))[:, None]
+    under = under * (1.0 / tl.maximum(size, TINY))[:, None] - tl.load(shift + head * D + channel)[None, :]
     place = (index * heads + head) * tokens + token
     tl.store(sizes + place, size, mask=inside)
     tl.store(units + place[:, None] * D + channel[None, :], under.to(tl.float16), mask=inside[:, None])
@@ -62,15 +63,16 @@ def units_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "first_token", "room"])
 def pairs_kernel(
-    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, metric, halves, squares, cross, scratch, chosen,
-    codes, rms, tokens, first_token, room, heads, D: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, metric, shift, halves, squares, cross, scratch,
+    chosen, codes, rms, tokens, first_token, room, heads, D: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     TURNS: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, T: tl.constexpr, METRIC: tl.constexpr, PICKED: tl.constexpr,
 ):  # fmt: skip
     """Codes of keys, stage by stage, TURNS times over. Grid: (parts of T tokens, heads, batch).
 
-    ``metric`` float32 [heads, D, D]; ``halves`` fp16 [heads, STAGES, 2N, D] and ``squares`` float32 [heads, STAGES, 2N] under
-    it; ``cross`` float32 [heads, STAGES, N, N]. ``scratch`` float32 [programs, N, T] and ``chosen`` uint8 [programs, STAGES, 2,
-    T] are a program's own. ``codes`` int16 [lanes, room / 32, STAGES, 2 BITS], ``rms`` fp16 [lanes, room].
+    ``metric`` float32 [heads, D, D]; ``shift`` float32 [heads, D], taken off keys; ``halves`` fp16 [heads, STAGES, 2N, D] and
+    ``squares`` float32 [heads, STAGES, 2N] under the metric; ``cross`` float32 [heads, STAGES, N, N]. ``scratch`` float32
+    [programs, N, T] and ``chosen`` uint8 [programs, STAGES, 2, T] are a program's own. ``codes`` int16 [lanes, room / 32,
+    STAGES, 2 BITS], ``rms`` fp16 [lanes, room].
     """
     index, head, lane = _lane(rows, heads, PICKED)
     program = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -81,6 +83,7 @@ def pairs_kernel(
     rest = _under(source, metric + head * (D * D), token, inside, HALF, D, T, METRIC)
     size = tl.sqrt_rn(_sum(rest * rest, 1) / D)
     rest = tl.math.div_rn(rest, tl.broadcast_to(tl.maximum(size, TINY)[:, None], (T, D)))
+    rest -= tl.load(shift + head * D + channel)[None, :]
     scores, own = scratch + program * (N * T), chosen + program * (STAGES * 2 * T) + slot
     for turn in range(TURNS):
         for stage in range(STAGES):

@@ -1,8 +1,9 @@
 """Keys as sums of pairs of codes (CommVQ): the Gluon kernel of :mod:`kvfold.kernels.encode_pairs` (64 codes, 128 channels).
 
 A stage adds ``z_a + i z_b`` to a key and looks for the pair with the largest ``<x, z_a> + <x, i z_b> - <z_a, i z_b>``,
-squared lengths taken off. Not all 4,096 pairs are compared. Each of four lanes has 16 codes a and 16 codes b of a token, and
-begins with its best few; all partners of these are compared, and for the best pair's partner all codes of its own side again.
+squared lengths taken off. In the first turn all 4,096 pairs of the first stage are compared, whose centres are long beside what
+codes miss. Otherwise each of four lanes, which has 16 codes a and 16 codes b of a token, begins with its best few; later turns
+begin with the token's code b, too. All partners of these are compared, and for the best pair's partner all codes of its side.
 
 Warps have 16 M tokens. Lane (g, t) has channels 8t to 8t + 7 of every 32 channels of tokens g and g + 8 of each 16, as fp16
 pairs that are operands of ``mma.m16n8k16`` as they lie. A code's row in shared memory serves products and sums alike. Scores
@@ -40,6 +41,8 @@ STAGE = gl.constexpr(49664)
 """Bytes of a stage's tables."""
 LOWEST = gl.constexpr(-67044352)
 """Two smallest numbers of fp16."""
+ALL = gl.constexpr(64)
+"""Codes to begin with where all pairs are compared."""
 
 
 @gluon.constexpr_function
@@ -124,6 +127,13 @@ def _without(x, line, near, far):
 
 
 @gluon.jit
+def _beside(x, lines, code, lane, first, flip, near, far):
+    """The best code beside ``code`` of the other side."""
+    left = _without(x, lines + code * 128, near, far)
+    return _code(_number(left, _of_four(_in_both(_largest8(left)), lane)), lane, first, flip)
+
+
+@gluon.jit
 def _starts(of_b, own, lane, first, flip):
     """Of four lanes the code b that each has ``own`` for a score, and above it that score: four words."""
     start = (own & -65536) | ((first + ((_number(of_b, own) - 1) ^ flip)) & 63)
@@ -131,6 +141,17 @@ def _starts(of_b, own, lane, first, flip):
     return (
         _shuffled(start, quad), _shuffled(start, quad + 1), _shuffled(start, quad + 2), _shuffled(start, quad + 3)
     )  # fmt: skip
+
+
+@gluon.jit
+def _start_of(of_b, b, lane, flip):
+    """Code b, and above it its score."""
+    number = (b & 15) ^ flip
+    word = of_b[0]
+    for k in gl.static_range(1, 8):
+        word = gl.where(number // 2 == k, of_b[k], word)
+    word = gl.where((number & 1) == 1, word & -65536, word << 16)
+    return _shuffled(word, (lane & -4) + (b >> 4)) | b
 
 
 @gluon.jit
@@ -143,9 +164,9 @@ def _partners(of_a, starts, lines, lane, near, far):
 
 
 @gluon.jit
-def _from_one_side(of_a, of_b, lines, beside, lane, first, flip, near, far, STARTS: gl.constexpr):
-    """Score of the best pair that holds one of each lane's STARTS best codes b, its a, and the best b for that. ``lines``,
-    ``beside``: addresses of what a pair takes off, by b and by a."""
+def _from_one_side(of_a, of_b, kept, lines, beside, lane, first, flip, near, far, STARTS: gl.constexpr):
+    """Score of the best pair that holds one of each lane's STARTS best codes b or the one that is ``kept``, its a, and the best
+    b for that. ``lines``, ``beside``: addresses of what a pair takes off, by b and by a."""
     own = _in_both(_largest8(of_b))
     words = _starts(of_b, own, lane, first, flip)
     if STARTS > 1:
@@ -153,20 +174,22 @@ def _from_one_side(of_a, of_b, lines, beside, lane, first, flip, near, far, STAR
         for k in gl.static_range(8):
             others = others + (where_bits(equal_halves(of_b[k], own), own * 0 + LOWEST, of_b[k]),)
         words = words + _starts(others, _in_both(_largest8(others)), lane, first, flip)
+    words = words + kept + kept
+    COUNT: gl.constexpr = len(words) // 2
     most = ()
     sums = ()
-    for i in gl.static_range(2 * STARTS):
+    for i in gl.static_range(COUNT):
         p, s = _partners(of_a, (words[2 * i], words[2 * i + 1]), lines, lane, near, far)
         most = most + (p,)
         sums = sums + (s,)
     best = sums[0]
-    for i in gl.static_range(1, 2 * STARTS):
+    for i in gl.static_range(1, COUNT):
         best = max_half2(best, sums[i])
     best = _in_both(best)
     b = words[0]
     which = most[0]
     low = lane >= 0
-    for i in gl.static_range(2 * STARTS):
+    for i in gl.static_range(COUNT):
         equal = equal_halves(sums[i], best)
         here = equal != 0
         left = (equal & 0xFFFF) != 0
@@ -175,19 +198,49 @@ def _from_one_side(of_a, of_b, lines, beside, lane, first, flip, near, far, STAR
         low = gl.where(here, left, low)
     which = gl.where(low, low_halves(which, which), high_halves(which, which))
     a = _code(_number(_without(of_a, lines + (b & 63) * 128, near, far), which), lane, first, flip)
-    left = _without(of_b, beside + a * 128, near, far)
-    return best, a, _code(_number(left, _of_four(_in_both(_largest8(left)), lane)), lane, first, flip)
+    return best, a, _beside(of_b, beside, a, lane, first, flip, near, far)
 
 
 @gluon.jit
-def _pair(of_a, of_b, table, lane, first, flip, near, far, STARTS: gl.constexpr):
+def _of_all(of_a, of_b, lines, beside, lane, first, flip, near, far):
+    """The best of all pairs (a, b)."""
+    quad = lane & -4
+    best = lane * 0 + LOWEST
+    which = best
+    b = lane * 0
+    words = of_b
+    for i in range(8):
+        code = first + ((2 * i) ^ flip)
+        for half in gl.static_range(2):
+            if half == 0:
+                start = words[0] << 16 | code
+            else:
+                start = (words[0] & -65536) | code + 1
+            for k in gl.static_range(2):
+                pair = (_shuffled(start, quad + 2 * k), _shuffled(start, quad + 2 * k + 1))
+                most, total = _partners(of_a, pair, lines, lane, near, far)
+                above = max_half2(best, total)
+                same = equal_halves(above, best)
+                best = above
+                which = where_bits(same, which, most)
+                b = where_bits(same, b, low_halves(pair[0], pair[1]) & 0x3F003F)
+        words = (words[1], words[2], words[3], words[4], words[5], words[6], words[7], words[0])
+    low = (equal_halves(best, _in_both(best)) & 0xFFFF) != 0
+    which = gl.where(low, low_halves(which, which), high_halves(which, which))
+    b = gl.where(low, b & 63, b >> 16)
+    a = _code(_number(_without(of_a, lines + b * 128, near, far), which), lane, first, flip)
+    return a, _beside(of_b, beside, a, lane, first, flip, near, far)
+
+
+@gluon.jit
+def _pair(of_a, of_b, kept, table, lane, first, flip, near, far, STARTS: gl.constexpr):
     """The pair (a, b) of each token, whose scores four lanes have, from STARTS codes of each lane: of b, one more than of a or
-    as many."""
+    as many, and the one that is ``kept``, if any."""
     by_a = table + 32768
     by_b = table + 40960
-    best, a, b = _from_one_side(of_a, of_b, by_b, by_a, lane, first, flip, near, far, (STARTS + 1) // 2)
+    best, a, b = _from_one_side(of_a, of_b, kept, by_b, by_a, lane, first, flip, near, far, (STARTS + 1) // 2)
     if STARTS > 1:
-        other, d, c = _from_one_side(of_b, of_a, by_a, by_b, lane, first, flip, near, far, STARTS // 2)
+        other, d, c = _from_one_side(of_b, of_a, (), by_a, by_b, lane, first, flip, near, far, STARTS // 2)
         same = equal_halves(max_half2(best, other), best) != 0
         a = gl.where(same, a, c)
         b = gl.where(same, b, d)
@@ -255,19 +308,22 @@ def _moved(x, table, a, b, t, R: gl.constexpr, BACK: gl.constexpr):
 
 @gluon.jit
 def _stage(rest, table, codes, lane, g, t, AGAIN: gl.constexpr, STARTS: gl.constexpr):
-    """One stage of a warp's tokens; ``codes``: address of its first token's word."""
+    """One stage of a warp's tokens; ``codes``: address of its first token's word. AGAIN: the code b that a token has is one
+    more that the search begins with."""
     M: gl.constexpr = len(rest)
     odd = (g & 1) == 1
     flip = (g & 1) * 8
     first = 16 * t
     near = 32 * t + 2 * flip
     far = 32 * t + 16 - 2 * flip
+    had = ()
     if AGAIN:
         back = ()
         for m in gl.static_range(M):
             x = rest[m]
             for r in gl.static_range(2):
                 old = load_shared(codes + g * 4, 64 * m + 32 * r, 1)[0]
+                had = had + (old >> 6,)
                 x = _moved(x, table, old & 63, old >> 6, t, r, True)
             back = back + (x,)
         rest = back
@@ -280,7 +336,15 @@ def _stage(rest, table, codes, lane, g, t, AGAIN: gl.constexpr, STARTS: gl.const
     for m in gl.static_range(M):
         x = rest[m]
         for r in gl.static_range(2):
-            a, b = _pair(of_a[2 * m + r], of_b[2 * m + r], table, lane, first, flip, near, far, STARTS)
+            x_a = of_a[2 * m + r]
+            x_b = of_b[2 * m + r]
+            if STARTS == ALL:
+                a, b = _of_all(x_a, x_b, table + 40960, table + 32768, lane, first, flip, near, far)
+            else:
+                kept = ()
+                if AGAIN:
+                    kept = (_start_of(x_b, had[2 * m + r], lane, flip),)
+                a, b = _pair(x_a, x_b, kept, table, lane, first, flip, near, far, STARTS)
             x = _moved(x, table, a, b, t, r, False)
             store_shared1(codes + (64 * m + 32 * r) + g * 4, a + 64 * b)
         out = out + (x,)
@@ -307,15 +371,18 @@ def _round(
 
 
 @gluon.jit
-def _gain(whole, rest, R: gl.constexpr):
-    """What the sum of a token's codes is multiplied with: of four lanes' channels."""
+def _gain(given, shift, rest, R: gl.constexpr):
+    """What the sum of a token's codes is multiplied with: of four lanes' channels, of which ``shift`` was taken off."""
     along = 0.0
     length = 0.0
     for k in gl.static_range(16):
-        x = unpack_half2(whole[k])
+        x = unpack_half2(given[k])
         y = unpack_half2(rest[16 * R + k])
-        along += x[0] * (x[0] - y[0]) + x[1] * (x[1] - y[1])
-        length += (x[0] - y[0]) * (x[0] - y[0]) + (x[1] - y[1]) * (x[1] - y[1])
+        z = unpack_half2(shift[k])
+        for i in gl.static_range(2):
+            centre = x[i] - y[i] + z[i]
+            along += (x[i] + z[i]) * centre
+            length += centre * centre
     along += shuffle_xor(along, 1)
     along += shuffle_xor(along, 2)
     length += shuffle_xor(length, 1)
@@ -325,14 +392,15 @@ def _gain(whole, rest, R: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens", "first_token", "room"])
 def pairs_search_kernel(
-    unit_ptr, size_ptr, tables_ptr, rows_ptr, codes_ptr, rms_ptr, tokens, first_token, room, heads,
+    unit_ptr, size_ptr, shift_ptr, tables_ptr, rows_ptr, codes_ptr, rms_ptr, tokens, first_token, room, heads,
     STAGES: gl.constexpr, TURNS: gl.constexpr, M: gl.constexpr, FIRST: gl.constexpr,
     LATER: gl.constexpr, PICKED: gl.constexpr,
 ):  # fmt: skip
     """Codes and norms of keys. Grid: (parts of 16 M tokens a warp, heads, batch).
 
-    ``unit`` fp16 [batch, heads, tokens, 128] under the metric, divided by ``size`` float32 [batch, heads, tokens]; ``tables``
-    [heads, STAGES, 49,664 bytes]. ``codes`` int16 [lanes, room / 32, STAGES, 24], ``rms`` fp16 [lanes, room].
+    ``unit`` fp16 [batch, heads, tokens, 128] under the metric, divided by ``size`` float32 [batch, heads, tokens], less
+    ``shift`` fp16 [heads, 128]; ``tables`` [heads, STAGES, 49,664 bytes]. ``codes`` int16 [lanes, room / 32, STAGES, 24],
+    ``rms`` fp16 [lanes, room].
     """
     W: gl.constexpr = gl.num_warps()
     TOKENS: gl.constexpr = 16 * M * W
@@ -370,20 +438,29 @@ def pairs_search_kernel(
     words = base + 2 * STAGE
     mine = words + warp * (64 * M)
     LAST: gl.constexpr = STAGES * TURNS
-    rest = _round(rest, base, tables, mine, thread, lane, g, t, 0, STAGES, LAST, STAGES, TOKENS, W, False, FIRST)
+    rest = _round(rest, base, tables, mine, thread, lane, g, t, 0, 1, LAST, STAGES, TOKENS, W, False, ALL)
+    if STAGES > 1:
+        rest = _round(
+            rest, base, tables, mine, thread, lane, g, t, 1, STAGES - 1, LAST, STAGES, TOKENS, W, False, FIRST
+        )
     if TURNS > 1:
         rest = _round(
             rest, base, tables, mine, thread, lane, g, t, STAGES, LAST - STAGES, LAST, STAGES, TOKENS, W, True, LATER
         )
 
+    shift = ()
+    for c in gl.static_range(4):
+        shift = shift + load_global4(shift_ptr.to(gl.int64) + head * 256 + t * 16 + 64 * c, on)
     for m in gl.static_range(M):
         for r in gl.static_range(2):
             here = token + (16 * m + 8 * r)
             real = gl.minimum(here, tokens - 1)
-            whole = ()
+            given_words = ()
             for c in gl.static_range(4):
-                whole = whole + load_global4(unit_ptr.to(gl.int64) + (given + real) * 256 + t * 16 + 64 * c, on)
-            rms = gl.load(size_ptr + given + real) * _gain(whole, rest[m], r)
+                given_words = given_words + load_global4(
+                    unit_ptr.to(gl.int64) + (given + real) * 256 + t * 16 + 64 * c, on
+                )
+            rms = gl.load(size_ptr + given + real) * _gain(given_words, shift, rest[m], r)
             rms = gl.minimum(gl.maximum(rms, -65504.0), 65504.0)
             gl.store(rms_ptr + held + here, rms.to(gl.float16), mask=(t == 0) & (here < tokens))
     program_sync(lane)

@@ -73,7 +73,9 @@ def compile_table_pieces(
 def compile_pairs(fmt: AdditiveCodes, capability: int = 90) -> Report:
     """Compile the kernel that finds pairs of codes of keys."""
     fixed, options = encode_pairs.constants(fmt)
-    types = dict.fromkeys(("unit_ptr", "rms_ptr"), "*fp16") | dict.fromkeys(("rows_ptr", "codes_ptr"), "*i16")
+    types = dict.fromkeys(("unit_ptr", "shift_ptr", "rms_ptr"), "*fp16") | dict.fromkeys(
+        ("rows_ptr", "codes_ptr"), "*i16"
+    )
     types |= {"size_ptr": "*fp32", "tables_ptr": "*u8"}
     signature = _signature(pairs_search_kernel, fixed | {"PICKED": False}, types)
     return _compile(GluonASTSource(pairs_search_kernel, *signature, {}), capability, **options)
@@ -86,7 +88,7 @@ def compile_values(codes: int, head_dim: int = 128, bf16: bool = True, capabilit
     fixed = {"D": head_dim, "C": codes, "T": encode_pairs.VALUES["T"], "FLIPS": True}
     aligned = _aligned(values_kernel, [*types, "stride_b", "stride_h", "stride_t"])
     source = ASTSource(values_kernel, *_signature(values_kernel, fixed, types), aligned)
-    return _compile(source, capability, num_warps=codes // encode_pairs.VALUES["CODES"], num_stages=1)
+    return _compile(source, capability, **encode_pairs.values_options(codes))
 
 
 def compile_tile(fmt: Format, bf16: bool = True, capability: int = 90) -> Report:

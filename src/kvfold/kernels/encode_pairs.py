@@ -15,10 +15,10 @@ PAIRS = {"T": 64, "num_warps": 4}
 """Tokens of a program of :func:`pairs_kernel`, and its warps."""
 UNITS = {"T": 32, "num_warps": 8, "maxnreg": 128}
 """The same of :func:`units_kernel`."""
-QUADS = {"M": 1, "FIRST": 3, "LATER": 2, "num_warps": 16, "maxnreg": 128}
+QUADS = {"M": 1, "FIRST": 3, "LATER": 1, "num_warps": 16, "maxnreg": 128}
 """Sixteens of tokens of a warp of :func:`pairs_search_kernel`, codes that a lane begins with in the first turn and in later
-ones, and its warps. What the first turn misses is not made good by later ones."""
-VALUES = {"T": 32, "CODES": 32, "num_stages": 1}
+ones, and its warps. What the first turn misses is hardly made good by later ones."""
+VALUES = {"T": 32, "CODES": 32, "num_stages": 2}
 """Tokens of a program of :func:`values_kernel`, and codes of a warp."""
 FLIPS = {"T": 2, "num_warps": 1}
 MOST = 32
@@ -46,10 +46,10 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
     assert fmt.codebook is not None
     device = source.x.device
     tables = fmt.codebook.on(device)
-    search = tables.search()
+    search, shift = shifted(tables.search())
     batch, heads, tokens, _ = source.x.shape
     if is_quick(fmt):
-        _search_quads(fmt, source, tables.metric.float().contiguous(), stage_tables(search))
+        _search_quads(fmt, source, tables.metric.float().contiguous(), shift, stage_tables(search))
         return
     part = PAIRS["T"]
     grid = (triton.cdiv(tokens, part), heads, batch)
@@ -58,6 +58,7 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
     pairs_kernel[grid](
         *source.arguments(),
         tables.metric.float().contiguous(),
+        shift,
         search.halves.half().contiguous(),
         search.squares.contiguous(),
         search.cross.contiguous(),
@@ -85,6 +86,24 @@ def is_quick(fmt: AdditiveCodes) -> bool:
     return fmt.levels == 64 and fmt.head_dim == 128 and fmt.stages <= MOST
 
 
+def shifted(search: Search) -> tuple[Search, torch.Tensor]:
+    """The same search for vectors less what the first stage's centres have in common.
+
+    Returns
+    -------
+    search : Search
+    shift : Tensor, float32 [num_kv_heads, head_dim]
+        What is to be taken off a vector: the sum of the first stage's mean ``z_a`` and mean ``i z_b``, under the metric.
+    """
+    first = search.halves[:, :1].unflatten(2, (2, -1))  # [heads, 1, 2, N, d]
+    mean = first.mean(3, keepdim=True)
+    left = first - mean
+    halves = torch.cat((left.flatten(2, 3), search.halves[:, 1:]), 1)
+    squares = torch.cat((left.square().sum(-1).flatten(2), search.squares[:, 1:]), 1)
+    cross = torch.cat((2 * left[:, :, 0] @ left[:, :, 1].mT, search.cross[:, 1:]), 1)
+    return Search(halves, squares, cross), mean.sum((1, 2, 3))
+
+
 def stage_tables(search: Search) -> torch.Tensor:
     """What :mod:`kvfold.kernels._pairs_gluon` reads of a stage: uint8 [num_kv_heads, stages, bytes]."""
     heads, stages = search.squares.shape[:2]
@@ -101,18 +120,21 @@ def constants(fmt: AdditiveCodes) -> tuple[dict[str, Any], dict[str, int]]:
     return fixed, {name: QUADS[name] for name in ("num_warps", "maxnreg")}
 
 
-def _search_quads(fmt: AdditiveCodes, source: Source, metric: torch.Tensor, stages: torch.Tensor) -> None:
+def _search_quads(
+    fmt: AdditiveCodes, source: Source, metric: torch.Tensor, shift: torch.Tensor, stages: torch.Tensor
+) -> None:
     batch, heads, tokens, dim = source.x.shape
     units = torch.empty(batch, heads, tokens, dim, dtype=torch.float16, device=source.x.device)
     sizes = torch.empty(batch, heads, tokens, dtype=torch.float32, device=source.x.device)
     units_kernel[(triton.cdiv(tokens, UNITS["T"]), heads, batch)](
-        *source.arguments(), metric, units, sizes, tokens, heads, **source.constants(), **UNITS, num_stages=1
+        *source.arguments(), metric, shift, units, sizes, tokens, heads, **source.constants(), **UNITS, num_stages=1
     )
     codes = source.fields["codes"]
     fixed, options = constants(fmt)
     pairs_search_kernel[(triton.cdiv(tokens, 16 * QUADS["M"] * QUADS["num_warps"]), heads, batch)](
         units,
         sizes,
+        shift.clamp(-LARGEST, LARGEST).half(),
         stages,
         codes if source.rows is None else source.rows,
         codes,
@@ -193,6 +215,11 @@ def encode_bits(fmt: BinaryCodes, source: Source) -> None:
         _store(fmt, bits, source, first // fmt.block, batch, count)
 
 
+def values_options(codes: int) -> dict[str, int]:
+    """How :func:`values_kernel` is launched."""
+    return {"num_warps": max(1, codes // VALUES["CODES"]), "num_stages": VALUES["num_stages"]}
+
+
 def first_bits(
     values: torch.Tensor, tables: tuple[torch.Tensor, ...], flips: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,8 +254,7 @@ def first_bits(
         C=codes,
         T=VALUES["T"],
         FLIPS=flips,
-        num_warps=max(1, codes // VALUES["CODES"]),
-        num_stages=VALUES["num_stages"],
+        **values_options(codes),
     )
     return bits, slope
 
