@@ -13,7 +13,7 @@ from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, ValueRows
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import multiprocessors, no_triton
 from kvfold.kernels.stored import (
     basis_matrix,
     check_strides,
@@ -48,13 +48,7 @@ class BlocksKernel(AttentionKernel):
     dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
-        if device.type != "cuda":
-            return "needs an NVIDIA GPU"
-        if torch.cuda.get_device_capability(device)[0] < 8:
-            return "needs compute capability 8.0"
-        if find_spec("triton") is None:
-            return "triton is not installed"
-        return unsupported(key_format, value_format, pre_rope)
+        return no_triton(device) or unsupported(key_format, value_format, pre_rope)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         from kvfold.kernels.unpacked import attend_unpacked, serves

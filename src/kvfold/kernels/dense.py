@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from kvfold.formats import Dense, Format
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import multiprocessors, no_triton
 
 if TYPE_CHECKING:
     from kvfold.kernels.partials import Partials
@@ -41,12 +40,8 @@ class DenseKernel(AttentionKernel):
     dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
-        if device.type != "cuda":
-            return "needs an NVIDIA GPU"
-        if torch.cuda.get_device_capability(device)[0] < 8:
-            return "needs compute capability 8.0"
-        if find_spec("triton") is None:
-            return "triton is not installed"
+        if why := no_triton(device):
+            return why
         return "keys are stored before RoPE" if pre_rope else unsupported(key_format, value_format)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:

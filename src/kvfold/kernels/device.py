@@ -3,8 +3,23 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
+
+
+def no_gpu(device: torch.device) -> str | None:
+    """Why no kernel of a GPU runs on a device; None if they do."""
+    if device.type != "cuda":
+        return "needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device)[0] < 8:
+        return "needs compute capability 8.0"
+    return None
+
+
+def no_triton(device: torch.device) -> str | None:
+    """Why no kernel in plain Triton runs on a device; None if they do."""
+    return no_gpu(device) or (None if find_spec("triton") else "triton is not installed")
 
 
 @lru_cache

@@ -7,6 +7,7 @@ import torch
 from kvfold.formats import AffineGroups, Format, Paged
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Windows
+from kvfold.kernels.device import no_gpu
 from kvfold.kernels.reference import ReferenceKernel
 
 BLOCK = 32
@@ -112,7 +113,7 @@ class FragmentsKernel(AttentionKernel):
     dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
-        if why := _needs_gpu(device):
+        if why := no_gpu(device):
             return why
         try:
             from kvfold.kernels.fragments import unsupported
@@ -134,20 +135,12 @@ class FragmentsKernel(AttentionKernel):
 
 
 def _needs(key_format: Format, device: torch.device, pre_rope: bool) -> str | None:
-    if why := _needs_gpu(device):
+    if why := no_gpu(device):
         return why
     if pre_rope:
         return "keys are stored before RoPE"
     if key_format.block != BLOCK:
         return f"blocks of {key_format.block} tokens; allowed: {BLOCK}"
-    return None
-
-
-def _needs_gpu(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return "needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability(device)[0] < 8:
-        return "needs compute capability 8.0"
     return None
 
 

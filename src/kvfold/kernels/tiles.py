@@ -6,7 +6,6 @@ Head sizes that are no power of two, any group size, blocks of any length, and k
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import multiprocessors, no_triton
 from kvfold.rope import Rope
 
 if TYPE_CHECKING:
@@ -46,13 +45,7 @@ class TilesKernel(AttentionKernel):
     dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
-        if device.type != "cuda":
-            return "needs an NVIDIA GPU"
-        if torch.cuda.get_device_capability(device)[0] < 8:
-            return "needs compute capability 8.0"
-        if find_spec("triton") is None:
-            return "triton is not installed"
-        return unsupported(key_format, value_format, pre_rope)
+        return no_triton(device) or unsupported(key_format, value_format, pre_rope)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         from kvfold.kernels.unpacked import attend_unpacked, serves
