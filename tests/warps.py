@@ -7,7 +7,7 @@
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, local
 from types import FunctionType, SimpleNamespace
 
 import numpy as np
@@ -53,9 +53,11 @@ class Pointer:
 
 
 class Machine:
-    """Global and shared memory of a program of ``warps`` warps, and what a warp does with them."""
+    """Global and shared memory of a program of ``warps`` warps, and what a warp does with them. ``late``: asynchronous copies
+    arrive when they are waited for, not at once."""
 
-    def __init__(self, warps, size=1 << 22):
+    def __init__(self, warps, size=1 << 22, late=False):
+        self.late, self.own = late, local()
         self.warps, self.barrier = warps, Barrier(warps, timeout=60)
         self.memory, self.shared, self.end = np.zeros(size, np.uint8), np.zeros(1 << 17, np.uint8), 4096
 
@@ -70,6 +72,10 @@ class Machine:
 
     int32, int64, float32 = TYPES
     static_range = staticmethod(range)
+
+    @staticmethod
+    def static_assert(condition, message=""):
+        assert condition, message
 
     def num_warps(self):
         return self.warps
@@ -156,7 +162,34 @@ class Machine:
         to, source, size = lanes(to, np.int64) + to_offset, lanes(source, np.int64) + source_offset, lanes(size)
         for lane in LANE[lanes(active) != 0] if guarded else LANE:
             data = self.memory[source[lane] : source[lane] + 16] if size[lane] else 0
-            self.shared[to[lane] : to[lane] + 16] = data
+            if self.late:
+                self._groups()[-1].append((to[lane], data))
+            else:
+                self.shared[to[lane] : to[lane] + 16] = data
+
+    def _groups(self):
+        """A warp's groups of copies on their way; the last is not committed."""
+        if not hasattr(self.own, "groups"):
+            self.own.groups = [[]]
+        return self.own.groups
+
+    def copy_commit(self, _lane):
+        self._groups().append([])
+
+    def _arrive(self, left):
+        while len(self._groups()) > left:
+            for to, data in self._groups().pop(0):
+                self.shared[to : to + 16] = data
+
+    def copy_wait_1(self, _lane):
+        self._arrive(2)
+
+    def copy_wait_3(self, _lane):
+        self._arrive(4)
+
+    def copy_wait_all(self, _lane):
+        self._arrive(0)
+        self.own.groups = [[]]
 
     def load_pair(self, address, active, kind):
         assert kind == 0
@@ -178,7 +211,7 @@ class Machine:
     def nothing(self, _lane):
         return None
 
-    copy_commit = copy_wait_1 = copy_wait_all = warp_sync = nothing
+    warp_sync = nothing
 
     def program_sync(self, _lane):
         self.barrier.wait()

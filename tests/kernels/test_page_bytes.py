@@ -16,8 +16,8 @@ from warps import Machine, Pointer, on_cpu, register, scalar
 NAMES = ("D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB")
 
 
-def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, scale=128**-0.5):
-    """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks."""
+def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, scale=128**-0.5, **how):
+    """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks. ``how``: deep, late."""
     spec = LayerSpec(0, 1, 1, 1, 128)
     method = get(method)
     formats = method.key_format(spec), method.value_format(spec)
@@ -29,7 +29,7 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
     keys = random(1, 1, 32 * blocks, 128) * torch.exp(spread * random(1, 1, 1, 128)) + random(1, 1, 1, 128)
     values = value * (random(1, 1, 32 * blocks, 128) + random(1, 1, 1, 128))
     q = (query * random(rows, 128)).half()
-    machine, decoded, arrays = Machine(warps), [], []
+    machine, decoded, arrays = Machine(warps, late=how.get("late", False)), [], []
     for form, x, norm in zip(formats, (keys, values), (True, False), strict=True):
         fields = form.allocate(1, 1, blocks + 2, "cpu")
         for y in fields.values():
@@ -57,7 +57,7 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
         sums = kernel.attend_rows(
             zero, lane, warp, zero, scalar(-(-blocks // 4)), scalar(blocks), stored, (zero, zero, zero), None, None,
             Pointer(at, np.float16, "fp16"), scalar(0, np.int64), zero, rows, scale * math.log2(math.e), None,
-            Pointer(k[4], np.float32), Pointer(v[3], np.float32), *(fixed[n] for n in NAMES),
+            Pointer(k[4], np.float32), Pointer(v[3], np.float32), *(fixed[n] for n in NAMES), how.get("deep", False),
         )  # fmt: skip
         outputs = (Pointer(p, np.float32) for p in parts)
         kernel.finish_rows(zero, lane, warp, *(sums[i] for i in (0, 1, 2)), signs, *outputs, slot, zero, rows, 128,
@@ -81,6 +81,16 @@ def test_it_is_attention_over_the_decoded_pages(method):
 @pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 2), (3, 4, 1), (4, 13, 4)])
 def test_fewer_rows_blocks_and_pages_than_warps(rows, blocks, warps):
     assert error("fold:center=false", rows, blocks, warps) < 3e-4
+
+
+@pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 2), (4, 21, 1), (4, 37, 4)])
+@pytest.mark.parametrize("late", [False, True])
+def test_two_stages_of_a_warp_are_neither_read_too_early_nor_filled_too_soon(rows, blocks, warps, late):
+    assert error("fold:center=false", rows, blocks, warps, deep=True, late=late) < 3e-4
+
+
+def test_copies_that_arrive_late_are_waited_for():
+    assert error("fold", 4, 13, 2, late=True) < 3e-4
 
 
 @pytest.mark.parametrize("given", [{"query": 100.0}, {"query": 1e-4}, {"value": 1e-3}, {"value": 1e3}, {"scale": 0.5}])

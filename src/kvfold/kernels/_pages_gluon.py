@@ -40,6 +40,7 @@ from kvfold.kernels._page_sums import (
 from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, row_bytes, turn_signs
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LIFT, LOG2E, _finish, _nothing, _probabilities
+from kvfold.kernels._tables_gluon import _dynamic_base, reserved
 from kvfold.kernels._warp import (
     as_float,
     copy_commit,
@@ -244,14 +245,15 @@ def pages_kernel(
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr,
-    AHEAD: gl.constexpr, FIRST: gl.constexpr,
+    AHEAD: gl.constexpr, FIRST: gl.constexpr, DEEP: gl.constexpr = False,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 NT`` query rows.
 
     Grid and parts are those of :func:`kvfold.kernels._decode_gluon.decode_kernel`. A stage is a page: NB blocks of 32 tokens.
     ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. MIX is the rotation's block,
     1: none. FAR: the queries lie in shared memory, not in registers. BYTES: see :func:`attend_rows`. AHEAD: what is read
-    first comes to L2 before this kernel waits. FIRST: programs for the windows come before the others.
+    first comes to L2 before this kernel waits. FIRST: programs for the windows come before the others. DEEP: with BYTES, two
+    stages of a warp, in dynamic shared memory.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -259,7 +261,12 @@ def pages_kernel(
     thread = gl.arange(0, 32 * W, LAYOUT)
     lane = thread % 32
     warp = thread // 32
-    if BYTES:
+    memory = ()
+    if DEEP:
+        memory = reserved(thread, row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W, True))
+        base0 = _dynamic_base(lane)
+        program_sync(lane)  # the first words are written by all
+    elif BYTES:
         base0 = shared_base(lane, row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W))
     else:
         base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
@@ -316,7 +323,7 @@ def pages_kernel(
             best, sums, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, DEEP,
             )  # fmt: skip
             finish_rows(
                 base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,
@@ -334,3 +341,5 @@ def pages_kernel(
             _finish(
                 base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, 0
             )
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()

@@ -179,6 +179,19 @@ def copy_wait_1(lane):
 
 
 @gluon.jit
+def copy_wait_3(lane):
+    """As :func:`copy_wait_1`, for all but the newest three groups."""
+    gl.inline_asm_elementwise(
+        "cp.async.wait_group 3; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
+        "=r,r",
+        [lane],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def copy_wait_all(lane):
     gl.inline_asm_elementwise(
         "cp.async.wait_all; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",

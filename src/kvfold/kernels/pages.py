@@ -64,7 +64,9 @@ def program_bytes(key_format: Paged, value_format: Paged, plan: Plan, far: bool 
     if plan.bytewise:
         norm, sides = bool(key_format.norm), (key_format, value_format)
         bits, means = [_bits(form) for form in sides], [form.mean for form in sides]
-        return int(row_bytes(key_format.head_dim, bits[0], means[0], norm, bits[1], means[1], BLOCKS, plan.warps))
+        return int(
+            row_bytes(key_format.head_dim, bits[0], means[0], norm, bits[1], means[1], BLOCKS, plan.warps, plan.deep)
+        )
     return int(
         shared_bytes(
             key_format.head_dim, _bits(key_format), key_format.mean, bool(key_format.norm), _bits(value_format),
@@ -263,4 +265,5 @@ def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, ea
         "BYTES": plan.bytewise,
         "AHEAD": plan.ahead,
         "FIRST": plan.windows_first,
+        "DEEP": plan.deep,
     }
