@@ -95,9 +95,11 @@ class Machine:
     def abs(self, x):
         return register(np.abs(x))
 
-    def load(self, pointer, mask=None, other=0):
-        at = pointer.address + lanes(pointer.offset, np.int64) * pointer.type.itemsize
-        return register(self._read(self.memory, at, pointer.type.itemsize).view(pointer.type)[:, 0])
+    def load(self, pointer, mask=True, other=0, cache_modifier=""):
+        mask = lanes(mask, bool)
+        at = np.where(mask, pointer.address + lanes(pointer.offset, np.int64) * pointer.type.itemsize, 0)
+        found = self._read(self.memory, at, pointer.type.itemsize).view(pointer.type)[:, 0]
+        return register(np.where(mask, found, np.asarray(other).astype(pointer.type)))
 
     def store(self, pointer, value, mask=True):
         value, mask = lanes(value, pointer.type), lanes(mask, bool)
@@ -190,6 +192,10 @@ class Machine:
     def copy_wait_all(self, _lane):
         self._arrive(0)
         self.own.groups = [[]]
+
+    def load_fresh4(self, address, active):
+        words = self._read(self.memory, np.where(lanes(active) != 0, lanes(address, np.int64), 0), 16).view(np.int32)
+        return tuple(register(np.where(lanes(active) != 0, words[:, i], 0)) for i in range(4))
 
     def load_pair(self, address, active, kind):
         assert kind == 0

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import _pages_rows_gluon, pages
+from kvfold.kernels import _last, _pages_rows_gluon, pages
 from kvfold.kernels.decode import Plan
 from kvfold.methods import LayerSpec, get
 from warps import Machine, Pointer, on_cpu, register, scalar
@@ -87,6 +87,32 @@ def test_fewer_rows_blocks_and_pages_than_warps(rows, blocks, warps):
 @pytest.mark.parametrize("late", [False, True])
 def test_two_stages_of_a_warp_are_neither_read_too_early_nor_filled_too_soon(rows, blocks, warps, late):
     assert error("fold:center=false", rows, blocks, warps, deep=True, late=late) < 3e-4
+
+
+@pytest.mark.parametrize("rows, parts, warps", [(4, 33, 4), (3, 2, 2), (1, 18, 1)])
+def test_a_warp_merges_the_parts_of_a_row(rows, parts, warps):
+    """Of the second of two heads; the third part sees no token, nor does a row that no part sees."""
+    torch.manual_seed(0)
+    sums, tops, totals = (
+        torch.randn(2, parts, rows, 128),
+        9 * torch.randn(2, parts, rows),
+        torch.rand(2, parts, rows) + 1,
+    )
+    nothing = torch.zeros(parts, rows, dtype=bool)
+    nothing[2:3] = True
+    nothing[:, 1:2] = True
+    tops[1][nothing], totals[1][nothing], sums[1][nothing] = -1e30, 0, 0
+    machine = Machine(warps)
+    given = [Pointer(machine.put(x), np.float32) for x in (sums, tops, totals)]
+    out = machine.put(torch.full((2, rows, 128), math.nan))
+    merge = on_cpu(_last, machine).merge_rows
+    lane = register(np.arange(32, dtype=np.int32))
+    machine.run(lambda w: merge(lane, scalar(w), *given, Pointer(out, np.float32), scalar(1), parts, rows, 128))
+    weight = torch.exp2(tops[1] - tops[1].amax(0))
+    want = (weight[..., None] * sums[1]).sum(0) / (weight * totals[1]).sum(0).clamp_min(1e-30)[:, None]
+    got = torch.from_numpy(machine.get(out, (2, rows, 128)))
+    assert got[0].isnan().all()
+    torch.testing.assert_close(got[1], want, rtol=1e-5, atol=1e-5)
 
 
 def test_copies_that_arrive_late_are_waited_for():

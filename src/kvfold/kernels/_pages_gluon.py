@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._hadamard import hadamard, sign_bits, turned_back
+from kvfold.kernels._last import is_last, merge_rows
 from kvfold.kernels._page_codes import (
     fetch_page,
     mean_at,
@@ -238,7 +239,7 @@ def _prefetch_first(
 def pages_kernel(
     q_ptr, k_codes, k_scale, k_mean, k_norm, k_signs, v_codes, v_scale, v_mean, v_signs,
     packed_len_ptr, sink_k, sink_v, sink_len_ptr, ring_k, ring_v, recent_len_ptr,
-    part_out, part_top, part_sum,
+    part_out, part_top, part_sum, counters, out_ptr,
     scale, heads, rows, tokens, columns, first_token, capacity, k_pages, v_pages, sinks, slots, splits, dense_splits, parts,
     part0,
     D: gl.constexpr,
@@ -246,6 +247,7 @@ def pages_kernel(
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr,
     AHEAD: gl.constexpr, FIRST: gl.constexpr, DEEP: gl.constexpr = False,
+    LAST: gl.constexpr = False,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 NT`` query rows.
 
@@ -253,7 +255,8 @@ def pages_kernel(
     ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. MIX is the rotation's block,
     1: none. FAR: the queries lie in shared memory, not in registers. BYTES: see :func:`attend_rows`. AHEAD: what is read
     first comes to L2 before this kernel waits. FIRST: programs for the windows come before the others. DEEP: with BYTES, two
-    stages of a warp, in dynamic shared memory.
+    stages of a warp, in dynamic shared memory. LAST: the program that writes a head's last part merges all of them to
+    ``out_ptr``, as ``counters`` tell it: zeros [batch * heads], and zeros again afterwards.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -286,7 +289,8 @@ def pages_kernel(
         )  # fmt: skip
     if EARLY:
         wait_for_previous(lane)
-        launch_dependents(lane)
+        if not LAST:
+            launch_dependents(lane)
     column0 = (gl.program_id(0) % columns) * (8 * NT)
     packed_len = gl.load(packed_len_ptr + batch)
     row0 = head.to(gl.int64) * rows
@@ -302,6 +306,8 @@ def pages_kernel(
                 sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64),
                 sinks, slots, sink_len, packed_len, recent_len, scale * LOG2E, top, out, side, D, NT, BF16, LIFT,
             )  # fmt: skip
+        if EARLY and LAST:
+            launch_dependents(lane)
         _finish(
             base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT, LIFT
         )
@@ -325,6 +331,8 @@ def pages_kernel(
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
                 D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, DEEP,
             )  # fmt: skip
+            if EARLY and LAST:  # the next kernel comes while sums are stored and merged
+                launch_dependents(lane)
             finish_rows(
                 base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,
                 D, V_BITS, V_MIX,
@@ -341,5 +349,9 @@ def pages_kernel(
             _finish(
                 base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, 0
             )
+    if LAST:
+        if is_last((counters + head).to(gl.int64), parts - 1):
+            gl.store(counters + head, 0)
+            merge_rows(lane, warp, part_out, part_top, part_sum, out_ptr, head, parts, rows, D)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

@@ -231,6 +231,20 @@ def load_global4(address, active):
 
 
 @gluon.jit
+def load_fresh4(address, active):
+    """As :func:`load_global4`, from L2: what other programs of this kernel wrote."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;"
+        " @p ld.global.cg.v4.b32 {$0,$1,$2,$3}, [$4]; }",
+        "=&r,=&r,=&r,=&r,l,r",
+        [address, active],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def mma(a0, a1, a2, a3, b0, b1, c, BF16: gl.constexpr):
     """``mma.m16n8k16``: c + A B; operands are pairs of fp16 (or bf16) in 32-bit words, c four fp32 registers.
 
