@@ -477,6 +477,7 @@ CLAIMS = (
     Claim("GSRQ", "gains and shapes alone, without the fitted scale, 1 bit", "gsrq:bits=1,refit=false", "vqllm:bits=1"),
     Claim("NOVA-KV", "2.19 bits lose less than KIVI's 3.00", "nova", "kivi"),
     Claim("TaSQ", "1.12 bits lose less than KIVI's 2.00", "tasq", "kivi:bits=1"),
+    Claim("kvfold", "TaSQ with a static mean loses less than TaSQ, both at 1.12 bits", "tasq:mean=true", "tasq"),
     Claim("kvfold", "`fold` at 2.78 bits loses less than KIVI at 3.00", "fold", "kivi"),
     Claim("kvfold", "`fold` at 2.28 bits loses less than KIVI at 3.00", "fold:bits=2", "kivi"),
     Claim("kvfold", "`fold` at 1.28 bits loses less than KIVI at 2.00", "fold:bits=1", "kivi:bits=1"),
