@@ -85,3 +85,25 @@ def test_of_methods_that_are_alike_few_are_called_different():
         a, b = ([float(draw.random() < 0.6) for _ in range(30)] for _ in range(2))
         called += paired(a, b, True).verdict in ("better", "worse")
     assert called <= 10
+
+
+@pytest.mark.parametrize(("items", "least", "most"), [(24, 0.80, 0.92), (100, 0.90, 0.97)])
+def test_intervals_of_few_skewed_values_are_too_narrow_and_docs_say_so(items, least, most):
+    """Of 95% intervals of lognormal values (sigma 1), as many hold the mean as docs/evaluation.md says."""
+    held, mean = 0, math.exp(0.5)
+    for trial in range(200):
+        draw = random.Random(trial)
+        low, high = bootstrap([draw.lognormvariate(0, 1) for _ in range(items)])
+        held += low <= mean <= high
+    assert least <= held / 200 <= most
+
+
+def test_skewed_differences_without_a_mean_are_called_different_more_often_than_the_level_says():
+    called, mean = 0, math.exp(0.5)
+    for trial in range(100):
+        draw = random.Random(trial)
+        called += paired([draw.lognormvariate(0, 1) - mean for _ in range(24)], [0.0] * 24, True).verdict in (
+            "better",
+            "worse",
+        )
+    assert 8 <= called <= 25  # as docs/evaluation.md says

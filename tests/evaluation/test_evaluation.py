@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import time
 
 import pytest
 import torch
@@ -215,6 +214,18 @@ def test_compare_measures_what_it_says(tiny, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
+class Clock:
+    """In place of the machine's, which may be busy: a millisecond passes with each look, more where a test says so."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr("time.perf_counter", self.look)
+
+    def look(self):
+        self.now += 0.001
+        return self.now
+
+
 @pytest.mark.parametrize("method", ["none", "kivi:recent=32", "innerq"])
 def test_what_a_method_needs_first_is_in_no_speed(tiny, monkeypatch, method):
     """The first call that packs, the first that reads packed tokens and the first decoded token are slow, as where they are
@@ -222,7 +233,7 @@ def test_what_a_method_needs_first_is_in_no_speed(tiny, monkeypatch, method):
     from kvfold.storage.reader import Reader
     from kvfold.storage.writer import Writer
 
-    seen = set()
+    seen, clock = set(), Clock(monkeypatch)
 
     def slowly(kind, name):
         own = getattr(kind, name)
@@ -230,7 +241,7 @@ def test_what_a_method_needs_first_is_in_no_speed(tiny, monkeypatch, method):
         def slow(self, *args, **kwargs):
             if name not in seen:
                 seen.add(name)
-                time.sleep(2)
+                clock.now += 1000
             return own(self, *args, **kwargs)
 
         return slow
@@ -245,12 +256,12 @@ def test_continuations_are_greedy_and_their_first_step_is_not_timed(tiny, ids, m
     cache = kvfold.fold(tiny, "none")
     try:
         result = score(tiny, ids, PREFIX, cache)
-        own, calls = tiny.forward, []
+        own, calls, clock = tiny.forward, [], Clock(monkeypatch)
 
         def slow(*args, **kwargs):
             calls.append(kwargs)
             if len(calls) == 1:  # as a capture
-                time.sleep(1)
+                clock.now += 1000
             return own(*args, **kwargs)
 
         monkeypatch.setattr(tiny, "forward", slow)
