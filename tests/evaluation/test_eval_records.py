@@ -8,8 +8,11 @@ import pytest
 from kvfold.cli import main
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.suites import PAPERS, Options, Outcome, infinitebench, longbench, make, metrics
+from kvfold.evaluation.suites.base import answers_of
+from kvfold.evaluation.suites.lm_tasks import LmEval, _main
 from kvfold.evaluation.suites.math_problems import boxed, plain, same
 from kvfold.evaluation.summary import average
+from kvfold.evaluation.windows import load_domain
 from test_evaluation import break_encoding
 from tiny_model import byte_tokenizer, save
 
@@ -89,6 +92,34 @@ def test_every_task_asks_within_the_length_and_cuts_before_the_question(data, na
         assert task.plain or (f"it, {item.index}" not in before and f"see, {item.index}" not in before)
 
 
+def test_examples_end_before_what_is_asked(data):
+    """As in LongBench, whose contexts end without an end of line."""
+    some = suite("longbench", data=data, tasks=("trec", "triviaqa", "samsum"))
+    for item in some.items([4000], 1, 1):
+        assert f"{FILLER}\n{'' if item.task == 'trec' else chr(10)}What does it see" in text_of(some.prompt(item))
+
+
+def test_lines_of_json_end_where_lines_of_json_end(tmp_path):
+    record = {**long_record("lcc"), "context": f"one\u2028two\x85three\x0c{FILLER}"}
+    held = tmp_path / "lcc.jsonl"
+    held.write_text(json.dumps(record, ensure_ascii=False) + "\n\n", encoding="utf-8")
+    some = suite("longbench", data=str(held), tasks=("lcc",))
+    assert some.by_task["lcc"] == [record]
+    assert "one\u2028two" in load_domain("lcc", str(held)).text
+
+
+@pytest.mark.parametrize("held", [[], "", [" "], [None], {"text": ["x"]}, True], ids=str)
+def test_records_without_an_answer_are_refused(tmp_path, held):
+    """Before a model reads one: of a blank answer each would be right, of SQuAD's objects none."""
+    with pytest.raises(KVFoldError, match=r"^data: .*(has no answers but|are no answers; give a text or a number)"):
+        held_in = jsonl(tmp_path / "a" / "q.jsonl", [{**long_record("lcc"), "answers": held}])
+        suite("longbench", data=held_in, tasks=("lcc",))
+    with pytest.raises(KVFoldError, match=r"^data: .*(has no answers but|are no answers; give a text or a number)"):
+        record = {"question": "?", "context": "c", "answers": held}
+        suite("ruler", tasks=("qa",), data=jsonl(tmp_path / "a" / "r.jsonl", [record]))
+    assert answers_of(["", "fox", 31]) == ("fox", "31")
+
+
 @pytest.mark.parametrize("name", ["longbench", "infinitebench"])
 def test_what_is_too_long_loses_its_middle(data, name):
     some = suite(name, data=data)
@@ -128,6 +159,10 @@ def test_grades():
     assert metrics.similar_line("```\n# no\nx = 1\ny = 2", "x = 1") == 1
     assert metrics.choice("The answer is B.", "B") == 1 and metrics.choice("Because C", "B") == 0
     assert metrics.choice("A", "A") == 1
+    assert metrics.f1("\u5317\u4eac\u3002", "\u5317\u4eac") == 1  # a full stop is no word
+    assert metrics.numbers_right("Paragraph-7", "Paragraph 7") == 1
+    assert metrics.first_digits("is 0022.", "0022") == 1 and metrics.first_digits("is 22", "0022") == 0
+    assert metrics.first_digits("00220022", "0022") == 0  # InfiniteBench takes the first run of digits whole
 
 
 def test_math_compares_what_is_in_the_box():
@@ -189,9 +224,8 @@ def test_data_that_are_not_there_are_told_of(tmp_path, data):
     with pytest.raises(KVFoldError, match=r"^tasks: 'x' is no task of infinitebench; allowed: passkey"):
         suite("infinitebench", data=data, tasks=("x",))
     record = {**infinite_record("code_debug"), "answer": ["cow"]}
-    some = suite("infinitebench", data=jsonl(tmp_path / "odd" / "o.jsonl", [record]), tasks=("code_debug",))
     with pytest.raises(KVFoldError, match=r"^data: the answer 'cow' is none of the record's options"):
-        some.prompt(some.items([4000], 1, 1)[0])
+        suite("infinitebench", data=jsonl(tmp_path / "odd" / "o.jsonl", [record]), tasks=("code_debug",))
 
 
 def test_a_data_set_of_the_hub_is_read_by_its_package(monkeypatch):
@@ -302,3 +336,40 @@ def test_tasks_of_lm_eval_are_rows_and_a_broken_quantizer_ruins_them(folder, tmp
     assert main(["eval", "--model", folder, "--suite", "lm-eval:nothing_such", "--out", str(tmp_path / "x")]) == 2
     assert "suite: lm-eval does not give nothing_such" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def made_of(tmp_path, monkeypatch, **fields):
+    """A task of lm-eval over twelve documents with three examples drawn from others."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: NOTHING of kvfold[lm-eval] is tested")
+    import datasets
+
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    held = jsonl(tmp_path / "rows" / "docs.jsonl", [{"p": f"Number {i} is", "a": f" {i}"} for i in range(12)])
+    task = {
+        "task": "tiny_shots",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": held, "train": held}},
+    }
+    task |= {"test_split": "test", "fewshot_split": "train", "num_fewshot": 3, "output_type": "loglikelihood"}
+    task |= {"doc_to_text": "{{p}}", "doc_to_target": "{{a}}", **fields}
+    (tmp_path / "rows" / "shots.yaml").write_text(json.dumps(task))
+    return LmEval(TOKENIZER, ("tiny_shots",), str(tmp_path / "rows"))
+
+
+def test_examples_of_lm_eval_are_the_same_in_every_run(tmp_path, monkeypatch):
+    """Drawn anew, no row of an earlier run, another part or another method would be of the same prompt."""
+    first, second = ([some.prompt(item).ids for item in some.items([], 5, 1)] for some in (
+        made_of(tmp_path, monkeypatch) for _ in range(2)
+    ))  # fmt: skip
+    assert all((a == b).all() for a, b in zip(first, second, strict=True))
+
+
+def test_the_score_of_a_task_is_its_accuracy_where_its_first_metric_is_a_likelihood(tmp_path, monkeypatch):
+    """As lambada's, of which QJL's paper reports the accuracy."""
+    metrics = [{"metric": "perplexity"}, {"metric": "acc"}]
+    (task,) = made_of(tmp_path, monkeypatch, metric_list=metrics)._found.values()
+    graded = task.process_results({}, [(-3.5, True)])
+    assert graded == {"perplexity": -3.5, "acc": 1} and _main(task, graded) == 1
+    with pytest.raises(KVFoldError, match=r"tiny_shots of lm-eval has no metric .* it has perplexity$"):
+        _main(task, {"perplexity": -3.5})

@@ -280,6 +280,8 @@ def test_things_are_different_words():
         and not whole("123", "1234")
         and not whole("cat", "catalog")
         and whole("Cat", "a cat")
+        and whole("so the", "And so\nthe end")  # a copy of a text whose lines are broken
+        and not whole("", "anything")
     )
 
 

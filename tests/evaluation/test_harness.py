@@ -368,6 +368,7 @@ def test_wrong_arguments_are_refused(make, options, said):
     ("given", "said"),
     [
         ({"do_sample": True, "temperature": 0.7}, "do_sample=true"),
+        ({"temperature": 0.7}, "temperature=0.7 samples"),
         ({"num_beams": 4}, "num_beams is not known"),
         ({"max_gen_toks": 0}, "max_gen_toks: 0"),
     ],

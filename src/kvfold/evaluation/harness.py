@@ -290,8 +290,12 @@ def _spec(method: str, options: dict[str, Any]) -> str:
 def _generation(asked: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
     """How many tokens to generate at most, and where to stop."""
     given = [int(asked[name]) for name in TOKEN_NAMES if asked.get(name) is not None]
-    if asked.get("do_sample") and asked.get("temperature") != 0:
-        raise KVFoldError("gen_kwargs: do_sample=true; answers take the likeliest token: give do_sample=false")
+    warm = asked.get("temperature")
+    if (asked.get("do_sample") and warm != 0) or (
+        asked.get("do_sample") is None and warm
+    ):  # as lm-eval's own models take it
+        what = "do_sample=true" if asked.get("do_sample") else f"temperature={warm} samples"
+        raise KVFoldError(f"gen_kwargs: {what}; answers take the likeliest token: give do_sample=false")
     if unknown := sorted(set(asked) - {"until", *TOKEN_NAMES, *SAMPLING}):
         raise KVFoldError(
             f"gen_kwargs: {unknown[0]} is not known; known: until, {', '.join((*TOKEN_NAMES, *SAMPLING))}"

@@ -283,7 +283,9 @@ def load_domain(name: str, path: str) -> Text:
     if not path.endswith(".jsonl"):
         return text
     parts = []
-    for number, line in enumerate(text.text.splitlines(), 1):
+    for number, line in enumerate(text.text.split("\n"), 1):  # strings of JSON may hold other ends of lines
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
             parts.append("\n".join(value for value in record.values() if isinstance(value, str)))

@@ -433,7 +433,7 @@ def load_records(path: str | Path, field: str, needs: Sequence[str]) -> tuple[li
     """
     text = load_text(path)
     found = []
-    for number, line in enumerate(text.text.splitlines(), 1):
+    for number, line in enumerate(text.text.split("\n"), 1):  # strings of JSON may hold other ends of lines
         if not line.strip():
             continue
         try:
@@ -447,3 +447,20 @@ def load_records(path: str | Path, field: str, needs: Sequence[str]) -> tuple[li
             )
         found.append(record)
     return found, text.sha256
+
+
+def answers_of(held: Any) -> tuple[str, ...]:
+    """What a record's answers are compared as: one, or a list of several, without blank ones, which all answers would hold.
+
+    Raises
+    ------
+    KVFoldError
+        None is left, or one is neither text nor a number.
+    """
+    found = held if isinstance(held, list | tuple) else [held]
+    if any(isinstance(answer, bool) or not isinstance(answer, str | int | float) for answer in found):
+        raise KVFoldError(f"data: {str(held)[:60]} are no answers; give a text or a number, or a list of them")
+    known = tuple(str(answer) for answer in found if str(answer).strip())
+    if not known:
+        raise KVFoldError(f"data: a record has no answers but {held!r}; leave it out, or give it one")
+    return known

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.suites import metrics
+from kvfold.evaluation.suites.base import answers_of
 from kvfold.evaluation.suites.records import Records, Task
 
 WHERE = "https://huggingface.co/datasets/xinrongzhang2022/InfiniteBench"
@@ -20,14 +21,14 @@ _book = partial(Task, begin="This is a book. A question about it follows.\n\n")
 
 TASKS: dict[str, Task] = {
     "passkey": Task(
-        6, "A pass key is hidden in this text. Remember it.\n\n", "{input}", "The pass key is", metrics.first_number
+        6, "A pass key is hidden in this text. Remember it.\n\n", "{input}", "The pass key is", metrics.first_digits
     ),
     "number_string": Task(
         12,
         "A string of digits is hidden in this text. Remember it.\n\n",
         "{input}",
         "The string of digits is",
-        metrics.contains,
+        metrics.first_digits,
     ),
     "kv_retrieval": Task(50, "This is an object in JSON.\n\n", "{input}", grade=metrics.contains),
     "longbook_sum_eng": Task(1200, "This is a book.\n\n", "Summarize the book.", "Summary:", metrics.rouge_l),
@@ -58,12 +59,12 @@ class InfiniteBench(Records):
     table = TASKS
     fields = ("input", "context", "answer")
     where = WHERE
+    version = 2
 
     def expected(self, task: Task, record: dict[str, Any]) -> tuple[str, ...]:
-        held = record["answer"]
-        answers = [str(answer) for answer in (held if isinstance(held, list) else [held])]
+        answers = answers_of(record["answer"])
         if not task.options:
-            return tuple(answers)
+            return answers
         options = [str(option) for option in record.get("options", ())]
         letters = tuple("ABCD"[options.index(answer)] for answer in answers if answer in options[:4])
         letters += tuple(answer for answer in answers if answer in ("A", "B", "C", "D"))

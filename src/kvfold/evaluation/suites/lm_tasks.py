@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PREFIX = "lm-eval:"
 """Begins the name of a suite that is a task of lm-eval."""
+FEWSHOT_SEED = 1234
+"""Draws solved examples; lm-eval's own default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ class LmEval(Suite):
     name = "lm-eval"
     summary = "tasks of lm-eval, each with its own prompts and metrics"
     measures = (Measure("score"),)
+    version = 2
 
     @cached_property
     def _found(self) -> dict[str, Any]:
@@ -75,6 +78,7 @@ class LmEval(Suite):
             options: dict[str, Any] = {}
             if self.chat:
                 options = {"apply_chat_template": True, "chat_template": self._rendered}
+            task.set_fewshot_seed(FEWSHOT_SEED)  # else every process draws other examples
             task.build_all_requests(limit=None, **options)
             for request in task.instances:
                 found.setdefault((name, int(request.doc_id)), []).append(request)
@@ -119,10 +123,7 @@ class LmEval(Suite):
             for metric, value in graded.items():
                 if isinstance(value, bool | int | float) or hasattr(value, "item"):
                     scores[metric if name == "none" else f"{metric},{name}"] = float(value)
-        if not scores:
-            raise KVFoldError(f"suite: {item.task} of lm-eval has no metric that is a number per document")
-        main = next(iter(scores.values()))
-        return Own({"score": main, **scores}, lm.read, lm.tested, lm.sizes, said)
+        return Own({"score": _main(task, scores), **scores}, lm.read, lm.tested, lm.sizes, said)
 
     def options(self) -> dict[str, Any]:
         import lm_eval
@@ -136,3 +137,24 @@ class LmEval(Suite):
             held = json.dumps(task.config.to_dict(), default=lambda x: type(x).__name__, sort_keys=True)
             found[name] = hashlib.sha256(held.replace(str(Path.cwd()), "").encode()).hexdigest()
         return found
+
+
+def _main(task: Any, scores: dict[str, float | None]) -> float | None:
+    """The first metric that is the better the higher, one whose mean over documents is the task's before others: lambada's
+    first metric is a log-likelihood, of which a perplexity is made.
+
+    Raises
+    ------
+    KVFoldError
+        There is none.
+    """
+    higher, made = task.higher_is_better(), task.aggregation()
+    good = {key: value for key, value in scores.items() if higher.get(key.partition(",")[0], True)}
+    how = {key: getattr(made.get(key.partition(",")[0]), "__name__", "mean") for key in good}
+    means = [key for key in good if how[key] in ("mean", "nanmean")]
+    if chosen := means or [key for key in good if how[key] != "bypass"]:
+        return good[chosen[0]]
+    raise KVFoldError(
+        f"suite: {task.config.task} of lm-eval has no metric that is a number per document and the better the higher; it has "
+        f"{', '.join(scores) or 'none that is a number'}"
+    )

@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any
 
 from kvfold.evaluation.suites import metrics
+from kvfold.evaluation.suites.base import answers_of
 from kvfold.evaluation.suites.records import Records, Task
 
 WHERE = "https://huggingface.co/datasets/THUDM/LongBench (data.zip)"
 FIELDS = ("input", "context", "answers")
 _question = partial(Task, ask="Question: {input}\nAnswer with as few words as possible.", lead="Answer:")
 _summary = partial(Task, lead="Summary:", grade=metrics.rouge_l)
-_examples = partial(Task, one_line=True, plain=True)
+_examples = partial(Task, one_line=True, plain=True, ask="\n\n{input}")
 _code = partial(Task, ask="", grade=metrics.similar_line, plain=True)
 
 TASKS: dict[str, Task] = {
@@ -38,7 +39,7 @@ TASKS: dict[str, Task] = {
     "multi_news": _summary(
         512, "These are articles about the same news.\n\n", "Summarize all of the news on one page."
     ),
-    "trec": _examples(64, "Name the type of each question, as in these examples.\n\n", grade=None),
+    "trec": _examples(64, "Name the type of each question, as in these examples.\n\n", ask="\n{input}", grade=None),
     "triviaqa": _examples(32, "Answer each question from its passage, as in these examples.\n\n"),
     "samsum": _examples(128, "Summarize each dialogue, as in these examples.\n\n", grade=metrics.rouge_l),
     "passage_count": Task(
@@ -69,6 +70,7 @@ class LongBench(Records):
     table = TASKS
     fields = FIELDS
     where = WHERE
+    version = 2
 
     def expected(self, task: Task, record: dict[str, Any]) -> tuple[str, ...]:
-        return tuple(str(answer) for answer in record["answers"])
+        return answers_of(record["answers"])

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+DIGITS = re.compile(r"\d+")
 WIDE = re.compile("[\u3000-\u9fff\uff00-\uffef]")
 """A character of Chinese or Japanese, which is a word of its own here."""
 
 
 def normalized(text: str) -> str:
     """Lower case, without punctuation and articles, words apart by one space."""
-    bare = "".join(c for c in text.lower() if c not in string.punctuation)
+    bare = "".join(c for c in text.lower() if c not in string.punctuation and not _is_wide_mark(c))
     return " ".join(ARTICLES.sub(" ", WIDE.sub(r" \g<0> ", bare)).split())
+
+
+def _is_wide_mark(char: str) -> bool:
+    """Whether a character is punctuation of Chinese or Japanese."""
+    return WIDE.match(char) is not None and unicodedata.category(char)[0] in "PSZ"
 
 
 def f1(answer: str, expected: str) -> float:
@@ -59,8 +66,8 @@ def among_classes(answer: str, expected: str, classes: Sequence[str]) -> float:
 
 
 def numbers_right(answer: str, expected: str) -> float:
-    """Share of the answer's numbers that are the one expected."""
-    found, (wanted, *_) = NUMBER.findall(answer), NUMBER.findall(expected) or ["?"]
+    """Share of the answer's numbers that are the one expected; a dash before one is no sign."""
+    found, (wanted, *_) = DIGITS.findall(answer), DIGITS.findall(expected) or ["?"]
     return sum(number == wanted for number in found) / len(found) if found else 0.0
 
 
@@ -68,6 +75,12 @@ def first_number(answer: str, expected: str) -> float:
     """Whether the first number of the answer is the one expected."""
     found, known = NUMBER.findall(answer), NUMBER.findall(expected)
     return float(bool(found) and bool(known) and float(found[0]) == float(known[0]))
+
+
+def first_digits(answer: str, expected: str) -> float:
+    """Whether the first digits of the answer are those expected: no more, no fewer, zeros before them too."""
+    found, known = DIGITS.search(answer), DIGITS.search(expected)
+    return float(found is not None and known is not None and found[0] == known[0])
 
 
 def contains(answer: str, expected: str) -> float:

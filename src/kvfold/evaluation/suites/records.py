@@ -81,6 +81,11 @@ class Records(Suite):
     """Where the records can be had."""
     measures = (Measure("score"), Measure("tokens", higher_is_better=False, shown="number"))
 
+    def __post_init__(self) -> None:
+        for task, records in self.by_task.items():
+            for record in records:
+                self.expected(self.table[task], record)  # refused before the first is asked
+
     @classmethod
     def load(cls, tokenizer: PreTrainedTokenizerBase, data: str | None, tasks: Sequence[str], chat: bool) -> Self:
         """With the records of some tasks; none: of all.
@@ -163,7 +168,7 @@ def fitted(form: Form, begin: str, context: str, ask: str, lead: str, room: int)
         inner = encode(form.tokenizer, context, False)
         kept = without_middle(inner, room - (len(ids) - len(inner)) - 16)  # pieces do not add up to the token
         first, last = kept[: len(kept) // 2], kept[len(kept) // 2 :]
-        short = f"{form.tokenizer.decode(first)}{form.tokenizer.decode(last)}"
+        short = "".join(str(form.tokenizer.decode(part, clean_up_tokenization_spaces=False)) for part in (first, last))
         text = form.text(f"{begin}{short}\n\n", ask, lead)
         ids = form.ids(text)
     return ids, form.cut(text, ask, ids)

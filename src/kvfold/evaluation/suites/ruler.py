@@ -25,6 +25,7 @@ from kvfold.evaluation.suites.base import (
     Outcome,
     Prompt,
     Suite,
+    answers_of,
     as_prompt,
     digits,
     encode,
@@ -40,7 +41,7 @@ VALUES = 4
 HOPS = 4
 """Assignments in a chain of ``tracking`` after its first; there are two chains, and one is asked for."""
 COMMON = 5
-"""Words of ``aggregation`` that fill half of its list; the others come at most three times each."""
+"""Words of ``aggregation`` that fill half of its list; of the others, all things share the other half."""
 PASSAGE = 3
 """Passages' lengths by which ``qa`` may fall short of a length for want of other questions' passages."""
 BEGUN = 6
@@ -85,6 +86,8 @@ class Ruler(Suite):
     def __post_init__(self) -> None:
         if wrong := [task for task in self.tasks if task not in TASKS]:
             raise KVFoldError(f"tasks: {wrong[0]!r} is no task of ruler; allowed: {', '.join(TASKS)}")
+        for record in self.questions or ():
+            answers_of(record["answers"])  # refused before a model is loaded
 
     @cached_property
     def _hay(self) -> Haystack:
@@ -257,10 +260,8 @@ class Ruler(Suite):
             )
         while count and tokens(count) > item.length:
             count -= 1
-        answers = record["answers"]
-        known = answers if isinstance(answers, list) else [answers]
-        expected, stop = [str(a) for a in known], ["\n"]
-        made = as_prompt(form, context(count), question, "Answer:", NEW_TOKENS["qa"], expected, stop, item.length)
+        expected = answers_of(record["answers"])
+        made = as_prompt(form, context(count), question, "Answer:", NEW_TOKENS["qa"], expected, ["\n"], item.length)
         return dataclasses.replace(made, any_of=True)
 
     def _completed(self, item: Item, draw: random.Random) -> Prompt:

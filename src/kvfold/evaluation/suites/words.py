@@ -18,8 +18,10 @@ THINGS = tuple(
 
 
 def whole(expected: str, answer: str) -> bool:
-    """Whether an answer has a word or number, not as a part of a longer one; capital letters or not."""
-    return re.search(rf"(?<!\w){re.escape(expected)}(?!\w)", answer, re.I) is not None
+    """Whether an answer has a word, words or a number, not as a part of a longer one; capital letters or not, and however the
+    words are apart: a text that is copied brings its ends of lines."""
+    words = r"\s+".join(map(re.escape, expected.split()))
+    return bool(words) and re.search(rf"(?<!\w){words}(?!\w)", answer, re.I) is not None
 
 
 def share(expected: tuple[str, ...], answer: str) -> float:
