@@ -7,7 +7,7 @@
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, local
+from threading import Barrier
 from types import FunctionType, SimpleNamespace
 
 import numpy as np
@@ -53,11 +53,9 @@ class Pointer:
 
 
 class Machine:
-    """Global and shared memory of a program of ``warps`` warps, and what a warp does with them. ``late``: asynchronous copies
-    arrive when they are waited for, not at once."""
+    """Global and shared memory of a program of ``warps`` warps, and what a warp does with them."""
 
-    def __init__(self, warps, size=1 << 22, late=False):
-        self.late, self.own = late, local()
+    def __init__(self, warps, size=1 << 22):
         self.warps, self.barrier = warps, Barrier(warps, timeout=60)
         self.memory, self.shared, self.end = np.zeros(size, np.uint8), np.zeros(1 << 17, np.uint8), 4096
 
@@ -72,10 +70,6 @@ class Machine:
 
     int32, int64, float32 = TYPES
     static_range = staticmethod(range)
-
-    @staticmethod
-    def static_assert(condition, message=""):
-        assert condition, message
 
     def num_warps(self):
         return self.warps
@@ -95,11 +89,9 @@ class Machine:
     def abs(self, x):
         return register(np.abs(x))
 
-    def load(self, pointer, mask=True, other=0, cache_modifier=""):
-        mask = lanes(mask, bool)
-        at = np.where(mask, pointer.address + lanes(pointer.offset, np.int64) * pointer.type.itemsize, 0)
-        found = self._read(self.memory, at, pointer.type.itemsize).view(pointer.type)[:, 0]
-        return register(np.where(mask, found, np.asarray(other).astype(pointer.type)))
+    def load(self, pointer, mask=None, other=0):
+        at = pointer.address + lanes(pointer.offset, np.int64) * pointer.type.itemsize
+        return register(self._read(self.memory, at, pointer.type.itemsize).view(pointer.type)[:, 0])
 
     def store(self, pointer, value, mask=True):
         value, mask = lanes(value, pointer.type), lanes(mask, bool)
@@ -164,38 +156,7 @@ class Machine:
         to, source, size = lanes(to, np.int64) + to_offset, lanes(source, np.int64) + source_offset, lanes(size)
         for lane in LANE[lanes(active) != 0] if guarded else LANE:
             data = self.memory[source[lane] : source[lane] + 16] if size[lane] else 0
-            if self.late:
-                self._groups()[-1].append((to[lane], data))
-            else:
-                self.shared[to[lane] : to[lane] + 16] = data
-
-    def _groups(self):
-        """A warp's groups of copies on their way; the last is not committed."""
-        if not hasattr(self.own, "groups"):
-            self.own.groups = [[]]
-        return self.own.groups
-
-    def copy_commit(self, _lane):
-        self._groups().append([])
-
-    def _arrive(self, left):
-        while len(self._groups()) > left:
-            for to, data in self._groups().pop(0):
-                self.shared[to : to + 16] = data
-
-    def copy_wait_1(self, _lane):
-        self._arrive(2)
-
-    def copy_wait_3(self, _lane):
-        self._arrive(4)
-
-    def copy_wait_all(self, _lane):
-        self._arrive(0)
-        self.own.groups = [[]]
-
-    def load_fresh4(self, address, active):
-        words = self._read(self.memory, np.where(lanes(active) != 0, lanes(address, np.int64), 0), 16).view(np.int32)
-        return tuple(register(np.where(lanes(active) != 0, words[:, i], 0)) for i in range(4))
+            self.shared[to[lane] : to[lane] + 16] = data
 
     def load_pair(self, address, active, kind):
         assert kind == 0
@@ -217,7 +178,7 @@ class Machine:
     def nothing(self, _lane):
         return None
 
-    warp_sync = nothing
+    copy_commit = copy_wait_1 = copy_wait_all = warp_sync = nothing
 
     def program_sync(self, _lane):
         self.barrier.wait()

@@ -1,7 +1,6 @@
 """The decode kernel over pages against float32 attention over the decoded cache: ``pytest -m gpu``."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -160,24 +159,6 @@ def test_launches_of_every_shape(name):
                 plan = Plan(warps, BLOCKS, 1, 1, splits, 2, registers=registers, bytewise=narrow)
                 if program_bytes(*case.formats, plan) <= STATIC_SHARED:
                     assert case.error(plan) < LIMIT[torch.float16]
-
-
-@pytest.mark.parametrize(
-    "change", [{"deep": True}, {"last": True}, {"deep": True, "last": True, "registers": None}], ids=str
-)
-@pytest.mark.parametrize("lens", [(16384, 512), (96, 0), (7200,)])
-def test_two_stages_of_a_warp_and_merging_by_the_last_program(change, lens):
-    case = Case("fold", lens=lens)
-    heads = case.windows.sink[0].shape[1]
-    counters = torch.zeros(len(lens) * heads, dtype=torch.int32, device="cuda")
-    base = pages.make_plan(*case.formats, len(lens) * heads, case.q.shape[1] // heads, 512, 160, 132)
-    want = case.reference()
-    for plan in (replace(base, **change), replace(base, warps=2, splits=7, dense_splits=2, **change)):
-        for _again in range(2):
-            got = pages.decode_attention(
-                case.q, *case.formats, case.spans, case.windows, case.scale, plan=plan, counters=counters
-            )
-            assert (got.float() - want).norm() < LIMIT[torch.float16] * want.norm() and not counters.any()
 
 
 @pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])

@@ -1,7 +1,5 @@
 """What the decode kernel over pages takes, and how it is launched; its numbers are compared on a GPU (test_gpu_pages.py)."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -93,24 +91,6 @@ def test_products_of_bytes_take_fewer_instructions(method, most):
     assert report.registers <= 168 and report.spills_in_loop == 0 and report.shared <= STATIC_SHARED + 1024
     assert report.loop <= most
     assert report.instructions["IMMA"] == 72  # codes: one for 16 x 32 of them; sums of queries and of weights
-
-
-def test_merging_by_the_last_program_asks_for_many_parts_at_once():
-    forms = formats("fold")
-    plan = replace(pages.make_plan(*forms, 8, 4, 1024, 160, 132), last=True)
-    report, without = aot.compile_pages(*forms, plan=plan), aot.compile_pages(*forms)
-    assert report.registers <= 168 and report.spills_in_loop == 0 and report.loop <= 1165
-    assert report.shared <= STATIC_SHARED + 1024
-    assert report.instructions["LDG"] - without.instructions["LDG"] >= 3 * 17
-    assert sum(report.instructions[name] for name in ("ATOM", "ATOMG")) == 1
-
-
-def test_two_stages_of_a_warp_cost_few_instructions_and_fit_twice():
-    forms = formats("fold")
-    plan = replace(pages.make_plan(*forms, 8, 4, 1024, 160, 132), deep=True)
-    report = aot.compile_pages(*forms, plan=plan)
-    assert report.registers <= 168 and report.spills_in_loop == 0 and report.loop <= 1165
-    assert pages.program_bytes(*forms, plan) <= report.shared and 2 * (report.shared + 1024) <= 227 * 1024
 
 
 @pytest.mark.parametrize("method, dim, rows, whether", [

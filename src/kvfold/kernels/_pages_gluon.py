@@ -18,7 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._hadamard import hadamard, sign_bits, turned_back
-from kvfold.kernels._last import is_last, merge_rows
 from kvfold.kernels._page_codes import (
     fetch_page,
     mean_at,
@@ -41,7 +40,6 @@ from kvfold.kernels._page_sums import (
 from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, row_bytes, turn_signs
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LIFT, LOG2E, _finish, _nothing, _probabilities
-from kvfold.kernels._tables_gluon import _dynamic_base, reserved
 from kvfold.kernels._warp import (
     as_float,
     copy_commit,
@@ -239,24 +237,21 @@ def _prefetch_first(
 def pages_kernel(
     q_ptr, k_codes, k_scale, k_mean, k_norm, k_signs, v_codes, v_scale, v_mean, v_signs,
     packed_len_ptr, sink_k, sink_v, sink_len_ptr, ring_k, ring_v, recent_len_ptr,
-    part_out, part_top, part_sum, counters, out_ptr,
+    part_out, part_top, part_sum,
     scale, heads, rows, tokens, columns, first_token, capacity, k_pages, v_pages, sinks, slots, splits, dense_splits, parts,
     part0,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr,
-    AHEAD: gl.constexpr, FIRST: gl.constexpr, DEEP: gl.constexpr = False,
-    LAST: gl.constexpr = False,
+    AHEAD: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 NT`` query rows.
 
     Grid and parts are those of :func:`kvfold.kernels._decode_gluon.decode_kernel`. A stage is a page: NB blocks of 32 tokens.
     ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. MIX is the rotation's block,
     1: none. FAR: the queries lie in shared memory, not in registers. BYTES: see :func:`attend_rows`. AHEAD: what is read
-    first comes to L2 before this kernel waits. FIRST: programs for the windows come before the others. DEEP: with BYTES, two
-    stages of a warp, in dynamic shared memory. LAST: the program that writes a head's last part merges all of them to
-    ``out_ptr``, as ``counters`` tell it: zeros [batch * heads], and zeros again afterwards.
+    first comes to L2 before this kernel waits. FIRST: programs for the windows come before the others.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -264,12 +259,7 @@ def pages_kernel(
     thread = gl.arange(0, 32 * W, LAYOUT)
     lane = thread % 32
     warp = thread // 32
-    memory = ()
-    if DEEP:
-        memory = reserved(thread, row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W, True))
-        base0 = _dynamic_base(lane)
-        program_sync(lane)  # the first words are written by all
-    elif BYTES:
+    if BYTES:
         base0 = shared_base(lane, row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W))
     else:
         base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
@@ -289,8 +279,7 @@ def pages_kernel(
         )  # fmt: skip
     if EARLY:
         wait_for_previous(lane)
-        if not LAST:
-            launch_dependents(lane)
+        launch_dependents(lane)
     column0 = (gl.program_id(0) % columns) * (8 * NT)
     packed_len = gl.load(packed_len_ptr + batch)
     row0 = head.to(gl.int64) * rows
@@ -306,8 +295,6 @@ def pages_kernel(
                 sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64),
                 sinks, slots, sink_len, packed_len, recent_len, scale * LOG2E, top, out, side, D, NT, BF16, LIFT,
             )  # fmt: skip
-        if EARLY and LAST:
-            launch_dependents(lane)
         _finish(
             base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, NT, LIFT
         )
@@ -329,10 +316,8 @@ def pages_kernel(
             best, sums, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, DEEP,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
             )  # fmt: skip
-            if EARLY and LAST:  # the next kernel comes while sums are stored and merged
-                launch_dependents(lane)
             finish_rows(
                 base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,
                 D, V_BITS, V_MIX,
@@ -349,9 +334,3 @@ def pages_kernel(
             _finish(
                 base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, 0
             )
-    if LAST:
-        if is_last((counters + head).to(gl.int64), parts - 1):
-            gl.store(counters + head, 0)
-            merge_rows(lane, warp, part_out, part_top, part_sum, out_ptr, head, parts, rows, D)
-    for i in gl.static_range(len(memory)):
-        memory[i]._keep_alive()

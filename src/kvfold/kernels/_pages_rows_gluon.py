@@ -35,7 +35,6 @@ from kvfold.kernels._warp import (
     as_int,
     copy_commit,
     copy_wait_1,
-    copy_wait_3,
     copy_wait_all,
     exp2_fast,
     load_shared,
@@ -57,12 +56,9 @@ def row_stage(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks):
 
 
 @gluon.constexpr_function
-def row_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, warps, deep=False):
-    """Bytes of shared memory of a program: stages (deep: two of each warp, of a dynamic allocation), the Hadamard matrix as an
-    operand, the queries; and, later, sums."""
+def row_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, warps):
+    """Bytes of shared memory of a program: stages, the Hadamard matrix as an operand, the queries; and, later, sums."""
     stage = row_stage(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks)
-    if deep:
-        return (2 * warps * stage + 512 + dim * 8 + 16383) // 16384 * 16384  # of powers of two, few allocations
     return max(warps * stage + 512 + dim * 8, warps * dim * 32)  # sums of windows need more than those of pages
 
 
@@ -72,12 +68,10 @@ def attend_rows(
     v_signs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
-    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr, DEEP: gl.constexpr = False,
+    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
     """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns: lanes (g, t) have the maximum
-    of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`.
-
-    DEEP: a warp has two stages, and asks for two pages before it reads one; in a slab alone."""
+    of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`."""
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
     V_AT: gl.constexpr = page_bytes(D, K_BITS, NB, K_MEAN, K_NORM)
@@ -85,13 +79,12 @@ def attend_rows(
     K_NORM_AT: gl.constexpr = norm_at(D, K_BITS, NB, K_MEAN)
     SCRATCH: gl.constexpr = V_AT + page_bytes(D, V_BITS, NB, V_MEAN, False)
     STAGE: gl.constexpr = SCRATCH + 4 * D
-    STAGES: gl.constexpr = 2 if DEEP else 1
     g = lane // 4
     t = lane % 4
     each = (hi - lo + W - 1) // W
     first = lo + warp * each
     count = gl.minimum(hi - first, each)
-    base = base0 + warp * (STAGES * STAGE)
+    base = base0 + warp * STAGE
     scratch = base + SCRATCH
     left = gl.where(count > 0, blocks - first * NB, 0)
     id = lane * 0
@@ -104,28 +97,15 @@ def attend_rows(
         base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT
     )
     copy_commit(lane)
-    if DEEP:
-        gl.static_assert(table is None, "two stages: of a slab alone")
-        left = gl.where(count > 1, blocks - (first + 1) * NB, 0)
-        k_at, k_block, k_page, v_at, v_block, v_page = page_place(stored, at, table, steps, first + 1, id, NB)
-        fetch_page(
-            base + STAGE, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, left, D, K_BITS, K_MEAN, K_NORM, NB, 0
-        )  # fmt: skip
-        copy_commit(lane)
-        fetch_page(
-            base + STAGE, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB,
-            V_AT,
-        )  # fmt: skip
-        copy_commit(lane)
     if table is not None:  # the numbers of pages are a page ahead of their bytes
         id = gl.load(table + first + 1, mask=count > 1, other=0)
 
     q, up = row_queries(q_ptr, g, t, row0, column0, rows, to_log2, varlen, D, _exponent(K_MIX))
-    far = base0 + STAGES * W * STAGE + 512 + lane * 8
+    far = base0 + W * STAGE + 512 + lane * 8
     for i in gl.static_range(CT // 2):  # all warps have the same
         store_shared2(far + 256 * i, q[2 * i], q[2 * i + 1])
     # the Hadamard matrix waits in shared memory, which all warps fill alike
-    matrix = base0 + STAGES * W * STAGE + lane * 16
+    matrix = base0 + W * STAGE + lane * 16
     m = hadamard(g, t, K_MIX, False)
     store_shared4(matrix, as_float(m[0]), as_float(m[1]), as_float(m[2]), as_float(m[3]))
     k_sign = lane * 0
@@ -148,38 +128,30 @@ def attend_rows(
         out = out + (zero,)
 
     for i in range(each):
-        following = first + i + STAGES
-        left = gl.where(i < count, blocks - (following - STAGES) * NB, 0)
-        next_left = gl.where(i + STAGES < count, blocks - following * NB, 0)
+        following = first + i + 1
+        left = gl.where(i < count, blocks - (following - 1) * NB, 0)
+        next_left = gl.where(i + 1 < count, blocks - following * NB, 0)
         k_at, k_block, k_page, v_at, v_block, v_page = page_place(stored, at, table, steps, following, id, NB)
         skip = None
         if table is not None:
             id = gl.load(table + following + 1, mask=i + 2 < count, other=0)
             skip = steps[1] - (following - 1) * NB
-        here = base
-        if DEEP:
-            here = base + i % 2 * STAGE
-            copy_wait_3(lane)
-        else:
-            copy_wait_1(lane)  # keys of this page
+        copy_wait_1(lane)  # keys of this page
         if K_NORM:
-            _norm_words(here, scratch, lane, k_sign, D, True, K_NORM_AT)
+            _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT)
             turned, start, unit = byte_queries(turned_rows(far, scratch, lane, matrix, D, K_MIX, True), lane, D, K_BITS)
             unit = unit * up
         bias = zero
         if K_MEAN:
-            bias = row_means(far, here, lane, D, K_MEAN_AT, True) * (up * K_MIX**0.5)
-        scores = byte_scores(here, lane, turned, start, left, skip, D, K_BITS, NB)
+            bias = row_means(far, base, lane, D, K_MEAN_AT, True) * (up * K_MIX**0.5)
+        scores = byte_scores(base, lane, turned, start, left, skip, D, K_BITS, NB)
         warp_sync(lane)
         fetch_page(
-            here, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, 0
+            base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, 0
         )
         copy_commit(lane)
-        if DEEP:
-            copy_wait_3(lane)
-        else:
-            copy_wait_1(lane)  # values of this page
-        scale = page_scales(here, lane, NB, V_AT + scale_at(D, V_BITS, NB))
+        copy_wait_1(lane)  # values of this page
+        scale = page_scales(base, lane, NB, V_AT + scale_at(D, V_BITS, NB))
         p, page_top, page_total = byte_weights(scores, unit, bias, scale, NB)
         new_top = gl.maximum(top, page_top)
         before = exp2_fast(top - new_top)
@@ -188,11 +160,11 @@ def attend_rows(
         total = gl.fma(total, before, page_total * now)
         mean = ()
         if V_MEAN:
-            mean = turned_mean(here, scratch, lane, v_sign, matrix, D, V_MIX, V_AT + mean_at(D, V_BITS, NB))
-        out = byte_values(here, lane, p, before, now, page_total, mean, out, D, V_BITS, V_MEAN, V_MIX, NB, V_AT)
+            mean = turned_mean(base, scratch, lane, v_sign, matrix, D, V_MIX, V_AT + mean_at(D, V_BITS, NB))
+        out = byte_values(base, lane, p, before, now, page_total, mean, out, D, V_BITS, V_MEAN, V_MIX, NB, V_AT)
         warp_sync(lane)
         fetch_page(
-            here,
+            base,
             lane,
             v_at[0],
             v_at[1],

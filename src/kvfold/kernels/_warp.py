@@ -179,19 +179,6 @@ def copy_wait_1(lane):
 
 
 @gluon.jit
-def copy_wait_3(lane):
-    """As :func:`copy_wait_1`, for all but the newest three groups."""
-    gl.inline_asm_elementwise(
-        "cp.async.wait_group 3; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
-        "=r,r",
-        [lane],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def copy_wait_all(lane):
     gl.inline_asm_elementwise(
         "cp.async.wait_all; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
@@ -222,20 +209,6 @@ def load_global4(address, active):
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;"
         " @p ld.global.v4.b32 {$0,$1,$2,$3}, [$4]; }",
-        "=&r,=&r,=&r,=&r,l,r",
-        [address, active],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def load_fresh4(address, active):
-    """As :func:`load_global4`, from L2: what other programs of this kernel wrote."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;"
-        " @p ld.global.cg.v4.b32 {$0,$1,$2,$3}, [$4]; }",
         "=&r,=&r,=&r,=&r,l,r",
         [address, active],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),

@@ -143,7 +143,6 @@ def compile_pages(
     types |= dict.fromkeys(("k_scale", "k_mean", "v_scale", "v_mean"), "*fp16")
     types |= dict.fromkeys(("sink_k", "sink_v", "ring_k", "ring_v"), width)
     types |= dict.fromkeys(("k_signs", "v_signs", "part_out", "part_top", "part_sum"), "*fp32")
-    types |= {"counters": "*i32", "out_ptr": width}
     source = GluonASTSource(pages_kernel, *_signature(pages_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
 

@@ -90,11 +90,6 @@ class Plan:
         windows come first), or a matrix (other fragments).
     windows_first : bool
         The programs for the windows are launched first (pages and fragments alone).
-    deep : bool
-        A warp asks for two pages before it reads one (pages by products of bytes alone). A variant: no GPU has timed it yet.
-    last : bool
-        The program that writes the last part of a KV head merges them all, by counters that the caller gives, without a launch
-        of its own (pages by products of bytes alone). A variant: no GPU has timed it yet.
     """
 
     warps: int
@@ -109,8 +104,6 @@ class Plan:
     bytewise: bool = False
     ahead: bool = False
     windows_first: bool = False
-    deep: bool = False
-    last: bool = False
 
     def cap(self, has_bias: bool) -> int | None:
         """``registers``, unless a bias needs the few that the cap leaves."""

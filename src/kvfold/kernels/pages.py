@@ -64,9 +64,7 @@ def program_bytes(key_format: Paged, value_format: Paged, plan: Plan, far: bool 
     if plan.bytewise:
         norm, sides = bool(key_format.norm), (key_format, value_format)
         bits, means = [_bits(form) for form in sides], [form.mean for form in sides]
-        return int(
-            row_bytes(key_format.head_dim, bits[0], means[0], norm, bits[1], means[1], BLOCKS, plan.warps, plan.deep)
-        )
+        return int(row_bytes(key_format.head_dim, bits[0], means[0], norm, bits[1], means[1], BLOCKS, plan.warps))
     return int(
         shared_bytes(
             key_format.head_dim, _bits(key_format), key_format.mean, bool(key_format.norm), _bits(value_format),
@@ -147,16 +145,10 @@ def decode_attention(
     out: torch.Tensor | None = None,
     plan: Plan | None = None,
     sinks: torch.Tensor | None = None,
-    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the newest tokens of every sequence over sink, packed and recent tokens.
 
     As :func:`kvfold.kernels.decode.decode_attention`; what pages do to queries, the kernel does.
-
-    Parameters
-    ----------
-    counters : Tensor or None, int32 [batch * num_kv_heads]
-        For plans whose programs merge (``last``): zeros, and zeros again afterwards. Calls that share them must not overlap.
     """
     batch, num_heads, tokens, dim = q.shape
     if not 1 <= tokens <= MAX_TOKENS:
@@ -170,20 +162,14 @@ def decode_attention(
     ]
     plans[0] = plan or plans[0]
     plans[1:] = [replace(p, dense_splits=0) for p in plans[1:]]
-    last = plans[0].last
-    if last and (counters is None or len(spans) > 1 or sinks is not None or not plans[0].bytewise):
-        raise ValueError(
-            "a plan whose programs merge takes counters, one span, no sinks and four rows of a KV head at most"
-        )
     q = q.contiguous()
-    out = torch.empty_like(q) if out is None else out
     early = overlaps_launches(q.device)
     partials = Partials.empty(batch * heads, sum(p.splits + p.dense_splits for p in plans), rows, dim, q.device)
     at = 0
     for each, span in zip(plans, spans, strict=True):
-        _launch(q, key_format, value_format, span, windows, scale, partials, at, each, early, counters, out)
+        _launch(q, key_format, value_format, span, windows, scale, partials, at, each, early)
         at += each.splits + each.dense_splits
-    return out if last else partials.merge(out, early, sinks, tokens)
+    return partials.merge(torch.empty_like(q) if out is None else out, early, sinks, tokens)
 
 
 def _arrays(form: Paged, stored: Fields, signs: torch.Tensor, norm: bool) -> list[torch.Tensor]:
@@ -219,8 +205,6 @@ def _launch(
     part: int,
     plan: Plan,
     early: bool,
-    counters: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
 ) -> None:
     """Write partial results of one span (and, if planned, of the windows) to parts ``part`` and following."""
     heads, rows = windows.sink[0].shape[1], partials.out.shape[2]
@@ -237,8 +221,6 @@ def _launch(
         partials.out,
         partials.top,
         partials.total,
-        partials.top if counters is None else counters,
-        q if out is None else out,
         float(scale),
         heads,
         rows,
@@ -281,6 +263,4 @@ def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, ea
         "BYTES": plan.bytewise,
         "AHEAD": plan.ahead,
         "FIRST": plan.windows_first,
-        "DEEP": plan.deep,
-        "LAST": plan.last,
     }

@@ -5,10 +5,28 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._last import is_last
 from kvfold.kernels._softmax import LOG2E, LOWEST
 
 AT_ONCE = gl.constexpr(8)
+
+
+@gluon.jit
+def _is_last(counter, others):
+    """Count one more, for all that the program wrote; whether ``others`` were there before. The program's threads meet."""
+    # a reduction over the program's threads needs no shared memory, of which static stages leave nothing
+    return (
+        gl.inline_asm_elementwise(
+            "{ .reg .pred p, q; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.ne.u32 q, t, t; bar.sync 0;"
+            " @p atom.acq_rel.gpu.global.add.u32 t, [$1], 1; @p setp.eq.u32 q, t, $2;"
+            " bar.red.or.pred p, 0, q; selp.u32 $0, 1, 0, p; }",
+            "=r,l,r",
+            [counter, others],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        == 1
+    )
 
 
 @gluon.jit
@@ -42,7 +60,7 @@ def arrive(
     count = gl.load(seq_lens + seq) - gl.load(before_ptr + seq)
     begin = gl.load(query_start + seq)
     counter = counters + (seq * heads + head) * columns + column
-    if is_last(counter.to(gl.int64), parts - 1):
+    if _is_last(counter.to(gl.int64), parts - 1):
         gl.store(counter, 0)
         channel = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
         first = (items + raw_parts * seq).to(gl.int64) * heads + head
