@@ -4,13 +4,14 @@ import itertools
 import json
 
 import pytest
+from hypothesis import given, settings, strategies
 
 from kvfold.cli import main
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.suites import PAPERS, Options, Outcome, infinitebench, longbench, make, metrics
 from kvfold.evaluation.suites.base import answers_of
 from kvfold.evaluation.suites.lm_tasks import LmEval, _main
-from kvfold.evaluation.suites.math_problems import boxed, plain, same
+from kvfold.evaluation.suites.math_problems import boxed, number, plain, same
 from kvfold.evaluation.summary import average
 from kvfold.evaluation.windows import load_domain
 from test_evaluation import break_encoding
@@ -167,7 +168,9 @@ def test_grades():
 
 def test_math_compares_what_is_in_the_box():
     assert boxed(r"so \boxed{1} or \boxed{\frac{3}{2}}.") == r"\frac{3}{2}" and boxed("none") is None
-    assert boxed(r"\boxed{1") is None
+    assert boxed(r"\boxed{1") is None and boxed(r"\boxed{1} then \boxed{") is None
+    assert boxed(r"\boxed{\left\{x\right.}") == r"\left\{x\right." and boxed(r"\boxed {5}") == boxed(r"\fbox{5}") == "5"
+    assert boxed(r"So $\boxed 5$.") == "5" and boxed(r"\boxed{5}, in \boxed form") == "5"
     for group in MATH_ALIKE:
         for a in group:
             assert all(same(a, b) for b in group), (a, [plain(b) for b in group])
@@ -176,11 +179,11 @@ def test_math_compares_what_is_in_the_box():
 
 
 MATH_ALIKE = (  # every way of writing is another's, none is that of another line
-    (r"\dfrac{3}{2}", r"\frac32", r"\frac 32", "3/2", "1.5", r"1\frac{1}{2}", "$1.50$"),
-    (r"-\frac{3}{8}", r"\frac{-3}{8}", "-.375", "-3/8"),
-    ("11,\\! 111,\\! 100", "11,111,100", "11111100"),
+    (r"\dfrac{3}{2}", r"\frac32", r"\frac 32", "3/2", "1.5", r"1\frac{1}{2}", "$1.50$", r"\cfrac{3}{2}", "+1.5"),
+    (r"-\frac{3}{8}", r"\frac{-3}{8}", "-.375", "-3/8", "\u22123/8"),
+    ("11,\\! 111,\\! 100", "11,111,100", "11111100", "11{,}111{,}100"),
     (r"\$18.90", "18.9", r"18.90 \text{ dollars}"),
-    (r"864 \mbox{ inches}^2", "864", r"864^\circ", r"864\%"),
+    (r"864 \mbox{ inches}^2", "864", r"864^\circ", r"864\%", "864\u00b0"),
     (r"\left( 1, 2 \right)", "(1,2)"),
     ("(2,1)",),
     ("[1,2]", r"x \in [1, 2]"),
@@ -194,9 +197,42 @@ MATH_ALIKE = (  # every way of writing is another's, none is that of another lin
     ("4210",),
     (r"11\sqrt2", r"11 \sqrt{2}"),
     ("y = 2x + 3", "2x+3"),
+    (r"\begin{pmatrix} 1/3 \\ 2 \end{pmatrix}", r"\begin{pmatrix}\frac{1}{3}\\2\end{pmatrix}"),
+    (r"-\frac{\pi}{6}", r"-\pi/6"),
+    (r"\frac{3\sqrt{2}}{4}", r"3\sqrt{2}/4", r"\frac{3\sqrt{2}}4"),
+    (r"\frac{x}{y}", "x/y"),
     (r"\begin{pmatrix} -1/3 \\ 2 \end{pmatrix}", r"\begin{bmatrix}-\frac{1}{3}\\2\end{bmatrix}"),
     (r"\frac{1}{0}",),
 )
+
+
+NUMBERS = strategies.fractions(max_denominator=999).filter(lambda value: abs(value) < 10**9)
+
+
+@given(NUMBERS, NUMBERS)
+@settings(max_examples=60, deadline=None)
+def test_a_number_of_math_is_itself_however_it_is_written(one, other):
+    top, below = abs(one.numerator), one.denominator
+    sign = "-" if one < 0 else ""
+    whole, left = divmod(top, below)
+    ways = [
+        f"{sign}\\frac{{{top}}}{{{below}}}",
+        f"{sign}{top}/{below}",
+        rf"\dfrac{{{sign}{top}}}{{{below}}}",
+        f"${one}$",
+    ]
+    ways += [f"{sign}{whole}\\frac{{{left}}}{{{below}}}"] if whole else []
+    ways += [f"{sign}{top:,}", f"{sign}{top}.0", f"{sign}{top} \\text{{ cm}}", f"x = {sign}{top}"] if below == 1 else []
+    for way in ways:
+        assert boxed(f"So \\boxed{{{way}}}.") == way and number(plain(way)) == one, way
+        assert same(way, f"\\frac{{{other.numerator}}}{{{other.denominator}}}") == (one == other), way
+
+
+@given(strategies.text("ab {}\\\\$1/,.()^_", max_size=20))
+@settings(max_examples=80, deadline=None)
+def test_any_answer_to_math_is_itself_and_none_stops_it(text):
+    assert same(text, text) and same(plain(text), text) >= (plain(plain(text)) == plain(text))
+    assert boxed(text) is None or isinstance(boxed(f"\\boxed{{{text}}}"), str | None)
 
 
 def test_math_grades_its_answers(data):

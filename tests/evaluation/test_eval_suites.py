@@ -1,8 +1,11 @@
 import dataclasses
 import json
 import re
+from decimal import Decimal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.suites import REGISTRY, Options, Outcome, make
@@ -231,8 +234,8 @@ def test_tracking_is_solved_by_running_the_text(ruler):
     _, prompt = ruler("tracking", 1200)
     text = text_of(prompt)
     values = {}
-    for name, given in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
-        values[name] = values.get(given, given)  # assigned before it is read
+    for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
+        values[name] = values.get(value, value)  # assigned before it is read
     (asked,) = re.findall(r"variables have the value (\d+)", text)
     assert sorted(k for k, v in values.items() if v == asked) == sorted(prompt.expected)
     assert len(prompt.expected) == HOPS + 1 and len(values) == 2 * (HOPS + 1)
@@ -323,10 +326,26 @@ def test_numbers_are_compared_as_numbers():
         ("#### 1,000.50", "1000.5"),
         ("#### $7.", "7"),
         ("####0", "0"),
+        ("#### -$3", "-3"),
+        ("#### $-.50", "-0.5"),
+        ("#### \u22123", "-3"),
+        ("#### -0.0", "0"),
+        ("#### 007", "7"),
         ("# 5", None),
     ):
         assert number_of(STRICT, text) == number, text
     assert number_of(NUMBER, "6, then -4.", last=True) == "-4" and number_of(NUMBER, "none") is None
+    assert number_of(NUMBER, "half, .5", last=True) == "0.5" and number_of(NUMBER, "wait...5", last=True) == "5"
+
+
+@given(st.decimals(allow_nan=False, min_value=-(10**9), max_value=10**9, places=3))
+@settings(max_examples=60, deadline=None)
+def test_a_number_is_itself_however_it_is_written(value):
+    plain = number_of(STRICT, f"#### {value}")
+    assert Decimal(plain) == value
+    for way in (f"{value:,}", f"${value}", f"{value}.", f"{value}00", f"{value:,} apples", f"{value}**"):
+        assert number_of(STRICT, f"9 so\n#### {way}\nQ 7") == plain, way
+        assert number_of(NUMBER, f"9 and 8 make {way}", last=True) == plain, way
 
 
 def test_gsm8k_without_examples_asks_for_steps_and_bad_files_are_refused(tmp_path, gsm8k):

@@ -15,8 +15,8 @@ from kvfold.evaluation.suites.base import Form, Item, Measure, Outcome, Prompt, 
 
 NEW_TOKENS = 320
 SHOTS = 5
-STRICT = re.compile(r"#### *\$?(-?[0-9][0-9.,]*)")
-NUMBER = re.compile(r"-?\$?[0-9][0-9.,]*")
+STRICT = re.compile(r"#### *(-?\$?-?(?:[0-9][0-9.,]*|\.[0-9]+))")
+NUMBER = re.compile(r"-?\$?-?(?:[0-9][0-9.,]*|(?<![\w.])\.[0-9]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +108,14 @@ def _solution(answer: str) -> str:
 
 
 def number_of(pattern: re.Pattern[str], text: str, last: bool = False) -> str | None:
-    """A number as it is compared: without dollars, commas, a last full stop and zeros after the point; None: there is none."""
-    found = pattern.findall(text)
+    """A number as it is compared: without dollars, commas, a last full stop and zeros that say nothing; None: there is none."""
+    found = pattern.findall(text.replace("\u2212", "-"))
     if not found:
         return None
     number = found[-1 if last else 0].replace("$", "").replace(",", "").rstrip(".")
-    if number.count(".") > 1:
-        return number
-    return number.rstrip("0").rstrip(".") if "." in number else number
+    whole, point, part = number.removeprefix("-").partition(".")
+    if "." in part or "-" in whole:
+        return number  # none
+    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
+    sign = "-" if number.startswith("-") and (whole, part) != ("0", "") else ""
+    return f"{sign}{whole}{point if part else ''}{part}"

@@ -20,10 +20,15 @@ WHERE = "https://huggingface.co/datasets/HuggingFaceH4/MATH-500 (test.jsonl, as 
 BEGIN = "Solve the problem step by step. End with the answer in \\boxed{}.\n\n"
 TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 UNIT = re.compile(
-    r"(?<=[\w}.)])\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$|\^\{?\\circ\}?$|\\?%$|^\\?\$|\$$"
+    r"(?<=[\w}.)])\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$|\^\{?\\circ\}?$|°$|\\?%$|^\\?\$|\$$"
 )
 """Words at an answer's end, such as square inches, degrees, per cents, dollars: of the question, not of the answer."""
 SIZES = re.compile(r"\\(?:left(?![a-z])|right(?![a-z])|displaystyle|quad)|(?<!\\)\\[,;:! ]|[\s~$]")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BARE = re.compile(r"\\boxed\s+([^\s${}]+?)[.,]?(?:[\s$]|$)")
+BRACE = re.compile(r"\\.|[{}]", re.S)
+PART = r"(?:\d+|[a-zA-Z]|\\pi|\\sqrt\{\w+\})"
+"""What may stand before or after a slash of a whole answer."""
 NUMBER = re.compile(r"(-?)(\d+(?:\.\d*)?)?(?:\\frac\{(-?\d+)\}\{(\d+)\})?")
 
 
@@ -48,7 +53,7 @@ class Math(Suite):
     chat: bool = True
     new_tokens: int = NEW_TOKENS
 
-    version = 2
+    version = 3
     name = "math"
     summary = "competition problems with chains of thought; the answer in \\boxed{}"
     measures = (
@@ -103,17 +108,20 @@ def expected(record: dict[str, Any]) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """What the last ``\\boxed{}`` of a text holds, braces within it too; None: there is none."""
-    at = text.rfind("\\boxed{")
-    if at < 0:
-        return None
-    depth, begin = 0, at + len("\\boxed{")
-    for i in range(begin, len(text)):
-        if text[i] == "{":
+    """What the last ``\\boxed{}`` (or ``\\fbox{}``) of a text holds, braces within it too, or, where none has braces, what
+    follows the last ``\\boxed``; None: there is none, or its braces are not closed.
+    """
+    begins = list(BOX.finditer(text))
+    if not begins:
+        bare = BARE.findall(text)
+        return bare[-1] if bare else None
+    depth, begin = 0, begins[-1].end()
+    for mark in BRACE.finditer(text, begin):  # escaped ones are of sets
+        if mark[0] == "{":
             depth += 1
-        elif text[i] == "}":
+        elif mark[0] == "}":
             if not depth:
-                return text[begin:i]
+                return text[begin : mark.start()]
             depth -= 1
     return None
 
@@ -137,19 +145,21 @@ def number(answer: str) -> Fraction | None:
 
 def plain(answer: str) -> str:
     """An answer without what says nothing: spaces, dollars, sizes of brackets, units, the name of what is sought (``x=``)."""
-    found = answer.strip().rstrip(".").strip()
+    found = answer.strip().rstrip(".").strip().replace("\u2212", "-").removeprefix("+")
     while (shorter := UNIT.sub("", found).strip()) != found:
         found = shorter
     word = re.fullmatch(r"\(?([^\W\d]{2,}|[A-Z])\)?", TEXT.sub(r"\1", found).strip())
     if word:  # as well as the letter of a choice, but not the name of a variable
         return word[1].lower()
     found = TEXT.sub(r"\1", found)
-    found = SIZES.sub("", found).replace("dfrac", "frac").replace("tfrac", "frac").replace("bmatrix", "pmatrix")
+    found = SIZES.sub("", found).replace("{,}", ",").replace("bmatrix", "pmatrix")
+    found = re.sub(r"\\[dtc]frac", r"\\frac", found)
     found = re.sub(r"^[a-zA-Z](?:=|\\in(?![a-z]))", "", found)
     found = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", found)
     found = re.sub(r"([\^_])\{(\w)\}", r"\1\2", found)
     found = re.sub(r"\\frac(\w)", r"\\frac{\1}", found)
-    found = re.sub(r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}", found)
-    found = re.sub(r"(?<![\w.}])(\d+)/(\d+)(?![\w.])", r"\\frac{\1}{\2}", found)
+    found = re.sub(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})(\w)", r"\1{\2}", found)
+    found = re.sub(r"(?:(?<![\w.}])|(?<=matrix\}))(\d+)/(\d+)(?![\w.])", r"\\frac{\1}{\2}", found)
+    found = re.sub(rf"^(-?)({PART}+)/(\d+|[a-zA-Z]|\\pi)$", r"\1\\frac{\2}{\3}", found)
     found = re.sub(r"(?<![\d.])\.(?=\d)", "0.", found)
     return found if found[:1] in ("(", "[", "\\") else re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", found)
