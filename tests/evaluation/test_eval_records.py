@@ -299,7 +299,7 @@ def test_papers_have_their_tasks_and_their_averages(data):
 class OfTask:
     """A cell with one number."""
 
-    length, method = None, "kivi"
+    length, method, suite = None, "kivi", "lm-eval"
 
     def __init__(self, task, mean):
         self.task, self.estimates = task, {"score": type("Estimate", (), {"mean": mean})}
@@ -311,6 +311,8 @@ def test_the_average_of_squat_weighs_the_halves_of_mmlu_pro():
     assert average(PAPERS["paper:squat"], cells, "kivi") is None
     cells += [OfTask("bbh_one", 1.0), OfTask("bbh_two", 0.0)]
     assert average(PAPERS["paper:squat"], cells, "kivi") == pytest.approx(0.2 + 0.1 + 0.1)
+    cells[-1].estimates = {"tokens": cells[0].estimates["score"]}  # a second measure is no score
+    assert average(PAPERS["paper:squat"], cells, "kivi") is None
 
 
 # ---- lm-eval ---------------------------------------------------------------------------------------------------------

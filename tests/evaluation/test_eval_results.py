@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from kvfold.commands.eval import notes
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.results import (
     Result,
@@ -169,9 +170,23 @@ def test_methods_are_paired_on_the_items_that_both_have(tmp_path):
 
 def test_items_with_another_prompt_are_no_pair(tmp_path):
     rows = [result("none", i) for i in range(8)]
-    rows += [result("kivi", i, exact=0.0, prompt_sha256="f" * 16) for i in range(8)]
+    rows += [result("kivi", i, exact=0.0, prompt_sha256=f"{i:015x}f") for i in range(8)]
     cells = {cell.method: cell for cell in summarize(filled(tmp_path, rows))}
     assert cells["kivi"].differences == {} and cells["kivi"].estimates["exact"].items == 8
+
+
+def test_the_same_prompt_twice_is_one_item_and_of_one_item_the_newest_prompt_counts(tmp_path):
+    """Ten rows of one question, all answered alike, would be ten items with a narrow interval and a verdict."""
+    rows = [result("none", i, prompt_sha256="e" * 16) for i in range(10)]
+    rows += [result("kivi", i, exact=0.0, prompt_sha256="e" * 16) for i in range(10)]
+    rows += [result("squat", i, prompt_sha256="d" * 16) for i in range(2)]
+    rows += [result("squat", i, exact=0.0, prompt_sha256=f"{i:016x}") for i in range(2)]
+    cells = {cell.method: cell for cell in summarize(filled(tmp_path, rows))}
+    assert (cells["kivi"].items, cells["kivi"].repeats) == (1, 9)
+    assert cells["kivi"].differences["exact"].verdict == "too few items"
+    assert (cells["squat"].items, cells["squat"].repeats) == (2, 0) and cells["squat"].estimates["exact"].mean == 0
+    said = notes([filled(tmp_path, [])], list(cells.values()), "none")
+    assert any("kivi: 9 more items ask what another asks" in line for line in said)
 
 
 def test_rows_of_different_settings_are_refused(tmp_path):

@@ -350,6 +350,7 @@ def test_a_number_is_itself_however_it_is_written(value):
 
 def test_gsm8k_without_examples_asks_for_steps_and_bad_files_are_refused(tmp_path, gsm8k):
     some = gsm8k(examples=None, shots=None)
+    assert len(some.items([], 3, 4)) == 3  # seeds draw examples: without them they would ask the same again
     assert "step by step" in text_of(some.prompt(some.items([], 1, 1)[0]))
     with pytest.raises(KVFoldError, match=r"^shots: 9 of 5 examples"):
         gsm8k(shots=9)

@@ -434,6 +434,10 @@ def notes(found: Sequence[ResultFile], cells: Sequence[Cell], baseline: str) -> 
         where = f"{cell.suite} {cell.task}" + ("" if cell.length is None else f" of {cell.length:,} tokens")
         if cell.broken:
             lines.append(f"{where}, {cell.method}: numbers of {cell.broken} of {cell.items} items are not finite")
+        if cell.repeats:
+            lines.append(
+                f"{where}, {cell.method}: {cell.repeats} more items ask what another asks; each prompt counts once"
+            )
         if cell.untested:
             lines.append(
                 f"{where}, {cell.method}: in {cell.untested} of {cell.items} items no token read anything packed"

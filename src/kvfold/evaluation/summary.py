@@ -22,7 +22,9 @@ class Cell:
     ----------
     suite, task, length, method
     items
-        Rows there are.
+        Different prompts that were asked.
+    repeats
+        Further items with one of these prompts: they are one question, and the same answer again is no evidence.
     untested
         Those of them in which nothing was tested; they are in no mean.
     broken
@@ -54,6 +56,7 @@ class Cell:
     seconds: float
     estimates: dict[str, Estimate]
     differences: dict[str, Difference]
+    repeats: int = 0
 
 
 def summarize(
@@ -70,7 +73,8 @@ def summarize(
     items
         Which items; None: all.
     """
-    rows = [row for row in found.rows.values() if items is None or row.item in set(items)]
+    wanted = None if items is None else set(items)
+    rows = [row for row in found.rows.values() if wanted is None or row.item in wanted]
     order = list(methods) or list(dict.fromkeys(row.method for row in rows))
     groups = dict.fromkeys((row.task, row.length) for row in rows)
     cells = []
@@ -83,8 +87,20 @@ def summarize(
         for method, mine in here.items():
             if mine:
                 against = {} if method == baseline or not base else compared(found, mine, found, base)
-                cells.append(_cell(found, task, length, method, mine, against))
+                asked = different(mine)
+                repeats = len({row.item for row in mine}) - len(asked)
+                cells.append(_cell(found, task, length, method, asked, against, repeats))
     return cells
+
+
+def different(rows: Sequence[Result]) -> list[Result]:
+    """Rows of one method, one for each prompt: of an item that was asked again in other words the newest counts, of items with
+    the same prompt the first."""
+    newest = {row.item: row for row in rows}
+    by_prompt: dict[str, Result] = {}
+    for row in newest.values():
+        by_prompt.setdefault(row.prompt_sha256, row)
+    return list(by_prompt.values())
 
 
 def compared(a: ResultFile, rows: Sequence[Result], b: ResultFile, baseline: Sequence[Result]) -> dict[str, Difference]:
@@ -101,9 +117,8 @@ def compared(a: ResultFile, rows: Sequence[Result], b: ResultFile, baseline: Seq
             + "; ".join(wrong)
         )
     by_prompt = {(row.item, row.prompt_sha256): row for row in baseline}
-    pairs = [
-        (row, by_prompt[row.item, row.prompt_sha256]) for row in rows if (row.item, row.prompt_sha256) in by_prompt
-    ]
+    asked = different([row for row in rows if (row.item, row.prompt_sha256) in by_prompt])
+    pairs = [(row, by_prompt[row.item, row.prompt_sha256]) for row in asked]
     found = {}
     for measure in REGISTRY[a.settings.suite].measures:
         both = [(x.scores.get(measure.name), y.scores.get(measure.name)) for x, y in pairs if x.tested and y.tested]
@@ -115,7 +130,13 @@ def compared(a: ResultFile, rows: Sequence[Result], b: ResultFile, baseline: Seq
 
 
 def _cell(
-    found: ResultFile, task: str, length: int | None, method: str, rows: list[Result], against: dict[str, Difference]
+    found: ResultFile,
+    task: str,
+    length: int | None,
+    method: str,
+    rows: list[Result],
+    against: dict[str, Difference],
+    repeats: int,
 ) -> Cell:
     estimates = {}
     measures = REGISTRY[found.settings.suite].measures
@@ -141,6 +162,7 @@ def _cell(
         seconds=_known([row.seconds for row in rows]),
         estimates=estimates,
         differences=against,
+        repeats=repeats,
     )
 
 
@@ -152,7 +174,8 @@ def average(paper: Paper, cells: Sequence[Cell], method: str) -> float | None:
     total = 0.0
     for task, weight in paper.weights.items():
         found = [c for c in cells if c.method == method and (c.task == task or c.task.startswith(f"{task}_"))]
-        means = [next(iter(c.estimates.values())).mean for c in found if c.estimates]
+        mains = [c.estimates.get(REGISTRY[c.suite].measures[0].name) for c in found]
+        means = [main.mean for main in mains if main is not None]
         if not found or len(means) < len(found) or len({c.length for c in found}) > 1:
             return None
         total += weight * math.fsum(means) / len(means)

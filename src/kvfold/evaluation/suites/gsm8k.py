@@ -67,7 +67,9 @@ class Gsm8k(Suite):
             )
 
     def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
-        return [Item("gsm8k", None, seed, i) for seed in range(seeds) for i in range(min(limit, len(self.problems)))]
+        """The first ``limit`` problems; seeds draw other examples, and nothing where there are none."""
+        count = min(limit, len(self.problems))
+        return [Item("gsm8k", None, seed, i) for seed in range(seeds if self.shots else 1) for i in range(count)]
 
     def prompt(self, item: Item) -> Prompt:
         form = Form(self.tokenizer, self.chat)
