@@ -30,6 +30,7 @@ MODULES = (
     "_turned_gluon",
     "_unpack_tables_gluon",
     "_unpack_levels_gluon",
+    "_unpack_mixed_gluon",
     "_pairs_gluon",
     "paged._tables",
 )
@@ -214,6 +215,18 @@ class Program:
         places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
         return tuple(x + product[:, i, j].reshape(-1) for x, (i, j) in zip(c, places, strict=True))
 
+    def mma_half(self, a, b0, b1, c0, c1):
+        """Sums are rounded to fp16."""
+        c = [x for word in (c0, c1) for x in halves(word.expand(32 * self.warps)).float().unbind(-1)]
+        sums = self.mma(*a, b0, b1, c, False)
+        return joined(torch.stack(sums[:2], -1)), joined(torch.stack(sums[2:], -1))
+
+    def load_short(self, address, there):
+        on, out = there != 0, torch.zeros_like(there)
+        if on.any():
+            out[on] = self.memory.read(address[on], torch.int16).squeeze(-1).to(torch.int32) & 0xFFFF
+        return out
+
     def transpose8(self, x):
         pairs = halves(x).view(self.warps, 8, 8)
         return joined(pairs.transpose(1, 2).contiguous().view(-1, 2))
@@ -267,6 +280,10 @@ class Program:
 
         return {
             "_two_levels": levels, "_nibbles": None, "cut_nibbles": None,
+            "mma_half": self.mma_half, "load_short": self.load_short, "fma_half2": of_word(
+                lambda a, b, c: (a.double() * b.double() + c.double()).half()
+            ), "load_word": lambda at: self.memory.read(at, torch.int32).squeeze(-1),
+            "_ones_of": lambda x: sum(unsigned(x) >> i & 1 for i in range(32)).to(torch.int32),
             "_store_short": self.store_short, "load_outlier": self.load_outlier,
             "_replaced": of_word(lambda x, y: torch.where(y != 0, y, x)), "load_words4": self.load_words4,
             "store_shared2": lambda to, a, b: self.shared.write(to, torch.stack((a, b), -1)),
@@ -286,7 +303,7 @@ class Program:
             "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), HALF[bool(bf16)]),
             "store_words4": self.store_words4, "cosine_sine": self.cosine_sine,
             "load_half": lambda at: self.memory.read(at, torch.float16).squeeze(-1).float(),
-            "bounded_half2": of_word(lambda x: x.clamp(-65504, 65504)),
+            **dict.fromkeys(("bounded_half2", "finite_half2"), of_word(lambda x: x.clamp(-65504, 65504))),
             "low_halves": of_word(lambda a, b: torch.stack((a[..., 0], b[..., 0]), -1)),
             "high_halves": of_word(lambda a, b: torch.stack((a[..., 1], b[..., 1]), -1)),
             "unpack_half2": lambda x: tuple(halves(x).float().unbind(-1)),
@@ -300,7 +317,7 @@ class Program:
             "_load_again": lambda at: self.memory.read(at, torch.int32).squeeze(-1),
             "_dynamic_base": lambda lane: lane * 0 + 1024,
             "_allocated": lambda *_: types.SimpleNamespace(_keep_alive=nothing),
-            **dict.fromkeys(("copy_commit", "copy_wait_1", "copy_wait_all", "warp_sync", "program_sync"), nothing),
+            **dict.fromkeys(("copy_commit", "copy_wait_1", "copy_wait_all", "warp_sync", "program_sync", "prefetch"), nothing),
         }  # fmt: skip
 
     def function(self, kernel):

@@ -6,9 +6,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import Format, Outliers, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import turned, unpack_levels, unpack_tables
+from kvfold.kernels import turned, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels._turned_gluon import turned_kernel
 from kvfold.kernels._unpack_levels_gluon import unpack_levels_kernel
+from kvfold.kernels._unpack_mixed_gluon import unpack_mixed_kernel
 from kvfold.kernels._unpack_tables_gluon import unpack_tables_kernel
 from kvfold.kernels.aot import Report, _compile, _signature, _width
 
@@ -39,3 +40,12 @@ def compile_unpack_levels(form: Outliers, rotated: bool, bf16: bool = False, cap
     types |= {"turns_ptr": "*fp32", "near_ptr": "*fp16", "position_ptr": "*i64", "out": _width(bf16), "gain": "fp32"}
     source = GluonASTSource(unpack_levels_kernel, *_signature(unpack_levels_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=unpack_levels.WARPS, maxnreg=unpack_levels.REGISTERS)
+
+
+def compile_unpack_mixed(form: Format, bf16: bool = False, capability: int = 90) -> Report:
+    """Compile the kernel that decodes a format that :func:`kvfold.kernels.unpack_mixed.serves` accepts on a GPU."""
+    fixed: dict[str, Any] = unpack_mixed.constants(form, bf16)
+    types = dict.fromkeys(("codes", "low", "which"), "*i16") | {"meta": "*fp16", "norm": "*u8"}
+    types |= {"before_ptr": "*i32", "out": _width(bf16)}
+    source = GluonASTSource(unpack_mixed_kernel, *_signature(unpack_mixed_kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=unpack_mixed.WARPS, maxnreg=unpack_mixed.REGISTERS)

@@ -12,7 +12,7 @@ from kvfold.formats import Fields, Format, Lookup, MixedTokens, Outliers, Paged,
 from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
-from kvfold.kernels import unpack_levels, unpack_tables
+from kvfold.kernels import unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.readers import Reader, reader_of
 from kvfold.kernels.readers import why_not as no_reader
@@ -226,6 +226,9 @@ def unpack(
             return whole
         if unpack_levels.serves(form, rope, device):
             unpack_levels.unpack_levels(form, fields, start, first, out, rope, first_position)
+            return whole
+        if unpack_mixed.USED and rope is None and unpack_mixed.serves(form, device):
+            unpack_mixed.unpack_mixed(form, fields, first, out)
             return whole
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read
     if isinstance(form, Paged):
