@@ -6,8 +6,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import Format, Outliers, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import turned, unpack_levels, unpack_mixed, unpack_tables
+from kvfold.kernels import turned, unpack_bits, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels._turned_gluon import turned_kernel
+from kvfold.kernels._unpack_bits_gluon import unpack_bits_kernel
 from kvfold.kernels._unpack_levels_gluon import unpack_levels_kernel
 from kvfold.kernels._unpack_mixed_gluon import unpack_mixed_kernel
 from kvfold.kernels._unpack_tables_gluon import unpack_tables_kernel
@@ -49,3 +50,11 @@ def compile_unpack_mixed(form: Format, bf16: bool = False, capability: int = 90)
     types |= {"before_ptr": "*i32", "out": _width(bf16)}
     source = GluonASTSource(unpack_mixed_kernel, *_signature(unpack_mixed_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=unpack_mixed.WARPS, maxnreg=unpack_mixed.REGISTERS)
+
+
+def compile_unpack_bits(codes: int, bf16: bool = False, capability: int = 90) -> Report:
+    """Compile the kernel that :func:`kvfold.kernels.unpack_bits.unpack_bits` runs."""
+    fixed: dict[str, Any] = {"CODES": codes, "BF16": bf16}
+    types = {"bits": "*i16", "tables": "*u8", "sizes": "*fp32", "out": _width(bf16)}
+    source = GluonASTSource(unpack_bits_kernel, *_signature(unpack_bits_kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=unpack_bits.WARPS, maxnreg=unpack_bits.REGISTERS[codes])

@@ -12,7 +12,7 @@ from kvfold.formats import Fields, Format, Lookup, MixedTokens, Outliers, Paged,
 from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
-from kvfold.kernels import unpack_levels, unpack_mixed, unpack_tables
+from kvfold.kernels import unpack_bits, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.readers import Reader, reader_of
 from kvfold.kernels.readers import why_not as no_reader
@@ -88,11 +88,14 @@ class Turn:
     size : Tensor, float32 [heads]
         Factor of the products.
     offset : Tensor, float32 [heads, head_dim]
+    operands : Tensor or None
+        Matrices and offsets as :func:`kvfold.kernels.unpack_bits.operands` makes them, where that kernel serves.
     """
 
     matrix: torch.Tensor
     size: torch.Tensor
     offset: torch.Tensor
+    operands: torch.Tensor | None = None
 
     @classmethod
     def of(cls, unproject: Map, form: Format, heads: int, device: torch.device) -> "Turn":
@@ -100,7 +103,11 @@ class Turn:
         rows = unproject(torch.eye(form.width, device=device, dtype=torch.float32).expand(1, heads, -1, -1))[0]
         rows, offset = rows[:, :-1], rows[:, -1]
         size = rows.abs().flatten(1).amax(1).clamp_min(2.0**-100)
-        return cls((rows / size.view(-1, 1, 1)).half().contiguous(), size, offset.contiguous())
+        matrix = (rows / size.view(-1, 1, 1)).half().contiguous()
+        own = None
+        if unpack_bits.USED and unpack_bits.serves(form, device) and offset.shape[-1] == 128:
+            own = unpack_bits.operands(matrix, offset)
+        return cls(matrix, size, offset.contiguous(), own)
 
 
 _turns = WeakIdKeyDictionary()
@@ -230,6 +237,9 @@ def unpack(
         if unpack_mixed.USED and rope is None and unpack_mixed.serves(form, device):
             unpack_mixed.unpack_mixed(form, fields, first, out)
             return whole
+    if turn is not None and turn.operands is not None and tokens % UNIT == 0:
+        unpack_bits.unpack_bits(form, fields, first, out, turn.operands, turn.size)
+        return whole
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read
     if isinstance(form, Paged):
         mean, norm = fields.get("mean", out), fields.get("norm", out)

@@ -6,6 +6,7 @@ the inner loop do. Every query sees every packed token: no mask is needed, and q
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import groupby
 
 import torch
@@ -35,6 +36,8 @@ JOIN = 8
 """Results over pieces that are joined in one launch at most."""
 RESULTS = 64 << 20
 """Bytes of results over pieces that wait to be joined, apart from one piece's."""
+BESIDE = False
+"""Whether values are unpacked beside keys; a variant that has not been timed yet."""
 
 Result = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys [batch, num_kv_heads, rows, head_dim], and its log-sum-exp [batch, num_kv_heads, rows]."""
@@ -213,12 +216,23 @@ def _pieces(
             if room > count:
                 shape = (stored.shape[0], stored.shape[1], room, form.head_dim)
                 key_room, value_room = (torch.empty(shape, dtype=dtype, device=rows.device) for _ in range(2))
+            values = None
+            if BESIDE and unpacks and aside is not None:
+                with aside.launches():
+                    values = _side(
+                        call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
+                    )
             keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place, whole=key_room)
             if value_room is not None and aside is not None:
-                with aside.launches():  # beside the values
+                with aside.launches() if values is None else nullcontext():  # beside the values
                     fill(keys, value_room, count)
                     more = excess(rows.contiguous(), keys, count, call.scale)
-            values = _side(call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room)
+            if values is None:
+                values = _side(
+                    call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
+                )
+            elif aside is not None:
+                aside.wait(values)
             yield keys, values, more
 
 
