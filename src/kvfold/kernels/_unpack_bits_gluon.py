@@ -33,7 +33,7 @@ def table_bytes(codes):
 
 @gluon.jit
 def put_unit(matrix, offsets, lane, bits, size, out, CODES: gl.constexpr, BF16: gl.constexpr):
-    """Decode 32 tokens. ``matrix``: a lane's address of the operands in shared memory; ``offsets``: address of the offsets there;
+    """Decode 32 tokens. ``matrix``: a lane's address of the operands in shared memory; ``offsets``: that of the offsets there;
     ``bits``, ``out``: addresses of the tokens' bits and of where they go."""
     g = lane // 4
     t = lane % 4

@@ -237,7 +237,7 @@ def unpack(
         if unpack_mixed.USED and rope is None and unpack_mixed.serves(form, device):
             unpack_mixed.unpack_mixed(form, fields, first, out)
             return whole
-    if turn is not None and turn.operands is not None and tokens % UNIT == 0:
+    if unpack_bits.USED and turn is not None and turn.operands is not None and tokens % UNIT == 0:
         unpack_bits.unpack_bits(form, fields, first, out, turn.operands, turn.size)
         return whole
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read
