@@ -155,7 +155,7 @@ ATTENDS = {
         "head_dim": 96,
         "lengths": (300, 20),
     },
-    "tasq": {"method": "tasq:mean=true", "learned": {}, "lengths": (1, 170), "steps": 2},
+    "tasq": {"method": "tasq", "learned": {}, "lengths": (1, 170), "steps": 2},
     "turboquant": {"method": "turboquant:bits=3"},
     "fold-d96": {"method": "fold", "head_dim": 96, "lengths": (300, 20)},
     "kivi-sinks": {"method": "kivi", "sinks": True, "per_head": 4},

@@ -147,7 +147,7 @@ def test_groups_that_no_unit_of_tokens_holds():
     "method",
     [
         *("qjl", "turboquant", "innerq", "gear", "zipcache", "vqllm", "kvquant", "commvq", "kivi", "squat", "fold"),
-        *("kvarn", "gsrq", "nova", "nova:values=codes", "tasq", "tasq:mean=true"),
+        *("kvarn", "gsrq", "nova", "nova:values=codes", "tasq", "tasq:mean=false"),
     ],
 )
 def test_defaults_of_all_methods_are_served(method, head_dim):

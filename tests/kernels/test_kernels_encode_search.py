@@ -39,7 +39,7 @@ TOKENS, FIRST = 256, 37
 EXACT = "kvquant:bits=3", "kvquant:bits=2,outliers=0.03", "kvquant:bits=1"
 NEAR = (
     *("vqllm:bits=1", "vqllm:vector=16,codes=32", "gsrq:bits=1", "gsrq:vector=16,codes=32"),
-    *("tasq", "tasq:bits=2,refit=false,mean=true"),
+    *("tasq:mean=false", "tasq:bits=2,refit=false"),
     *("commvq:bits=1", "commvq:levels=16,passes=0,flips=3"),
 )
 

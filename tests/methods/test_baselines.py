@@ -479,7 +479,7 @@ def test_a_learned_method_says_what_it_lacks(name, model):
     "name",
     [
         *("kvquant:bits=2", "kvquant:bits=1,v_bits=2,outliers=0", "vqllm:bits=1,codes=16", "gsrq:bits=1,codes=16"),
-        *("nova", "nova:values=codes,refit=false", "tasq:mean=true"),
+        *("nova", "nova:values=codes,refit=false", "tasq"),
     ],
 )
 def test_learned_methods_from_text_to_generation(name, model, tmp_path):

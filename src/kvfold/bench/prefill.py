@@ -48,7 +48,7 @@ LIMITS = {
             "vqllm",
             "gsrq",
             "tasq",
-            "tasq:mean=true",
+            "tasq:mean=false",
             "kvarn",
             "nova",
             "commvq:bits=1",

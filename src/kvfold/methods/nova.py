@@ -176,13 +176,13 @@ class TaSQ(ByteCodes):
 
     bits: int = 1
     values: str = "codes"
-    mean: bool = False
+    mean: bool = True
 
     name = "tasq"
-    summary = "keys before RoPE and values, a byte for 8 channels, codebooks for queries' distance"
+    summary = "keys before RoPE and values less a mean, a byte for 8 channels, codebooks for queries' distance"
     source = "TaSQ: Tailoring the Quantization Space for 1-Bit KV Cache Compression (arXiv 2610.03027)"
     url = "https://arxiv.org/abs/2610.03027"
-    published: ClassVar[dict[str, object]] = {"sink": 0, "recent": 128, "refit": False}
+    published: ClassVar[dict[str, object]] = {"sink": 0, "recent": 128, "refit": False, "mean": False}
     pre_rope = True
 
     def centres(self, operand: str) -> bool:
