@@ -13,7 +13,7 @@ from kvfold.cli import main
 from kvfold.commands.eval import SUITES
 from kvfold.errors import KVFoldError
 from kvfold.evaluation import compare, domains, loop, windows
-from kvfold.evaluation.answer import answer
+from kvfold.evaluation.answer import _ended, _text, answer
 from kvfold.evaluation.compare import row_of
 from kvfold.evaluation.results import ResultFile
 from kvfold.evaluation.suites import KNOWN, REGISTRY, Options, Prompt, make
@@ -117,6 +117,20 @@ def test_an_answer_ends_at_its_end_token_and_at_a_stop_string(tiny, monkeypatch)
     stop = whole.strip()[4:6]
     outcome, _, _ = ask(tiny, Prompt(ids, 250, 12, stop=(stop,)), "none")
     assert outcome.text == whole[: whole.index(stop, len(whole) - len(whole.lstrip()))] and not outcome.capped
+
+
+def test_an_answer_is_cut_as_the_model_wrote_it():
+    """Whatever the tokenizer is set to do with spaces before full stops."""
+
+    class Tidy:
+        def decode(self, tokens, clean_up_tokenization_spaces=True):
+            text = TOKENIZER.decode(tokens)
+            return text.replace(" .", ".") if clean_up_tokenization_spaces else text
+
+    prompt = Prompt(torch.zeros(1, 2), 1, 9, stop=(" .",))
+    tokens = TOKENIZER("a b . c").input_ids
+    assert _ended(Tidy(), tokens, set(), prompt) == (tokens[:5], True)
+    assert _text(Tidy(), tokens[:5], set(), prompt) == "a b"
 
 
 def test_question_and_answer_read_the_folded_cache(tiny, monkeypatch):

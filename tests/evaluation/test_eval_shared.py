@@ -86,7 +86,7 @@ WORDS = (
 def test_answers_of_a_batch_are_those_of_one_at_a_time(tiny, tmp_path, method):
     """Questions of several lengths: what lies before the shorter ones is padding, and nothing else changes."""
     tokenizer = byte_tokenizer()
-    examples = [{"question": " ".join(WORDS), "answer": f"It is {i}.\n#### {i}"} for i in range(3)]
+    examples = [{"question": " ".join(reversed(WORDS)), "answer": f"It is {i}.\n#### {i}"} for i in range(3)]
     problems = [{"question": " ".join(WORDS[: 2 + 5 * i]), "answer": f"#### {i}"} for i in range(5)]
     suite = Gsm8k(tokenizer, tuple(problems), tuple(examples), 3, {}, False, new_tokens=40)
     info = ModelInfo("tiny", "float32", "cpu", 1024, 1)

@@ -354,6 +354,8 @@ def test_gsm8k_without_examples_asks_for_steps_and_bad_files_are_refused(tmp_pat
     assert "step by step" in text_of(some.prompt(some.items([], 1, 1)[0]))
     with pytest.raises(KVFoldError, match=r"^shots: 9 of 5 examples"):
         gsm8k(shots=9)
+    with pytest.raises(KVFoldError, match=r"^shots: 3 of 2 examples that are not among the problems"):
+        gsm8k(examples=jsonl(tmp_path / "both.jsonl", PROBLEMS[:5]), shots=3)  # a problem's answer would be shown
     with pytest.raises(KVFoldError, match=r"^data: gsm8k needs"):
         suite("gsm8k")
     with pytest.raises(KVFoldError, match=r"^data: the answer to 'q' does not end"):

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -487,6 +488,13 @@ def test_retrieval_asks_for_values_that_the_prefix_lists():
             answer = tokenizer.decode(scored[first:stop])
             question = tokenizer.decode(window.ids[0, window.prefilled : window.prefilled + 1 + first]).splitlines()[-1]
             assert question + answer.rstrip("\n") in listed and answer.endswith(".\n")
+
+
+def test_retrieval_asks_for_keys_that_stand_once():
+    """Of a thousand draws among 65,536 some are alike; a key with two values has no answer."""
+    window = windows.retrieval_window(byte_tokenizer(), 30_000, 200, 0)
+    listed = re.findall("Key ([0-9a-f]{4}) has", byte_tokenizer().decode(window.ids[0, : window.prefilled]))
+    assert len(set(listed)) == len(listed) > 1000
 
 
 def test_json_lines_are_read_as_text_and_others_refused(tmp_path):

@@ -171,12 +171,17 @@ def _ended(
     for i, token in enumerate(tokens):
         if token in ends:
             return tokens[: i + 1], True
-    if not prompt.stop or not _stop_at(str(tokenizer.decode(tokens)), prompt):
+    if not prompt.stop or not _stop_at(_decoded(tokenizer, tokens), prompt):
         return tokens, False
     first = 1  # the shortest beginning that has the stop string; several were decoded since the last look
-    while not _stop_at(str(tokenizer.decode(tokens[:first])), prompt):
+    while not _stop_at(_decoded(tokenizer, tokens[:first]), prompt):
         first += 1
     return tokens[:first], True
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    """As the model wrote it: a tokenizer may be set to take spaces before full stops away."""
+    return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 def _stop_at(text: str, prompt: Prompt) -> bool:
@@ -192,6 +197,6 @@ def _begin(text: str, prompt: Prompt) -> int:
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: set[int], prompt: Prompt) -> str:
     """The answer without its end."""
     kept = tokens[:-1] if tokens and tokens[-1] in ends else tokens
-    text = str(tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+    text = _decoded(tokenizer, kept)
     cuts = [at for s in prompt.stop if (at := text.find(s, _begin(text, prompt))) >= 0]
     return text[: min(cuts)] if cuts else text

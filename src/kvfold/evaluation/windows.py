@@ -25,6 +25,8 @@ SOURCES = ("argparse", "asyncio/base_events", "decimal", "doctest", "inspect", "
 """Modules of the standard library whose source is the text of ``code``; those that are there."""
 BUILT_IN = ("prose", "code", "tools", "retrieval")
 """Domains that need no file: CPython's documentation, its library's source, calls of tools about it, and random pairs."""
+KEYS = 1 << 16
+"""Of a retrieval text at most: four hexadecimal digits."""
 LONG = 4_000_000
 """Characters beyond which a text is tokenized around its windows only: all of it would take longer than scoring them."""
 # Fewer say nothing: the windows alone of most methods hold 128 tokens.
@@ -246,8 +248,12 @@ def retrieval_window(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: in
     draw = random.Random(index)
     ids = encode("Each key has a value.\n")
     pairs = []
-    while True:
-        key, value = (f"{draw.randrange(1 << 16):04x}" for _ in range(2))
+    keys: set[str] = set()
+    while len(keys) < KEYS:
+        key, value = (f"{draw.randrange(KEYS):04x}" for _ in range(2))
+        if key in keys:  # two values would both be right
+            continue
+        keys.add(key)
         question, answer = encode(f"Key {key} has the value"), encode(f" {value}.\n")
         if len(ids) + len(question) + len(answer) + 16 > prefix:
             break

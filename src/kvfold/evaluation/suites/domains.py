@@ -45,6 +45,7 @@ class Domains(Suite):
         Measure("exact"),
     )
     compares = True
+    version = 2
 
     @cached_property
     def _windows(self) -> dict[str, Window]:

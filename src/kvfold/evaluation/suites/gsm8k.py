@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,10 +62,17 @@ class Gsm8k(Suite):
                 raise KVFoldError(
                     f"data: the answer to {record['question'][:40]!r} does not end with #### and a number"
                 )
-        if len(self.examples) < self.shots:
+        if len(self._others) < self.shots:
             raise KVFoldError(
-                f"shots: {self.shots} of {len(self.examples)} examples; give at most as many, or a longer --examples file"
+                f"shots: {self.shots} of {len(self._others)} examples that are not among the problems; give at most as many, "
+                "or a longer --examples file"
             )
+
+    @cached_property
+    def _others(self) -> list[dict[str, Any]]:
+        """Examples that are no problems themselves: those would show their answers."""
+        asked = {record["question"].strip() for record in self.problems}
+        return [record for record in self.examples if record["question"].strip() not in asked]
 
     def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
         """The first ``limit`` problems; seeds draw other examples, and nothing where there are none."""
@@ -75,7 +83,7 @@ class Gsm8k(Suite):
         form = Form(self.tokenizer, self.chat)
         problem = self.problems[item.index]
         # one draw for all problems: they are asked alike
-        shown = Item("gsm8k", None, item.seed, 0).draw("examples").sample(self.examples, self.shots)
+        shown = Item("gsm8k", None, item.seed, 0).draw("examples").sample(self._others, self.shots)
         context = "".join(f"Question: {r['question']}\nAnswer: {_solution(r['answer'])}\n\n" for r in shown)
         question = f"Question: {problem['question']}"
         if not shown:

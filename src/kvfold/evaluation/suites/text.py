@@ -119,6 +119,7 @@ class Retrieval(Suite):
 
     name = "retrieval"
     summary = "random key-value pairs, listed once and then asked for"
+    version = 2
     measures = (Measure("exact"), Measure("nll", higher_is_better=False, shown="perplexity"))
 
     def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
