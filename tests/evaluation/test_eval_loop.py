@@ -302,6 +302,7 @@ def test_unequal_windows_are_refused_unless_asked_for(tiny, tmp_path):
         ({"chunk": 0}, "^chunk: 0"),
         ({"lengths": [63]}, "^lengths: 63; give at least 64"),
         ({"lengths": [2048]}, "^lengths: 2048 is beyond the model's context of 1024"),
+        ({"names": ["retrieval"], "lengths": [64]}, "^prefix: 64 tokens hold no pair of the retrieval text"),
         ({"lengths": [1020]}, "^lengths: divergence's .* beyond the model's context of 1024; give smaller --lengths"),
     ],
 )

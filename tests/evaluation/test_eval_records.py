@@ -264,6 +264,41 @@ def test_data_that_are_not_there_are_told_of(tmp_path, data):
         suite("infinitebench", data=jsonl(tmp_path / "odd" / "o.jsonl", [record]), tasks=("code_debug",))
 
 
+@pytest.mark.parametrize(
+    ("name", "task", "record", "says"),
+    [
+        ("gsm8k", "", {"question": "q", "answer": 5}, "^data: answer 5 is no text"),
+        ("gsm8k", "", {"question": None, "answer": "#### 5"}, "^data: question None is no text"),
+        ("math", "", {"problem": 5, "answer": "5"}, "^data: problem 5 is no text"),
+        ("math", "", {"problem": "p", "answer": None}, "^data: 'p' has neither an answer nor"),
+        ("math", "", {"problem": "p", "answer": ""}, "^data: 'p' has neither an answer nor"),
+        ("longbench", "qasper", {**long_record("qasper"), "context": None}, "^data: record 0 of qasper has no context"),
+        (
+            "longbench",
+            "lcc",
+            {**long_record("lcc"), "context": "", "input": ""},
+            "^data: record 0 of lcc has no text to",
+        ),
+        (
+            "infinitebench",
+            "code_debug",
+            {"input": "i", "context": "c", "answer": "A"},
+            "^data: options None of a record",
+        ),
+    ],
+)
+def test_records_that_cannot_be_asked_are_refused_in_a_line(tmp_path, name, task, record, says):
+    """None of them used to be: a traceback, or the word None was asked for, and expected."""
+    with pytest.raises(KVFoldError, match=says):
+        some = suite(name, data=jsonl(tmp_path / "odd" / "o.jsonl", [record]), tasks=(task,) if task else ())
+        some.prompt(some.items([4000], 1, 1)[0])
+
+
+def test_a_file_of_records_that_is_not_there_is_told_of_as_data(tmp_path):
+    with pytest.raises(KVFoldError, match=r"^data: cannot read '.*nowhere.jsonl'"):
+        suite("math", data=str(tmp_path / "nowhere.jsonl"))
+
+
 def test_a_data_set_of_the_hub_is_read_by_its_package(monkeypatch):
     import datasets
 

@@ -165,10 +165,11 @@ def _check(suite: Suite, items: Sequence[Item], max_context: int | None) -> None
 def _fits(suite: Suite, item: Item, prompt: Prompt, max_context: int | None) -> None:
     total = prompt.ids.shape[1] + prompt.new_tokens
     if max_context is not None and total > max_context:
-        what = "lengths" if item.length is not None else "shots"
+        what = "lengths" if item.length is not None else "max-new-tokens"
+        shots = " or --shots" if suite.options().get("shots") else ""
         raise KVFoldError(
             f"{what}: {suite.name}'s {item.name} has {prompt.ids.shape[1]} tokens, with those to be generated {total}: beyond "
-            f"the model's context of {max_context}; give smaller --{what}"
+            f"the model's context of {max_context}; give smaller --{what}{shots}"
         )
 
 

@@ -270,7 +270,10 @@ def retrieval_window(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: in
         answers.append((len(ids) - listed - 1, len(ids) + len(answer) - listed - 1))
         ids += answer
     if not answers:
-        raise KVFoldError(f"tokens: {tokens} holds no question of the retrieval text; give at least 32")
+        if not pairs:
+            raise KVFoldError(f"prefix: {prefix} tokens hold no pair of the retrieval text; give {prefix + 32} or more")
+        least = sum(map(len, pairs[0]))
+        raise KVFoldError(f"tokens: {tokens} holds no question of the retrieval text; give at least {max(least, 32)}")
     return Window("retrieval", index, torch.tensor([ids]), prefix, listed, tuple(answers))
 
 

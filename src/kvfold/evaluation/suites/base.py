@@ -431,7 +431,10 @@ def load_records(path: str | Path, field: str, needs: Sequence[str]) -> tuple[li
     KVFoldError
         It cannot be read, or a line has no such object; names the line.
     """
-    text = load_text(path)
+    try:
+        text = load_text(path)
+    except KVFoldError as error:
+        raise KVFoldError(f"{field}: {str(error).removeprefix('text: ')}") from error
     found = []
     for number, line in enumerate(text.text.split("\n"), 1):  # strings of JSON may hold other ends of lines
         if not line.strip():

@@ -58,6 +58,8 @@ class Gsm8k(Suite):
 
     def __post_init__(self) -> None:
         for record in (*self.problems, *self.examples):
+            if wrong := [name for name in ("question", "answer") if not isinstance(record[name], str)]:
+                raise KVFoldError(f"data: {wrong[0]} {record[wrong[0]]!r} is no text")
             if STRICT.search(record["answer"]) is None:
                 raise KVFoldError(
                     f"data: the answer to {record['question'][:40]!r} does not end with #### and a number"

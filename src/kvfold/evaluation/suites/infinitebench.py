@@ -65,7 +65,10 @@ class InfiniteBench(Records):
         answers = answers_of(record["answer"])
         if not task.options:
             return answers
-        options = [str(option) for option in record.get("options", ())]
+        held = record.get("options")
+        if not isinstance(held, list) or len(held) < 2:
+            raise KVFoldError(f"data: options {held!r} of a record that asks for a letter; give a list of two to four")
+        options = [str(option) for option in held]
         letters = tuple("ABCD"[options.index(answer)] for answer in answers if answer in options[:4])
         letters += tuple(answer for answer in answers if answer in ("A", "B", "C", "D"))
         if not letters:

@@ -64,7 +64,9 @@ class Math(Suite):
 
     def __post_init__(self) -> None:
         for record in self.problems:
-            if expected(record) is None:
+            if not isinstance(record["problem"], str):
+                raise KVFoldError(f"data: problem {record['problem']!r} is no text")
+            if not expected(record):
                 raise KVFoldError(
                     f"data: {record['problem'][:40]!r} has neither an answer nor a solution with \\boxed{{}}"
                 )
@@ -103,8 +105,8 @@ class Math(Suite):
 
 
 def expected(record: dict[str, Any]) -> str | None:
-    """A record's answer."""
-    return str(record["answer"]) if "answer" in record else boxed(str(record.get("solution", "")))
+    """A record's answer; None or nothing where it has none."""
+    return str(record["answer"]).strip() if record.get("answer") is not None else boxed(str(record.get("solution", "")))
 
 
 def boxed(text: str) -> str | None:

@@ -66,7 +66,7 @@ class Needle(Suite):
         return [
             Item("needle", length, seed, i, (("depth", depth),))
             for length in lengths
-            for depth in self.depths
+            for depth in dict.fromkeys(self.depths)
             for seed in range(seeds)
             for i in range(limit)
         ]

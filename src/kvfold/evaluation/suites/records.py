@@ -83,8 +83,12 @@ class Records(Suite):
 
     def __post_init__(self) -> None:
         for task, records in self.by_task.items():
-            for record in records:
+            for number, record in enumerate(records):
                 self.expected(self.table[task], record)  # refused before the first is asked
+                if wrong := [name for name in ("input", "context") if record[name] is None]:
+                    raise KVFoldError(
+                        f"data: record {number} of {task} has no {wrong[0]}; give a text, which may be empty"
+                    )
 
     @classmethod
     def load(cls, tokenizer: PreTrainedTokenizerBase, data: str | None, tasks: Sequence[str], chat: bool) -> Self:
@@ -124,6 +128,8 @@ class Records(Suite):
         if task.plain:
             ids = encode(self.tokenizer, f"{task.begin}{record['context']}{ask}{task.lead}")
             kept = without_middle(ids, room)
+            if len(kept) < 2:
+                raise KVFoldError(f"data: record {item.index} of {item.task} has no text to go on with")
             return Prompt(torch.tensor([kept]), max(1, len(kept) - SPLIT), task.new_tokens, answers, stop, any_of=True)
         form = self._form(item.task)
         ids, cut = fitted(form, task.begin, str(record["context"]), ask, task.lead, room)

@@ -96,7 +96,7 @@ class Ruler(Suite):
     def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
         return [
             Item(task, length, seed, i)
-            for task in self.tasks
+            for task in dict.fromkeys(self.tasks)
             for length in lengths
             for seed in range(seeds)
             for i in range(limit)
