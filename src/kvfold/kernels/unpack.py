@@ -12,7 +12,7 @@ from kvfold.formats import Fields, Format, Lookup, MixedTokens, Outliers, Paged,
 from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
-from kvfold.kernels import unpack_bits, unpack_levels, unpack_mixed, unpack_tables
+from kvfold.kernels import unpack_bits, unpack_hadamard, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.readers import Reader, reader_of
 from kvfold.kernels.readers import why_not as no_reader
@@ -163,6 +163,7 @@ def make_constants(form: Format, device: torch.device, rope: Rope | None = None)
         basis_matrix(form.basis, reader.width, device, False)
         if serves(form, device):
             matrix_of(form.basis, width_of(inner(form)), device)
+        form.basis.tables(device)
     if rope is not None:
         rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
     if unpack_tables.serves(form, rope, device):
@@ -224,6 +225,10 @@ def unpack(
     if whole is None:
         whole = torch.empty(batch, heads, tokens, form.head_dim, dtype=dtype, device=device)
     out = whole[:, :, :tokens]
+    if rope is None and turn is None and tokens % UNIT == 0 and unpack_hadamard.USED:
+        if unpack_hadamard.serves(form, device):
+            unpack_hadamard.unpack_hadamard(form, fields, first, out)
+            return whole
     if rope is None and turn is None and tokens % UNIT == 0 and serves(form, device):
         unpack_turned(form, fields, first, out)
         return whole
