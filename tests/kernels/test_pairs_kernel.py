@@ -7,8 +7,9 @@ pytest.importorskip("triton")
 
 import lanes
 from helpers import ENCODING, interpreted_module
+from kvfold.formats import codebook
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, Search, times_i
-from kvfold.kernels import encode_pairs
+from kvfold.kernels import encode_pairs, encode_search
 from kvfold.kernels.aot_tables import compile_pairs, compile_values
 from kvfold.kernels.encode_source import Source, angles
 from kvfold.rope import Rope
@@ -20,6 +21,7 @@ INTERPRETED = (
     "kvfold.kernels.encode_pairs",
 )
 HEADS, DIM = 2, 128
+NEAREST = codebook.nearest
 
 
 class Emulated:
@@ -100,6 +102,28 @@ def test_codes_of_all_pairs_are_the_nearest_where_keys_share_most_of_themselves(
     differ, worse = compared(module, form(2, 1, True), 32, torch.device("cpu"), mean=True)
     assert differ < 0.03
     assert worse < 1.0005
+
+
+def by_pytorch(fmt, source):
+    for name, stored in fmt.encode(source.x).items():
+        source.fields[name].copy_(stored)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_self_test_sees_what_is_lost_where_keys_share_most_of_themselves(rounded, monkeypatch):
+    """Scores in fp16 of keys whose mean was not taken off: of random numbers they choose as well."""
+
+    def search(fmt, source):
+        if rounded:
+            monkeypatch.setattr(codebook, "nearest", lambda *given: NEAREST(*(t.half().float() for t in given)))
+        by_pytorch(fmt, source)
+        monkeypatch.setattr(codebook, "nearest", NEAREST)
+
+    monkeypatch.setitem(encode_search._LAUNCH, AdditiveCodes, search)
+    encode_search.self_test.cache_clear()
+    said = encode_search.self_test(form(2, 1, True), torch.device("cpu"))
+    encode_search.self_test.cache_clear()
+    assert (said is not None and said.startswith("keys near their own codebook")) if rounded else said is None
 
 
 @pytest.mark.gpu
