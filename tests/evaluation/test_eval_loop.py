@@ -123,14 +123,20 @@ def test_an_answer_is_cut_as_the_model_wrote_it():
     """Whatever the tokenizer is set to do with spaces before full stops."""
 
     class Tidy:
-        def decode(self, tokens, clean_up_tokenization_spaces=True):
-            text = TOKENIZER.decode(tokens)
+        def decode(self, tokens, skip_special_tokens=False, clean_up_tokenization_spaces=True):
+            text = TOKENIZER.decode(tokens, skip_special_tokens=skip_special_tokens)
             return text.replace(" .", ".") if clean_up_tokenization_spaces else text
 
     prompt = Prompt(torch.zeros(1, 2), 1, 9, stop=(" .",))
     tokens = TOKENIZER("a b . c").input_ids
     assert _ended(Tidy(), tokens, set(), prompt) == (tokens[:5], True)
     assert _text(Tidy(), tokens[:5], set(), prompt) == "a b"
+    prompt = dataclasses.replace(
+        prompt, stop=("<pad>",)
+    )  # special tokens end answers and are not in them, as in lm-eval
+    tokens = TOKENIZER("a b<pad> c").input_ids
+    assert _ended(Tidy(), tokens, set(), prompt) == (tokens[:4], True)
+    assert _text(Tidy(), tokens[:4], set(), prompt) == "a b"
 
 
 def test_question_and_answer_read_the_folded_cache(tiny, monkeypatch):

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from transformers import DynamicCache
 
 import kvfold
+from kvfold import methods
 from kvfold.cli import main
 from kvfold.commands import registering
 from kvfold.errors import KVFoldError
@@ -76,6 +78,34 @@ def test_full_precision_scores_are_those_of_the_model(make, context):
     expected, first = plain([*before, *lm.tok_encode(continuation)], len(continuation))
     assert total == pytest.approx(float(expected.sum()), abs=1e-3)
     assert likeliest is bool((first == torch.tensor(lm.tok_encode(continuation))).all())
+
+
+def test_full_precision_is_scored_and_answers_as_by_lm_evals_own_model():
+    """Any texts: contexts that are empty, end in spaces or are too long, stop strings, special tokens."""
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer, draw = tiny_llama(), byte_tokenizer(), random.Random(0)
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=1, max_length=200)
+    ours = KVFoldLM.of(model, tokenizer, methods.get("none"))
+    ours.max_length = 200
+
+    def text(count):
+        return "x" + "".join(draw.choice("abc de.\n f\u00e9\U0001f98a ") for _ in range(count))
+
+    def both(kind, *arguments):
+        return [getattr(lm, kind)(asked(kind, *arguments), disable_tqdm=True) for lm in (theirs, ours)]
+
+    pairs = [
+        (draw.choice(["", text(1), text(50) + "  ", text(400)]), text(draw.choice([1, 20, 90]))) for _ in range(24)
+    ]
+    for a, b in zip(*both("loglikelihood", *pairs), strict=True):
+        assert a[0] == pytest.approx(b[0], abs=1e-2) and a[1] == b[1]
+    a, b = both("loglikelihood_rolling", *((text(count),) for count in (1, 199, 200, 201, 401)))
+    assert a == pytest.approx(b, abs=0.1)
+    stops = [[], ["\n"], ["a", "b"], [" "], "\u00e9", ["<pad>"]]
+    asks = [(text(n), {"until": until, "max_gen_toks": 16, "do_sample": False}) for until in stops for n in (30, 400)]
+    a, b = both("generate_until", *asks)
+    assert a == b
 
 
 def test_the_likeliest_continuation_is_said_to_be(make):

@@ -179,9 +179,9 @@ def _ended(
     return tokens[:first], True
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    """As the model wrote it: a tokenizer may be set to take spaces before full stops away."""
-    return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int], special: bool = True) -> str:
+    """As the model wrote it: a tokenizer may be set to take spaces before full stops away. ``special``: with special tokens."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
 def _stop_at(text: str, prompt: Prompt) -> bool:
@@ -195,8 +195,8 @@ def _begin(text: str, prompt: Prompt) -> int:
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: set[int], prompt: Prompt) -> str:
-    """The answer without its end."""
+    """The answer without its end and without special tokens, which may have ended it."""
     kept = tokens[:-1] if tokens and tokens[-1] in ends else tokens
-    text = _decoded(tokenizer, kept)
+    text = _decoded(tokenizer, kept, special=False)
     cuts = [at for s in prompt.stop if (at := text.find(s, _begin(text, prompt))) >= 0]
     return text[: min(cuts)] if cuts else text
