@@ -189,6 +189,22 @@ def test_the_same_prompt_twice_is_one_item_and_of_one_item_the_newest_prompt_cou
     assert any("kivi: 9 more items ask what another asks" in line for line in said)
 
 
+def test_seeds_that_ask_the_same_problems_make_no_more_problems(tmp_path):
+    """Three seeds of GSM8K show other examples before the same eight problems: eight items, not 24."""
+    settings = dataclasses.replace(SETTINGS, suite="gsm8k")
+    rows = [
+        result(method, 10 * seed + i, **{"item": f"gsm8k/{seed}.{i}", "task": "gsm8k", "length": None, "seed": seed})
+        for method in ("none", "kivi")
+        for seed in range(3)
+        for i in range(8)
+    ]
+    rows = [dataclasses.replace(row, scores={"strict": float(row.method == "none" or row.seed > 0)}) for row in rows]
+    cells = {cell.method: cell for cell in summarize(filled(tmp_path, rows, settings))}
+    found = cells["kivi"]
+    assert found.items == 24 and found.estimates["strict"].items == found.differences["strict"].items == 8
+    assert found.estimates["strict"].mean == pytest.approx(2 / 3) and found.differences["strict"].verdict == "worse"
+
+
 def test_rows_of_different_settings_are_refused(tmp_path):
     here = filled(tmp_path, [result("kivi", i) for i in range(8)])
     there = filled(tmp_path, [result("none", i) for i in range(8)], dataclasses.replace(SETTINGS, dtype="bfloat16"))

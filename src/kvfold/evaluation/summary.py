@@ -124,7 +124,8 @@ def compared(a: ResultFile, rows: Sequence[Result], b: ResultFile, baseline: Seq
         both = [(x.scores.get(measure.name), y.scores.get(measure.name)) for x, y in pairs if x.tested and y.tested]
         known = [(x, y) for x, y in both if x is not None and y is not None]
         if known and len(known) == len(both):
-            mine, theirs = zip(*known, strict=True)
+            tested = [row for row, base in pairs if row.tested and base.tested]
+            mine, theirs = (_by_problem(a.settings.suite, tested, side) for side in zip(*known, strict=True))
             found[measure.name] = paired(mine, theirs, measure.higher_is_better)
     return found
 
@@ -144,7 +145,8 @@ def _cell(
         values = [row.scores.get(measure.name) for row in rows if row.tested]
         known = [value for value in values if value is not None]
         if known and len(known) == len(values):
-            estimates[measure.name] = estimate(known)
+            tested = [row for row in rows if row.tested]
+            estimates[measure.name] = estimate(_by_problem(found.settings.suite, tested, known))
     return Cell(
         suite=found.settings.suite,
         task=task,
@@ -164,6 +166,16 @@ def _cell(
         differences=against,
         repeats=repeats,
     )
+
+
+def _by_problem(suite: str, rows: Sequence[Result], values: Sequence[float]) -> list[float]:
+    """A value per row, or per problem where seeds ask the same ones again: their answers are no independent ones."""
+    if not REGISTRY[suite].seeds_repeat:
+        return list(values)
+    found: dict[str, list[float]] = {}
+    for row, value in zip(rows, values, strict=True):
+        found.setdefault(row.item.rpartition(".")[2], []).append(value)
+    return [_known(own) for own in found.values()]
 
 
 def average(paper: Paper, cells: Sequence[Cell], method: str) -> float | None:

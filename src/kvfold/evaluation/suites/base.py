@@ -180,6 +180,8 @@ class Suite:
     """Whether outcomes are compared with the full-precision cache's logits, which are then made once per item."""
     along: ClassVar[str] = "tokens after the prefilled ones"
     """What :meth:`series` goes along."""
+    seeds_repeat: ClassVar[bool] = False
+    """Whether another seed asks the same problem in another way: items of one index are then one, their mean."""
     version: ClassVar[int] = 1
     """Of its prompts and grades; a change makes other settings."""
     tokenizer: PreTrainedTokenizerBase

@@ -47,6 +47,7 @@ class Gsm8k(Suite):
     chat: bool = True
     new_tokens: int = NEW_TOKENS
 
+    seeds_repeat = True
     name = "gsm8k"
     summary = "word problems with chains of thought; answers taken strictly (#### N) and flexibly (the last number)"
     measures = (
