@@ -1,9 +1,9 @@
 """Codes in tensor-core order that a basis turns (fold, TurboQuant, QJL's keys), unpacked to 16 bits.
 
-A warp decodes 32 tokens. Their codes become operands of ``mma.m16n8k16`` as they lie (those of values once their 8 x 8 pieces
-are transposed), and are multiplied with the basis, which is an operand in shared memory. Its columns stand in such an order
-that a lane's sums are eight adjacent channels of a token: they are stored as 16 bytes, and no number passes from one lane to
-another.
+A warp decodes 32 tokens. Their codes become operands of ``mma.m16n8k16`` as they lie (those of values once the 8 x 8 pieces of
+their words are transposed), and are multiplied with the basis, which is an operand in shared memory. Its columns stand in such
+an order that a lane's sums are eight adjacent channels of a token: they are stored as 16 bytes, and no number passes from one
+lane to another.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -154,11 +154,24 @@ def _signs(words, TILE: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def transposed(words):
+    """Words of values' codes as keys' are: their 8 x 8 pieces transposed, each for all tiles that share them."""
+    out = ()
+    for i in gl.static_range(len(words) // 4):
+        out = out + (
+            transpose8(words[4 * i]),
+            transpose8(words[4 * i + 2]),
+            transpose8(words[4 * i + 1]),
+            transpose8(words[4 * i + 3]),
+        )
+    return out
+
+
+@gluon.jit
 def operands(
-    words, lane, TT: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, TABLE: gl.constexpr,
-    VALUE: gl.constexpr,
-):  # fmt: skip
-    """Numbers of the codes of 16 tokens, tile by tile: first operands with tokens as rows. ``words``: as they are stored, or
+    words, lane, TT: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, TABLE: gl.constexpr
+):
+    """Numbers of the codes of 16 tokens, tile by tile: first operands with tokens as rows. ``words``: as keys' are stored, or
     those of :func:`kvfold.kernels._fragment_codes.masked_words`."""
     made = ()
     if KIND == KIND_LEVELS:
@@ -174,8 +187,6 @@ def operands(
             x = _signs(words, 2 * c + TT, WIDTH)
         else:
             x = _centred(words, lane, 2 * c + TT, WIDTH, BITS)
-        if VALUE:
-            x = (transpose8(x[0]), transpose8(x[2]), transpose8(x[1]), transpose8(x[3]))
         out = out + (x,)
     return out
 
@@ -241,11 +252,13 @@ def turn_unit(
             means = means + load_words4(mean + t * 16, 64 * i)
         if NORM:
             norms = norms + load_words2(norm + t * 8, 32 * i)
+    if VALUE:
+        words = transposed(words)
     if KIND == KIND_LEVELS:
         words = masked_words(words, WIDTH, BITS)
     x = (
-        operands(words, lane, 0, WIDTH, BITS, KIND, TABLE, VALUE),
-        operands(words, lane, 1, WIDTH, BITS, KIND, TABLE, VALUE),
+        operands(words, lane, 0, WIDTH, BITS, KIND, TABLE),
+        operands(words, lane, 1, WIDTH, BITS, KIND, TABLE),
     )
     to = out + g * (2 * D) + t * 16
     for i in gl.static_range(D // 32):

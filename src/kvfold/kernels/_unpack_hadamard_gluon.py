@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_codes import _field, _main, _operand, code_bytes
 from kvfold.kernels._fragment_lookup import fma_half2
 from kvfold.kernels._tables_gluon import _dynamic_base, reserved
-from kvfold.kernels._turned_gluon import _half_pair, byte_number, load_half, load_words4, store_words4
+from kvfold.kernels._turned_gluon import _half_pair, byte_number, load_half, load_words4, store_words4, transposed
 from kvfold.kernels._unpack_mixed_gluon import finite_half2, load_word, mma_half
 from kvfold.kernels._warp import (
     as_int,
@@ -25,7 +25,6 @@ from kvfold.kernels._warp import (
     prefetch,
     program_sync,
     store_shared2,
-    transpose8,
     unpack_half2,
     warp_sync,
 )
@@ -202,13 +201,7 @@ def put_unit(
     g = lane // 4
     t = lane % 4
     if VALUE:
-        turned = ()
-        for i in gl.static_range(len(words) // 4):
-            turned = turned + (
-                transpose8(words[4 * i]), transpose8(words[4 * i + 2]),
-                transpose8(words[4 * i + 1]), transpose8(words[4 * i + 3]),
-            )  # fmt: skip
-        words = turned
+        words = transposed(words)
     means = ()
     scales = ()
     for i in gl.static_range(4):

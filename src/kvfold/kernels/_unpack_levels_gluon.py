@@ -23,6 +23,7 @@ from kvfold.kernels._turned_gluon import (
     load_words4,
     operands,
     store_words4,
+    transposed,
 )
 from kvfold.kernels._unpack_tables_gluon import FAR, TURNS, _turns_at, leave_turn
 from kvfold.kernels._warp import (
@@ -82,12 +83,14 @@ def put_unit(
     g = lane // 4
     t = lane % 4
     ones = _ones(lane)
+    if VALUE:
+        words = transposed(words)
     words = masked_words(words, 128, BITS)
     turn = ()
     if KEYS:
         turn = _turns_at(far + t * 16, True)
     for tt in gl.static_range(2):
-        x = operands(words, lane, tt, 128, BITS, KIND_LEVELS, TABLE, VALUE)
+        x = operands(words, lane, tt, 128, BITS, KIND_LEVELS, TABLE)
         rows = ((), ())
         for i in gl.static_range(4):
             center = ()

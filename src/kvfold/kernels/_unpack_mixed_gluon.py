@@ -14,7 +14,7 @@ from kvfold.kernels._fragment_lookup import fma_half2
 from kvfold.kernels._fragment_mixed import _ones_of
 from kvfold.kernels._registers import _item
 from kvfold.kernels._tables_gluon import _dynamic_base, reserved
-from kvfold.kernels._turned_gluon import _half_pair, byte_number, load_words4, store_words4
+from kvfold.kernels._turned_gluon import _half_pair, byte_number, load_words4, store_words4, transposed
 from kvfold.kernels._warp import (
     exp2_fast,
     high_halves,
@@ -25,7 +25,6 @@ from kvfold.kernels._warp import (
     prefetch,
     program_sync,
     store_shared2,
-    transpose8,
     unpack_half2,
     warp_sync,
 )
@@ -179,13 +178,7 @@ def put_unit(
     t = lane % 4
     none = lane * 0
     if VALUE:
-        turned = ()
-        for i in gl.static_range(len(words) // 4):
-            turned = turned + (
-                transpose8(words[4 * i]), transpose8(words[4 * i + 2]),
-                transpose8(words[4 * i + 1]), transpose8(words[4 * i + 3]),
-            )  # fmt: skip
-        words = turned
+        words = transposed(words)
     take = ()
     off = ()
     spans = ()
