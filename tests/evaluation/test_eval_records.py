@@ -411,7 +411,7 @@ def test_tasks_of_lm_eval_are_rows_and_a_broken_quantizer_ruins_them(folder, tmp
     assert not (tmp_path / "x").exists()
 
 
-def made_of(tmp_path, monkeypatch, **fields):
+def made_of(tmp_path, monkeypatch, chat=False, **fields):
     """A task of lm-eval over twelve documents with three examples drawn from others."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: NOTHING of kvfold[lm-eval] is tested")
     import datasets
@@ -427,7 +427,7 @@ def made_of(tmp_path, monkeypatch, **fields):
     task |= {"test_split": "test", "fewshot_split": "train", "num_fewshot": 3, "output_type": "loglikelihood"}
     task |= {"doc_to_text": "{{p}}", "doc_to_target": "{{a}}", **fields}
     (tmp_path / "rows" / "shots.yaml").write_text(json.dumps(task))
-    return LmEval(TOKENIZER, ("tiny_shots",), str(tmp_path / "rows"))
+    return LmEval(TOKENIZER, ("tiny_shots",), str(tmp_path / "rows"), chat)
 
 
 def test_examples_of_lm_eval_are_the_same_in_every_run(tmp_path, monkeypatch):
@@ -436,6 +436,16 @@ def test_examples_of_lm_eval_are_the_same_in_every_run(tmp_path, monkeypatch):
         made_of(tmp_path, monkeypatch) for _ in range(2)
     ))  # fmt: skip
     assert all((a == b).all() for a, b in zip(first, second, strict=True))
+
+
+def test_an_answer_that_a_task_begins_is_gone_on_with(tmp_path, monkeypatch):
+    """``gen_prefix`` is the last message's beginning: a template that closes it would have the model answer its own answer."""
+    some = made_of(tmp_path, monkeypatch, True, output_type="generate_until", gen_prefix="The number is")
+    requests = some._requests[some.items([], 1, 1)[0].task, 0]
+    assert requests[0].args[0].endswith("<assistant>The number is") and "Number 0" in requests[0].args[0]
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ raise_exception('no') }}")
+    with pytest.raises(KVFoldError, match=r"^model: its chat template refuses a task of lm-eval \(no\); give --raw"):
+        some._rendered([{"role": "user", "content": "x"}])
 
 
 def test_the_score_of_a_task_is_its_accuracy_where_its_first_metric_is_a_likelihood(tmp_path, monkeypatch):

@@ -85,9 +85,17 @@ class LmEval(Suite):
         return found
 
     def _rendered(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
-        )
+        """A conversation as one prompt; without a generation prompt its last message is the answer's beginning, and goes on."""
+        try:
+            found = self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                tokenize=False,
+            )
+        except Exception as error:  # templates raise what they like
+            raise KVFoldError(f"model: its chat template refuses a task of lm-eval ({error}); give --raw") from error
+        return str(found)
 
     def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
         """The first ``limit`` documents of every task."""
