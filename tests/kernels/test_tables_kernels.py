@@ -1,4 +1,4 @@
-"""Kernels that keep tables of codes in shared memory (CommVQ, VQLLM): their lanes run by PyTorch, compiled ahead, chosen."""
+"""Kernels with tables of codes in shared memory (CommVQ, VQLLM, TaSQ): their lanes run by PyTorch, compiled ahead, chosen."""
 
 import os
 import subprocess
@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
-from blocks_case import Case, commvq, residuals, unproject
+from blocks_case import Case, by_groups, commvq, residuals, unproject
 from books_case import layer as books_layer
-from kvfold.kernels import blocks, codebook, paged, residual, tables
+from kvfold.kernels import blocks, codebook, groups, paged, residual, tables
 from kvfold.kernels.aot_tables import compile_table_pieces, compile_tables
 from kvfold.kernels.paged import Workspace
 from kvfold.kernels.paged import tables as paged_tables
@@ -27,6 +27,8 @@ FORMATS = {
     "commvq-2bit": (commvq(21, codes=256, rounded=True), unproject),
     "vqllm-1bit": (residuals(rounded=True), None),
     "vqllm-2bit": (residuals((8, 32, 256), (8, 32, 256), rounded=True), None),
+    "tasq": (by_groups((8, True), (8,), mean=3.0), None),
+    "tasq-no-mean": (by_groups((8, True), (8,)), None),
 }
 
 
@@ -44,7 +46,7 @@ class Emulated:
 
 
 def module(name):
-    return codebook if name.startswith("commvq") else residual
+    return codebook if name.startswith("commvq") else groups if name.startswith("tasq") else residual
 
 
 def attended(case, of):
@@ -82,7 +84,9 @@ def wanted(case):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("name, per_head", [*((name, 4) for name in FORMATS), ("commvq-1bit", 6), ("vqllm-1bit", 8)])
+@pytest.mark.parametrize(
+    "name, per_head", [*((name, 4) for name in FORMATS), ("commvq-1bit", 6), ("vqllm-1bit", 8), ("tasq", 6)]
+)
 def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
     of = module(name)
     kernel = "codebook_kernel" if of is codebook else "residual_kernel"

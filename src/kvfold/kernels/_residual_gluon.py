@@ -1,4 +1,5 @@
-"""Decode attention over residual vector codes (VQLLM): the Gluon kernel. :mod:`kvfold.kernels.residual` launches it.
+"""Decode attention over residual vector codes (VQLLM) and codes of groups (TaSQ): the Gluon kernel.
+:mod:`kvfold.kernels.residual` and :mod:`kvfold.kernels.groups` launch it.
 
 As :mod:`kvfold.kernels._codebook_gluon`: tables lie in shared memory, warps stream units of 32 tokens, and what a lane adds up
 is an operand. A row has 32 channels, a byte each, of which lane (g, t) reads 8 for tokens g of every eight. The rows of four
@@ -6,6 +7,10 @@ stages lie together in 128 bytes; of each four tokens every one reads another st
 
 Words of keys hold 4 real and 4 imaginary parts of RoPE's pairs, so that a lane has both. Those of values become operands by
 transposing 8 x 8 matrices.
+
+GROUPS, 1 or 2: codes of 16 groups of 8 channels, of a KV head's own codebooks. A row is 16 bytes of fp16, which a lane reads
+at once: lane (g, t) those of groups 4 i + t, whose rows of one code lie together in 64 bytes. With 2 codes are of vectors less
+a mean. That of keys meets a query by a second product, of a tile's cosines and sines; that of values joins a warp's result.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -28,6 +33,7 @@ from kvfold.kernels._tables_gluon import (
     unit_queries,
 )
 from kvfold.kernels._warp import (
+    as_float,
     as_int,
     copy_async,
     copy_commit,
@@ -57,9 +63,22 @@ def buffer_bytes(k_stages, v_stages):
 
 
 @gluon.constexpr_function
-def shared_bytes(k_stages, v_stages, columns, warps):
+def table_bytes(stages, groups):
+    """Bytes of one side's tables."""
+    return 65536 if groups else 8192 * stages
+
+
+@gluon.constexpr_function
+def query_bytes(columns, groups):
+    """Bytes of a warp's queries, and of what their products with a mean of keys are made of."""
+    return columns * 272 * max(groups, 1)
+
+
+@gluon.constexpr_function
+def shared_bytes(k_stages, v_stages, columns, warps, groups=0):
     """Bytes of shared memory of a program."""
-    size = 8192 * (k_stages + v_stages + 1) + warps * (2 * buffer_bytes(k_stages, v_stages) + columns * 272)
+    size = table_bytes(k_stages, groups) + table_bytes(v_stages, groups) + 8192
+    size += warps * (2 * buffer_bytes(k_stages, v_stages) + query_bytes(columns, groups))
     return (max(size, warps * 128 * 32) + 8191) // 8192 * 8192
 
 
@@ -91,16 +110,17 @@ def _group_sums(words, places, AT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _token_sums(codes, places, AT: gl.constexpr, STAGES: gl.constexpr):
+def _token_sums(codes, places, AT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """16 words of one token of every lane: four of each group. ``codes``: address of the token's."""
     words = load_shared(codes, 0, STAGES)
     out = ()
     for i in gl.static_range(4):
-        if STAGES == 4:
-            own = (words[i],)
+        if GROUPS:
+            out = out + load_shared(_weighted_bytes(words[i], places[0], places[1]), AT + 16384 * i, 4)
+        elif STAGES == 4:
+            out = out + _group_sums((words[i],), places, AT, STAGES)
         else:
-            own = (words[2 * i], words[2 * i + 1])
-        out = out + _group_sums(own, places, AT, STAGES)
+            out = out + _group_sums((words[2 * i], words[2 * i + 1]), places, AT, STAGES)
     return out
 
 
@@ -117,6 +137,13 @@ def _places(base, rows_ptr, g, t, STAGES: gl.constexpr):
         addresses = addresses + (base + stage * 32 + t * 8,)
     at = rows_ptr + STAGES * 8192 + t * 16
     return weights + addresses + load_global4(at, g * 0 + 1) + load_global4(at + 64, g * 0 + 1)
+
+
+@gluon.jit
+def _group_places(base, g, t):
+    """The same of codes of groups: a weight that picks the lane's code of four, times the 64 bytes of a code; the address of
+    its 16."""
+    return ((g * 0 + 64) << 8 * t, base + t * 16)
 
 
 @gluon.jit
@@ -207,11 +234,13 @@ def _weights(scores, norms, top, total):
 @gluon.jit
 def _over_units(
     top, out, total, lane, g, t, stage, query, k_places, v_places, turns, lane_query, to_query, raw, freq0, freq1, gain,
-    position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, each, count,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    mean, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, each, count,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """A warp's units, whose first one is on its way; ``turns``: address of the lane's cosines and sines."""
+    """A warp's units, whose first one is on its way; ``turns``: address of the lane's cosines and sines; ``mean``: of keys, see
+    :func:`_mean_of_keys`."""
     BUFFER: gl.constexpr = buffer_bytes(K, V)
+    VALUES: gl.constexpr = table_bytes(K, GROUPS)
     for at in range(each):
         here = stage + at % 2 * BUFFER
         warp_sync(lane)
@@ -230,18 +259,26 @@ def _over_units(
             V,
         )
         copy_commit(lane)
-        unit_queries(to_query, raw, freq0, freq1, gain, position + at * 32, lane, 8, C)
+        unit_queries(to_query, raw, freq0, freq1, gain, position + at * 32, lane, 8, C, mean)
         copy_wait_1(lane)
         q = ()
         for j in gl.static_range(4):
             q = q + load_shared(lane_query, 64 * j, 4)
         products = ()
+        common = ()
         for tile in gl.static_range(2):
-            x = _token_sums(here + g * (4 * K) + tile * (64 * K), k_places, 0, K)
-            y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), k_places, 0, K)
-            x = _rotated(x, _shared_turns(turns + tile * 4096))
-            y = _rotated(y, _shared_turns(turns + (tile * 4096 + 2048)))
+            x = _token_sums(here + g * (4 * K) + tile * (64 * K), k_places, 0, K, GROUPS)
+            y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), k_places, 0, K, GROUPS)
+            x_turns = _shared_turns(turns + tile * 4096)
+            y_turns = _shared_turns(turns + (tile * 4096 + 2048))
+            x = _rotated(x, x_turns)
+            y = _rotated(y, y_turns)
             products = products + (_tile_scores(x, y, q, _zero4(lane)),)
+            if GROUPS == 2:
+                m = ()
+                for j in gl.static_range(4):
+                    m = m + load_shared(lane_query, C * 272 + 64 * j, 4)
+                common = common + (_tile_scores(x_turns, y_turns, m, _zero4(lane)),)
         scores = ()
         norms = ()
         alive = at < count
@@ -250,14 +287,25 @@ def _over_units(
             acc = products[tile]
             near, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 32 * tile))
             far, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 32 * tile + 16))
-            scores = scores + (
-                (
-                    gl.where(alive, acc[0] * (near * factor0), hidden),
-                    gl.where(alive, acc[1] * (near * factor1), hidden),
-                    gl.where(alive, acc[2] * (far * factor0), hidden),
-                    gl.where(alive, acc[3] * (far * factor1), hidden),
-                ),
-            )
+            if GROUPS == 2:
+                m = common[tile]
+                sums = (
+                    gl.fma(acc[0], near, m[0] * mean[4]) * factor0,
+                    gl.fma(acc[1], near, m[1] * mean[4]) * factor1,
+                    gl.fma(acc[2], far, m[2] * mean[4]) * factor0,
+                    gl.fma(acc[3], far, m[3] * mean[4]) * factor1,
+                )
+            else:
+                sums = (
+                    acc[0] * (near * factor0),
+                    acc[1] * (near * factor1),
+                    acc[2] * (far * factor0),
+                    acc[3] * (far * factor1),
+                )
+            shown = ()
+            for e in gl.static_range(4):
+                shown = shown + (gl.where(alive, sums[e], hidden),)
+            scores = scores + (shown,)
             near, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 64 + 32 * tile))
             far, _ = unpack_half2(load_shared_short(here + g * 2, 128 * (K + V) + 64 + 32 * tile + 16))
             norms = norms + (gl.where(alive, near, 1.0), gl.where(alive, far, 1.0))
@@ -268,8 +316,8 @@ def _over_units(
             scaled = scaled + ((acc[0] * factor[0], acc[1] * factor[1], acc[2] * factor[0], acc[3] * factor[1]),)
         out = scaled
         for tile in gl.static_range(2):
-            x = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V)), v_places, K * 8192, V)
-            y = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), v_places, K * 8192, V)
+            x = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V)), v_places, VALUES, V, GROUPS)
+            y = _token_sums(here + g * (4 * V) + (128 * K + tile * (64 * V) + 32 * V), v_places, VALUES, V, GROUPS)
             new = ()
             for c in gl.static_range(8):
                 new = new + (
@@ -283,36 +331,84 @@ def _over_units(
 
 
 @gluon.jit
+def _mean_of_keys(source, pair, NEXT: gl.constexpr):
+    """Of a lane's two pairs both channels of a head's mean, over a power of two, so that products with queries are numbers of
+    fp16, and that power. ``source``: pointer to 128 numbers."""
+    some = ()
+    for i in gl.static_range(4):
+        some = some + (gl.load(source + pair + (NEXT * (i % 2) + 64 * (i // 2))).to(gl.float32),)
+    big = gl.maximum(gl.maximum(gl.abs(some[0]), gl.abs(some[1])), gl.maximum(gl.abs(some[2]), gl.abs(some[3])))
+    for j in gl.static_range(5):
+        big = gl.maximum(big, shuffle_xor(big, 1 << j))
+    exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
+    down = as_float((254 - exponent) << 23)
+    return (some[0] * down, some[1] * down, some[2] * down, some[3] * down, as_float(exponent << 23))
+
+
+@gluon.jit
+def _with_mean(out, sums, source, g):
+    """Sums of values, and a head's mean times the sums of their weights."""
+    new = ()
+    for c in gl.static_range(8):
+        acc = out[c]
+        at = source + (g // 2 * 8 + g % 2 + (c // 2 * 32 + c % 2 * 4))
+        near = gl.load(at).to(gl.float32)
+        far = gl.load(at + 2).to(gl.float32)
+        new = new + (
+            (
+                gl.fma(sums[0], near, acc[0]),
+                gl.fma(sums[1], near, acc[1]),
+                gl.fma(sums[0], far, acc[2]),
+                gl.fma(sums[1], far, acc[3]),
+            ),
+        )
+    return new
+
+
+@gluon.jit
 def attend_units(
     base, turns, lane, warp, q, column0, rows, scale, freq_ptr, position, stored, rows_of, unit0, where, each, count,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr = 0, means=None,
 ):  # fmt: skip
     """Maxima, sums of values and of weights of each warp's units, ``unit0`` to ``unit0 + count``, as ``_finish`` takes them.
 
     ``q`` as :func:`_pairs_of_queries` takes it; ``stored``: where codes and norms of keys, and those of values, begin;
     ``rows_of``: the tables, of which copies begin before this; ``turns``: address of cosines and sines in shared memory;
-    ``position`` of the warp's first token; ``where``: see :func:`unit_place`.
+    ``position`` of the warp's first token; ``where``: see :func:`unit_place`; ``means``: pointers to those of both sides.
     """
+    Q: gl.constexpr = query_bytes(C, GROUPS)
     W: gl.constexpr = gl.num_warps()
     k_codes, k_norms, v_codes, v_norms = stored[0], stored[1], stored[2], stored[3]
     g = lane // 4
     t = lane % 4
-    query = turns + 8192 + warp * (C * 272)
-    stage = turns + (8192 + W * C * 272) + warp * (2 * buffer_bytes(K, V))
+    query = turns + 8192 + warp * Q
+    stage = turns + (8192 + W * Q) + warp * (2 * buffer_bytes(K, V))
     _fetch(stage, lane, k_codes, v_codes, k_norms, v_norms, unit0, (count > 0).to(gl.int32), where, K, V)
     copy_commit(lane)
 
-    # a lane turns pairs 16 t' + 4 m + i, m = 0, 1 or 2, 3, of group i: those that lane t' of every four reads of the group
-    pair = lane // 2 % 4 * 16 + lane % 2 * 8 + lane // 8
-    raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 4, C, None)
+    # a lane turns pairs 16 t' + 4 m + i, m = 0, 1 or 2, 3, of group i: those that lane t' of every four reads of the group;
+    # of groups 4 i + t' pairs 4 i + t' + 16 m
+    NEXT: gl.constexpr = 16 if GROUPS else 4
+    if GROUPS:
+        pair = lane // 8 * 4 + lane // 2 % 4 + lane % 2 * 32
+    else:
+        pair = lane // 2 % 4 * 16 + lane % 2 * 8 + lane // 8
+    raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, NEXT, C, None)
     factor0 = _chosen(ups, 2 * t % C) * scale
     factor1 = _chosen(ups, (2 * t + 1) % C) * scale
     freq0 = gl.load(freq_ptr + pair)
-    freq1 = gl.load(freq_ptr + pair + 4)
-    gain = (gl.load(freq_ptr + 64 + pair), gl.load(freq_ptr + 68 + pair))
+    freq1 = gl.load(freq_ptr + pair + NEXT)
+    gain = (gl.load(freq_ptr + 64 + pair), gl.load(freq_ptr + (64 + NEXT) + pair))
+    mean = None
+    if GROUPS == 2:
+        mean = _mean_of_keys(means[0], pair, NEXT)
 
-    k_places = _places(base, rows_of[0], g, t, K)
-    v_places = _places(base, rows_of[1], g, t, V)
+    if GROUPS:
+        k_places = _group_places(base, g, t)
+        v_places = k_places
+    else:
+        k_places = _places(base, rows_of[0], g, t, K)
+        v_places = _places(base, rows_of[1], g, t, V)
     lane_turns = turns + g * 256 + g % 2 * 64 + t * 16
     lane_query = query + g % C * 272 + t * 16
     to_query = query + lane // 8 * 64 + lane // 2 % 4 * 16 + lane % 2 * 4
@@ -325,7 +421,7 @@ def attend_units(
     program_sync(lane)
     top, out, total = _over_units(
         top, out, total, lane, g, t, stage, query, k_places, v_places, lane_turns, lane_query, to_query, raw, freq0, freq1,
-        gain, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, each, count, K, V, C,
+        gain, mean, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, each, count, K, V, C, GROUPS,
     )  # fmt: skip
     copy_wait_all(lane)
     program_sync(lane)
@@ -334,30 +430,34 @@ def attend_units(
     for i in gl.static_range(3):
         s0 += shuffle_xor(s0, 4 << i)
         s1 += shuffle_xor(s1, 4 << i)
+    if GROUPS == 2:
+        out = _with_mean(out, (s0, s1), means[1], g)
     return top, out, ((s0, s1, s0, s1),)
 
 
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0"])
 def residual_kernel(
     q_ptr, k_codes_ptr, k_norms_ptr, v_codes_ptr, v_norms_ptr, k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr,
-    packed_len_ptr, position_ptr, part_out, part_top, part_sum,
+    k_mean_ptr, v_mean_ptr, packed_len_ptr, position_ptr, part_out, part_top, part_sum,
     scale, heads, rows, columns, start, capacity, splits, parts, part0,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, EARLY: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for C query rows.
 
     Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage; K and V are stages of keys and of
-    values.
+    values. ``k_mean_ptr`` and ``v_mean_ptr``, [heads, 128], are read where GROUPS is 2. With GROUPS tables are those of a head.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(K, V, C, W)
+    BYTES: gl.constexpr = shared_bytes(K, V, C, W, GROUPS)
+    KEYS: gl.constexpr = table_bytes(K, GROUPS)
+    VALUES: gl.constexpr = table_bytes(V, GROUPS)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
     memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
     program_sync(lane)
-    turns = base + (K + V) * 8192
+    turns = base + (KEYS + VALUES)
 
     split = gl.program_id(1)
     column0 = (gl.program_id(0) % columns) * C
@@ -366,10 +466,14 @@ def residual_kernel(
     stored = (k_codes_ptr.to(gl.int64), k_norms_ptr.to(gl.int64), v_codes_ptr.to(gl.int64), v_norms_ptr.to(gl.int64))
     k_rows = k_rows_ptr.to(gl.int64)
     v_rows = v_rows_ptr.to(gl.int64)
+    kv_head = (head % heads).to(gl.int64)
+    if GROUPS:
+        k_rows += kv_head * KEYS
+        v_rows += kv_head * VALUES
 
     _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
-    _fetch_rows(base, k_rows, thread, K * 8192, W)
-    _fetch_rows(base + K * 8192, v_rows, thread, V * 8192, W)
+    _fetch_rows(base, k_rows, thread, KEYS, W)
+    _fetch_rows(base + KEYS, v_rows, thread, VALUES, W)
     copy_commit(lane)
     if EARLY:  # tables are nobody's results
         wait_for_previous(lane)
@@ -385,9 +489,10 @@ def residual_kernel(
     q = (q_ptr + head.to(gl.int64) * rows * 128, None)
     top, out, side = attend_units(
         base, turns, lane, warp, q, column0, rows, scale, freq_ptr, position, stored, (k_rows, v_rows), unit0, None, each,
-        count, K, V, C,
+        count, K, V, C, GROUPS, (k_mean_ptr + kv_head * 128, v_mean_ptr + kv_head * 128),
     )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part0 + split)
-    _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, 128, 1, 0.0)
+    dense: gl.constexpr = 3 if GROUPS else 0
+    _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, dense, 128, 1, 0.0)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

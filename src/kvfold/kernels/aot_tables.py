@@ -5,9 +5,9 @@ from typing import Any
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kvfold.formats import Format, ResidualCodes
+from kvfold.formats import Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import codebook, encode_balanced, encode_pairs, residual
+from kvfold.kernels import codebook, encode_balanced, encode_pairs, groups, residual
 from kvfold.kernels._codebook_gluon import codebook_kernel
 from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
 from kvfold.kernels._encode_pairs import values_kernel
@@ -20,7 +20,7 @@ from kvfold.kernels.tables import TablesPlan
 
 
 def compile_tables(
-    key_format: AdditiveCodes | ResidualCodes,
+    key_format: AdditiveCodes | ResidualCodes | GroupCodes,
     value_format: Format,
     rows: int = 4,
     capability: int = 90,
@@ -30,15 +30,19 @@ def compile_tables(
     types |= {"q_ptr": "*fp16", "packed_len_ptr": "*i32", "position_ptr": "*i64", "turns_ptr": "*fp16", "scale": "fp32"}
     types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr", "norms_ptr", "k_norms_ptr", "v_norms_ptr"), "*fp16")
     types |= dict.fromkeys(("codes_ptr", "bits_ptr"), "*i16") | dict.fromkeys(("k_codes_ptr", "v_codes_ptr"), "*u8")
+    types |= dict.fromkeys(("k_mean_ptr", "v_mean_ptr"), "*fp16")
     kernel: Any
     plan = TablesPlan.of(rows)
     if isinstance(key_format, AdditiveCodes):
         kernel = codebook_kernel
         fixed = codebook.constants(key_format, value_format, plan)
+    elif isinstance(key_format, GroupCodes):
+        kernel, plan = residual_kernel, groups.plan_for(rows)
+        fixed = groups.constants(key_format, value_format, plan)
     else:
         assert isinstance(value_format, ResidualCodes)
         kernel = residual_kernel
-        fixed = residual.constants(key_format, value_format, plan)
+        fixed = residual.constants(key_format, value_format, plan) | {"GROUPS": 0}
     fixed["EARLY"] = capability >= 90
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvfold.formats import Fields, Format, Paged, ResidualCodes
+from kvfold.formats import Fields, Format, GroupCodes, Paged, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, ValueRows
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.base import AttentionKernel
@@ -199,8 +199,8 @@ def attend(call: AttentionCall, plan: "Plan | TablesPlan | None" = None) -> torc
 
 
 def _runs_early(call: AttentionCall, plan: "Plan | TablesPlan") -> bool:
-    """Whether the kernel waits by itself for the one before: VQLLM's. With CommVQ's it gained nothing."""
-    return not isinstance(plan, Plan) and isinstance(call.key_format, ResidualCodes)
+    """Whether the kernel waits by itself for the one before: VQLLM's and TaSQ's. With CommVQ's it gained nothing."""
+    return not isinstance(plan, Plan) and isinstance(call.key_format, ResidualCodes | GroupCodes)
 
 
 def _queries(call: AttentionCall, plans: "list[Plan | TablesPlan]") -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -218,7 +218,11 @@ def _plan(call: AttentionCall, span: Span) -> "Plan | TablesPlan":
 def _of_tables(call: AttentionCall) -> Any:
     """The kernel that keeps a format's tables in shared memory, where one serves the call; else None."""
     keys, values, rope = call.key_format, call.value_format, call.rope
-    if call.query.device.type != "cuda" or not isinstance(keys, AdditiveCodes | ResidualCodes) or rope is None:
+    if (
+        call.query.device.type != "cuda"
+        or not isinstance(keys, AdditiveCodes | ResidualCodes | GroupCodes)
+        or rope is None
+    ):
         return None
     if not _has_gluon():
         return None
@@ -228,9 +232,9 @@ def _of_tables(call: AttentionCall) -> Any:
 
 
 def _tables_kernel(keys: Format) -> Any:
-    from kvfold.kernels import codebook, residual
+    from kvfold.kernels import codebook, groups, residual
 
-    return codebook if isinstance(keys, AdditiveCodes) else residual
+    return codebook if isinstance(keys, AdditiveCodes) else groups if isinstance(keys, GroupCodes) else residual
 
 
 @lru_cache

@@ -79,9 +79,11 @@ def attend_packed(
         _rows(values.book.on(device), False),
         rotation_of(rope, 64, UNIT, 1, 128, device).freq,
         turns(rope, device),
+        span.keys["rms"],  # no means
+        span.values["rms"],
     )
     early, fixed = overlaps_launches(device), constants(keys, values, plan)
-    tables.launch(residual_kernel, call, span, packed, read, out, top, total, part, plan, early, **fixed)
+    tables.launch(residual_kernel, call, span, packed, read, out, top, total, part, plan, early, GROUPS=0, **fixed)
 
 
 def constants(keys: ResidualCodes, values: ResidualCodes, plan: TablesPlan) -> dict[str, Any]:
