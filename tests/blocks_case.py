@@ -336,7 +336,12 @@ CASES = {
     "groups-4": {"method": by_groups()},
     "groups-4-d128": {"method": by_groups(), "head_dim": 128, "packed": (96, 32), "slabs": (4,)},
     "groups-8-rope": {"method": by_groups((8, True), (8,)), "rotary": 64},
-    "groups-8-rope-d128": {"method": by_groups((8, True), (8,)), "rotary": 128, "head_dim": 128, "slabs": (4, 4)},
+    "groups-8-rope-d128": {
+        "method": by_groups((8, True), (8,), mean=3.0),
+        "rotary": 128,
+        "head_dim": 128,
+        "slabs": (4, 4),
+    },
     "groups-8-part-of-rope": {"method": by_groups((8, True), (8,)), "rotary": 32, "head_dim": 80, "scaling": 1.1},
     "groups-8-mean": {"method": by_groups((8, True), (8,), mean=3.0), "rotary": 64},
     "groups-8-mean-part-of-rope": {"method": by_groups((8, True), (8,), mean=1.0), "rotary": 32, "head_dim": 80},

@@ -153,7 +153,7 @@ def test_attention_for_tensor_cores_on_a_gpu(method, head_dim):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("method", ["commvq:bits=1", "commvq", "vqllm:bits=1", "vqllm"])
+@pytest.mark.parametrize("method", ["commvq:bits=1", "commvq", "vqllm:bits=1", "vqllm", "tasq", "tasq:mean=false"])
 def test_attention_with_tables_on_a_gpu(method, monkeypatch):
     """With four query rows of a KV head, and with eight."""
     rows = []

@@ -110,13 +110,14 @@ def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
 
 @pytest.mark.parametrize(
     "method, per_head, tokens",
-    [("commvq:bits=1", 4, 1), ("commvq", 4, 1), ("vqllm:bits=1", 4, 2), ("vqllm", 2, 1)],
+    [("commvq:bits=1", 4, 1), ("commvq", 4, 1), ("vqllm:bits=1", 4, 2), ("vqllm", 2, 1), ("tasq", 4, 1)],
 )
 def test_lanes_read_pages(method, per_head, tokens, monkeypatch):
     """Two sequences through their tables: a piece of one, two of the other, of which the last page is not full."""
     name = "codebook_pieces_kernel" if method.startswith("commvq") else "residual_pieces_kernel"
     monkeypatch.setattr(paged_tables, name, Emulated(getattr(paged_tables, name)))
     monkeypatch.setattr(paged_tables, "program_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(groups, "USED", True)
     server = Server(method, (210, 300), 128, per_head=per_head, layer=books_layer(method, 128, per_head=per_head))
     paged.store(server.step([210 - tokens, 300 - tokens]))
     call = server.step([tokens, tokens], in_place=True)
@@ -156,7 +157,9 @@ def test_compiles_without_spills(name, rows):
     assert report.instructions["HMMA"] and report.shared <= 228 << 10
 
 
-@pytest.mark.parametrize("name, rows, most", [("commvq-1bit", 4, 0), ("commvq-1bit", 8, 40), ("vqllm-1bit", 8, 0)])
+@pytest.mark.parametrize(
+    "name, rows, most", [("commvq-1bit", 4, 0), ("commvq-1bit", 8, 40), ("vqllm-1bit", 8, 0), ("tasq", 4, 0)]
+)
 def test_reading_pages_compiles_with_few_spills(name, rows, most):
     report = compile_table_pieces(*FORMATS[name][0](128, "cpu"), rows=rows)
     assert report.spilled <= most
@@ -182,6 +185,11 @@ def test_which_pages_the_kernels_leave_to_others():
 def test_what_is_served(name):
     of = module(name)
     keys, values = FORMATS[name][0](128, "cpu")
+    if of is groups:
+        assert of.unsupported(keys, values, 128) is None
+        assert "values: strided=True" in of.unsupported(keys, keys, 128)
+        assert "8 channels of 128" in of.unsupported(*by_groups((4, True), (4,))(128, "cpu"), 128)
+        return
     assert of.unsupported(keys, values, 128) is None
     assert of.unsupported(keys, values, 64) == "keys: RoPE of 64 channels; allowed: 128"
     assert "values" in of.unsupported(keys, keys, 128)

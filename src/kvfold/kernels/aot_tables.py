@@ -49,12 +49,12 @@ def compile_tables(
 
 
 def compile_table_pieces(
-    key_format: AdditiveCodes | ResidualCodes, value_format: Format, rows: int = 4, capability: int = 90
+    key_format: AdditiveCodes | ResidualCodes | GroupCodes, value_format: Format, rows: int = 4, capability: int = 90
 ) -> Report:
     """Compile the kernel that reads pages with tables of codes in shared memory."""
     types = dict.fromkeys(("freq_ptr", "part_out", "part_top", "part_sum", "sums_ptr", "size_ptr"), "*fp32")
     types |= {"q_ptr": "*bf16", "turns_ptr": "*fp16", "matrix_ptr": "*fp32", "scale": "fp32"}
-    types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr"), "*fp16")
+    types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr", "k_mean_ptr", "v_mean_ptr"), "*fp16")
     types |= dict.fromkeys(("items_ptr", "item_list", "table"), "*i32")
     keys, values = PageLayout(key_format, value_format)._places
     fixed: dict[str, Any]
@@ -65,9 +65,13 @@ def compile_table_pieces(
         fixed["AT"] = (keys["rms"].at, values["bits"].at)
         types["region"] = "*i16"
     else:
-        assert isinstance(value_format, ResidualCodes)
         kernel = residual_pieces_kernel
-        fixed = residual.constants(key_format, value_format, plan)
+        if isinstance(key_format, GroupCodes):
+            plan = groups.plan_for(rows)
+            fixed = groups.constants(key_format, value_format, plan)
+        else:
+            assert isinstance(value_format, ResidualCodes)
+            fixed = residual.constants(key_format, value_format, plan) | {"GROUPS": 0}
         fixed["AT"] = (keys["rms"].at, values["codes"].at, values["rms"].at)
         types["region"] = "*u8"
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})

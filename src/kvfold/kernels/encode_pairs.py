@@ -18,7 +18,7 @@ UNITS = {"T": 32, "num_warps": 8, "maxnreg": 128}
 QUADS = {"M": 1, "FIRST": 3, "LATER": 1, "num_warps": 16, "maxnreg": 128}
 """Sixteens of tokens of a warp of :func:`pairs_search_kernel`, codes that a lane begins with in the first turn and in later
 ones, and its warps. What the first turn misses is hardly made good by later ones."""
-VALUES = {"T": 32, "CODES": 32, "num_stages": 2}
+VALUES = {"T": 32, "CODES": 64, "num_stages": 2}
 """Tokens of a program of :func:`values_kernel`, and codes of a warp."""
 FLIPS = {"T": 2, "num_warps": 1}
 MOST = 32

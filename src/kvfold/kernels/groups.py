@@ -17,8 +17,8 @@ from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.tables import TablesPlan
 from kvfold.rope import Rope
 
-USED = False
-"""Whether calls take the kernel: a variant, which no GPU has run yet."""
+USED = True
+"""Whether calls take the kernel."""
 BEGIN = 20
 """What beginning costs a program, in units of a warp; guessed from VQLLM's, whose tables are half as large."""
 
@@ -72,11 +72,8 @@ def attend_packed(
 ) -> None:
     """Write partial results over one span; see :func:`kvfold.kernels.tables.launch`."""
     keys, values, rope, device = call.key_format, call.value_format, call.rope, packed.device
-    assert isinstance(keys, GroupCodes) and isinstance(values, GroupCodes) and rope is not None
-    assert keys.book is not None and values.book is not None
-    books = keys.book.on(device), values.book.on(device)
-    rows = [_rows(book) for book in books]
-    means = (books[0].mean, books[1].mean) if keys.centred else rows
+    assert rope is not None
+    rows, means = tables_of(keys, values, device)
     read = (
         span.keys["codes"],
         span.keys["rms"],
@@ -101,6 +98,18 @@ def program_bytes(keys: Format, values: Format, plan: TablesPlan) -> int:
     """Bytes of shared memory of a program."""
     fixed = constants(keys, values, plan)
     return int(shared_bytes(fixed["K"], fixed["V"], fixed["C"], plan.warps, fixed["GROUPS"]))
+
+
+def tables_of(keys: Format, values: Format, device: torch.device) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """Rows of keys and of values, and both means; where there are none, something else in their place."""
+    assert isinstance(keys, GroupCodes) and isinstance(values, GroupCodes)
+    assert keys.book is not None and values.book is not None
+    books = keys.book.on(device), values.book.on(device)
+    rows = _rows(books[0]), _rows(books[1])
+    if not keys.centred:
+        return rows, rows
+    assert books[0].mean is not None and books[1].mean is not None
+    return rows, (books[0].mean, books[1].mean)
 
 
 _made: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()

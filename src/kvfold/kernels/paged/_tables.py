@@ -1,4 +1,4 @@
-"""Pieces of pages whose tables of codes lie in shared memory (CommVQ, VQLLM), by a table of pages: the loops of
+"""Pieces of pages whose tables of codes lie in shared memory (CommVQ, VQLLM, TaSQ), by a table of pages: the loops of
 :mod:`kvfold.kernels._codebook_gluon` and :mod:`kvfold.kernels._residual_gluon`."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._codebook_gluon import attend_units as attend_sums
 from kvfold.kernels._codebook_gluon import head_bytes
 from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
-from kvfold.kernels._residual_gluon import attend_units, shared_bytes
+from kvfold.kernels._residual_gluon import attend_units, shared_bytes, table_bytes
 from kvfold.kernels._softmax import _finish
 from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, fetch_turns, reserved
 from kvfold.kernels._warp import as_float, copy_commit, load_global4, program_sync
@@ -29,8 +29,9 @@ def _piece(item_list, item, warp, W: gl.constexpr):
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"])
 def residual_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step, region, page_step, head_step,
-    k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr, part_out, part_top, part_sum,
-    scale, heads, rows, tokens, seqs, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, AT: gl.constexpr,
+    k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr, k_mean_ptr, v_mean_ptr, part_out, part_top, part_sum,
+    scale, heads, rows, tokens, seqs,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr, AT: gl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th piece and KV head.
 
@@ -39,15 +40,16 @@ def residual_pieces_kernel(
     ``q_token`` elements from a token to the next; there are at most C query rows. The rest is the slab kernel's.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(K, V, C, W)
+    BYTES: gl.constexpr = shared_bytes(K, V, C, W, GROUPS)
+    KEYS: gl.constexpr = table_bytes(K, GROUPS)
+    VALUES: gl.constexpr = table_bytes(V, GROUPS)
+    dense: gl.constexpr = 3 if GROUPS else 0
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
     memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
-    turns = base + (K + V) * 8192
-    k_rows = k_rows_ptr.to(gl.int64)
-    v_rows = v_rows_ptr.to(gl.int64)
+    turns = base + (KEYS + VALUES)
     zero = gl.program_id(0) * 0
     for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads, gl.num_programs(0)):
         item = zero + task // heads
@@ -55,8 +57,13 @@ def residual_pieces_kernel(
         seq, first, each, count, begin, own = _piece(item_list, item, warp, W)
         program_sync(lane)
         _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
-        _fetch_rows(base, k_rows, thread, K * 8192, W)
-        _fetch_rows(base + K * 8192, v_rows, thread, V * 8192, W)
+        k_rows = k_rows_ptr.to(gl.int64)
+        v_rows = v_rows_ptr.to(gl.int64)
+        if GROUPS:
+            k_rows += head.to(gl.int64) * KEYS
+            v_rows += head.to(gl.int64) * VALUES
+        _fetch_rows(base, k_rows, thread, KEYS, W)
+        _fetch_rows(base + KEYS, v_rows, thread, VALUES, W)
         copy_commit(lane)
         stored = region.to(gl.int64) + head.to(gl.int64) * head_step
         where = (table + seq.to(gl.int64) * table_step, page_step)
@@ -64,9 +71,10 @@ def residual_pieces_kernel(
         top, out, side = attend_units(
             base, turns, lane, warp, q, zero, rows, scale, freq_ptr, first * 32,
             (stored, stored + AT[0], stored + AT[1], stored + AT[2]), (k_rows, v_rows), first, where, each, count, K, V, C,
+            GROUPS, (k_mean_ptr + head * 128, v_mean_ptr + head * 128),
         )  # fmt: skip
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
-        _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, zero, rows, False, 128, 1, 0.0)
+        _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, zero, rows, dense, 128, 1, 0.0)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()
 

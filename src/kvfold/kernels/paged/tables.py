@@ -1,13 +1,13 @@
-"""Pieces of pages of CommVQ and VQLLM by kernels that keep tables of codes in shared memory: launches them."""
+"""Pieces of pages of CommVQ, VQLLM and TaSQ by kernels that keep tables of codes in shared memory: launches them."""
 
 from typing import Any
 
 import torch
 
-from kvfold.formats import Format, ResidualCodes
+from kvfold.formats import Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
-from kvfold.kernels import codebook, residual
+from kvfold.kernels import codebook, groups, residual
 from kvfold.kernels.paged._tables import codebook_pieces_kernel, residual_pieces_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.gluon import region_of
@@ -28,18 +28,27 @@ def unsupported(
     key_format: Format, value_format: Format, rope: Rope | None, rows: int, device: torch.device
 ) -> str | None:
     """Why these kernels do not serve pages, with ``rows`` query rows per KV head; None if one does."""
-    if not isinstance(key_format, AdditiveCodes | ResidualCodes):
-        return f"keys: {key_format.kind} storage; allowed: {AdditiveCodes.kind}, {ResidualCodes.kind}"
+    if not isinstance(key_format, AdditiveCodes | ResidualCodes | GroupCodes):
+        return (
+            f"keys: {key_format.kind} storage; allowed: {AdditiveCodes.kind}, {ResidualCodes.kind}, {GroupCodes.kind}"
+        )
     if device.type != "cuda" or rope is None or rows > MOST_ROWS:
         return f"device {device.type}, rope {rope}, {rows} query rows; allowed: cuda, a rotation, up to {MOST_ROWS}"
-    of = codebook if isinstance(key_format, AdditiveCodes) else residual
+    of: Any = _of(key_format)
     if why := of.unsupported(key_format, value_format, 2 * rope.inv_freq.numel()):
-        return why
+        return str(why)
+    if isinstance(key_format, GroupCodes):
+        return None if groups.USED else "a variant"
     sizes = key_format.stages, value_format.codes if isinstance(value_format, BinaryCodes) else value_format.stages  # type: ignore[attr-defined]
     if (key_format.kind, *sizes) not in SEEN:
         return f"{sizes[0]} stages, {sizes[1]} of values: not seen right on a GPU yet"
     needs, there = of.program_bytes(key_format, value_format, TablesPlan.of(rows)), program_memory(device)
     return None if needs <= there else f"{there} bytes of shared memory; needed: {needs}"
+
+
+def _of(keys: Format) -> Any:
+    """The module that has a kernel's tables and constants."""
+    return codebook if isinstance(keys, AdditiveCodes) else groups if isinstance(keys, GroupCodes) else residual
 
 
 def ready(key_format: Format, value_format: Format, rope: Rope | None, device: torch.device) -> None:
@@ -55,18 +64,22 @@ def _read(keys: Format, values: Format, rope: Rope, device: torch.device) -> tup
         assert keys.codebook is not None
         turning = rotation_of(rope, 64, UNIT, 1, 128, device)
         return *codebook.rows_of(keys.codebook.on(device)), turning.freq, turning.table
+    freq = rotation_of(rope, 64, UNIT, 1, 128, device).freq
+    if isinstance(keys, GroupCodes):
+        rows, means = groups.tables_of(keys, values, device)
+        return *rows, freq, groups.turns(rope, device), *means
     assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
     assert keys.book is not None and values.book is not None
     books = keys.book.on(device), values.book.on(device)
     rows = residual._rows(books[0], True), residual._rows(books[1], False)
-    return *rows, rotation_of(rope, 64, UNIT, 1, 128, device).freq, residual.turns(rope, device)
+    return *rows, freq, residual.turns(rope, device), *rows  # no means
 
 
 def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace, out: torch.Tensor) -> None:
     """Write the parts of all pieces of packed tokens."""
     keys, values, device = call.key_format, call.value_format, query.device
     assert call.rope is not None
-    plan = TablesPlan.of(rows)
+    plan = groups.plan_for(rows) if isinstance(keys, GroupCodes) else TablesPlan.of(rows)
     additive = isinstance(keys, AdditiveCodes)
     names = ("bits",) if additive else ("codes", "rms")
     fields = (call.keys["codes"], call.keys["rms"], *(call.values[name] for name in names))
@@ -82,9 +95,11 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
         assert isinstance(call.unproject, ValueRows)
         more = (call.unproject.rows,)
         sums = (torch.empty(w.processors * 8 * fixed["V"], dtype=torch.float32, device=device),)
+    elif isinstance(keys, GroupCodes):
+        fixed = groups.constants(keys, values, plan)
     else:
         assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
-        fixed = residual.constants(keys, values, plan)
+        fixed = residual.constants(keys, values, plan) | {"GROUPS": 0}
     (codebook_pieces_kernel if additive else residual_pieces_kernel)[(w.processors,)](
         query,
         query.stride(0),
