@@ -1,11 +1,14 @@
 import dataclasses
 import json
+import random
 import re
 from decimal import Decimal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.suites import REGISTRY, Options, Outcome, make
@@ -197,6 +200,21 @@ def test_a_haystack_goes_round():
     pieces = hay.fill(form, 120, Late(), lambda pieces: ("".join(pieces), "?", ""))
     assert pieces[:3] == ["Sentence 28. ", "Sentence 29. ", "Sentence 0. "]
     assert 120 - 14 < len(form.ids(form.text("".join(pieces), "?", ""))) <= 120
+
+
+def test_a_haystack_fills_a_prompt_where_pieces_in_a_row_have_fewer_tokens():
+    """As words of most tokenizers begin with their space: prompts of 16,384 tokens had 15,800, and each its own number."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, "\u0120S"])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[("\u0120", "S")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    form = Form(PreTrainedTokenizerFast(tokenizer_object=made), chat=False)
+    hay = Haystack(Text("".join(f"Sentence {i:03}. " for i in range(400)), "here"), form.tokenizer)
+    for length in (500, 2000, 5190):
+        pieces = hay.fill(form, length, random.Random(0), lambda pieces: ("".join(pieces), "?", ""))
+        assert length - 14 < len(form.ids(form.text("".join(pieces), "?", ""))) <= length
+    with pytest.raises(KVFoldError, match=r"^text: here has 5201 tokens, and a prompt of 5400 needs 5398"):
+        hay.fill(form, 5400, random.Random(0), lambda pieces: ("".join(pieces), "?", ""))
 
 
 # ---- ruler -----------------------------------------------------------------------------------------------------------

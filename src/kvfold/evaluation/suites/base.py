@@ -367,16 +367,19 @@ class Haystack:
         room = length - tokens([])
         if room < 0:
             raise KVFoldError(f"lengths: {length} tokens hold no prompt of this task; give at least {length - room}")
-        total = sum(self.counts)
-        if room > total:
-            raise KVFoldError(
-                f"text: {self.source} has {total} tokens, and a prompt of {length} needs {room}; give a longer text with "
-                "--text, or smaller --lengths"
-            )
         start = draw.randrange(len(self.pieces))
         rotated = self.pieces[start:] + self.pieces[:start]
         ends = list(accumulate(self.counts[start:] + self.counts[:start]))
         count = bisect_right(ends, room)
+        left = length - tokens(rotated[:count])
+        # pieces in a row have fewer tokens than each by itself
+        while left > 0 and (more := bisect_right(ends, (ends[count - 1] if count else 0) + left)) > count:
+            count, left = more, length - tokens(rotated[:more])
+        if count == len(rotated) and left > max(self.counts):
+            raise KVFoldError(
+                f"text: {self.source} has {room - left} tokens, and a prompt of {length} needs {room}; give a longer text with "
+                "--text, or smaller --lengths"
+            )
         while count and (over := tokens(rotated[:count]) - length) > 0:
             count = min(count - 1, bisect_right(ends, ends[count - 1] - over))
         return rotated[: max(count, 0)]

@@ -53,6 +53,7 @@ class Needle(Suite):
     name = "needle"
     summary = "a number hidden at some depth of a text (length x depth)"
     measures = (Measure("exact"),)
+    version = 2
 
     def __post_init__(self) -> None:
         if wrong := [depth for depth in self.depths if not 0 <= depth <= 100]:

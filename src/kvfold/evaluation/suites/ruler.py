@@ -81,7 +81,7 @@ class Ruler(Suite):
     name = "ruler"
     summary = "RULER's families: multi-key, multi-value, variable tracking, aggregation, QA"
     measures = (Measure("share"), Measure("exact"))
-    version = 2
+    version = 3
 
     def __post_init__(self) -> None:
         if wrong := [task for task in self.tasks if task not in TASKS]:
