@@ -6,19 +6,25 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from cache_case import METHODS, cut
+import kvfold
+from cache_case import METHODS, cut, step
 from helpers import (
     OF_FIRST_PACKING,
     assert_same_content,
+    build,
     feed,
     layer,
     left_padding,
     packed_fields,
+    prompt,
+    relative,
     same_bytes,
     tokens,
     until_packed,
 )
+from kvfold.errors import CacheStateError
 
 pytestmark = [pytest.mark.targets, pytest.mark.takes_turns]
 
@@ -233,3 +239,43 @@ def test_a_deep_copy_goes_its_own_way(method):
     feed(twin, tokens(1, 90, seed=3), start=300)
     feed(of, cut(new, 300), start=300)
     assert_same_content(of, feed(layer(method), new, [300, 120]))
+
+
+def sliding():
+    kinds = ["full_attention", "sliding_attention"]
+    return build(Gemma3ForCausalLM, Gemma3TextConfig, sliding_window=16, layer_types=kinds)
+
+
+@pytest.mark.cpu_only("a model of both kinds of layers")
+def test_a_crop_that_a_sliding_window_cannot_follow_is_refused_before_anything_changes():
+    model, ids = sliding(), prompt(1, 60)
+    cache = kvfold.fold(model, "none")
+    step(model, cache, ids, 0, 40)
+    cache.crop(0)
+    with pytest.raises(CacheStateError, match=r"crop\(-3\).*windows of layers 1 can lose 0 tokens"):
+        cache.crop(-3)
+    assert [of.get_seq_length() for of in cache.layers] == [40, 40]
+    cache.activate_past_recording()
+    step(model, cache, ids, 40, 45)
+    with pytest.raises(CacheStateError, match=r"crop\(-6\).*can lose 5 tokens"):
+        cache.crop(-6)
+    cache.crop(-4)
+    got, fresh = step(model, cache, ids, 41, 60), kvfold.fold(model, "none")
+    assert relative(got, step(model, fresh, ids, 0, 60)[:, 41:]) < 1e-5
+
+
+@pytest.mark.cpu_only("a model of both kinds of layers")
+def test_when_all_was_cropped_or_forgotten_sliding_windows_take_another_batch():
+    model, ids = sliding(), prompt(3, 40)
+    expected = step(model, kvfold.fold(model, "none"), ids[:1], 0, 40)
+    for length in (10, 30):
+        cache = kvfold.fold(model, "none")
+        cache.crop(-1)  # of nothing
+        step(model, cache, ids, 0, length)
+        cache.crop(-length)
+        cache.batch_select_indices(torch.tensor([0]))
+        assert relative(step(model, cache, ids[:1], 0, 40), expected) < 1e-5
+    cache.activate_past_recording()
+    cache.reset()
+    step(model, cache, ids, 0, 40)
+    assert cache.layers[1].keys.shape[2] == 15

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from kvfold.arithmetic import storing
 from kvfold.engines.transformers.layer import ANOTHER_MODEL, NOT_READ, FoldedLayer
 from kvfold.engines.transformers.originals import is_folded
-from kvfold.engines.transformers.rollback import Call, attending, fed
+from kvfold.engines.transformers.rollback import Call, attending, crop_layers, fed
 from kvfold.engines.transformers.states import select_states, states_of
 from kvfold.errors import CacheStateError, KVFoldWarning
 from kvfold.formats import PagedFormat
@@ -228,8 +228,11 @@ class FoldedCache(Cache):
         return columns, False if self._shares_mask(layer_idx) else offset
 
     def reset(self) -> None:
-        """Forget everything, also a call that died."""
+        """Forget everything, also a call that died; past recording is over."""
         super().reset()
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
         self._call = None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -238,7 +241,8 @@ class FoldedCache(Cache):
         Raises
         ------
         CacheStateError
-            If a layer holds a recurrent state, which tokens cannot be taken out of.
+            If a layer holds a recurrent state, which tokens cannot be taken out of, or a sliding window whose older tokens are
+            gone. Nothing has changed then.
         """
         self.settle()
         fixed = [i for i, layer in enumerate(self.layers) if states_of(layer) and not layer.is_croppable]
@@ -247,7 +251,7 @@ class FoldedCache(Cache):
                 f"cache: crop({int(tokens_to_remove)}) is not possible: layers {', '.join(map(str, fixed))} hold recurrent "
                 "states, which tokens cannot be taken out of; reset() the cache and prefill again"
             )
-        super().crop(tokens_to_remove)
+        crop_layers(self.layers, -int(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make sequence ``beam_idx[i]`` the i-th; int64 [batch]."""

@@ -19,6 +19,9 @@ from transformers.cache_utils import (
 from kvfold.engines.transformers.originals import is_folded
 from kvfold.errors import CacheStateError
 
+REPLACED = DynamicLayer, DynamicSlidingWindowLayer
+"""Transformers' own layers that replace what they hold, and never write to it."""
+
 
 class Call:
     """One call of a model: what its layers were before it.
@@ -118,7 +121,47 @@ def _reversible(layer: Any) -> bool:
         return False
     if hasattr(layer, "snapshot") or type(layer).__name__ == "DummyLayer":
         return True
-    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+    return type(layer) in REPLACED
+
+
+def crop_layers(layers: Sequence[Any], count: int) -> None:
+    """Take the newest ``count`` columns away from all layers, or from none.
+
+    Raises
+    ------
+    CacheStateError
+        If a sliding window would lack tokens before them.
+    """
+    most = {i: _spare(layer, count) for i, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer}
+    stuck = [i for i, spare in most.items() if count > spare]
+    if stuck:
+        raise CacheStateError(
+            f"cache: crop({-count}) is not possible: the sliding windows of layers {', '.join(map(str, stuck))} can lose "
+            f"{min(most[i] for i in stuck)} tokens; allowed: at most so many, which are those of the calls since "
+            "activate_past_recording(). Else reset() the cache and prefill again"
+        )
+    for layer in layers:
+        if type(layer) in REPLACED:
+            _crop_own(layer, count)
+        else:
+            layer.crop(-count)
+
+
+def _spare(layer: DynamicSlidingWindowLayer, count: int) -> int:
+    """Columns that a window can lose so that it has all that the next call sees; all of them, always."""
+    total = layer.cumulative_length
+    if count >= total or layer.keys is None:
+        return count
+    held = layer.keys.shape[-2]
+    return total if held == total else held - layer.sliding_window + 1
+
+
+def _crop_own(layer: DynamicLayer, count: int) -> None:
+    """Take the newest ``count`` columns from a layer that is not folded. One that keeps none takes another batch later."""
+    if count > 0 and count >= layer.get_seq_length():
+        layer.reset()
+    elif layer.is_initialized and (count or getattr(layer, "record_past", False)):
+        layer.crop(-count)
 
 
 def fed(model: nn.Module | None, layers: Sequence[Any]) -> set[int]:
