@@ -7,6 +7,7 @@ from kvfold.evaluation.report import report
 from kvfold.evaluation.suites import Options, make
 from kvfold.evaluation.suites.layers import DIRECTIONS, ERRORS, QUERIES, errors
 from kvfold.evaluation.text import load_text
+from kvfold.methods import get
 from kvfold.models import ModelInfo
 from tiny_model import byte_tokenizer, tiny_llama
 
@@ -35,6 +36,19 @@ def test_rows_have_a_number_per_layer_and_their_mean(file):
         for name, values in row.series.items():
             assert len(values) == 2 and row.scores[name] == pytest.approx(sum(values) / 2)
         assert 0 < row.scores["weights"] < 1 and row.scores["output"] > 0 and 2.9 < row.effective_bits < 3.1
+
+
+def test_scores_are_scaled_as_the_model_scales_them():
+    """Gemma and Granite have a scale of their own; of half the scale scores are half as wrong."""
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(2)
+        layer.self_attn.scaling /= 2
+    asked = []
+    for some in (model, tiny_llama()):
+        (suite,) = make(["layers"], byte_tokenizer(), Options())
+        asked.append(suite.ask(some, suite.items([600], 1, 1)[0], get("kivi"), 32).scores)
+    assert asked[0] == pytest.approx(asked[1], rel=1e-3)
 
 
 def test_full_precision_has_no_error_and_more_bits_have_less(file):

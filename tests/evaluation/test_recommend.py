@@ -186,6 +186,14 @@ def test_a_size_is_kept_to(measured):
     for size in (430_000, 470_000, 520_000):
         bits = within(model, FOLD, found, Budget(bytes=size), 1000)
         assert 0.85 * size < bytes_of(model, as_method(FOLD, propose(found, bits)), 1000) <= size
+    full = bytes_of(model, methods.get("none"), 1000)
+    size = full - 100_000  # more than everything at four bits: some layers stay in full precision
+    choice = propose(found, within(model, FOLD, found, Budget(bytes=size), 1000))
+    assert None in choice.values() and bytes_of(model, as_method(FOLD, choice), 1000) <= size
+    with pytest.raises(
+        KVFoldError, match=rf"^budget: {full:,} bytes; a full-precision cache of 1,000 tokens takes {full:,}"
+    ):
+        within(model, FOLD, found, Budget(bytes=full), 1000)
     with pytest.raises(KVFoldError, match=r"^budget: 1,000 bytes; a cache of 1,000 tokens takes at least"):
         within(model, FOLD, found, Budget(bytes=1000), 1000)
 

@@ -345,6 +345,12 @@ def check(model: PreTrainedModel, method: Method, budget: Budget, tokens: int) -
             f"budget: {budget.bytes:,.0f} bytes; a cache of {tokens:,} tokens takes at least {least:,}; give a larger budget "
             "or a smaller --context"
         )
+    full = bytes_of(model, get("none"), tokens)
+    if full <= budget.bytes:
+        raise KVFoldError(
+            f"budget: {budget.bytes:,.0f} bytes; a full-precision cache of {tokens:,} tokens takes {full:,}: nothing folds; "
+            "give a smaller budget or a larger --context"
+        )
 
 
 def within(model: PreTrainedModel, method: Method, found: Sensitivity, budget: Budget, tokens: int) -> float:
@@ -353,8 +359,8 @@ def within(model: PreTrainedModel, method: Method, found: Sensitivity, budget: B
     if budget.bits is not None:
         return budget.bits
     assert budget.bytes is not None
-    low, high = (found.bits_of(dict.fromkeys(found.layers, (b, b))) for b in (found.bits[0], found.bits[-1]))
-    for _ in range(20):  # sizes go in steps of pages, so they are tried
+    low, high = found.bits_of(dict.fromkeys(found.layers, (found.bits[0],) * 2)), float(FULL_BITS)
+    for _ in range(22):  # sizes go in steps of pages, so they are tried
         middle = (low + high) / 2
         fits = bytes_of(model, as_method(method, propose(found, middle)), tokens) <= budget.bytes
         low, high = (middle, high) if fits else (low, middle)

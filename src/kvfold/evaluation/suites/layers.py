@@ -83,12 +83,15 @@ class LayerErrors(Suite):
                 "suite: layers needs a model whose layers all fold, and memory for a prompt's keys, values and queries"
             )
         cache = self._run(model, method, ids, item)
+        modules: list[Any] = list(model.modules())
+        scales = {m.layer_idx: float(m.scaling) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
         found = []
         with torch.inference_mode():
             for index, layer in enumerate(cache.folded):
                 taken = kept[index]
                 whole = (taken.key[0].float(), taken.value[0].float())
-                found.append(errors(taken.query[0].float(), whole, layer.decoded(0), layer.spec.head_dim**-0.5))
+                scale = scales.get(layer.spec.layer_idx, layer.spec.head_dim**-0.5)
+                found.append(errors(taken.query[0].float(), whole, layer.decoded(0), scale))
         packed = any(any(layer.packed) for layer in cache.folded)
         series = {name: [row[name] for row in found] for name in ERRORS}
         means = {name: math.fsum(values) / len(values) for name, values in series.items()}
