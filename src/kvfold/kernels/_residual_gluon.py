@@ -110,7 +110,7 @@ def _group_sums(words, places, AT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _token_sums(codes, places, AT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+def _token_sums(codes, places, AT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr = 0):
     """16 words of one token of every lane: four of each group. ``codes``: address of the token's."""
     words = load_shared(codes, 0, STAGES)
     out = ()
