@@ -1,5 +1,6 @@
 """Rows and headers as files."""
 
+import dataclasses
 import hashlib
 import json
 
@@ -8,7 +9,7 @@ import pytest
 from kvfold import files
 from kvfold.errors import KVFoldError
 from kvfold.evaluation import Row, Text, domains
-from kvfold.evaluation.schema import read_row, write_json
+from kvfold.evaluation.schema import Header, Sidecar, read_row, write_json
 
 PREFIX, TOKENS = 320, 96
 
@@ -51,3 +52,24 @@ def test_paths_that_cannot_be_written_are_found_before_the_work(tmp_path):
 
 def test_a_text_carries_its_hash():
     assert Text("a", "b").sha256 == hashlib.sha256(b"a").hexdigest()
+
+
+def test_rows_of_other_weights_or_artefacts_under_the_same_names_are_not_taken_over(tmp_path):
+    """A checkpoint that was trained on, or an artefact made anew, while a run was killed: one table would hold both."""
+    header = Header({}, "m", 1, "float32", "cpu", 1, "t", "", {}, [64], 32, 32, 0, 0, "now")
+    row = domains.DomainRow("kivi", "prose", 0, 64, 32, 2.0, 2.0, 1.0, 0.1, 0.9, None, 1.0)
+    sidecar = Sidecar.of(tmp_path / "out.json", domains.DomainRow)
+
+    def kept(weights, **artefacts):
+        return list(sidecar.start(header, {"weights": weights, "artefacts": artefacts}).values())
+
+    assert kept("w", a="1") == []
+    sidecar.add(row)
+    assert kept("w", a="1") == kept("w", b="1") == kept("w", a="1", b="1") == [row]  # of other methods, too
+    assert kept("w", a="2") == []
+    sidecar.add(row)
+    with sidecar.path.open("a") as file:
+        file.write('{"method": "kiv')  # a kill; the next row gets a line of its own
+    sidecar.add(dataclasses.replace(row, window=1))
+    assert len(kept("w", a="2")) == 2
+    assert kept("v", a="2") == []

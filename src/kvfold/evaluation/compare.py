@@ -15,7 +15,7 @@ from kvfold.evaluation import loop
 from kvfold.evaluation.beside import Beside
 from kvfold.evaluation.machine import make_header
 from kvfold.evaluation.perplexity import CHUNK, MOST_NATS
-from kvfold.evaluation.results import Result
+from kvfold.evaluation.results import Result, made_of
 from kvfold.evaluation.schema import Header, Row, Sidecar, write_json
 from kvfold.evaluation.suites.beginning import NEW_TOKENS, Beginning
 from kvfold.evaluation.text import Text
@@ -114,7 +114,7 @@ def compare(
         seed=seed,
     )
     sidecar = Sidecar.of(json_path, Row)
-    kept = sidecar.start(header) if sidecar else {}
+    kept = sidecar.start(header, made_of(model, specs.values())) if sidecar else {}
     jobs: list[Job] = [(name, length) for length in pieces for name in specs]
     done = {(row.method, row.prefix): row for row in kept.values() if (row.method, row.prefix) in jobs}
     if on_start is not None:

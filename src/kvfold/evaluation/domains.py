@@ -20,7 +20,7 @@ from kvfold.evaluation import loop
 from kvfold.evaluation.beside import Beside
 from kvfold.evaluation.machine import make_header
 from kvfold.evaluation.perplexity import CHUNK, MOST_NATS
-from kvfold.evaluation.results import Result
+from kvfold.evaluation.results import Result, made_of
 from kvfold.evaluation.schema import Header, Sidecar, read_row, write_json
 from kvfold.evaluation.suites.domains import Domains
 from kvfold.evaluation.text import Text
@@ -145,7 +145,7 @@ def run(
         seed=seed,
     )
     sidecar = Sidecar.of(json_path, DomainRow)
-    done = sidecar.start(header) if sidecar else {}
+    done = sidecar.start(header, made_of(model, specs.values())) if sidecar else {}
     wanted = [_key(name, window) for window in windows for name in specs]
     done = {key: row for key, row in done.items() if key in set(wanted)}
     if on_start is not None:

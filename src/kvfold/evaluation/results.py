@@ -416,6 +416,11 @@ def artefacts(methods: Iterable[Method]) -> dict[str, str]:
     return {place: checksum({}, load_cached(place).tensors)[:12] for place in sorted(found)}
 
 
+def made_of(model: PreTrainedModel, methods: Iterable[Method]) -> dict[str, Any]:
+    """Hashes of weights and artefacts, whose names say nothing of what they hold."""
+    return {"weights": weights_sha256(model), "artefacts": artefacts(methods)}
+
+
 def this_run(threads: int, learned: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What is written down of this process, and of the artefacts that it reads."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -180,10 +180,22 @@ def write_json(path: Path, value: Any, result: object = None) -> None:
         raise OutputError(why, value if result is None else result) from error
 
 
+def _alike(kept: dict[str, Any], first: dict[str, Any]) -> bool:
+    """Whether two runs' first lines are of one run; takes over the artefacts of methods that only the earlier one has."""
+    old, new = kept.get("made_of", {}), first["made_of"]
+    tables = old.get("artefacts", {}) | new["artefacts"]
+    if {**kept, "made_of": {**old, "artefacts": tables}} != {**first, "made_of": {**new, "artefacts": tables}}:
+        return False
+    if any(tables[place] != digest for place, digest in old.get("artefacts", {}).items()):
+        return False
+    new["artefacts"] = tables
+    return True
+
+
 class Sidecar(Generic[RowType]):
     """Finished rows next to the result that is being made, so that a killed run goes on where it stopped.
 
-    Line 1 is the header's identity, every further line a row.
+    Line 1 is the header's identity and the hashes of what was read, every further line a row.
     """
 
     def __init__(self, path: Path, kind: type[RowType]) -> None:
@@ -205,10 +217,15 @@ class Sidecar(Generic[RowType]):
             return 0
         return max(0, len(lines) - 1)
 
-    def start(self, header: Header) -> dict[str, RowType]:
+    def start(self, header: Header, made_of: dict[str, Any]) -> dict[str, RowType]:
         """Rows kept from a run with the same header, by key; starts afresh when there are none.
 
         A line that was cut short by the kill is dropped.
+
+        Parameters
+        ----------
+        made_of
+            Hashes of weights and artefacts, which may be others under the same names: rows of both are no one table.
 
         Raises
         ------
@@ -216,6 +233,7 @@ class Sidecar(Generic[RowType]):
             Nothing can be written there, or a file is that no run left.
         """
         rows: dict[str, RowType] = {}
+        first = {**header.identity(), "made_of": made_of}
         held = b""
         with contextlib.suppress(OSError):
             held = self.path.read_bytes()
@@ -225,11 +243,12 @@ class Sidecar(Generic[RowType]):
             )
         with contextlib.suppress(ValueError, TypeError):
             lines = held.decode("utf-8").splitlines()
-            if lines and json.loads(lines[0]) == header.identity():
+            if lines and _alike(json.loads(lines[0]), first):
                 for line in lines[1:]:
-                    row = read_row(self.kind, json.loads(line))
-                    rows[row.key] = row
-        kept = [header.identity(), *(dataclasses.asdict(row) for row in rows.values())]
+                    with contextlib.suppress(json.JSONDecodeError):
+                        row = read_row(self.kind, json.loads(line))
+                        rows[row.key] = row
+        kept = [first, *(dataclasses.asdict(row) for row in rows.values())]
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept)
         try:
             files.write(self.path, text)
