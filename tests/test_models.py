@@ -43,11 +43,9 @@ def test_dtype_is_taken_by_name(folder):
     ],
 )
 def test_a_model_that_is_not_there_is_one_line(model, says):
-    started = time.monotonic()
     with pytest.raises(ModelError, match=r"^model: ") as error:
         models.load(model)
     assert says in str(error.value) and "\n" not in str(error.value)
-    assert time.monotonic() - started < 15
 
 
 def test_a_hub_that_swallows_packets_gets_one_call_with_a_deadline(monkeypatch):
