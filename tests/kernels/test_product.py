@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from helpers import interpreted_module
 from kvfold.kernels import product as compiled
 from kvfold.kernels import small
-from kvfold.kernels.aot_small import compile_few_rows, compile_row, compile_three_rows
+from kvfold.kernels.aot_small import compile_row, compile_three_rows
 
 FP16, BF16 = torch.float16, torch.bfloat16
 WHERE = [
@@ -74,17 +74,6 @@ def test_three_products_in_one_launch_are_those_of_their_definitions(channels, b
         assert (got.float() - want).norm() < LIMIT[dtype] * want.norm()
 
 
-@pytest.mark.parametrize("rows, channels, bias", [(2, 64, True), (8, 1544, False), (16, 4096, True)])
-def test_few_rows_are_those_of_their_definition(rows, channels, bias, where):
-    kernels, dtype = where
-    x = torch.randn(rows, 1, channels).to(dtype)
-    weight, more = torch.randn(37, channels).div(channels**0.5).to(dtype), torch.randn(37).to(dtype) if bias else None
-    got = kernels.few_rows_product(x, weight, more)
-    want = torch.nn.functional.linear(x.float(), weight.float(), None if more is None else more.float())
-    assert got.shape == want.shape and got.dtype == dtype
-    assert (got.float() - want).norm() < LIMIT[dtype] * want.norm()
-
-
 @pytest.mark.parametrize("plan", [(1, 256, 3, 1), (4, 512, 2, 4), (2, 2048, 1, 4)], ids=str)
 def test_any_plan_gives_the_product(plan, where):
     kernels, dtype = where
@@ -109,13 +98,6 @@ def test_three_products_read_their_weights_as_wide_as_one(channels):
     one, three = compile_row(channels), compile_three_rows(channels)
     assert three.spilled == 0 and three.instructions["ACQBULK"] == 1
     assert three.instructions["LDG"] <= one.instructions["LDG"] + 2  # of the bias
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_few_rows_keep_weights_under_way_and_compile_without_spills(capability):
-    report = compile_few_rows(4096, capability=capability)
-    assert report.spilled == 0 and report.registers <= 64 and 4 * (report.shared + 1024) <= 227 * 1024
-    assert report.instructions["LDGSTS"] >= 32 and report.instructions["HMMA"] == 16
 
 
 @pytest.mark.gpu

@@ -117,7 +117,6 @@ def test_lanes_read_pages(method, per_head, tokens, monkeypatch):
     name = "codebook_pieces_kernel" if method.startswith("commvq") else "residual_pieces_kernel"
     monkeypatch.setattr(paged_tables, name, Emulated(getattr(paged_tables, name)))
     monkeypatch.setattr(paged_tables, "program_memory", lambda device: 227 << 10)
-    monkeypatch.setattr(groups, "USED", True)
     server = Server(method, (210, 300), 128, per_head=per_head, layer=books_layer(method, 128, per_head=per_head))
     paged.store(server.step([210 - tokens, 300 - tokens]))
     call = server.step([tokens, tokens], in_place=True)

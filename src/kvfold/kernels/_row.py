@@ -106,32 +106,3 @@ def three_kernel(
             count = third
     row = program * R + tl.arange(0, R)
     _rows(x_ptr, weight, weight, bias, out, row, count, K, R, C, AHEAD, HAS_BIAS, False, EARLY)
-
-
-@triton.jit(do_not_specialize=["rows", "count"])
-def few_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, rows, count,
-    K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program: R of ``count`` rows of the weight times up to 16 rows, C of their K channels at a time. The weight is read
-    once, as the first operand of products of tensor cores, whose sixteen columns are the rows."""
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    column = tl.arange(0, C)
-    few = tl.arange(0, 16)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    weights = weight_ptr + row.to(tl.int64)[:, None] * K + column[None, :]
-    xs = x_ptr + few[None, :] * K + column[:, None]
-    acc = tl.full([R, 16], 0.0, tl.float32)
-    for i in tl.range(0, K, C, num_stages=STAGES):
-        inside = i + column < K
-        w = tl.load(weights + i, mask=(row < count)[:, None] & inside[None, :], other=0.0)
-        x = tl.load(xs + i, mask=(few < rows)[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(w, x, acc)
-    kind = out_ptr.dtype.element_ty
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + row, mask=row < count, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        out_ptr + few[None, :] * count + row[:, None], acc.to(kind), mask=(row < count)[:, None] & (few < rows)[None, :]
-    )

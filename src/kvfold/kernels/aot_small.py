@@ -3,9 +3,9 @@
 import triton
 from triton.compiler import ASTSource
 
-from kvfold.kernels._row import few_kernel, row_kernel, three_kernel
+from kvfold.kernels._row import row_kernel, three_kernel
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
-from kvfold.kernels.product import FewPlan, Plan, make_plan
+from kvfold.kernels.product import Plan, make_plan
 from kvfold.kernels.small import (
     OPTIONS,
     ROUNDINGS,
@@ -93,14 +93,4 @@ def compile_three_rows(channels: int, bf16: bool = True, capability: int = 90) -
     names = [name for name in three_kernel.arg_names if name.endswith(("_ptr", "_bias"))]
     signature = _signature(three_kernel, fixed, dict.fromkeys(names, _width(bf16)))
     source = ASTSource(three_kernel, *signature, _aligned(three_kernel, names))
-    return _compile(source, capability, num_warps=warps)
-
-
-def compile_few_rows(channels: int, bf16: bool = True, capability: int = 90, plan: FewPlan | None = None) -> Report:
-    """Compile the kernel of up to sixteen rows times a weight."""
-    rows, part, stages, warps = plan or FewPlan()
-    fixed = {"K": channels, "R": rows, "C": part, "STAGES": stages, "HAS_BIAS": True, "EARLY": capability >= 90}
-    names = ["x_ptr", "weight_ptr", "bias_ptr", "out_ptr"]
-    signature = _signature(few_kernel, fixed, dict.fromkeys(names, _width(bf16)))
-    source = ASTSource(few_kernel, *signature, _aligned(few_kernel, names))
     return _compile(source, capability, num_warps=warps)

@@ -37,7 +37,7 @@ def compile_tables(
         kernel = codebook_kernel
         fixed = codebook.constants(key_format, value_format, plan)
     elif isinstance(key_format, GroupCodes):
-        kernel, plan = residual_kernel, groups.plan_for(rows)
+        kernel = residual_kernel
         fixed = groups.constants(key_format, value_format, plan)
     else:
         assert isinstance(value_format, ResidualCodes)
@@ -67,7 +67,6 @@ def compile_table_pieces(
     else:
         kernel = residual_pieces_kernel
         if isinstance(key_format, GroupCodes):
-            plan = groups.plan_for(rows)
             fixed = groups.constants(key_format, value_format, plan)
         else:
             assert isinstance(value_format, ResidualCodes)

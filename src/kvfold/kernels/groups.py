@@ -17,10 +17,8 @@ from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.tables import TablesPlan
 from kvfold.rope import Rope
 
-USED = True
-"""Whether calls take the kernel."""
 BEGIN = 20
-"""What beginning costs a program, in units of a warp; guessed from VQLLM's, whose tables are half as large."""
+"""What beginning costs a program, in units of a warp; 12 and 40 made no difference."""
 
 
 def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
@@ -45,15 +43,8 @@ def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | 
 
 def declines(call: AttentionCall) -> str | None:
     """Why the kernel leaves a call on such formats to another; None if it does not."""
-    if not USED:
-        return "a variant"
     keys, values = call.key_format, call.value_format
-    return tables.declines(call, program_bytes(keys, values, plan_for(call.shape[2])))
-
-
-def plan_for(rows: int) -> TablesPlan:
-    """For a KV head's ``rows`` query rows, not split yet."""
-    return TablesPlan.of(rows)
+    return tables.declines(call, program_bytes(keys, values, TablesPlan.of(call.shape[2])))
 
 
 def plan_of(call: AttentionCall, span: Span) -> TablesPlan:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kvfold.kernels._row import few_kernel, row_kernel, three_kernel
+from kvfold.kernels._row import row_kernel, three_kernel
 from kvfold.kernels.partials import early_launch, overlaps_launches
 
 
@@ -88,44 +88,3 @@ def three_row_products(
         HAS_BIAS=biases[0] is not None, EARLY=early, num_warps=plan.warps, **early_launch(early),
     )  # fmt: skip
     return out.split(counts, -1)
-
-
-class FewPlan(NamedTuple):
-    """Rows of the weight that a program takes, channels it reads at once, how many of these are under way, and warps."""
-
-    rows: int = 16
-    channels: int = 256
-    stages: int = 4
-    warps: int = 4
-
-
-FEW = 16
-"""Most rows of :func:`few_rows_product`."""
-
-
-def few_rows_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, plan: FewPlan | None = None
-) -> torch.Tensor:
-    """``x @ weight.T + bias`` of up to 16 rows, for which the weight is read once. A variant: no step takes it yet.
-
-    Parameters
-    ----------
-    x : Tensor, float16 or bfloat16 [..., channels], contiguous
-    weight, bias
-        As of :func:`row_product`.
-
-    Returns
-    -------
-    Tensor [..., count]
-    """
-    count, channels = weight.shape
-    rows = x.numel() // channels
-    if not 1 <= rows <= FEW:
-        raise ValueError(f"rows={rows}: 1 to {FEW} are allowed")
-    plan = plan or FewPlan()
-    out, early = x.new_empty(*x.shape[:-1], count), overlaps_launches(x.device)
-    few_kernel[(triton.cdiv(count, plan.rows),)](
-        x, weight, weight if bias is None else bias, out, rows, count, K=channels, R=plan.rows, C=plan.channels,
-        STAGES=plan.stages, HAS_BIAS=bias is not None, EARLY=early, num_warps=plan.warps, **early_launch(early),
-    )  # fmt: skip
-    return out

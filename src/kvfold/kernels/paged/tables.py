@@ -37,11 +37,10 @@ def unsupported(
     of: Any = _of(key_format)
     if why := of.unsupported(key_format, value_format, 2 * rope.inv_freq.numel()):
         return str(why)
-    if isinstance(key_format, GroupCodes):
-        return None if groups.USED else "a variant"
-    sizes = key_format.stages, value_format.codes if isinstance(value_format, BinaryCodes) else value_format.stages  # type: ignore[attr-defined]
-    if (key_format.kind, *sizes) not in SEEN:
-        return f"{sizes[0]} stages, {sizes[1]} of values: not seen right on a GPU yet"
+    if not isinstance(key_format, GroupCodes):
+        sizes = key_format.stages, value_format.codes if isinstance(value_format, BinaryCodes) else value_format.stages  # type: ignore[attr-defined]
+        if (key_format.kind, *sizes) not in SEEN:
+            return f"{sizes[0]} stages, {sizes[1]} of values: not seen right on a GPU yet"
     needs, there = of.program_bytes(key_format, value_format, TablesPlan.of(rows)), program_memory(device)
     return None if needs <= there else f"{there} bytes of shared memory; needed: {needs}"
 
@@ -79,7 +78,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
     """Write the parts of all pieces of packed tokens."""
     keys, values, device = call.key_format, call.value_format, query.device
     assert call.rope is not None
-    plan = groups.plan_for(rows) if isinstance(keys, GroupCodes) else TablesPlan.of(rows)
+    plan = TablesPlan.of(rows)
     additive = isinstance(keys, AdditiveCodes)
     names = ("bits",) if additive else ("codes", "rms")
     fields = (call.keys["codes"], call.keys["rms"], *(call.values[name] for name in names))
