@@ -24,6 +24,7 @@ from helpers import (
     tokens,
     until_packed,
 )
+from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.errors import CacheStateError
 
 pytestmark = [pytest.mark.targets, pytest.mark.takes_turns]
@@ -279,3 +280,12 @@ def test_when_all_was_cropped_or_forgotten_sliding_windows_take_another_batch():
     cache.reset()
     step(model, cache, ids, 0, 40)
     assert cache.layers[1].keys.shape[2] == 15
+
+
+def test_sequences_are_not_repeated_less_than_once():
+    of = feed(layer("kivi"), tokens(2, 50))
+    cache = FoldedCache([of], of.method)
+    for repeats in (0, -1):
+        with pytest.raises(CacheStateError, match=f"repeats: {repeats}.*allowed: 1 or more"):
+            cache.batch_repeat_interleave(repeats)
+    assert of.lens == [50, 50]

@@ -259,7 +259,15 @@ class FoldedCache(Cache):
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have every sequence ``repeats`` times, one after the other."""
+        """Have every sequence ``repeats`` times, one after the other.
+
+        Raises
+        ------
+        CacheStateError
+            For less than once.
+        """
+        if repeats < 1:
+            raise CacheStateError(f"repeats: {repeats}: a cache holds one sequence or more; allowed: 1 or more")
         self._each(lambda t: t.repeat_interleave(repeats, dim=0), lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
