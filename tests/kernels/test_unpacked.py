@@ -81,8 +81,10 @@ def test_sequences_of_different_length_on_a_gpu(name):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("tokens", [40, 520])  # few rows go to flash attention, many to cuDNN's
-def test_launches_aside_are_captured_and_follow_the_streams_that_call(tokens):
+@pytest.mark.parametrize("beside", [False, True], ids=["", "values beside keys"])
+def test_launches_aside_are_captured_and_follow_the_streams_that_call(beside, tokens, monkeypatch):
     """Eager calls on streams that take turns, and a replay, give the same numbers: nothing is read before it is there."""
+    monkeypatch.setattr(unpacked, "_beside", lambda turn: beside)
     given = unpacked_case.call(torch.device("cuda"), tokens=tokens, packed=(3200,), dim=128, heads=32, kv_heads=8)
     want = unpacked.attend_unpacked(given)
     main = torch.cuda.current_stream()

@@ -58,7 +58,7 @@ def compile_unpack_bits(codes: int, bf16: bool = False, capability: int = 90) ->
     fixed: dict[str, Any] = {"CODES": codes, "BF16": bf16}
     types = {"bits": "*i16", "tables": "*u8", "sizes": "*fp32", "out": _width(bf16)}
     source = GluonASTSource(unpack_bits_kernel, *_signature(unpack_bits_kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=unpack_bits.WARPS, maxnreg=unpack_bits.REGISTERS[codes])
+    return _compile(source, capability, num_warps=unpack_bits.WARPS, maxnreg=unpack_bits.REGISTERS)
 
 
 def compile_unpack_hadamard(form: Format, bf16: bool = False, capability: int = 90) -> Report:

@@ -105,7 +105,7 @@ class Turn:
         size = rows.abs().flatten(1).amax(1).clamp_min(2.0**-100)
         matrix = (rows / size.view(-1, 1, 1)).half().contiguous()
         own = None
-        if unpack_bits.USED and unpack_bits.serves(form, device) and offset.shape[-1] == 128:
+        if unpack_bits.serves(form, device) and offset.shape[-1] == 128:
             own = unpack_bits.operands(matrix, offset)
         return cls(matrix, size, offset.contiguous(), own)
 
@@ -239,10 +239,10 @@ def unpack(
         if unpack_levels.serves(form, rope, device):
             unpack_levels.unpack_levels(form, fields, start, first, out, rope, first_position)
             return whole
-        if unpack_mixed.USED and rope is None and unpack_mixed.serves(form, device):
+        if rope is None and unpack_mixed.serves(form, device):
             unpack_mixed.unpack_mixed(form, fields, first, out)
             return whole
-    if unpack_bits.USED and turn is not None and turn.operands is not None and tokens % UNIT == 0:
+    if turn is not None and turn.operands is not None and tokens % UNIT == 0:
         unpack_bits.unpack_bits(form, fields, first, out, turn.operands, turn.size)
         return whole
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read

@@ -11,14 +11,10 @@ from kvfold.formats.packing import UNIT
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.stored import room_between
 
-WARPS = 4
-REGISTERS = {128: 255, 256: 255}
-"""Of a thread, by codes."""
-RESIDENT = 2
-"""Programs of a multiprocessor at a time."""
-
-USED = False
-"""Whether calls take it: no GPU has run it yet."""
+WARPS, RESIDENT, REGISTERS = 4, 2, 255
+"""Of a program; programs of a multiprocessor at a time; registers that these have."""
+CODES = (128, 256)
+"""Bits of a vector."""
 
 
 def serves(form: Format, device: torch.device) -> bool:
@@ -27,7 +23,7 @@ def serves(form: Format, device: torch.device) -> bool:
         return False
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 6):
         return False
-    return form.joint == 1 and form.codes in REGISTERS and form.operand == "plain" and form.head_dim == 128
+    return form.joint == 1 and form.codes in CODES and form.operand == "plain" and form.head_dim == 128
 
 
 def operands(matrix: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -99,5 +95,5 @@ def unpack_bits(
         CODES=form.codes,
         BF16=out.dtype == torch.bfloat16,
         num_warps=WARPS,
-        maxnreg=REGISTERS[form.codes],
+        maxnreg=REGISTERS,
     )

@@ -15,9 +15,6 @@ from kvfold.kernels.stored import inner, pages_between, room_between
 WARPS, RESIDENT, REGISTERS = 4, 4, 128
 """Of a program; programs of a multiprocessor at a time; registers that suffice for these."""
 
-USED = False
-"""Whether calls take it: no GPU has run it yet."""
-
 
 def serves(form: Format, device: torch.device) -> bool:
     """Whether :func:`unpack_mixed` decodes a format: keys with ranges of channels, values with ranges of tokens and norms."""

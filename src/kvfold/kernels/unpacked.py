@@ -36,9 +36,6 @@ JOIN = 8
 """Results over pieces that are joined in one launch at most."""
 RESULTS = 64 << 20
 """Bytes of results over pieces that wait to be joined, apart from one piece's."""
-BESIDE = False
-"""Whether values are unpacked beside keys; a variant that has not been timed yet."""
-
 Result = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys [batch, num_kv_heads, rows, head_dim], and its log-sum-exp [batch, num_kv_heads, rows]."""
 
@@ -217,7 +214,7 @@ def _pieces(
                 shape = (stored.shape[0], stored.shape[1], room, form.head_dim)
                 key_room, value_room = (torch.empty(shape, dtype=dtype, device=rows.device) for _ in range(2))
             values = None
-            if BESIDE and unpacks and aside is not None:
+            if unpacks and aside is not None and _beside(turn):
                 with aside.launches():
                     values = _side(
                         call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
@@ -234,6 +231,11 @@ def _pieces(
             elif aside is not None:
                 aside.wait(values)
             yield keys, values, more
+
+
+def _beside(turn: Turn | None) -> bool:
+    """Whether values are unpacked beside keys: where products make them of bits, and look-ups keys; others lose by it."""
+    return turn is not None and turn.operands is not None
 
 
 def for_cudnn(tokens: int, once: bool) -> int:
