@@ -1,4 +1,4 @@
-"""Every specialization of the GPU kernels that a layer can ask for; smaller sets with every two or three choices together."""
+"""Every specialization of the GPU kernels that a layer can ask for; smaller sets with every two choices together."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
