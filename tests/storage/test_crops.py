@@ -17,6 +17,7 @@ from helpers import (
     feed,
     layer,
     left_padding,
+    llama,
     packed_fields,
     prompt,
     relative,
@@ -289,3 +290,25 @@ def test_sequences_are_not_repeated_less_than_once():
         with pytest.raises(CacheStateError, match=f"repeats: {repeats}.*allowed: 1 or more"):
             cache.batch_repeat_interleave(repeats)
     assert of.lens == [50, 50]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([0, 2])), r"beam_idx: \[0, 2\]: the cache holds 2 sequences"),
+        (lambda cache: cache.reorder_cache(torch.tensor([-1, 0])), "allowed: one or more of 0 to 1"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2])), "allowed: one or more of -2 to 1"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([], dtype=torch.long)), "indices: "),
+        (lambda cache: cache.batch_select_indices(torch.tensor([False, False])), "one of 2 or more"),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True])), "as many as there are"),
+    ],
+)
+def test_sequences_that_are_not_there_are_refused_before_anything_moves(change, message):
+    model = llama()
+    cache = kvfold.fold(model, "none")
+    with torch.no_grad():
+        model(prompt(2, 40), past_key_values=cache)
+        before = model(prompt(2, 1), past_key_values=copy.deepcopy(cache)).logits
+        with pytest.raises(CacheStateError, match=message):
+            change(cache)
+        assert torch.equal(model(prompt(2, 1), past_key_values=cache).logits, before)

@@ -17,7 +17,7 @@ WARPS, RESIDENT, REGISTERS = 4, 4, 128
 """Of a program; programs of a multiprocessor at a time; registers that suffice for these."""
 
 USED = False
-"""Whether calls take it: no GPU has run it yet."""
+"""Whether calls take it: right on a GPU, not timed yet."""
 
 
 def serves(form: Format, device: torch.device) -> bool:

@@ -254,7 +254,14 @@ class FoldedCache(Cache):
         crop_layers(self.layers, -int(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make sequence ``beam_idx[i]`` the i-th; int64 [batch]."""
+        """Make sequence ``beam_idx[i]`` the i-th; int64 [batch].
+
+        Raises
+        ------
+        CacheStateError
+            For none, or one that the cache does not hold. Nothing has changed then.
+        """
+        self._check_rows("beam_idx", beam_idx, 0)
         self.settle()
         super().reorder_cache(beam_idx)
 
@@ -271,8 +278,29 @@ class FoldedCache(Cache):
         self._each(lambda t: t.repeat_interleave(repeats, dim=0), lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences ``indices``, int64 [new batch] or bool [batch]."""
+        """Keep the sequences ``indices``, int64 [new batch] or bool [batch].
+
+        Raises
+        ------
+        CacheStateError
+            For none, or one that the cache does not hold. Nothing has changed then.
+        """
+        self._check_rows("indices", indices, None)
         self._each(lambda t: t[indices.to(t.device), ...], lambda layer: layer.batch_select_indices(indices))
+
+    def _check_rows(self, name: str, rows: torch.Tensor, least: int | None) -> None:
+        """Refuse sequences that are not there, before a layer moves any; ``least``: None, or the smallest number allowed."""
+        held = [layer for layer in self.layers if isinstance(layer, FoldedLayer) and layer.is_initialized]
+        if not held:
+            return
+        count, rows = len(held[0].sequences), rows.cpu()
+        least = -count if least is None else least
+        if rows.dtype == torch.bool:
+            if rows.shape != (count,) or not rows.any():
+                raise CacheStateError(f"{name}: {rows.tolist()}; allowed: one of {count} or more, of as many as there are")
+        elif not rows.numel() or int(rows.min()) < least or int(rows.max()) >= count:
+            allowed = f"one or more of {least} to {count - 1}"
+            raise CacheStateError(f"{name}: {rows.tolist()}: the cache holds {count} sequences; allowed: {allowed}")
 
     def _each(self, pick: Callable[[torch.Tensor], torch.Tensor], select: Callable[[Any], None]) -> None:
         """Rearrange the batch of every layer; those of states alone have no method for it."""
