@@ -297,7 +297,9 @@ class FoldedCache(Cache):
         least = -count if least is None else least
         if rows.dtype == torch.bool:
             if rows.shape != (count,) or not rows.any():
-                raise CacheStateError(f"{name}: {rows.tolist()}; allowed: one of {count} or more, of as many as there are")
+                raise CacheStateError(
+                    f"{name}: {rows.tolist()}; allowed: one of {count} or more, of as many as there are"
+                )
         elif not rows.numel() or int(rows.min()) < least or int(rows.max()) >= count:
             allowed = f"one or more of {least} to {count - 1}"
             raise CacheStateError(f"{name}: {rows.tolist()}: the cache holds {count} sequences; allowed: {allowed}")
