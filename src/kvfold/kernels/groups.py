@@ -1,6 +1,5 @@
 """Decode attention over TaSQ's storage: tables in shared memory; see :mod:`kvfold.kernels._residual_gluon`."""
 
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -113,14 +112,10 @@ def _rows(book: GroupBook) -> torch.Tensor:
     return _made[book]
 
 
-@lru_cache(maxsize=64)
 def turns(rope: Rope, device: torch.device) -> torch.Tensor:
     """Cosines and sines of a unit's tokens as lanes read them from shared memory, fp16 [tokens, 4, 4, 8].
 
     Of group 4 i + t four cosines, then four sines, of pairs 4 i + t + 16 m. Odd tokens have i 0 and 1, and 2 and 3, the other
     way round.
     """
-    table = rotation_of(rope, 64, UNIT, 1, 128, device).table  # [2, tokens, 64]
-    parts = table.view(2, UNIT, 4, 4, 4).permute(1, 3, 4, 0, 2)  # [token, i, t, cos or sin, m]
-    odd = torch.arange(UNIT, device=device) % 2 == 1
-    return torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).contiguous()
+    return tables.unit_turns(rope, device, (1, 3, 4, 0, 2))

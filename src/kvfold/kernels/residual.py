@@ -1,6 +1,5 @@
 """Decode attention over VQLLM's storage: tables in shared memory; see :mod:`kvfold.kernels._residual_gluon`."""
 
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -126,14 +125,10 @@ def _with_steps(book: Codebook, element: torch.Tensor) -> torch.Tensor:
     return torch.cat((rows.flatten(), both.flatten().view(torch.uint8))).view(torch.float16)
 
 
-@lru_cache(maxsize=64)
 def turns(rope: Rope, device: torch.device) -> torch.Tensor:
     """Cosines and sines of a unit's tokens as lanes read them from shared memory, fp16 [tokens, 4, 4, 8].
 
     Of group i, lane t four cosines, then four sines, of pairs 16 t + 4 m + i. Odd tokens have groups 0 and 1, and 2 and 3, the
     other way round.
     """
-    table = rotation_of(rope, 64, UNIT, 1, 128, device).table  # [2, tokens, 64]
-    parts = table.view(2, UNIT, 4, 4, 4).permute(1, 4, 2, 0, 3)  # [token, i, t, cos or sin, m]
-    odd = torch.arange(UNIT, device=device) % 2 == 1
-    return torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).contiguous()
+    return tables.unit_turns(rope, device, (1, 4, 2, 0, 3))

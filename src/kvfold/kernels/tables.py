@@ -1,5 +1,5 @@
-"""What launches of kernels with tables in shared memory share: CommVQ's (:mod:`kvfold.kernels.codebook`) and VQLLM's
-(:mod:`kvfold.kernels.residual`)."""
+"""What launches of kernels with tables in shared memory share: CommVQ's (:mod:`kvfold.kernels.codebook`), VQLLM's
+(:mod:`kvfold.kernels.residual`) and TaSQ's (:mod:`kvfold.kernels.groups`)."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from kvfold.formats.packing import UNIT
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import LOG2E, early_launch
-from kvfold.kernels.stored import room_between
+from kvfold.kernels.stored import room_between, rotation_of
 from kvfold.kernels.windows import program_memory
+from kvfold.rope import Rope
 
 MOST_ROWS = 8
 """Query rows of a KV head; with more, products are more work than tables."""
@@ -70,6 +71,19 @@ def plan_of(call: AttentionCall, span: Span, begin: int) -> TablesPlan:
     batch, heads, rows, _ = call.shape
     units = span.keys["codes"].shape[2] * call.key_format.block // UNIT
     return make_plan(batch * heads, rows, units, multiprocessors(call.query.device), begin)
+
+
+@lru_cache(maxsize=64)
+def unit_turns(rope: Rope, device: torch.device, order: tuple[int, ...]) -> torch.Tensor:
+    """Cosines and sines of a unit's tokens as lanes read them from shared memory, fp16 [tokens, 4, 4, 2, 4].
+
+    ``order``: which of (cosine or sine, token, and the three digits to base 4 of a pair's number) come as token, i, lane of
+    four, cosine or sine, and m. Odd tokens have i 0 and 1, and 2 and 3, the other way round.
+    """
+    table = rotation_of(rope, 64, UNIT, 1, 128, device).table  # [2, tokens, 64]
+    parts = table.view(2, UNIT, 4, 4, 4).permute(order)
+    odd = torch.arange(UNIT, device=device) % 2 == 1
+    return torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).contiguous()
 
 
 def launch(
