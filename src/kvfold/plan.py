@@ -1,5 +1,7 @@
 """What attends to a layer and what encodes it: decided by its method, its shapes and the device, once, and read by explain."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,8 +24,18 @@ from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.formats.paged import plain
 from kvfold.formats.residual import ResidualCodes
 from kvfold.kernels import Choice
+from kvfold.kernels.compiling import compiling
 from kvfold.kernels.device import launching
 from kvfold.methods import LayerSpec, Method
+
+
+@contextmanager
+def _trying(device: torch.device) -> Iterator[None]:
+    """Within, kernels are compiled and compared with the reference on a device; that they are compiled is said."""
+    if device.type == "cuda":
+        compiling.listen()
+    with launching(device):
+        yield
 
 
 def choose_kernel(
@@ -44,7 +56,7 @@ def choose_kernel(
         If the named kernel is unknown or does not support the layer.
     """
     formats = plain(method.key_format(spec)), method.value_format(spec)
-    with launching(device):  # kernels are compiled and compared with the reference there
+    with _trying(device):
         return kernels.choose(*formats, device, method.pre_rope, kernel, dtype or spec.dtype, spec.softcap)
 
 
@@ -90,7 +102,7 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
         return Encoder("torch", "encoding kernels run on cuda")
     if not method.kernel_encodes:
         return Encoder("torch", f"{method.name} transforms what it stores in a way that no kernel computes")
-    with launching(device):
+    with _trying(device):
         why = _why_not(method, spec, device)
     formats = method.key_format(spec), method.value_format(spec)
     closes = (

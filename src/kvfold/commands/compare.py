@@ -12,6 +12,7 @@ import click
 
 from kvfold.commands.scoring import MORE, RESUME, artefact_methods, check_chunk, counts, say_kept, untested
 from kvfold.commands.terminal import (
+    Checking,
     complete_method,
     json_target,
     load,
@@ -120,6 +121,7 @@ def compare(
                 chunk=chunk,
                 seed=seed,
                 json_path=target,
+                on_method=Checking(progress.bar),
                 on_start=progress.start,
                 on_tokens=progress.tokens,
                 on_row=progress.row,

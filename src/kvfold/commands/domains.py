@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from kvfold.commands.scoring import MORE, RESUME, artefact_methods, check_chunk, counts, say_kept, untested
-from kvfold.commands.terminal import check_text, complete_method, json_target, load, model_options, publish, say, show
+from kvfold.commands.terminal import (
+    Checking,
+    check_text,
+    complete_method,
+    json_target,
+    load,
+    model_options,
+    publish,
+    say,
+    show,
+)
 from kvfold.errors import KVFoldError, OutputError
 from kvfold.sheet import Column, Sheet
 
@@ -120,6 +130,7 @@ def domains(
                 texts=texts,
                 chunk=chunk,
                 json_path=target,
+                on_method=Checking(),
                 on_start=progress.start,
                 on_row=progress.row,
             )

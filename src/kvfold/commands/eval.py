@@ -12,6 +12,7 @@ import click
 
 from kvfold.commands.terminal import (
     JSON_HELP,
+    Checking,
     complete_method,
     json_target,
     load,
@@ -215,21 +216,22 @@ def evaluate(
     check_folder(folder)
     loaded, tokenizer, info = load(model, dtype, device)
     suites = make(wanted, tokenizer, options)
-    planned = loop.plan(
-        loaded,
-        info,
-        chosen,
-        suites,
-        baseline=base,
-        lengths=lengths,
-        limit=limit,
-        seeds=seeds,
-        own_windows=own_windows,
-        chunk=chunk,
-        part=shard,
-        batch=batch,
-    )
     with _Progress() as progress:
+        planned = loop.plan(
+            loaded,
+            info,
+            chosen,
+            suites,
+            baseline=base,
+            lengths=lengths,
+            limit=limit,
+            seeds=seeds,
+            own_windows=own_windows,
+            chunk=chunk,
+            part=shard,
+            batch=batch,
+            on_method=Checking(progress.bar),
+        )
         found = loop.run(loaded, tokenizer, info, planned, folder, on_start=progress.start, on_row=progress.row)
     cells: list[Cell] = []
     for file, (_, items) in zip(found, planned.suites, strict=True):

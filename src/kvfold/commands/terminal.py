@@ -161,6 +161,34 @@ def progress_bar(amount: Any) -> Any:
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
 
+SLOW = 1.0
+"""Seconds from which on a method's check is worth a line."""
+
+
+class Checking:
+    """What checks methods calls this for each: they go by in a bar on a terminal; elsewhere a line says which took long, as
+    where its kernels are compiled.
+
+    Parameters
+    ----------
+    bar : rich.progress.Progress, optional
+        Of :func:`progress_bar`; the line in it goes with the last method. None: lines only.
+    """
+
+    def __init__(self, bar: Any = None) -> None:
+        self.bar, self.before = bar, time.monotonic()
+        self.task = bar.add_task("checking methods", total=None) if bar is not None else None
+
+    def __call__(self, name: str, checked: int, of: int) -> None:
+        took, self.before = time.monotonic() - self.before, time.monotonic()
+        if (self.bar is None or self.bar.disable) and took >= SLOW:
+            print(f"kvfold: [{checked}/{of}] methods checked: {name}, {took:.0f} s", file=sys.stderr, flush=True)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=checked, total=of, description=f"checking methods: {name}")
+            if checked == of:
+                self.bar.remove_task(self.task)
+
+
 def load(model: str | None, dtype: str | None, device: str | None) -> Any:
     """As :func:`kvfold.models.load`, without the loaders' own talk."""
     from transformers.utils import logging

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.errors import KVFoldError
 from kvfold.evaluation import loop
 from kvfold.evaluation.beside import Beside
+from kvfold.evaluation.checked import OnMethod, checked
 from kvfold.evaluation.machine import make_header
 from kvfold.evaluation.perplexity import CHUNK, MOST_NATS
 from kvfold.evaluation.results import Result, made_of
@@ -56,6 +57,7 @@ def compare(
     chunk: int = CHUNK,
     seed: int = 0,
     json_path: Path | None = None,
+    on_method: OnMethod | None = None,
     on_start: Callable[[list[Job], dict[Job, Row]], None] | None = None,
     on_tokens: Callable[[str, int], None] | None = None,
     on_row: Callable[[Row], None] | None = None,
@@ -82,8 +84,9 @@ def compare(
     json_path
         Where the result goes, written at the end in one step. Rows are kept beside it meanwhile, and a later call with
         the same header takes them over.
-    on_start, on_tokens, on_row
-        For progress: all rows to be made, as (method, prefix), and those taken over; (what runs, tokens done); each new row.
+    on_method, on_start, on_tokens, on_row
+        For progress: each method that was checked (see :func:`~kvfold.evaluation.checked.checked`); all rows to be made, as
+        (method, prefix), and those taken over; (what runs, tokens done); each new row.
 
     Raises
     ------
@@ -92,15 +95,12 @@ def compare(
     OutputError
         The result cannot be written; it carries the :class:`Comparison`, and the rows stay beside the file.
     """
-    import kvfold
     from kvfold import methods as registry
 
-    specs = {str(method): method for method in (registry.get(m) if isinstance(m, str) else m for m in methods)}
-    if not specs:
+    if not methods:
         raise KVFoldError(f"methods: none given; known: {', '.join(registry.REGISTRY)}")
     pieces = encode(tokenizer, text, prefix, tokens, new_tokens, info.max_context)
-    for method in specs.values():
-        kvfold.explain(model, method)
+    specs = checked(model, methods, on_method)
     header = make_header(
         model,
         info,

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from kvfold.errors import KVFoldError
 from kvfold.evaluation import loop
 from kvfold.evaluation.beside import Beside
+from kvfold.evaluation.checked import OnMethod, checked
 from kvfold.evaluation.machine import make_header
 from kvfold.evaluation.perplexity import CHUNK, MOST_NATS
 from kvfold.evaluation.results import Result, made_of
@@ -90,6 +91,7 @@ def run(
     chunk: int = CHUNK,
     seed: int = 0,
     json_path: Path | None = None,
+    on_method: OnMethod | None = None,
     on_start: Callable[[int, int], None] | None = None,
     on_row: Callable[[DomainRow, int, int], None] | None = None,
 ) -> tuple[Header, list[DomainRow]]:
@@ -109,6 +111,8 @@ def run(
         Query tokens per scoring call.
     json_path
         Where the result goes, in one step at the end; a killed run with the same arguments goes on where it stopped.
+    on_method
+        For progress; see :func:`~kvfold.evaluation.checked.checked`.
     on_start
         Called with the number of rows taken over from a killed run, and of all.
     on_row
@@ -121,14 +125,11 @@ def run(
     OutputError
         The result cannot be written; it carries header and rows, and the rows stay beside the file.
     """
-    import kvfold
     from kvfold import methods as registry
 
-    specs = {str(m): m for m in (registry.get(m) if isinstance(m, str) else m for m in methods)}
-    if not specs:
+    if not methods:
         raise KVFoldError(f"methods: none given; known: {', '.join(registry.REGISTRY)}")
-    for method in specs.values():
-        kvfold.explain(model, method)
+    specs = checked(model, methods, on_method)
     digest = hashlib.sha256()
     for window in windows:
         digest.update(f"{window.domain}|{window.index}|{window.prefix}|".encode() + window.ids.numpy().tobytes())

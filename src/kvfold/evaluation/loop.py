@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.answer import answers
+from kvfold.evaluation.checked import OnMethod, checked
 from kvfold.evaluation.decoding import room
 from kvfold.evaluation.machine import device_name, versions
 from kvfold.evaluation.perplexity import CHUNK, Reference, now, reference, score
@@ -86,6 +87,7 @@ def plan(
     chunk: int = CHUNK,
     part: tuple[int, int] = (1, 1),
     batch: int = 1,
+    on_method: OnMethod | None = None,
 ) -> Plan:
     """Check everything that can be checked before the first item is run.
 
@@ -103,24 +105,21 @@ def plan(
         (I, N): of every suite's items, every N-th, from the I-th on; for N processes or devices.
     batch
         Prompts whose answers are generated together, of those whose contexts have as many tokens.
+    on_method
+        For progress; see :func:`~kvfold.evaluation.checked.checked`.
 
     Raises
     ------
     KVFoldError
         A method does not fit the model, windows differ, or a length does not fit the model or the text.
     """
-    import kvfold
-    from kvfold import methods as registry
-
     for name, value, least in (("limit", limit, 1), ("seeds", seeds, 1), ("chunk", chunk, 1), ("batch", batch, 1)):
         if value < least:
             raise KVFoldError(f"{name}: {value}; give at least {least}")
     wanted = sorted(set(lengths))
     if not wanted or wanted[0] < LEAST:
         raise KVFoldError(f"lengths: {wanted[0] if wanted else 'none given'}; give at least {LEAST} tokens")
-    chosen = {str(m): m for m in (registry.get(m) if isinstance(m, str) else m for m in (baseline, *methods))}
-    for method in chosen.values():
-        kvfold.explain(model, method)
+    chosen = checked(model, (baseline, *methods), on_method)
     windows = _windows(chosen, own_windows)
     first, parts = part
     if not 1 <= first <= parts:

@@ -11,7 +11,6 @@ from kvfold.engines.transformers.rollback import Call
 from kvfold.errors import CacheStateError
 from kvfold.formats import Format
 from kvfold.kernels import AttentionKernel
-from kvfold.kernels.compiling import compiling
 from kvfold.kernels.device import launching
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, Method
@@ -164,8 +163,6 @@ class FoldedLayer(CacheLayerMixin):
 
     def _choose(self) -> None:
         """What attends and what encodes on the layer's device."""
-        if self.device.type == "cuda":
-            compiling.listen()
         self.kernel = self._kernel_on(self.device)
         self.ring.in_place = self.kernel.in_place_tokens
         self.writer.encoder = choose_encoder(self.method, self.spec, self.device)

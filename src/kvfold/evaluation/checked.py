@@ -1,0 +1,42 @@
+"""Methods that an evaluation was asked for, checked against a model before anything is run."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from kvfold.methods.base import Method
+
+OnMethod = Callable[[str, int, int], None]
+"""Told of a method that has been checked: its string, how many have been, and of how many."""
+
+
+def checked(
+    model: PreTrainedModel, methods: "Sequence[str | Method]", on_method: OnMethod | None = None
+) -> "dict[str, Method]":
+    """Methods by their strings; repeated ones once.
+
+    Parameters
+    ----------
+    model
+        Each method has to fit it.
+    methods
+        Strings or objects.
+    on_method
+        For progress: on a GPU kernels are compiled meanwhile, which takes minutes for many methods the first time.
+
+    Raises
+    ------
+    KVFoldError
+        A method is unknown or does not fit.
+    """
+    import kvfold
+    from kvfold import methods as registry
+
+    chosen = {str(m): m for m in (registry.get(m) if isinstance(m, str) else m for m in methods)}
+    for number, (name, method) in enumerate(chosen.items(), 1):
+        kvfold.explain(model, method)
+        if on_method is not None:
+            on_method(name, number, len(chosen))
+    return chosen
