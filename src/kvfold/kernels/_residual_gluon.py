@@ -86,23 +86,26 @@ def shared_bytes(k_stages, v_stages, columns, warps, groups=0):
 def _group_sums(words, places, AT: gl.constexpr, STAGES: gl.constexpr):
     """Four words of the sum of a group's rows; ``words``: its codes; ``places``: see :func:`_places`; AT: of the tables.
 
-    Numbers of seven bits are added as whole numbers: two stages byte by byte, then in halves with the exponent of 1024.
+    Numbers of seven bits are added as whole numbers: two stages byte by byte, then odd bytes in halves with the exponent of
+    1024. Whole words are added, too, whatever is carried from byte to byte: less the odd bytes, they are the even ones.
     """
-    sums = (words[0] * 0 + 0x64006400,) * 4
+    odd = (words[0] * 0 + 0x64006400,) * 2
+    whole = (words[0] * 0 + 0x64646400,) * 2  # 257 times the exponents
     for j in gl.static_range(STAGES // 4):
         x = ()
         for i in gl.static_range(4):
             at = _weighted_bytes(words[j], places[i], places[4 + i])
             x = x + (load_shared(at, AT + j * 32768, 2),)
-        new = ()
+        new_odd = ()
+        new_whole = ()
         for i in gl.static_range(2):
             a = x[0][i] + x[1][i]
             b = x[2][i] + x[3][i]
-            new = new + (
-                sums[2 * i] + (a & 0xFF00FF) + (b & 0xFF00FF),
-                sums[2 * i + 1] + _odd_bytes(a) + _odd_bytes(b),
-            )
-        sums = new
+            new_odd = new_odd + (odd[i] + _odd_bytes(a) + _odd_bytes(b),)
+            new_whole = new_whole + (whole[i] + a + b,)
+        odd = new_odd
+        whole = new_whole
+    sums = (whole[0] - odd[0] * 256, odd[0], whole[1] - odd[1] * 256, odd[1])
     out = ()
     for i in gl.static_range(4):
         out = out + (_fma_half2(sums[i], places[8 + i], places[12 + i]),)
