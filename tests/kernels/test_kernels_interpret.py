@@ -19,7 +19,7 @@ torch.manual_seed(0)
 SINKS = torch.tensor([0.5, -3.0, 20.0, -1e4], dtype=torch.bfloat16)
 
 
-def merged(splits, sinks=None):
+def merged(splits, sinks=None, flat=True, part=32):
     heads, rows, dim, tokens = 4, 6, 64, 3  # two sequences of two KV heads, two query heads each
     out = torch.randn(heads, splits, rows, dim)
     top = torch.randn(heads, splits, rows) * 20
@@ -27,9 +27,9 @@ def merged(splits, sinks=None):
     top[:, 1], total[:, 1], out[:, 1] = -1e30, 0.0, 0.0  # a split without tokens
     top[1, :, 2], total[1, :, 2], out[1, :, 2] = -1e30, 0.0, 0.0  # a row that sees nothing
     got = torch.full((heads, rows, dim), float("nan"))
-    merge_kernel[(heads * rows, dim // 32)](
+    merge_kernel[(heads * rows, dim // part) if flat else (heads, dim // part, rows)](
         out, top, total, got, total if sinks is None else sinks, rows, splits, 2, tokens,
-        D=dim, PART=32, N=64, EARLY=False, HAS_SINKS=sinks is not None, SOON=False,
+        D=dim, PART=part, N=64, EARLY=False, HAS_SINKS=sinks is not None, SOON=False, FLAT=flat,
     )
     if sinks is not None:  # a part more
         more = (sinks.float() / 0.6931471805599453).view(1, 2, 2, 1).expand(2, 2, 2, tokens).reshape(heads, 1, rows)
@@ -45,6 +45,8 @@ for splits in (2, 64, 65, 130):
     merged(splits)
 for splits in (2, 130):
     merged(splits, SINKS)
+    merged(splits, SINKS, False, 8)
+merged(33, None, False, 8)
 """
 
 

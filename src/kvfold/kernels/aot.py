@@ -35,7 +35,7 @@ from kvfold.kernels.decode import Plan, constants, make_plan
 from kvfold.kernels.paged import PageLayout, follow
 from kvfold.kernels.paged import gluon as paged_gluon
 from kvfold.kernels.paged._follow import follow_kernel
-from kvfold.kernels.partials import merge_kernel
+from kvfold.kernels.partials import FEW, merge_kernel
 from kvfold.kernels.tiles import Plan as TilesPlan
 from kvfold.kernels.tiles import constants as tiles_constants
 from kvfold.kernels.tiles import make_plan as make_tiles_plan
@@ -359,12 +359,14 @@ def compile_dense_encoding(
     return _compile(source, capability, num_warps=4)
 
 
-def compile_merge(head_dim: int = 128, capability: int = 90, has_sinks: bool = False) -> Report:
-    """Compile the kernel that merges splits."""
-    fixed = {"D": head_dim, "PART": 32, "N": 64, "EARLY": capability >= 90, "HAS_SINKS": has_sinks, "SOON": True}
+def compile_merge(head_dim: int = 128, capability: int = 90, has_sinks: bool = False, flat: bool = False) -> Report:
+    """Compile the kernel that merges splits, of few rows or (flat) many."""
+    part, warps = (min(head_dim, 256), 1) if flat else FEW
+    fixed = {"D": head_dim, "PART": part, "N": 8 if flat else 64, "EARLY": capability >= 90, "HAS_SINKS": has_sinks}
+    fixed |= {"SOON": True, "FLAT": flat}
     types = {"part_out": "*fp32", "part_top": "*fp32", "part_sum": "*fp32", "out": "*fp16", "sinks": "*bf16"}
     source = ASTSource(merge_kernel, *_signature(merge_kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=4)
+    return _compile(source, capability, num_warps=warps)
 
 
 def compile_windows(

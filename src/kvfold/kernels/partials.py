@@ -18,7 +18,9 @@ from kvfold.kernels.call import AttentionCall, Span
 
 LOG2E = 1.4426950408889634
 MANY_ROWS = 4096
-"""Query rows from which on the merge has programs enough without cutting rows to pieces of 32 channels."""
+"""Query rows from which on the merge has programs enough without cutting rows to pieces."""
+FEW = (32, 4)
+"""Channels of such a piece, and warps of its program."""
 
 
 _product_follows = [False]
@@ -65,8 +67,11 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SOON: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
-    """Merge the splits of one query row (program_id(0) = head * rows + row), PART channels at a time.
+    """Merge the splits of one query row, PART channels at a time.
+
+    Grid: (heads * rows, pieces), or (heads, pieces, rows) where FLAT is not set, so that nothing is divided.
 
     SOON: the next kernel may begin while the one before still runs.
 
@@ -77,15 +82,20 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
+    if FLAT:
+        row = tl.program_id(0) % rows
+        kv_head = tl.program_id(0) // rows
+    else:
+        row = tl.program_id(2)
+        kv_head = tl.program_id(0)
     channel = tl.program_id(1) * PART + tl.arange(0, PART)
-    first = (row // rows).to(tl.int64) * splits * rows + row % rows
+    first = kv_head.to(tl.int64) * splits * rows + row
     head = 0
     if HAS_SINKS:
-        head = (row // rows) % kv_heads * (rows // tokens) + row % rows // tokens
+        head = kv_head % kv_heads * (rows // tokens) + row // tokens
+    at = (kv_head * rows + row).to(tl.int64) * D
     merge_parts(
-        part_out, part_top, part_sum, out + row.to(tl.int64) * D, sinks + head, first, rows, splits, channel, D, PART, N,
-        HAS_SINKS,
+        part_out, part_top, part_sum, out + at, sinks + head, first, rows, splits, channel, D, PART, N, HAS_SINKS,
     )  # fmt: skip
 
 
@@ -275,8 +285,8 @@ class Partials:
         heads, splits, rows, dim = self.out.shape
         whole = dim & -dim  # the largest power of two that divides it
         many = heads * rows >= MANY_ROWS
-        part = min(whole, 256 if many else 32)
-        merge_kernel[(heads * rows, dim // part)](
+        part = min(whole, 256 if many else FEW[0])
+        merge_kernel[(heads * rows, dim // part) if many else (heads, dim // part, rows)](
             self.out,
             self.top,
             self.total,
@@ -292,7 +302,8 @@ class Partials:
             EARLY=early,
             HAS_SINKS=sinks is not None,
             SOON=_product_follows[-1],
-            num_warps=1 if many and splits <= 8 else 4,
+            FLAT=many,
+            num_warps=(1 if splits <= 8 else 4) if many else FEW[1],
             **early_launch(early),
         )
         return out
