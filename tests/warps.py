@@ -7,7 +7,7 @@
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, local
 from types import FunctionType, SimpleNamespace
 
 import numpy as np
@@ -53,10 +53,13 @@ class Pointer:
 
 
 class Machine:
-    """Global and shared memory of a program of ``warps`` warps, and what a warp does with them."""
+    """Global and shared memory of a program of ``warps`` warps, and what a warp does with them.
 
-    def __init__(self, warps, size=1 << 22):
-        self.warps, self.barrier = warps, Barrier(warps, timeout=60)
+    Copies arrive at once, or (``late``) no sooner than a warp waits for their group.
+    """
+
+    def __init__(self, warps, size=1 << 22, late=False):
+        self.warps, self.barrier, self.late, self.own = warps, Barrier(warps, timeout=60), late, local()
         self.memory, self.shared, self.end = np.zeros(size, np.uint8), np.zeros(1 << 17, np.uint8), 4096
 
     def put(self, tensor):
@@ -154,9 +157,39 @@ class Machine:
 
     def copy_async(self, to, source, size, active, to_offset, source_offset, guarded):
         to, source, size = lanes(to, np.int64) + to_offset, lanes(source, np.int64) + source_offset, lanes(size)
-        for lane in LANE[lanes(active) != 0] if guarded else LANE:
-            data = self.memory[source[lane] : source[lane] + 16] if size[lane] else 0
-            self.shared[to[lane] : to[lane] + 16] = data
+        active = LANE[lanes(active) != 0] if guarded else LANE
+
+        def arrive():
+            for lane in active:
+                data = self.memory[source[lane] : source[lane] + 16] if size[lane] else 0
+                self.shared[to[lane] : to[lane] + 16] = data
+
+        if self.late:
+            self._groups()[-1].append(arrive)
+        else:
+            arrive()
+
+    def _groups(self):
+        """Copies of a warp under way, group by group; the last one is not committed yet."""
+        if not hasattr(self.own, "groups"):
+            self.own.groups = [[]]
+        return self.own.groups
+
+    def copy_commit(self, _lane):
+        self._groups().append([])
+
+    def copy_wait(self, _lane, count):
+        groups = self._groups()
+        while len(groups) > count + 1:
+            for arrive in groups.pop(0):
+                arrive()
+
+    def copy_wait_1(self, lane):
+        self.copy_wait(lane, 1)
+
+    def copy_wait_all(self, lane):
+        self.copy_commit(lane)
+        self.copy_wait(lane, 0)
 
     def load_pair(self, address, active, kind):
         assert kind == 0
@@ -178,7 +211,7 @@ class Machine:
     def nothing(self, _lane):
         return None
 
-    copy_commit = copy_wait_1 = copy_wait_all = warp_sync = nothing
+    warp_sync = nothing
 
     def program_sync(self, _lane):
         self.barrier.wait()

@@ -13,11 +13,12 @@ from kvfold.kernels.decode import Plan
 from kvfold.methods import LayerSpec, get
 from warps import Machine, Pointer, on_cpu, register, scalar
 
-NAMES = ("D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB")
+NAMES = ("D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB", "SOONER")
 
 
-def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, scale=128**-0.5):
-    """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks."""
+def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, scale=128**-0.5, sooner=0, late=False):
+    """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks. ``late``: see
+    :class:`warps.Machine`."""
     spec = LayerSpec(0, 1, 1, 1, 128)
     method = get(method)
     formats = method.key_format(spec), method.value_format(spec)
@@ -29,7 +30,7 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
     keys = random(1, 1, 32 * blocks, 128) * torch.exp(spread * random(1, 1, 1, 128)) + random(1, 1, 1, 128)
     values = value * (random(1, 1, 32 * blocks, 128) + random(1, 1, 1, 128))
     q = (query * random(rows, 128)).half()
-    machine, decoded, arrays = Machine(warps), [], []
+    machine, decoded, arrays = Machine(warps, late=late), [], []
     for form, x, norm in zip(formats, (keys, values), (True, False), strict=True):
         fields = form.allocate(1, 1, blocks + 2, "cpu")
         for y in fields.values():
@@ -42,7 +43,7 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
     weights = (q.double() @ decoded[0].T * scale).softmax(-1)
     want = weights @ decoded[1]
 
-    fixed = pages.constants(*formats, Plan(warps, pages.BLOCKS, 1, 1, 1, 0, bytewise=True), False, True)
+    fixed = pages.constants(*formats, Plan(warps, pages.BLOCKS, 1, 1, 1, 0, bytewise=True, sooner=sooner), False, True)
     (k, v), zero = arrays, scalar(0)
     stored = tuple(tuple(scalar(a, np.int64) for a in side) for side in (k[:4], (*v[:3], v[2])))
     at, parts = (
@@ -86,3 +87,15 @@ def test_fewer_rows_blocks_and_pages_than_warps(rows, blocks, warps):
 @pytest.mark.parametrize("given", [{"query": 100.0}, {"query": 1e-4}, {"value": 1e-3}, {"value": 1e3}, {"scale": 0.5}])
 def test_numbers_of_every_size(given):
     assert error("fold", **given) < 8e-4
+
+
+@pytest.mark.parametrize("sooner", [0, 1])
+@pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 1), (3, 6, 1), (4, 13, 4), (4, 19, 2)])
+def test_pages_whose_copies_come_late(rows, blocks, warps, sooner):
+    assert error("fold", rows, blocks, warps, sooner=sooner, late=True) < 3e-4
+
+
+@pytest.mark.parametrize("method", ["fold:bits=2", "fold:center=false", "fold:normalize=false", "fold:bits=4"])
+@pytest.mark.parametrize("late", [False, True])
+def test_halves_of_pages(method, late):
+    assert error(method, blocks=11, sooner=1, late=late) < 3e-4

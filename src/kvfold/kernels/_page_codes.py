@@ -163,6 +163,31 @@ def fetch_page(
 
 
 @gluon.jit
+def fetch_half(
+    base, lane, codes, scale, mean, norm, block, page, valid, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
+    NORM: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr, HALF: gl.constexpr, APART: gl.constexpr,
+):  # fmt: skip
+    """Half of what :func:`fetch_page` fetches: codes of as many blocks. What a page has once comes with the first half, and
+    scales of all blocks do, or (APART) those of a half's own."""
+    CODE: gl.constexpr = code_bytes(D, BITS)
+    FIRST: gl.constexpr = HALF * (NB // 2)
+    SCALE: gl.constexpr = TO + scale_at(D, BITS, NB)
+    to = base + lane * 16
+    at = block.to(gl.int64) + FIRST
+    _fetch(to, codes + at * CODE + lane * 16, lane, valid - FIRST, TO + FIRST * CODE, CODE, NB // 2, 32)
+    if APART:
+        _fetch(to, scale + at * 64 + lane * 16, lane, valid - FIRST, SCALE + FIRST * 64, 64, NB // 2, 32)
+    elif HALF == 0:
+        _fetch(to, scale + at * 64 + lane * 16, lane, valid, SCALE, 64, NB, 32)
+    if HALF == 0:
+        at = page.to(gl.int64)
+        if MEAN:
+            _fetch(to, mean + at * (2 * D) + lane * 16, lane, valid, TO + mean_at(D, BITS, NB), 2 * D, 1, 32)
+        if NORM:
+            _fetch(to, norm + at * D + lane * 16, lane, valid, TO + norm_at(D, BITS, NB, MEAN), D, 1, 32)
+
+
+@gluon.jit
 def prefetch_page(
     lane, k, v, k_place, v_place, valid, D: gl.constexpr, K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, NB: gl.constexpr,

@@ -178,6 +178,18 @@ def copy_wait_1(lane):
     )
 
 
+@gluon.constexpr_function
+def _wait_asm(count):
+    return f"cp.async.wait_group {count}; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def copy_wait(lane, COUNT: gl.constexpr):
+    """As :func:`copy_wait_1`, for all but the newest COUNT groups."""
+    asm: gl.constexpr = _wait_asm(COUNT)
+    gl.inline_asm_elementwise(asm, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def copy_wait_all(lane):
     gl.inline_asm_elementwise(

@@ -90,6 +90,9 @@ class Plan:
         windows come first), or a matrix (other fragments).
     windows_first : bool
         The programs for the windows are launched first (pages and fragments alone).
+    sooner : int
+        Copies are asked for sooner. Pages by bytes, 1: halves of a page on their own. Signs by bytes, 1: a warp's first page
+        before its queries; 2: and norms apart, so that queries go through the matrix while codes are on their way.
     """
 
     warps: int
@@ -104,6 +107,7 @@ class Plan:
     bytewise: bool = False
     ahead: bool = False
     windows_first: bool = False
+    sooner: int = 0
 
     def cap(self, has_bias: bool) -> int | None:
         """``registers``, unless a bias needs the few that the cap leaves."""
