@@ -23,8 +23,11 @@ def formats(method=METHOD, dim=128):
     return method.key_format(spec), method.value_format(spec)
 
 
-def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1.0, scale=128**-0.5, at_once=4):
-    """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks."""
+def error(
+    method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1.0, scale=128**-0.5, at_once=4, sooner=0, late=False,
+):  # fmt: skip
+    """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks. ``late``: see
+    :class:`warps.Machine`."""
     forms = formats(method)
     generator = torch.Generator().manual_seed(1)
 
@@ -34,7 +37,7 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
     keys = random(1, 1, 32 * blocks, 128) * torch.exp(0.7 * random(1, 1, 1, 128)) + random(1, 1, 1, 128)
     values = value * (random(1, 1, 32 * blocks, 128) + random(1, 1, 1, 128))
     q = (query * random(rows, 128)).half()
-    machine, decoded, arrays = Machine(warps), [], []
+    machine, decoded, arrays = Machine(warps, late=late), [], []
     for form, x, back in zip(forms, (keys, values), (False, True), strict=True):
         fields = form.allocate(1, 1, blocks + 2, "cpu")
         for y in fields.values():
@@ -65,12 +68,17 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
     def program(warp):
         lane, warp = register(np.arange(32, dtype=np.int32)), scalar(warp)
         factor = scale * math.log2(math.e)
+        pages = scalar(-(-blocks // 4))
+        if sooner:
+            kernel.fetch_first(
+                zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, 128, k.constants, k.width,
+                v.constants, places, stage, 4 // stage, at_once, sooner == 2,
+            )  # fmt: skip
         up = kernel._raw_queries(
             Pointer(at, np.float16, "fp16"), lane * 8 + far, lane // 4, lane % 4, scalar(0, np.int64), zero, rows, factor,
             128, 2, 8, 0, 1, True,
         )  # fmt: skip
         machine.program_sync(lane)
-        pages = scalar(-(-blocks // 4))
         to = [Pointer(p, np.float32) for p in parts]
         if mixed:
             best, sums, side = kernel.attend_mixed(
@@ -95,7 +103,7 @@ def error(method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1
             best, out, side = kernel.attend_signs(
                 zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, addresses[0][5] + lane * 16,
                 lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
-                at_once,
+                at_once, sooner,
             )  # fmt: skip
             machine.program_sync(lane)
             sums = tuple(x for c in out for x in (c[0], c[2]))
@@ -227,3 +235,16 @@ def test_published_levels_are_kept():
     form = formats("turboquant:bits=3,paper=true")[0]
     assert form.inner.levels == lloyd_max(3, 128)
     assert not fragments.linear_levels(form, form)
+
+
+@pytest.mark.parametrize("sooner", [0, 1, 2])
+@pytest.mark.parametrize(
+    "method, rows, blocks, warps, stage, at_once",
+    [
+        *(("qjl", 1, 1, 1, 4, 4), ("qjl", 4, 37, 2, 4, 4), ("qjl", 3, 41, 2, 4, 2), ("qjl", 4, 21, 1, 2, 2)),
+        ("qjl:center=false", 4, 22, 1, 4, 4),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_copies_asked_for_sooner(method, rows, blocks, warps, stage, at_once, sooner, late):
+    assert error(method, rows, blocks, warps, stage, at_once=at_once, sooner=sooner, late=late) < 1e-3
