@@ -56,8 +56,13 @@ MERGES = ((8, 1), (16, 1), (16, 2))
 FOLD = (
     Variant("as it is"),
     Variant("halves", 1),
+    Variant("second page to L2", 2),
+    Variant("both", 3),
+    Variant("each page to L2", 4),
     *(Variant(f"merge {part}x{warps}", merge=(part, warps)) for part, warps in MERGES),
     Variant("halves, merge 8x1", 1, merge=(8, 1)),
+    Variant("second page, merge 8x1", 2, merge=(8, 1)),
+    Variant("both, merge 8x1", 3, merge=(8, 1)),
     Variant("as it is, again"),
 )
 QJL = (

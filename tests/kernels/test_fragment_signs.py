@@ -2,6 +2,7 @@
 over the decoded pages."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -185,6 +186,8 @@ def test_four_pages_at_once_compile_with_few_spills():
         fragments.make_plan(*formats(), 64, 4, 1024, 160, 132).tiles == 2
     )  # programs of 255 registers would take turns
     assert aot.compile_fragments(*formats(), plan=plan).spills_in_loop <= 12
+    for sooner in (1, 2):
+        assert aot.compile_fragments(*formats(), plan=replace(plan, sooner=sooner)).spills_in_loop <= 12
 
 
 def test_levels_compile_with_few_instructions():

@@ -1,6 +1,7 @@
 """Attention over pages by products of bytes, run by warps in NumPy, against attention over the decoded pages."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import _pages_rows_gluon, pages
+from kvfold.kernels import _pages_rows_gluon, aot, pages
 from kvfold.kernels.decode import Plan
 from kvfold.methods import LayerSpec, get
 from warps import Machine, Pointer, on_cpu, register, scalar
@@ -16,12 +17,16 @@ from warps import Machine, Pointer, on_cpu, register, scalar
 NAMES = ("D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB", "SOONER")
 
 
+def _forms(method):
+    spec = LayerSpec(0, 1, 1, 1, 128)
+    method = get(method)
+    return method.key_format(spec), method.value_format(spec)
+
+
 def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, scale=128**-0.5, sooner=0, late=False):
     """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks. ``late``: see
     :class:`warps.Machine`."""
-    spec = LayerSpec(0, 1, 1, 1, 128)
-    method = get(method)
-    formats = method.key_format(spec), method.value_format(spec)
+    formats = _forms(method)
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape):
@@ -89,7 +94,7 @@ def test_numbers_of_every_size(given):
     assert error("fold", **given) < 8e-4
 
 
-@pytest.mark.parametrize("sooner", [0, 1])
+@pytest.mark.parametrize("sooner", [0, 1, 2, 5])
 @pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 1), (3, 6, 1), (4, 13, 4), (4, 19, 2)])
 def test_pages_whose_copies_come_late(rows, blocks, warps, sooner):
     assert error("fold", rows, blocks, warps, sooner=sooner, late=True) < 3e-4
@@ -99,3 +104,10 @@ def test_pages_whose_copies_come_late(rows, blocks, warps, sooner):
 @pytest.mark.parametrize("late", [False, True])
 def test_halves_of_pages(method, late):
     assert error(method, blocks=11, sooner=1, late=late) < 3e-4
+
+
+@pytest.mark.parametrize("sooner", [1, 2, 3, 4])
+def test_copies_asked_for_sooner_spill_nothing_in_the_loop(sooner):
+    form = _forms("fold")
+    plan = pages.make_plan(*form, 8, 4, 1020, 160, 132)
+    assert plan.bytewise and aot.compile_pages(*form, plan=replace(plan, sooner=sooner)).spills_in_loop == 0

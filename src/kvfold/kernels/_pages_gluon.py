@@ -317,7 +317,7 @@ def pages_kernel(
             best, sums, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, SOONER > 0,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, SOONER,
             )  # fmt: skip
             finish_rows(
                 base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,

@@ -23,6 +23,7 @@ from kvfold.kernels._page_bytes import (
     value_starts,
 )
 from kvfold.kernels._page_codes import (
+    bring_side,
     fetch_half,
     fetch_page,
     mean_at,
@@ -75,11 +76,13 @@ def attend_rows(
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr,
-    HALVES: gl.constexpr = False,
+    SOONER: gl.constexpr = 0,
 ):  # fmt: skip
     """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns: lanes (g, t) have the maximum
-    of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`. HALVES: halves of a
-    page are waited for, and the next page's are asked for, one by one."""
+    of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`. SOONER: see
+    :class:`kvfold.kernels.decode.Plan`."""
+    HALVES: gl.constexpr = SOONER % 2 == 1
+    LINES: gl.constexpr = SOONER // 2
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
     V_AT: gl.constexpr = page_bytes(D, K_BITS, NB, K_MEAN, K_NORM)
@@ -164,6 +167,11 @@ def attend_rows(
             copy_wait(lane, 3)
         else:
             copy_wait_1(lane)  # keys of this page
+        if LINES > 0:
+            if (i == 0) | (LINES == 2):
+                bring_side(
+                    lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB
+                )
         if K_NORM:
             _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT)
             turned, start, unit = byte_queries(turned_rows(far, scratch, lane, matrix, D, K_MIX, True), lane, D, K_BITS)
@@ -192,6 +200,11 @@ def attend_rows(
             )  # fmt: skip
             copy_commit(lane)
             copy_wait_1(lane)  # values of this page
+        if LINES > 0:
+            if (i == 0) | (LINES == 2):
+                bring_side(
+                    lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, next_left, D, V_BITS, V_MEAN, False, NB
+                )
         scale = page_scales(base, lane, NB, V_AT + scale_at(D, V_BITS, NB))
         p, page_top, page_total = byte_weights(scores, unit, bias, scale, NB)
         new_top = gl.maximum(top, page_top)

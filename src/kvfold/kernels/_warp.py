@@ -486,6 +486,19 @@ def prefetch(address):
     )
 
 
+@gluon.jit
+def prefetch_second(address, active):
+    """Bring what will be read soon to L2, from addresses int64 of lanes that are ``active``."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address, active],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @gluon.constexpr_function
 def _mma_bytes_asm(signed, levels):
     kinds = f"{'s8' if levels else 'u8'}.{'s8' if signed else 'u8'}"
