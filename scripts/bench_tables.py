@@ -47,6 +47,8 @@ def number(x: float | None, form: str) -> str:
 
 FUSED = ("gluon", "pages", "dense")
 """Kernels of decode steps; plain Triton's rows have a table of their own."""
+READ = ("blocks", "tables")
+"""Kernels over codes in plain order. Rows of before "tables" had a name say "blocks" for both."""
 SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "query_tokens", "context")
 
 
@@ -58,7 +60,7 @@ def _shape(row: Any) -> str:
 
 def _attention(dtype: str = "float16") -> list[Any]:
     found = rows("attention", "work", "dtype", "kernel", *SHAPE)
-    return [row for row in found if row.dtype == dtype and row.kernel in (*FUSED, "triton", "blocks", "fragments")]
+    return [row for row in found if row.dtype == dtype and row.kernel in (*FUSED, *READ, "triton", "fragments")]
 
 
 def attention() -> Table:
@@ -142,7 +144,8 @@ def fragments() -> Table:
 
 
 def readers() -> Table:
-    """The Triton kernel over formats with readers."""
+    """The kernel with readers and those with tables."""
+    newest = {(row.work, *(getattr(row, k) for k in SHAPE)): row for row in _attention() if row.kernel in READ}
     lines = [
         [
             f"`{row.work}`, {row.effective_bits:.1f} bits",
@@ -151,8 +154,8 @@ def readers() -> Table:
             number(row.ratio, ".2f"),
             f"{row.error:.1e}",
         ]
-        for row in _attention()
-        if row.kernel == "blocks" and row.query_tokens == 1
+        for row in newest.values()
+        if row.query_tokens == 1
     ]
     return ["method, keys and values", "shape", "ms", "times as fast as fp16", "relative RMS error"], lines
 

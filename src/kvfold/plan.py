@@ -56,8 +56,12 @@ def choose_kernel(
         If the named kernel is unknown or does not support the layer.
     """
     formats = plain(method.key_format(spec)), method.value_format(spec)
+    rows = spec.num_heads // spec.num_kv_heads
+    rotary = 2 * spec.rope.inv_freq.numel() if method.pre_rope and spec.rope is not None else 0
     with _trying(device):
-        return kernels.choose(*formats, device, method.pre_rope, kernel, dtype or spec.dtype, spec.softcap)
+        return kernels.choose(
+            *formats, device, method.pre_rope, kernel, dtype or spec.dtype, spec.softcap, rows, rotary
+        )
 
 
 def packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> LayerSpec:

@@ -576,12 +576,17 @@ def test_attention_prints_a_json_object_per_row(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("method, kernel", [
-    ("commvq", "blocks"), ("vqllm", "blocks"), ("kvquant", "fragments"), ("kvquant:bits=4", "blocks"), ("qjl", "fragments"),
+    ("commvq", "tables"), ("vqllm", "tables"), ("kvquant", "fragments"), ("kvquant:bits=4", "blocks"), ("qjl", "fragments"),
 ])  # fmt: skip
 def test_formats_are_measured_in_the_kernel_that_serves_them(method, kernel, monkeypatch):
     pytest.importorskip("triton")
     from kvfold.bench import attention, storage
+    from kvfold.kernels import tables
 
+    monkeypatch.setattr(tables, "program_memory", lambda device: 227 << 10)
     made = storage.formats
     monkeypatch.setattr(storage, "formats", lambda name, heads, dim, _: made(name, heads, dim, torch.device("cpu")))
     assert attention.Work(method, 0, 1, 1024).kernel == kernel
+    if kernel == "tables":  # 16 query rows of a KV head, and long calls, which are unpacked
+        assert attention.Work(method, 0, 1, 1024, query_tokens=4).kernel == "blocks"
+        assert attention.Work(method, 0, 1, 1024, query_tokens=512).kernel == "tables"

@@ -12,13 +12,19 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
-from blocks_case import Case, by_groups, commvq, residuals, unproject
+from blocks_case import LIMIT, Case, by_groups, commvq, residuals, unproject
 from books_case import layer as books_layer
+from kvfold import kernels
+from kvfold.bench import storage
+from kvfold.errors import KVFoldError
 from kvfold.kernels import blocks, codebook, groups, paged, residual, tables
 from kvfold.kernels.aot_tables import compile_table_pieces, compile_tables
-from kvfold.kernels.paged import Workspace
+from kvfold.kernels.gluon import tables_of
+from kvfold.kernels.paged import Workspace, attention
 from kvfold.kernels.paged import tables as paged_tables
 from kvfold.kernels.partials import Partials
+from kvfold.methods import LayerSpec, get
+from kvfold.plan import choose_kernel, packed_for
 from kvfold.rope import Rope
 from paged_case import Server, formats_of
 
@@ -49,6 +55,10 @@ def module(name):
     return codebook if name.startswith("commvq") else groups if name.startswith("tasq") else residual
 
 
+def serving(name):
+    return tables_of(FORMATS[name][0](128, "cpu")[0])
+
+
 def attended(case, of):
     """Attention over the packed tokens alone, float32 [batch, heads, rows, head_dim]."""
     call = case.call
@@ -57,7 +67,7 @@ def attended(case, of):
     parts = Partials.empty(batch * heads, sum(p.splits for p in plans), rows, dim, call.rows.device)
     at = 0
     for plan, span in zip(plans, call.spans, strict=True):
-        blocks.attend_packed(call, span, call.rows, None, parts, at, plan)
+        blocks.attend_packed(call, span, call.rows, None, parts, at, plan, of)
         at += plan.splits
     weight = torch.exp2(parts.top - parts.top.amax(1, keepdim=True))
     out = (parts.out * weight.unsqueeze(-1)).sum(1) / (parts.total * weight).sum(1).unsqueeze(-1)
@@ -102,7 +112,7 @@ def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
         in_place=True,
         unproject=turned,
     )
-    got, want = attended(case, of), wanted(case)
+    got, want = attended(case, serving(name)), wanted(case)
     assert torch.isfinite(got).all()
     for b in range(len(want)):
         assert float((got[b] - want[b]).norm() / want[b].norm()) < 1e-3
@@ -116,7 +126,6 @@ def test_lanes_read_pages(method, per_head, tokens, monkeypatch):
     """Two sequences through their tables: a piece of one, two of the other, of which the last page is not full."""
     name = "codebook_pieces_kernel" if method.startswith("commvq") else "residual_pieces_kernel"
     monkeypatch.setattr(paged_tables, name, Emulated(getattr(paged_tables, name)))
-    monkeypatch.setattr(paged_tables, "program_memory", lambda device: 227 << 10)
     server = Server(method, (210, 300), 128, per_head=per_head, layer=books_layer(method, 128, per_head=per_head))
     paged.store(server.step([210 - tokens, 300 - tokens]))
     call = server.step([tokens, tokens], in_place=True)
@@ -182,9 +191,9 @@ def test_which_pages_the_kernels_leave_to_others():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_served(name):
-    of = module(name)
+    of = serving(name)
     keys, values = FORMATS[name][0](128, "cpu")
-    if of is groups:
+    if module(name) is groups:
         assert of.unsupported(keys, values, 128) is None
         assert "values: strided=True" in of.unsupported(keys, keys, 128)
         assert "8 channels of 128" in of.unsupported(*by_groups((4, True), (4,))(128, "cpu"), 128)
@@ -193,23 +202,105 @@ def test_what_is_served(name):
     assert of.unsupported(keys, values, 64) == "keys: RoPE of 64 channels; allowed: 128"
     assert "values" in of.unsupported(keys, keys, 128)
     assert "64" in of.unsupported(*FORMATS[name][0](64, "cpu"), 64)
-    plain = (commvq(11, codes=128) if of is codebook else residuals())(128, "cpu")
+    plain = (commvq(11, codes=128) if module(name) is codebook else residuals())(128, "cpu")
     assert "whole steps" in of.unsupported(*plain, 128)
 
 
 def test_programs_fill_the_multiprocessors_once():
     """Every program begins with its tables, so a second wave would cost them again."""
-    for of in (codebook, residual):
+    for of in (codebook.CodebookTables, residual.ResidualTables):
         for jobs, units in ((8, 4096), (128, 1024), (32, 1024)):
-            plan = tables.make_plan(jobs, 4, units, 132, of.BEGIN)
+            plan = tables.make_plan(jobs, 4, units, 132, of.begin)
             assert 0.9 * 132 < jobs * plan.splits <= 132
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU as far as the choice of kernels goes; called with the bytes of shared memory of its programs."""
+
+    def with_memory(there):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        monkeypatch.setattr(tables, "program_memory", lambda device: there)
+
+    with_memory(227 << 10)
+    return with_memory
+
+
+def chosen(name, rows=4, rotary=128, pre_rope=True, kernel=None, head_dim=128):
+    formats = FORMATS[name][0](head_dim, "cpu")
+    return kernels.choose(*formats, torch.device("cuda"), pre_rope, kernel, torch.float16, None, rows, rotary)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_kernel_that_serves_is_named(gpu, name):
+    """And where it does not, why."""
+    assert chosen(name).kernel.name == "tables" and "tables" not in chosen(name).reason
+    for how, why in (
+        ({"rows": 9}, "tables: 9 query rows; allowed: up to 8"),
+        ({"rotary": 64}, "tables: keys: RoPE of 64 channels; allowed: 128"),
+        ({"pre_rope": False}, "tables: keys are stored after RoPE"),
+        ({"head_dim": 64}, "tables: "),
+    ):
+        found = chosen(name, **how)
+        assert found.kernel.name == "blocks" and why in found.reason
+    assert chosen(name, kernel="blocks").kernel.name == "blocks"
+    with pytest.raises(KVFoldError, match="kernel: tables does not support this layer: 9 query rows"):
+        chosen(name, rows=9, kernel="tables")
+
+
+@pytest.mark.parametrize("method", ["commvq:bits=1", "vqllm", "tasq"])
+@pytest.mark.parametrize(("heads", "rotated", "kernel"), [(16, 64, "tables"), (18, 64, "blocks"), (16, 32, "blocks")])
+def test_layers_say_their_heads_and_rotation(method, heads, rotated, kernel, gpu):
+    """What a layer is served by, as ``explain`` reads it."""
+    made = storage.with_tables(get(method), 2, 128, torch.device("cpu"))
+    spec = LayerSpec(0, 1, heads, 2, 128, torch.bfloat16, Rope(torch.ones(rotated)))
+    cuda = torch.device("cuda")
+    found = choose_kernel(made, packed_for(made, spec, cuda, None), cuda)
+    assert found.kernel.name == kernel and ("tables: " in found.reason) == (kernel == "blocks")
+
+
 @pytest.mark.parametrize(("name", "rows"), [("commvq-2bit", 4), ("vqllm-2bit", 8)])
-def test_a_gpu_without_room_for_the_tables_is_refused_by_name(name, rows, monkeypatch):
-    """An A100's programs have 163 KB: another kernel serves there, and ``explain`` says why."""
-    case = Case(FORMATS[name][0], head_dim=128, rotary=128, packed=(64,), slabs=(2,), per_head=rows, in_place=True)
-    for there, expected in ((227 << 10, None), (163 << 10, "166912 bytes of shared memory; needed: ")):
-        monkeypatch.setattr(tables, "program_memory", lambda device, there=there: there)
-        why = module(name).declines(case.call)
-        assert why is None if expected is None else why.startswith(expected), why
+def test_a_gpu_without_room_for_the_tables_is_refused_by_name(name, rows, gpu):
+    """An A100's programs have 163 KB: another kernel serves there."""
+    gpu(163 << 10)
+    found = chosen(name, rows)
+    assert found.kernel.name == "blocks" and "tables: 166912 bytes of shared memory; needed: " in found.reason
+
+
+@pytest.mark.parametrize(("tokens", "by_tables"), [(2, True), (3, False)])
+def test_calls_of_many_rows_go_to_the_kernel_with_readers(tokens, by_tables, gpu, monkeypatch):
+    """Four query heads of a KV head, so that three tokens are twelve rows; ``limits`` says so in reports."""
+    how = {"head_dim": 128, "rotary": 128, "packed": (64,), "slabs": (2,), "per_head": 4, "in_place": True}
+    case = Case(FORMATS["vqllm-1bit"][0], tokens=tokens, **how)
+    given = []
+    monkeypatch.setattr(blocks, "attend", lambda call, plan=None, of=None: given.append(of) or call.query)
+    kernels.REGISTRY["tables"].attend(case.call)
+    assert [isinstance(of, residual.ResidualTables) for of in given] == [by_tables]
+    assert "more than 8 query rows" in kernels.REGISTRY["tables"].limits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("per_head, tokens", [(1, 1), (4, 1), (8, 1), (4, 2), (4, 3), (2, 40)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_calls_on_a_gpu(name, per_head, tokens):
+    """Rows for tables, for readers, and calls that are unpacked."""
+    method, turned = FORMATS[name]
+    how = {"head_dim": 128, "rotary": 128, "packed": (2048, 1984), "slabs": (32, 32), "ring": 64, "unproject": turned}
+    how |= {"tokens": tokens, "per_head": per_head, "in_place": tokens <= 16}
+    case = Case(method, **how, device="cuda", dtype=torch.float16)
+    got, want = kernels.REGISTRY["tables"].attend(case.call), case.expected()
+    assert torch.isfinite(got).all()
+    assert float((got - want).norm() / want.norm()) < LIMIT
+
+
+def test_the_kernel_over_pages_is_named(gpu):
+    rope, cuda = Rope(torch.ones(64)), torch.device("cuda")
+    for name in FORMATS:
+        formats = FORMATS[name][0](128, "cpu")
+        many = attention.serving(*formats, rope, 9, cuda)
+        assert attention.serving(*formats, rope, 4, cuda) == "tables"
+        assert many.startswith("blocks (tables: ") and "9 query rows" in many
+    ordered, spec = get("fold"), LayerSpec(0, 1, 4, 2, 128)
+    assert attention.serving(ordered.key_format(spec), ordered.value_format(spec), None, 9, cuda) == "gluon"
+    assert attention.serving(*formats_of("fold", 128), None, 4, cuda) == "blocks"

@@ -79,13 +79,25 @@ class Work:
 
     @property
     def kernel(self) -> str:
-        """Name in the registry of what attends."""
+        """Name in the registry of what attends to such calls; of long ones, which are unpacked, what attends to steps."""
         if self.read:
             from kvfold.kernels.fragments import unsupported
 
             forms = self.formats
-            return "fragments" if None in (unsupported(*forms), unsupported(*forms, pre_rope=True)) else "blocks"
+            if None in (unsupported(*forms), unsupported(*forms, pre_rope=True)):
+                return "fragments"
+            return "tables" if self._by_tables(*forms) else "blocks"
         return "triton" if self.plain else {"fold": "pages", "none": "dense"}.get(self.method, "gluon")
+
+    def _by_tables(self, key_format: Format, value_format: Format) -> bool:
+        from kvfold.kernels.gluon import tables_of
+
+        of, rows = tables_of(key_format), self.num_heads // self.num_kv_heads * (1 if self.long else self.query_tokens)
+        return (
+            of is not None
+            and of.unsupported(key_format, value_format, self.head_dim) is None
+            and of.no_room(key_format, value_format, rows, torch.device("cuda")) is None
+        )
 
     @property
     def formats(self) -> tuple[Any, Any]:
@@ -302,13 +314,13 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
     if work.method == "none":
         return dense.attend(_given(work, inputs, scale), out=out)
     if work.read:
-        from kvfold.kernels import blocks, fragments
+        from kvfold.kernels import fragments
 
         if work.kernel == "fragments":
             given, span = _given(work, inputs, scale), [inputs.span]
             how: dict[str, Any] = {"out": out, "rotation": fragments.rotary(given)}
             return fragments.decode_attention(inputs.q, *work.formats, span, inputs.windows, scale, **how)
-        return blocks.attend(_given(work, inputs, scale)).to(inputs.q.dtype)
+        return REGISTRY[work.kernel].attend(_given(work, inputs, scale)).to(inputs.q.dtype)
     if work.plain:
         return _plain_call(work, inputs, scale)
     if work.method == "fold":

@@ -9,7 +9,7 @@ from kvfold.kernels.blocks import BlocksKernel
 from kvfold.kernels.call import AttentionCall, DensePart, NewTokens, Span, Windows
 from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.dense import DenseKernel
-from kvfold.kernels.gluon import FragmentsKernel, GluonKernel, PagesKernel
+from kvfold.kernels.gluon import FragmentsKernel, GluonKernel, PagesKernel, TablesKernel
 from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.kernels.tiles import TilesKernel
@@ -22,6 +22,7 @@ REGISTRY: dict[str, AttentionKernel] = {
         FragmentsKernel(),
         DenseKernel(),
         TilesKernel(),
+        TablesKernel(),
         BlocksKernel(),
         CPUKernel(),
         ReferenceKernel(),
@@ -38,6 +39,8 @@ def choose(
     name: str | None = None,
     dtype: torch.dtype | None = None,
     softcap: float | None = None,
+    rows: int | None = None,
+    rotary: int = 0,
 ) -> Choice:
     """The kernel for a layer.
 
@@ -49,6 +52,10 @@ def choose(
         Of queries and windows; None leaves it open.
     softcap : float or None
         Of the layer's scores.
+    rows : int or None
+        Query rows of a KV head in a step of one token; None leaves it, and ``rotary``, open.
+    rotary : int
+        Channels that are rotated as keys are read.
 
     Raises
     ------
@@ -63,6 +70,8 @@ def choose(
             why = f"dtype={str(dtype).removeprefix('torch.')}; allowed: {', '.join(names)}"
         if why is None and softcap is not None and not kernel.caps_scores:
             why = "soft-capped scores"
+        if why is None and rows is not None:
+            why = kernel.why_not_queries(key_format, value_format, device, rows, rotary)
         return why
 
     if name is not None:

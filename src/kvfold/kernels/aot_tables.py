@@ -7,13 +7,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import codebook, encode_balanced, encode_pairs, groups, residual
-from kvfold.kernels._codebook_gluon import codebook_kernel
+from kvfold.kernels import encode_balanced, encode_pairs
 from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
 from kvfold.kernels._encode_pairs import values_kernel
 from kvfold.kernels._pairs_gluon import pairs_search_kernel
-from kvfold.kernels._residual_gluon import residual_kernel
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
+from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import PageLayout
 from kvfold.kernels.paged._tables import codebook_pieces_kernel, residual_pieces_kernel
 from kvfold.kernels.tables import TablesPlan
@@ -31,19 +30,10 @@ def compile_tables(
     types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr", "norms_ptr", "k_norms_ptr", "v_norms_ptr"), "*fp16")
     types |= dict.fromkeys(("codes_ptr", "bits_ptr"), "*i16") | dict.fromkeys(("k_codes_ptr", "v_codes_ptr"), "*u8")
     types |= dict.fromkeys(("k_mean_ptr", "v_mean_ptr"), "*fp16")
-    kernel: Any
-    plan = TablesPlan.of(rows)
-    if isinstance(key_format, AdditiveCodes):
-        kernel = codebook_kernel
-        fixed = codebook.constants(key_format, value_format, plan)
-    elif isinstance(key_format, GroupCodes):
-        kernel = residual_kernel
-        fixed = groups.constants(key_format, value_format, plan)
-    else:
-        assert isinstance(value_format, ResidualCodes)
-        kernel = residual_kernel
-        fixed = residual.constants(key_format, value_format, plan) | {"GROUPS": 0}
-    fixed["EARLY"] = capability >= 90
+    of, plan = tables_of(key_format), TablesPlan.of(rows)
+    assert of is not None
+    kernel = of.kernel()
+    fixed = of.constants(key_format, value_format, plan) | {"EARLY": capability >= 90}
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps)
 
@@ -57,22 +47,13 @@ def compile_table_pieces(
     types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr", "k_mean_ptr", "v_mean_ptr"), "*fp16")
     types |= dict.fromkeys(("items_ptr", "item_list", "table"), "*i32")
     keys, values = PageLayout(key_format, value_format)._places
-    fixed: dict[str, Any]
-    plan = TablesPlan.of(rows)
-    if isinstance(key_format, AdditiveCodes):
-        kernel: Any = codebook_pieces_kernel
-        fixed = codebook.constants(key_format, value_format, plan)
-        fixed["AT"] = (keys["rms"].at, values["bits"].at)
-        types["region"] = "*i16"
-    else:
-        kernel = residual_pieces_kernel
-        if isinstance(key_format, GroupCodes):
-            fixed = groups.constants(key_format, value_format, plan)
-        else:
-            assert isinstance(value_format, ResidualCodes)
-            fixed = residual.constants(key_format, value_format, plan) | {"GROUPS": 0}
-        fixed["AT"] = (keys["rms"].at, values["codes"].at, values["rms"].at)
-        types["region"] = "*u8"
+    of, plan = tables_of(key_format), TablesPlan.of(rows)
+    assert of is not None
+    additive = isinstance(key_format, AdditiveCodes)
+    kernel: Any = codebook_pieces_kernel if additive else residual_pieces_kernel
+    types["region"] = "*i16" if additive else "*u8"
+    fixed = of.constants(key_format, value_format, plan)
+    fixed["AT"] = (keys["rms"].at, *(values[name].at for name in of.value_fields))
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps)
 

@@ -20,7 +20,7 @@ class AttentionKernel(ABC):
     """Whether such a call launches the same kernels with the same arguments whatever the lengths are, and so can be captured
     in a CUDA graph."""
     limits: ClassVar[str] = ""
-    """Calls that it hands to the reference kernel, for reports."""
+    """Calls that it hands to another kernel, for reports."""
     dtypes: ClassVar[frozenset[torch.dtype] | None] = None
     """Element types of queries and windows that it reads; None: any."""
     caps_scores: ClassVar[bool] = False
@@ -29,6 +29,20 @@ class AttentionKernel(ABC):
     @abstractmethod
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         """Why this kernel cannot serve these formats on this device; None if it can."""
+
+    def why_not_queries(
+        self, key_format: Format, value_format: Format, device: torch.device, rows: int, rotary: int
+    ) -> str | None:
+        """Why this kernel leaves a layer's steps to another, on a device and over formats that it reads; None if it does not.
+
+        Parameters
+        ----------
+        rows : int
+            Query rows of a KV head in a step of one token.
+        rotary : int
+            Channels that are rotated as keys are read; 0: keys are stored after RoPE.
+        """
+        return None
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:

@@ -3,13 +3,12 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvfold.formats import Fields, Format, GroupCodes, Paged, ResidualCodes
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, ValueRows
+from kvfold.formats import Fields, Format, Paged
+from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
@@ -28,7 +27,7 @@ from kvfold.kernels.stored import (
 if TYPE_CHECKING:
     from kvfold.kernels.partials import Partials
     from kvfold.kernels.readers import Reader
-    from kvfold.kernels.tables import TablesPlan
+    from kvfold.kernels.tables import Tables, TablesPlan
 
 MAX_DIM = 256
 TURNED = "ieee"
@@ -152,7 +151,7 @@ def make_plan(
     return Plan(m, tile, warps, splits, processors)
 
 
-def attend(call: AttentionCall, plan: "Plan | TablesPlan | None" = None) -> torch.Tensor:
+def attend(call: AttentionCall, plan: "Plan | None" = None, of: "Tables | None" = None) -> torch.Tensor:
     """Attention over packed spans, windows and new tokens; see :class:`AttentionCall`.
 
     Nothing depends on a value on the host.
@@ -161,6 +160,8 @@ def attend(call: AttentionCall, plan: "Plan | TablesPlan | None" = None) -> torc
     ----------
     plan : Plan or None
         Launch shape for every span; chosen from the shapes if None.
+    of : Tables or None
+        What reads packed spans in the place of the kernel with readers.
 
     Returns
     -------
@@ -172,14 +173,16 @@ def attend(call: AttentionCall, plan: "Plan | TablesPlan | None" = None) -> torc
     windows, new, device = call.windows, call.new, call.query.device
     assert isinstance(windows, Windows)
     batch, heads, count, dim = call.shape
-    plans = [plan or _plan(call, span) for span in call.spans]
-    packed, bias = _queries(call, plans)
+    plan_of = plain_plan if of is None else of.plan_of
+    plans = [plan or plan_of(call, span) for span in call.spans]
+    # kernels with tables take queries as they come
+    packed, bias = (call.grouped(call.query), None) if of is not None or not plans else call.projected
     partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), count, dim, device)
     query = call.query.to(windows.ring[0].dtype).contiguous()
-    early = bool(plans) and _runs_early(call, plans[-1]) and overlaps_launches(device)
+    early = of is not None and of.waits and bool(plans) and overlaps_launches(device)
     at, sums = 1, []
     for each, span in zip(plans, call.spans, strict=True):
-        sums.append((sum_packed(call, span, packed, bias, partials, at, each), at, at + each.splits))
+        sums.append((sum_packed(call, span, packed, bias, partials, at, each, of), at, at + each.splits))
         at += each.splits
     attend_windows(
         query,
@@ -196,50 +199,6 @@ def attend(call: AttentionCall, plan: "Plan | TablesPlan | None" = None) -> torc
         early = unproject(call, out, partials, start, stop, early)
     result = torch.empty_like(call.query, memory_format=torch.contiguous_format)
     return partials.merge(result, early, call.sinks, call.tokens)
-
-
-def _runs_early(call: AttentionCall, plan: "Plan | TablesPlan") -> bool:
-    """Whether the kernel waits by itself for the one before: VQLLM's and TaSQ's. With CommVQ's it gained nothing."""
-    return not isinstance(plan, Plan) and isinstance(call.key_format, ResidualCodes | GroupCodes)
-
-
-def _queries(call: AttentionCall, plans: "list[Plan | TablesPlan]") -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Queries as packed keys meet them, and their bias. Kernels with tables take them as they come."""
-    if all(not isinstance(plan, Plan) for plan in plans):
-        return call.grouped(call.query), None
-    return call.projected
-
-
-def _plan(call: AttentionCall, span: Span) -> "Plan | TablesPlan":
-    of = _of_tables(call)
-    return plain_plan(call, span) if of is None else of.plan_of(call, span)
-
-
-def _of_tables(call: AttentionCall) -> Any:
-    """The kernel that keeps a format's tables in shared memory, where one serves the call; else None."""
-    keys, values, rope = call.key_format, call.value_format, call.rope
-    if (
-        call.query.device.type != "cuda"
-        or not isinstance(keys, AdditiveCodes | ResidualCodes | GroupCodes)
-        or rope is None
-    ):
-        return None
-    if not _has_gluon():
-        return None
-    of = _tables_kernel(keys)
-    why = of.unsupported(keys, values, 2 * rope.inv_freq.numel()) or of.declines(call)
-    return None if why else of
-
-
-def _tables_kernel(keys: Format) -> Any:
-    from kvfold.kernels import codebook, groups, residual
-
-    return codebook if isinstance(keys, AdditiveCodes) else groups if isinstance(keys, GroupCodes) else residual
-
-
-@lru_cache
-def _has_gluon() -> bool:
-    return find_spec("triton.experimental.gluon") is not None
 
 
 def plain_plan(call: AttentionCall, span: Span) -> Plan:
@@ -332,10 +291,12 @@ def attend_packed(
     partials: "Partials",
     part: int,
     plan: "Plan | TablesPlan",
+    of: "Tables | None" = None,
 ) -> None:
     """Write partial results over one span to the parts ``part`` to ``part + plan.splits`` of ``partials``; see
     :func:`sum_packed`."""
-    unproject(call, sum_packed(call, span, packed, bias, partials, part, plan), partials, part, part + plan.splits)
+    sums = sum_packed(call, span, packed, bias, partials, part, plan, of)
+    unproject(call, sums, partials, part, part + plan.splits)
 
 
 def sum_packed(
@@ -346,6 +307,7 @@ def sum_packed(
     partials: "Partials",
     part: int,
     plan: "Plan | TablesPlan",
+    of: "Tables | None" = None,
 ) -> torch.Tensor:
     """Partial results over one span, before ``call.unproject``: float32 [batch * num_kv_heads, parts, rows, width].
 
@@ -357,17 +319,20 @@ def sum_packed(
         Queries as decoded keys meet them: after RoPE also where keys are stored before it.
     bias : Tensor or None, float32 [batch, num_kv_heads, rows]
         Added to scores before ``call.scale``.
+    plan : Plan, or TablesPlan
+        The latter with ``of``, as of :func:`attend`.
     """
     batch, heads, rows, _ = packed.shape
     # codes whose sums another map turns into vectors, in a tensor of their own
     out = partials.out
     if call.unproject is not None:
-        width = _summed(call.value_format) if isinstance(plan, Plan) else call.value_format.width
+        width = call.value_format.width if of is not None else _summed(call.value_format)
         out = torch.empty(batch * heads, partials.splits, rows, width, dtype=torch.float32, device=packed.device)
     if isinstance(plan, Plan):
         _launch(call, span, packed, bias, out, partials, part, plan)
     else:
-        _tables_kernel(call.key_format).attend_packed(call, span, packed, out, partials.top, partials.total, part, plan)
+        assert of is not None
+        of.attend_packed(call, span, packed, out, partials.top, partials.total, part, plan)
     return out
 
 

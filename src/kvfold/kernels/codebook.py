@@ -8,79 +8,64 @@ import torch
 from kvfold.formats import Format
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook
 from kvfold.formats.packing import UNIT
-from kvfold.kernels import tables
 from kvfold.kernels._codebook_gluon import codebook_kernel, shared_bytes
-from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.stored import rotation_of
-from kvfold.kernels.tables import TablesPlan
+from kvfold.kernels.tables import Tables, TablesPlan
+from kvfold.rope import Rope
 
 SEEN = frozenset({(11, 128), (21, 256)})
 """Stages of keys and bits of values whose numbers a run on a GPU has shown right."""
-BEGIN = 10
-"""What beginning costs a program, in units of a warp."""
 
 
-def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
-    """Why the kernel does not serve these formats; None if it does."""
-    if not isinstance(key_format, AdditiveCodes):
-        return f"keys: {key_format.kind} storage; allowed: {AdditiveCodes.kind}"
-    if not isinstance(value_format, BinaryCodes) or value_format.joint > 1:
-        return f"values: {value_format.kind} storage; allowed: {BinaryCodes.kind}, of every head its own"
-    if key_format.head_dim != 128 or value_format.codes not in (128, 256):
-        return f"head_dim={key_format.head_dim}, {value_format.codes} bits of values; allowed: 128, and 128 or 256"
-    if key_format.levels != 64:
-        return f"keys: levels={key_format.levels}; allowed: 64"
-    if rotary != 128 or key_format.codebook is None or key_format.codebook.rotary != 128:
-        return f"keys: RoPE of {rotary} channels; allowed: 128"
-    if key_format.codebook.steps is None:
-        return "keys: centres that are not in whole steps"
-    if value_format.operand != "plain":
-        return f"values: operand={value_format.operand}; allowed: plain"
-    return None
+class CodebookTables(Tables):
+    """CommVQ's: stages of keys, and bits of values whose sums another map turns into vectors."""
 
+    begin = 10
+    waits = False  # to begin early gained nothing
+    value_fields = ("bits",)
 
-def declines(call: AttentionCall) -> str | None:
-    """Why the kernel leaves a call on such formats to another; None if it does not."""
-    keys, values = call.key_format, call.value_format
-    assert isinstance(keys, AdditiveCodes) and isinstance(values, BinaryCodes)
-    if (keys.stages, values.codes) not in SEEN:
-        return f"{keys.stages} stages, {values.codes} bits of values: not seen right on a GPU yet"
-    return tables.declines(call, program_bytes(keys, values, TablesPlan.of(call.shape[2])))
+    def foreign(self, key_format: Format, value_format: Format) -> str | None:
+        if not isinstance(key_format, AdditiveCodes):
+            return f"keys: {key_format.kind} storage; allowed: {AdditiveCodes.kind}"
+        if not isinstance(value_format, BinaryCodes) or value_format.joint > 1:
+            return f"values: {value_format.kind} storage; allowed: {BinaryCodes.kind}, of every head its own"
+        if key_format.head_dim != 128 or value_format.codes not in (128, 256):
+            return f"head_dim={key_format.head_dim}, {value_format.codes} bits of values; allowed: 128, and 128 or 256"
+        if key_format.levels != 64:
+            return f"keys: levels={key_format.levels}; allowed: 64"
+        book = key_format.codebook
+        if book is None or book.steps is None:
+            return "keys: centres that are not in whole steps"
+        if book.rotary != 128:
+            return f"keys: RoPE of {book.rotary} channels; allowed: 128"
+        if value_format.operand != "plain":
+            return f"values: operand={value_format.operand}; allowed: plain"
+        return None
 
+    def unseen(self, key_format: Format, value_format: Format) -> str | None:
+        assert isinstance(key_format, AdditiveCodes) and isinstance(value_format, BinaryCodes)
+        if (key_format.stages, value_format.codes) in SEEN:
+            return None
+        return f"{key_format.stages} stages, {value_format.codes} bits of values: not seen right on a GPU yet"
 
-def plan_of(call: AttentionCall, span: Span) -> TablesPlan:
-    return tables.plan_of(call, span, BEGIN)
+    def kernel(self) -> Any:
+        return codebook_kernel
 
+    def constants(self, key_format: Format, value_format: Format, plan: TablesPlan) -> dict[str, Any]:
+        assert isinstance(key_format, AdditiveCodes) and isinstance(value_format, BinaryCodes)
+        return {"STAGES": key_format.stages, "V": value_format.codes, "C": plan.columns}
 
-def attend_packed(
-    call: AttentionCall,
-    span: Span,
-    packed: torch.Tensor,
-    out: torch.Tensor,
-    top: torch.Tensor,
-    total: torch.Tensor,
-    part: int,
-    plan: TablesPlan,
-) -> None:
-    """Write partial results over one span; see :func:`kvfold.kernels.tables.launch`."""
-    form, rope = call.key_format, call.rope
-    assert isinstance(form, AdditiveCodes) and form.codebook is not None and rope is not None
-    table, size = rows_of(form.codebook.on(packed.device))
-    turning = rotation_of(rope, 64, UNIT, 1, 128, packed.device)
-    read = span.keys["codes"], span.keys["rms"], span.values["bits"], table, size, turning.freq, turning.table
-    fixed = constants(form, call.value_format, plan)
-    tables.launch(codebook_kernel, call, span, packed, read, out, top, total, part, plan, **fixed)
+    def program_bytes(self, key_format: Format, value_format: Format, plan: TablesPlan) -> int:
+        assert isinstance(key_format, AdditiveCodes) and isinstance(value_format, BinaryCodes)
+        return int(shared_bytes(key_format.stages, value_format.codes, plan.columns, plan.warps))
 
-
-def constants(keys: AdditiveCodes, values: Format, plan: TablesPlan) -> dict[str, Any]:
-    """What the kernel is specialized on."""
-    assert isinstance(values, BinaryCodes)
-    return {"STAGES": keys.stages, "V": values.codes, "C": plan.columns}
-
-
-def program_bytes(keys: AdditiveCodes, values: BinaryCodes, plan: TablesPlan) -> int:
-    """Bytes of shared memory of a program."""
-    return int(shared_bytes(keys.stages, values.codes, plan.columns, plan.warps))
+    def beside(
+        self, key_format: Format, value_format: Format, rope: Rope, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Rows of keys, what scores are multiplied with, and turns."""
+        assert isinstance(key_format, AdditiveCodes) and key_format.codebook is not None
+        turning = rotation_of(rope, 64, UNIT, 1, 128, device)
+        return *rows_of(key_format.codebook.on(device)), turning.freq, turning.table
 
 
 _made: WeakKeyDictionary[KeyCodebook, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()

@@ -1,14 +1,18 @@
 """The fused kernels, over affine groups and over pages, as choices of the registry."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvfold.formats import AffineGroups, Format, Paged
+from kvfold.formats import AffineGroups, Format, GroupCodes, Paged, ResidualCodes
+from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, Windows
 from kvfold.kernels.device import no_gpu
 from kvfold.kernels.reference import ReferenceKernel
+
+if TYPE_CHECKING:
+    from kvfold.kernels.tables import Tables
 
 BLOCK = 32
 LONG = 64
@@ -132,6 +136,75 @@ class FragmentsKernel(AttentionKernel):
         from kvfold.kernels.unpacked import attend_unpacked, serves
 
         return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
+
+
+class TablesKernel(AttentionKernel):
+    """Codes whose tables shared memory holds (CommVQ, VQLLM, GSRQ, TaSQ) on NVIDIA GPUs, from sm_80 on; any calls.
+
+    Up to 8 query rows of a KV head are read by a kernel with tables, the calls beside them as by
+    :class:`~kvfold.kernels.blocks.BlocksKernel`.
+    """
+
+    name = "tables"
+    in_place_tokens = 16
+    captures = True
+    limits = "calls of more than 8 query rows per KV head (its query heads times tokens) are read by the kernel blocks"
+    dtypes = frozenset({torch.float16, torch.bfloat16})
+
+    def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
+        if why := no_gpu(device):
+            return why
+        try:
+            from kvfold.kernels import blocks
+
+            of = tables_of(key_format)
+        except ImportError as error:
+            return f"needs Triton 3.6 with Gluon ({error})"
+        if of is None:
+            return f"keys: {key_format.kind} storage; allowed: {', '.join(TABLED)}"
+        if not pre_rope:
+            return "keys are stored after RoPE"
+        return (
+            of.foreign(key_format, value_format)
+            or of.unseen(key_format, value_format)
+            or blocks.unsupported(key_format, value_format, pre_rope)
+        )
+
+    def why_not_queries(
+        self, key_format: Format, value_format: Format, device: torch.device, rows: int, rotary: int
+    ) -> str | None:
+        of = tables_of(key_format)
+        assert of is not None
+        return of.unsupported(key_format, value_format, rotary) or of.no_room(key_format, value_format, rows, device)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        from kvfold.kernels import blocks
+        from kvfold.kernels.unpacked import attend_unpacked, serves
+
+        if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
+            return attend_unpacked(call)
+        of = tables_of(call.key_format)
+        return blocks.attend(call, of=None if of is None or of.declines(call) else of)
+
+
+TABLED = AdditiveCodes.kind, ResidualCodes.kind, GroupCodes.kind
+
+
+def tables_of(key_format: Format) -> "Tables | None":
+    """The kernel with tables in shared memory that keys may be for; None if there is none."""
+    if isinstance(key_format, AdditiveCodes):
+        from kvfold.kernels.codebook import CodebookTables
+
+        return CodebookTables()
+    if isinstance(key_format, ResidualCodes):
+        from kvfold.kernels.residual import ResidualTables
+
+        return ResidualTables()
+    if isinstance(key_format, GroupCodes):
+        from kvfold.kernels.groups import GroupTables
+
+        return GroupTables()
+    return None
 
 
 def _needs(key_format: Format, device: torch.device, pre_rope: bool) -> str | None:

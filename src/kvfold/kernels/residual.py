@@ -8,91 +8,63 @@ import torch
 from kvfold.formats import Format, ResidualCodes
 from kvfold.formats.packing import UNIT
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import tables
 from kvfold.kernels._residual_gluon import residual_kernel, shared_bytes
-from kvfold.kernels.call import AttentionCall, Span
-from kvfold.kernels.partials import overlaps_launches
 from kvfold.kernels.stored import rotation_of
-from kvfold.kernels.tables import TablesPlan
+from kvfold.kernels.tables import Tables, TablesPlan, unit_turns
 from kvfold.rope import Rope
 
 SEEN = frozenset({(4, 4), (8, 8)})
 """Stages of keys and of values whose numbers a run on a GPU has shown right."""
-BEGIN = 12
-"""What beginning costs a program, in units of a warp."""
 
 
-def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | None:
-    """Why the kernel does not serve these formats; None if it does."""
-    for side, form in (("keys", key_format), ("values", value_format)):
-        if not isinstance(form, ResidualCodes):
-            return f"{side}: {form.kind} storage; allowed: {ResidualCodes.kind}"
-        if (form.head_dim, form.vector, form.codes) != (128, 32, 256):
-            return f"{side}: {form.describe()} of {form.head_dim}; allowed: 256 codes for 32 channels of 128"
-        if form.block % UNIT:
-            return f"{side}: blocks of {form.block} tokens; allowed: multiples of {UNIT}"
-        if form.stages not in (4, 8):
-            return f"{side}: {form.stages} stages; allowed: 4, 8"
-        if form.strided != (side == "keys"):
-            return f"{side}: strided={form.strided}; allowed: {side == 'keys'}"
-        if form.book is None or form.book.steps is None:
-            return f"{side}: a codebook that is not in whole steps"
-    if rotary != 128:
-        return f"keys: RoPE of {rotary} channels; allowed: 128"
-    return None
+class ResidualTables(Tables):
+    """VQLLM's and GSRQ's: stages of keys and of values are added up."""
 
+    begin = 12
+    waits = True
+    value_fields = ("codes", "rms")
 
-def declines(call: AttentionCall) -> str | None:
-    """Why the kernel leaves a call on such formats to another; None if it does not."""
-    keys, values = call.key_format, call.value_format
-    assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes)
-    if (keys.stages, values.stages) not in SEEN:
-        return f"{keys.stages} and {values.stages} stages: not seen right on a GPU yet"
-    return tables.declines(call, program_bytes(keys, values, TablesPlan.of(call.shape[2])))
+    def foreign(self, key_format: Format, value_format: Format) -> str | None:
+        for side, form in (("keys", key_format), ("values", value_format)):
+            if not isinstance(form, ResidualCodes):
+                return f"{side}: {form.kind} storage; allowed: {ResidualCodes.kind}"
+            if (form.head_dim, form.vector, form.codes) != (128, 32, 256):
+                return f"{side}: {form.describe()} of {form.head_dim}; allowed: 256 codes for 32 channels of 128"
+            if form.block % UNIT:
+                return f"{side}: blocks of {form.block} tokens; allowed: multiples of {UNIT}"
+            if form.stages not in (4, 8):
+                return f"{side}: {form.stages} stages; allowed: 4, 8"
+            if form.strided != (side == "keys"):
+                return f"{side}: strided={form.strided}; allowed: {side == 'keys'}"
+            if form.book is None or form.book.steps is None:
+                return f"{side}: a codebook that is not in whole steps"
+        return None
 
+    def unseen(self, key_format: Format, value_format: Format) -> str | None:
+        assert isinstance(key_format, ResidualCodes) and isinstance(value_format, ResidualCodes)
+        if (key_format.stages, value_format.stages) in SEEN:
+            return None
+        return f"{key_format.stages} and {value_format.stages} stages: not seen right on a GPU yet"
 
-def plan_of(call: AttentionCall, span: Span) -> TablesPlan:
-    return tables.plan_of(call, span, BEGIN)
+    def kernel(self) -> Any:
+        return residual_kernel
 
+    def constants(self, key_format: Format, value_format: Format, plan: TablesPlan) -> dict[str, Any]:
+        assert isinstance(key_format, ResidualCodes) and isinstance(value_format, ResidualCodes)
+        return {"K": key_format.stages, "V": value_format.stages, "C": plan.columns, "GROUPS": 0}
 
-def attend_packed(
-    call: AttentionCall,
-    span: Span,
-    packed: torch.Tensor,
-    out: torch.Tensor,
-    top: torch.Tensor,
-    total: torch.Tensor,
-    part: int,
-    plan: TablesPlan,
-) -> None:
-    """Write partial results over one span; see :func:`kvfold.kernels.tables.launch`."""
-    keys, values, rope, device = call.key_format, call.value_format, call.rope, packed.device
-    assert isinstance(keys, ResidualCodes) and isinstance(values, ResidualCodes) and rope is not None
-    assert keys.book is not None and values.book is not None
-    read = (
-        span.keys["codes"],
-        span.keys["rms"],
-        span.values["codes"],
-        span.values["rms"],
-        _rows(keys.book.on(device), True),
-        _rows(values.book.on(device), False),
-        rotation_of(rope, 64, UNIT, 1, 128, device).freq,
-        turns(rope, device),
-        span.keys["rms"],  # no means
-        span.values["rms"],
-    )
-    early, fixed = overlaps_launches(device), constants(keys, values, plan)
-    tables.launch(residual_kernel, call, span, packed, read, out, top, total, part, plan, early, GROUPS=0, **fixed)
+    def program_bytes(self, key_format: Format, value_format: Format, plan: TablesPlan) -> int:
+        assert isinstance(key_format, ResidualCodes) and isinstance(value_format, ResidualCodes)
+        return int(shared_bytes(key_format.stages, value_format.stages, plan.columns, plan.warps))
 
-
-def constants(keys: ResidualCodes, values: ResidualCodes, plan: TablesPlan) -> dict[str, Any]:
-    """What the kernel is specialized on."""
-    return {"K": keys.stages, "V": values.stages, "C": plan.columns}
-
-
-def program_bytes(keys: ResidualCodes, values: ResidualCodes, plan: TablesPlan) -> int:
-    """Bytes of shared memory of a program."""
-    return int(shared_bytes(keys.stages, values.stages, plan.columns, plan.warps))
+    def beside(
+        self, key_format: Format, value_format: Format, rope: Rope, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Rows of keys and of values, and turns; there are no means, so rows stand in their place."""
+        assert isinstance(key_format, ResidualCodes) and isinstance(value_format, ResidualCodes)
+        assert key_format.book is not None and value_format.book is not None
+        rows = _rows(key_format.book.on(device), True), _rows(value_format.book.on(device), False)
+        return *rows, rotation_of(rope, 64, UNIT, 1, 128, device).freq, turns(rope, device), *rows
 
 
 _made: WeakKeyDictionary[Codebook, dict[bool, torch.Tensor]] = WeakKeyDictionary()
@@ -131,4 +103,4 @@ def turns(rope: Rope, device: torch.device) -> torch.Tensor:
     Of group i, lane t four cosines, then four sines, of pairs 16 t + 4 m + i. Odd tokens have groups 0 and 1, and 2 and 3, the
     other way round.
     """
-    return tables.unit_turns(rope, device, (1, 4, 2, 0, 3))
+    return unit_turns(rope, device, (1, 4, 2, 0, 3))

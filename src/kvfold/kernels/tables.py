@@ -1,18 +1,19 @@
-"""What launches of kernels with tables in shared memory share: CommVQ's (:mod:`kvfold.kernels.codebook`), VQLLM's
+"""What kernels with tables in shared memory share: CommVQ's (:mod:`kvfold.kernels.codebook`), VQLLM's
 (:mod:`kvfold.kernels.residual`) and TaSQ's (:mod:`kvfold.kernels.groups`)."""
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from kvfold.formats import Format
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.partials import LOG2E, early_launch
+from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
 from kvfold.kernels.stored import room_between, rotation_of
 from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
@@ -42,16 +43,6 @@ class TablesPlan:
         return cls(columns=4 if rows <= 4 else 8)
 
 
-def declines(call: AttentionCall, bytes_: int) -> str | None:
-    """Why a kernel whose programs take ``bytes_`` of shared memory leaves a call to another; None if it does not."""
-    rows, there = call.shape[2], program_memory(call.query.device)
-    if rows > MOST_ROWS:
-        return f"{rows} query rows; allowed: up to {MOST_ROWS}"
-    if call.project is not None or call.first_position is None:
-        return "projected queries"
-    return None if bytes_ <= there else f"{there} bytes of shared memory; needed: {bytes_}"
-
-
 @lru_cache
 def make_plan(jobs: int, rows: int, units: int, processors: int, begin: int) -> TablesPlan:
     """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units; ``begin``: what
@@ -64,13 +55,6 @@ def make_plan(jobs: int, rows: int, units: int, processors: int, begin: int) -> 
         return math.ceil(jobs * splits / processors) * (each + begin)
 
     return replace(plan, splits=min(range(1, max(2, min(256, units // 8))), key=cost))
-
-
-def plan_of(call: AttentionCall, span: Span, begin: int) -> TablesPlan:
-    """Choose a launch shape for a call over one span; ``begin`` as of :func:`make_plan`."""
-    batch, heads, rows, _ = call.shape
-    units = span.keys["codes"].shape[2] * call.key_format.block // UNIT
-    return make_plan(batch * heads, rows, units, multiprocessors(call.query.device), begin)
 
 
 @lru_cache(maxsize=64)
@@ -86,53 +70,116 @@ def unit_turns(rope: Rope, device: torch.device, order: tuple[int, ...]) -> torc
     return torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).contiguous()
 
 
-def launch(
-    kernel: Any,
-    call: AttentionCall,
-    span: Span,
-    packed: torch.Tensor,
-    read: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    top: torch.Tensor,
-    total: torch.Tensor,
-    part: int,
-    plan: TablesPlan,
-    early: bool = False,
-    **constants: Any,
-) -> None:
-    """Write partial results over one span to the parts ``part`` to ``part + plan.splits``; as of
-    :class:`kvfold.kernels.partials.Partials`. ``read``: stored fields and tables, in the order of the kernel's arguments;
-    ``early``: the kernel waits by itself for the one before, and lets the next one start.
+class Tables(ABC):
+    """The kernel over one kind of storage: what it reads there and beside it, and what it is compiled for."""
 
-    Raises
-    ------
-    ValueError
-        If keys and values have room for different numbers of tokens.
-    """
-    batch, heads, rows, _ = packed.shape
-    room = {room_between(f, x) for f, x in ((call.key_format, span.keys), (call.value_format, span.values))}
-    if len(room) > 1:
-        raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
-    columns = math.ceil(rows / plan.columns)
-    kernel[(batch * heads * columns, plan.splits)](
-        packed.contiguous(),
-        *read,
-        call.packed_len,
-        call.first_position,
-        out,
-        top,
-        total,
-        float(call.scale) * LOG2E,
-        heads,
-        rows,
-        columns,
-        span.start,
-        room.pop() // UNIT,
-        plan.splits,
-        top.shape[1],
-        part,
-        **constants,
-        EARLY=early,
-        num_warps=plan.warps,
-        **early_launch(early),
-    )
+    begin: ClassVar[int]
+    """What beginning costs a program, in units of a warp."""
+    waits: ClassVar[bool]
+    """Whether the kernel waits by itself for the one before, and lets the next one start."""
+    value_fields: ClassVar[tuple[str, ...]]
+    """What it reads of stored values; of keys it reads codes and "rms"."""
+
+    @abstractmethod
+    def foreign(self, key_format: Format, value_format: Format) -> str | None:
+        """Why the kernel does not read these formats; None if it does."""
+
+    def unseen(self, key_format: Format, value_format: Format) -> str | None:
+        """Which numbers no run on a GPU has shown right, of formats that it reads; None if all have been."""
+        return None
+
+    @abstractmethod
+    def kernel(self) -> Any:
+        """What is launched over slabs."""
+
+    @abstractmethod
+    def constants(self, key_format: Format, value_format: Format, plan: TablesPlan) -> dict[str, Any]:
+        """What the kernel is specialized on, over slabs and over pages."""
+
+    @abstractmethod
+    def program_bytes(self, key_format: Format, value_format: Format, plan: TablesPlan) -> int:
+        """Bytes of shared memory of a program."""
+
+    @abstractmethod
+    def beside(
+        self, key_format: Format, value_format: Format, rope: Rope, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """What the kernel reads beside storage, in the order of its arguments; made once: graphs know where it is."""
+
+    def unsupported(self, key_format: Format, value_format: Format, rotary: int) -> str | None:
+        """Why the kernel does not serve these formats, with RoPE of ``rotary`` channels; None if it does."""
+        if why := self.foreign(key_format, value_format) or self.unseen(key_format, value_format):
+            return why
+        return None if rotary == 128 else f"keys: RoPE of {rotary} channels; allowed: 128"
+
+    def no_room(self, key_format: Format, value_format: Format, rows: int, device: torch.device) -> str | None:
+        """Why the kernel leaves ``rows`` query rows of a KV head to another; None if it does not."""
+        if rows > MOST_ROWS:
+            return f"{rows} query rows; allowed: up to {MOST_ROWS}"
+        needs, there = self.program_bytes(key_format, value_format, TablesPlan.of(rows)), program_memory(device)
+        return None if needs <= there else f"{there} bytes of shared memory; needed: {needs}"
+
+    def declines(self, call: AttentionCall) -> str | None:
+        """Why the kernel leaves a call on formats that it serves to another; None if it does not."""
+        if call.project is not None or call.first_position is None:
+            return "projected queries"
+        return self.no_room(call.key_format, call.value_format, call.shape[2], call.query.device)
+
+    def plan_of(self, call: AttentionCall, span: Span) -> TablesPlan:
+        """Choose a launch shape for a call over one span."""
+        batch, heads, rows, _ = call.shape
+        units = span.keys["codes"].shape[2] * call.key_format.block // UNIT
+        return make_plan(batch * heads, rows, units, multiprocessors(call.query.device), self.begin)
+
+    def attend_packed(
+        self,
+        call: AttentionCall,
+        span: Span,
+        packed: torch.Tensor,
+        out: torch.Tensor,
+        top: torch.Tensor,
+        total: torch.Tensor,
+        part: int,
+        plan: TablesPlan,
+    ) -> None:
+        """Write partial results over one span to the parts ``part`` to ``part + plan.splits``; as of
+        :class:`kvfold.kernels.partials.Partials`.
+
+        Raises
+        ------
+        ValueError
+            If keys and values have room for different numbers of tokens.
+        """
+        keys, values, rope, device = call.key_format, call.value_format, call.rope, packed.device
+        assert rope is not None
+        batch, heads, rows, _ = packed.shape
+        room = {room_between(f, x) for f, x in ((keys, span.keys), (values, span.values))}
+        if len(room) > 1:
+            raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
+        columns = math.ceil(rows / plan.columns)
+        early = self.waits and overlaps_launches(device)
+        self.kernel()[(batch * heads * columns, plan.splits)](
+            packed.contiguous(),
+            span.keys["codes"],
+            span.keys["rms"],
+            *(span.values[name] for name in self.value_fields),
+            *self.beside(keys, values, rope, device),
+            call.packed_len,
+            call.first_position,
+            out,
+            top,
+            total,
+            float(call.scale) * LOG2E,
+            heads,
+            rows,
+            columns,
+            span.start,
+            room.pop() // UNIT,
+            plan.splits,
+            top.shape[1],
+            part,
+            **self.constants(keys, values, plan),
+            EARLY=early,
+            num_warps=plan.warps,
+            **early_launch(early),
+        )

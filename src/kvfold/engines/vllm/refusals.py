@@ -175,7 +175,7 @@ def check_kernel(stored: Stored, device: torch.device) -> str:
         raise KVFoldError(f"{stored.method}: no kernel encodes its pages: {why}; {_instead(why)}")
     if stored.spec.dtype not in (torch.float16, torch.bfloat16):
         raise KVFoldError(f"dtype={str(stored.spec.dtype)[6:]}: allowed on a GPU: bfloat16, float16")
-    return "paged, first choice"
+    return f"{stored.kernel(device)}, triton"
 
 
 def _instead(why: str) -> str:

@@ -12,7 +12,7 @@ from kvfold.engines.vllm import subspace
 from kvfold.errors import KVFoldError
 from kvfold.formats import Dense, Fields
 from kvfold.formats.paged import PAGE
-from kvfold.kernels.paged import Following, Maps, PageLayout, Steering, unsupported, why_not, why_not_stored
+from kvfold.kernels.paged import Following, Maps, PageLayout, Steering, serving, unsupported, why_not, why_not_stored
 from kvfold.methods import LayerSpec, Method
 from kvfold.methods.base import Observation
 from kvfold.rope import Rope
@@ -148,6 +148,12 @@ class Stored:
     def why_not(self, device: torch.device) -> str | None:
         """Why no kernel attends to the layer's pages on a device; None if one does."""
         return why_not(*self.formats, device, self.method.pre_rope, self.steering, self._tables(device))
+
+    def kernel(self, device: torch.device) -> str:
+        """What attends to the layer's pages on a device where :meth:`why_not` is None; see
+        :func:`kvfold.kernels.paged.serving`."""
+        heads_per_kv = self.spec.num_heads // self.spec.num_kv_heads
+        return serving(*self.formats, device, heads_per_kv, self._tables(device))
 
     def why_not_stored(self, device: torch.device) -> str | None:
         """Why no kernel encodes the layer's pages; None if one does."""

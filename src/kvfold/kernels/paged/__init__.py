@@ -99,6 +99,17 @@ def why_not(
     return why
 
 
+def serving(
+    key_format: Format, value_format: Format, device: torch.device, heads_per_kv: int, maps: Maps | None = None
+) -> str:
+    """What attends to pages of formats that :func:`why_not` has nothing against, in steps of one token, for reports: a kernel's
+    name in :data:`kvfold.kernels.REGISTRY`, and why not a faster one that there is for such codes."""
+    from kvfold.kernels.paged import attention
+
+    rope = None if maps is None else maps.given.get("rope")
+    return attention.serving(key_format, value_format, rope, heads_per_kv, device)
+
+
 def why_not_stored(
     key_format: Format,
     value_format: Format,
@@ -174,6 +185,7 @@ __all__ = [
     "attend",
     "prepare",
     "ready",
+    "serving",
     "store",
     "unpack",
     "unsupported",

@@ -10,6 +10,7 @@ import triton
 from kvfold.formats import Fields, Format, Paged
 from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.kernels import blocks
+from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged._attend import merge_pieces_kernel, pieces_kernel, raw_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace, raw_parts
@@ -46,6 +47,24 @@ def why_not(key_format: Format, value_format: Format, pre_rope: bool, device: to
     except ValueError as error:
         return str(error).removeprefix("attend: ")
     return None
+
+
+def serving(key_format: Format, value_format: Format, rope: Rope | None, rows: int, device: torch.device) -> str:
+    """The kernel that reads pages of these formats in steps of ``rows`` query rows per KV head, as the registry names its
+    kind; behind it, where there is a kernel with tables for such codes, why that does not.
+
+    Raises
+    ------
+    ValueError
+        If none does.
+    """
+    name = "blocks" if choose(key_format, value_format, rope is not None, device) is pieces else "gluon"
+    if tables_of(key_format) is None:
+        return name
+    from kvfold.kernels.paged import tables
+
+    why = tables.unsupported(key_format, value_format, rope, rows, device)
+    return f"{name} (tables: {why})" if why else "tables"
 
 
 def unsupported(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
