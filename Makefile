@@ -34,12 +34,13 @@ $(SERVING)/.kvfold-installed: pyproject.toml
 	$(SERVING)/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
 	touch $@
 
-# Flows of a cache at random, against fresh caches of the same tokens: CASES of them, others with another SEED
+# Flows of a cache at random, against fresh caches of the same tokens: CASES of them, others with another SEED; one for forty of
+# them on tiny models of many kinds, against the model without a cache
 CASES ?= 100000
 SEED ?= 0
 fuzz: $(STAMP)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 KVFOLD_FUZZ=$(CASES) KVFOLD_FUZZ_SEED=$(SEED) \
-		$(BIN)/pytest -n $(WORKERS) --dist worksteal tests/engines/test_flows.py $(ARGS)
+		$(BIN)/pytest -n $(WORKERS) --dist worksteal tests/engines/test_flows.py tests/engines/test_flows_of_models.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import kvfold
-from helpers import build, dynamic, logits, prompt, relative
+from helpers import build, dynamic, llama, logits, prompt, relative
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheStateError, UnsupportedModelError
 
@@ -164,9 +164,59 @@ def test_a_crop_that_states_cannot_follow_is_refused_before_anything_changes():
         model.generate(ids[:, :60], past_key_values=kvfold.fold(model, "none"), prompt_lookup_num_tokens=3)
 
 
+def lfm2(*layer_types):
+    return build(Lfm2ForCausalLM, Lfm2Config, layer_types=list(layer_types), block_ff_dim=64, hidden_size=128)
+
+
+@pytest.mark.parametrize(
+    "recorded, count, spare", [(None, 2, 0), (0, 1, 0), (4, 5, 4)], ids=["nothing", "from now on", "four tokens"]
+)
+def test_a_crop_that_convolutions_cannot_follow_is_refused_before_anything_changes(recorded, count, spare):
+    """Attention comes first, so it would have lost its tokens already. With too few recorded, states were of other tokens."""
+    model, ids = lfm2("full_attention", "conv"), prompt(1, 40)
+    full = model(ids, use_cache=False).logits
+    cache = kvfold.fold(model, "none:recent=4")
+    logits(model, cache, ids[:, :30])
+    if recorded is not None:
+        cache.activate_past_recording()
+        if recorded:
+            logits(model, cache, ids[:, 30 : 30 + recorded])
+    at = 30 + (recorded or 0)
+    with pytest.raises(CacheStateError, match=rf"the convolutions of layers 1 can lose {spare} tokens"):
+        cache.crop(-count)
+    assert cache.get_seq_length() == at
+    if spare:
+        cache.crop(-spare)
+        at -= spare
+    assert relative(logits(model, cache, ids[:, at:]), full[:, at:]) < 1e-5
+
+
+def test_a_number_of_tokens_to_keep_is_no_crop():
+    """Transformers' own layers take it as one, so kept ones would have lost tokens."""
+    model = llama()
+    cache = kvfold.fold(model, "none+keep=0")
+    logits(model, cache, prompt(1, 20))
+    with pytest.raises(ValueError, match=r"crop\(5\): pass a negative number"):
+        cache.crop(5)
+    assert [of.get_seq_length() for of in cache.layers] == [20, 20]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("batch, empty", [(1, lambda cache: cache.crop(-20)), (2, lambda cache: cache.reset())])
+def test_a_crop_of_everything_or_a_reset_forgets_convolutions(batch, empty, recorded):
+    """A reset takes another batch, as it does for attention."""
+    model, ids = lfm2("conv", "full_attention"), prompt(2, 40)
+    expected = model(ids[:batch, 20:], use_cache=False).logits
+    cache = kvfold.fold(model, "none:recent=4")
+    if recorded:
+        cache.activate_past_recording()
+    logits(model, cache, ids[:1, :20])
+    empty(cache)
+    assert relative(logits(model, cache, ids[:batch, 20:], [9, 1, 10]), expected) < 1e-5
+
+
 def test_convolutions_alone_are_cropped():
-    model = build(Lfm2ForCausalLM, Lfm2Config, layer_types=["conv", "full_attention"], block_ff_dim=64, hidden_size=128)
-    ids = prompt(1, 60)
+    model, ids = lfm2("conv", "full_attention"), prompt(1, 60)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "prompt_lookup_num_tokens": 3}
     expected = model.generate(ids, **options)
     assert torch.equal(model.generate(ids, past_key_values=kvfold.fold(model, "none:recent=16"), **options), expected)

@@ -14,7 +14,7 @@ from kvfold.arithmetic import storing
 from kvfold.engines.transformers.layer import ANOTHER_MODEL, NOT_READ, FoldedLayer
 from kvfold.engines.transformers.originals import is_folded
 from kvfold.engines.transformers.rollback import Call, attending, crop_layers, fed
-from kvfold.engines.transformers.states import select_states, states_of
+from kvfold.engines.transformers.states import forget_states, select_states, states_of
 from kvfold.errors import CacheStateError, KVFoldWarning
 from kvfold.formats import PagedFormat
 from kvfold.methods import Method
@@ -233,6 +233,8 @@ class FoldedCache(Cache):
         for layer in self.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                forget_states(layer)
         self._call = None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -241,9 +243,13 @@ class FoldedCache(Cache):
         Raises
         ------
         CacheStateError
-            If a layer holds a recurrent state, which tokens cannot be taken out of, or a sliding window whose older tokens are
-            gone. Nothing has changed then.
+            If a layer holds a recurrent state, which tokens cannot be taken out of, or a sliding window or a convolution whose
+            older tokens are gone. Nothing has changed then.
+        ValueError
+            If the number is positive.
         """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({int(tokens_to_remove)}): pass a negative number of tokens to remove")
         self.settle()
         fixed = [i for i, layer in enumerate(self.layers) if states_of(layer) and not layer.is_croppable]
         if tokens_to_remove != 0 and fixed:
@@ -251,7 +257,7 @@ class FoldedCache(Cache):
                 f"cache: crop({int(tokens_to_remove)}) is not possible: layers {', '.join(map(str, fixed))} hold recurrent "
                 "states, which tokens cannot be taken out of; reset() the cache and prefill again"
             )
-        crop_layers(self.layers, -int(tokens_to_remove))
+        crop_layers(self.layers, -int(tokens_to_remove), self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make sequence ``beam_idx[i]`` the i-th; int64 [batch].

@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from kvfold.engines.transformers.layer import FoldedLayer
-from kvfold.engines.transformers.states import select_states
+from kvfold.engines.transformers.states import crop_states, forget_states, select_states
 from kvfold.methods import LayerSpec, Method
 from kvfold.storage.devices import moved
 
@@ -58,15 +58,16 @@ class FoldedHybridLayer(FoldedLayer, LinearAttentionAndFullAttentionLayer):  # t
 
     def reset(self) -> None:
         FoldedLayer.reset(self)
-        LinearAttentionLayer.reset(self)
+        forget_states(self)
 
     def activate_past_recording(self) -> None:
         FoldedLayer.activate_past_recording(self)
         LinearAttentionLayer.activate_past_recording(self)
 
     def crop(self, tokens_to_remove: int) -> None:
+        total = self.get_seq_length()
         FoldedLayer.crop(self, tokens_to_remove)
-        LinearAttentionLayer.crop(self, int(tokens_to_remove))
+        crop_states(self, -int(tokens_to_remove), total)
 
     def _select(self, rows: list[int], pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         FoldedLayer._select(self, rows, pick)

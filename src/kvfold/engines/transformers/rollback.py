@@ -14,9 +14,11 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
 from kvfold.engines.transformers.originals import is_folded
+from kvfold.engines.transformers.states import crop_states, spare_columns, states_of
 from kvfold.errors import CacheStateError
 
 REPLACED = DynamicLayer, DynamicSlidingWindowLayer
@@ -124,25 +126,31 @@ def _reversible(layer: Any) -> bool:
     return type(layer) in REPLACED
 
 
-def crop_layers(layers: Sequence[Any], count: int) -> None:
-    """Take the newest ``count`` columns away from all layers, or from none.
+def crop_layers(layers: Sequence[Any], count: int, total: int) -> None:
+    """Take the newest ``count`` of ``total`` columns away from all layers, or from none.
 
     Raises
     ------
     CacheStateError
-        If a sliding window would lack tokens before them.
+        If a sliding window or a convolution would lack tokens before them.
     """
-    most = {i: _spare(layer, count) for i, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer}
-    stuck = [i for i, spare in most.items() if count > spare]
+    windows = {i: _spare(layer, count) for i, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer}
+    states = {i: spare_columns(layer, total) for i, layer in enumerate(layers) if states_of(layer)}
+    most = windows | states
+    stuck = [i for i, spare in most.items() if count > spare and count < total]
     if stuck:
+        kinds = (("sliding windows", windows), ("convolutions", states))
+        what = " and ".join(name for name, of in kinds if any(i in of for i in stuck))
         raise CacheStateError(
-            f"cache: crop({-count}) is not possible: the sliding windows of layers {', '.join(map(str, stuck))} can lose "
+            f"cache: crop({-count}) is not possible: the {what} of layers {', '.join(map(str, stuck))} can lose "
             f"{min(most[i] for i in stuck)} tokens; allowed: at most so many, which are those of the calls since "
             "activate_past_recording(). Else reset() the cache and prefill again"
         )
     for layer in layers:
         if type(layer) in REPLACED:
             _crop_own(layer, count)
+        elif type(layer) is LinearAttentionLayer:
+            crop_states(layer, count, total)
         else:
             layer.crop(-count)
 
