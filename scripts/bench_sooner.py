@@ -20,7 +20,7 @@ import torch
 from kvfold.bench import attention
 from kvfold.bench.attention import LIMIT, SINK, Inputs, Work
 from kvfold.bench.timing import times_in_turn
-from kvfold.kernels import _residual_gluon, blocks, fragments, pages, partials, residual
+from kvfold.kernels import REGISTRY, _residual_gluon, fragments, pages, partials, residual
 from kvfold.kernels.decode import unit_capacity
 from kvfold.kernels.device import multiprocessors
 
@@ -132,7 +132,7 @@ def call(work: Work, variant: Variant, kernels: tuple[Any, Any], inputs: Inputs)
     partials.FEW = variant.merge
     residual.residual_kernel = kernels[variant.before]
     if work.method.startswith("vqllm"):
-        return blocks.attend(attention._given(work, inputs, work.head_dim**-0.5))
+        return REGISTRY["tables"].attend(attention._given(work, inputs, work.head_dim**-0.5))
     module: Any = pages if work.method == "fold" else fragments
     plan = plan_of(work, inputs, variant)
     return module.decode_attention(
