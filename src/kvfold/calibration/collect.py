@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
+from kvfold.calibration import looking
 from kvfold.errors import KVFoldError, UnsupportedModelError
 from kvfold.methods.base import LayerSpec
 from kvfold.methods.learned import rotary_dim
@@ -25,6 +26,13 @@ from kvfold.rope import Rope, rope_of
 IMPLEMENTATION = "kvfold_collect"
 QUERY_CHUNK = 256
 """Queries whose attention probabilities exist at once."""
+NEWEST = 64
+"""Tokens of a window whose hidden states are compared with the model's own."""
+CLOSE = 0.05
+"""Relative difference between them that is rounding's."""
+OUTPUTS = ("o_proj", "out_proj", "dense")
+"""Names of attention modules' output projections."""
+OTHERWISE = "does not hand each layer's output to the next one as it is; calibration runs layers one by one"
 
 
 @dataclass(frozen=True)
@@ -108,16 +116,26 @@ class _Probe:
         self.ropes: dict[int, Rope | None] = {}
 
     def take(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Exact causal attention; records keys before RoPE, values, weights and query statistics.
+        """Exact attention; records keys before RoPE, values, weights and query statistics.
 
         Parameters
         ----------
         query : Tensor [batch, num_heads, tokens, head_dim]
         key, value : Tensor [batch, num_kv_heads, tokens, head_dim]
-        window : int
-            Tokens a query sees; 0: all before it.
+        mask : Tensor or None, bool [batch, 1, tokens, tokens]
+            What each query sees; None: itself and all before it.
+        softcap, sinks
+            See :class:`kvfold.kernels.AttentionCall`.
 
         Returns
         -------
@@ -139,11 +157,17 @@ class _Probe:
             rows = slice(start, min(start + QUERY_CHUNK, tokens))
             stop = rows.stop
             scores = grouped[:, :, :, rows] @ key[:, :, None, :stop].transpose(-1, -2) * scale
-            distance = positions[rows, None] - positions[:stop]
-            hidden = distance < 0
-            if window:
-                hidden |= distance >= window
-            p = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+            if softcap is not None:
+                scores = (scores / softcap).tanh_() * softcap
+            if mask is None:
+                hidden = positions[rows, None] < positions[:stop]
+            else:
+                hidden = ~mask[:, :, None, rows, :stop]
+            scores = scores.masked_fill_(hidden, float("-inf"))
+            if sinks is not None:  # one more score, of a token without a value
+                sink = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+                scores = torch.cat((scores, sink), -1)
+            p = scores.softmax(-1)[..., :stop]
             o = p @ value[:, :, None, :stop]
             out[:, :, :, rows] = o
             squared = p.square_().flatten(2, 3)  # all queries of the KV head's query heads
@@ -177,39 +201,65 @@ def _collecting_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = _probe.take(module, query, key, value, scale, sliding_window or 0)
+    out = _probe.take(module, query, key, value, attention_mask, scale, softcap, s_aux)
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(IMPLEMENTATION, _collecting_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
+looking.register_both(IMPLEMENTATION, _collecting_attention)
 
 
-class _FirstLayerReached(Exception):
-    """Carries what the model passes to its first layer."""
-
-    def __init__(self, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.hidden, self.kwargs = hidden, kwargs
+class _Reached(Exception):
+    """Ends a call of the model before a layer."""
 
 
-def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Attention modules by layer."""
-    return {_layer_index(m): m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")}
+@dataclass(frozen=True)
+class _Passed:
+    """What the model gives a layer beside hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def projections(model: PreTrainedModel, specs: Sequence[LayerSpec | None]) -> dict[int, torch.Tensor]:
+    """Weights of the output projections of folded layers' attention modules, [hidden, num_heads * head_dim].
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a module has none by a known name, or one whose weight is stored in another way.
+    """
+    from kvfold.engines.transformers.attentions import of_decoder
+
+    modules = of_decoder(model)
+    found = {}
+    for spec in specs:
+        if spec is None:
+            continue
+        module = modules.get(spec.layer_idx)
+        weights = [getattr(getattr(module, name, None), "weight", None) for name in OUTPUTS]
+        wide = [t for t in weights if isinstance(t, torch.Tensor) and t.shape[-1] == spec.num_heads * spec.head_dim]
+        if not wide:
+            raise UnsupportedModelError(
+                f"model: the attention of layer {spec.layer_idx} of {type(model).__name__} has no output projection of "
+                f"{spec.num_heads} heads of {spec.head_dim} channels that calibration could read ({', '.join(OUTPUTS)})"
+            )
+        found[spec.layer_idx] = wide[0]
+    return found
 
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec | None]:
     """Every layer's shape, with its rotation; None where kvfold keeps the layer in full precision."""
     from kvfold.engines.transformers.planning import plan_layers
 
-    rope, attentions = rope_of(model), attention_modules(model)
+    rope = rope_of(model)
     specs: list[LayerSpec | None] = []
-    for index, item in enumerate(plan_layers(model, NoFolding())):
-        own = rope if getattr(attentions.get(index), "use_rope", True) else None
+    for item in plan_layers(model, NoFolding()):
+        own = rope if getattr(item.module, "use_rope", True) else None
         specs.append(None if item.spec is None else dataclasses.replace(item.spec, rope=own))
     return specs
 
@@ -229,19 +279,22 @@ class Collector:
     Raises
     ------
     UnsupportedModelError
-        If the model has no list of decoder layers that can be run one by one.
+        If the model has no list of decoder layers that can be run one by one, or an attention module no output projection
+        that is known.
     """
 
     def __init__(self, model: PreTrainedModel, windows: torch.Tensor, batch: int = 1) -> None:
         self.model, self.windows, self.batch = model, windows, batch
         self.specs = layer_specs(model)
-        self.attentions = attention_modules(model)
         layers = getattr(model.base_model, "layers", None)
         if layers is None or len(layers) != len(self.specs):
             raise UnsupportedModelError(
                 f"model: {type(model).__name__} does not list its decoder layers as 'layers'; calibration runs them one by one"
             )
         self.layers: nn.ModuleList = layers
+        self.projections = projections(model, self.specs)
+        self.passed: dict[int, list[_Passed]] = {}  # by windows in a call: what layers are given beside hidden states
+        self.seen: list[torch.Tensor] = []  # the newest of the hidden states that the model gives its layers
         self.hidden: torch.Tensor | None = None
         self.done = 0
 
@@ -256,33 +309,68 @@ class Collector:
             _probe.seen.clear()
             self.model.set_attn_implementation(previous)
 
-    def _first_inputs(self, ids: torch.Tensor) -> _FirstLayerReached:
-        def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            hidden = args[0] if args else kwargs.pop("hidden_states")
-            raise _FirstLayerReached(hidden, {k: v for k, v in kwargs.items() if k != "hidden_states"})
+    def _call(self, ids: torch.Tensor, count: int, look: Callable[[torch.Tensor, _Passed], None]) -> None:
+        """Call the model up to its layer ``count``, and look at what it passes to those before."""
+        order = iter(self.layers[:count])
 
-        handle = self.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+        def reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            _probe.seen.clear()
+            if module is not next(order):
+                raise UnsupportedModelError(f"model: {type(self.model).__name__} {OTHERWISE}")
+            look(args[0] if args else kwargs.pop("hidden_states"), _Passed(args[1:], kwargs))
+            if module is self.layers[count - 1]:
+                raise _Reached
+
+        handles = [layer.register_forward_pre_hook(reached, with_kwargs=True) for layer in self.layers[:count]]
         try:
             self.model(ids.to(self.model.device), use_cache=False)
-        except _FirstLayerReached as reached:
-            return reached
+        except _Reached:
+            return
         finally:
-            handle.remove()
-        raise UnsupportedModelError(f"model: {type(self.model).__name__} does not run its first layer")
+            for handle in handles:
+                handle.remove()
+        raise UnsupportedModelError(f"model: {type(self.model).__name__} {OTHERWISE}")
+
+    def _first_hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        self._call(ids, 1, lambda hidden, _: found.append(hidden))
+        return found[0].cpu()
+
+    def _passed_to(self, index: int, ids: torch.Tensor) -> _Passed:
+        """What a layer is given: the same for all calls of as many windows, whose positions are the same."""
+        if len(ids) not in self.passed:
+            passed: list[_Passed] = []
+            seen: list[torch.Tensor] = []
+
+            def look(hidden: torch.Tensor, more: _Passed) -> None:
+                seen.append(hidden[:, -NEWEST:].cpu())
+                passed.append(more)
+
+            self._call(ids, len(self.layers), look)
+            self.passed[len(ids)] = passed
+            self.seen = self.seen or seen
+        return self.passed[len(ids)][index]
 
     def start(self, hidden: torch.Tensor | None = None, done: int = 0) -> None:
         """Begin at the first layer, or go on after ``done`` layers with the hidden states they left behind."""
         self.done = done
         with self._collecting(), torch.inference_mode():
             if hidden is None:
-                parts = [self._first_inputs(ids).hidden.cpu() for ids in self.windows.split(self.batch)]
-                hidden = torch.cat(parts)
+                hidden = torch.cat([self._first_hidden(ids) for ids in self.windows.split(self.batch)])
         if hidden.shape[:2] != self.windows.shape:
             raise KVFoldError(f"calibration: hidden states of shape {tuple(hidden.shape)} belong to another text")
         self.hidden = hidden
 
     def step(self) -> LayerSample | None:
-        """Run the next layer on all windows; returns its sample, or None if kvfold keeps the layer in full precision."""
+        """Run the next layer on all windows; returns its sample, or None if kvfold keeps the layer in full precision.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the model does more between its layers than to hand one's output to the next.
+        KVFoldError
+            If the layer's output is not finite.
+        """
         assert self.hidden is not None
         index, spec = self.done, self.specs[self.done]
         length = self.windows.shape[1]
@@ -290,15 +378,12 @@ class Collector:
         gram: torch.Tensor | None = None
         new = torch.empty_like(self.hidden)
         with self._collecting(), torch.inference_mode():
-            # positions and their cos and sin are the same for all windows of a batch
-            kwargs: dict[str, Any] = {}
             for first in range(0, len(self.windows), self.batch):
-                ids = self.windows[first : first + self.batch]
-                if not kwargs or len(ids) != self.batch:
-                    kwargs = self._first_inputs(ids).kwargs
+                rows = slice(first, first + self.batch)
+                passed = self._passed_to(index, self.windows[rows])
                 _probe.seen.clear()
-                out = self.layers[index](self.hidden[first : first + self.batch].to(self.model.device), **kwargs)
-                new[first : first + self.batch] = (out[0] if isinstance(out, tuple) else out).cpu()
+                out = self.layers[index](self.hidden[rows].to(self.model.device), *passed.args, **passed.kwargs)
+                new[rows] = (out[0] if isinstance(out, tuple) else out).cpu()
                 if spec is None:
                     continue
                 seen = _probe.seen.pop()
@@ -306,6 +391,7 @@ class Collector:
                 moment = torch.einsum("bhqj,bhqk->hjk", queries, queries.conj())
                 gram = moment if gram is None else gram + moment
                 parts.append({name: t.transpose(0, 1).flatten(1, 2).cpu() for name, t in seen.items()})
+        self._check(index, new)
         self.hidden, self.done = new, index + 1
         if spec is None or gram is None:
             return None
@@ -320,9 +406,21 @@ class Collector:
             value_metric=self._value_metric(spec),
         )
 
+    def _check(self, index: int, new: torch.Tensor) -> None:
+        """Refuse a layer's output that is no number, or not what the model gives its next layer."""
+        name = type(self.model).__name__
+        if not new.isfinite().all():
+            raise KVFoldError(
+                f"model: what layer {index} of {name} gives is not finite on this text in "
+                f"{str(new.dtype).removeprefix('torch.')}; nothing can be learned from it"
+            )
+        if index + 1 < len(self.seen):
+            expected = self.seen[index + 1].double()
+            got = new[: len(expected), -NEWEST:].double()
+            if not (got.shape == expected.shape and (got - expected).norm() <= CLOSE * expected.norm()):
+                raise UnsupportedModelError(f"model: {name} {OTHERWISE}")
+
     def _value_metric(self, spec: LayerSpec) -> torch.Tensor:
-        projection = self.attentions[spec.layer_idx].o_proj
-        assert isinstance(projection, nn.Module) and isinstance(projection.weight, torch.Tensor)
-        weight = projection.weight.detach().float().cpu()  # [hidden, num_heads * d]
+        weight = self.projections[spec.layer_idx].detach().float().cpu()  # [hidden, num_heads * d]
         heads = weight.T.unflatten(0, (spec.num_kv_heads, -1, spec.head_dim))
         return torch.einsum("hgdo,hgeo->hde", heads, heads)

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from kvfold.kernels.prompt import attend_prompt
 
 Look = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Given a layer's number, queries, keys and values after RoPE, [batch, heads, tokens, head_dim]: the keys and values to use."""
 
 
 def register(name: str, look: Look) -> None:
-    """Make causal attention, within sliding windows where layers have them, known to Transformers as ``name``."""
+    """Make the attention that folded models have (masks of the model's own, soft caps, learned sinks) known to Transformers
+    as ``name``."""
 
     def attention(
         module: nn.Module,
@@ -24,21 +28,27 @@ def register(name: str, look: Look) -> None:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float | None = None,
-        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         key, value = look(module.layer_idx, query, key, value)  # type: ignore[arg-type]
-        tokens, mask = query.shape[-2], None
-        if sliding_window:
-            ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
-            mask = ones.tril() & ~ones.tril(-sliding_window)
-        out = nn.functional.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-        )
+        if softcap is not None or s_aux is not None:
+            scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+            out = attend_prompt(query, key, value, attention_mask, scale, softcap, s_aux)
+        else:
+            out = nn.functional.scaled_dot_product_attention(
+                query, key, value, attention_mask, is_causal=attention_mask is None, scale=scaling, enable_gqa=True
+            )
         return out.transpose(1, 2).contiguous(), None
 
+    register_both(name, attention)
+
+
+def register_both(name: str, attention: Callable[..., tuple[torch.Tensor, None]]) -> None:
+    """Register an attention function whose masks are those of sdpa: bool [batch, 1, tokens, tokens], or None."""
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(name, sdpa_mask)
 
 
 @contextlib.contextmanager
