@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shlex
 import signal
@@ -175,6 +176,45 @@ def test_other_arguments_do_not_take_over_layers(tmp_path):
     seen: list[LayerDone] = []
     learn(out, seed=5, on_layer=seen.append)
     assert all(done.seconds > 0 for done in seen)
+
+
+@pytest.mark.parametrize("spec", ["kvquant:bits=2", "vqllm:bits=1,vector=16,codes=16"])
+def test_another_dtype_does_not_take_over_layers(spec, tmp_path):
+    """A run that began on a CPU in float32 is not gone on with in a GPU's bfloat16."""
+    out = tmp_path / "a.safetensors"
+
+    def stop(done: LayerDone) -> None:
+        raise _Stop
+
+    with pytest.raises(_Stop):
+        learn(out, spec, on_layer=stop)
+    seen: list[LayerDone] = []
+    learn(out, spec, tiny_llama().to(torch.bfloat16), on_layer=seen.append)
+    assert all(done.seconds > 0 for done in seen)
+
+
+LEARNED = (METHOD, "commvq:bits=2,levels=16,joint=true", "kvquant", "vqllm:bits=1,vector=16,codes=16", "nova", "tasq")
+
+
+@pytest.mark.parametrize("spec", [*LEARNED, "gsrq:bits=1,vector=16,codes=16"])
+@pytest.mark.parametrize("what", ["one letter", "no values"])
+def test_what_has_hardly_any_directions_can_be_learned(spec, what, tmp_path):
+    """A text of one letter, whose keys and queries are alike, and a model whose values are zero."""
+    model = tiny_llama()
+    if what == "no values":
+        for layer in model.model.layers:
+            torch.nn.init.zeros_(layer.self_attn.v_proj.weight)
+    text = Text("a" * 4000, "one letter") if what == "one letter" else TEXT
+    schedule = QUICK if spec.startswith("commvq") else None
+    out = tmp_path / "a.safetensors"
+    found = calibrate(model, byte_tokenizer(), "tiny", get(spec), [text], 1024, out, schedule=schedule)
+    assert all(t.isfinite().all() for t in found.tensors.values())
+    assert all(math.isfinite(value) for row in found.errors.values() for value in row.values())
+    cache = kvfold.fold(model, dataclasses.replace(get(spec), artefact=str(out)))
+    with torch.inference_mode():
+        model(prose_ids(250), past_key_values=cache)
+        assert model(prose_ids(1), past_key_values=cache).logits.isfinite().all()
+    unfold(model)
 
 
 @pytest.mark.parametrize("spec", ["kvquant:bits=2", "vqllm:bits=1,vector=16,codes=16"])

@@ -17,6 +17,7 @@ import torch
 
 from kvfold.calibration.collect import LayerSample, to_complex, to_real
 from kvfold.calibration.commvq_schedule import Schedule
+from kvfold.calibration.state import share_of
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, nearest, times_i
 from kvfold.formats.packing import UNIT
 from kvfold.methods.learned import rotary_dim
@@ -215,21 +216,45 @@ def key_metric(sample: LayerSample, share: float) -> torch.Tensor:
     -------
     Tensor, float32 [num_kv_heads, head_dim, head_dim]
     """
-    m = sample.key_metric.to(torch.complex128)
-    scale = m.diagonal(dim1=-1, dim2=-2).real.mean(-1)[:, None, None].clamp_min(1e-30)
-    eye = torch.eye(m.shape[-1], dtype=m.dtype)
-    root = torch.linalg.cholesky(share * m / scale + max(1 - share, 1e-6) * eye)
+    root = metric_root(sample.key_metric.to(torch.complex128), share)
     rotary = rotary_dim(sample.spec)
     basis = to_complex(torch.eye(sample.spec.head_dim, dtype=torch.float64), rotary)
     return to_real(basis @ root.conj(), rotary).float()
+
+
+def metric_root(metric: torch.Tensor, share: float) -> torch.Tensor:
+    """L of ``share`` of a metric of mean diagonal 1, the rest the identity, as ``L L^H``.
+
+    Of the identity as much is added as makes the sum positive definite in spite of rounding: a metric of few queries, or of
+    queries that are nearly alike, has directions of no weight.
+
+    Parameters
+    ----------
+    metric : Tensor, float64 or complex128 [num_kv_heads, n, n]
+        Hermitian.
+    """
+    scale = metric.diagonal(dim1=-1, dim2=-2).real.mean(-1)[:, None, None].clamp_min(1e-30)
+    eye = torch.eye(metric.shape[-1], dtype=metric.dtype)
+    rest = max(1 - share, 1e-6)
+    while rest < 1:
+        root, failed = torch.linalg.cholesky_ex(share * metric / scale + rest * eye)
+        if not failed.any():
+            return root
+        rest *= 10
+    return torch.linalg.cholesky(share * metric / scale + eye)
 
 
 def token_weights(raw: torch.Tensor, limit: float) -> torch.Tensor:
     """Weights with mean 1, cut at ``limit`` medians; all 1 for ``limit`` 0. float32 [num_kv_heads, tokens]."""
     if not limit:
         return torch.ones_like(raw)
-    cut = raw.clamp_max(limit * raw.median(-1, keepdim=True).values.clamp_min(1e-12))
-    return cut / cut.mean(-1, keepdim=True).clamp_min(1e-30)
+    return with_mean_one(raw.clamp_max(limit * raw.median(-1, keepdim=True).values.clamp_min(1e-12)))
+
+
+def with_mean_one(weights: torch.Tensor) -> torch.Tensor:
+    """Weights of tokens, scaled; all 1 where none has any, as where all values are the same."""
+    mean = weights.mean(-1, keepdim=True)
+    return torch.where(mean > 1e-30, weights / mean.clamp_min(1e-30), 1.0)
 
 
 def learn_keys(
@@ -264,7 +289,7 @@ def learn_keys(
     rms = seen.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
     unit = seen / rms
     weights = token_weights(sample.key_weight.to(device), schedule.weight_limit) * rms.squeeze(-1).square()
-    weights = weights / weights.mean(-1, keepdim=True)
+    weights = with_mean_one(weights)
     held_out = held_out.to(device)
     train, mass = unit[:, ~held_out], weights[:, ~held_out]
     identity = torch.eye(seen.shape[-1], device=device).expand_as(metric)
@@ -291,9 +316,9 @@ def learn_keys(
     score = token_weights(sample.key_weight.to(device), schedule.weight_limit)[:, test]
     judge = key_metric(sample, 1.0).to(device)
     errors = {
-        "key_mse": float(error.square().sum() / truth.square().sum()),
-        "score_mse": float(
-            (score * (error @ judge).square().sum(-1)).sum() / (score * (spread @ judge).square().sum(-1)).sum()
+        "key_mse": share_of(error.square().sum(), truth.square().sum()),
+        "score_mse": share_of(
+            (score * (error @ judge).square().sum(-1)).sum(), (score * (spread @ judge).square().sum(-1)).sum()
         ),
     }
     return {"centres": centres.cpu(), "metric": metric.half().cpu()}, errors

@@ -6,12 +6,16 @@ import torch
 from torch.nn import functional as F
 
 from kvfold.calibration.collect import LayerSample
-from kvfold.calibration.commvq_keys import token_weights
+from kvfold.calibration.commvq_keys import metric_root, token_weights
 from kvfold.calibration.commvq_schedule import Schedule
+from kvfold.calibration.state import share_of
+from kvfold.formats.affine import to_fp16
 from kvfold.methods.commvq import ValueCodebook
 
 FLIPS = 32
 """Bit flips that training allows a value's code when the codebook is fitted to it."""
+SMALLEST = 3e-5
+"""Size of values, and of a component relative to them, below which there is none: fp16 holds the steps of larger ones."""
 
 
 def value_metric(sample: LayerSample, share: float) -> torch.Tensor:
@@ -22,10 +26,7 @@ def value_metric(sample: LayerSample, share: float) -> torch.Tensor:
     -------
     Tensor, float32 [num_kv_heads, head_dim, head_dim]
     """
-    m = sample.value_metric.double()
-    scale = m.diagonal(dim1=-1, dim2=-2).mean(-1)[:, None, None].clamp_min(1e-30)
-    eye = torch.eye(m.shape[-1], dtype=m.dtype)
-    return torch.linalg.cholesky(share * m / scale + max(1 - share, 1e-6) * eye).float()
+    return metric_root(sample.value_metric.double(), share).float()
 
 
 def scalar_encoder(y: torch.Tensor, weights: torch.Tensor, codes: int) -> dict[str, torch.Tensor]:
@@ -58,14 +59,14 @@ def scalar_encoder(y: torch.Tensor, weights: torch.Tensor, codes: int) -> dict[s
     axes, shift, top = torch.zeros(heads, dim, dim), torch.zeros(heads, dim), torch.zeros(heads, dim)
     component, place = (torch.zeros(heads, codes, dtype=torch.int16) for _ in range(2))
     for h in range(heads):
-        var = variance[h].clamp_min(1e-12)
+        var = variance[h].clamp_min(SMALLEST**2)
         bits = torch.zeros(dim, dtype=torch.int64)
         levels = torch.tensor(error, dtype=torch.float64)
         for _ in range(codes):
             saving = var * (levels[bits] - levels[(bits + 1).clamp_max(len(error) - 1)])
             bits[saving.argmax()] += 1
         step = torch.tensor(steps, dtype=torch.float64)[bits] * var.sqrt()
-        axes[h] = (directions[h] / step).T
+        axes[h] = (directions[h] / step).T * (bits > 0).unsqueeze(-1)  # others are not asked
         top[h] = (1 << bits) - 1
         shift[h] = top[h] / 2 - axes[h] @ mean[h, 0].cpu()
         pairs = [(j, k) for j in range(dim) for k in range(int(bits[j]))]
@@ -201,7 +202,8 @@ def learn_values(
     metric = metric.half().float().to(device)
     values = values.to(device)
     y = values @ metric
-    scale = y[:, ~held_out].square().mean((-1, -2), keepdim=True).sqrt().clamp_min(1e-12)
+    scale = y[:, ~held_out].square().mean((-1, -2), keepdim=True).sqrt()
+    scale = torch.where(scale > SMALLEST, scale, 1.0)
     metric = (metric / scale).half().float()  # unit size: the network's learning rates suit every layer
     y = values @ metric
     weights = token_weights(raw.to(device), schedule.weight_limit)
@@ -209,7 +211,7 @@ def learn_values(
     inverse = torch.linalg.inv(metric.double()).float()
 
     def tables(encoder: dict[str, torch.Tensor], book: torch.Tensor, offset: torch.Tensor) -> dict[str, torch.Tensor]:
-        stored = {name: t.half() if t.is_floating_point() else t for name, t in encoder.items()}
+        stored = {name: to_fp16(t) if t.is_floating_point() else t for name, t in encoder.items()}
         plain = {"codebook": (book @ inverse).half(), "offset": (offset.unsqueeze(1) @ inverse).squeeze(1).half()}
         return {name: t.to(device) for name, t in {**stored, **plain, "metric": metric.half()}.items()}
 
@@ -234,9 +236,9 @@ def learn_values(
     error, score = decoded - truth, weights[:, held_out]
     judge = judge.to(device)
     errors = {
-        "value_mse": float(error.square().sum() / truth.square().sum()),
-        "output_mse": float(
-            (score * (error @ judge).square().sum(-1)).sum() / (score * (truth @ judge).square().sum(-1)).sum()
+        "value_mse": share_of(error.square().sum(), truth.square().sum()),
+        "output_mse": share_of(
+            (score * (error @ judge).square().sum(-1)).sum(), (score * (truth @ judge).square().sum(-1)).sum()
         ),
     }
     return {name: t.cpu() for name, t in final.items()}, errors

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvfold.calibration import looking
 from kvfold.calibration.learner import Learner
-from kvfold.calibration.state import Fit, State
+from kvfold.calibration.state import Fit, State, share_of
 from kvfold.formats import Outliers
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.lookup import ChannelScales
@@ -221,8 +221,8 @@ def _errors(
         else:
             fields = form.encode(x)
         error = (form.decode(fields) - x).square()
-        errors[operand] = float(error.sum() / x.square().sum())
-        errors[f"{operand}_weighted"] = float((error * fisher).sum() / (x.square() * fisher).sum())
+        errors[operand] = share_of(error.sum(), x.square().sum())
+        errors[f"{operand}_weighted"] = share_of((error * fisher).sum(), (x.square() * fisher).sum())
     return errors
 
 

@@ -181,6 +181,7 @@ def calibrate(
         {
             "model": model_name,
             "weights": weights,
+            "dtype": str(model.dtype),
             "method": spec,
             "calibration": calibration,
             "versions": versions,

@@ -24,6 +24,11 @@ class Fit:
     errors: dict[str, float]
 
 
+def share_of(error: torch.Tensor, whole: torch.Tensor) -> float:
+    """One sum of squares over another; 0 of nothing that is wrong nowhere."""
+    return float(error / whole) if float(error) else 0.0
+
+
 class State:
     """A run's files, next to the artefact that is being made.
 

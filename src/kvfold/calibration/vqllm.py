@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from kvfold.calibration.collect import LayerSample
 from kvfold.calibration.learner import LayerwiseLearner
-from kvfold.calibration.state import Fit
+from kvfold.calibration.state import Fit, share_of
 from kvfold.formats.residual import CHUNK, Codebook, ResidualCodes, nearest
 from kvfold.methods.vqllm import VQLLM
 
@@ -69,7 +69,7 @@ def error_of(form: ResidualCodes, codes: torch.Tensor, x: torch.Tensor) -> float
     whole = x[:, : x.shape[1] // form.block * form.block].unsqueeze(0)
     fitted = dataclasses.replace(form, book=Codebook.rounded(codes))
     error = fitted.decode(fitted.encode(whole)) - whole
-    return float(error.square().sum() / whole.square().sum())
+    return share_of(error.square().sum(), whole.square().sum())
 
 
 def residual_kmeans(x: torch.Tensor, stages: int, codes: int, generator: torch.Generator) -> torch.Tensor:
