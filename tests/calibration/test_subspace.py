@@ -1,6 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import kvfold
+from families import model_of
 from kvfold import artefact as artefacts
 from kvfold import methods
 from kvfold.calibration.subspace import calibrate, moments
@@ -14,6 +18,11 @@ from kvfold.methods.squat import penalty_matrix, penalty_of
 from tiny_model import byte_tokenizer, save, tiny_llama
 
 TEXT = Text("The city lies on both banks of the river. " * 80, "prose.txt")
+
+
+def words(text: str, **_: object) -> SimpleNamespace:
+    """A tokenizer of ids that every family has."""
+    return SimpleNamespace(input_ids=(torch.arange(len(text.split())) % 80 + 10)[None])
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +97,29 @@ def test_the_command_writes_one(tmp_path, capsys):
     assert "kvfold_subspace" in capsys.readouterr().out
     assert artefacts.load(out).layer(0)["key.moment"].shape == (2, 64, 64)
     assert main([*given, "--out", str(out)]) == 2 and "exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "cohere2", "gpt2", "gpt_neox"])
+def test_a_model_needs_no_rope_and_no_rope_of_llamas(family, tmp_path):
+    model = model_of(family)
+    found = calibrate(
+        model, words, "tiny", methods.get("squat"), [Text("word " * 600, "words.txt")], 128, tmp_path / "a"
+    )
+    folded = [layer.layer_idx for layer in kvfold.explain(model, "squat").layers if layer.folded]
+    assert sorted(found.tensors) == sorted(f"layers.{layer}.key.moment" for layer in folded)
+
+
+def test_queries_that_are_not_finite_are_refused(tmp_path):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
+    with pytest.raises(KVFoldError, match="queries of layer 1 of tiny are not finite on this text"):
+        calibrate(model, byte_tokenizer(), "tiny", methods.get("squat"), [TEXT], 2048, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_of_other_methods_are_refused(tmp_path, capsys):
+    given = ["calibrate", "--method", "squat", "--text", "x", "--out", str(tmp_path / "a")]
+    for more in (["--preset", "paper"], ["--encoder", "mlp"]):
+        assert main([*given, *more]) == 2
+        assert f"{more[0][2:]}: squat has none" in capsys.readouterr().err

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold import artefact as artefacts
 from kvfold.artefact import Artefact
 from kvfold.calibration import looking
-from kvfold.calibration.collect import layer_specs
+from kvfold.errors import KVFoldError
 from kvfold.evaluation.text import Text
+from kvfold.methods.none import NoFolding
 from kvfold.methods.squat import SQuat
 from kvfold.version import __version__
 
@@ -95,15 +96,25 @@ def calibrate(
     Raises
     ------
     KVFoldError
-        If the text is too short, ``out`` exists, or cannot be written.
+        If the text is too short, the model has no layer to fold or queries that are not finite, ``out`` exists, or cannot be
+        written.
     """
     from kvfold.calibration.run import windows_of
+    from kvfold.engines.transformers.planning import plan_layers
 
     artefacts.check_target(out, force)
+    specs = [item.spec for item in plan_layers(model, NoFolding()) if item.spec is not None]
+    if not specs:
+        raise KVFoldError(f"model: {model_name} has no layer that kvfold folds")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or WINDOW
     windows = windows_of(tokenizer, texts, tokens, min(WINDOW, limit, max(tokens // 2, 1)))
     found = moments(model, windows, on_window)
-    specs = [s for s in layer_specs(model) if s is not None and s.layer_idx in found]
+    for spec in specs:
+        if not found[spec.layer_idx].isfinite().all():
+            raise KVFoldError(
+                f"model: queries of layer {spec.layer_idx} of {model_name} are not finite on this text; nothing can be learned "
+                "from them"
+            )
     result = Artefact(
         model=model_name,
         config_hash=artefacts.config_hash(model.config),

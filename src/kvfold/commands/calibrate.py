@@ -70,20 +70,20 @@ def calibrate(
     from kvfold.methods.squat import SQuat
 
     method = methods.get(spec)
-    if type(method) is SQuat:
-        _subspace(method, model, device, paths, tokens, out, force)
-        return
-    if not isinstance(method, LearnedMethod):
+    if not isinstance(method, LearnedMethod) and type(method) is not SQuat:
         learn_something = [name for name, kind in methods.REGISTRY.items() if issubclass(kind, (LearnedMethod, SQuat))]
         learn_something.remove("squat_pre")
         raise KVFoldError(f"method: {method.name} learns nothing beforehand; allowed: {', '.join(learn_something)}")
+    for option, value in (("preset", preset), ("encoder", encoder)):
+        if value is not None and method.name != "commvq":
+            raise KVFoldError(f"{option}: {method.name} has none; allowed: leave it out, or method commvq")
+    if isinstance(method, SQuat):
+        _subspace(method, model, device, paths, tokens, out, force)
+        return
     if method.artefact:
         raise KVFoldError(
             f"method: artefact={method.artefact} is what calibrate makes; leave it out, and name it with --out"
         )
-    for option, value in (("preset", preset), ("encoder", encoder)):
-        if value is not None and method.name != "commvq":
-            raise KVFoldError(f"{option}: {method.name} has none; allowed: leave it out, or method commvq")
     target = Path(out).expanduser()
     check_text(out, "out")
     try:
