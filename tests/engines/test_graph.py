@@ -10,7 +10,7 @@ import kvfold
 from helpers import assert_same_content, llama, prompt
 from kvfold.engines.transformers import graph
 from kvfold.engines.transformers.layer import FoldedLayer
-from kvfold.errors import CacheStateError, KVFoldWarning, UnsupportedModelError
+from kvfold.errors import CacheStateError, KVFoldError, KVFoldWarning, UnsupportedModelError
 from steps import Steps
 
 
@@ -124,6 +124,15 @@ def test_what_cannot_decode_in_a_graph_is_refused_by_name_or_said():
     with graph.decoding(model, cache, 9, required=False) as steps:
         generate(model, ids, cache, 9)
     assert steps.replayed == 0 and "decoded step by step: decode graph: layer 0: its kernel is" in str(steps)
+
+
+@pytest.mark.parametrize("room", [0, -1, "9", None, 1.5, True], ids=str)
+def test_room_that_is_no_number_of_tokens_is_refused_at_once(room):
+    model = llama()
+    cache = kvfold.fold(model, "kivi")
+    with pytest.raises(KVFoldError, match=r"^room: .* is not allowed; allowed: a number of tokens from 1 on"):
+        graph.decoding(model, cache, room).__enter__()
+    assert "forward" not in model.__dict__
 
 
 def test_outputs_that_a_graph_does_not_have_are_refused(monkeypatch):

@@ -365,6 +365,13 @@ def test_what_is_no_file_name_is_refused(given, path, model):
         kvfold.load_cache(path, model).save(given)
 
 
+def test_arguments_in_the_wrong_order_are_told_of_in_one_line(path, model):
+    with pytest.raises(
+        CacheFileError, match=r"^cache: LlamaForCausalLM object is not a file name; allowed: text, or a path$"
+    ):
+        kvfold.load_cache(model, path)
+
+
 class Wrapper(torch.nn.Module):
     def __init__(self, inside):
         super().__init__()

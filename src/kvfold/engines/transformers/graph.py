@@ -8,6 +8,7 @@ layer, its blocks are encoded between two steps, whenever the host knows one to 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvfold.arithmetic import storing
 from kvfold.engines.transformers import compiled
-from kvfold.errors import CacheStateError, UnsupportedModelError
+from kvfold.errors import CacheStateError, KVFoldError, UnsupportedModelError
 from kvfold.kernels import REGISTRY
 from kvfold.kernels.lengths import Lengths
 from kvfold.storage.lengths import StaticLengths
@@ -394,6 +395,8 @@ def decoding(
 
     Raises
     ------
+    KVFoldError
+        If ``room`` is no number of tokens.
     UnsupportedModelError
         At the first step, if a layer cannot decode in a graph, or the model's step cannot be compiled.
 
@@ -403,6 +406,9 @@ def decoding(
     >>> with decoding(model, cache, room=512):  # doctest: +SKIP
     ...     model.generate(**inputs, past_key_values=cache, max_new_tokens=512)
     """
+    given: Any = room
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+        raise KVFoldError(f"room: {room!r} is not allowed; allowed: a number of tokens from 1 on")
     state = Decoding(model, cache, room, required, compile)
     own = model.__dict__.get("forward")  # a hook's, perhaps
 

@@ -407,7 +407,9 @@ def path_of(given: str | os.PathLike[str]) -> Path:
     try:
         return Path(given).expanduser()
     except TypeError:
-        raise CacheFileError(f"cache: {given!r:.80} is not a file name; allowed: text, or a path") from None
+        plain = given is None or isinstance(given, bool | int | float | bytes)
+        what = f"{given!r:.80}" if plain else f"{type(given).__name__} object"  # a model's text is a page
+        raise CacheFileError(f"cache: {what} is not a file name; allowed: text, or a path") from None
 
 
 def _write(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
