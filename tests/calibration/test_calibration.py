@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers.processors import TemplateProcessing
 
 import kvfold
 from kvfold import unfold
@@ -143,6 +144,15 @@ def test_same_seed_same_artefact(artefact, tmp_path):
     first = read(artefact)
     assert all(torch.equal(again.tensors[name], t) for name, t in first.tensors.items())
     assert not torch.equal(other.tensors["layers.0.key.centres"], first.tensors["layers.0.key.centres"])
+
+
+def test_windows_begin_as_the_tokenizer_has_texts_begin():
+    plain, begun = byte_tokenizer(), byte_tokenizer()
+    begun.bos_token = "<end>"
+    begun.backend_tokenizer.post_processor = TemplateProcessing("<end> $A", special_tokens=[("<end>", 257)])
+    without, found = (windows_of(tokenizer, [TEXT], 1024, 128) for tokenizer in (plain, begun))
+    assert (found[:, 0] == 257).all() and not (without == 257).any()
+    assert torch.equal(found[0, 1:], without[0, :-1])
 
 
 class _Stop(Exception):

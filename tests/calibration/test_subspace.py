@@ -25,6 +25,9 @@ def words(text: str, **_: object) -> SimpleNamespace:
     return SimpleNamespace(input_ids=(torch.arange(len(text.split())) % 80 + 10)[None])
 
 
+words.bos_token_id = None
+
+
 @pytest.fixture(scope="module")
 def artefact(tmp_path_factory):
     out = tmp_path_factory.mktemp("subspace") / "squat.safetensors"

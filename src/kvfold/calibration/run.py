@@ -25,6 +25,7 @@ from kvfold.calibration.state import State
 from kvfold.calibration.vqllm import VQLLMLearner
 from kvfold.errors import KVFoldError, OutputError
 from kvfold.evaluation.text import Text
+from kvfold.evaluation.windows import bos_of
 from kvfold.methods.commvq import CommVQ
 from kvfold.methods.gsrq import GSRQ
 from kvfold.methods.kvquant import KVQuant
@@ -48,7 +49,7 @@ class LayerDone:
 
 
 def windows_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], tokens: int, length: int) -> torch.Tensor:
-    """Token windows spread evenly over all texts.
+    """Token windows spread evenly over all texts; each begins as the tokenizer has a text begin.
 
     Returns
     -------
@@ -62,9 +63,10 @@ def windows_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], tokens
     wanted = tokens // length
     if wanted < 2:
         raise KVFoldError(f"tokens: {tokens} is too small; give at least {2 * length}, two windows of {length}")
-    pieces = []
+    pieces, begins = [], None
     for text in texts:
         ids = tokenizer(text.text, return_tensors="pt", verbose=False).input_ids[0]
+        begins = bos_of(tokenizer, ids) if begins is None else begins
         pieces.append(ids[: len(ids) // length * length].view(-1, length))
     windows = torch.cat(pieces)
     if len(windows) < wanted:
@@ -72,7 +74,10 @@ def windows_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], tokens
             f"text: {len(texts)} file(s) hold {len(windows) * length} tokens in windows of {length}, and {tokens} are asked "
             "for; give more text, or fewer --tokens"
         )
-    return windows[torch.arange(wanted) * len(windows) // wanted].to(torch.int64)
+    windows = windows[torch.arange(wanted) * len(windows) // wanted].to(torch.int64)
+    if begins is not None:  # without it some models compute nothing that they do in use
+        windows[:, 0] = begins
+    return windows
 
 
 def _learner(method: LearnedMethod, schedule: Schedule) -> Callable[..., Learner]:
