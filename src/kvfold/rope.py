@@ -96,6 +96,12 @@ def rope_of(model: nn.Module) -> Rope:
             f"model: {type(model).__name__} is on the meta device, without numbers to rotate by; load it for methods that "
             "store keys before RoPE"
         )
+    alike: list[Any] = [m for m in model.modules() if type(m) is type(module)]
+    if any(not torch.equal(m.inv_freq.cpu(), module.inv_freq.cpu()) for m in alike):
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} rotates its layers with different frequencies; methods that store keys before "
+            "RoPE do not fold it"
+        )
     scaling = float(getattr(module, "attention_scaling", 1.0))
     rope = Rope(module.inv_freq.detach().float().clone(), scaling)
     theirs = getattr(sys.modules.get(type(module).__module__), "apply_rotary_pos_emb", None)

@@ -254,12 +254,13 @@ def projections(model: PreTrainedModel, specs: Sequence[LayerSpec | None]) -> di
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec | None]:
     """Every layer's shape, with its rotation; None where kvfold keeps the layer in full precision."""
+    from kvfold.engines.transformers.attentions import rotates
     from kvfold.engines.transformers.planning import plan_layers
 
-    rope = rope_of(model)
+    rope, config = rope_of(model), model.config.get_text_config(decoder=True)
     specs: list[LayerSpec | None] = []
-    for item in plan_layers(model, NoFolding()):
-        own = rope if getattr(item.module, "use_rope", True) else None
+    for index, item in enumerate(plan_layers(model, NoFolding())):
+        own = rope if rotates(item.module, config, index) else None
         specs.append(None if item.spec is None else dataclasses.replace(item.spec, rope=own))
     return specs
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -152,6 +153,37 @@ def why_not(module: nn.Module) -> str:
     if reading.why_not and (not reading.only_with or getattr(module, reading.only_with, None) is not None):
         return reading.why_not
     return ""
+
+
+@lru_cache(maxsize=256)
+def _asks_before_rotating(kind: type[nn.Module]) -> CodeType | None:
+    """The question about itself that an attention class asks before it rotates queries and keys; None if it asks none."""
+    forward: Any = inspect.unwrap(kind.forward)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and any(
+            "rotary" in _name(call.func) for part in node.body for call in _calls(part)
+        ):
+            names = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+            if names == {"self"} and not any(_calls(node.test)):
+                return compile(ast.Expression(node.test), kind.__name__, "eval")
+    return None
+
+
+def rotates(module: nn.Module | None, config: Any, layer: int) -> bool:
+    """Whether a layer's attention rotates its queries and keys, in a model that has rotary embeddings: layers of some models
+    have no positions."""
+    thetas = getattr(config, "layer_rope_theta", None)
+    if isinstance(thetas, list | tuple) and layer < len(thetas) and not thetas[layer]:
+        return False
+    if module is None or not getattr(module, "use_rope", True):
+        return module is None
+    kind: Any = type(module)
+    asked = _asks_before_rotating(kind)
+    return asked is None or bool(eval(asked, {"self": module}))
 
 
 def of_decoder(model: PreTrainedModel) -> dict[int, nn.Module]:

@@ -82,7 +82,7 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
         if reason or chosen is None:
             plan.append(LayerPlan(None, layer, reason or KEPT, method))
             continue
-        layer_rope = rope if chosen.pre_rope and getattr(module, "use_rope", True) else None
+        layer_rope = rope if chosen.pre_rope and attentions.rotates(module, config, index) else None
         softcap = getattr(module, "attn_logit_softcapping", None)
         spec = LayerSpec(
             index, count, shape.heads, shape.kv_heads, shape.head_dim, model.dtype, layer_rope, softcap=softcap
