@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import feed, layer, packed_fields, relative, same_bytes, spec, tokens
+from kvfold.errors import MethodError
 from kvfold.formats import SplitSketch
 from kvfold.formats.basis import gain, projection
 from kvfold.methods import get
@@ -187,6 +188,13 @@ def test_splitting_outliers_off_reduces_the_error():
     assert error("qjl:outliers=2,center=false,normalize=false") < 0.85 * error(
         "qjl:center=false,normalize=false,k_bits=4"
     )
+
+
+def test_channels_that_a_byte_cannot_number_are_refused_as_outliers():
+    method = get("qjl:outliers=8,normalize=false")
+    method.check_shape(spec(256))
+    with pytest.raises(MethodError, match="outliers=8: a channel's number is a byte, and head_dim=512; allowed: 0"):
+        method.check_shape(spec(512))
 
 
 def test_early_layers_have_longer_sketches():

@@ -98,6 +98,11 @@ class SplitSketch(PagedFormat):
 
     kind: ClassVar[str] = "split sketch"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.outliers and self.head_dim > 256:
+            raise ValueError(f"outliers={self.outliers}: a channel's number is a byte, and head_dim={self.head_dim}")
+
     @property
     def signs(self) -> SignSketch:
         """The format of both sketches' signs and norms."""
