@@ -1,5 +1,6 @@
 """Decoding in graphs, as far as it goes without a GPU: who is asked, what is refused, what is put back."""
 
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 import kvfold
 from helpers import assert_same_content, llama, prompt
+from kvfold import errors
 from kvfold.engines.transformers import graph
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheStateError, KVFoldError, KVFoldWarning, UnsupportedModelError
@@ -133,6 +135,21 @@ def test_room_that_is_no_number_of_tokens_is_refused_at_once(room):
     with pytest.raises(KVFoldError, match=r"^room: .* is not allowed; allowed: a number of tokens from 1 on"):
         graph.decoding(model, cache, room).__enter__()
     assert "forward" not in model.__dict__
+
+
+def test_a_block_without_a_call_on_its_cache_says_so(monkeypatch):
+    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(graph, "DecodeGraph", Steps)
+    model, ids = llama(), prompt(1, 20)
+    cache = kvfold.fold(model, "kivi")
+    with pytest.warns(KVFoldWarning, match="no call of this model brought its cache"), graph.decoding(model, cache, 9):
+        model.generate(ids, max_new_tokens=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KVFoldWarning)
+        with graph.decoding(model, cache, 9, required=False):
+            model.generate(ids, max_new_tokens=2)
+        with graph.decoding(model, cache, 9):
+            generate(model, ids, cache, 2)
 
 
 def test_outputs_that_a_graph_does_not_have_are_refused(monkeypatch):

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvfold.arithmetic import storing
 from kvfold.engines.transformers import compiled
-from kvfold.errors import CacheStateError, KVFoldError, UnsupportedModelError
+from kvfold.errors import CacheStateError, KVFoldError, UnsupportedModelError, warn_once
 from kvfold.kernels import REGISTRY
 from kvfold.kernels.lengths import Lengths
 from kvfold.storage.lengths import StaticLengths
@@ -286,7 +286,7 @@ class Decoding:
         self.replayed, self.done = 0, 0
         self.reason: str | None = "no token was decoded yet"
         self._plain = model.forward
-        self._busy = False
+        self.called = self._busy = False
 
     def __str__(self) -> str:
         if self.replayed:
@@ -299,6 +299,7 @@ class Decoding:
         given = ids if ids is not None else kwargs.get("inputs_embeds")
         if self._busy or kwargs.get("past_key_values") is not self.cache:
             return self._plain(*args, **kwargs)
+        self.called = True
         single = given is not None and given.shape[1] == 1
         asked = [name for name in REFUSED if self._asks(name, kwargs)]
         if single and asked and self.required:
@@ -383,6 +384,7 @@ def decoding(
     model : PreTrainedModel
         On a CUDA device, folded.
     cache : FoldedCache
+        To be given to the model by name, as ``past_key_values``; a block whose calls never bring it ends with a warning.
         Every decoded token counts: attention masks of decode steps are not looked at. While a
         graph decodes, what would change the cache otherwise (beam search, assisted generation) is refused.
     room : int
@@ -429,3 +431,8 @@ def decoding(
         except KeyboardInterrupt:
             state.finish()  # nobody else could
             raise
+    if required and not state.called:
+        warn_once(
+            "kvfold: decoding: no call of this model brought its cache, so nothing was decoded in a graph; pass it as "
+            "past_key_values=cache, by name"
+        )
