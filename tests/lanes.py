@@ -34,6 +34,7 @@ MODULES = (
     "_unpack_hadamard_gluon",
     "_unpack_bits_gluon",
     "_pairs_gluon",
+    "_flips_gluon",
     "paged._tables",
 )
 WORD = 1 << 32
@@ -171,7 +172,7 @@ class Program:
             program_id=lambda i: torch.tensor(self.at[i], dtype=torch.int32),
             num_programs=lambda i: torch.tensor(self.grid[i], dtype=torch.int32),
             minimum=pick(torch.minimum), maximum=pick(torch.maximum), abs=torch.abs, where=torch.where,
-            fma=lambda a, b, c: a * b + c, load=load, store=store,
+            fma=lambda a, b, c: a * b + c, load=load, store=store, max=lambda x, _: x.max(),
         )  # fmt: skip
 
     # ---- instructions
@@ -298,6 +299,7 @@ class Program:
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
             "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),
             "sub_half2": of_word(torch.sub), "max_half2": of_word(torch.maximum),
+            "numbered": lambda x, number, mask: (x & mask) | number, "signed_words": lambda x, y, z: x ^ y ^ z,
             "swap_halves": of_word(lambda x: x.flip(-1)),
             "equal_halves": lambda x, y: (halves(x) == halves(y)).to(torch.int16).neg().view(torch.int32).squeeze(-1),
             "where_bits": lambda mask, x, y: (mask & x) | (~mask & y),

@@ -460,6 +460,65 @@ class BitSearch:
     hidden: int
 
 
+FLIPPED = 32768.0
+"""What a flip takes off the bit's own gain, so that it is not flipped again: beyond all gains."""
+
+
+@dataclass(frozen=True, eq=False)
+class BitGains:
+    """How fast the squared error falls with each flip of a bit of a value x, as kernels multiply in fp16.
+
+    Numbers of a KV head are scaled by powers of two, so that the largest product of a code with itself is 8 to 16 and elements
+    of ``along`` are 3 at most. Of ``y = clamp((x - offset) * scale, -64, 64)`` in fp16 the first bits are as in
+    :class:`BitSearch`, with ``matrix`` and ``shift``; flipping bit c lowers the error by twice
+    ``d (y @ along - bits @ gram)_c - half_c``, where d is 1 for a bit that is 0 and -1 for one that is 1.
+
+    Attributes
+    ----------
+    offset, shift, top, place, half : Tensor, float32 [num_kv_heads, d or codes]
+    scale, size, least : Tensor, float32 [num_kv_heads]
+        ``size``: what gains were multiplied with; ``least``: gains that are none.
+    matrix, along : Tensor, float16 [num_kv_heads, d, codes]
+    gram, rows : Tensor, float16 [num_kv_heads, codes, codes], [num_kv_heads, codes + 1, codes]
+        Products of codes; the same with :data:`FLIPPED` in place of a code's with itself, and last a row of zeros.
+    """
+
+    offset: torch.Tensor
+    scale: torch.Tensor
+    size: torch.Tensor
+    shift: torch.Tensor
+    top: torch.Tensor
+    place: torch.Tensor
+    half: torch.Tensor
+    least: torch.Tensor
+    matrix: torch.Tensor
+    along: torch.Tensor
+    gram: torch.Tensor
+    rows: torch.Tensor
+
+
+def bit_gains(tables: tuple[torch.Tensor, ...], offset: torch.Tensor) -> BitGains:
+    """From the seven tables of levels that :class:`BitSearch` has, and the offset of values, float32 [num_kv_heads, d]."""
+    matrix, shift, top, place, along, _, gram = tables
+    square = gram.diagonal(dim1=-1, dim2=-2)
+    size = torch.exp2(4 - square.amax(-1).clamp_min(1e-30).log2().ceil())
+    along, gram, half = (x * size.view(-1, *[1] * (x.ndim - 1)) for x in (along, gram, 0.5 * square))
+    scale = torch.exp2((0.5 * along.abs().amax((1, 2)).clamp_min(1e-30)).log2().round())
+    shift = shift + (offset.unsqueeze(1) @ matrix).squeeze(1)
+    matrix, along = (x / scale[:, None, None] for x in (matrix, along))
+    gram = gram.half()
+    rows = torch.nn.functional.pad(gram, (0, 0, 0, 1))
+    rows[:, :-1].diagonal(dim1=-1, dim2=-2).fill_(FLIPPED)
+    vectors = {"offset": offset, "scale": scale, "size": size, "shift": shift, "top": top, "place": place, "half": half}
+    vectors["least"] = 1e-6 * half.amax(-1)
+    limit = torch.finfo(torch.float16).max
+    products = {"matrix": matrix.clamp(-limit, limit), "along": along.clamp(-limit, limit), "gram": gram, "rows": rows}
+    return BitGains(
+        **{name: x.float().contiguous() for name, x in vectors.items()},
+        **{name: x.half().contiguous() for name, x in products.items()},
+    )
+
+
 def stages_for(bits: float, head_dim: int, levels: int) -> int:
     """Stages R whose codes come closest to ``bits`` per element with g = head_dim / 2 (eq. 21): 11 and 21 at d = 128."""
     return max(1, math.floor(bits * head_dim / (2 * math.log2(levels)) + 0.5))

@@ -15,6 +15,8 @@ from kvfold.kernels._encode_search import _first_largest, _lane, _lowest, _vecto
 
 STEP = tl.constexpr(32)
 """Channels that are multiplied by the metric at a time."""
+FARTHEST = tl.constexpr(64.0)
+"""Of scaled values: gains stay below what marks a flipped bit."""
 AHEAD = tl.constexpr(4)
 """Codes that are compared side by side."""
 TINY = tl.constexpr(1.1754943508222875e-38)
@@ -207,6 +209,53 @@ def values_kernel(
         tl.store(slope + at + code[None, :], rise, mask=inside[:, None])
 
 
+@triton.jit(do_not_specialize=["tokens", "heads", "batch"])
+def gains_kernel(
+    x, stride_b, stride_h, stride_t, offset, scale, matrix, shift, top, place, along, gram, half, bits, gains, tokens, heads,
+    batch, D: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Values' bits by levels, and what flipping each gains. Grid: (parts of T tokens, heads, batch).
+
+    Tables as :class:`kvfold.formats.codebook.BitGains` has them. ``bits`` uint8 [heads, batch, tokens, C] is written for the
+    program's own use; ``gains`` float32 of that shape: what :func:`kvfold.kernels._flips_gluon.flip_kernel` begins with.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(2).to(tl.int64)
+    token = tl.program_id(0) * T + tl.arange(0, T)
+    code = tl.arange(0, C)
+    inside = token < tokens
+    source = (x + index * stride_b + head * stride_h, stride_t, offset, offset, 1.0)
+    factor = tl.load(scale + head)
+    said = tl.full((T, C), 0.0, tl.float32)
+    rise = tl.full((T, C), 0.0, tl.float32)
+    for first in range(0, D, STEP):
+        row = first + tl.arange(0, STEP)
+        known = (row < D)[:, None] & (code >= 0)[None, :]
+        place_of = head * (D * C) + row[:, None] * C + code[None, :]
+        some = _vectors(source, token[:, None], row[None, :], inside[:, None] & (row < D)[None, :], 0)
+        some = (some - tl.load(offset + head * D + row, mask=row < D, other=0.0)[None, :]) * factor
+        some = tl.minimum(tl.maximum(some, -FARTHEST), FARTHEST).to(tl.float16)
+        said = tl.dot(some, tl.load(matrix + place_of, mask=known, other=0.0), said)
+        rise = tl.dot(some, tl.load(along + place_of, mask=known, other=0.0), rise)
+    said += tl.load(shift + head * C + code)[None, :]
+    # to the nearest whole number, halves to the even one
+    near = tl.minimum(tl.maximum(said, 0.0), tl.load(top + head * C + code)[None, :]) + 12582912.0 - 12582912.0
+    digit = tl.load(place + head * C + code).to(tl.int32)[None, :]
+    chosen = (near.to(tl.int32) >> digit) & 1
+    at = ((head * batch + index) * tokens + token)[:, None] * C
+    tl.store(bits + at + code[None, :], chosen.to(tl.uint8), mask=inside[:, None])
+    tl.debug_barrier()  # other lanes' bits
+    moved = tl.full((T, C), 0.0, tl.float32)
+    for first in range(0, C, STEP):
+        row = first + tl.arange(0, STEP)
+        some = tl.load(bits + at + row[None, :], mask=inside[:, None], other=0)
+        moved = tl.dot(some.to(tl.float16), tl.load(gram + (head * C + row[:, None]) * C + code[None, :]), moved)
+    rise -= moved
+    gain = tl.where(chosen > 0, -rise, rise) - tl.load(half + head * C + code)[None, :]
+    gain = (gain.to(tl.int32, bitcast=True) & -2 | chosen).to(tl.float32, bitcast=True)
+    tl.store(gains + at + code[None, :], gain, mask=inside[:, None])
+
+
 @triton.jit(do_not_specialize=["tokens", "flips"])
 def flips_kernel(bits, slope, gram, square, least, tokens, flips, C: tl.constexpr, T: tl.constexpr):
     """Flip the bit that lowers a value's error most, up to ``flips`` times. Grid: (parts of T tokens, heads).
@@ -256,10 +305,19 @@ def bits_kernel(
     C: tl.constexpr,
     ORDER: tl.constexpr,
     PICKED: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """Pack 32 tokens' bits, float32 [heads, batch, tokens, C], to int16 [lanes, blocks, 2 C]. Grid: (units, heads, batch)."""
+    """Pack 32 tokens' bits to int16 [lanes, blocks, 2 C]. Grid: (units, heads, batch).
+
+    ``bits`` float32 [heads, batch, tokens, C]; or, with WORDS, those of a token in int32 [4, WORDS], as
+    :func:`kvfold.kernels._flips_gluon.flip_kernel` leaves them.
+    """
     index, head, lane = _lane(rows, heads, PICKED)
     code, token = tl.arange(0, C), tl.program_id(0) * 32 + tl.arange(0, 32)
-    at = bits + ((head * batch + index) * tokens + token)[:, None] * C + code[None, :]
-    chosen = tl.reshape((tl.load(at) > 0.5).to(tl.int32), (32 * C,))
+    held = ((head * batch + index) * tokens + token)[:, None]
+    if WORDS > 0:
+        word = tl.load(bits + held * (4 * WORDS) + (code // 8 % 4 * WORDS + code // 128)[None, :])
+        chosen = tl.reshape((word >> (code % 8 + code // 32 % 4 * 8)[None, :]) & 1, (32 * C,))
+    else:
+        chosen = tl.reshape((tl.load(bits + held * C + code[None, :]) > 0.5).to(tl.int32), (32 * C,))
     _store_plane(chosen, words + (lane * blocks + first_block + tl.program_id(0)) * (2 * C), C, 1, ORDER)

@@ -9,7 +9,8 @@ from kvfold.formats import Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels import encode_balanced, encode_pairs
 from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
-from kvfold.kernels._encode_pairs import values_kernel
+from kvfold.kernels._encode_pairs import gains_kernel, values_kernel
+from kvfold.kernels._flips_gluon import flip_kernel
 from kvfold.kernels._pairs_gluon import pairs_search_kernel
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
 from kvfold.kernels.gluon import tables_of
@@ -77,6 +78,24 @@ def compile_values(codes: int, head_dim: int = 128, bf16: bool = True, capabilit
     aligned = _aligned(values_kernel, [*types, "stride_b", "stride_h", "stride_t"])
     source = ASTSource(values_kernel, *_signature(values_kernel, fixed, types), aligned)
     return _compile(source, capability, **encode_pairs.values_options(codes))
+
+
+def compile_gains(codes: int, head_dim: int = 128, bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel that says what flipping each bit of values gains."""
+    vectors = ("offset", "scale", "shift", "top", "place", "half", "gains")
+    types = {"x": _width(bf16), "bits": "*u8"} | dict.fromkeys(vectors, "*fp32")
+    types |= dict.fromkeys(("matrix", "along", "gram"), "*fp16")
+    fixed = {"D": head_dim, "C": codes, "T": encode_pairs.GAINS["T"]}
+    aligned = _aligned(gains_kernel, [*types, "stride_b", "stride_h", "stride_t"])
+    source = ASTSource(gains_kernel, *_signature(gains_kernel, fixed, types), aligned)
+    return _compile(source, capability, **encode_pairs.gains_options(codes))
+
+
+def compile_flips(codes: int, capability: int = 90) -> Report:
+    """Compile the kernel that flips bits of values, a warp's lanes on their own."""
+    types = {"gains_ptr": "*fp32", "gram_ptr": "*fp16", "least_ptr": "*fp32", "words_ptr": "*i32"}
+    source = GluonASTSource(flip_kernel, *_signature(flip_kernel, {"C": codes}, types), {})
+    return _compile(source, capability, num_warps=1, maxnreg=encode_pairs.FLIP[codes])
 
 
 def compile_tile(fmt: Format, bf16: bool = True, capability: int = 90) -> Report:

@@ -6,8 +6,17 @@ from typing import Any
 import torch
 import triton
 
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, Search
-from kvfold.kernels._encode_pairs import bits_kernel, flips_kernel, pairs_kernel, units_kernel, values_kernel
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, Search
+from kvfold.kernels._encode_groups import INTERPRETED
+from kvfold.kernels._encode_pairs import (
+    bits_kernel,
+    flips_kernel,
+    gains_kernel,
+    pairs_kernel,
+    units_kernel,
+    values_kernel,
+)
+from kvfold.kernels._flips_gluon import flip_kernel
 from kvfold.kernels._pairs_gluon import pairs_search_kernel
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
@@ -21,6 +30,10 @@ ones, and its warps. What the first turn misses is hardly made good by later one
 VALUES = {"T": 32, "CODES": 64, "num_stages": 2}
 """Tokens of a program of :func:`values_kernel`, and codes of a warp."""
 FLIPS = {"T": 2, "num_warps": 1}
+GAINS = {"T": 32, "CODES": 64, "num_stages": 2}
+"""The same of :func:`gains_kernel`."""
+FLIP = {64: 64, 128: 96, 256: 168}
+"""Registers of :func:`flip_kernel` by codes, for as many as it has."""
 MOST = 32
 """Stages whose codes of a program's tokens lie in shared memory beside two stages' tables."""
 LARGEST = 60000.0
@@ -200,6 +213,13 @@ def encode_bits(fmt: BinaryCodes, source: Source) -> None:
         raise ValueError(f"encode: {why}")
     book, flips = source.tables
     batch, _, tokens, _ = source.x.shape
+    if not book.is_network and flips_by_lanes(fmt.codes):
+        gains = book.gains()
+        for first in range(0, tokens, PIECE):
+            values = source.x[:, :, first : first + PIECE]
+            words = flipped_words(first_gains(values, gains), gains, flips)
+            _store(fmt, words, source, first // fmt.block, batch, values.shape[2])
+        return
     tables = None if book.is_network else book.level_tables()
     for first in range(0, tokens, PIECE):
         values = source.x[:, :, first : first + PIECE]
@@ -213,6 +233,81 @@ def encode_bits(fmt: BinaryCodes, source: Source) -> None:
             bits, slope = bits.contiguous(), slope.contiguous()
             flip(bits, slope, gram, flips)
         _store(fmt, bits, source, first // fmt.block, batch, count)
+
+
+def flips_by_lanes(codes: int) -> bool:
+    """Whether :func:`flip_kernel` flips so many bits; Triton's interpreter does not run it."""
+    return codes in FLIP and not INTERPRETED.value
+
+
+def gains_options(codes: int) -> dict[str, int]:
+    """How :func:`gains_kernel` is launched."""
+    return {"num_warps": max(1, codes // GAINS["CODES"]), "num_stages": GAINS["num_stages"]}
+
+
+def first_gains(values: torch.Tensor, tables: BitGains) -> torch.Tensor:
+    """Bits that flips begin with, and what to flip each gains.
+
+    Parameters
+    ----------
+    values : Tensor [batch, num_kv_heads, tokens, head_dim]
+
+    Returns
+    -------
+    Tensor, float32 [num_kv_heads, batch * tokens, codes]
+        Half the fall of the squared error, times ``tables.size``; lowest bits are the values' bits.
+    """
+    batch, heads, tokens, dim = values.shape
+    codes = tables.half.shape[-1]
+    x = values if values.stride(-1) == 1 else values.contiguous()
+    gains = torch.empty(heads, batch * tokens, codes, dtype=torch.float32, device=x.device)
+    bits = torch.empty(gains.shape, dtype=torch.uint8, device=x.device)
+    if tokens:
+        gains_kernel[(triton.cdiv(tokens, GAINS["T"]), heads, batch)](
+            x,
+            *x.stride()[:3],
+            tables.offset,
+            tables.scale,
+            tables.matrix,
+            tables.shift,
+            tables.top,
+            tables.place,
+            tables.along,
+            tables.gram,
+            tables.half,
+            bits,
+            gains,
+            tokens,
+            heads,
+            batch,
+            D=dim,
+            C=codes,
+            T=GAINS["T"],
+            **gains_options(codes),
+        )
+    return gains
+
+
+def flipped_words(gains: torch.Tensor, tables: BitGains, flips: int) -> torch.Tensor:
+    """Bits of values, flipped up to ``flips`` times each while that gains anything.
+
+    Parameters
+    ----------
+    gains : Tensor, float32 [heads, tokens, codes]
+        Of :func:`first_gains`.
+
+    Returns
+    -------
+    Tensor, int32 [heads, tokens, 4, words]
+        As :func:`flip_kernel` has them.
+    """
+    heads, tokens, codes = gains.shape
+    words = torch.empty(heads, tokens, 4, max(1, codes // 128), dtype=torch.int32, device=gains.device)
+    if tokens:
+        flip_kernel[(triton.cdiv(tokens, 8), heads)](
+            gains, tables.rows, tables.least, words, tokens, flips, C=codes, num_warps=1, maxnreg=FLIP[codes]
+        )
+    return words
 
 
 def values_options(codes: int) -> dict[str, int]:
@@ -260,11 +355,13 @@ def first_bits(
 
 
 def _store(fmt: BinaryCodes, bits: torch.Tensor, source: Source, block: int, batch: int, tokens: int) -> None:
-    """Pack bits [heads, batch * tokens, codes], to block number ``block`` of the source's and those after it."""
+    """Pack bits [heads, batch * tokens, codes], or such words, to block number ``block`` of the source's and those after it."""
     words = source.fields["bits"]
+    packed = bits.shape[-1] if bits.dtype == torch.int32 else 0
     bits_kernel[(tokens // 32, len(bits), batch)](
         bits.contiguous(), words if source.rows is None else source.rows, words, tokens, source.first_block + block,
-        words.shape[2], len(bits), batch, C=fmt.codes, ORDER=ORDERS[fmt.operand], PICKED=source.rows is not None, num_warps=8,
+        words.shape[2], len(bits), batch, C=fmt.codes, ORDER=ORDERS[fmt.operand], PICKED=source.rows is not None, WORDS=packed,
+        num_warps=8,
     )  # fmt: skip
 
 

@@ -9,7 +9,16 @@ import torch
 from torch.nn import functional as F
 
 from kvfold.formats import Fields
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitSearch, KeyCodebook, ValueRows, stages_for
+from kvfold.formats.codebook import (
+    AdditiveCodes,
+    BinaryCodes,
+    BitGains,
+    BitSearch,
+    KeyCodebook,
+    ValueRows,
+    bit_gains,
+    stages_for,
+)
 from kvfold.methods.base import LayerSpec, State
 from kvfold.methods.learned import LearnedMethod
 from kvfold.methods.options import Numbers, Problem
@@ -165,6 +174,7 @@ class ValueCodebook:
         self._devices: dict[torch.device, ValueCodebook] = {tensors["codebook"].device: self}
         self._rows: dict[int, torch.Tensor] = {}
         self._searches: dict[int, BitSearch] = {}
+        self._gains: BitGains | None = None
 
     def on(self, device: torch.device) -> ValueCodebook:
         """The same tables on another device; moved once."""
@@ -238,6 +248,12 @@ class ValueCodebook:
             hidden = self.tensors["w1"].shape[-1] if self.is_network else 0
             self._searches[flips] = BitSearch(tuple(t.contiguous() for t in tables), flips, hidden)
         return self._searches[flips]
+
+    def gains(self) -> BitGains:
+        """What kernels multiply to find the bits that flips begin with, of levels; made once."""
+        if self._gains is None:
+            self._gains = bit_gains(self.level_tables(), self._get("offset"))
+        return self._gains
 
     def level_tables(self) -> tuple[torch.Tensor, ...]:
         """Seven tables of :class:`kvfold.formats.codebook.BitSearch`, of levels."""
