@@ -18,7 +18,7 @@ from kvfold.calibration.commvq_keys import learn_keys
 from kvfold.calibration.commvq_schedule import Schedule
 from kvfold.calibration.run import windows_of
 from kvfold.evaluation.text import load_text
-from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, Search, nearest, stages_for
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, Search, again_from, nearest, stages_for
 from kvfold.kernels.encode_pairs import shifted
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -69,8 +69,9 @@ def error(unit: torch.Tensor, search: Search, shift: torch.Tensor | float, find:
     """Squared error of vectors [heads, tokens, d], of which ``shift`` is taken off for the search, in two turns."""
     rest: torch.Tensor = unit - shift
     chosen: dict[int, Codes] = {}
+    stages = search.halves.shape[1]
     for turn in range(2):
-        for stage in range(search.halves.shape[1]):
+        for stage in range(again_from(stages) if turn else 0, stages):
             halves = search.halves[:, stage]
             had = chosen.get(stage)
             if had is not None:

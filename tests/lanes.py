@@ -171,7 +171,7 @@ class Program:
             arange=lambda a, b, _: torch.arange(a, b, dtype=torch.int32),
             program_id=lambda i: torch.tensor(self.at[i], dtype=torch.int32),
             num_programs=lambda i: torch.tensor(self.grid[i], dtype=torch.int32),
-            minimum=pick(torch.minimum), maximum=pick(torch.maximum), abs=torch.abs, where=torch.where,
+            minimum=pick(torch.minimum), maximum=pick(torch.maximum), abs=torch.abs, where=lambda c, a, b: torch.where(tensor(c), a, b),
             fma=lambda a, b, c: a * b + c, load=load, store=store, max=lambda x, _: x.max(),
         )  # fmt: skip
 

@@ -83,6 +83,7 @@ def compared(module, fmt, tokens, device, rows=None, batch=1, mean=False):
     [
         (3, 1, 32, 1, None, {}, True),
         (2, 0, 32, 2, [1, 0], {}, False),
+        (5, 2, 32, 1, None, {}, False),
         (1, 1, 32, 1, None, {"M": 2, "num_warps": 1}, False),
     ],
 )

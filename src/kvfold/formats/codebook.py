@@ -225,14 +225,15 @@ class KeyCodebook:
         return Search(seen, seen.square().sum(-1), cross)
 
     def assign(self, x: torch.Tensor, passes: int, search: Search | None = None) -> torch.Tensor:
-        """Codes of vectors: stage by stage on residuals, then each stage again given all others.
+        """Codes of vectors: stage by stage on residuals, then each stage but the first quarter again, given all others.
 
         Parameters
         ----------
         x : Tensor, float32 [num_kv_heads, tokens, head_dim]
             Under the metric, divided by its norm.
         passes : int
-            Times that all stages are gone through again; the error never grows from one pass to the next.
+            Times that stages from :func:`again_from` on are gone through again; the error never grows from one pass to the
+            next.
 
         Returns
         -------
@@ -242,7 +243,7 @@ class KeyCodebook:
         codes = x.new_zeros(*x.shape[:2], self.stages, 2, dtype=torch.int64)
         rest = x.clone()
         for turn in range(passes + 1):
-            for r in range(self.stages):
+            for r in range(again_from(self.stages) if turn else 0, self.stages):
                 halves = search.halves[:, r]
                 if turn:
                     rest += self._part(halves, codes[:, :, r])
@@ -291,7 +292,8 @@ class AdditiveCodes(Format):
     levels : int
         N_c' of the paper: a power of two from 2 to 256.
     passes : int
-        How often all stages are assigned again, each given the others; 0 is the paper's greedy assignment.
+        How often stages from :func:`again_from` on are assigned again, each given the others; 0 is the paper's greedy
+        assignment.
     codebook : KeyCodebook or None
         None: sizes are known, but nothing can be encoded.
 
@@ -458,6 +460,11 @@ class BitSearch:
     tables: tuple[torch.Tensor, ...]
     flips: int
     hidden: int
+
+
+def again_from(stages: int) -> int:
+    """The first stage that later passes choose again: the ones before it are long, and of real keys hardly any would change."""
+    return stages // 4
 
 
 FLIPPED = 32768.0

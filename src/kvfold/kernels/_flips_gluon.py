@@ -1,7 +1,7 @@
 """Flips of bits of values (CommVQ): the Gluon kernel of :mod:`kvfold.kernels.encode_pairs` for 64, 128 and 256 codes.
 
 A program is a warp with eight tokens, four lanes each. A lane has a quarter of its token's codes in registers: of each what its
-flip would gain, half the fall of the squared error. To flip bit j adds ``-d_j d_k <c_j, c_k>`` to the gain of every other bit k,
+flip would gain, half the fall of the squared error. To flip bit j adds ``-d_j d_k <c_j, c_k>`` to every other bit k's gain,
 where d is 1 for a bit to be set and -1 for one to be taken away; a row of products of codes, in fp16, does so for all k, and
 signs are those of bits at the beginning. In place of ``<c_j, c_j>`` rows have a large number, so that a flipped bit is not
 chosen again: its own gain, which is the negative one afterwards, costs nothing in the loop. When no flip gains anything, what

@@ -2,8 +2,9 @@
 
 A stage adds ``z_a + i z_b`` to a key and looks for the pair with the largest ``<x, z_a> + <x, i z_b> - <z_a, i z_b>``,
 squared lengths taken off. In the first turn all 4,096 pairs of the first stage are compared, whose centres are long beside what
-codes miss. Otherwise each of four lanes, which has 16 codes a and 16 codes b of a token, begins with its best few; later turns
-begin with the token's code b, too. All partners of these are compared, and for the best pair's partner all codes of its side.
+codes miss. Otherwise each of four lanes, which has 16 codes a and 16 codes b of a token, begins with its best few; later turns,
+which leave out the first quarter of the stages (:func:`kvfold.formats.codebook.again_from`), begin with the token's code b,
+too. All partners of these are compared, and for the best pair's partner all codes of its side.
 
 Warps have 16 M tokens. Lane (g, t) has channels 8t to 8t + 7 of every 32 channels of tokens g and g + 8 of each 16, as fp16
 pairs that are operands of ``mma.m16n8k16`` as they lie. A code's row in shared memory serves products and sums alike. Scores
@@ -352,21 +353,28 @@ def _stage(rest, table, codes, lane, g, t, AGAIN: gl.constexpr, STARTS: gl.const
 
 
 @gluon.jit
+def _stage_at(number, STAGES: gl.constexpr):
+    """Which stage is chosen as number ``number``: all of them, then again and again those from a quarter on."""
+    SKIPPED: gl.constexpr = STAGES // 4
+    return gl.where(number < STAGES, number, SKIPPED + (number - STAGES) % (STAGES - SKIPPED))
+
+
+@gluon.jit
 def _round(
     rest, base, tables, words, thread, lane, g, t, begin, count, last, STAGES: gl.constexpr, TOKENS: gl.constexpr,
     W: gl.constexpr, AGAIN: gl.constexpr, STARTS: gl.constexpr,
 ):  # fmt: skip
-    """``count`` stages from number ``begin`` on, of ``last`` in all; the first one's tables are on their way."""
+    """``count`` choices from number ``begin`` on, of ``last`` in all; the first one's tables are on their way."""
     for i in range(count):
         number = begin + i
+        stage = _stage_at(number, STAGES)
         copy_wait_all(lane)
         program_sync(lane)
         if number + 1 < last:
-            _fetch_rows(base + (number + 1) % 2 * STAGE, tables + (number + 1) % STAGES * STAGE, thread, STAGE, W)
+            following = tables + _stage_at(number + 1, STAGES) * STAGE
+            _fetch_rows(base + (number + 1) % 2 * STAGE, following, thread, STAGE, W)
             copy_commit(lane)
-        rest = _stage(
-            rest, base + number % 2 * STAGE, words + number % STAGES * (4 * TOKENS), lane, g, t, AGAIN, STARTS
-        )
+        rest = _stage(rest, base + number % 2 * STAGE, words + stage * (4 * TOKENS), lane, g, t, AGAIN, STARTS)
     return rest
 
 
@@ -437,7 +445,7 @@ def pairs_search_kernel(
         rest = rest + (x,)
     words = base + 2 * STAGE
     mine = words + warp * (64 * M)
-    LAST: gl.constexpr = STAGES * TURNS
+    LAST: gl.constexpr = STAGES + (TURNS - 1) * (STAGES - STAGES // 4)
     rest = _round(rest, base, tables, mine, thread, lane, g, t, 0, 1, LAST, STAGES, TOKENS, W, False, ALL)
     if STAGES > 1:
         rest = _round(
