@@ -171,8 +171,9 @@ class Program:
             arange=lambda a, b, _: torch.arange(a, b, dtype=torch.int32),
             program_id=lambda i: torch.tensor(self.at[i], dtype=torch.int32),
             num_programs=lambda i: torch.tensor(self.grid[i], dtype=torch.int32),
-            minimum=pick(torch.minimum), maximum=pick(torch.maximum), abs=torch.abs, where=lambda c, a, b: torch.where(tensor(c), a, b),
-            fma=lambda a, b, c: a * b + c, load=load, store=store, max=lambda x, _: x.max(),
+            minimum=pick(torch.minimum), maximum=pick(torch.maximum), abs=torch.abs,
+            where=lambda c, a, b: torch.where(tensor(c), a, b), max=lambda x, _: x.max(),
+            fma=lambda a, b, c: a * b + c, load=load, store=store,
         )  # fmt: skip
 
     # ---- instructions
@@ -217,6 +218,32 @@ class Program:
         product = a @ b
         places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
         return tuple(x + product[:, i, j].reshape(-1) for x, (i, j) in zip(c, places, strict=True))
+
+    def mma_wide(self, sums, words, tile):
+        """Tokens of four warps times a tile of codes, which is put in order again."""
+        assert self.warps % 4 == 0
+        at, group = tile.view(-1, 128), ()
+        assert bool((at == at[:, :1]).all()) and bool((at % 1024 == 0).all())
+        row, place = torch.arange(64)[:, None, None], torch.arange(8)[None, None, :]
+        part = torch.arange(2)[None, :, None]
+        address = 8192 * part + 128 * row + 16 * (place ^ row % 8)
+        for g in range(len(at)):
+            b = self.shared.read(at[g, 0] + address, torch.float16, 8).reshape(64, 128)
+            group += (b.float(),)
+        lane = torch.arange(32)
+        g, t = lane // 4, lane % 4
+        a = torch.zeros(self.warps, 16, 128)
+        for i, word in enumerate(words):
+            step, kind = i // 4, i % 4
+            for e in range(2):
+                column = 16 * step + 8 * (kind // 2) + 2 * t + e
+                a[:, g + 8 * (kind % 2), column] = self.by_warp(halves(word)[:, e].float())
+        out = []
+        products = torch.stack([a[w] @ group[w // 4].T for w in range(self.warps)])
+        for i, x in enumerate(sums):
+            n, kind = i // 4, i % 4
+            out.append(x + products[:, g + 8 * (kind // 2), 8 * n + 2 * t + kind % 2].reshape(-1))
+        return tuple(out)
 
     def mma_half(self, a, b0, b1, c0, c1):
         """Sums are rounded to fp16."""
@@ -295,7 +322,7 @@ class Program:
             "load_shared": self.load_shared, "load_global4": self.load_global4,
             "load_shared4f": self.load_shared4f, "store_shared4": self.store_shared4,
             "load_shared_short": self.load_shared_short, "store_shared1": lambda to, x: self.shared.write(to, x.int()),
-            "copy_async": self.copy_async, "mma": self.mma, "transpose8": self.transpose8,
+            "copy_async": self.copy_async, "mma": self.mma, "mma_wide": self.mma_wide, "transpose8": self.transpose8,
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
             "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),
             "sub_half2": of_word(torch.sub), "max_half2": of_word(torch.maximum),
@@ -322,6 +349,7 @@ class Program:
             "_dynamic_base": lambda lane: lane * 0 + 1024,
             "_allocated": lambda *_: types.SimpleNamespace(_keep_alive=nothing),
             **dict.fromkeys(("copy_commit", "copy_wait_1", "copy_wait_all", "warp_sync", "program_sync", "prefetch"), nothing),
+            "show_copies": nothing,
         }  # fmt: skip
 
     def function(self, kernel):

@@ -85,6 +85,7 @@ def compared(module, fmt, tokens, device, rows=None, batch=1, mean=False):
         (2, 0, 32, 2, [1, 0], {}, False),
         (5, 2, 32, 1, None, {}, False),
         (1, 1, 32, 1, None, {"M": 2, "num_warps": 1}, False),
+        (2, 1, 96, 1, None, {"WIDE": True, "num_warps": 4}, True),
     ],
 )
 def test_lanes_find_pairs_as_near_as_all_pairs_compared(stages, passes, tokens, batch, rows, change, mean, monkeypatch):
@@ -159,9 +160,11 @@ def test_sums_beyond_fp16_are_bounded():
     assert torch.isfinite(encode_pairs.stage_tables(large)[..., :49152].contiguous().view(torch.float16)).all()
 
 
-@pytest.mark.parametrize("stages", [11, 21])
-def test_search_compiles_within_its_registers(stages):
+@pytest.mark.parametrize("stages, wide", [(11, False), (21, False), (21, True)])
+def test_search_compiles_within_its_registers(stages, wide, monkeypatch):
+    monkeypatch.setitem(encode_pairs.QUADS, "WIDE", wide)
     report = compile_pairs(form(stages))
+    assert report.instructions["HGMMA" if wide else "HMMA"] >= 32
     assert report.registers <= encode_pairs.QUADS["maxnreg"]
     assert report.spilled <= 128
     assert report.shared <= 227 << 10

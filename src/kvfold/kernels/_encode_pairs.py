@@ -67,9 +67,10 @@ def units_kernel(
 def pairs_kernel(
     x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, metric, shift, halves, squares, cross, scratch,
     chosen, codes, rms, tokens, first_token, room, heads, D: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    TURNS: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, T: tl.constexpr, METRIC: tl.constexpr, PICKED: tl.constexpr,
+    TURNS: tl.constexpr, SKIPPED: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, T: tl.constexpr, METRIC: tl.constexpr,
+    PICKED: tl.constexpr,
 ):  # fmt: skip
-    """Codes of keys, stage by stage, TURNS times over. Grid: (parts of T tokens, heads, batch).
+    """Codes of keys, stage by stage, TURNS times over, later from stage SKIPPED on. Grid: (parts of T tokens, heads, batch).
 
     ``metric`` float32 [heads, D, D]; ``shift`` float32 [heads, D], taken off keys; ``halves`` fp16 [heads, STAGES, 2N, D] and
     ``squares`` float32 [heads, STAGES, 2N] under the metric; ``cross`` float32 [heads, STAGES, N, N]. ``scratch`` float32
@@ -88,7 +89,7 @@ def pairs_kernel(
     rest -= tl.load(shift + head * D + channel)[None, :]
     scores, own = scratch + program * (N * T), chosen + program * (STAGES * 2 * T) + slot
     for turn in range(TURNS):
-        for stage in range((STAGES // 4) if turn > 0 else 0, STAGES):  # kvfold.formats.codebook.again_from
+        for stage in range(SKIPPED if turn > 0 else 0, STAGES):
             number = head * STAGES + stage
             table = halves + number * (2 * N * D)
             place = own + stage * (2 * T)

@@ -12,7 +12,8 @@ are summed in float32 and compared in fp16, two at a time.
 
 Bytes of a stage's tables, which follow one another: rows of 128 codes (z_a, then i z_b), fp16 [128, 128], where odd codes have
 their two halves of every 128 bytes in each other's place, so that eight lanes meet no bank twice; ``-<z_a, i z_b>`` fp16 [a, b]
-and its transpose [b, a]; half of what squared lengths take off, float32 [128].
+and its transpose [b, a]; half of what squared lengths take off, float32 [128]. WIDE: 512 bytes between, and for a, then b,
+tiles of 64 rows and 64 channels, as products of warpgroups read them once for 64 tokens.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -37,9 +38,10 @@ from kvfold.kernels._warp import (
     store_shared1,
     unpack_half2,
 )
+from kvfold.kernels._warpgroup import mma_wide, show_copies
 
-STAGE = gl.constexpr(49664)
-"""Bytes of a stage's tables."""
+TILES = gl.constexpr(50176)
+"""Bytes of a stage's tables before tiles."""
 LOWEST = gl.constexpr(-67044352)
 """Two smallest numbers of fp16."""
 ALL = gl.constexpr(64)
@@ -47,9 +49,15 @@ ALL = gl.constexpr(64)
 
 
 @gluon.constexpr_function
-def shared_bytes(stages, tokens):
+def stage_bytes(wide):
+    """Bytes of a stage's tables."""
+    return 50176 + 32768 if wide else 49664
+
+
+@gluon.constexpr_function
+def shared_bytes(stages, tokens, wide):
     """Bytes of shared memory of a program: two stages' tables, and a word for each stage of ``tokens``."""
-    return (2 * 49664 + 4 * stages * tokens + 1023) // 1024 * 1024
+    return (2 * stage_bytes(wide) + 4 * stages * tokens + 1023) // 1024 * 1024
 
 
 @gluon.jit
@@ -81,8 +89,10 @@ def where_bits(mask, a, b):
 @gluon.jit
 def _largest8(x):
     """Of eight words the largest number of each half."""
-    a = max_half2(max_half2(x[0], x[1]), max_half2(x[2], x[3]))
-    return max_half2(a, max_half2(max_half2(x[4], x[5]), max_half2(x[6], x[7])))
+    # three at a time, as one instruction of sm_90 takes them
+    a = max_half2(max_half2(x[0], x[1]), x[2])
+    b = max_half2(max_half2(x[3], x[4]), x[5])
+    return max_half2(max_half2(a, b), max_half2(x[6], x[7]))
 
 
 @gluon.jit
@@ -282,6 +292,40 @@ def _scores(rest, table, at, square, odd, HALF: gl.constexpr):
 
 
 @gluon.jit
+def _operands(x):
+    """A lane's words of 16 tokens in the order in which products take them."""
+    words = ()
+    for c in gl.static_range(8):
+        words = words + (x[2 * c], x[16 + 2 * c], x[2 * c + 1], x[17 + 2 * c])
+    return words
+
+
+@gluon.jit
+def _scores_wide(rest, table, square, odd, HALF: gl.constexpr):
+    """The same by products of a warpgroup."""
+    M: gl.constexpr = len(rest)
+    start = ()
+    for n in gl.static_range(8):
+        if n % 2 == 0:
+            less = load_shared4f(square + (256 * HALF + 8 * n))
+        start = start + (less[n % 2 * 2], less[n % 2 * 2 + 1], less[n % 2 * 2], less[n % 2 * 2 + 1])
+    out = ()
+    for m in gl.static_range(M):
+        sums = mma_wide(start, _operands(rest[m]), table + (TILES + 16384 * HALF))
+        words = ()
+        for n in gl.static_range(8):
+            words = words + (
+                pack_half2(sums[4 * n], sums[4 * n + 1], False), pack_half2(sums[4 * n + 2], sums[4 * n + 3], False)
+            )  # fmt: skip
+        for r in gl.static_range(2):
+            line = ()
+            for k in gl.static_range(8):
+                line = line + (gl.where(odd, words[2 * (k ^ 4) + r], words[2 * k + r]),)
+            out = out + (line,)
+    return out
+
+
+@gluon.jit
 def _row(table, code, t):
     """A code's channels that the lane has: 16 words."""
     line = table + code * 256 + t * 16
@@ -308,7 +352,7 @@ def _moved(x, table, a, b, t, R: gl.constexpr, BACK: gl.constexpr):
 
 
 @gluon.jit
-def _stage(rest, table, codes, lane, g, t, AGAIN: gl.constexpr, STARTS: gl.constexpr):
+def _stage(rest, table, codes, lane, g, t, AGAIN: gl.constexpr, STARTS: gl.constexpr, WIDE: gl.constexpr):
     """One stage of a warp's tokens; ``codes``: address of its first token's word. AGAIN: the code b that a token has is one
     more that the search begins with."""
     M: gl.constexpr = len(rest)
@@ -331,8 +375,12 @@ def _stage(rest, table, codes, lane, g, t, AGAIN: gl.constexpr, STARTS: gl.const
     code0 = table + (16 * (g // 2) + (g & 1)) * 256 + t * 16
     at = (code0 + 64 * (g & 1), code0 + 64 - 64 * (g & 1))
     square = table + 49152 + 64 * t
-    of_b = _scores(rest, table, at, square, odd, 1)
-    of_a = _scores(rest, table, at, square, odd, 0)
+    if WIDE:
+        of_b = _scores_wide(rest, table, square, odd, 1)
+        of_a = _scores_wide(rest, table, square, odd, 0)
+    else:
+        of_b = _scores(rest, table, at, square, odd, 1)
+        of_a = _scores(rest, table, at, square, odd, 0)
     out = ()
     for m in gl.static_range(M):
         x = rest[m]
@@ -353,28 +401,32 @@ def _stage(rest, table, codes, lane, g, t, AGAIN: gl.constexpr, STARTS: gl.const
 
 
 @gluon.jit
-def _stage_at(number, STAGES: gl.constexpr):
-    """Which stage is chosen as number ``number``: all of them, then again and again those from a quarter on."""
-    SKIPPED: gl.constexpr = STAGES // 4
+def _stage_at(number, STAGES: gl.constexpr, SKIPPED: gl.constexpr):
+    """Which stage is chosen as number ``number``: all of them, then again and again those from number SKIPPED on."""
     return gl.where(number < STAGES, number, SKIPPED + (number - STAGES) % (STAGES - SKIPPED))
 
 
 @gluon.jit
 def _round(
-    rest, base, tables, words, thread, lane, g, t, begin, count, last, STAGES: gl.constexpr, TOKENS: gl.constexpr,
-    W: gl.constexpr, AGAIN: gl.constexpr, STARTS: gl.constexpr,
+    rest, of, begin, count, STAGES: gl.constexpr, SKIPPED: gl.constexpr, TOKENS: gl.constexpr, W: gl.constexpr,
+    AGAIN: gl.constexpr, STARTS: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """``count`` choices from number ``begin`` on, of ``last`` in all; the first one's tables are on their way."""
+    memory, in global memory, of the warp's first words; thread, lane and its parts; how many choices there are at all."""
+    memory, in global memory, of the warp's first words; thread, lane and its two parts; how many choices there are at all."""
+    base, tables, words, thread, lane, g, t, last = of
+    STAGE: gl.constexpr = stage_bytes(WIDE)
     for i in range(count):
         number = begin + i
-        stage = _stage_at(number, STAGES)
+        stage = _stage_at(number, STAGES, SKIPPED)
         copy_wait_all(lane)
+        if WIDE:
+            show_copies(lane)
         program_sync(lane)
         if number + 1 < last:
-            following = tables + _stage_at(number + 1, STAGES) * STAGE
+            following = tables + _stage_at(number + 1, STAGES, SKIPPED) * STAGE
             _fetch_rows(base + (number + 1) % 2 * STAGE, following, thread, STAGE, W)
             copy_commit(lane)
-        rest = _stage(rest, base + number % 2 * STAGE, words + stage * (4 * TOKENS), lane, g, t, AGAIN, STARTS)
+        rest = _stage(rest, base + number % 2 * STAGE, words + stage * (4 * TOKENS), lane, g, t, AGAIN, STARTS, WIDE)
     return rest
 
 
@@ -401,8 +453,8 @@ def _gain(given, shift, rest, R: gl.constexpr):
 @gluon.jit(do_not_specialize=["tokens", "first_token", "room"])
 def pairs_search_kernel(
     unit_ptr, size_ptr, shift_ptr, tables_ptr, rows_ptr, codes_ptr, rms_ptr, tokens, first_token, room, heads,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, M: gl.constexpr, FIRST: gl.constexpr,
-    LATER: gl.constexpr, PICKED: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, SKIPPED: gl.constexpr, M: gl.constexpr, FIRST: gl.constexpr,
+    LATER: gl.constexpr, PICKED: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Codes and norms of keys. Grid: (parts of 16 M tokens a warp, heads, batch).
 
@@ -412,7 +464,8 @@ def pairs_search_kernel(
     """
     W: gl.constexpr = gl.num_warps()
     TOKENS: gl.constexpr = 16 * M * W
-    BYTES: gl.constexpr = shared_bytes(STAGES, TOKENS)
+    STAGE: gl.constexpr = stage_bytes(WIDE)
+    BYTES: gl.constexpr = shared_bytes(STAGES, TOKENS, WIDE)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -445,16 +498,13 @@ def pairs_search_kernel(
         rest = rest + (x,)
     words = base + 2 * STAGE
     mine = words + warp * (64 * M)
-    LAST: gl.constexpr = STAGES + (TURNS - 1) * (STAGES - STAGES // 4)
-    rest = _round(rest, base, tables, mine, thread, lane, g, t, 0, 1, LAST, STAGES, TOKENS, W, False, ALL)
+    LAST: gl.constexpr = STAGES + (TURNS - 1) * (STAGES - SKIPPED)
+    of = (base, tables, mine, thread, lane, g, t, LAST)
+    rest = _round(rest, of, 0, 1, STAGES, SKIPPED, TOKENS, W, False, ALL, WIDE)
     if STAGES > 1:
-        rest = _round(
-            rest, base, tables, mine, thread, lane, g, t, 1, STAGES - 1, LAST, STAGES, TOKENS, W, False, FIRST
-        )
+        rest = _round(rest, of, 1, STAGES - 1, STAGES, SKIPPED, TOKENS, W, False, FIRST, WIDE)
     if TURNS > 1:
-        rest = _round(
-            rest, base, tables, mine, thread, lane, g, t, STAGES, LAST - STAGES, LAST, STAGES, TOKENS, W, True, LATER
-        )
+        rest = _round(rest, of, STAGES, LAST - STAGES, STAGES, SKIPPED, TOKENS, W, True, LATER, WIDE)
 
     shift = ()
     for c in gl.static_range(4):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import triton
 
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, Search
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, Search, again_from
 from kvfold.kernels._encode_groups import INTERPRETED
 from kvfold.kernels._encode_pairs import (
     bits_kernel,
@@ -24,9 +24,9 @@ PAIRS = {"T": 64, "num_warps": 4}
 """Tokens of a program of :func:`pairs_kernel`, and its warps."""
 UNITS = {"T": 32, "num_warps": 8, "maxnreg": 128}
 """The same of :func:`units_kernel`."""
-QUADS = {"M": 1, "FIRST": 3, "LATER": 1, "num_warps": 16, "maxnreg": 128}
+QUADS = {"M": 1, "FIRST": 3, "LATER": 1, "WIDE": False, "num_warps": 16, "maxnreg": 128}
 """Sixteens of tokens of a warp of :func:`pairs_search_kernel`, codes that a lane begins with in the first turn and in later
-ones, and its warps. What the first turn misses is hardly made good by later ones."""
+ones, whether four warps multiply together, and its warps. What the first turn misses is hardly made good by later ones."""
 VALUES = {"T": 32, "CODES": 64, "num_stages": 2}
 """Tokens of a program of :func:`values_kernel`, and codes of a warp."""
 FLIPS = {"T": 2, "num_warps": 1}
@@ -62,7 +62,7 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
     search, shift = shifted(tables.search())
     batch, heads, tokens, _ = source.x.shape
     if is_quick(fmt):
-        _search_quads(fmt, source, tables.metric.float().contiguous(), shift, stage_tables(search))
+        _search_quads(fmt, source, tables.metric.float().contiguous(), shift, stage_tables(search, bool(QUADS["WIDE"])))
         return
     part = PAIRS["T"]
     grid = (triton.cdiv(tokens, part), heads, batch)
@@ -86,6 +86,7 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
         N=fmt.levels,
         STAGES=fmt.stages,
         TURNS=fmt.passes + 1,
+        SKIPPED=again_from(fmt.stages),
         BITS=fmt.code_bits,
         METRIC=True,
         **source.constants(),
@@ -117,19 +118,36 @@ def shifted(search: Search) -> tuple[Search, torch.Tensor]:
     return Search(halves, squares, cross), mean.sum((1, 2, 3))
 
 
-def stage_tables(search: Search) -> torch.Tensor:
+def stage_tables(search: Search, wide: bool = False) -> torch.Tensor:
     """What :mod:`kvfold.kernels._pairs_gluon` reads of a stage: uint8 [num_kv_heads, stages, bytes]."""
     heads, stages = search.squares.shape[:2]
-    rows = search.halves.clamp(-LARGEST, LARGEST).half().view(heads, stages, 64, 2, 2, 2, 32)
+    plain = search.halves.clamp(-LARGEST, LARGEST).half()
+    rows = plain.view(heads, stages, 64, 2, 2, 2, 32)
     rows = torch.stack((rows[:, :, :, 0], rows[:, :, :, 1].flip(-2)), 3)
     between = (search.cross * -0.5).clamp(-LARGEST, LARGEST).half()
-    parts = (rows, between, between.mT.contiguous(), search.squares * -0.5)
+    parts: tuple[torch.Tensor, ...] = (rows, between, between.mT.contiguous(), search.squares * -0.5)
+    if wide:
+        parts = (*parts, torch.zeros(heads, stages, 256, dtype=torch.float16, device=plain.device), _tiles(plain))
     return torch.cat([x.contiguous().view(torch.uint8).flatten(2) for x in parts], -1)
+
+
+def _tiles(rows: torch.Tensor) -> torch.Tensor:
+    """Rows fp16 [num_kv_heads, stages, 128, 128] as products of warpgroups read them: [num_kv_heads, stages, 2 sides, 2 parts
+    of channels, 64 rows, 64 channels]."""
+    n, g = torch.arange(64) // 8, torch.arange(64) % 8
+    codes = 16 * (g // 2) + g % 2 + 2 * n  # a lane's sums are of 16 codes that follow one another
+    of_side = rows.unflatten(2, (2, 64))[:, :, :, codes.to(rows.device)]
+    # channels 32 c + 8 t + 2 j lie in word t of 16 bytes number 4 c + j
+    words = of_side.unflatten(-1, (4, 4, 4, 2)).transpose(-3, -2).reshape(*of_side.shape[:-1], 2, 8, 8)
+    turned = (torch.arange(8)[None, :] ^ torch.arange(64)[:, None] % 8).to(rows.device)  # [row, place]
+    index = turned[:, None, :, None].expand(*words.shape[:3], 64, 2, 8, 8)
+    return words.gather(-2, index).transpose(3, 4)
 
 
 def constants(fmt: AdditiveCodes) -> tuple[dict[str, Any], dict[str, int]]:
     """Constants of :func:`pairs_search_kernel`, and how it is launched."""
-    fixed = {"STAGES": fmt.stages, "TURNS": fmt.passes + 1, **{name: QUADS[name] for name in ("M", "FIRST", "LATER")}}
+    fixed = {"STAGES": fmt.stages, "TURNS": fmt.passes + 1, "SKIPPED": again_from(fmt.stages)}
+    fixed |= {name: QUADS[name] for name in ("M", "FIRST", "LATER", "WIDE")}
     return fixed, {name: QUADS[name] for name in ("num_warps", "maxnreg")}
 
 

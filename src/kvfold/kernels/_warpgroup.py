@@ -1,0 +1,53 @@
+"""Products of a warpgroup's four warps together, whose second operand lies in shared memory (sm_90)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def _wide_asm():
+    """Eight products of a warpgroup's 64 tokens, 16 channels each, with 64 codes; a tile has two parts of 64 channels."""
+    sums = ", ".join(f"${i}" for i in range(32))
+    lines = []
+    for step in range(8):
+        words = ", ".join(f"${64 + 4 * step + i}" for i in range(4))
+        lines.append(f"add.s64 at, $96, {step // 4 * 512 + step % 4 * 2};")
+        lines.append(f"wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {{{sums}}}, {{{words}}}, at, 1, 1, 1, 0;")
+    end = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    return f"{{ .reg .b64 at; wgmma.fence.sync.aligned; {' '.join(lines)} {end} }}"
+
+
+@gluon.constexpr_function
+def _wide_constraints():
+    return ",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["r"] * 32 + ["l"])
+
+
+@gluon.jit
+def mma_wide(sums, words, tile):
+    """``sums`` + tokens times 64 codes, all 128 channels: 32 sums of a lane, as :func:`_warp.mma` has those of eight columns of
+    16 tokens, eight times; ``words``: operands, four for each 16 channels; ``tile``: address of the codes in shared memory, two
+    parts of 64 channels, whose 16 bytes lie in another order by the last three bits of the row."""
+    place = ((tile & 0x3FFFF) >> 4).to(gl.int64) + 0x4000004000010000
+    asm: gl.constexpr = _wide_asm()
+    constraints: gl.constexpr = _wide_constraints()
+    return gl.inline_asm_elementwise(
+        asm,
+        constraints,
+        sums + words + (place,),
+        dtype=(
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+        ),
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def show_copies(lane):
+    """Show what this thread has copied to shared memory to products of warpgroups."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
+    )
