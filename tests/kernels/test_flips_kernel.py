@@ -120,6 +120,15 @@ def test_values_far_from_all_codes_are_flipped_to_what_is_nearest(module):
     assert (missed(book, got[:, kept], clean[:, kept]) < 1.01 * missed(book, want[:, kept], clean[:, kept])).all()
 
 
+def test_the_self_test_sees_flips_that_are_wrong(module, monkeypatch):
+    fmt = BinaryCodes(32, 32, "value", 64, 1)
+    assert module.bits_test(fmt, torch.device("cpu")) is None
+    right = module.flipped_words
+    monkeypatch.setattr(module, "flipped_words", lambda gains, tables, flips: right(gains, tables, 8))
+    said = module.bits_test(fmt, torch.device("cpu"))
+    assert said is not None and said.startswith("flips of bits on this device leave")
+
+
 @pytest.mark.parametrize("codes", [64, 128, 256])
 def test_flips_compile_without_spills(codes):
     report = compile_flips(codes)

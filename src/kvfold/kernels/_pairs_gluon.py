@@ -411,8 +411,8 @@ def _round(
     rest, of, begin, count, STAGES: gl.constexpr, SKIPPED: gl.constexpr, TOKENS: gl.constexpr, W: gl.constexpr,
     AGAIN: gl.constexpr, STARTS: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    memory, in global memory, of the warp's first words; thread, lane and its parts; how many choices there are at all."""
-    memory, in global memory, of the warp's first words; thread, lane and its two parts; how many choices there are at all."""
+    """``count`` choices from number ``begin`` on; the first one's tables are on their way. ``of``: addresses of tables in
+    shared memory, in global memory, of the warp's first words; thread, lane and its parts; how many choices there are at all."""
     base, tables, words, thread, lane, g, t, last = of
     STAGE: gl.constexpr = stage_bytes(WIDE)
     for i in range(count):

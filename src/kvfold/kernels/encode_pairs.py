@@ -1,12 +1,13 @@
 """Encoding on the GPU for CommVQ: pairs of codes of keys (:class:`kvfold.formats.codebook.AdditiveCodes`), and flips of bits of
 values."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, Search, again_from
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, Search, again_from, bit_gains
 from kvfold.kernels._encode_groups import INTERPRETED
 from kvfold.kernels._encode_pairs import (
     bits_kernel,
@@ -390,6 +391,8 @@ def bits_test(fmt: BinaryCodes, device: torch.device) -> str | None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float32, device="cpu").to(device)
 
+    if flips_by_lanes(fmt.codes):
+        return _lanes_test(fmt, random)
     book = random(2, fmt.codes, fmt.head_dim)
     gram, bits = book @ book.mT, (random(2, 64, fmt.codes) > 0).float()
     missed = random(2, 64, fmt.head_dim) * fmt.codes**0.5
@@ -410,4 +413,36 @@ def bits_test(fmt: BinaryCodes, device: torch.device) -> str | None:
         return f"flips of bits on this device leave {after:.4g} of an error of {before:.4g}"
     if not torch.equal(fmt.decode(fields)[0, :, :, : fmt.codes], bits):
         return "bits packed on this device are others than those of the format"
+    return None
+
+
+def _lanes_test(fmt: BinaryCodes, random: Callable[..., torch.Tensor]) -> str | None:
+    """The same of :func:`gains_kernel` and :func:`flip_kernel`: of random tables, and values that lie around an offset."""
+    book, matrix, offset = (
+        random(2, fmt.codes, fmt.head_dim),
+        random(2, fmt.head_dim, fmt.codes),
+        random(2, fmt.head_dim),
+    )
+    rest, gram, three = random(2, 64, fmt.head_dim) * fmt.codes**0.5 / 2, book @ book.mT, random(2, fmt.codes) * 0 + 3
+    shift = 1.5 - (offset.unsqueeze(1) @ matrix).squeeze(1)
+    tables = bit_gains((matrix, shift, three, three * 0, book.mT, three, gram), offset)
+    x = (rest + offset.unsqueeze(1)).unsqueeze(0)
+    gains = first_gains(x, tables)
+    bits = (gains.view(torch.int32) & 1).float()
+    said = (rest @ matrix + 1.5).round().clamp(0, 3) % 2
+    square = gram.diagonal(dim1=-1, dim2=-2).unsqueeze(1)
+    want = (1 - 2 * bits) * (rest @ book.mT - bits @ gram) - 0.5 * square
+    found = gains / tables.size[:, None, None]
+    if not ((said == bits).float().mean() > 0.99 and (found - want).norm() < 1e-2 * want.norm()):
+        return "bits that values begin with on this device are others than those of the method"
+    fields = fmt.allocate(1, 2, 2, gains.device)
+    _store(fmt, flipped_words(gains, tables, 32), Source(x, fields, 0), 0, 1, 64)
+    for _ in range(32):
+        turn = 1 - 2 * bits
+        gain, which = (turn * (rest @ book.mT - bits @ gram) - 0.5 * square).max(-1, keepdim=True)
+        bits = bits.scatter_add(-1, which, turn.gather(-1, which) * (gain > 0))
+    stored = fmt.decode(fields)[0, :, :, : fmt.codes]
+    after, expected = (float((rest - b @ book).square().sum()) for b in (stored, bits))
+    if not abs(after - expected) < 2e-2 * expected:
+        return f"flips of bits on this device leave an error of {after:.4g}, those of the method {expected:.4g}"
     return None
