@@ -412,7 +412,7 @@ def _round(
     AGAIN: gl.constexpr, STARTS: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """``count`` choices from number ``begin`` on; the first one's tables are on their way. ``of``: addresses of tables in
-    shared memory, in global memory, of the warp's first words; thread, lane and its parts; how many choices there are at all."""
+    shared memory, in global memory, of the warp's first words; thread, lane, its parts; how many choices there are at all."""
     base, tables, words, thread, lane, g, t, last = of
     STAGE: gl.constexpr = stage_bytes(WIDE)
     for i in range(count):
