@@ -47,6 +47,8 @@ VARIANTS: dict[str, list[Change]] = {
     "32 codes a warp": _item(encode_pairs.GAINS, CODES=32),
     "64 tokens, 32 codes a warp": _item(encode_pairs.GAINS, CODES=32, T=64),
     "flips of 80 and 128 registers": [(encode_pairs.FLIP, 128, 80), (encode_pairs.FLIP, 256, 128)],
+    "metric of 64 tokens, 4 warps": _item(encode_pairs.UNITS, T=64, num_warps=4, maxnreg=255),
+    "metric of 64 tokens, 8 warps": _item(encode_pairs.UNITS, T=64, num_warps=8, maxnreg=255),
     "16,384 values at a time": [(encode_pairs, "PIECE", 16384)],
 }
 """Later ones change one thing of "flips, fewer turns" each."""

@@ -6,11 +6,11 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
-from helpers import ENCODING, interpreted_module
+from helpers import ENCODING, interpreted_module, relative
 from kvfold.formats import codebook
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, Search, times_i
 from kvfold.kernels import encode_pairs, encode_search
-from kvfold.kernels.aot_tables import compile_pairs, compile_values
+from kvfold.kernels.aot_tables import compile_pairs, compile_units, compile_values
 from kvfold.kernels.encode_source import Source, angles
 from kvfold.rope import Rope
 
@@ -168,6 +168,25 @@ def test_search_compiles_within_its_registers(stages, wide, monkeypatch):
     assert report.registers <= encode_pairs.QUADS["maxnreg"]
     assert report.spilled <= 128
     assert report.shared <= 227 << 10
+
+
+def test_keys_under_the_metric_compile_without_spills():
+    assert compile_units().spilled == 0
+
+
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e14])
+def test_keys_of_any_size_are_put_under_the_metric(size):
+    """Sums of two fp16 numbers, of keys and of metrics; one head's metric is a thousand times as large."""
+    module = interpreted_module("kvfold.kernels.encode_pairs", *INTERPRETED)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, HEADS, 40, DIM, generator=draw) * torch.exp(2 * torch.randn(DIM, generator=draw)) * size
+    metric = torch.randn(HEADS, DIM, DIM, generator=draw) * torch.tensor([1.0, 1e3])[:, None, None]
+    shift = torch.randn(HEADS, DIM, generator=draw)
+    units, sizes = module.under_metric(Source(x, {"rms": x}, 0), metric, shift)
+    seen = (x.double() @ metric.double()).float()
+    want = seen.square().mean(-1).sqrt()
+    assert relative(sizes, want) < 1e-5
+    assert relative(units + shift.unsqueeze(1), seen / want.unsqueeze(-1)) < 1e-3
 
 
 @pytest.mark.parametrize("codes", [128, 256])

@@ -225,7 +225,7 @@ class KeyCodebook:
         return Search(seen, seen.square().sum(-1), cross)
 
     def assign(self, x: torch.Tensor, passes: int, search: Search | None = None) -> torch.Tensor:
-        """Codes of vectors: stage by stage on residuals, then each stage but the first quarter again, given all others.
+        """Codes of vectors: stage by stage on residuals, then each stage but the first fifth again, given all others.
 
         Parameters
         ----------
@@ -464,7 +464,7 @@ class BitSearch:
 
 def again_from(stages: int) -> int:
     """The first stage that later passes choose again: the ones before it are long, and of real keys hardly any would change."""
-    return stages // 4
+    return stages // 5
 
 
 FLIPPED = 32768.0

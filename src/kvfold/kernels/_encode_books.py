@@ -212,7 +212,7 @@ def additive_tile(
     rest = unit
     codes = tl.zeros([T, SP], tl.int32)
     for turn in range(PASSES + 1):
-        for r in range((STAGES // 4) if turn > 0 else 0, STAGES):  # kvfold.formats.codebook.again_from
+        for r in range((STAGES // 5) if turn > 0 else 0, STAGES):  # kvfold.formats.codebook.again_from
             table = tables[1] + r * (LEVELS * D)
             if turn > 0:
                 old = _sum(tl.where(stages == r, codes, 0), 1)

@@ -45,21 +45,37 @@ def _under(source, metric, token, inside, HALF: tl.constexpr, D: tl.constexpr, T
 
 @triton.jit(do_not_specialize=["tokens"])
 def units_kernel(
-    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, metric, shift, units, sizes, tokens, heads,
+    x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, high, low, scale, shift, units, sizes, tokens, heads,
     D: tl.constexpr, HALF: tl.constexpr, T: tl.constexpr, PICKED: tl.constexpr,
 ):  # fmt: skip
     """Keys under the metric, divided by their root mean squares, less ``shift`` float32 [heads, D]: ``units`` fp16 [batch,
-    heads, tokens, D], ``sizes`` float32 [batch, heads, tokens]. Grid: (parts of T tokens, heads, batch)."""
+    heads, tokens, D], ``sizes`` float32 [batch, heads, tokens]. Grid: (parts of T tokens, heads, batch).
+
+    ``high`` and ``low`` fp16 [heads, D, D]: two halves of the metric divided by ``scale`` float32 [heads]. Keys are divided by
+    a power of two and cut in two as well; of four products the smallest is left out.
+    """
     index, head, _ = _lane(rows, heads, PICKED)
     channel = tl.arange(0, D)
     token = tl.program_id(0) * T + tl.arange(0, T)
     inside = token < tokens
     source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
-    under = _under(source, metric + head * (D * D), token, inside, HALF, D, T, True)
+    given = _vectors(source, token[:, None], channel[None, :], inside[:, None] & (channel >= 0)[None, :], HALF)
+    # exponents of the largest elements: two to their power, and one over that
+    power = tl.maximum(
+        tl.minimum(_max(tl.abs(given), 1).to(tl.int32, bitcast=True) & 0x7F800000, 0x7C000000), 0x02000000
+    )
+    given = given * (0x7F000000 - power).to(tl.float32, bitcast=True)[:, None]
+    near = given.to(tl.float16)
+    rest = (given - near.to(tl.float32)).to(tl.float16)
+    at = head * (D * D) + channel[:, None] * D + channel[None, :]
+    table = tl.load(high + at)
+    under = tl.dot(near, tl.load(low + at), tl.full((T, D), 0.0, tl.float32))
+    under = tl.dot(rest, table, under)
+    under = tl.dot(near, table, under)
     size = tl.sqrt_rn(_sum(under * under, 1) / D)
     under = under * (1.0 / tl.maximum(size, TINY))[:, None] - tl.load(shift + head * D + channel)[None, :]
     place = (index * heads + head) * tokens + token
-    tl.store(sizes + place, size, mask=inside)
+    tl.store(sizes + place, size * power.to(tl.float32, bitcast=True) * tl.load(scale + head), mask=inside)
     tl.store(units + place[:, None] * D + channel[None, :], under.to(tl.float16), mask=inside[:, None])
 
 

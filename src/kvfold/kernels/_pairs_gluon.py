@@ -3,7 +3,7 @@
 A stage adds ``z_a + i z_b`` to a key and looks for the pair with the largest ``<x, z_a> + <x, i z_b> - <z_a, i z_b>``,
 squared lengths taken off. In the first turn all 4,096 pairs of the first stage are compared, whose centres are long beside what
 codes miss. Otherwise each of four lanes, which has 16 codes a and 16 codes b of a token, begins with its best few; later turns,
-which leave out the first quarter of the stages (:func:`kvfold.formats.codebook.again_from`), begin with the token's code b,
+which leave out the first fifth of the stages (:func:`kvfold.formats.codebook.again_from`), begin with the token's code b,
 too. All partners of these are compared, and for the best pair's partner all codes of its side.
 
 Warps have 16 M tokens. Lane (g, t) has channels 8t to 8t + 7 of every 32 channels of tokens g and g + 8 of each 16, as fp16

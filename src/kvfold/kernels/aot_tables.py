@@ -9,7 +9,7 @@ from kvfold.formats import Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels import encode_balanced, encode_pairs
 from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
-from kvfold.kernels._encode_pairs import gains_kernel, values_kernel
+from kvfold.kernels._encode_pairs import gains_kernel, units_kernel, values_kernel
 from kvfold.kernels._flips_gluon import flip_kernel
 from kvfold.kernels._pairs_gluon import pairs_search_kernel
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
@@ -78,6 +78,18 @@ def compile_values(codes: int, head_dim: int = 128, bf16: bool = True, capabilit
     aligned = _aligned(values_kernel, [*types, "stride_b", "stride_h", "stride_t"])
     source = ASTSource(values_kernel, *_signature(values_kernel, fixed, types), aligned)
     return _compile(source, capability, **encode_pairs.values_options(codes))
+
+
+def compile_units(head_dim: int = 128, bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel that puts keys under the metric."""
+    types = {"x": _width(bf16), "rows": "*i64", "high": "*fp16", "low": "*fp16", "units": "*fp16", "factor": "fp32"}
+    types |= dict.fromkeys(("cosines", "sines", "scale", "shift", "sizes"), "*fp32")
+    given: dict[str, Any] = encode_pairs.UNITS | {"D": head_dim, "HALF": head_dim // 2, "PICKED": False}
+    fixed = {name: given.pop(name) for name in list(given) if name.isupper()}
+    pointers = [name for name, kind in types.items() if kind[0] == "*"]
+    aligned = _aligned(units_kernel, [*pointers, "stride_b", "stride_h", "stride_t", "turns"])
+    source = ASTSource(units_kernel, *_signature(units_kernel, fixed, types), aligned)
+    return _compile(source, capability, num_stages=1, **given)
 
 
 def compile_gains(codes: int, head_dim: int = 128, bf16: bool = True, capability: int = 90) -> Report:

@@ -63,7 +63,7 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
     search, shift = shifted(tables.search())
     batch, heads, tokens, _ = source.x.shape
     if is_quick(fmt):
-        _search_quads(fmt, source, tables.metric.float().contiguous(), shift, stage_tables(search, bool(QUADS["WIDE"])))
+        _search_quads(fmt, source, tables.metric.float(), shift, stage_tables(search, bool(QUADS["WIDE"])))
         return
     part = PAIRS["T"]
     grid = (triton.cdiv(tokens, part), heads, batch)
@@ -119,6 +119,14 @@ def shifted(search: Search) -> tuple[Search, torch.Tensor]:
     return Search(halves, squares, cross), mean.sum((1, 2, 3))
 
 
+def halves_of(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Metrics [num_kv_heads, d, d] as sums of two fp16 tensors times powers of two, float32 [num_kv_heads]."""
+    scale = torch.exp2(metric.abs().amax((-1, -2)).clamp_min(1e-30).log2().ceil())
+    scaled = metric / scale[:, None, None]
+    high = scaled.half()
+    return high.contiguous(), (scaled - high.float()).half().contiguous(), scale
+
+
 def stage_tables(search: Search, wide: bool = False) -> torch.Tensor:
     """What :mod:`kvfold.kernels._pairs_gluon` reads of a stage: uint8 [num_kv_heads, stages, bytes]."""
     heads, stages = search.squares.shape[:2]
@@ -135,14 +143,12 @@ def stage_tables(search: Search, wide: bool = False) -> torch.Tensor:
 def _tiles(rows: torch.Tensor) -> torch.Tensor:
     """Rows fp16 [num_kv_heads, stages, 128, 128] as products of warpgroups read them: [num_kv_heads, stages, 2 sides, 2 parts
     of channels, 64 rows, 64 channels]."""
-    n, g = torch.arange(64) // 8, torch.arange(64) % 8
-    codes = 16 * (g // 2) + g % 2 + 2 * n  # a lane's sums are of 16 codes that follow one another
-    of_side = rows.unflatten(2, (2, 64))[:, :, :, codes.to(rows.device)]
+    sides = rows.unflatten(2, (2, 4, 8, 2)).transpose(3, 4).flatten(3, 5)  # a lane's sums are of 16 codes in a row
     # channels 32 c + 8 t + 2 j lie in word t of 16 bytes number 4 c + j
-    words = of_side.unflatten(-1, (4, 4, 4, 2)).transpose(-3, -2).reshape(*of_side.shape[:-1], 2, 8, 8)
-    turned = (torch.arange(8)[None, :] ^ torch.arange(64)[:, None] % 8).to(rows.device)  # [row, place]
-    index = turned[:, None, :, None].expand(*words.shape[:3], 64, 2, 8, 8)
-    return words.gather(-2, index).transpose(3, 4)
+    words = sides.unflatten(-1, (4, 4, 4, 2)).transpose(-3, -2).reshape(*sides.shape[:-1], 2, 8, 8)
+    place = torch.arange(8, device=rows.device)
+    index = (place ^ place.repeat(8).unsqueeze(1))[:, None, :, None]  # [row, part, 16 bytes, channel]
+    return words.gather(-2, index.expand(*words.shape[:3], 64, 2, 8, 8)).transpose(3, 4)
 
 
 def constants(fmt: AdditiveCodes) -> tuple[dict[str, Any], dict[str, int]]:
@@ -152,15 +158,29 @@ def constants(fmt: AdditiveCodes) -> tuple[dict[str, Any], dict[str, int]]:
     return fixed, {name: QUADS[name] for name in ("num_warps", "maxnreg")}
 
 
+def under_metric(source: Source, metric: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys under metrics float32 [num_kv_heads, d, d], divided by their root mean squares, less ``shift``; and those.
+
+    Returns
+    -------
+    units : Tensor, float16 [batch, num_kv_heads, tokens, d]
+    sizes : Tensor, float32 [batch, num_kv_heads, tokens]
+    """
+    batch, heads, tokens, _ = source.x.shape
+    units = torch.empty(source.x.shape, dtype=torch.float16, device=source.x.device)
+    sizes = torch.empty(batch, heads, tokens, dtype=torch.float32, device=source.x.device)
+    units_kernel[(triton.cdiv(tokens, UNITS["T"]), heads, batch)](
+        *source.arguments(), *halves_of(metric), shift, units, sizes, tokens, heads, **source.constants(), **UNITS,
+        num_stages=1,
+    )  # fmt: skip
+    return units, sizes
+
+
 def _search_quads(
     fmt: AdditiveCodes, source: Source, metric: torch.Tensor, shift: torch.Tensor, stages: torch.Tensor
 ) -> None:
-    batch, heads, tokens, dim = source.x.shape
-    units = torch.empty(batch, heads, tokens, dim, dtype=torch.float16, device=source.x.device)
-    sizes = torch.empty(batch, heads, tokens, dtype=torch.float32, device=source.x.device)
-    units_kernel[(triton.cdiv(tokens, UNITS["T"]), heads, batch)](
-        *source.arguments(), metric, shift, units, sizes, tokens, heads, **source.constants(), **UNITS, num_stages=1
-    )
+    batch, heads, tokens, _ = source.x.shape
+    units, sizes = under_metric(source, metric, shift)
     codes = source.fields["codes"]
     fixed, options = constants(fmt)
     pairs_search_kernel[(triton.cdiv(tokens, 16 * QUADS["M"] * QUADS["num_warps"]), heads, batch)](
