@@ -183,7 +183,7 @@ def test_keys_of_any_size_are_put_under_the_metric(size):
     metric = torch.randn(HEADS, DIM, DIM, generator=draw) * torch.tensor([1.0, 1e3])[:, None, None]
     shift = torch.randn(HEADS, DIM, generator=draw)
     units, sizes = module.under_metric(Source(x, {"rms": x}, 0), metric, shift)
-    seen = (x.double() @ metric.double()).float()
+    seen = x.double() @ metric.double()
     want = seen.square().mean(-1).sqrt()
     assert relative(sizes, want) < 1e-5
     assert relative(units + shift.unsqueeze(1), seen / want.unsqueeze(-1)) < 1e-3
