@@ -35,7 +35,7 @@ class CommVQ(LearnedMethod):
     levels : int
         N_c' of the paper: vectors per key codebook. R follows from the bits: the nearest to ``bits * head_dim / (2 log2 N)``.
     passes : int
-        Times that all stages of a key are chosen again, each given the others; 0 as published.
+        Times that stages of a key, but for the first fifth of them, are chosen again, each given the others; 0 as published.
     flips : int
         Greedy bit flips that may improve a value's code after the encoder; 0 as published.
     joint : bool
@@ -251,9 +251,13 @@ class ValueCodebook:
 
     def gains(self) -> BitGains:
         """What kernels multiply to find the bits that flips begin with, of levels; made once."""
-        if self._gains is None:
-            self._gains = bit_gains(self.level_tables(), self._get("offset"))
-        return self._gains
+        if self._gains is not None:
+            return self._gains
+        made = bit_gains(self.level_tables(), self._get("offset"))
+        on_gpu = made.gram.device.type == "cuda"
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # what a graph makes holds nothing until it runs
+            self._gains = made
+        return made
 
     def level_tables(self) -> tuple[torch.Tensor, ...]:
         """Seven tables of :class:`kvfold.formats.codebook.BitSearch`, of levels."""
