@@ -27,7 +27,8 @@ UNITS = {"T": 32, "num_warps": 8, "maxnreg": 128}
 """The same of :func:`units_kernel`."""
 QUADS = {"M": 1, "FIRST": 3, "LATER": 1, "WIDE": False, "num_warps": 16, "maxnreg": 128}
 """Sixteens of tokens of a warp of :func:`pairs_search_kernel`, codes that a lane begins with in the first turn and in later
-ones, whether four warps multiply together, and its warps. What the first turn misses is hardly made good by later ones."""
+ones, whether four warps multiply together (:func:`is_wide`), and its warps. What the first turn misses is hardly made good by
+later ones."""
 VALUES = {"T": 32, "CODES": 64, "num_stages": 2}
 """Tokens of a program of :func:`values_kernel`, and codes of a warp."""
 FLIPS = {"T": 2, "num_warps": 1}
@@ -63,7 +64,7 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
     search, shift = shifted(tables.search())
     batch, heads, tokens, _ = source.x.shape
     if is_quick(fmt):
-        _search_quads(fmt, source, tables.metric.float(), shift, stage_tables(search, bool(QUADS["WIDE"])))
+        _search_quads(fmt, source, tables.metric.float(), shift, stage_tables(search, is_wide(device)))
         return
     part = PAIRS["T"]
     grid = (triton.cdiv(tokens, part), heads, batch)
@@ -151,10 +152,16 @@ def _tiles(rows: torch.Tensor) -> torch.Tensor:
     return words.gather(-2, index.expand(*words.shape[:3], 64, 2, 8, 8)).transpose(3, 4)
 
 
-def constants(fmt: AdditiveCodes) -> tuple[dict[str, Any], dict[str, int]]:
-    """Constants of :func:`pairs_search_kernel`, and how it is launched."""
+def is_wide(device: torch.device) -> bool:
+    """Whether four warps multiply together on this device: GPUs of sm_90 do, those before and after have no such products."""
+    return bool(QUADS["WIDE"]) and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9)
+
+
+def constants(fmt: AdditiveCodes, wide: bool | None = None) -> tuple[dict[str, Any], dict[str, int]]:
+    """Constants of :func:`pairs_search_kernel`, and how it is launched; ``wide``: None, or in place of what is the default."""
     fixed = {"STAGES": fmt.stages, "TURNS": fmt.passes + 1, "SKIPPED": again_from(fmt.stages)}
-    fixed |= {name: QUADS[name] for name in ("M", "FIRST", "LATER", "WIDE")}
+    fixed |= {name: QUADS[name] for name in ("M", "FIRST", "LATER")}
+    fixed["WIDE"] = QUADS["WIDE"] if wide is None else wide
     return fixed, {name: QUADS[name] for name in ("num_warps", "maxnreg")}
 
 
@@ -182,7 +189,7 @@ def _search_quads(
     batch, heads, tokens, _ = source.x.shape
     units, sizes = under_metric(source, metric, shift)
     codes = source.fields["codes"]
-    fixed, options = constants(fmt)
+    fixed, options = constants(fmt, is_wide(source.x.device))
     pairs_search_kernel[(triton.cdiv(tokens, 16 * QUADS["M"] * QUADS["num_warps"]), heads, batch)](
         units,
         sizes,
