@@ -332,7 +332,7 @@ class Program:
             "where_bits": lambda mask, x, y: (mask & x) | (~mask & y),
             "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
             "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), HALF[bool(bf16)]),
-            "store_words4": self.store_words4, "cosine_sine": self.cosine_sine,
+            "store_words4": self.store_words4, "store_words2": self.store_words4, "cosine_sine": self.cosine_sine,
             "load_half": lambda at: self.memory.read(at, torch.float16).squeeze(-1).float(),
             **dict.fromkeys(("bounded_half2", "finite_half2"), of_word(lambda x: x.clamp(-65504, 65504))),
             "low_halves": of_word(lambda a, b: torch.stack((a[..., 0], b[..., 0]), -1)),

@@ -105,6 +105,13 @@ ON_GPUS = {
         "head_dim": 128,
         "unproject": unproject,
     },
+    "groups-8-mean-d128": {
+        "method": by_groups((8, True), (8,), mean=2.0),
+        "rotary": 128,
+        "head_dim": 128,
+        "scaling": 1.1,
+        "slabs": (6,),
+    },
     "residual-rounded-d128": {
         "method": residuals(rounded=True),
         "rotary": 128,

@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
-from blocks_case import Case, commvq, residuals, unproject
+from blocks_case import Case, by_groups, commvq, residuals, unproject
+from kvfold.formats.grouped import GroupBook
 from kvfold.kernels import _unpack_tables_gluon, unpack_tables
 from kvfold.kernels.aot_turned import compile_unpack_tables
 from kvfold.rope import Rope
@@ -17,6 +18,8 @@ FORMATS = {
     "commvq": commvq(3, codes=128, rounded=True),
     "vqllm-1bit": residuals(rounded=True),
     "vqllm-2bit": residuals((8, 32, 256), (8, 32, 256), rounded=True),
+    "tasq": by_groups((8, True), (8,), mean=2.0),
+    "tasq-no-mean": by_groups((8, True), (8,)),
 }
 FIRST, TOKENS, ROOM = 128, 96, 128
 
@@ -69,12 +72,41 @@ def test_numbers_are_those_of_the_format(name, side, dtype):
 @pytest.mark.parametrize("name", FORMATS)
 def test_compiles_with_few_spills(name):
     for form in FORMATS[name](128, "cpu"):
-        if unpack_tables.constants(replace(form), False) if hasattr(form, "stages") else False:
+        if hasattr(form, "stages"):
             assert compile_unpack_tables(form).spills_in_loop <= 12
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
+def test_codes_of_groups_compile_without_spills(bf16):
+    for form in FORMATS["tasq"](128, "cpu"):
+        report = compile_unpack_tables(form, bf16)
+        assert report.spilled == 0 and report.shared <= 114 << 10  # two programs on a multiprocessor
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize(("norm", "mean"), [(2e4, 1e-3), (1e-4, 3e4), (0.0, 1.0), (1.0, 0.0), (6e-8, 6e-8)])
+def test_keys_of_groups_whose_norms_and_mean_are_far_apart(norm, mean):
+    """They are rotated as numbers of fp16 whatever their size."""
+    case = Case(FORMATS["tasq"], head_dim=128, rotary=128, packed=(8 * 32,), slabs=(8,))
+    call = case.call
+    span, form = call.spans[0], call.key_format
+    book = form.book.on(torch.device("cpu"))
+    codes = book.codes.clamp(-2, 2)
+    form = replace(form, book=GroupBook(codes, mean=(book.mean.float() / book.mean.abs().amax() * mean).half()))
+    fields = {"codes": span.keys["codes"], "rms": torch.full_like(span.keys["rms"], norm)}
+    want = form.decode(fields)[:, :, :128].float()
+    place = call.first_position
+    exact = Rope(call.rope.inv_freq.double(), call.rope.scaling)
+    want = exact.rotate(want, (place[:, None] + span.start + torch.arange(128))[:, None]).float()
+    got = torch.empty(*want.shape[:2], 128, 128, dtype=torch.bfloat16)
+    unpack_tables.unpack_tables(form, fields, span.start, 0, got, call.rope, place)
+    assert got.isfinite().all()
+    assert (got.float() - want).norm() <= 3e-3 * want.norm()
 
 
 def test_which_formats_it_serves(monkeypatch):
     monkeypatch.setattr(unpack_tables, "program_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(unpack_tables, "GROUPS_USED", True)
     gpu, rope = torch.device("cuda"), Rope(torch.ones(64))
     for name, formats in FORMATS.items():
         keys, values = formats(128, "cpu")

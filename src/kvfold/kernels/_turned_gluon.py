@@ -81,6 +81,18 @@ def store_words4(address, a, b, c, d):
 
 
 @gluon.jit
+def store_words2(address, a, b):
+    gl.inline_asm_elementwise(
+        "st.global.v2.b32 [$1], {$2,$3}; mov.u32 $0, 0;",
+        "=r,l,r,r",
+        [address, a, b],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def bounded_half2(x):
     """Two fp16 numbers without infinities."""
     return gl.inline_asm_elementwise(

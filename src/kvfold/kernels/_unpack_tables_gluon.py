@@ -1,9 +1,13 @@
-"""Sums of codebook rows (CommVQ's keys, VQLLM's keys and values), unpacked to 16 bits.
+"""Sums of codebook rows (CommVQ's keys, VQLLM's keys and values), and rows of groups (TaSQ's), unpacked to 16 bits.
 
 Tables lie in shared memory and rows are added up as for decoding (:mod:`kvfold.kernels._steps_gluon`,
 :mod:`kvfold.kernels._residual_gluon`); a lane's sums are channels that lie together, which it stores as 16 bytes. Keys are
 rotated twice: by their token's place in its unit of 32, of which cosines and sines lie in shared memory, and by the unit's
 position.
+
+A row of a group has 8 channels in fp16. Those of values are adjacent: lane (g, t) reads the rows of groups 4 i + t, and stores
+them. Those of keys lie 16 channels apart, so lane (g, t) reads the rows of groups 4 t to 4 t + 3, and puts their channels 4 t
+to 4 t + 3 of every 16 beside each other, 8 bytes to store. Four lanes write the 32 bytes that memory is written in.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -11,12 +15,27 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._codebook_gluon import _rotated
-from kvfold.kernels._residual_gluon import _places, _token_sums
+from kvfold.kernels._residual_gluon import (
+    _group_places,
+    _places,
+    _shared_turns,
+    _token_sums,
+    table_bytes,
+)
+from kvfold.kernels._residual_gluon import _rotated as _rotated_by_fours
 from kvfold.kernels._steps_gluon import shifts_of, tile_steps
-from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, fetch_turns, reserved
-from kvfold.kernels._turned_gluon import bounded_half2, load_half, store_words4
+from kvfold.kernels._tables_gluon import (
+    _dynamic_base,
+    _fetch_rows,
+    _fma_half2,
+    _weighted_bytes,
+    fetch_turns,
+    reserved,
+)
+from kvfold.kernels._turned_gluon import bounded_half2, load_half, store_words2, store_words4
 from kvfold.kernels._warp import (
     as_float,
+    as_int,
     copy_async,
     copy_commit,
     copy_wait_1,
@@ -28,6 +47,7 @@ from kvfold.kernels._warp import (
     mul_half2,
     pack_half2,
     program_sync,
+    shuffle_xor,
     store_shared1,
     unpack_half2,
     warp_sync,
@@ -46,9 +66,11 @@ def code_bytes(stages, steps):
 
 
 @gluon.constexpr_function
-def shared_bytes(stages, steps, keys, warps):
+def shared_bytes(stages, steps, keys, warps, groups=0):
     """Bytes of shared memory of a program: tables, cosines and sines, and of every warp codes of two units."""
-    size = stages * 8192 + (TURNS.value if keys else 0) + warps * (2 * code_bytes(stages, steps) + FAR.value)
+    size = (
+        table_bytes(stages, groups) + (TURNS.value if keys else 0) + warps * (2 * code_bytes(stages, steps) + FAR.value)
+    )
     return (size + 1023) // 1024 * 1024
 
 
@@ -183,10 +205,148 @@ def put_unit(
             _put(out + (at * 256 + place), z, norm, pack_half2(norm, norm, False), STEPS, KEYS, BF16)
 
 
+# ---- codes of groups -------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _fetch_groups(base, source, thread, W: gl.constexpr):
+    """Begin to copy a head's rows as of :func:`kvfold.kernels.groups._rows`, [4, codes, 4] of 16 bytes, of group 4 a + b; here
+    b comes first."""
+    whole = thread * 0 + 16
+    for at in range(0, 4096, 32 * W):
+        piece = thread + at
+        to = base + piece % 4 * 16384 + piece // 4 % 256 * 64 + piece // 1024 * 16
+        copy_async(to, source + piece * 16, whole, (piece < 4096).to(gl.int32), 0, 0, True)
+
+
+@gluon.jit
+def _channel(t, W: gl.constexpr, KEYS: gl.constexpr):
+    """First channel of word W of a lane's 16: of 4 adjacent channels of pairs real parts, then imaginary ones; or of 8."""
+    if KEYS:
+        return t * 4 + (W // 4 * 16 + W % 4 // 2 * 64 + W % 2 * 2)
+    else:
+        return t * 8 + (W // 4 * 32 + W % 4 * 2)
+
+
+@gluon.jit
+def _mean_words(source, t, KEYS: gl.constexpr):
+    """A head's mean, 16 words of the lane's channels, and its largest number. ``source``: pointer to 128 numbers."""
+    words = ()
+    big = t.to(gl.float32) * 0.0
+    for w in gl.static_range(16):
+        at = source + _channel(t, w, KEYS)
+        a = gl.load(at).to(gl.float32)
+        b = gl.load(at + 1).to(gl.float32)
+        words = words + (pack_half2(a, b, False),)
+        big = gl.maximum(big, gl.maximum(gl.abs(a), gl.abs(b)))
+    big = gl.maximum(big, shuffle_xor(big, 1))
+    return words, gl.maximum(big, shuffle_xor(big, 2))
+
+
+@gluon.jit
+def _keys_of_groups(word, place):
+    """Keys of one token of every lane, 16 words as of :func:`_channel`.
+
+    ``word``: the codes of the lane's four groups; ``place``: the lane's address of the rows.
+    """
+    rows = ()
+    for i in gl.static_range(4):
+        rows = rows + load_shared(_weighted_bytes(word, place * 0 + (64 << 8 * i), place), 16384 * i, 4)
+    out = ()
+    for m in gl.static_range(4):  # numbers m and m + 4 of a row are a pair
+        for half in gl.static_range(2):
+            for i in gl.static_range(2):
+                a = rows[8 * i + 2 * half + m // 2]
+                b = rows[8 * i + 4 + 2 * half + m // 2]
+                if m % 2 == 0:
+                    out = out + (low_halves(a, b),)
+                else:
+                    out = out + (high_halves(a, b),)
+    return out
+
+
+@gluon.jit
+def _put_group_keys(to, x, up, BF16: gl.constexpr):
+    """Store a token's 16 words as of :func:`_channel`, times ``up``."""
+    pair = pack_half2(up, up, False)
+    y = ()
+    for i in gl.static_range(16):
+        if BF16:
+            a, b = unpack_half2(x[i])
+            y = y + (pack_half2(a * up, b * up, True),)
+        else:
+            y = y + (bounded_half2(mul_half2(x[i], pair)),)
+    for m in gl.static_range(4):
+        for half in gl.static_range(2):
+            store_words2(to + (32 * m + 128 * half), y[4 * m + 2 * half], y[4 * m + 2 * half + 1])
+
+
+@gluon.jit
+def _put_group_values(to, x, norm, means, GROUPS: gl.constexpr, BF16: gl.constexpr):
+    """Store a token's 16 words, times its norm and more by the mean."""
+    pair = pack_half2(norm, norm, False)
+    y = ()
+    for i in gl.static_range(16):
+        if BF16:
+            a, b = unpack_half2(x[i])
+            if GROUPS == 2:
+                c, d = unpack_half2(means[i])
+                y = y + (pack_half2(gl.fma(a, norm, c), gl.fma(b, norm, d), True),)
+            else:
+                y = y + (pack_half2(a * norm, b * norm, True),)
+        elif GROUPS == 2:
+            y = y + (bounded_half2(_fma_half2(x[i], pair, means[i])),)
+        else:
+            y = y + (bounded_half2(mul_half2(x[i], pair)),)
+    for i in gl.static_range(4):
+        store_words4(to + 64 * i, y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3])
+
+
+@gluon.jit
+def put_group_unit(
+    codes, near, far, lane, own, means, largest, norms, out,
+    KEYS: gl.constexpr, BF16: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Decode 32 tokens of codes of groups; as :func:`put_unit`. ``means``, ``largest``: see :func:`_mean_words`.
+
+    With a mean, keys are scaled down by the power of two of their norm, or of the mean's largest number, so that they are
+    numbers of fp16 while they are rotated.
+    """
+    g = lane // 4
+    t = lane % 4
+    turn = ()
+    if KEYS:
+        for m in gl.static_range(4):
+            turn = turn + load_shared(far + t * 8, 32 * m, 2) + load_shared(far + t * 8, 128 + 32 * m, 2)
+    for e in gl.static_range(4):
+        at = g + 8 * e
+        norm = load_half(norms + at * 2)
+        if KEYS:
+            x = _keys_of_groups(load_shared(codes + at * 16 + t * 4, 0, 1)[0], own[1])
+            up = norm
+            if GROUPS == 2:
+                exponent = gl.minimum(gl.maximum(as_int(gl.maximum(norm, largest)) >> 23, 112), 142)
+                down = as_float((254 - exponent) << 23)
+                up = as_float(exponent << 23)
+                size = norm * down
+                size = pack_half2(size, size, False)
+                down = pack_half2(down, down, False)
+                y = ()
+                for i in gl.static_range(16):
+                    y = y + (_fma_half2(means[i], down, mul_half2(x[i], size)),)
+                x = y
+            x = _rotated_by_fours(x, _shared_turns(near + at * 256 + g % 2 * 64 + t * 16))
+            x = _rotated_by_fours(x, turn)
+            _put_group_keys(out + (at * 256 + t * 8), x, up, BF16)
+        else:
+            x = _token_sums(codes + at * 16, own, 0, 4, GROUPS)
+            _put_group_values(out + (at * 256 + t * 16), x, norm, means, GROUPS, BF16)
+
+
 @gluon.jit(do_not_specialize=["heads", "start", "first", "units", "room", "wide"])
 def unpack_tables_kernel(
-    codes, norms, rows, turns_ptr, near_ptr, position_ptr, out, heads, start, first, units, room, wide, gain,
-    STAGES: gl.constexpr, STEPS: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr,
+    codes, norms, rows, turns_ptr, near_ptr, position_ptr, mean_ptr, out, heads, start, first, units, room, wide, gain,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Decode ``units`` units of 32 tokens of each KV head, from unit ``first`` of its storage on, to ``out`` [heads, wide,
     128].
@@ -194,10 +354,13 @@ def unpack_tables_kernel(
     Grid: (programs, batch * heads). STEPS: CommVQ's keys, of which every head has ``rows``; else VQLLM's. KEYS are rotated: the
     span's first token is number ``start`` after ``position_ptr``; ``turns_ptr``, float32 [2, 64]: turns per token of the pairs
     and what float32 leaves of them; ``near_ptr``: fp16 [2, 32, 64], cosines and sines of a unit's tokens; ``gain``: of RoPE.
-    From one KV head's storage to the next are ``room`` units.
+    From one KV head's storage to the next are ``room`` units. GROUPS, 1 or 2: TaSQ's codes of groups, of which every head has
+    ``rows``; near turns then are [32, 4, 4, 8], see :func:`kvfold.kernels.unpack_tables.group_turns`. With 2 vectors are more
+    by ``mean_ptr``, fp16 [heads, 128].
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(STAGES, STEPS, KEYS, W)
+    BYTES: gl.constexpr = shared_bytes(STAGES, STEPS, KEYS, W, GROUPS)
+    TABLES: gl.constexpr = table_bytes(STAGES, GROUPS)
     CODES: gl.constexpr = code_bytes(STAGES, STEPS)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
@@ -209,13 +372,21 @@ def unpack_tables_kernel(
     tables = rows.to(gl.int64)
     if STEPS:
         tables = tables + (head % heads).to(gl.int64) * (STAGES * 8192 + 512)
-    near = base + STAGES * 8192
+    if GROUPS:
+        tables = tables + (head % heads).to(gl.int64) * TABLES
+    near = base + TABLES
     stage = near + warp * (2 * CODES + FAR)
     if KEYS:
         stage = stage + TURNS
-        fetch_turns(near, near_ptr, thread, lane, W)
+        if GROUPS:
+            _fetch_rows(near, near_ptr.to(gl.int64), thread, TURNS, W)
+        else:
+            fetch_turns(near, near_ptr, thread, lane, W)
     far = stage + 2 * CODES
-    _fetch_rows(base, tables, thread, STAGES * 8192, W)
+    if GROUPS and KEYS:
+        _fetch_groups(base, tables, thread, W)
+    else:
+        _fetch_rows(base, tables, thread, TABLES, W)
 
     lo = (units.to(gl.int64) * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     hi = (units.to(gl.int64) * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
@@ -241,8 +412,14 @@ def unpack_tables_kernel(
         step = steps_of_pairs(tables, lane, STAGES)
         gains = (gains[0] * step[0], gains[1] * step[1])
         own = shifts_of(tables, lane // 4 % 2 == 1, lane % 4, STAGES)
+    elif GROUPS:
+        own = _group_places(base, lane // 4, lane % 4)
     else:
         own = _places(base, tables, lane // 4, lane % 4, STAGES)
+    means = ()
+    largest = lane.to(gl.float32) * 0.0
+    if GROUPS == 2:
+        means, largest = _mean_words(mean_ptr + head % heads * 128, lane % 4, KEYS)
     copy_wait_all(lane)
     program_sync(lane)
     for i in range(each):
@@ -254,10 +431,13 @@ def unpack_tables_kernel(
         if KEYS:
             leave_turn(far, lane, position + unit * 32, turns, gains)
         copy_wait_1(lane)
-        put_unit(
-            stage + i % 2 * CODES, base, near, far, lane, own, norm_at + unit.to(gl.int64) * 64,
-            to + unit.to(gl.int64) * 8192, STAGES, STEPS, KEYS, BF16,
-        )  # fmt: skip
+        here = stage + i % 2 * CODES
+        norms_here = norm_at + unit.to(gl.int64) * 64
+        there = to + unit.to(gl.int64) * 8192
+        if GROUPS:
+            put_group_unit(here, near, far, lane, own, means, largest, norms_here, there, KEYS, BF16, GROUPS)
+        else:
+            put_unit(here, base, near, far, lane, own, norms_here, there, STAGES, STEPS, KEYS, BF16)
     copy_wait_all(lane)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

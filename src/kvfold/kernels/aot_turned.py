@@ -4,8 +4,7 @@ from typing import Any
 
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kvfold.formats import Format, Outliers, ResidualCodes
-from kvfold.formats.codebook import AdditiveCodes
+from kvfold.formats import Format, Outliers
 from kvfold.kernels import turned, unpack_bits, unpack_hadamard, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels._turned_gluon import turned_kernel
 from kvfold.kernels._unpack_bits_gluon import unpack_bits_kernel
@@ -24,11 +23,12 @@ def compile_turned(form: Format, bf16: bool = False, capability: int = 90) -> Re
     return _compile(source, capability, **turned.options(fixed["WIDTH"]))
 
 
-def compile_unpack_tables(form: AdditiveCodes | ResidualCodes, bf16: bool = False, capability: int = 90) -> Report:
+def compile_unpack_tables(form: unpack_tables.Tabled, bf16: bool = False, capability: int = 90) -> Report:
     """Compile the kernel that decodes a format that :func:`kvfold.kernels.unpack_tables.serves` accepts on a GPU."""
     fixed: dict[str, Any] = unpack_tables.constants(form, bf16)
     types = {"codes": "*i16" if fixed["STEPS"] else "*u8", "norms": "*fp16", "rows": "*fp16", "turns_ptr": "*fp32"}
-    types |= {"near_ptr": "*fp16", "position_ptr": "*i64", "out": _width(bf16), "gain": "fp32"}
+    types |= {"near_ptr": "*fp16", "position_ptr": "*i64", "mean_ptr": "*fp16", "out": _width(bf16)}
+    types["gain"] = "fp32"
     source = GluonASTSource(unpack_tables_kernel, *_signature(unpack_tables_kernel, fixed, types), {})
     return _compile(
         source, capability, **unpack_tables.options(form, 2 if unpack_tables.bytes_of(form) < 116 << 10 else 1)

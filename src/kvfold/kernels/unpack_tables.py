@@ -1,4 +1,4 @@
-"""Codes into tables that fit shared memory (CommVQ's keys, VQLLM), decoded to 16 bits; see
+"""Codes into tables that fit shared memory (CommVQ's keys, VQLLM, TaSQ), decoded to 16 bits; see
 :mod:`kvfold.kernels._unpack_tables_gluon`."""
 
 from functools import lru_cache
@@ -7,17 +7,24 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvfold.formats import Fields, Format, ResidualCodes
+from kvfold.formats import Fields, Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.formats.packing import UNIT
 from kvfold.formats.residual import Codebook
+from kvfold.kernels import tables
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.stored import room_between, rotation_of
 from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
 
-WARPS = 8
+WARPS, ALONE = 8, 8
+"""Of a program that shares a multiprocessor, and of one that does not."""
 PAIRS = 64
+REGISTERS = 65536
+"""Of a multiprocessor."""
+GROUPS_USED = False
+"""Whether calls take it for codes of groups (TaSQ): emulated, not seen on a GPU yet."""
+Tabled = AdditiveCodes | ResidualCodes | GroupCodes
 
 
 def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
@@ -36,49 +43,68 @@ def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
     elif isinstance(form, ResidualCodes):
         good = (form.vector, form.codes, form.strided) == (32, 256, rope is not None) and form.stages in (4, 8)
         good = good and form.block % UNIT == 0 and form.book is not None and form.book.steps is not None
+    elif isinstance(form, GroupCodes):
+        good = GROUPS_USED and (form.vector, form.codes, form.strided) == (8, 256, rope is not None)
+        good = good and form.block % UNIT == 0 and form.book is not None
     else:
         return False
-    return good and bytes_of(form) <= program_memory(device)
+    return good and bytes_of(form, max(WARPS, ALONE)) <= program_memory(device)
 
 
-def bytes_of(form: AdditiveCodes | ResidualCodes) -> int:
-    """Bytes of shared memory of a program."""
+def bytes_of(form: Tabled, warps: int | None = None) -> int:
+    """Bytes of shared memory of a program; ``warps`` None: of one that shares a multiprocessor."""
     from kvfold.kernels._unpack_tables_gluon import shared_bytes
 
-    return int(shared_bytes(form.stages, isinstance(form, AdditiveCodes), _keys(form), WARPS))
+    return int(shared_bytes(_stages(form), isinstance(form, AdditiveCodes), _keys(form), warps or WARPS, _groups(form)))
 
 
-def _keys(form: AdditiveCodes | ResidualCodes) -> bool:
+def _stages(form: Tabled) -> int:
+    """Of codes of groups 4, whose bytes of a unit are as many as those of four stages."""
+    return 4 if isinstance(form, GroupCodes) else form.stages
+
+
+def _groups(form: Tabled) -> int:
+    """0, or of codes of groups 1, and 2 where vectors have a mean."""
+    return 0 if not isinstance(form, GroupCodes) else 2 if form.centred else 1
+
+
+def _keys(form: Tabled) -> bool:
     return isinstance(form, AdditiveCodes) or form.strided
 
 
-def constants(form: AdditiveCodes | ResidualCodes, bf16: bool) -> dict[str, Any]:
+def constants(form: Tabled, bf16: bool) -> dict[str, Any]:
     """What the kernel is specialized on."""
     return {
-        "STAGES": form.stages,
+        "STAGES": _stages(form),
         "STEPS": isinstance(form, AdditiveCodes),
         "KEYS": _keys(form),
         "BF16": bf16,
+        "GROUPS": _groups(form),
     }
 
 
-def resident(form: AdditiveCodes | ResidualCodes, device: torch.device) -> int:
+def resident(form: Tabled, device: torch.device) -> int:
     """Programs of a multiprocessor at a time."""
     return 2 if 2 * bytes_of(form) <= program_memory(device) else 1
 
 
-def options(form: AdditiveCodes | ResidualCodes, programs: int) -> dict[str, int]:
+def options(form: Tabled, programs: int) -> dict[str, int]:
     """Launch options where a multiprocessor has so many programs."""
-    return {"num_warps": WARPS} | ({"maxnreg": 128} if programs > 1 else {})
+    warps = WARPS if programs > 1 else ALONE
+    most = REGISTERS // (32 * warps * programs) // 8 * 8
+    return {"num_warps": warps} | ({"maxnreg": most} if most < 256 else {})
 
 
 _values: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
 
 
-def rows(form: AdditiveCodes | ResidualCodes, device: torch.device) -> torch.Tensor:
+def rows(form: Tabled, device: torch.device) -> torch.Tensor:
     """Tables as lanes read them, made once: graphs know where they are."""
-    from kvfold.kernels import codebook, residual
+    from kvfold.kernels import codebook, groups, residual
 
+    if isinstance(form, GroupCodes):
+        assert form.book is not None
+        return groups._rows(form.book.on(device))
     if isinstance(form, AdditiveCodes):
         assert form.codebook is not None
         return codebook.rows_of(form.codebook.on(device))[0]
@@ -100,12 +126,24 @@ def turns(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
     return _turns(rope, device)[0], rotation_of(rope, PAIRS, UNIT, 1, 2 * PAIRS, device).table
 
 
+@lru_cache(maxsize=256)
+def group_turns(rope: Rope, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of a unit's tokens as lanes of keys of groups read them, fp16 [32, 4, 4, 8].
+
+    Of part m, lane t four cosines, then four sines, of pairs 16 m + 4 t on. Odd tokens have parts 0 and 1, and 2 and 3, the
+    other way round.
+    """
+    return tables.unit_turns(rope, device, (1, 2, 3, 0, 4)).flatten(-2)
+
+
 def make_tables(form: Format, rope: Rope | None, device: torch.device) -> None:
     """Make what :func:`unpack_tables` reads, on the current stream."""
-    assert isinstance(form, AdditiveCodes | ResidualCodes)
+    assert isinstance(form, Tabled)
     rows(form, device)
     if rope is not None:
         turns(rope, device)
+        if isinstance(form, GroupCodes):
+            group_turns(rope, device)
 
 
 def _kernel() -> Any:
@@ -125,7 +163,7 @@ def unpack_tables(
 ) -> None:
     """Decode tokens of a span to ``out`` [batch, num_kv_heads, tokens, head_dim], whole units from number ``first`` on; as of
     :func:`kvfold.kernels.unpack.unpack`."""
-    assert isinstance(form, AdditiveCodes | ResidualCodes)
+    assert isinstance(form, Tabled)
     batch, heads, tokens, _ = out.shape
     units, device = tokens // UNIT, out.device
     together = resident(form, device)
@@ -135,6 +173,14 @@ def unpack_tables(
     if rope is not None:
         assert first_position is not None
         (freq, near), position = turns(rope, device), first_position
+        if isinstance(form, GroupCodes):
+            near = group_turns(rope, device)
+    mean = table  # not read where there is none
+    if isinstance(form, GroupCodes) and form.centred:
+        assert form.book is not None
+        held = form.book.on(device).mean
+        assert held is not None
+        mean = held
     _kernel()[(programs, batch * heads)](
         fields["codes"],
         fields["rms"],
@@ -142,6 +188,7 @@ def unpack_tables(
         freq,
         near,
         position,
+        mean,
         out,
         heads,
         start,
