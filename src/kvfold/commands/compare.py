@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvfold.commands.scoring import MORE, RESUME, artefact_methods, check_chunk, counts, say_kept, untested
+from kvfold.commands.scoring import (
+    MORE,
+    RESUME,
+    artefact_methods,
+    check_chunk,
+    chunk_option,
+    counts,
+    prefix_option,
+    say_kept,
+    untested,
+)
 from kvfold.commands.terminal import (
     Checking,
     complete_method,
@@ -52,17 +62,8 @@ if TYPE_CHECKING:
 @click.option(
     "--tokens", metavar="N", type=int, default=512, show_default=True, help="Tokens scored through the cache."
 )
-@click.option(
-    "--prefix",
-    "prefixes",
-    metavar="N ...",
-    type=int,
-    multiple=True,
-    default=[1024],
-    show_default="1024",
-    help="Tokens prefilled before them; of several, each gives a row of every method.",
-)
-@click.option("--chunk", metavar="N", type=int, default=32, show_default=True, help="Query tokens per scoring call.")
+@prefix_option("Tokens prefilled before them; of several, each gives a row of every method.")
+@chunk_option
 @click.option(
     "--new-tokens",
     metavar="N",

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvfold.commands.scoring import MORE, RESUME, artefact_methods, check_chunk, counts, say_kept, untested
+from kvfold.commands.scoring import (
+    MORE,
+    RESUME,
+    artefact_methods,
+    check_chunk,
+    chunk_option,
+    counts,
+    prefix_option,
+    say_kept,
+    untested,
+)
 from kvfold.commands.terminal import (
     Checking,
     check_text,
@@ -61,18 +71,9 @@ MOST_WINDOWS = 10_000
     help="Built-in ones; with --text and '' for none, only texts of your own.",
 )
 @click.option("--windows", metavar="N", type=int, default=3, show_default=True, help="Windows of each domain.")
-@click.option(
-    "--prefix",
-    "prefixes",
-    metavar="N ...",
-    type=int,
-    multiple=True,
-    default=[1024],
-    show_default="1024",
-    help="Tokens prefilled in a window; of several, each gives rows of its own.",
-)
+@prefix_option("Tokens prefilled in a window; of several, each gives rows of its own.")
 @click.option("--tokens", metavar="N", type=int, default=256, show_default=True, help="Tokens scored after them.")
-@click.option("--chunk", metavar="N", type=int, default=32, show_default=True, help="Query tokens per scoring call.")
+@chunk_option
 @click.option("--json", "json_path", metavar="FILE", help=RESUME)
 def domains(
     model: str | None,

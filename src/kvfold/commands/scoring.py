@@ -21,6 +21,25 @@ MORE = "a wider terminal, a pipe or --json has them"
 RESUME = JSON_HELP + " A killed run with a FILE goes on where it stopped."
 
 
+chunk_option = click.option(
+    "--chunk", metavar="N", type=int, default=32, show_default=True, help="Query tokens per scoring call."
+)
+
+
+def prefix_option(text: str) -> Any:
+    """Add ``--prefix``, several tokens."""
+    return click.option(
+        "--prefix",
+        "prefixes",
+        metavar="N ...",
+        type=int,
+        multiple=True,
+        default=[1024],
+        show_default="1024",
+        help=text,
+    )
+
+
 def check_chunk(chunk: int) -> None:
     if chunk < 1:
         raise KVFoldError(f"chunk: {chunk}; give at least 1")

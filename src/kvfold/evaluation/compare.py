@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from kvfold.evaluation import loop
 from kvfold.evaluation.beside import Beside
 from kvfold.evaluation.checked import OnMethod, checked
 from kvfold.evaluation.machine import make_header
-from kvfold.evaluation.perplexity import CHUNK, MOST_NATS
+from kvfold.evaluation.perplexity import CHUNK, perplexity_of
 from kvfold.evaluation.results import Result, made_of
 from kvfold.evaluation.schema import Header, Row, Sidecar, write_json
 from kvfold.evaluation.suites.beginning import NEW_TOKENS, Beginning
@@ -141,7 +140,6 @@ def row_of(result: Result) -> Row:
     costs, bytes_ = result.costs, ("packed_bytes", "window_bytes", "state_bytes", "table_bytes")
     assert costs is not None and result.decode_tokens_per_s is not None and result.decode_path is not None
     assert result.cache_bytes is not None and result.full_cache_bytes is not None
-    nll = result.scores["nll"]
     return Row(
         method=result.method,
         prefix=result.prefilled,
@@ -150,7 +148,7 @@ def row_of(result: Result) -> Row:
         effective_bits=result.effective_bits,
         cache_bytes=result.cache_bytes,
         full_cache_bytes=result.full_cache_bytes,
-        ppl=None if nll is None or nll >= MOST_NATS else math.exp(nll),
+        ppl=perplexity_of(result.scores["nll"]),
         kld=result.scores["kld"],
         top1=result.scores["top1"],
         prefill_tokens_per_s=costs["prefill_tokens_per_s"],

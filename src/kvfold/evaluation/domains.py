@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from kvfold.evaluation import loop
 from kvfold.evaluation.beside import Beside
 from kvfold.evaluation.checked import OnMethod, checked
 from kvfold.evaluation.machine import make_header
-from kvfold.evaluation.perplexity import CHUNK, MOST_NATS
+from kvfold.evaluation.perplexity import CHUNK, perplexity_of
 from kvfold.evaluation.results import Result, made_of
 from kvfold.evaluation.schema import Header, Sidecar, read_row, write_json
 from kvfold.evaluation.suites.domains import Domains
@@ -172,7 +171,6 @@ def run(
 
 def row_of(result: Result, window: Window) -> DomainRow:
     """A row of the suite ``domains`` in this command's schema."""
-    nll = result.scores["nll"]
     return DomainRow(
         method=result.method,
         domain=window.domain,
@@ -181,7 +179,7 @@ def row_of(result: Result, window: Window) -> DomainRow:
         tokens=result.read,
         bits_without_tables=result.bits_without_tables,
         effective_bits=result.effective_bits,
-        ppl=None if nll is None or nll >= MOST_NATS else math.exp(nll),
+        ppl=perplexity_of(result.scores["nll"]),
         kld=result.scores["kld"],
         top1=result.scores["top1"],
         exact=result.scores.get("exact"),

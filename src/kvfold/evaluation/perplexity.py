@@ -24,6 +24,11 @@ MOST_NATS = 700
 """Mean negative log-likelihood from which on a perplexity is infinite."""
 
 
+def perplexity_of(nll: float | None) -> float | None:
+    """Of a row's mean negative log-likelihood; None where there is none, or where it is infinite, which JSON cannot say."""
+    return None if nll is None or nll >= MOST_NATS else math.exp(nll)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """Logits of the model with its own full-precision cache, on the same path as the scored ones.

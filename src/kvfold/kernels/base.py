@@ -49,6 +49,14 @@ class AttentionKernel(ABC):
         """Attention output [batch, num_heads, tokens, head_dim], float32 or of the query's dtype."""
 
 
+class GPUKernel(AttentionKernel):
+    """A kernel for 16-bit models on NVIDIA GPUs; short calls are written to the windows first, and decode graphs capture it."""
+
+    in_place_tokens = 16
+    captures = True
+    dtypes = frozenset({torch.float16, torch.bfloat16})
+
+
 @dataclass
 class Choice:
     """Which kernel serves a layer, and why not the ones before it in the list."""

@@ -10,7 +10,7 @@ import torch
 from kvfold.formats import Fields, Format, Paged
 from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.formats.paged import PAGE, PagedFormat
-from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.device import multiprocessors, no_triton
 from kvfold.kernels.stored import (
@@ -34,7 +34,7 @@ TURNED = "ieee"
 """Precision of the products that turn sums of codes into values."""
 
 
-class BlocksKernel(AttentionKernel):
+class BlocksKernel(GPUKernel):
     """Formats with a reader, in plain order, on NVIDIA GPUs (sm_80 and later); calls of any length.
 
     Tiles are decoded to fp16, so layers of float32 models are left to the reference kernel. Longer calls unpack bounded
@@ -42,9 +42,6 @@ class BlocksKernel(AttentionKernel):
     """
 
     name = "blocks"
-    in_place_tokens = 16
-    captures = True
-    dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         return no_triton(device) or unsupported(key_format, value_format, pre_rope)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvfold.formats import Dense, Format
-from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.device import multiprocessors, no_triton
 
@@ -28,16 +28,13 @@ START = 3
 """What starting and ending a program is worth, in tiles."""
 
 
-class DenseKernel(AttentionKernel):
+class DenseKernel(GPUKernel):
     """Vectors as they are, in 16 bits, on NVIDIA GPUs (sm_80 and later); calls of any length, with padding or without.
 
     Calls of many tokens by sequences of one length read packed storage with the platform's flash attention.
     """
 
     name = "dense"
-    in_place_tokens = 16
-    captures = True
-    dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := no_triton(device):

@@ -6,7 +6,7 @@ import torch
 
 from kvfold.formats import AffineGroups, Format, GroupCodes, Paged, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Windows
 from kvfold.kernels.device import no_gpu
 from kvfold.kernels.reference import ReferenceKernel
@@ -19,7 +19,7 @@ LONG = 64
 """Query tokens beyond which packed storage is unpacked for the platform's flash attention, if it can be."""
 
 
-class GluonKernel(AttentionKernel):
+class GluonKernel(GPUKernel):
     """Affine groups on NVIDIA GPUs (sm_80 and later); calls of any length, with padding or without.
 
     Up to 16 query tokens without padding are written to the windows first and attended to in one launch per slab. Of longer
@@ -28,9 +28,6 @@ class GluonKernel(AttentionKernel):
     """
 
     name = "gluon"
-    in_place_tokens = 16
-    captures = True
-    dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := _needs(key_format, device, pre_rope):
@@ -71,7 +68,7 @@ class GluonKernel(AttentionKernel):
         )
 
 
-class PagesKernel(AttentionKernel):
+class PagesKernel(GPUKernel):
     """Pages of uniform codes (fold) on NVIDIA GPUs (sm_80 and later); calls of any length.
 
     Up to 16 query tokens without padding are written to the windows first and attended to in one launch per slab. Longer
@@ -80,9 +77,6 @@ class PagesKernel(AttentionKernel):
     """
 
     name = "pages"
-    in_place_tokens = 16
-    captures = True
-    dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := _needs(key_format, device, pre_rope):
@@ -105,16 +99,13 @@ class PagesKernel(AttentionKernel):
         return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
 
 
-class FragmentsKernel(AttentionKernel):
+class FragmentsKernel(GPUKernel):
     """Pages of other codes (InnerQ, QJL, TurboQuant, GEAR, ZipCache, KVQuant) on NVIDIA GPUs, from sm_80 on; any calls.
 
     Calls as of :class:`PagesKernel`.
     """
 
     name = "fragments"
-    in_place_tokens = 16
-    captures = True
-    dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := no_gpu(device):
@@ -138,7 +129,7 @@ class FragmentsKernel(AttentionKernel):
         return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
 
 
-class TablesKernel(AttentionKernel):
+class TablesKernel(GPUKernel):
     """Codes whose tables shared memory holds (CommVQ, VQLLM, GSRQ, TaSQ) on NVIDIA GPUs, from sm_80 on; any calls.
 
     Up to 8 query rows of a KV head are read by a kernel with tables, the calls beside them as by
@@ -146,10 +137,7 @@ class TablesKernel(AttentionKernel):
     """
 
     name = "tables"
-    in_place_tokens = 16
-    captures = True
     limits = "calls of more than 8 query rows per KV head (its query heads times tokens) are read by the kernel blocks"
-    dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := no_gpu(device):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvfold.formats import AffineGroups, Fields, Format
-from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.device import multiprocessors, no_triton
 from kvfold.rope import Rope
@@ -32,7 +32,7 @@ WIDE = 64
 3.6 makes warpgroup MMAs of their products, and those of 64 channels followed by 16 or 32 gave wrong numbers on an H200."""
 
 
-class TilesKernel(AttentionKernel):
+class TilesKernel(GPUKernel):
     """Affine groups in plain order on NVIDIA GPUs (sm_80 and later); calls of any length, with padding or without.
 
     Decoded tiles are fp16, so layers of float32 models are left to the reference kernel. Calls of more than 16 tokens unpack
@@ -40,9 +40,6 @@ class TilesKernel(AttentionKernel):
     """
 
     name = "triton"
-    in_place_tokens = 16
-    captures = True
-    dtypes = frozenset({torch.float16, torch.bfloat16})
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         return no_triton(device) or unsupported(key_format, value_format, pre_rope)

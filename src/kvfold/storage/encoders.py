@@ -104,6 +104,11 @@ class TorchEncoder:
         append(keys, values, lengths, self.sink.pair, self.ring.pair)
 
 
+def _slice_of(rows: Rows) -> tuple[slice, torch.Tensor | None]:
+    """Sequences as a slice of storage that is no copy, and which of it, where they do not lie together."""
+    return (ALL, rows) if isinstance(rows, torch.Tensor) else (rows, None)
+
+
 class KernelEncoder:
     """By kernels, straight from the ring and the call."""
 
@@ -143,9 +148,7 @@ class KernelEncoder:
         """Encode whole blocks of the ring, or of a call's tokens from its first on."""
         from kvfold.kernels import encode
 
-        layout, index = self.layout, None
-        if isinstance(rows, torch.Tensor):
-            index, rows = rows, ALL
+        layout, (rows, index) = self.layout, _slice_of(rows)
         how_keys = self._transform(rows)
         if states.each:
             numbers = states.numbers(start, stop, source[0].device)
@@ -221,9 +224,7 @@ class PagesEncoder:
     def launch(self, slab: Slab, rows: Rows, new: Pair, old: int, start: int, stop: int, prompt: bool) -> None:
         from kvfold.kernels import encode_pages, encode_rank
 
-        layout, index = self.layout, None
-        if isinstance(rows, torch.Tensor):
-            index, rows = rows, ALL
+        layout, (rows, index) = self.layout, _slice_of(rows)
         for form, x, ring, fields in zip(layout.formats, new, self.ring.pair, (slab.keys, slab.values), strict=True):
             if isinstance(form, LowRank):
                 some = {name: t[rows] for name, t in fields.items()}
@@ -286,9 +287,7 @@ class DenseEncoder(KernelEncoder):
     ) -> None:
         from kvfold.kernels import encode_dense
 
-        layout, index = self.layout, None
-        if isinstance(rows, torch.Tensor):
-            index, rows = rows, ALL
+        layout, (rows, index) = self.layout, _slice_of(rows)
         for form, x, fields in zip(layout.formats, source, (slab.keys, slab.values), strict=True):
             encode_dense.encode_blocks(
                 x[rows] if ring else x,
@@ -343,9 +342,7 @@ class SearchEncoder(TorchEncoder):
         from kvfold.kernels import encode_search
         from kvfold.kernels.encode_source import Source, angles
 
-        layout, spec, rows, index = self.layout, self.layout.spec, tokens.rows, None
-        if isinstance(rows, torch.Tensor):
-            index, rows = rows, ALL
+        layout, spec, (rows, index) = self.layout, self.layout.spec, _slice_of(tokens.rows)
         turned: dict[str, Any] = {}
         if layout.method.pre_rope and spec.rope is not None:
             positions = self.sequences.positions(tokens.ids, low, high)[:, 0]
@@ -365,9 +362,7 @@ class MixedEncoder(SearchEncoder):
     def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int, states: BlockStates) -> None:
         from kvfold.kernels import encode_mixed
 
-        layout, rows, index = self.layout, tokens.rows, None
-        if isinstance(rows, torch.Tensor):
-            index, rows = rows, ALL
+        layout, (rows, index) = self.layout, _slice_of(tokens.rows)
         keys, values = tokens.read(self.ring, low, high)
         encode_mixed.encode(
             keys,
