@@ -261,6 +261,7 @@ def test_the_command_proposes_and_checks(run, tmp_path):
         (("--budget", "1kB", "--check", "0"), "budget: 1,000 bytes"),
         (("--budget", "16", "--check", "0"), "budget: 16 bits per value; full precision takes 16"),
         (("--budget", "2.5", "--context", "0"), "context: 0"),
+        (("--budget", "2.5", "--context", str(10**20)), "000; allowed: 1 to 1,099,511,627,776 tokens"),
         (("--budget", "2.5", "--check", "-1"), "check: -1"),
         (("--budget", "2.5", "--method", "fold+keep=0"), "has no bits of its own"),
         (("--budget", "2.5", "--method", "kiwi"), "'kiwi' is not known"),

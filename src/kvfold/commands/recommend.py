@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 CHECKED = 1024
 """Tokens before those of the check, where the model's context has room."""
+MOST = 1 << 40
+"""Tokens of a cache that a size may be for."""
 
 
 @click.command("recommend", cls=SeveralTexts, short_help="Propose bits for keys and values of every layer at a budget.")
@@ -92,8 +94,8 @@ def recommend(
     for name, value, least in (("length", length, 64), ("tokens", tokens, 32), ("check", check, 0)):
         if value < least:
             raise KVFoldError(f"{name}: {value}; give at least {least}")
-    if context is not None and context < 1:
-        raise KVFoldError(f"context: {context}; give at least 1")
+    if context is not None and not 1 <= context <= MOST:
+        raise KVFoldError(f"context: {context}; allowed: 1 to {MOST:,} tokens")
     r._bits(method)
     target = json_target(json_path)
     folder = Path(out).expanduser() if out else None
