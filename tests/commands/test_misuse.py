@@ -88,6 +88,14 @@ BAD = [
     ("artefact push folder folder", "artefact: there is no file folder"),
     ("bench modes --saved bytes", "rows: bytes is not a CSV file"),
     ("bench modes --saved folder", "rows: cannot read folder: Is a directory"),
+    # the home of nobody
+    ("explain --model ~nobody-here/model", "model: there is no folder or file ~nobody-here/model"),
+    ("explain --method commvq:artefact=~nobody-here/a", "artefact: there is no file, folder or hub id ~nobody-here/a"),
+    ("compare --text ~nobody-here/a.txt", "text: cannot read '~nobody-here/a.txt': No such file"),
+    ("compare --artefacts ~nobody-here", "artefacts: ~nobody-here is not a folder"),
+    ("compare --json ~nobody-here/a.json", "json: there is no folder .*~nobody-here"),
+    ("report ~nobody-here", "results: there is no ~nobody-here"),
+    ("calibrate --text word --out ~nobody-here/a", "out: there is no folder .*~nobody-here"),
     # files that are written
     ("compare --json folder", "json: folder is a folder"),
     ("compare --json nowhere/x", "json: there is no folder .*nowhere"),

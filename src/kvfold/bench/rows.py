@@ -138,7 +138,7 @@ class RowsFile(argparse.Action):
     """A file to append to: refused before anything is measured where that cannot be."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
-        path = Path(str(values)).expanduser()
+        path = files.expanded(str(values))
         if path.name and not path.parent.exists():  # made when there are rows
             files.check(next(p for p in path.parents if p.exists()) / path.name, "rows")
         else:

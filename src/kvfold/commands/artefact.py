@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvfold.commands.terminal import print_json
+from kvfold.files import expanded
 
 if TYPE_CHECKING:
     pass
@@ -90,7 +90,7 @@ def push(file: str, target: str) -> None:
     """Publish FILE to TARGET, an existing folder or a hub id (owner/name)."""
     from kvfold.artefact import push as publish
 
-    click.echo(f"published: artefact={publish(Path(file).expanduser(), target)}")
+    click.echo(f"published: artefact={publish(expanded(file), target)}")
 
 
 def errors_text(errors: dict[str, float]) -> str:

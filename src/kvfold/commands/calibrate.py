@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +12,7 @@ import click
 from kvfold.commands.artefact import errors_text
 from kvfold.commands.terminal import SeveralTexts, check_text, seed_option
 from kvfold.errors import KVFoldError
+from kvfold.files import expanded
 
 if TYPE_CHECKING:
     from kvfold.calibration.run import LayerDone
@@ -84,7 +84,7 @@ def calibrate(
         raise KVFoldError(
             f"method: artefact={method.artefact} is what calibrate makes; leave it out, and name it with --out"
         )
-    target = Path(out).expanduser()
+    target = expanded(out)
     check_text(out, "out")
     try:
         usable = dataclasses.replace(method, artefact=str(target))
@@ -132,7 +132,7 @@ def _subspace(
     from kvfold.evaluation.text import load_text
     from kvfold.models import load
 
-    target = Path(out).expanduser()
+    target = expanded(out)
     check_text(out, "out")
     check_target(target, force)
     texts = [load_text(path) for path in paths]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from kvfold.commands.terminal import (
     write_json,
 )
 from kvfold.errors import KVFoldError
+from kvfold.files import expanded
 from kvfold.sheet import Column, Sheet, as_bytes
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def evaluate(
     _check_used(wanted, options)
     shard = _part(part)
     target = json_target(json_path)
-    folder = Path(out).expanduser()
+    folder = expanded(out)
     check_folder(folder)
     loaded, tokenizer, info = load(model, dtype, device)
     suites = make(wanted, tokenizer, options)

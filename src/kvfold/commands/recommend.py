@@ -23,6 +23,7 @@ from kvfold.commands.terminal import (
     write_json,
 )
 from kvfold.errors import KVFoldError
+from kvfold.files import expanded
 from kvfold.sheet import Column, Sheet, as_bytes
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def recommend(
         raise KVFoldError(f"context: {context}; allowed: 1 to {MOST:,} tokens")
     r._bits(method)
     target = json_target(json_path)
-    folder = Path(out).expanduser() if out else None
+    folder = expanded(out) if out else None
     if folder:
         check_folder(folder)
     loaded, tokenizer, info = load(model, dtype or "float32", device)

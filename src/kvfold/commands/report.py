@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from kvfold import files
@@ -29,14 +27,14 @@ def report(results: tuple[str, ...], out: str, baselines: tuple[str, ...]) -> No
     and by position, and needles by depth and length. Rows of different settings lie in different sections and are not
     compared.
     """
-    target = Path(out).expanduser()
+    target = files.expanded(out)
     files.check(target, "out")
     from kvfold import methods
     from kvfold.evaluation.report import BASELINES
     from kvfold.evaluation.report import report as page
 
     against = [str(methods.get(name)) for name in baselines] or BASELINES
-    text = page([Path(name).expanduser() for name in results], against)
+    text = page([files.expanded(name) for name in results], against)
     try:
         files.write(target, text)
     except OSError as error:

@@ -12,6 +12,7 @@ import click
 
 from kvfold.commands.terminal import JSON_HELP
 from kvfold.errors import KVFoldError
+from kvfold.files import expanded
 
 if TYPE_CHECKING:
     from kvfold.evaluation.domains import DomainRow
@@ -52,7 +53,7 @@ def artefact_methods(folder: str | None, model: Any) -> list[Any]:
 
     if folder is None:
         return []
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise KVFoldError(f"artefacts: {folder} is not a folder with artefacts; make some with kvfold calibrate")

@@ -288,7 +288,7 @@ def json_target(path: str | None) -> Path | None:
     """The file that ``--json`` names, or None; fails now if it could not be written later."""
     if path is None or path == "-":
         return None
-    target = Path(path).expanduser()
+    target = files.expanded(path)
     files.check(target, "json")
     return target
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvfold.errors import KVFoldError
+from kvfold.files import expanded
 
 DEFAULT_SOURCE = "pydoc_data.topics"
 
@@ -51,7 +52,7 @@ def load_text(path: str | Path | None = None) -> Text:
     if path is None:
         return Text(python_prose(), DEFAULT_SOURCE)
     try:
-        with Path(path).expanduser().open("rb") as file:
+        with expanded(path).open("rb") as file:
             text = _decoded(file, path)
     except OSError as error:
         raise TextError(f"text: cannot read {str(path)!r}: {error.strerror or error}") from error

@@ -405,7 +405,7 @@ def _revived(value: Any, tensors: Tensors, device: torch.device) -> Any:
 
 def path_of(given: str | os.PathLike[str]) -> Path:
     try:
-        return Path(given).expanduser()
+        return files.expanded(given)
     except TypeError:
         plain = given is None or isinstance(given, bool | int | float | bytes)
         what = f"{given!r:.80}" if plain else f"{type(given).__name__} object"  # a model's text is a page

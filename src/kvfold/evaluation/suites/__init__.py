@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +28,7 @@ from kvfold.evaluation.suites.sources import load_task
 from kvfold.evaluation.suites.text import Divergence, Perplexity, Retrieval
 from kvfold.evaluation.text import Text
 from kvfold.evaluation.windows import load_texts
+from kvfold.files import expanded
 
 __all__ = ["KNOWN", "PAPERS", "REGISTRY", "Item", "Measure", "Options", "Outcome", "Prompt", "Suite", "make"]
 
@@ -155,7 +155,7 @@ def _make(name: str, tokenizer: PreTrainedTokenizerBase, options: Options) -> Su
     if name == "ruler":
         questions, digest = None, ""
         tasks = options.tasks or TASKS
-        if options.data is not None and "qa" in tasks and not Path(options.data).expanduser().is_dir():
+        if options.data is not None and "qa" in tasks and not expanded(options.data).is_dir():
             records, digest = load_records(options.data, "data", ("question", "context", "answers"))
             questions = tuple(records)
         return Ruler(tokenizer, _hay(options), tasks, questions, digest, chat)
@@ -196,7 +196,7 @@ def _gsm8k(tokenizer: PreTrainedTokenizerBase, options: Options, chat: bool) -> 
 
 def _beside(data: str | None, name: str) -> str | None:
     """A file of the folder of data, if there are both."""
-    path = Path(data or "").expanduser() / name
+    path = expanded(data or "") / name
     return str(path) if data is not None and path.is_file() else None
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.suites.base import load_records
+from kvfold.files import expanded
 
 HUB = "hf:"
 """Begins the name of a data set of the hub, in place of a file."""
@@ -42,7 +42,7 @@ def load_task(
         )
     if data.startswith(HUB):
         return _from_hub(data.removeprefix(HUB), task, needs)
-    path = Path(data).expanduser()
+    path = expanded(data)
     if path.is_dir():
         if not (path / f"{task}.jsonl").is_file():
             raise KVFoldError(f"data: {data} has no {task}.jsonl, which {suite} needs; get it from {where}")
