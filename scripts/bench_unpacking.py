@@ -21,7 +21,7 @@ import torch
 from kvfold.bench import attention
 from kvfold.bench.attention import COLD_BYTES, LIMIT, Inputs, Work
 from kvfold.bench.timing import times, times_in_turn
-from kvfold.kernels import unpack, unpack_hadamard, unpack_tables, unpacked
+from kvfold.kernels import unpack, unpack_bits, unpack_hadamard, unpack_tables, unpacked
 
 FP16 = torch.float16
 REPLAYS = 12
@@ -62,7 +62,11 @@ TASQ = (
     Variant("tables", (TABLES,)),
     Variant("tables, values beside keys", (TABLES, (unpacked, "_beside", always))),
 )
-COMMVQ = tuple(Variant(f"{warps} warps of keys", ((unpack_tables, "ALONE", warps),)) for warps in (8, 16))
+COMMVQ = (
+    Variant("as it is"),
+    Variant("16 warps of keys", ((unpack_tables, "ALONE", 16),)),
+    Variant("values of 32 channels", ((unpack_bits, "SPLIT", True),)),
+)
 FOLD = (
     Variant("products with the basis", ((unpack_hadamard, "USED", False),)),
     Variant("Hadamard in registers", ((unpack_hadamard, "USED", True),)),
