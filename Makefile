@@ -34,7 +34,7 @@ $(SERVING)/.kvfold-installed: pyproject.toml
 	$(SERVING)/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
 	touch $@
 
-# Flows of a cache at random, against fresh caches of the same tokens: CASES of them, others with another SEED; one for forty of
+# Flows of a cache at random, against fresh caches of the same tokens: CASES of them, others with another SEED; one for twenty of
 # them on tiny models of many kinds, against the model without a cache
 CASES ?= 100000
 SEED ?= 0
