@@ -2,7 +2,6 @@
 over the decoded pages."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,8 +24,8 @@ def formats(method=METHOD, dim=128):
 
 
 def error(
-    method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1.0, scale=128**-0.5, at_once=4, sooner=0, late=False,
-):  # fmt: skip
+    method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1.0, scale=128**-0.5, at_once=4, late=False
+):
     """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks. ``late``: see
     :class:`warps.Machine`."""
     forms = formats(method)
@@ -69,17 +68,12 @@ def error(
     def program(warp):
         lane, warp = register(np.arange(32, dtype=np.int32)), scalar(warp)
         factor = scale * math.log2(math.e)
-        pages = scalar(-(-blocks // 4))
-        if sooner:
-            kernel.fetch_first(
-                zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, 128, k.constants, k.width,
-                v.constants, places, stage, 4 // stage, at_once, sooner == 2,
-            )  # fmt: skip
         up = kernel._raw_queries(
             Pointer(at, np.float16, "fp16"), lane * 8 + far, lane // 4, lane % 4, scalar(0, np.int64), zero, rows, factor,
             128, 2, 8, 0, 1, True,
         )  # fmt: skip
         machine.program_sync(lane)
+        pages = scalar(-(-blocks // 4))
         to = [Pointer(p, np.float32) for p in parts]
         if mixed:
             best, sums, side = kernel.attend_mixed(
@@ -104,7 +98,7 @@ def error(
             best, out, side = kernel.attend_signs(
                 zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, addresses[0][5] + lane * 16,
                 lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
-                at_once, sooner,
+                at_once,
             )  # fmt: skip
             machine.program_sync(lane)
             sums = tuple(x for c in out for x in (c[0], c[2]))
@@ -186,8 +180,6 @@ def test_four_pages_at_once_compile_with_few_spills():
         fragments.make_plan(*formats(), 64, 4, 1024, 160, 132).tiles == 2
     )  # programs of 255 registers would take turns
     assert aot.compile_fragments(*formats(), plan=plan).spills_in_loop <= 12
-    for sooner in (1, 2):
-        assert aot.compile_fragments(*formats(), plan=replace(plan, sooner=sooner)).spills_in_loop <= 12
 
 
 def test_levels_compile_with_few_instructions():
@@ -240,14 +232,12 @@ def test_published_levels_are_kept():
     assert not fragments.linear_levels(form, form)
 
 
-@pytest.mark.parametrize("sooner", [0, 1, 2])
 @pytest.mark.parametrize(
-    "method, rows, blocks, warps, stage, at_once",
+    "method, rows, blocks, warps, at_once",
     [
-        *(("qjl", 1, 1, 1, 4, 4), ("qjl", 4, 37, 2, 4, 4), ("qjl", 3, 41, 2, 4, 2), ("qjl", 4, 21, 1, 2, 2)),
-        ("qjl:center=false", 4, 22, 1, 4, 4),
+        *(("qjl", 1, 1, 1, 4), ("qjl", 4, 37, 2, 4), ("qjl", 3, 41, 2, 2), ("qjl", 4, 21, 1, 2)),
+        ("qjl:center=false", 4, 22, 1, 4),
     ],
 )
-@pytest.mark.parametrize("late", [False, True])
-def test_copies_asked_for_sooner(method, rows, blocks, warps, stage, at_once, sooner, late):
-    assert error(method, rows, blocks, warps, stage, at_once=at_once, sooner=sooner, late=late) < 1e-3
+def test_pages_whose_copies_come_late(method, rows, blocks, warps, at_once):
+    assert error(method, rows, blocks, warps, at_once=at_once, late=True) < 1e-3

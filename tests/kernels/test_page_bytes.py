@@ -1,7 +1,6 @@
 """Attention over pages by products of bytes, run by warps in NumPy, against attention over the decoded pages."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,24 +8,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import _pages_rows_gluon, aot, pages
+from kvfold.kernels import _pages_rows_gluon, pages
 from kvfold.kernels.decode import Plan
 from kvfold.methods import LayerSpec, get
 from warps import Machine, Pointer, on_cpu, register, scalar
 
-NAMES = ("D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB", "SOONER")
+NAMES = ("D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB")
 
 
-def _forms(method):
-    spec = LayerSpec(0, 1, 1, 1, 128)
-    method = get(method)
-    return method.key_format(spec), method.value_format(spec)
-
-
-def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, scale=128**-0.5, sooner=0, late=False):
+def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, scale=128**-0.5, late=False):
     """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks. ``late``: see
     :class:`warps.Machine`."""
-    formats = _forms(method)
+    spec = LayerSpec(0, 1, 1, 1, 128)
+    method = get(method)
+    formats = method.key_format(spec), method.value_format(spec)
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape):
@@ -48,7 +43,7 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
     weights = (q.double() @ decoded[0].T * scale).softmax(-1)
     want = weights @ decoded[1]
 
-    fixed = pages.constants(*formats, Plan(warps, pages.BLOCKS, 1, 1, 1, 0, bytewise=True, sooner=sooner), False, True)
+    fixed = pages.constants(*formats, Plan(warps, pages.BLOCKS, 1, 1, 1, 0, bytewise=True), False, True)
     (k, v), zero = arrays, scalar(0)
     stored = tuple(tuple(scalar(a, np.int64) for a in side) for side in (k[:4], (*v[:3], v[2])))
     at, parts = (
@@ -94,20 +89,6 @@ def test_numbers_of_every_size(given):
     assert error("fold", **given) < 8e-4
 
 
-@pytest.mark.parametrize("sooner", [0, 1, 2, 5])
 @pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 1), (3, 6, 1), (4, 13, 4), (4, 19, 2)])
-def test_pages_whose_copies_come_late(rows, blocks, warps, sooner):
-    assert error("fold", rows, blocks, warps, sooner=sooner, late=True) < 3e-4
-
-
-@pytest.mark.parametrize("method", ["fold:bits=2", "fold:center=false", "fold:normalize=false", "fold:bits=4"])
-@pytest.mark.parametrize("late", [False, True])
-def test_halves_of_pages(method, late):
-    assert error(method, blocks=11, sooner=1, late=late) < 3e-4
-
-
-@pytest.mark.parametrize("sooner", [1, 2, 3, 4])
-def test_copies_asked_for_sooner_spill_nothing_in_the_loop(sooner):
-    form = _forms("fold")
-    plan = pages.make_plan(*form, 8, 4, 1020, 160, 132)
-    assert plan.bytewise and aot.compile_pages(*form, plan=replace(plan, sooner=sooner)).spills_in_loop == 0
+def test_pages_whose_copies_come_late(rows, blocks, warps):
+    assert error("fold", rows, blocks, warps, late=True) < 3e-4

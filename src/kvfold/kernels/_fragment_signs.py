@@ -12,7 +12,6 @@ in column 2t and nothing in 2t + 1.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch
 from kvfold.kernels._affine_values import _values_operand, _whole_values
 from kvfold.kernels._fragment_codes import fetch_side
 from kvfold.kernels._fragment_queries import load_fragment, norm_words, normed_queries, through
@@ -22,7 +21,6 @@ from kvfold.kernels._registers import _replace, _two, _zero4
 from kvfold.kernels._softmax import LOWEST, _nothing
 from kvfold.kernels._warp import (
     copy_commit,
-    copy_wait,
     copy_wait_1,
     copy_wait_all,
     exp2_fast,
@@ -163,60 +161,17 @@ def _rescale_rows(accs, factor):
 
 
 @gluon.jit
-def _fetch_norms(base, lane, norm, page, valid, D: gl.constexpr, PAGES: gl.constexpr, AT: gl.constexpr):
-    """Norms of PAGES pages from number ``page`` on, of which ``valid`` are there."""
-    source = norm + page.to(gl.int64) * D + lane * 16
-    _fetch(base + lane * 16, source, lane, valid, AT, D, PAGES, 32)
-
-
-@gluon.jit
-def fetch_first(
-    base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, D: gl.constexpr, K: gl.constexpr, WIDTH: gl.constexpr,
-    V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, PAGES: gl.constexpr, APART: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy the first stage of a warp for :func:`attend_signs`: keys, then values; APART: norms before them."""
-    W: gl.constexpr = gl.num_warps()
-    K_AT: gl.constexpr = PLACES[0]
-    V_IN: gl.constexpr = PLACES[1]
-    V_AT: gl.constexpr = PLACES[2]
-    NORMS: gl.constexpr = 0 if APART else PAGES
-    each = (hi - lo + W - 1) // W
-    first = lo + warp * each
-    count = gl.minimum(hi - first, each) * PER
-    base = base0 + warp * PLACES[5]
-    start = first * (PER * NB)
-    left = gl.where(count > 0, blocks - start, 0)
-    norms = gl.where(count > 0, pages - first, 0)
-    kc, km, kp, kn = stored[0]
-    vc, vm = stored[1]
-    if APART:
-        _fetch_norms(base, lane, kn, page0 + first, norms, D, PAGES, K_AT[3])
-        copy_commit(lane)
-    fetch_side(
-        base, lane, kc, km, kc, kp, kn, block0 + start, page0 + first, left, left, norms, K_AT, 2, D, WIDTH, 1, 0, 0, 0,
-        K[4], NORMS, NB, 0,
-    )  # fmt: skip
-    copy_commit(lane)
-    fetch_side(
-        base, lane, vc, vm, vc, vc, vc, block0 + start, page0, left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], 0, False, 0, NB,
-        V_AT,
-    )  # fmt: skip
-    copy_commit(lane)
-
-
-@gluon.jit
 def attend_signs(
     base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, D: gl.constexpr, K: gl.constexpr,
     WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, LIFT: gl.constexpr,
-    PAGES: gl.constexpr = 2, SOONER: gl.constexpr = 0,
+    PAGES: gl.constexpr = 2,
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count. PER stages of NB blocks are a page.
 
     ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and ``page0``:
     where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
-    turns their products into scores; PAGES, 2 or 4, go through the matrix at once. SOONER, 1 or 2:
-    :func:`fetch_first` has been called before, with APART where it is 2. Returns the maxima of row t, sums of values
+    turns their products into scores; PAGES, 2 or 4, go through the matrix at once. Returns the maxima of row t, sums of values
     and of probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
@@ -231,32 +186,20 @@ def attend_signs(
     base = base0 + warp * PLACES[5]
     scratch = base + PLACES[3]
     start = first * (PER * NB)
+    left = gl.where(count > 0, blocks - start, 0)
+    norms = gl.where(count > 0, pages - first, 0)
     kc, km, kp, kn = stored[0]
     vc, vm = stored[1]
-    APART: gl.constexpr = SOONER == 2
-    NORMS: gl.constexpr = 0 if APART else PAGES
-    if SOONER == 0:
-        fetch_first(
-            base0,
-            lane,
-            warp,
-            lo,
-            hi,
-            pages,
-            blocks,
-            stored,
-            block0,
-            page0,
-            D,
-            K,
-            WIDTH,
-            V,
-            PLACES,
-            NB,
-            PER,
-            PAGES,
-            False,
-        )
+    fetch_side(
+        base, lane, kc, km, kc, kp, kn, block0 + start, page0 + first, left, left, norms, K_AT, 2, D, WIDTH, 1, 0, 0, 0,
+        K[4], PAGES, NB, 0,
+    )  # fmt: skip
+    copy_commit(lane)
+    fetch_side(
+        base, lane, vc, vm, vc, vc, vc, block0 + start, page0, left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], 0, False, 0, NB,
+        V_AT,
+    )  # fmt: skip
+    copy_commit(lane)
 
     top = _zero4(lane)[0] + LOWEST
     _tops, out, side = _nothing(lane, CT, 1)
@@ -268,8 +211,6 @@ def attend_signs(
     third = now
     fourth = now
     bias = _zero4(lane)[0]
-    if APART:
-        copy_wait(lane, 2)  # norms of the first pages
     for i in range(each * PER):
         ahead = i + 1
         left = gl.where(i < count, blocks - (start + i * NB), 0)
@@ -278,30 +219,21 @@ def attend_signs(
         next_left = gl.where(ahead < count, blocks - (start + ahead * NB), 0)
         next_stats = gl.where(ahead % PER == 0, next_left, 0)
         next_norms = gl.where((ahead < count) & (ahead % (PAGES * PER) == 0), pages - next_page, 0)
-        far_page = first + i // PER + PAGES
-        far_norms = gl.where(i + PAGES * PER < count, pages - far_page, 0)
-        if not APART:
-            copy_wait_1(lane)  # keys of this stage
+        copy_wait_1(lane)  # keys of this stage
         if PAGES == 2:
             if i % (2 * PER) == 0:
                 now, second = byte_query_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
-                if APART:
-                    _fetch_norms(base, lane, kn, page0 + far_page, far_norms, D, PAGES, K_AT[3])
             elif i % PER == 0:
                 now = second
         else:
             if i % (4 * PER) == 0:
                 now, second, third, fourth = sketched_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
-                if APART:
-                    _fetch_norms(base, lane, kn, page0 + far_page, far_norms, D, PAGES, K_AT[3])
             elif i % (4 * PER) == PER:
                 now = second
             elif i % (4 * PER) == 2 * PER:
                 now = third
             elif i % (4 * PER) == 3 * PER:
                 now = fourth
-        if APART:
-            copy_wait_1(lane)  # keys of this stage
         if K[4]:
             if i % PER == 0:
                 bias = _mean_scores(far, base, lane, (_zero4(lane)[0] + 1.0,), D, 1, K_AT[2], True)[0] * up
@@ -313,7 +245,7 @@ def attend_signs(
         warp_sync(lane)
         fetch_side(
             base, lane, kc, km, kc, kp, kn, next_block, page0 + next_page, next_left, next_stats, next_norms, K_AT, 2, D,
-            WIDTH, 1, 0, 0, 0, K[4], NORMS, NB, 0,
+            WIDTH, 1, 0, 0, 0, K[4], PAGES, NB, 0,
         )  # fmt: skip
         copy_commit(lane)
         top, factor, p = row_weights(scores, now[STEPS + 4] * (up * K[7]), bias, top, NB, LIFT)

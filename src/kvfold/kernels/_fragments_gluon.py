@@ -46,7 +46,7 @@ from kvfold.kernels._fragment_queries import (
     sum_operands,
 )
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
-from kvfold.kernels._fragment_signs import attend_signs, bring_matrix, fetch_first
+from kvfold.kernels._fragment_signs import attend_signs, bring_matrix
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
 from kvfold.kernels._mixed_bytes import attend_mixed, byte_scratch
 from kvfold.kernels._page_codes import weight
@@ -191,7 +191,7 @@ def fragments_kernel(
     part0,
     D: gl.constexpr, K: gl.constexpr, K_WIDTH: gl.constexpr, V: gl.constexpr, PAIR: gl.constexpr, NB: gl.constexpr,
     PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr = False, AHEAD: gl.constexpr = 0,
-    LEVELS: gl.constexpr = (), FIRST: gl.constexpr = False, SOONER: gl.constexpr = 0,
+    LEVELS: gl.constexpr = (), FIRST: gl.constexpr = False,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 / column_share`` query rows.
 
@@ -199,8 +199,7 @@ def fragments_kernel(
     products of bytes: see :func:`kvfold.kernels._fragment_signs.attend_signs`, and :mod:`kvfold.kernels._fragment_levels` where
     there are LEVELS) one. PER stages
     of NB blocks of 32 tokens are a page. ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its
-    pages. K and V: (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level table, rank). SOONER: see
-    :class:`kvfold.kernels.decode.Plan`.
+    pages. K and V: (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level table, rank).
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -272,17 +271,11 @@ def fragments_kernel(
         lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
         hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
         far = base0 + W * STAGE + lane * 8
-        k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
-        SIGNS: gl.constexpr = len(LEVELS) == 0 and K_KIND != 4
-        if SIGNS and SOONER > 0:
-            fetch_first(
-                base0, lane, warp, lo, hi, pages, blocks, (k_stored, (v_codes.to(gl.int64), v_meta.to(gl.int64))),
-                head * capacity, head * k_pages, D, K, K_WIDTH, V, PLACES, NB, PER, PAIR, SOONER == 2,
-            )  # fmt: skip
         up = _raw_queries(
             q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, 2, 8, _lightened(K), K_BITS, True
         )  # fmt: skip
         program_sync(lane)
+        k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
         k_lane = k_table.to(gl.int64) + lane * 16
         if len(LEVELS) > 0:
             v_stored = (v_codes.to(gl.int64), v_meta.to(gl.int64), v_mean.to(gl.int64))
@@ -317,7 +310,6 @@ def fragments_kernel(
             best, out, side = attend_signs(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, (v_codes.to(gl.int64), v_meta.to(gl.int64))),
                 head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR,
-                SOONER,
             )  # fmt: skip
             program_sync(lane)
             slot0 = head.to(gl.int64) * parts + (part0 + split)

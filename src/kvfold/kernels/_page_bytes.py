@@ -229,15 +229,14 @@ def row_means(q, base, lane, D: gl.constexpr, AT: gl.constexpr, FAR: gl.constexp
 @gluon.jit
 def byte_scores(
     base, lane, q, start, left, skip, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr, BENT: gl.constexpr = False,
-    FROM: gl.constexpr = 0, COUNT: gl.constexpr = 0,
 ):  # fmt: skip
-    """Scores of row t without its unit: two of each of the 2 NB tiles of 16 tokens, or of those of COUNT blocks from FROM on,
-    both even. BENT: queries are of :func:`byte_queries` with BEND."""
+    """Scores of row t without its unit: two of each of the 2 NB tiles of 16 tokens. BENT: queries are of :func:`byte_queries`
+    with BEND."""
     HALF: gl.constexpr = D // 32
     SETS: gl.constexpr = sets(D, BITS)
     scores = ()
     scale = ()
-    for j in gl.static_range(FROM, FROM + COUNT if COUNT else NB):
+    for j in gl.static_range(NB):
         if j % 2 == 0:  # of tokens g and g + 8 of four tiles, as pairs
             scale = load_matrix4(base + lane // 8 * 32 + lane % 2 * 16, scale_at(D, BITS, NB) + 64 * j, True)
         words = page_words(base, lane, j * code_bytes(D, BITS), D, BITS)
@@ -401,15 +400,9 @@ def byte_values(
 ):  # fmt: skip
     """Sums of values of row t, channels g and g + 8 of each tile, in the rotated basis, in units of 256 times codes (times
     2^k), a page further; ``total``: the page's probabilities. BENT: ``p`` is of :func:`byte_weights` with BEND."""
-    middle = value_middle(lane, p, now, BITS, NB, BENT)
-    accs = value_blocks(base, lane, p, value_starts(lane, D), D, BITS, NB, AT, 0, NB, BENT)
-    return join_values(middle, before, now, total, mean, accs, out, D, BITS, MEAN, MIX)
-
-
-@gluon.jit
-def value_middle(lane, p, now, BITS: gl.constexpr, NB: gl.constexpr, BENT: gl.constexpr = False):
-    """What the codes' middle takes off every sum of a page's values."""
+    CT: gl.constexpr = D // 16
     none = lane * 0
+    begin = none + BIG_BITS
     acc = (none, none, none, none)
     top = none + _byte_mask(BITS, 0)
     for j in gl.static_range(NB):
@@ -417,27 +410,12 @@ def value_middle(lane, p, now, BITS: gl.constexpr, NB: gl.constexpr, BENT: gl.co
         if BENT:
             low = none + _byte_mask(1, 0)
             acc = mma_bytes(low, low, low, low, p[2 * (NB + j)], p[2 * (NB + j) + 1], acc, False)
-    return (acc[0].to(gl.float32) + acc[1].to(gl.float32) * (1 / 256)) * (-0.5 * now)
-
-
-@gluon.jit
-def value_starts(lane, D: gl.constexpr):
-    """Where integer sums of codes of values begin."""
-    begin = lane * 0 + BIG_BITS
+    middle = (acc[0].to(gl.float32) + acc[1].to(gl.float32) * (1 / 256)) * (-0.5 * now)
+    share = total * now * (MIX**-0.5 / 256)
     accs = ()
-    for _ct in gl.static_range(D // 16):
+    for _ct in gl.static_range(CT):
         accs = accs + ((begin, begin, begin, begin),)
-    return accs
-
-
-@gluon.jit
-def value_blocks(
-    base, lane, p, accs, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr, AT: gl.constexpr, FROM: gl.constexpr,
-    COUNT: gl.constexpr, BENT: gl.constexpr = False,
-):  # fmt: skip
-    """Integer sums of codes of a page's values, COUNT blocks from FROM on further."""
-    CT: gl.constexpr = D // 16
-    for j in gl.static_range(FROM, FROM + COUNT):
+    for j in gl.static_range(NB):
         words = page_words(base, lane, AT + j * code_bytes(D, BITS), D, BITS)
         ready = ()
         for i in gl.static_range(len(words) // 4):
@@ -470,16 +448,6 @@ def value_blocks(
                 )  # fmt: skip
             new = new + (acc,)
         accs = new
-    return accs
-
-
-@gluon.jit
-def join_values(
-    middle, before, now, total, mean, accs, out, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr, MIX: gl.constexpr,
-):  # fmt: skip
-    """What :func:`byte_values` returns, of a page's integer sums."""
-    CT: gl.constexpr = D // 16
-    share = total * now * (MIX**-0.5 / 256)
     sums = ()
     for ct in gl.static_range(CT):
         f = 2.0 ** weight(D, BITS, ct % (CT // 2))

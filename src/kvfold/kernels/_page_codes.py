@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import _fetch, _field, _load_codes, _main, _operand, _pair_mask, code_bytes
 from kvfold.kernels._registers import _item
-from kvfold.kernels._warp import prefetch_bulk, prefetch_second, select
+from kvfold.kernels._warp import prefetch_bulk, select
 
 # ---- codes as operands ----------------------------------------------------------------------------------------------
 
@@ -163,31 +163,6 @@ def fetch_page(
 
 
 @gluon.jit
-def fetch_half(
-    base, lane, codes, scale, mean, norm, block, page, valid, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
-    NORM: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr, HALF: gl.constexpr, APART: gl.constexpr,
-):  # fmt: skip
-    """Half of what :func:`fetch_page` fetches: codes of as many blocks. What a page has once comes with the first half, and
-    scales of all blocks do, or (APART) those of a half's own."""
-    CODE: gl.constexpr = code_bytes(D, BITS)
-    FIRST: gl.constexpr = HALF * (NB // 2)
-    SCALE: gl.constexpr = TO + scale_at(D, BITS, NB)
-    to = base + lane * 16
-    at = block.to(gl.int64) + FIRST
-    _fetch(to, codes + at * CODE + lane * 16, lane, valid - FIRST, TO + FIRST * CODE, CODE, NB // 2, 32)
-    if APART:
-        _fetch(to, scale + at * 64 + lane * 16, lane, valid - FIRST, SCALE + FIRST * 64, 64, NB // 2, 32)
-    elif HALF == 0:
-        _fetch(to, scale + at * 64 + lane * 16, lane, valid, SCALE, 64, NB, 32)
-    if HALF == 0:
-        at = page.to(gl.int64)
-        if MEAN:
-            _fetch(to, mean + at * (2 * D) + lane * 16, lane, valid, TO + mean_at(D, BITS, NB), 2 * D, 1, 32)
-        if NORM:
-            _fetch(to, norm + at * D + lane * 16, lane, valid, TO + norm_at(D, BITS, NB, MEAN), D, 1, 32)
-
-
-@gluon.jit
 def prefetch_page(
     lane, k, v, k_place, v_place, valid, D: gl.constexpr, K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, NB: gl.constexpr,
@@ -220,31 +195,3 @@ def prefetch_page(
         size = gl.where(lane == 6, 2 * D, size)
         fields = fields | (lane == 6)
     prefetch_bulk(at, size, (fields & (valid > 0)).to(gl.int32))
-
-
-@gluon.jit
-def bring_side(
-    lane, codes, scale, mean, norm, block, page, valid, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
-    NORM: gl.constexpr, NB: gl.constexpr,
-):  # fmt: skip
-    """Bring one side of a page to L2, 32 bytes a lane at a time; see :func:`fetch_page`. An instruction of all lanes takes less
-    of a warp's time than :func:`prefetch_page`, whose lanes take turns."""
-    CODE: gl.constexpr = code_bytes(D, BITS)
-    place = lane * 32
-    at = block.to(gl.int64)
-    last = gl.minimum(valid, NB)
-    for i in gl.static_range((CODE * NB + 1023) // 1024):
-        prefetch_second(codes + at * CODE + place + 1024 * i, (place + 1024 * i < last * CODE).to(gl.int32))
-    address = scale + at * 64 + place
-    fields = place < last * 64
-    at = page.to(gl.int64)
-    MORE: gl.constexpr = 2 * NB
-    if MEAN:
-        own = (lane >= MORE) & (lane < MORE + D // 16)
-        address = gl.where(own, mean + at * (2 * D) + (place - 32 * MORE), address)
-        fields = fields | own
-    if NORM:
-        own = lane >= 32 - D // 32
-        address = gl.where(own, norm + at * D + (place - (1024 - D)), address)
-        fields = fields | own
-    prefetch_second(address, (fields & (valid > 0)).to(gl.int32))

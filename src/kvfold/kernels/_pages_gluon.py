@@ -244,15 +244,14 @@ def pages_kernel(
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr,
-    AHEAD: gl.constexpr, FIRST: gl.constexpr, SOONER: gl.constexpr = 0,
+    AHEAD: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 NT`` query rows.
 
     Grid and parts are those of :func:`kvfold.kernels._decode_gluon.decode_kernel`. A stage is a page: NB blocks of 32 tokens.
     ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. MIX is the rotation's block,
     1: none. FAR: the queries lie in shared memory, not in registers. BYTES: see :func:`attend_rows`. AHEAD: what is read
-    first comes to L2 before this kernel waits. FIRST: programs for the windows come before the others. SOONER: see
-    :class:`kvfold.kernels.decode.Plan`.
+    first comes to L2 before this kernel waits. FIRST: programs for the windows come before the others.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -317,7 +316,7 @@ def pages_kernel(
             best, sums, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, SOONER,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
             )  # fmt: skip
             finish_rows(
                 base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,

@@ -10,7 +10,6 @@ from kvfold.kernels._page_bytes import (
     byte_scores,
     byte_values,
     byte_weights,
-    join_values,
     mean_signs,
     mix_lanes,
     page_scales,
@@ -18,13 +17,8 @@ from kvfold.kernels._page_bytes import (
     row_queries,
     turned_mean,
     turned_rows,
-    value_blocks,
-    value_middle,
-    value_starts,
 )
 from kvfold.kernels._page_codes import (
-    bring_side,
-    fetch_half,
     fetch_page,
     mean_at,
     norm_at,
@@ -40,7 +34,6 @@ from kvfold.kernels._warp import (
     as_float,
     as_int,
     copy_commit,
-    copy_wait,
     copy_wait_1,
     copy_wait_all,
     exp2_fast,
@@ -76,13 +69,9 @@ def attend_rows(
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr,
-    SOONER: gl.constexpr = 0,
 ):  # fmt: skip
     """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns: lanes (g, t) have the maximum
-    of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`. SOONER: see
-    :class:`kvfold.kernels.decode.Plan`."""
-    HALVES: gl.constexpr = SOONER % 2 == 1
-    LINES: gl.constexpr = SOONER // 2
+    of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`."""
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
     V_AT: gl.constexpr = page_bytes(D, K_BITS, NB, K_MEAN, K_NORM)
@@ -102,28 +91,12 @@ def attend_rows(
     if table is not None:
         id = gl.load(table + first, mask=count > 0, other=0)
     k_at, k_block, k_page, v_at, v_block, v_page = page_place(stored, at, table, steps, first, id, NB)
-    if HALVES:
-        for half in gl.static_range(2):
-            fetch_half(
-                base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, left, D, K_BITS, K_MEAN, K_NORM, NB, 0, half,
-                True,
-            )  # fmt: skip
-            copy_commit(lane)
-        for half in gl.static_range(2):
-            fetch_half(
-                base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT,
-                half, False,
-            )  # fmt: skip
-            copy_commit(lane)
-    else:
-        fetch_page(
-            base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, left, D, K_BITS, K_MEAN, K_NORM, NB, 0
-        )
-        copy_commit(lane)
-        fetch_page(
-            base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT
-        )
-        copy_commit(lane)
+    fetch_page(base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, left, D, K_BITS, K_MEAN, K_NORM, NB, 0)
+    copy_commit(lane)
+    fetch_page(
+        base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT
+    )
+    copy_commit(lane)
     if table is not None:  # the numbers of pages are a page ahead of their bytes
         id = gl.load(table + first + 1, mask=count > 1, other=0)
 
@@ -163,15 +136,7 @@ def attend_rows(
         if table is not None:
             id = gl.load(table + following + 1, mask=i + 2 < count, other=0)
             skip = steps[1] - (following - 1) * NB
-        if HALVES:
-            copy_wait(lane, 3)
-        else:
-            copy_wait_1(lane)  # keys of this page
-        if LINES > 0:
-            if (i == 0) | (LINES == 2):
-                bring_side(
-                    lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB
-                )
+        copy_wait_1(lane)  # keys of this page
         if K_NORM:
             _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT)
             turned, start, unit = byte_queries(turned_rows(far, scratch, lane, matrix, D, K_MIX, True), lane, D, K_BITS)
@@ -179,32 +144,13 @@ def attend_rows(
         bias = zero
         if K_MEAN:
             bias = row_means(far, base, lane, D, K_MEAN_AT, True) * (up * K_MIX**0.5)
-        scores = ()
-        if HALVES:
-            for half in gl.static_range(2):
-                scores = scores + byte_scores(
-                    base, lane, turned, start, left, skip, D, K_BITS, NB, False, half * (NB // 2), NB // 2
-                )
-                warp_sync(lane)
-                fetch_half(
-                    base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB,
-                    0, half, True,
-                )  # fmt: skip
-                copy_commit(lane)
-                copy_wait(lane, 3)  # then values' first half
-        else:
-            scores = byte_scores(base, lane, turned, start, left, skip, D, K_BITS, NB)
-            warp_sync(lane)
-            fetch_page(
-                base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, 0
-            )  # fmt: skip
-            copy_commit(lane)
-            copy_wait_1(lane)  # values of this page
-        if LINES > 0:
-            if (i == 0) | (LINES == 2):
-                bring_side(
-                    lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, next_left, D, V_BITS, V_MEAN, False, NB
-                )
+        scores = byte_scores(base, lane, turned, start, left, skip, D, K_BITS, NB)
+        warp_sync(lane)
+        fetch_page(
+            base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, 0
+        )
+        copy_commit(lane)
+        copy_wait_1(lane)  # values of this page
         scale = page_scales(base, lane, NB, V_AT + scale_at(D, V_BITS, NB))
         p, page_top, page_total = byte_weights(scores, unit, bias, scale, NB)
         new_top = gl.maximum(top, page_top)
@@ -215,27 +161,26 @@ def attend_rows(
         mean = ()
         if V_MEAN:
             mean = turned_mean(base, scratch, lane, v_sign, matrix, D, V_MIX, V_AT + mean_at(D, V_BITS, NB))
-        if HALVES:
-            middle = value_middle(lane, p, now, V_BITS, NB)
-            accs = value_starts(lane, D)
-            for half in gl.static_range(2):
-                if half == 1:
-                    copy_wait(lane, 3)
-                accs = value_blocks(base, lane, p, accs, D, V_BITS, NB, V_AT, half * (NB // 2), NB // 2)
-                warp_sync(lane)
-                fetch_half(
-                    base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, next_left, D, V_BITS, V_MEAN, False, NB,
-                    V_AT, half, False,
-                )  # fmt: skip
-                copy_commit(lane)
-            out = join_values(middle, before, now, page_total, mean, accs, out, D, V_BITS, V_MEAN, V_MIX)
-        else:
-            out = byte_values(base, lane, p, before, now, page_total, mean, out, D, V_BITS, V_MEAN, V_MIX, NB, V_AT)
-            warp_sync(lane)
-            fetch_page(
-                base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, next_left, D, V_BITS, V_MEAN, False, NB, V_AT
-            )  # fmt: skip
-            copy_commit(lane)
+        out = byte_values(base, lane, p, before, now, page_total, mean, out, D, V_BITS, V_MEAN, V_MIX, NB, V_AT)
+        warp_sync(lane)
+        fetch_page(
+            base,
+            lane,
+            v_at[0],
+            v_at[1],
+            v_at[2],
+            v_at[3],
+            v_block,
+            v_page,
+            next_left,
+            D,
+            V_BITS,
+            V_MEAN,
+            False,
+            NB,
+            V_AT,
+        )
+        copy_commit(lane)
 
     copy_wait_all(lane)
     program_sync(lane)

@@ -178,18 +178,6 @@ def copy_wait_1(lane):
     )
 
 
-@gluon.constexpr_function
-def _wait_asm(count):
-    return f"cp.async.wait_group {count}; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
-
-
-@gluon.jit
-def copy_wait(lane, COUNT: gl.constexpr):
-    """As :func:`copy_wait_1`, for all but the newest COUNT groups."""
-    asm: gl.constexpr = _wait_asm(COUNT)
-    gl.inline_asm_elementwise(asm, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def copy_wait_all(lane):
     gl.inline_asm_elementwise(
@@ -483,19 +471,6 @@ def prefetch(address):
     """Bring what will be read soon nearer, from addresses int64."""
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def prefetch_second(address, active):
-    """Bring what will be read soon to L2, from addresses int64 of lanes that are ``active``."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [address, active],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 

@@ -90,10 +90,6 @@ class Plan:
         windows come first), or a matrix (other fragments).
     windows_first : bool
         The programs for the windows are launched first (pages and fragments alone).
-    sooner : int
-        Copies are asked for sooner. Pages by bytes: 1, halves of a page on their own; and 2, a warp's second page is brought to
-        L2 when its first one has come, or 4, each page when the one before has come. Signs by bytes: 1, a warp's first page
-        before its queries, or 2, norms apart as well, so that queries go through the matrix while codes are on their way.
     """
 
     warps: int
@@ -108,7 +104,6 @@ class Plan:
     bytewise: bool = False
     ahead: bool = False
     windows_first: bool = False
-    sooner: int = 0
 
     def cap(self, has_bias: bool) -> int | None:
         """``registers``, unless a bias needs the few that the cap leaves."""

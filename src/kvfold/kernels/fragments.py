@@ -583,8 +583,11 @@ def _launch(
 def constants(key_format: Format, value_format: Format, plan: Plan, bf16: bool, early: bool) -> dict[str, Any]:
     """What the kernel is specialized on."""
     k, v = side(key_format), side(value_format)
-    sides = {"D": key_format.head_dim, "K": k.constants, "K_WIDTH": k.width, "V": v.constants}
-    return sides | {
+    return {
+        "D": key_format.head_dim,
+        "K": k.constants,
+        "K_WIDTH": k.width,
+        "V": v.constants,
         "PAIR": plan.tiles,
         "NB": plan.blocks,
         "PER": BLOCKS // plan.blocks,
@@ -593,6 +596,5 @@ def constants(key_format: Format, value_format: Format, plan: Plan, bf16: bool, 
         "BYTES": plan.bytewise,
         "AHEAD": int(plan.ahead) + (plan.ahead and plan.windows_first),
         "FIRST": plan.windows_first,
-        "SOONER": plan.sooner,
         "LEVELS": linear_levels(key_format, value_format) if plan.bytewise else (),
     }

@@ -263,5 +263,4 @@ def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, ea
         "BYTES": plan.bytewise,
         "AHEAD": plan.ahead,
         "FIRST": plan.windows_first,
-        "SOONER": plan.sooner,
     }
