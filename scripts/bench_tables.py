@@ -439,9 +439,22 @@ def subspaces() -> Table:
     return ["queries of", *models, "least and most", "windows in which it beats the novel's"], lines
 
 
+def h100() -> Table:
+    """Decode attention on an H100: what runs today, of the rows of variants."""
+    lines = []
+    for row in read(ROWS.parent / "sooner-variants.csv"):
+        if row["variant"] in ("as it is", "whole words"):
+            ms, fp16 = float(row["p50_us"]) / 1e3, float(row["fp16_us"]) / 1e3
+            method, batch, tokens = row["work"].rsplit(" ", 2)
+            shape = f"{batch}, {tokens[:2]}{int(tokens[2:]):,}"
+            lines.append([method, shape, f"{ms:.4f}", f"{fp16:.4f}", f"{fp16 / ms:.2f}", row["error"]])
+    return ["method", "shape", "ms", "fp16, ms", "times as fast", "relative RMS error"], lines
+
+
 BENCH = {
     "docs/performance.md": {
         "attention": attention,
+        "h100": h100,
         "long calls": long_calls,
         "plain order": plain_order,
         "fragments": fragments,

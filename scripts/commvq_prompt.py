@@ -1,6 +1,6 @@
 """Time parts of encoding a prompt with CommVQ, one layer of Llama-3.1-8B's shape, in several variants of its kernels.
 
-usage: python scripts/commvq_prompt.py [--tokens 32768] [--rows benchmarks/commvq-prompt.csv] [--variants before flips ...]
+usage: python scripts/commvq_prompt.py [--tokens 32768] [--rows benchmarks/commvq-prompt.csv] [--variants "as it is" ...]
 
 A variant is timed when its kernels' self-tests pass and what it stores of 2,048 tokens has at most 1.005 times the squared
 error of the format's own codes. Times are of one append behind other work (median of five), and of its kernels (profiler).
@@ -38,20 +38,14 @@ def _item(table: dict[Any, Any], **values: Any) -> list[Change]:
     return [(table, name, value) for name, value in values.items()]
 
 
-NEW: list[Change] = _item(encode_pairs.QUADS, WIDE=True)
 VARIANTS: dict[str, list[Change]] = {
-    "before": [(encode_pairs, "flips_by_lanes", lambda codes: False), (encode_pairs, "again_from", lambda stages: 0)],
-    "flips": [(encode_pairs, "again_from", lambda stages: 0)],
-    "flips, fewer turns": [],
-    "and warpgroups": NEW,
-    "32 codes a warp": _item(encode_pairs.GAINS, CODES=32),
-    "64 tokens, 32 codes a warp": _item(encode_pairs.GAINS, CODES=32, T=64),
-    "flips of 80 and 128 registers": [(encode_pairs.FLIP, 128, 80), (encode_pairs.FLIP, 256, 128)],
-    "metric of 64 tokens, 4 warps": _item(encode_pairs.UNITS, T=64, num_warps=4, maxnreg=255),
-    "metric of 64 tokens, 8 warps": _item(encode_pairs.UNITS, T=64, num_warps=8, maxnreg=255),
+    "flips as before": [(encode_pairs, "flips_by_lanes", lambda codes: False)],
+    "whole second turn": [(encode_pairs, "again_from", lambda stages: 0)],
+    "products of one warp": _item(encode_pairs.QUADS, WIDE=False),
+    "as it is": [],
     "16,384 values at a time": [(encode_pairs, "PIECE", 16384)],
 }
-"""Later ones change one thing of "flips, fewer turns" each."""
+"""Each changes one thing of what runs."""
 
 
 class Changed:

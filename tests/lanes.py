@@ -31,7 +31,6 @@ MODULES = (
     "_unpack_tables_gluon",
     "_unpack_levels_gluon",
     "_unpack_mixed_gluon",
-    "_unpack_hadamard_gluon",
     "_unpack_bits_gluon",
     "_pairs_gluon",
     "_flips_gluon",

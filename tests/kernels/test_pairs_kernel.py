@@ -91,7 +91,7 @@ def compared(module, fmt, tokens, device, rows=None, batch=1, mean=False):
 def test_lanes_find_pairs_as_near_as_all_pairs_compared(stages, passes, tokens, batch, rows, change, mean, monkeypatch):
     module = interpreted_module("kvfold.kernels.encode_pairs", *INTERPRETED)
     monkeypatch.setattr(module, "pairs_search_kernel", Emulated(module.pairs_search_kernel))
-    for name, value in ({"num_warps": 2} | change).items():
+    for name, value in ({"num_warps": 2, "WIDE": False} | change).items():
         monkeypatch.setitem(module.QUADS, name, value)
     differ, worse = compared(module, form(stages, passes, mean), tokens, torch.device("cpu"), rows, batch, mean)
     assert differ < 0.06

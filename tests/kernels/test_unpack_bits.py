@@ -6,10 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
-from blocks_case import commvq
 from kvfold.formats.codebook import BinaryCodes
 from kvfold.kernels import _unpack_bits_gluon, unpack_bits
-from kvfold.kernels.aot_turned import compile_unpack_bits, compile_unpack_tables
+from kvfold.kernels.aot_turned import compile_unpack_bits
 
 FIRST, TOKENS = 128, 96
 
@@ -25,17 +24,8 @@ class Emulated:
         return launch
 
 
-@pytest.mark.parametrize(
-    ("codes", "dtype", "split"),
-    [
-        (128, torch.float16, False),
-        (128, torch.bfloat16, False),
-        (256, torch.float16, False),
-        (256, torch.float16, True),
-    ],
-)
-def test_numbers_are_those_of_the_format(codes, dtype, split, monkeypatch):
-    monkeypatch.setattr(unpack_bits, "SPLIT", split)
+@pytest.mark.parametrize(("codes", "dtype"), [(128, torch.float16), (128, torch.bfloat16), (256, torch.float16)])
+def test_numbers_are_those_of_the_format(codes, dtype, monkeypatch):
     monkeypatch.setattr(unpack_bits, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(unpack_bits, "WARPS", 2)
     monkeypatch.setattr(unpack_bits, "_kernel", Emulated)
@@ -45,9 +35,8 @@ def test_numbers_are_those_of_the_format(codes, dtype, split, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize(("codes", "split"), [(128, False), (256, False), (256, True)])
-def test_numbers_on_a_gpu(codes, split, dtype, monkeypatch):
-    monkeypatch.setattr(unpack_bits, "SPLIT", split)
+@pytest.mark.parametrize("codes", [128, 256])
+def test_numbers_on_a_gpu(codes, dtype):
     assert error(codes, dtype, "cuda", 32 * 53) < (5e-4 if dtype == torch.float16 else 3e-3)
 
 
@@ -75,17 +64,6 @@ def error(codes, dtype, device, tokens=TOKENS):
 def test_compiles_with_few_spills(codes):
     report = compile_unpack_bits(codes)
     assert report.spills_in_loop <= (0 if codes == 128 else 12) and report.instructions["HMMA"] == 2 * codes
-
-
-def test_a_quarter_of_the_channels_fits_beside_a_program_of_keys(monkeypatch):
-    monkeypatch.setattr(unpack_bits, "SPLIT", True)
-    values, keys = compile_unpack_bits(256), compile_unpack_tables(commvq(21, rounded=True)(128, "cpu")[0])
-    assert values.spilled == 0 and values.instructions["HMMA"] == 128
-    assert values.shared + keys.shared + (2 << 10) <= 228 << 10
-    registers = [
-        warps * 32 * (-(-report.registers // 8) * 8) for report, warps in ((keys, 8), (values, unpack_bits.WARPS))
-    ]
-    assert sum(registers) <= 65536
 
 
 def test_which_formats_it_serves():

@@ -106,7 +106,6 @@ def test_keys_of_groups_whose_norms_and_mean_are_far_apart(norm, mean):
 
 def test_which_formats_it_serves(monkeypatch):
     monkeypatch.setattr(unpack_tables, "program_memory", lambda device: 227 << 10)
-    monkeypatch.setattr(unpack_tables, "GROUPS_USED", True)
     gpu, rope = torch.device("cuda"), Rope(torch.ones(64))
     for name, formats in FORMATS.items():
         keys, values = formats(128, "cpu")

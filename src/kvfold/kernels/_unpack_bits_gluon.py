@@ -26,17 +26,15 @@ from kvfold.kernels._warp import (
 
 
 @gluon.constexpr_function
-def table_bytes(codes, blocks=4):
-    """Bytes of a head's matrix as operands, of ``blocks`` blocks of 32 channels, and of their offsets, fp32."""
-    return blocks * (64 * codes + 128)
+def table_bytes(codes):
+    """Bytes of a head's matrix as operands, and of its offsets, fp32 [128]."""
+    return 256 * codes + 512
 
 
 @gluon.jit
-def put_unit(
-    matrix, offsets, lane, bits, size, out, CODES: gl.constexpr, BLOCKS: gl.constexpr, BF16: gl.constexpr
-):  # fmt: skip
-    """Decode BLOCKS blocks of 32 channels of 32 tokens. ``matrix``: a lane's address of the operands in shared memory;
-    ``offsets``: that of the offsets there; ``bits``, ``out``: addresses of the tokens' bits and of where they go."""
+def put_unit(matrix, offsets, lane, bits, size, out, CODES: gl.constexpr, BF16: gl.constexpr):
+    """Decode 32 tokens. ``matrix``: a lane's address of the operands in shared memory; ``offsets``: that of the offsets there;
+    ``bits``, ``out``: addresses of the tokens' bits and of where they go."""
     g = lane // 4
     t = lane % 4
     x = ()
@@ -47,7 +45,7 @@ def put_unit(
                 x = x + (words[w] >> g,)
     C: gl.constexpr = CODES // 16
     to = out + g * 1024 + t * 16
-    for i in gl.static_range(BLOCKS):
+    for i in gl.static_range(4):
         accs = ()
         for _j in gl.static_range(8):
             accs = accs + (_zero4(lane),)
@@ -78,18 +76,16 @@ def put_unit(
 
 @gluon.jit(do_not_specialize=["heads", "first", "units", "room", "wide"])
 def unpack_bits_kernel(
-    bits, tables, sizes, out, heads, first, units, room, wide,
-    CODES: gl.constexpr, BLOCKS: gl.constexpr, BF16: gl.constexpr,
-):  # fmt: skip
+    bits, tables, sizes, out, heads, first, units, room, wide, CODES: gl.constexpr, BF16: gl.constexpr
+):
     """Decode ``units`` units of 32 tokens of each KV head, from unit ``first`` of its storage on, to ``out`` [heads, wide,
     128].
 
-    Grid: (programs, batch * heads, 4 / BLOCKS): a program decodes BLOCKS blocks of 32 channels. ``tables``: of every KV head
-    what :func:`kvfold.kernels.unpack_bits.operands` makes, and ``sizes``, float32 [heads], what products are multiplied with.
-    From one KV head's storage to the next are ``room`` units.
+    Grid: (programs, batch * heads). ``tables``: of every KV head what :func:`kvfold.kernels.unpack_bits.operands` makes, and
+    ``sizes``, float32 [heads], what products are multiplied with. From one KV head's storage to the next are ``room`` units.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = (table_bytes(CODES, BLOCKS) + 1023) // 1024 * 1024
+    BYTES: gl.constexpr = (table_bytes(CODES) + 1023) // 1024 * 1024
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     memory = reserved(thread, BYTES)
@@ -97,11 +93,7 @@ def unpack_bits_kernel(
     program_sync(lane)
     head = gl.program_id(1)
     own = head % heads
-    MATRIX: gl.constexpr = 64 * CODES * BLOCKS
-    block = gl.program_id(2)
-    source = tables.to(gl.int64) + own.to(gl.int64) * table_bytes(CODES)
-    _fetch_rows(base, source + block * MATRIX, thread, MATRIX, W)
-    _fetch_rows(base + MATRIX, source + (256 * CODES + block * (128 * BLOCKS)), thread, 128 * BLOCKS, W)
+    _fetch_rows(base, tables.to(gl.int64) + own.to(gl.int64) * table_bytes(CODES), thread, table_bytes(CODES), W)
     copy_commit(lane)
     size = gl.load(sizes + own) * 512.0  # bits and matrices count 2^-9 times
     copy_wait_all(lane)
@@ -117,9 +109,8 @@ def unpack_bits_kernel(
         at = bits.to(gl.int64) + (head.to(gl.int64) * room + first) * (4 * CODES)
         prefetch(at + after.to(gl.int64) * (4 * CODES) + lane % (CODES // 32) * 128)
         put_unit(
-            base + lane * 16, base + MATRIX, lane, at + unit.to(gl.int64) * (4 * CODES), size,
-            out.to(gl.int64) + (head.to(gl.int64) * wide + unit * 32) * 256 + block * (64 * BLOCKS), CODES, BLOCKS,
-            BF16,
+            base + lane * 16, base + 256 * CODES, lane, at + unit.to(gl.int64) * (4 * CODES), size,
+            out.to(gl.int64) + (head.to(gl.int64) * wide + unit * 32) * 256, CODES, BF16,
         )  # fmt: skip
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

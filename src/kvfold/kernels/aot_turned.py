@@ -5,10 +5,9 @@ from typing import Any
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import Format, Outliers
-from kvfold.kernels import turned, unpack_bits, unpack_hadamard, unpack_levels, unpack_mixed, unpack_tables
+from kvfold.kernels import turned, unpack_bits, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels._turned_gluon import turned_kernel
 from kvfold.kernels._unpack_bits_gluon import unpack_bits_kernel
-from kvfold.kernels._unpack_hadamard_gluon import unpack_hadamard_kernel
 from kvfold.kernels._unpack_levels_gluon import unpack_levels_kernel
 from kvfold.kernels._unpack_mixed_gluon import unpack_mixed_kernel
 from kvfold.kernels._unpack_tables_gluon import unpack_tables_kernel
@@ -55,15 +54,7 @@ def compile_unpack_mixed(form: Format, bf16: bool = False, capability: int = 90)
 
 def compile_unpack_bits(codes: int, bf16: bool = False, capability: int = 90) -> Report:
     """Compile the kernel that :func:`kvfold.kernels.unpack_bits.unpack_bits` runs."""
-    fixed: dict[str, Any] = unpack_bits.constants(codes, bf16)
+    fixed: dict[str, Any] = {"CODES": codes, "BF16": bf16}
     types = {"bits": "*i16", "tables": "*u8", "sizes": "*fp32", "out": _width(bf16)}
     source = GluonASTSource(unpack_bits_kernel, *_signature(unpack_bits_kernel, fixed, types), {})
-    return _compile(source, capability, **unpack_bits.options(codes))
-
-
-def compile_unpack_hadamard(form: Format, bf16: bool = False, capability: int = 90) -> Report:
-    """Compile the kernel that decodes a format that :func:`kvfold.kernels.unpack_hadamard.serves` accepts on a GPU."""
-    fixed: dict[str, Any] = unpack_hadamard.constants(form, bf16)
-    types = {"codes": "*i16", "scale": "*fp16", "mean": "*fp16", "norm": "*u8", "signs": "*fp32", "out": _width(bf16)}
-    source = GluonASTSource(unpack_hadamard_kernel, *_signature(unpack_hadamard_kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=unpack_hadamard.WARPS, maxnreg=unpack_hadamard.REGISTERS)
+    return _compile(source, capability, num_warps=unpack_bits.WARPS, maxnreg=unpack_bits.REGISTERS)

@@ -23,9 +23,9 @@ from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
 PAIRS = {"T": 64, "num_warps": 4}
 """Tokens of a program of :func:`pairs_kernel`, and its warps."""
-UNITS = {"T": 32, "num_warps": 8, "maxnreg": 128}
+UNITS = {"T": 64, "num_warps": 4, "maxnreg": 255}
 """The same of :func:`units_kernel`."""
-QUADS = {"M": 1, "FIRST": 3, "LATER": 1, "WIDE": False, "num_warps": 16, "maxnreg": 128}
+QUADS = {"M": 1, "FIRST": 3, "LATER": 1, "WIDE": True, "num_warps": 16, "maxnreg": 128}
 """Sixteens of tokens of a warp of :func:`pairs_search_kernel`, codes that a lane begins with in the first turn and in later
 ones, whether four warps multiply together (:func:`is_wide`), and its warps. What the first turn misses is hardly made good by
 later ones."""

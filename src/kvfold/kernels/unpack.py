@@ -12,7 +12,7 @@ from kvfold.formats import Fields, Format, Lookup, MixedTokens, Outliers, Paged,
 from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
-from kvfold.kernels import unpack_bits, unpack_hadamard, unpack_levels, unpack_mixed, unpack_tables
+from kvfold.kernels import unpack_bits, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.readers import Reader, reader_of
 from kvfold.kernels.readers import why_not as no_reader
@@ -225,10 +225,6 @@ def unpack(
     if whole is None:
         whole = torch.empty(batch, heads, tokens, form.head_dim, dtype=dtype, device=device)
     out = whole[:, :, :tokens]
-    if rope is None and turn is None and tokens % UNIT == 0 and unpack_hadamard.USED:
-        if unpack_hadamard.serves(form, device):
-            unpack_hadamard.unpack_hadamard(form, fields, first, out)
-            return whole
     if rope is None and turn is None and tokens % UNIT == 0 and serves(form, device):
         unpack_turned(form, fields, first, out)
         return whole

@@ -13,10 +13,6 @@ from kvfold.kernels.stored import room_between
 
 WARPS, RESIDENT, REGISTERS = 4, 2, 255
 """Of a program; programs of a multiprocessor at a time; registers that these have."""
-SPLIT = False
-"""Whether programs decode 32 channels each of vectors of 256 bits: a quarter of the matrix, and fewer registers, fit beside a
-program that unpacks keys by tables of 2 bits; not timed yet."""
-SPLIT_REGISTERS = 128
 CODES = (128, 256)
 """Bits of a vector."""
 
@@ -64,20 +60,6 @@ def operands(matrix: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     return torch.cat((raw, offset.float().contiguous().view(torch.uint8)), 1).contiguous()
 
 
-def constants(codes: int, bf16: bool) -> dict[str, Any]:
-    """What the kernel is specialized on."""
-    return {"CODES": codes, "BLOCKS": 1 if _split(codes) else 4, "BF16": bf16}
-
-
-def options(codes: int) -> dict[str, int]:
-    """Launch options."""
-    return {"num_warps": WARPS, "maxnreg": SPLIT_REGISTERS if _split(codes) else REGISTERS}
-
-
-def _split(codes: int) -> bool:
-    return SPLIT and codes == 256
-
-
 def _kernel() -> Any:
     from kvfold.kernels._unpack_bits_gluon import unpack_bits_kernel
 
@@ -99,11 +81,8 @@ def unpack_bits(
     assert isinstance(form, BinaryCodes)
     batch, heads, tokens, _ = out.shape
     units = tokens // UNIT
-    fixed = constants(form.codes, out.dtype == torch.bfloat16)
-    parts = 4 // fixed["BLOCKS"]
-    resident = 1 if parts > 1 else RESIDENT
-    programs = min(units, max(1, multiprocessors(out.device) * resident // (batch * heads * parts)))
-    _kernel()[(programs, batch * heads, parts)](
+    programs = min(units, max(1, multiprocessors(out.device) * RESIDENT // (batch * heads)))
+    _kernel()[(programs, batch * heads)](
         fields["bits"],
         tables,
         sizes,
@@ -113,6 +92,8 @@ def unpack_bits(
         units,
         room_between(form, fields) // UNIT,
         out.stride(1) // out.stride(2),
-        **fixed,
-        **options(form.codes),
+        CODES=form.codes,
+        BF16=out.dtype == torch.bfloat16,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
     )

@@ -17,13 +17,11 @@ from kvfold.kernels.stored import room_between, rotation_of
 from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
 
-WARPS, ALONE = 8, 8
-"""Of a program that shares a multiprocessor, and of one that does not."""
+WARPS = 8
+"""Of a program."""
 PAIRS = 64
 REGISTERS = 65536
 """Of a multiprocessor."""
-GROUPS_USED = False
-"""Whether calls take it for codes of groups (TaSQ): emulated, not seen on a GPU yet."""
 Tabled = AdditiveCodes | ResidualCodes | GroupCodes
 
 
@@ -44,18 +42,18 @@ def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
         good = (form.vector, form.codes, form.strided) == (32, 256, rope is not None) and form.stages in (4, 8)
         good = good and form.block % UNIT == 0 and form.book is not None and form.book.steps is not None
     elif isinstance(form, GroupCodes):
-        good = GROUPS_USED and (form.vector, form.codes, form.strided) == (8, 256, rope is not None)
+        good = (form.vector, form.codes, form.strided) == (8, 256, rope is not None)
         good = good and form.block % UNIT == 0 and form.book is not None
     else:
         return False
-    return good and bytes_of(form, max(WARPS, ALONE)) <= program_memory(device)
+    return good and bytes_of(form) <= program_memory(device)
 
 
-def bytes_of(form: Tabled, warps: int | None = None) -> int:
-    """Bytes of shared memory of a program; ``warps`` None: of one that shares a multiprocessor."""
+def bytes_of(form: Tabled) -> int:
+    """Bytes of shared memory of a program."""
     from kvfold.kernels._unpack_tables_gluon import shared_bytes
 
-    return int(shared_bytes(_stages(form), isinstance(form, AdditiveCodes), _keys(form), warps or WARPS, _groups(form)))
+    return int(shared_bytes(_stages(form), isinstance(form, AdditiveCodes), _keys(form), WARPS, _groups(form)))
 
 
 def _stages(form: Tabled) -> int:
@@ -90,9 +88,8 @@ def resident(form: Tabled, device: torch.device) -> int:
 
 def options(form: Tabled, programs: int) -> dict[str, int]:
     """Launch options where a multiprocessor has so many programs."""
-    warps = WARPS if programs > 1 else ALONE
-    most = REGISTERS // (32 * warps * programs) // 8 * 8
-    return {"num_warps": warps} | ({"maxnreg": most} if most < 256 else {})
+    most = REGISTERS // (32 * WARPS * programs) // 8 * 8
+    return {"num_warps": WARPS} | ({"maxnreg": most} if most < 256 else {})
 
 
 _values: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
