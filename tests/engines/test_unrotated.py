@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import kvfold
 from families import configuration, model_of
 from kvfold.calibration.collect import layer_specs
+from kvfold.engines.transformers import saving
 from kvfold.engines.transformers.planning import plan_layers
-from kvfold.errors import UnsupportedModelError
+from kvfold.errors import CacheFileError, UnsupportedModelError
 from kvfold.methods import get
 
 
@@ -43,3 +44,25 @@ def test_layers_of_two_frequencies_are_refused_and_those_of_none_are_not_rotated
     with pytest.raises(UnsupportedModelError, match="rotates its layers with different frequencies"):
         kvfold.fold(model, "squat_pre")
     assert kvfold.fold(model, "squat").folded
+
+
+@pytest.mark.parametrize(
+    "family, method, refused",
+    [("exaone4", "squat_pre", True), ("exaone4", "squat", False), ("llama", "squat_pre", False)],
+)
+def test_caches_that_were_saved_before_are_refused_where_their_keys_have_another_meaning(family, method, refused):
+    """Files of before did not say which layers rotate their keys."""
+    model = model_of(family)
+    cache = kvfold.fold(model, f"{method}:sink=0,recent=0")
+    with torch.no_grad():
+        model(torch.arange(64)[None] % model.config.vocab_size, past_key_values=cache)
+    layers, tensors = saving.contents(cache)
+    where = [layer.device if hasattr(layer, "device") else torch.device("cpu") for layer in cache.layers]
+    saving.fill(kvfold.fold(model, cache.method), layers, tensors, where)
+    for told in layers:
+        told.pop("rotary", None)
+    if refused:
+        with pytest.raises(CacheFileError, match=r"are stored by another rotation than squat_pre.*prefill again"):
+            saving.fill(kvfold.fold(model, cache.method), layers, tensors, where)
+    else:
+        saving.fill(kvfold.fold(model, cache.method), layers, tensors, where)

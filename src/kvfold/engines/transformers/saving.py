@@ -211,6 +211,7 @@ def _folded(layer: FoldedLayer, at: str, tensors: Tensors) -> dict[str, Any]:
         **told,
         "dtype": str(layer.dtype).removeprefix("torch."),
         "fragments": layer.spec.fragments,
+        "rotary": _rotary(layer),
         "formats": [_layout(form) for form in layer.layout.formats],
         "ring": layer.ring.slots,
         "slabs": [[slab.first, slab.blocks] for slab in layer.slabs],
@@ -221,6 +222,12 @@ def _folded(layer: FoldedLayer, at: str, tensors: Tensors) -> dict[str, Any]:
         "kept": following.kept,
         "slots": slots,
     }
+
+
+def _rotary(layer: FoldedLayer) -> int:
+    """Channels of keys that are rotated as they are read; 0: they are stored as attention meets them."""
+    rope = layer.spec.rope
+    return 0 if rope is None else 2 * rope.inv_freq.numel()
 
 
 def _refold(
@@ -234,6 +241,11 @@ def _refold(
     layer.following.spec = layer.spec
     if told["formats"] != [_layout(form) for form in layer.layout.formats]:
         raise CacheFileError(f"cache: {at.rstrip('.')} has other storage formats than {layer.method} has here")
+    # files of before say nothing: they had keys of layers without positions un-rotated, though nothing had rotated them
+    if told.get("rotary", -1 if layer.method.pre_rope and not _rotary(layer) else _rotary(layer)) != _rotary(layer):
+        raise CacheFileError(
+            f"cache: keys of {at.rstrip('.')} are stored by another rotation than {layer.method} has here; prefill again"
+        )
     batch = len(told["lens"])
     layer.start(batch, getattr(torch, told["dtype"]), device)
     _count(layer, told)
