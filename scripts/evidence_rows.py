@@ -4,10 +4,10 @@
     python scripts/evidence_rows.py --models MODELS --data DATA --out rows --seconds 1500 --snapshot rows.tar.xz
 
 MODELS has a folder for each model, as ``save_pretrained`` writes it, or its GGUF file, which is converted first; artefacts are
-learned into it. DATA has ``wikitext-2-raw/``, ``gutenberg/`` and ``gsm8k/`` as their authors publish them. Every task is a
-``kvfold`` command in a process of its own, with a folder of rows and a log. The same command goes on where a limit or a kill
-ended it. Rows of equal settings are put together in the snapshot, which is renewed every minute: what was measured is there
-whatever ends the machine.
+learned into it. With ``--wait`` a model's tasks begin when its file is there, under its whole name. DATA has
+``wikitext-2-raw/``, ``gutenberg/`` and ``gsm8k/`` as their authors publish them. Every task is a ``kvfold`` command in a
+process of its own, with a folder of rows and a log. The same command goes on where a limit or a kill ended it. Rows of equal
+settings are put together in the snapshot, which is renewed every minute: what was measured is there whatever ends the machine.
 """
 
 import argparse
@@ -252,6 +252,9 @@ class Run:
         return not place or (self.models / place).is_file()
 
     def _ready(self, task: Task) -> bool:
+        source = next((file for m, file in MODELS.items() if task.name == f"convert-{_short(m)}"), None)
+        if source is not None and not (self.models / source).is_file():
+            return False  # still on its way
         return all(self.ended.get(name) == 0 for name in task.after) and all(name in self.ended for name in task.behind)
 
     def _lost(self, task: Task) -> bool:
@@ -366,6 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, default=72, metavar="GIB", help="of each GPU")
     parser.add_argument("--seconds", type=float, metavar="N", help="end after N seconds; the same command goes on")
     parser.add_argument("--snapshot", type=Path, metavar="FILE", help="archive of all rows, renewed every minute")
+    parser.add_argument("--wait", action="store_true", help="models' files may still be on their way")
     parser.add_argument("--list", action="store_true", help="print the commands; run nothing")
     parser.add_argument("--convert", type=Path, nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
@@ -382,6 +386,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise KVFoldError(
             f"{'models' if data.is_dir() else 'data'}: no folder there; see --help for what it has to have"
         )
+    missing = [
+        file
+        for m, file in MODELS.items()
+        if any(t.name == f"convert-{_short(m)}" for t in wanted)
+        and not (models / m / "config.json").is_file()
+        and not (models / file).is_file()
+    ]
+    if missing and not asked.wait:
+        raise KVFoldError(f"models: {models} has no {', '.join(missing)}; put them there, or let tasks --wait for them")
     return _run(wanted, models, data, out, asked)
 
 
@@ -425,4 +438,7 @@ def _run(wanted: Sequence[Task], models: Path, data: Path, out: Path, asked: arg
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KVFoldError as error:
+        sys.exit(f"evidence_rows: error: {error}")

@@ -27,6 +27,12 @@ def test_a_local_folder_loads_in_float32_on_a_cpu(folder):
     assert tokenizer.decode(tokenizer("Folded caches, öäü").input_ids) == "Folded caches, öäü"
 
 
+def test_a_folder_with_the_embedded_models_name_is_that_folder(folder, tmp_path, monkeypatch):
+    (tmp_path / models.DEFAULT_MODEL).symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    assert models.load(models.DEFAULT_MODEL, device="cpu")[2].max_context == CONTEXT
+
+
 def test_dtype_is_taken_by_name(folder):
     model, _, info = models.load(str(folder), dtype="bfloat16", device="cpu")
     assert info.dtype == "bfloat16" and model.dtype == torch.bfloat16

@@ -191,7 +191,7 @@ def embedded() -> Path:
 
 def _source(model: str | None) -> tuple[Path | str, bool]:
     """Where Transformers finds a model, and whether all of it is on this machine."""
-    if model is None or model == DEFAULT_MODEL:
+    if model is None:
         return embedded(), True
     if not model.strip():
         raise ModelError("model: the name is empty; give a hub id, a local folder or a .gguf file")
@@ -206,6 +206,8 @@ def _source(model: str | None) -> tuple[Path | str, bool]:
         if not (path / "config.json").is_file():
             raise ModelError(f"model: the folder {model} has no config.json; give a folder that save_pretrained wrote")
         return path, True
+    if model == DEFAULT_MODEL:  # after folders: one of that name is somebody's own
+        return embedded(), True
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelError(f"model: there is no folder or file {model}")
     return model, _in_hub_cache(model)

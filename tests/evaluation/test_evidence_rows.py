@@ -104,6 +104,19 @@ def test_a_task_waits_for_what_it_needs(run):
     assert "last" in started  # second ended, though not well
 
 
+def test_a_model_is_converted_when_its_file_is_there(run, tmp_path):
+    ours, started = run([task("convert-1.5b", 0), task("after", after=("convert-1.5b",))])
+    assert ours.step() and not started
+    (tmp_path / rows.MODELS[rows.LARGEST]).touch()
+    assert ours.step() and list(started) == ["convert-1.5b"]
+
+
+def test_missing_models_are_named_at_once(tmp_path):
+    with pytest.raises(KVFoldError, match=r"models: .* has no qwen2.5-coder-1.5b.*SmolLM2.*--wait"):
+        rows.main(["--models", str(tmp_path), "--data", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_needs_a_failed_task_is_not_run(run):
     ours, started = run([task("first"), task("last", after=("first",))])
     ours.step()
