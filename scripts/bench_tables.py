@@ -454,7 +454,6 @@ def h100() -> Table:
 BENCH = {
     "docs/performance.md": {
         "attention": attention,
-        "h100": h100,
         "long calls": long_calls,
         "plain order": plain_order,
         "fragments": fragments,
@@ -475,3 +474,6 @@ BENCH = {
     },
     "docs/profile.md": {"profile": profile},
 }
+"""Of the rows of ``kvfold bench``, by page and name."""
+OTHERS = {"docs/performance.md": {"h100": h100}}
+"""Of other rows."""

@@ -18,7 +18,7 @@ from typing import Any
 import claims
 import evidence
 import evidence_tasks
-from bench_tables import BENCH, subspaces
+from bench_tables import BENCH, OTHERS, subspaces
 
 from kvfold.evaluation.domains import DomainRow, read_rows
 from kvfold.methods import DEFAULT_METHOD, METHODS, get
@@ -425,7 +425,9 @@ TABLES["docs/evidence.md"] = {
 }
 TABLES["docs/methods/squat.md"]["subspaces"] = bench(subspaces)
 PICTURES = {"docs/plots/pareto.svg": evidence.pareto}
-TABLES |= {file: {name: bench(table) for name, table in tables.items()} for file, tables in BENCH.items()}
+for pages in (BENCH, OTHERS):
+    for file, tables in pages.items():
+        TABLES.setdefault(file, {}).update({name: bench(table) for name, table in tables.items()})
 TABLES["docs/serving.md"]["serving"] = claims.serving
 
 

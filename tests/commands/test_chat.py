@@ -22,6 +22,7 @@ import torch
 import kvfold
 from kvfold import methods
 from kvfold.cli import main
+from kvfold.commands import chat as command
 from kvfold.commands.conversation import Conversation
 from kvfold.errors import KVFoldError, MethodError
 from kvfold.models import load
@@ -334,6 +335,24 @@ def test_an_error_in_the_middle_leaves_a_conversation_that_goes_on_right(begin):
     messages = [*before, user("And?")]
     turn = talk.ask("And?", io.StringIO())
     assert turn.text == replayed(talk, (messages, 24)) and turn.dropped > 200 and turn.why_dropped == "after an error"
+
+
+def test_ctrl_c_as_an_answer_has_just_ended_stops_nothing(begin, monkeypatch, capsys):
+    talk = begin()
+    session, sizes = command._Session(talk, io.StringIO()), talk.sizes
+
+    def pressed():
+        signal.raise_signal(signal.SIGINT)
+        return sizes()
+
+    monkeypatch.setattr(talk, "sizes", pressed)
+    session.at_terminal = True
+    assert session.take("Hello")
+    assert [turn["user"] for turn in session.turns] == ["Hello"] and "tokens read" in capsys.readouterr().err
+    monkeypatch.setattr(talk, "sizes", sizes)
+    before = list(talk.messages)
+    turn = talk.ask("And?", io.StringIO())
+    assert turn.text == replayed(talk, ([*before, user("And?")], 24)) and not turn.dropped
 
 
 def test_a_conversation_in_another_thread(begin):

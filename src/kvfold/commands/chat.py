@@ -141,6 +141,14 @@ class _Session:
         """Do what a line says; returns whether to go on."""
         if line.startswith("/") and not line.startswith("//"):
             return self.command(*line[1:].strip().partition(" ")[::2])
+        if self.at_terminal:  # Ctrl-C stops an answer; pressed as it has just ended, it stops nothing
+            _undisturbed(lambda: self.turn(line))
+        else:
+            self.turn(line)
+        return True
+
+    def turn(self, line: str) -> None:
+        """Answer a line, and say what that took."""
         from kvfold.engines.transformers.sizes import ahead as foretell
 
         turn = self.talk.ask(line[1:] if line.startswith("//") else line, self.out, gently=self.at_terminal)
@@ -150,7 +158,6 @@ class _Session:
         cache, dtype, limit = self.talk.cache, self.talk.model.dtype, self.talk.info.max_context
         if len(self.turns) == 1 and (ahead := foretell(cache, dtype, limit)):
             self.tell(ahead)
-        return True
 
     def command(self, name: str, value: str) -> bool:
         value = value.strip()

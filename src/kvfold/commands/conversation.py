@@ -164,15 +164,15 @@ class Conversation:
         try:
             with _stopping(stop) if gently else nullcontext():
                 output = self._generate(ids, room, stream, stop)
+                new = output[len(ids) :]
+                ended = self._ended(new, room, stop)
+                said = self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                assert isinstance(said, str)
+                self._hold(output[: int(self.cache.get_seq_length())], "", 0)
         except BaseException as error:
             self._forget("the last answer was broken off" if isinstance(error, KeyboardInterrupt) else "after an error")
             self._remember(messages, stream.text, keep=bool(stream.text))
             raise
-        new = output[len(ids) :]
-        ended = self._ended(new, room, stop)
-        said = self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(said, str)
-        self._hold(output[: int(self.cache.get_seq_length())], "", 0)
         self.asked = len(ids)
         self._remember(messages, said, keep=bool(said) or ended != "interrupted")
         return Turn(said, len(new), stream.tokens_per_s(), len(ids), read, dropped, why, ended)
