@@ -2,6 +2,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from families import configuration
 from kvfold.engines.vllm.rotation import rope_of_config
 from kvfold.errors import KVFoldError
 from kvfold.rope import rope_of
@@ -23,6 +24,18 @@ def test_layers_without_rotation_are_refused_by_name():
     config = AutoConfig.for_model("smollm3", num_hidden_layers=4, hidden_size=64, num_attention_heads=2)
     with pytest.raises(KVFoldError, match="no_rope_layers"):
         rope_of_config(config)
+
+
+@pytest.mark.parametrize("family", ["afmoe", "exaone4", "kolibri1"])
+def test_layers_without_positions_are_refused_by_their_numbers(family):
+    """A server has one rotation for all layers."""
+    with pytest.raises(KVFoldError, match=r"^layers [\d, ]+ have no positions: methods that store keys before RoPE"):
+        rope_of_config(configuration(family))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "phi3"])
+def test_models_that_rotate_all_layers_are_not_refused(family):
+    assert rope_of_config(configuration(family)).inv_freq.numel()
 
 
 def test_frequencies_that_change_with_length_are_refused_by_name():

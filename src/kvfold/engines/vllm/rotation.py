@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from kvfold.engines.transformers.attentions import of_decoder, rotates
 from kvfold.errors import KVFoldError
 from kvfold.rope import Rope, find_rotary_module, rope_of
 
@@ -25,7 +26,14 @@ def rope_of_config(config: Any) -> Rope:
     if getattr(text, "no_rope_layers", None):
         raise KVFoldError("no_rope_layers: methods that store keys before RoPE serve models that rotate all layers")
     with torch.device("meta"):
-        module = find_rotary_module(AutoModelForCausalLM.from_config(config))
+        model = AutoModelForCausalLM.from_config(config)
+    module = find_rotary_module(model)
+    still = [at for at, attention in sorted(of_decoder(model).items()) if at >= 0 and not rotates(attention, text, at)]
+    if still:
+        raise KVFoldError(
+            f"layers {', '.join(map(str, still))} have no positions: methods that store keys before RoPE serve models that "
+            "rotate all layers"
+        )
     holder = nn.Module()
     with torch.device("cpu"):
         holder.rotary = type(module)(config=text)
