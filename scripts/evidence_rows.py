@@ -5,7 +5,8 @@
 
 MODELS has a folder for each model, as ``save_pretrained`` writes it, or its GGUF file, which is converted first; artefacts are
 learned into it. With ``--wait`` a model's tasks begin when its file is there, under its whole name. DATA has
-``wikitext-2-raw/``, ``gutenberg/`` and ``gsm8k/`` as their authors publish them. Every task is a ``kvfold`` command in a
+``wikitext-2-raw/``, ``gutenberg/`` and ``gsm8k/`` as their authors publish them. Texts that lie in the rows' folder ``texts/``
+are taken as they are: two of them are sources of the Python that writes them. Every task is a ``kvfold`` command in a
 process of its own, with a folder of rows and a log. The same command goes on where a limit or a kill ended it. Rows of equal
 settings are put together in the snapshot, which is renewed every minute: what was measured is there whatever ends the machine.
 """
@@ -85,7 +86,7 @@ MAIN = ("fold", "fold:bits=2", "kivi", "squat", "innerq", "qjl", "turboquant:bit
 """What answers tasks; after them, what learned best."""
 BEST = ("tasq", "nova")
 FAMILIES = ("multikey", "multivalue", "tracking", "aggregation", "qa")
-BATCHES = {4096: (10, 10), 16384: (8, 24), 30000: (4, 24)}
+BATCHES = {4096: (10, 10), 16384: (8, 23), 30000: (4, 23)}
 """By length: prompts of a family of RULER that are answered together, and the GiB that they take."""
 TEXTS = ("encyclopedia", "prose", "code", "dialogue", "tools")
 
@@ -189,15 +190,19 @@ def _questions(texts: Path, data: Path, tag: str) -> Iterator[Task]:
     def asked(name: str, suite: str, methods: Sequence[str], gib: int, *given: str) -> Task:
         return Task(name, ("eval", "--model", LARGEST, "--suite", suite, *given), tuple(methods), ready, behind, gib)
 
-    for length, (batch, gib) in BATCHES.items():
+    for length, (batch, gib) in reversed(BATCHES.items()):
         at = ("--lengths", str(length))
-        few = ("fold", "fold:bits=2", "kivi", "squat", *learned(LARGEST, tag, BEST))
-        yield asked(f"needle-{length}", "needle", few, 8, *at, "--limit", "8", "--chunk", "64", "--text", hidden)
-        pairs = (*methods, "fold:bits=1")
-        yield asked(f"retrieval-{length}", "retrieval", pairs, 8, *at, "--limit", "40", "--chunk", "64")
         for family in FAMILIES:
             given = ("--tasks", family, "--batch", str(batch), "--limit", "40", "--chunk", "256", "--text", hidden)
             yield asked(f"ruler-{length}-{family}", "ruler", methods, gib, *at, *given)
+    for length in reversed(BATCHES):
+        at = ("--lengths", str(length))
+        pairs = (*methods, "fold:bits=1")
+        yield asked(f"retrieval-{length}", "retrieval", pairs, 8, *at, "--limit", "40", "--chunk", "64")
+        few = ("fold", "fold:bits=2", "kivi", "squat", *learned(LARGEST, tag, BEST))
+        for part in (1, 2):
+            given = ("--limit", "20", "--chunk", "64", "--text", hidden, "--part", f"{part}/2")
+            yield asked(f"needle-{length}-{part}", "needle", few, 8, *at, *given)
     records = ("--data", str(data / "gsm8k/test.jsonl"), "--examples", str(data / "gsm8k/train.jsonl"))
     for part in (1, 2):
         given = ("--limit", "200", "--batch", "50", "--chunk", "256", "--part", f"{part}/2")
@@ -340,15 +345,16 @@ def starter(models: Path, out: Path) -> Start:
     (out / "logs").mkdir(parents=True, exist_ok=True)
 
     def start(task: Task, command: Sequence[str], gpu: int) -> "subprocess.Popen[bytes]":
-        if task.name.startswith("convert-"):
-            (model,) = (m for m in MODELS if f"convert-{_short(m)}" == task.name)
-            words = [sys.executable, __file__, "--convert", str(models / MODELS[model]), str(models / model)]
-        else:
-            words = [sys.executable, "-m", "kvfold", *command]
         seen = {
             "CUDA_VISIBLE_DEVICES": str(gpu) if task.gib else "",
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         }
+        if task.name.startswith("convert-"):
+            (model,) = (m for m in MODELS if f"convert-{_short(m)}" == task.name)
+            seen["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // 3))
+            words = [sys.executable, __file__, "--convert", str(models / MODELS[model]), str(models / model)]
+        else:
+            words = [sys.executable, "-m", "kvfold", *command]
         with (out / "logs" / f"{task.name}.log").open("ab") as log:
             return subprocess.Popen(words, stdout=log, stderr=log, cwd=models, env={**os.environ, **seen})
 
@@ -415,8 +421,9 @@ def chosen(found: Sequence[Task], names: Sequence[str]) -> list[Task]:
 
 def _run(wanted: Sequence[Task], models: Path, data: Path, out: Path, asked: argparse.Namespace) -> int:
     (out / "rows").mkdir(parents=True, exist_ok=True)
-    script = Path(__file__).with_name("evidence_texts.py")
-    subprocess.run([sys.executable, str(script), str(data), str(out / "texts")], check=True)
+    if not all((out / "texts" / f"{name}.txt").is_file() for name in TEXTS):
+        script = Path(__file__).with_name("evidence_texts.py")
+        subprocess.run([sys.executable, str(script), str(data), str(out / "texts")], check=True)
     run = Run(wanted, models, out, starter(models, out), asked.gpus or torch.cuda.device_count() or 1, asked.memory)
     begun = renewed = time.monotonic()
     left = True
