@@ -24,19 +24,24 @@ class Emulated:
         return launch
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["warps", "warpgroups"])
 @pytest.mark.parametrize(("codes", "dtype"), [(128, torch.float16), (128, torch.bfloat16), (256, torch.float16)])
-def test_numbers_are_those_of_the_format(codes, dtype, monkeypatch):
-    monkeypatch.setattr(unpack_bits, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(unpack_bits, "WARPS", 2)
+def test_numbers_are_those_of_the_format(codes, dtype, wide, monkeypatch):
+    monkeypatch.setattr(unpack_bits, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(unpack_bits, "WIDE", wide)
+    if not wide:
+        monkeypatch.setattr(unpack_bits, "WARPS", 2)
     monkeypatch.setattr(unpack_bits, "_kernel", Emulated)
-    assert error(codes, dtype, "cpu") < (5e-4 if dtype == torch.float16 else 3e-3)
+    assert error(codes, dtype, "cpu", 7 * 32) < (5e-4 if dtype == torch.float16 else 3e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("wide", [False, True], ids=["warps", "warpgroups"])
 @pytest.mark.parametrize("codes", [128, 256])
-def test_numbers_on_a_gpu(codes, dtype):
+def test_numbers_on_a_gpu(codes, wide, dtype, monkeypatch):
+    monkeypatch.setattr(unpack_bits, "WIDE", wide)
     assert error(codes, dtype, "cuda", 32 * 53) < (5e-4 if dtype == torch.float16 else 3e-3)
 
 
@@ -52,18 +57,29 @@ def error(codes, dtype, device, tokens=TOKENS):
     fields["bits"][:, :, :blocks] = form.encode(bits)["bits"]
     want = (form.decode(fields) @ rows)[:, :, FIRST : FIRST + tokens]
     size = rows[:, :-1].abs().flatten(1).amax(1)
-    tables = unpack_bits.operands((rows[:, :-1] / size.view(-1, 1, 1)).half(), rows[:, -1])
+    matrix = (rows[:, :-1] / size.view(-1, 1, 1)).half()
+    tables = unpack_bits.operands(matrix.to(device), rows[:, -1].to(device))
     whole = torch.full((1, 2, tokens + 32, 128), float("nan"), dtype=dtype, device=device)
     stored = {name: x.to(device) for name, x in fields.items()}
-    unpack_bits.unpack_bits(form, stored, FIRST, whole[:, :, :tokens], tables.to(device), size.to(device))
+    unpack_bits.unpack_bits(form, stored, FIRST, whole[:, :, :tokens], tables, size.to(device))
     assert whole[:, :, tokens:].isnan().all()
     return (whole[:, :, :tokens].float().cpu() - want).norm() / want.norm()
 
 
 @pytest.mark.parametrize("codes", [128, 256])
-def test_compiles_with_few_spills(codes):
+def test_compiles_with_few_spills(codes, monkeypatch):
+    monkeypatch.setattr(unpack_bits, "WIDE", False)
     report = compile_unpack_bits(codes)
     assert report.spills_in_loop <= (0 if codes == 128 else 12) and report.instructions["HMMA"] == 2 * codes
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("codes", [128, 256])
+def test_products_of_warpgroups_compile(codes, bf16):
+    """Three programs on a multiprocessor, and no product waits for the one before it."""
+    report = compile_unpack_bits(codes, bf16)
+    assert report.spilled == 0 and report.instructions["HGMMA"] == codes // 8
+    assert report.instructions["WARPGROUP"] <= 8 and 3 * report.shared <= 224 << 10
 
 
 def test_which_formats_it_serves():
