@@ -8,7 +8,8 @@ warp never meet in a bank; odd tokens have their real parts' differences the oth
 Tensor cores add up, exactly: a stage's differences (128 more) and sums fill a byte, and four of them are a lane's register of
 the second operand of ``mma.m16n8k32``, whose 32 rows are 16 channels of two stages. The first operand is ones where a row is
 its channel. A lane's results are eight adjacent pairs of channels, 8g to 8g + 7, of tokens 2t and 2t + 1: 16 bytes each to
-store, of which eight lanes write a line of memory.
+store, of which eight lanes write a line of memory. They are rotated twice: by the token's place in its tile of eight, whose
+cosines and sines a lane holds, and by the tile's position.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -25,7 +26,7 @@ from kvfold.kernels._tables_gluon import (
     reserved,
 )
 from kvfold.kernels._turned_gluon import bounded_half2, store_words4
-from kvfold.kernels._unpack_tables_gluon import FAR, TURNS, fetch_codes, leave_turn
+from kvfold.kernels._unpack_tables_gluon import FAR, fetch_codes, leave_turn
 from kvfold.kernels._warp import (
     add_half2,
     as_float,
@@ -48,6 +49,8 @@ from kvfold.kernels._warp import (
 UNIT = gl.constexpr(32)
 NORMS = gl.constexpr(64)
 """Bytes of a unit's norms."""
+TURNS = gl.constexpr(2048)
+"""Bytes of cosines and sines of a tile's tokens."""
 PAST = gl.constexpr(384)
 """Bytes behind the last unit's codes that are read, and not used."""
 MAGIC = gl.constexpr(12582912.0)
@@ -186,9 +189,21 @@ def _put(to, x, norms, E: gl.constexpr, BF16: gl.constexpr):
 
 
 @gluon.jit
-def put_unit(codes, base, near, turn, lane, shifts, ones, out, STAGES: gl.constexpr, BF16: gl.constexpr):
-    """Decode 32 tokens, whose codes and norms lie in shared memory; ``near``: address of cosines and sines there; ``turn``:
-    words of those of the unit's position."""
+def _near(address, E: gl.constexpr):
+    """Cosines and sines of a lane's token 2t + E of a tile: four words of each."""
+    return load_shared(address, 1024 * E, 4) + load_shared(address, 1024 * E + 512, 4)
+
+
+@gluon.jit
+def put_unit(
+    codes, base, near, held, far, lane, position, turns, gains, shifts, ones, out, STAGES: gl.constexpr, BF16: gl.constexpr
+):
+    """Decode 32 tokens, whose codes and norms lie in shared memory.
+
+    ``near``: a lane's address of :func:`_near`, or ``held``, those themselves; ``far``: address of room for cosines and sines of
+    a tile's position, of which the first is ``position``; ``turns``, ``gains``: as of
+    :func:`kvfold.kernels._unpack_tables_gluon.leave_turn`.
+    """
     g = lane // 4
     t = lane % 4
     odd = g % 2 == 1
@@ -197,18 +212,24 @@ def put_unit(codes, base, near, turn, lane, shifts, ones, out, STAGES: gl.conste
     second = base + (64 - g % 2 * 64) + t * 16
     word = codes + g * 12 // 32 * 4 + t * 48
     norms = codes + (code_bytes(STAGES) + t * 4)
-    near = near + lane * 16
     to = out + (t * 512 + g * 16)
     for _q in range(4):
+        warp_sync(lane)
+        leave_turn(far, lane, position, turns, gains)
         acc = eight_tokens(word, start, odd, lane, first, second, ones, STAGES)
         norm = load_shared(norms, 0, 1)[0]
+        warp_sync(lane)
+        turn = load_shared(far + g * 16, 0, 4) + load_shared(far + g * 16, 128, 4)
         for e in gl.static_range(2):
             x = _numbers(acc, e, shifts)
-            x = _turned(x, load_shared(near, 1024 * e, 4) + load_shared(near, 1024 * e + 512, 4))
+            if len(held) > 0:
+                x = _turned(x, held[e])
+            else:
+                x = _turned(x, _near(near, e))
             _put(to + 256 * e, _turned(x, turn), norm, e, BF16)
         word += 12
         norms += 16
-        near += 2048
+        position += 8
         to += 2048
 
 
@@ -241,7 +262,7 @@ def unpack_steps_kernel(
 
     Grid: (programs, batch * heads). Every head has ``rows``, see :func:`kvfold.kernels.unpack_steps.rows_of`. The span's first
     token is number ``start`` after ``position_ptr``; ``turns_ptr``, float32 [2, 64]: turns per token of the pairs and what
-    float32 leaves of them; ``near_ptr``: cosines and sines of a unit's tokens, see
+    float32 leaves of them; ``near_ptr``: cosines and sines of a tile's tokens, see
     :func:`kvfold.kernels.unpack_steps.turns`; ``gain``: of RoPE. From one KV head's storage to the next are ``room`` units.
     """
     W: gl.constexpr = gl.num_warps()
@@ -288,15 +309,19 @@ def unpack_steps_kernel(
     ones = (gl.where(t == g // 4, one, 0), gl.where(t == g // 4 + 2, one, 0))
     copy_wait_all(lane)
     program_sync(lane)
+    near = near + lane * 16
+    held = ()
+    if W <= 8:  # there are registers for them
+        held = (_near(near, 0), _near(near, 1))
     for i in range(each):
         unit = gl.minimum(begin + i, hi - 1)
         warp_sync(lane)
         _fetch_unit(stage + (i + 1) % 2 * BUFFER, lane, code_at, norm_at, gl.minimum(begin + i + 1, hi - 1), CODES)
-        leave_turn(far, lane, position + unit * 32, turns, gains)
         copy_wait_1(lane)
-        turn = load_shared(far + g * 16, 0, 4) + load_shared(far + g * 16, 128, 4)
         there = to + unit.to(gl.int64) * 8192
-        put_unit(stage + i % 2 * BUFFER, base, near, turn, lane, shifts, ones, there, STAGES, BF16)
+        here = stage + i % 2 * BUFFER
+        place = position + unit * 32
+        put_unit(here, base, near, held, far, lane, place, turns, gains, shifts, ones, there, STAGES, BF16)
     copy_wait_all(lane)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

@@ -82,13 +82,12 @@ def rows_of(book: KeyCodebook) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def turns(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turns per token of pairs and what float32 leaves of them, float32 [2, 64]; cosines and sines of a unit's tokens as lanes
-    read them, fp16 [4, 2, 2, 8, 4, 8]: of token 8 q + 2 t + e the eight of pairs 8 g on, in the order q, e, cosine or sine, g,
-    t."""
+    """Turns per token of pairs and what float32 leaves of them, float32 [2, 64]; cosines and sines of eight tokens as lanes
+    read them, fp16 [2, 2, 8, 4, 8]: of token 2 t + e the eight of pairs 8 g on, in the order e, cosine or sine, g, t."""
     from kvfold.kernels.fragments import _turns
 
-    table = rotation_of(rope, PAIRS, UNIT, 1, 2 * PAIRS, device).table  # [2, tokens, 64]
-    near = table.view(2, 4, 4, 2, 8, 8).permute(1, 3, 0, 4, 2, 5)
+    table = rotation_of(rope, PAIRS, 8, 1, 2 * PAIRS, device).table  # [2, tokens, 64]
+    near = table.view(2, 4, 2, 8, 8).permute(2, 0, 3, 1, 4)
     return _turns(rope, device)[0], near.contiguous()
 
 
