@@ -5,7 +5,8 @@ a register of an operand, as subnormal fp16 numbers, which the matrix makes up f
 in, its columns as in :mod:`kvfold.kernels._turned_gluon`: a lane stores eight adjacent channels of a token.
 
 WIDE: four warps, each with a unit of its own, multiply together. They read the matrix once where each would read all of it,
-and take it from shared memory at twice the pace.
+and take it from shared memory at twice the pace. Programs may have half of the channels (two SLICES): then one fits beside a
+program that unpacks keys.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -91,9 +92,11 @@ def _operands(x, K: gl.constexpr):
 
 
 @gluon.jit
-def put_unit_wide(matrix, offsets, lane, bits, size, out, CODES: gl.constexpr, BF16: gl.constexpr):
-    """As :func:`put_unit`, by products of a warpgroup. ``matrix``: address of the operands; its tiles are those of 64 channels
-    and 128 bits."""
+def put_unit_wide(
+    matrix, offsets, lane, bits, size, out, CODES: gl.constexpr, BF16: gl.constexpr, HALVES: gl.constexpr
+):
+    """As :func:`put_unit`, by products of a warpgroup, both HALVES of the channels or one. ``matrix``: address of the operands;
+    its tiles are those of 64 channels and 128 bits."""
     g = lane // 4
     t = lane % 4
     to = out + g * 1024 + t * 16
@@ -106,7 +109,7 @@ def put_unit_wide(matrix, offsets, lane, bits, size, out, CODES: gl.constexpr, B
                 words = load_words4(bits, CODES * q + 64 * m)
                 for w in gl.static_range(4):
                     x = x + (words[w] >> g,)
-        for h in gl.static_range(2):
+        for h in gl.static_range(HALVES):
             sums = _zero4(lane) * 8
             for k in gl.static_range(TILES):
                 sums = mma_wide(sums, _operands(x, k), matrix + 16384 * (h * TILES + k))
@@ -129,35 +132,30 @@ def put_unit_wide(matrix, offsets, lane, bits, size, out, CODES: gl.constexpr, B
 
 @gluon.jit(do_not_specialize=["heads", "first", "units", "room", "wide"])
 def unpack_bits_kernel(
-    bits,
-    tables,
-    sizes,
-    out,
-    heads,
-    first,
-    units,
-    room,
-    wide,
-    CODES: gl.constexpr,
-    BF16: gl.constexpr,
-    WIDE: gl.constexpr,
-):
+    bits, tables, sizes, out, heads, first, units, room, wide,
+    CODES: gl.constexpr, BF16: gl.constexpr, WIDE: gl.constexpr, SLICES: gl.constexpr,
+):  # fmt: skip
     """Decode ``units`` units of 32 tokens of each KV head, from unit ``first`` of its storage on, to ``out`` [heads, wide,
     128].
 
-    Grid: (programs, batch * heads). ``tables``: of every KV head what :func:`kvfold.kernels.unpack_bits.operands` makes, and
-    ``sizes``, float32 [heads], what products are multiplied with. From one KV head's storage to the next are ``room`` units.
+    Grid: (programs, batch * heads * SLICES). ``tables``: of every KV head what :func:`kvfold.kernels.unpack_bits.operands`
+    makes, and ``sizes``, float32 [heads], what products are multiplied with. From one KV head's storage to the next are
+    ``room`` units.
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = (table_bytes(CODES) + 1023) // 1024 * 1024
+    MATRIX: gl.constexpr = 256 * CODES // SLICES
+    OFFSETS: gl.constexpr = 512 // SLICES
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
-    memory = reserved(thread, BYTES)
+    memory = reserved(thread, (MATRIX + OFFSETS + 1023) // 1024 * 1024)
     base = _dynamic_base(lane)
     program_sync(lane)
-    head = gl.program_id(1)
+    head = gl.program_id(1) // SLICES
+    part = gl.program_id(1) % SLICES
     own = head % heads
-    _fetch_rows(base, tables.to(gl.int64) + own.to(gl.int64) * table_bytes(CODES), thread, table_bytes(CODES), W)
+    source = tables.to(gl.int64) + own.to(gl.int64) * table_bytes(CODES)
+    _fetch_rows(base, source + part * MATRIX, thread, MATRIX, W)
+    _fetch_rows(base + MATRIX, source + (256 * CODES + part * OFFSETS), thread, OFFSETS, W)
     copy_commit(lane)
     size = gl.load(sizes + own) * 512.0  # bits and matrices count 2^-9 times
     copy_wait_all(lane)
@@ -175,8 +173,8 @@ def unpack_bits_kernel(
         here = at + unit.to(gl.int64) * (4 * CODES)
         to = out.to(gl.int64) + (head.to(gl.int64) * wide + unit * 32) * 256
         if WIDE:
-            put_unit_wide(base, base + 256 * CODES, lane, here, size, to, CODES, BF16)
+            put_unit_wide(base, base + MATRIX, lane, here, size, to + part * 128, CODES, BF16, 2 // SLICES)
         else:
-            put_unit(base + lane * 16, base + 256 * CODES, lane, here, size, to, CODES, BF16)
+            put_unit(base + lane * 16, base + MATRIX, lane, here, size, to, CODES, BF16)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

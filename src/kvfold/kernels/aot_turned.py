@@ -42,8 +42,7 @@ def compile_unpack_steps(form: AdditiveCodes, bf16: bool = False, capability: in
     types = {"codes": "*i16", "norms": "*fp16", "rows": "*u8", "turns_ptr": "*fp32", "near_ptr": "*fp16"}
     types |= {"position_ptr": "*i64", "out": _width(bf16), "gain": "fp32"}
     source = GluonASTSource(unpack_steps_kernel, *_signature(unpack_steps_kernel, fixed, types), {})
-    together = 2 if unpack_steps.WARPS <= 8 and unpack_steps.bytes_of(form) < 116 << 10 else 1
-    return _compile(source, capability, **unpack_steps.options(together))
+    return _compile(source, capability, **unpack_steps.options())
 
 
 def compile_unpack_levels(form: Outliers, rotated: bool, bf16: bool = False, capability: int = 90) -> Report:
@@ -67,7 +66,7 @@ def compile_unpack_mixed(form: Format, bf16: bool = False, capability: int = 90)
 def compile_unpack_bits(codes: int, bf16: bool = False, capability: int = 90) -> Report:
     """Compile the kernel that :func:`kvfold.kernels.unpack_bits.unpack_bits` runs."""
     wide = unpack_bits.WIDE and capability == 90
-    fixed: dict[str, Any] = {"CODES": codes, "BF16": bf16, "WIDE": wide}
+    fixed: dict[str, Any] = unpack_bits.constants(codes, bf16, wide)
     types = {"bits": "*i16", "tables": "*u8", "sizes": "*fp32", "out": _width(bf16)}
     source = GluonASTSource(unpack_bits_kernel, *_signature(unpack_bits_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=unpack_bits.WARPS, maxnreg=unpack_bits.REGISTERS[wide])

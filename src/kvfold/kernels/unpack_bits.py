@@ -15,8 +15,10 @@ WARPS = 4
 """Of a program."""
 WIDE = True
 """Whether the four multiply together where GPUs can."""
-RESIDENT, REGISTERS = {False: 2, True: 3}, {False: 255, True: 168}
-"""Programs of a multiprocessor at a time, and registers that these have; by :func:`is_wide`."""
+BESIDE = True
+"""Whether such a program is small enough for one to run beside a program of :mod:`kvfold.kernels.unpack_steps`."""
+REGISTERS = {False: 255, True: 168}
+"""Of a thread, by :func:`is_wide`."""
 CODES = (128, 256)
 """Bits of a vector."""
 
@@ -33,6 +35,16 @@ def serves(form: Format, device: torch.device) -> bool:
 def is_wide(device: torch.device) -> bool:
     """Whether four warps multiply together on this device: GPUs of sm_90 do, those before and after have no such products."""
     return WIDE and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9)
+
+
+def resident(wide: bool) -> int:
+    """Programs of a multiprocessor at a time."""
+    return 2 if not wide else 1 if BESIDE else 3
+
+
+def constants(codes: int, bf16: bool, wide: bool) -> dict[str, Any]:
+    """What the kernel is specialized on."""
+    return {"CODES": codes, "BF16": bf16, "WIDE": wide, "SLICES": 2 if wide and BESIDE and codes == 256 else 1}
 
 
 def operands(matrix: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -110,8 +122,10 @@ def unpack_bits(
     assert isinstance(form, BinaryCodes)
     batch, heads, tokens, _ = out.shape
     units, wide = tokens // UNIT, is_wide(out.device)
-    programs = min(-(-units // WARPS), max(1, multiprocessors(out.device) * RESIDENT[wide] // (batch * heads)))
-    _kernel()[(programs, batch * heads)](
+    fixed = constants(form.codes, out.dtype == torch.bfloat16, wide)
+    jobs = batch * heads * fixed["SLICES"]
+    programs = min(-(-units // WARPS), max(1, multiprocessors(out.device) * resident(wide) // jobs))
+    _kernel()[(programs, jobs)](
         fields["bits"],
         tables,
         sizes,
@@ -121,9 +135,7 @@ def unpack_bits(
         units,
         room_between(form, fields) // UNIT,
         out.stride(1) // out.stride(2),
-        CODES=form.codes,
-        BF16=out.dtype == torch.bfloat16,
-        WIDE=wide,
+        **fixed,
         num_warps=WARPS,
         maxnreg=REGISTERS[wide],
     )

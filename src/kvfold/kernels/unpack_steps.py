@@ -15,10 +15,9 @@ from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
 
 PAIRS = 64
-WARPS = 16
-"""Of a program, and of a multiprocessor: with eight there are two programs of eleven stages, or one of more."""
-REGISTERS = 65536
-"""Of a multiprocessor."""
+WARPS = 8
+"""Of a program, the only one of a multiprocessor: beside it there is room for one that unpacks values. Without such, 16 may do
+better."""
 
 
 def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
@@ -44,15 +43,9 @@ def constants(form: AdditiveCodes, bf16: bool) -> dict[str, Any]:
     return {"STAGES": form.stages, "BF16": bf16}
 
 
-def resident(form: AdditiveCodes, device: torch.device) -> int:
-    """Programs of a multiprocessor at a time: of up to 16 warps in all."""
-    return max(1, min(16 // WARPS, program_memory(device) // bytes_of(form)))
-
-
-def options(programs: int) -> dict[str, int]:
-    """Launch options where a multiprocessor has so many programs."""
-    most = REGISTERS // (32 * WARPS * programs) // 8 * 8
-    return {"num_warps": WARPS} | ({"maxnreg": most} if most < 256 else {})
+def options() -> dict[str, int]:
+    """Launch options: beside eight warps there is room for four with as many registers."""
+    return {"num_warps": WARPS, "maxnreg": 168 if WARPS <= 8 else 128}
 
 
 _rows: WeakKeyDictionary[KeyCodebook, torch.Tensor] = WeakKeyDictionary()
@@ -119,8 +112,7 @@ def unpack_steps(
     assert rope is not None and first_position is not None
     batch, heads, tokens, _ = out.shape
     units, device = tokens // UNIT, out.device
-    together = resident(form, device)
-    programs = min(units, max(1, together * multiprocessors(device) // (batch * heads)))
+    programs = min(units, max(1, multiprocessors(device) // (batch * heads)))
     freq, near = turns(rope, device)
     _kernel()[(programs, batch * heads)](
         fields["codes"],
@@ -138,5 +130,5 @@ def unpack_steps(
         out.stride(1) // out.stride(2),
         float(rope.scaling),
         **constants(form, out.dtype == torch.bfloat16),
-        **options(together),
+        **options(),
     )
