@@ -12,12 +12,8 @@ from kvfold.formats import Format, GroupCodes
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
-from kvfold.methods.base import LayerSpec
 from kvfold.methods.learned import rotary_dim
 from kvfold.methods.nova import CODES, ByteCodes, Tables
-
-SPAN = 16_384
-"""Positions that keys are taken to lie at, and distances that queries are taken to look back."""
 
 ITERATIONS = 16
 VECTORS = 12_288
@@ -65,14 +61,14 @@ def learn(sample: LayerSample, held: torch.Tensor, window: int, method: ByteCode
     spec = sample.spec
     keys_form, values_form = method.formats(spec)
     queries = real_moment(
-        sample.query_moment * distance_factor(spec, SPAN).to(sample.query_moment.device),
+        sample.query_moment * distance_factor(spec, sample.span).to(sample.query_moment.device),
         rotary_dim(spec),
         spec.head_dim,
     )
     tensors: dict[str, torch.Tensor | None] = {}
     errors: dict[str, float] = {}
     if method.maps_keys:
-        keys = placed(sample.keys, window, spec, generator)
+        keys = placed(sample, window, generator)
         maps = query_maps(keys[:, ~held], queries, inner_codes(keys_form).vector)
         tensors |= {"key.mean": maps.mean, "key.map": maps.apply, "key.inverse": maps.restore}
         prepared = (keys - maps.mean.unsqueeze(-2)) @ maps.apply
@@ -110,17 +106,18 @@ def real_moment(moment: torch.Tensor, rotary: int, head_dim: int) -> torch.Tenso
     return (pairs.conj() @ moment.to(pairs.dtype) @ pairs.T).real.float()
 
 
-def placed(keys: torch.Tensor, window: int, spec: LayerSpec, generator: torch.Generator) -> torch.Tensor:
-    """Keys after RoPE, as if windows lay anywhere among :data:`SPAN` positions.
+def placed(sample: LayerSample, window: int, generator: torch.Generator) -> torch.Tensor:
+    """Keys after RoPE, as if windows lay anywhere among the positions of the sample's span.
 
     A mean over calibration windows that all begin at position 0 is the mean of a sequence's beginning, and no other.
     """
-    if spec.rope is None:
+    keys, rope = sample.keys, sample.spec.rope
+    if rope is None:
         return keys
     count = keys.shape[1] // window
-    first = torch.randint(SPAN, (count,), generator=generator)
+    first = torch.randint(sample.span, (count,), generator=generator)
     positions = (first.unsqueeze(-1) + torch.arange(window)).view(1, 1, -1).to(keys.device)
-    return spec.rope.rotate(keys.unsqueeze(0), positions)[0]
+    return rope.rotate(keys.unsqueeze(0), positions)[0]
 
 
 def root(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -105,7 +105,7 @@ def compare(
         info,
         text=text.source,
         text_sha256=text.sha256,
-        texts={text.source: text.sha256},
+        texts={text.name: text.sha256},
         prefixes=list(pieces),
         tokens=tokens,
         chunk=chunk,

@@ -137,7 +137,7 @@ def run(
         info,
         text=", ".join(dict.fromkeys(w.domain for w in windows)),
         text_sha256=digest.hexdigest(),
-        texts={f"{name}: {text.source}": text.sha256 for name, text in (texts or {}).items() if text is not None},
+        texts={f"{name}: {text.name}": text.sha256 for name, text in (texts or {}).items() if text is not None},
         prefixes=sorted({w.prefix for w in windows}),
         tokens=max(w.ids.shape[1] - w.prefilled - 1 for w in windows),
         chunk=chunk,

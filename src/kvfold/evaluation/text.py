@@ -37,6 +37,11 @@ class Text:
     source: str
 
     @property
+    def name(self) -> str:
+        """Of the file without its folder: rows are of the same text wherever it lies."""
+        return Path(self.source).name
+
+    @property
     def sha256(self) -> str:
         return hashlib.sha256(self.text.encode("utf-8")).hexdigest()
 

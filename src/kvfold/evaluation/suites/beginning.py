@@ -139,7 +139,7 @@ class Beginning(Suite):
         return {"tokens": self.tokens, "new_tokens": self.new_tokens}
 
     def texts(self) -> dict[str, str]:
-        return {self.text.source: self.text.sha256}
+        return {self.text.name: self.text.sha256}
 
 
 _PARTS = {"packed": "packed", "window": "windows", "state": "state", "table": "tables"}

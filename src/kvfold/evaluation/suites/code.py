@@ -88,4 +88,4 @@ class Code(Suite):
         return {"new_tokens": self.new_tokens, "version": self.version}
 
     def texts(self) -> dict[str, str]:
-        return {self.text.source: self.text.sha256}
+        return {self.text.name: self.text.sha256}

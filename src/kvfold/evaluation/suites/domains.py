@@ -95,4 +95,4 @@ class Domains(Suite):
         return {"tokens": self.tokens}
 
     def texts(self) -> dict[str, str]:
-        return {f"{name}: {text.source}": text.sha256 for name, text in self.by_name.items() if text is not None}
+        return {f"{name}: {text.name}": text.sha256 for name, text in self.by_name.items() if text is not None}

@@ -95,4 +95,4 @@ class Needle(Suite):
         return {"chat": self.chat, "new_tokens": self.new_tokens, "version": self.version}
 
     def texts(self) -> dict[str, str]:
-        return {self.text.source: self.text.sha256}
+        return {self.text.name: self.text.sha256}

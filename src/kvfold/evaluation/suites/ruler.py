@@ -117,7 +117,7 @@ class Ruler(Suite):
         return {"chat": self.chat, "version": self.version}
 
     def texts(self) -> dict[str, str]:
-        found = {self.text.source: self.text.sha256}
+        found = {self.text.name: self.text.sha256}
         return found if self.questions is None else {**found, "questions": self.questions_sha256}
 
     # ---- families ----------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Divergence(Suite):
         return {"tokens": self.tokens}
 
     def texts(self) -> dict[str, str]:
-        return {f"{name}: {text.source}": text.sha256 for name, text in self.by_name.items()}
+        return {f"{name}: {text.name}": text.sha256 for name, text in self.by_name.items()}
 
 
 @dataclasses.dataclass(frozen=True)
