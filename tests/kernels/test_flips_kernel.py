@@ -77,7 +77,7 @@ def test_gains_are_those_of_flips(codes, dim, dtype, module):
     book, x = case(codes, dim, 35, batch=2)
     x = x.to(dtype)
     flat = x.float().transpose(0, 1).flatten(1, 2)
-    got = module.first_gains(x, book.gains())
+    got = module.first_gains(x, book.gains()).flatten(1, 2)
     bits = (got.view(torch.int32) & 1).float()
     want, slope, gram = book.start(flat, True)
     same = (bits == want).all(-1)
@@ -99,6 +99,20 @@ def test_lanes_flip_bits_as_well_as_the_method(codes, dim, flips, module):
     assert (missed(book, got, x[0]) < 1.004 * missed(book, want, x[0])).all()
     if flips == 32:
         assert (missed(book, got, x[0]) < 0.95 * missed(book, book.bits(x[0], 0), x[0])).all()
+
+
+@pytest.mark.parametrize("operand", ["value", "plain"])
+@pytest.mark.parametrize("codes", [64, 128, 256])
+def test_bits_are_packed_as_the_format_has_them(codes, operand, module):
+    """Two sequences, which are others of the storage, whose first block stays what it was."""
+    book, x = case(codes, 64, 64, batch=2)
+    fmt = BinaryCodes(64, 32, operand, codes, 1)
+    fields = {name: torch.full_like(t, -1) for name, t in fmt.allocate(3, HEADS, 3, torch.device("cpu")).items()}
+    rows = torch.tensor([2, 0])
+    module.encode_bits(fmt, Source(x, fields, 1, rows, tables=(book, 0)))
+    want = book.bits(x.transpose(0, 1).flatten(1, 2), 0).unflatten(1, (2, -1)).transpose(0, 1)
+    assert (bits_of(fmt, fields, slice(1, None))[rows] != want).float().mean() < 0.002
+    assert (fields["bits"][1] == -1).all() and (fields["bits"][:, :, 0] == -1).all()
 
 
 def test_values_far_from_all_codes_are_flipped_to_what_is_nearest(module):
@@ -123,8 +137,8 @@ def test_values_far_from_all_codes_are_flipped_to_what_is_nearest(module):
 def test_the_self_test_sees_flips_that_are_wrong(module, monkeypatch):
     fmt = BinaryCodes(32, 32, "value", 64, 1)
     assert module.bits_test(fmt, torch.device("cpu")) is None
-    right = module.flipped_words
-    monkeypatch.setattr(module, "flipped_words", lambda gains, tables, flips: right(gains, tables, 8))
+    right = module.flip_and_pack
+    monkeypatch.setattr(module, "flip_and_pack", lambda f, gains, tables, flips, *to: right(f, gains, tables, 8, *to))
     said = module.bits_test(fmt, torch.device("cpu"))
     assert said is not None and said.startswith("flips of bits on this device leave")
 

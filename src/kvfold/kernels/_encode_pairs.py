@@ -322,19 +322,10 @@ def bits_kernel(
     C: tl.constexpr,
     ORDER: tl.constexpr,
     PICKED: tl.constexpr,
-    WORDS: tl.constexpr,
 ):
-    """Pack 32 tokens' bits to int16 [lanes, blocks, 2 C]. Grid: (units, heads, batch).
-
-    ``bits`` float32 [heads, batch, tokens, C]; or, with WORDS, those of a token in int32 [4, WORDS], as
-    :func:`kvfold.kernels._flips_gluon.flip_kernel` leaves them.
-    """
+    """Pack 32 tokens' bits, float32 [heads, batch, tokens, C], to int16 [lanes, blocks, 2 C]. Grid: (units, heads, batch)."""
     index, head, lane = _lane(rows, heads, PICKED)
     code, token = tl.arange(0, C), tl.program_id(0) * 32 + tl.arange(0, 32)
     held = ((head * batch + index) * tokens + token)[:, None]
-    if WORDS > 0:
-        word = tl.load(bits + held * (4 * WORDS) + (code // 8 % 4 * WORDS + code // 128)[None, :])
-        chosen = tl.reshape((word >> (code % 8 + code // 32 % 4 * 8)[None, :]) & 1, (32 * C,))
-    else:
-        chosen = tl.reshape((tl.load(bits + held * C + code[None, :]) > 0.5).to(tl.int32), (32 * C,))
+    chosen = tl.reshape((tl.load(bits + held * C + code[None, :]) > 0.5).to(tl.int32), (32 * C,))
     _store_plane(chosen, words + (lane * blocks + first_block + tl.program_id(0)) * (2 * C), C, 1, ORDER)

@@ -104,9 +104,10 @@ def compile_gains(codes: int, head_dim: int = 128, bf16: bool = True, capability
 
 
 def compile_flips(codes: int, capability: int = 90) -> Report:
-    """Compile the kernel that flips bits of values, a warp's lanes on their own."""
-    types = {"gains_ptr": "*fp32", "gram_ptr": "*fp16", "least_ptr": "*fp32", "words_ptr": "*i32"}
-    source = GluonASTSource(flip_kernel, *_signature(flip_kernel, {"C": codes}, types), {})
+    """Compile the kernel that flips bits of values and packs them."""
+    types = {"gains_ptr": "*fp32", "gram_ptr": "*fp16", "least_ptr": "*fp32", "rows_ptr": "*i64", "bits_ptr": "*i32"}
+    fixed = {"C": codes, "ORDER": 1, "PICKED": False}
+    source = GluonASTSource(flip_kernel, *_signature(flip_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=1, maxnreg=encode_pairs.FLIP[codes])
 
 

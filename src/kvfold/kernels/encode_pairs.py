@@ -263,8 +263,7 @@ def encode_bits(fmt: BinaryCodes, source: Source) -> None:
         gains = book.gains()
         for first in range(0, tokens, PIECE):
             values = source.x[:, :, first : first + PIECE]
-            words = flipped_words(first_gains(values, gains), gains, flips)
-            _store(fmt, words, source, first // fmt.block, batch, values.shape[2])
+            flip_and_pack(fmt, first_gains(values, gains), gains, flips, source, first // fmt.block)
         return
     tables = None if book.is_network else book.level_tables()
     for first in range(0, tokens, PIECE):
@@ -300,13 +299,13 @@ def first_gains(values: torch.Tensor, tables: BitGains) -> torch.Tensor:
 
     Returns
     -------
-    Tensor, float32 [num_kv_heads, batch * tokens, codes]
+    Tensor, float32 [num_kv_heads, batch, tokens, codes]
         Half the fall of the squared error, times ``tables.size``; lowest bits are the values' bits.
     """
     batch, heads, tokens, dim = values.shape
     codes = tables.half.shape[-1]
     x = values if values.stride(-1) == 1 else values.contiguous()
-    gains = torch.empty(heads, batch * tokens, codes, dtype=torch.float32, device=x.device)
+    gains = torch.empty(heads, batch, tokens, codes, dtype=torch.float32, device=x.device)
     bits = torch.empty(gains.shape, dtype=torch.uint8, device=x.device)
     if tokens:
         gains_kernel[(triton.cdiv(tokens, GAINS["T"]), heads, batch)](
@@ -334,26 +333,38 @@ def first_gains(values: torch.Tensor, tables: BitGains) -> torch.Tensor:
     return gains
 
 
-def flipped_words(gains: torch.Tensor, tables: BitGains, flips: int) -> torch.Tensor:
-    """Bits of values, flipped up to ``flips`` times each while that gains anything.
+def flip_and_pack(
+    fmt: BinaryCodes, gains: torch.Tensor, tables: BitGains, flips: int, source: Source, block: int
+) -> None:
+    """Flip bits of values up to ``flips`` times each while that gains anything, and pack them.
 
     Parameters
     ----------
-    gains : Tensor, float32 [heads, tokens, codes]
+    gains : Tensor, float32 [heads, batch, tokens, codes]
         Of :func:`first_gains`.
-
-    Returns
-    -------
-    Tensor, int32 [heads, tokens, 4, words]
-        As :func:`flip_kernel` has them.
+    block : int
+        Number of the source's block where the first token goes.
     """
-    heads, tokens, codes = gains.shape
-    words = torch.empty(heads, tokens, 4, max(1, codes // 128), dtype=torch.int32, device=gains.device)
-    if tokens:
-        flip_kernel[(triton.cdiv(tokens, 8), heads)](
-            gains, tables.rows, tables.least, words, tokens, flips, C=codes, num_warps=1, maxnreg=FLIP[codes]
-        )
-    return words
+    heads, batch, tokens, codes = gains.shape
+    stored = source.fields["bits"]
+    flip_kernel[(tokens // 8, heads, batch)](
+        gains,
+        tables.rows,
+        tables.least,
+        stored if source.rows is None else source.rows,
+        stored.view(torch.int32),
+        tokens,
+        flips,
+        source.first_block + block,
+        stored.shape[2],
+        heads,
+        batch,
+        C=codes,
+        ORDER=ORDERS[fmt.operand],
+        PICKED=source.rows is not None,
+        num_warps=1,
+        maxnreg=FLIP[codes],
+    )
 
 
 def values_options(codes: int) -> dict[str, int]:
@@ -401,13 +412,11 @@ def first_bits(
 
 
 def _store(fmt: BinaryCodes, bits: torch.Tensor, source: Source, block: int, batch: int, tokens: int) -> None:
-    """Pack bits [heads, batch * tokens, codes], or such words, to block number ``block`` of the source's and those after it."""
+    """Pack bits [heads, batch * tokens, codes] to block number ``block`` of the source's and those after it."""
     words = source.fields["bits"]
-    packed = bits.shape[-1] if bits.dtype == torch.int32 else 0
     bits_kernel[(tokens // 32, len(bits), batch)](
         bits.contiguous(), words if source.rows is None else source.rows, words, tokens, source.first_block + block,
-        words.shape[2], len(bits), batch, C=fmt.codes, ORDER=ORDERS[fmt.operand], PICKED=source.rows is not None, WORDS=packed,
-        num_warps=8,
+        words.shape[2], len(bits), batch, C=fmt.codes, ORDER=ORDERS[fmt.operand], PICKED=source.rows is not None, num_warps=8,
     )  # fmt: skip
 
 
@@ -455,15 +464,15 @@ def _lanes_test(fmt: BinaryCodes, random: Callable[..., torch.Tensor]) -> str | 
     tables = bit_gains((matrix, shift, three, three * 0, book.mT, three, gram), offset)
     x = (rest + offset.unsqueeze(1)).unsqueeze(0)
     gains = first_gains(x, tables)
-    bits = (gains.view(torch.int32) & 1).float()
+    bits = (gains.view(torch.int32) & 1).float().squeeze(1)
     said = (rest @ matrix + 1.5).round().clamp(0, 3) % 2
     square = gram.diagonal(dim1=-1, dim2=-2).unsqueeze(1)
     want = (1 - 2 * bits) * (rest @ book.mT - bits @ gram) - 0.5 * square
-    found = gains / tables.size[:, None, None]
+    found = gains.squeeze(1) / tables.size[:, None, None]
     if not ((said == bits).float().mean() > 0.99 and (found - want).norm() < 1e-2 * want.norm()):
         return "bits that values begin with on this device are others than those of the method"
     fields = fmt.allocate(1, 2, 2, gains.device)
-    _store(fmt, flipped_words(gains, tables, 32), Source(x, fields, 0), 0, 1, 64)
+    flip_and_pack(fmt, gains, tables, 32, Source(x, fields, 0), 0)
     for _ in range(32):
         turn = 1 - 2 * bits
         gain, which = (turn * (rest @ book.mT - bits @ gram) - 0.5 * square).max(-1, keepdim=True)
