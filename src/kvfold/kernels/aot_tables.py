@@ -9,9 +9,9 @@ from kvfold.formats import Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels import encode_balanced, encode_pairs
 from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
-from kvfold.kernels._encode_pairs import gains_kernel, units_kernel, values_kernel
+from kvfold.kernels._encode_pairs import gains_kernel, tables_kernel, units_kernel, values_kernel
 from kvfold.kernels._flips_gluon import flip_kernel
-from kvfold.kernels._pairs_gluon import pairs_search_kernel
+from kvfold.kernels._pairs_gluon import pairs_search_kernel, stage_bytes
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import PageLayout
@@ -65,9 +65,20 @@ def compile_pairs(fmt: AdditiveCodes, capability: int = 90) -> Report:
     types = dict.fromkeys(("unit_ptr", "shift_ptr", "rms_ptr"), "*fp16") | dict.fromkeys(
         ("rows_ptr", "codes_ptr"), "*i16"
     )
-    types |= {"size_ptr": "*fp32", "tables_ptr": "*u8"}
+    types |= {"size_ptr": "*fp32", "tables_ptr": "*fp16"}
     signature = _signature(pairs_search_kernel, fixed | {"PICKED": False}, types)
     return _compile(GluonASTSource(pairs_search_kernel, *signature, {}), capability, **options)
+
+
+def compile_pair_tables(stages: int, bf16: bool = False, capability: int = 90) -> Report:
+    """Compile the kernel that makes the tables with which pairs are found."""
+    types = dict.fromkeys(("centres", "metric"), _width(bf16)) | dict.fromkeys(
+        ("out", "near_shift", "high", "low"), "*fp16"
+    )
+    types |= dict.fromkeys(("shift", "scale"), "*fp32")
+    fixed = {"STAGES": stages, "ROTARY": 128, "BYTES": stage_bytes(True), "WIDE": True}
+    source = ASTSource(tables_kernel, *_signature(tables_kernel, fixed, types), _aligned(tables_kernel, list(types)))
+    return _compile(source, capability, **encode_pairs.TABLES)
 
 
 def compile_values(codes: int, head_dim: int = 128, bf16: bool = True, capability: int = 90) -> Report:

@@ -2,23 +2,25 @@
 values."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, Search, again_from, bit_gains
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, KeyCodebook, Search, again_from, bit_gains
 from kvfold.kernels._encode_groups import INTERPRETED
 from kvfold.kernels._encode_pairs import (
     bits_kernel,
     flips_kernel,
     gains_kernel,
     pairs_kernel,
+    tables_kernel,
     units_kernel,
     values_kernel,
 )
 from kvfold.kernels._flips_gluon import flip_kernel
-from kvfold.kernels._pairs_gluon import pairs_search_kernel
+from kvfold.kernels._pairs_gluon import pairs_search_kernel, stage_bytes
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
 PAIRS = {"T": 64, "num_warps": 4}
@@ -38,7 +40,8 @@ FLIP = {64: 64, 128: 96, 256: 168}
 """Registers of :func:`flip_kernel` by codes, for as many as it has."""
 MOST = 32
 """Stages whose codes of a program's tokens lie in shared memory beside two stages' tables."""
-LARGEST = 60000.0
+TABLES = {"num_warps": 8, "num_stages": 1}
+"""How :func:`tables_kernel` is launched."""
 PIECE = 8192
 """Tokens whose bits exist as numbers at a time."""
 
@@ -61,11 +64,11 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
     assert fmt.codebook is not None
     device = source.x.device
     tables = fmt.codebook.on(device)
+    if is_quick(fmt):
+        _search_quads(fmt, source, pair_tables(tables, is_wide(device)))
+        return
     search, shift = shifted(tables.search())
     batch, heads, tokens, _ = source.x.shape
-    if is_quick(fmt):
-        _search_quads(fmt, source, tables.metric.float(), shift, stage_tables(search, is_wide(device)))
-        return
     part = PAIRS["T"]
     grid = (triton.cdiv(tokens, part), heads, batch)
     programs = grid[0] * heads * batch
@@ -120,36 +123,57 @@ def shifted(search: Search) -> tuple[Search, torch.Tensor]:
     return Search(halves, squares, cross), mean.sum((1, 2, 3))
 
 
-def halves_of(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Metrics [num_kv_heads, d, d] as sums of two fp16 tensors times powers of two, float32 [num_kv_heads]."""
-    scale = torch.exp2(metric.abs().amax((-1, -2)).clamp_min(1e-30).log2().ceil())
-    scaled = metric / scale[:, None, None]
-    high = scaled.half()
-    return high.contiguous(), (scaled - high.float()).half().contiguous(), scale
+@dataclass(frozen=True)
+class PairTables:
+    """What :func:`pairs_search_kernel` and :func:`units_kernel` read of a codebook; made for each call, for it is larger.
+
+    Attributes
+    ----------
+    stages : Tensor, float16 [num_kv_heads, stages, bytes / 2]
+        As :mod:`kvfold.kernels._pairs_gluon` has them, less the first stage's means.
+    shift, near_shift : Tensor, float32 and float16 [num_kv_heads, head_dim]
+        What is to be taken off a key (:func:`shifted`).
+    high, low : Tensor, float16 [num_kv_heads, head_dim, head_dim]
+        The metric divided by ``scale``, and what that misses.
+    scale : Tensor, float32 [num_kv_heads]
+        Powers of two.
+    """
+
+    stages: torch.Tensor
+    shift: torch.Tensor
+    near_shift: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
+    scale: torch.Tensor
 
 
-def stage_tables(search: Search, wide: bool = False) -> torch.Tensor:
-    """What :mod:`kvfold.kernels._pairs_gluon` reads of a stage: uint8 [num_kv_heads, stages, bytes]."""
-    heads, stages = search.squares.shape[:2]
-    plain = search.halves.clamp(-LARGEST, LARGEST).half()
-    rows = plain.view(heads, stages, 64, 2, 2, 2, 32)
-    rows = torch.stack((rows[:, :, :, 0], rows[:, :, :, 1].flip(-2)), 3)
-    between = (search.cross * -0.5).clamp(-LARGEST, LARGEST).half()
-    parts: tuple[torch.Tensor, ...] = (rows, between, between.mT.contiguous(), search.squares * -0.5)
-    if wide:
-        parts = (*parts, torch.zeros(heads, stages, 256, dtype=torch.float16, device=plain.device), _tiles(plain))
-    return torch.cat([x.contiguous().view(torch.uint8).flatten(2) for x in parts], -1)
+def pair_tables(book: KeyCodebook, wide: bool) -> PairTables:
+    """Tables of a codebook of 64 vectors and 128 channels; ``wide``: for products of warpgroups, too."""
+    heads, stages, _, dim = book.centres.shape
+    size, device = stage_bytes(wide), book.centres.device
 
+    def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        return torch.empty(heads, *shape, dtype=dtype, device=device)
 
-def _tiles(rows: torch.Tensor) -> torch.Tensor:
-    """Rows fp16 [num_kv_heads, stages, 128, 128] as products of warpgroups read them: [num_kv_heads, stages, 2 sides, 2 parts
-    of channels, 64 rows, 64 channels]."""
-    sides = rows.unflatten(2, (2, 4, 8, 2)).transpose(3, 4).flatten(3, 5)  # a lane's sums are of 16 codes in a row
-    # channels 32 c + 8 t + 2 j lie in word t of 16 bytes number 4 c + j
-    words = sides.unflatten(-1, (4, 4, 4, 2)).transpose(-3, -2).reshape(*sides.shape[:-1], 2, 8, 8)
-    place = torch.arange(8, device=rows.device)
-    index = (place ^ place.repeat(8).unsqueeze(1))[:, None, :, None]  # [row, part, 16 bytes, channel]
-    return words.gather(-2, index.expand(*words.shape[:3], 64, 2, 8, 8)).transpose(3, 4)
+    made = PairTables(
+        empty(stages, size // 2),
+        empty(dim, dtype=torch.float32),
+        empty(dim),
+        empty(dim, dim),
+        empty(dim, dim),
+        empty(dtype=torch.float32),
+    )
+    tables_kernel[(stages + 1, heads)](
+        book.centres.contiguous(),
+        book.metric.contiguous(),
+        *vars(made).values(),
+        STAGES=stages,
+        ROTARY=book.rotary,
+        BYTES=size,
+        WIDE=wide,
+        **TABLES,
+    )
+    return made
 
 
 def is_wide(device: torch.device) -> bool:
@@ -165,8 +189,8 @@ def constants(fmt: AdditiveCodes, wide: bool | None = None) -> tuple[dict[str, A
     return fixed, {name: QUADS[name] for name in ("num_warps", "maxnreg")}
 
 
-def under_metric(source: Source, metric: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys under metrics float32 [num_kv_heads, d, d], divided by their root mean squares, less ``shift``; and those.
+def under_metric(source: Source, tables: PairTables) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys under the metric, divided by their root mean squares, less the shift; and those.
 
     Returns
     -------
@@ -177,24 +201,22 @@ def under_metric(source: Source, metric: torch.Tensor, shift: torch.Tensor) -> t
     units = torch.empty(source.x.shape, dtype=torch.float16, device=source.x.device)
     sizes = torch.empty(batch, heads, tokens, dtype=torch.float32, device=source.x.device)
     units_kernel[(triton.cdiv(tokens, UNITS["T"]), heads, batch)](
-        *source.arguments(), *halves_of(metric), shift, units, sizes, tokens, heads, **source.constants(), **UNITS,
-        num_stages=1,
+        *source.arguments(), tables.high, tables.low, tables.scale, tables.shift, units, sizes, tokens, heads,
+        **source.constants(), **UNITS, num_stages=1,
     )  # fmt: skip
     return units, sizes
 
 
-def _search_quads(
-    fmt: AdditiveCodes, source: Source, metric: torch.Tensor, shift: torch.Tensor, stages: torch.Tensor
-) -> None:
+def _search_quads(fmt: AdditiveCodes, source: Source, tables: PairTables) -> None:
     batch, heads, tokens, _ = source.x.shape
-    units, sizes = under_metric(source, metric, shift)
+    units, sizes = under_metric(source, tables)
     codes = source.fields["codes"]
     fixed, options = constants(fmt, is_wide(source.x.device))
     pairs_search_kernel[(triton.cdiv(tokens, 16 * QUADS["M"] * QUADS["num_warps"]), heads, batch)](
         units,
         sizes,
-        shift.clamp(-LARGEST, LARGEST).half(),
-        stages,
+        tables.near_shift,
+        tables.stages,
         codes if source.rows is None else source.rows,
         codes,
         source.fields["rms"],
