@@ -325,7 +325,7 @@ class Program:
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
             "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),
             "sub_half2": of_word(torch.sub), "max_half2": of_word(torch.maximum),
-            "numbered": lambda x, number, mask: (x & mask) | number, "signed_words": lambda x, y, z: x ^ y ^ z,
+            "numbered": lambda x, number, mask: (x & mask) | number, 
             "swap_halves": of_word(lambda x: x.flip(-1)),
             "equal_halves": lambda x, y: (halves(x) == halves(y)).to(torch.int16).neg().view(torch.int32).squeeze(-1),
             "where_bits": lambda mask, x, y: (mask & x) | (~mask & y),
