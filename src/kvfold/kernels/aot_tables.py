@@ -8,6 +8,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from kvfold.formats import Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels import encode_balanced, encode_pairs
+from kvfold.kernels._bits_gluon import value_bits_kernel
 from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
 from kvfold.kernels._encode_pairs import gains_kernel, tables_kernel, units_kernel, values_kernel
 from kvfold.kernels._flips_gluon import flip_kernel
@@ -120,6 +121,16 @@ def compile_flips(codes: int, capability: int = 90) -> Report:
     fixed = {"C": codes, "ORDER": 1, "PICKED": False}
     source = GluonASTSource(flip_kernel, *_signature(flip_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=1, maxnreg=encode_pairs.FLIP[codes])
+
+
+def compile_value_bits(codes: int, head_dim: int = 128, capability: int = 90) -> Report:
+    """Compile the kernel that chooses bits of values, flips and packs them."""
+    types = {"x_ptr": "*bf16", "rows_ptr": "*i64", "bits_ptr": "*i32", "operands_ptr": "*fp16", "gram_ptr": "*fp16"}
+    types |= dict.fromkeys(("offset_ptr", "scale_ptr", "vectors_ptr", "least_ptr"), "*fp32")
+    given = encode_pairs.TOGETHER
+    fixed = {"D": head_dim, "C": codes, "KIND": 1, "EVERY": given["EVERY"], "ORDER": 1, "PICKED": False}
+    source = GluonASTSource(value_bits_kernel, *_signature(value_bits_kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=given["num_warps"], maxnreg=encode_pairs.CHOSEN[codes])
 
 
 def compile_tile(fmt: Format, bf16: bool = True, capability: int = 90) -> Report:

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, KeyCodebook, Search, again_from, bit_gains
+from kvfold.kernels._bits_gluon import value_bits_kernel
 from kvfold.kernels._encode_groups import INTERPRETED
 from kvfold.kernels._encode_pairs import (
     bits_kernel,
@@ -42,6 +43,10 @@ MOST = 32
 """Stages whose codes of a program's tokens lie in shared memory beside two stages' tables."""
 TABLES = {"num_warps": 8, "num_stages": 1}
 """How :func:`tables_kernel` is launched."""
+TOGETHER: dict[str, Any] = {"codes": (64, 128, 256), "EVERY": 4, "num_warps": 4}
+"""Codes whose bits one kernel chooses and flips; flips after which that asks whether there are more, and its warps."""
+CHOSEN = {64: 96, 128: 128, 256: 168}
+"""Registers of :func:`value_bits_kernel` by codes."""
 PIECE = 8192
 """Tokens whose bits exist as numbers at a time."""
 
@@ -283,6 +288,9 @@ def encode_bits(fmt: BinaryCodes, source: Source) -> None:
     batch, _, tokens, _ = source.x.shape
     if not book.is_network and flips_by_lanes(fmt.codes):
         gains = book.gains()
+        if is_together(fmt):
+            choose_and_flip(fmt, gains, flips, source)
+            return
         for first in range(0, tokens, PIECE):
             values = source.x[:, :, first : first + PIECE]
             flip_and_pack(fmt, first_gains(values, gains), gains, flips, source, first // fmt.block)
@@ -305,6 +313,47 @@ def encode_bits(fmt: BinaryCodes, source: Source) -> None:
 def flips_by_lanes(codes: int) -> bool:
     """Whether :func:`flip_kernel` flips so many bits; Triton's interpreter does not run it."""
     return codes in FLIP and not INTERPRETED.value
+
+
+def is_together(fmt: BinaryCodes) -> bool:
+    """Whether one kernel chooses bits and flips them."""
+    return fmt.codes in TOGETHER["codes"] and fmt.head_dim % 32 == 0
+
+
+KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+def choose_and_flip(fmt: BinaryCodes, tables: BitGains, flips: int, source: Source) -> None:
+    """Encode whole blocks of values, whose first bits are by levels, by one kernel."""
+    batch, heads, tokens, dim = source.x.shape
+    x, stored, warps = source.x, source.fields["bits"], TOGETHER["num_warps"]
+    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
+        x = x.contiguous()  # lanes read 16 bytes
+    value_bits_kernel[(triton.cdiv(tokens, 16 * warps), heads, batch)](
+        x,
+        *x.stride()[:3],
+        tables.offset,
+        tables.scale,
+        tables.vectors,
+        tables.operands,
+        tables.rows,
+        tables.least,
+        stored if source.rows is None else source.rows,
+        stored.view(torch.int32),
+        tokens,
+        flips,
+        source.first_block,
+        stored.shape[2],
+        heads,
+        D=dim,
+        C=fmt.codes,
+        KIND=KINDS[x.dtype],
+        EVERY=TOGETHER["EVERY"],
+        ORDER=ORDERS[fmt.operand],
+        PICKED=source.rows is not None,
+        num_warps=warps,
+        maxnreg=CHOSEN[fmt.codes],
+    )
 
 
 def gains_options(codes: int) -> dict[str, int]:
