@@ -48,7 +48,6 @@ VARIANTS: dict[str, list[Change]] = {
     ],
     "a warp a program": _item(encode_pairs.TOGETHER, num_warps=1, EVERY=1),
     "2 warps a program": _item(encode_pairs.TOGETHER, num_warps=2),
-    "8 warps a program": _item(encode_pairs.TOGETHER, num_warps=8),
     "96 and 255 registers": [(encode_pairs.CHOSEN, 128, 96), (encode_pairs.CHOSEN, 256, 255)],
 }
 """Each changes one thing of what runs."""

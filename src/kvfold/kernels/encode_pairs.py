@@ -524,7 +524,7 @@ def bits_test(fmt: BinaryCodes, device: torch.device) -> str | None:
 
 
 def _lanes_test(fmt: BinaryCodes, random: Callable[..., torch.Tensor]) -> str | None:
-    """The same of :func:`gains_kernel` and :func:`flip_kernel`: of random tables, and values that lie around an offset."""
+    """The same of kernels that flip by lanes: of random tables, and values that lie around an offset."""
     book, matrix, offset = (
         random(2, fmt.codes, fmt.head_dim),
         random(2, fmt.head_dim, fmt.codes),
@@ -534,16 +534,25 @@ def _lanes_test(fmt: BinaryCodes, random: Callable[..., torch.Tensor]) -> str | 
     shift = 1.5 - (offset.unsqueeze(1) @ matrix).squeeze(1)
     tables = bit_gains((matrix, shift, three, three * 0, book.mT, three, gram), offset)
     x = (rest + offset.unsqueeze(1)).unsqueeze(0)
-    gains = first_gains(x, tables)
-    bits = (gains.view(torch.int32) & 1).float().squeeze(1)
+    fields = fmt.allocate(1, 2, 2, x.device)
+    source = Source(x, fields, 0)
     said = (rest @ matrix + 1.5).round().clamp(0, 3) % 2
     square = gram.diagonal(dim1=-1, dim2=-2).unsqueeze(1)
-    want = (1 - 2 * bits) * (rest @ book.mT - bits @ gram) - 0.5 * square
-    found = gains.squeeze(1) / tables.size[:, None, None]
-    if not ((said == bits).float().mean() > 0.99 and (found - want).norm() < 1e-2 * want.norm()):
-        return "bits that values begin with on this device are others than those of the method"
-    fields = fmt.allocate(1, 2, 2, gains.device)
-    flip_and_pack(fmt, gains, tables, 32, Source(x, fields, 0), 0)
+    wrong = "bits that values begin with on this device are others than those of the method"
+    if is_together(fmt):
+        choose_and_flip(fmt, tables, 0, source)
+        bits = fmt.decode(fields)[0, :, :, : fmt.codes]
+        if not (said == bits).float().mean() > 0.99:
+            return wrong
+        choose_and_flip(fmt, tables, 32, source)
+    else:
+        gains = first_gains(x, tables)
+        bits = (gains.view(torch.int32) & 1).float().squeeze(1)
+        want = (1 - 2 * bits) * (rest @ book.mT - bits @ gram) - 0.5 * square
+        found = gains.squeeze(1) / tables.size[:, None, None]
+        if not ((said == bits).float().mean() > 0.99 and (found - want).norm() < 1e-2 * want.norm()):
+            return wrong
+        flip_and_pack(fmt, gains, tables, 32, source, 0)
     for _ in range(32):
         turn = 1 - 2 * bits
         gain, which = (turn * (rest @ book.mT - bits @ gram) - 0.5 * square).max(-1, keepdim=True)
