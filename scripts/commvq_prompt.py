@@ -27,7 +27,8 @@ TOKENS = 2048
 PARTS = {
     "search": ("pairs_search_kernel",),
     "metric": ("units_kernel",),
-    "flips": ("flip_kernel", "flips_kernel"),
+    "tables": ("tables_kernel",),
+    "flips": ("value_bits_kernel", "flip_kernel", "flips_kernel"),
     "products": ("gains_kernel", "values_kernel"),
     "packing": ("bits_kernel",),
 }
@@ -39,11 +40,15 @@ def _item(table: dict[Any, Any], **values: Any) -> list[Change]:
 
 
 VARIANTS: dict[str, list[Change]] = {
-    "flips as before": [(encode_pairs, "flips_by_lanes", lambda codes: False)],
-    "whole second turn": [(encode_pairs, "again_from", lambda stages: 0)],
-    "products of one warp": _item(encode_pairs.QUADS, WIDE=False),
     "as it is": [],
-    "16,384 values at a time": [(encode_pairs, "PIECE", 16384)],
+    "products apart": _item(encode_pairs.TOGETHER, codes=()),
+    "products apart, 16,384 values": [
+        *_item(encode_pairs.TOGETHER, codes=()),
+        (encode_pairs, "PIECE", 16384),
+    ],
+    "a warp a program": _item(encode_pairs.TOGETHER, num_warps=1, EVERY=1),
+    "2 warps a program": _item(encode_pairs.TOGETHER, num_warps=2),
+    "96 and 255 registers": [(encode_pairs.CHOSEN, 128, 96), (encode_pairs.CHOSEN, 256, 255)],
 }
 """Each changes one thing of what runs."""
 

@@ -11,7 +11,7 @@ from books_case import value_tables
 from helpers import ENCODING, interpreted_module, relative
 from kvfold.formats.codebook import BinaryCodes
 from kvfold.kernels import encode_pairs
-from kvfold.kernels.aot_tables import compile_flips, compile_gains
+from kvfold.kernels.aot_tables import compile_flips, compile_gains, compile_value_bits
 from kvfold.kernels.encode_source import Source
 from kvfold.methods.commvq import ValueCodebook
 
@@ -34,15 +34,19 @@ class Emulated:
 
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, maxnreg, **constants):
-            lanes.run(self.kernel, grid, arguments, constants, num_warps, 1 << 10)
+            lanes.run(self.kernel, grid, arguments, constants, num_warps, 1 << 16)
 
         return launch
 
 
-@pytest.fixture
-def module(monkeypatch):
+@pytest.fixture(params=["together", "apart"])
+def module(request, monkeypatch):
+    """Bits chosen and flipped by one kernel, or by two."""
     copy = interpreted_module("kvfold.kernels.encode_pairs", *INTERPRETED)
-    monkeypatch.setattr(copy, "flip_kernel", Emulated(copy.flip_kernel))
+    for name in ("flip_kernel", "value_bits_kernel"):
+        monkeypatch.setattr(copy, name, Emulated(getattr(copy, name)))
+    if request.param == "apart":
+        monkeypatch.setitem(copy.TOGETHER, "codes", ())
     monkeypatch.setattr(copy, "flips_by_lanes", lambda codes: True)
     return copy
 
@@ -77,7 +81,7 @@ def test_gains_are_those_of_flips(codes, dim, dtype, module):
     book, x = case(codes, dim, 35, batch=2)
     x = x.to(dtype)
     flat = x.float().transpose(0, 1).flatten(1, 2)
-    got = module.first_gains(x, book.gains())
+    got = module.first_gains(x, book.gains()).flatten(1, 2)
     bits = (got.view(torch.int32) & 1).float()
     want, slope, gram = book.start(flat, True)
     same = (bits == want).all(-1)
@@ -99,6 +103,35 @@ def test_lanes_flip_bits_as_well_as_the_method(codes, dim, flips, module):
     assert (missed(book, got, x[0]) < 1.004 * missed(book, want, x[0])).all()
     if flips == 32:
         assert (missed(book, got, x[0]) < 0.95 * missed(book, book.bits(x[0], 0), x[0])).all()
+
+
+@pytest.mark.parametrize("operand", ["value", "plain"])
+@pytest.mark.parametrize("codes", [64, 128, 256])
+def test_bits_are_packed_as_the_format_has_them(codes, operand, module):
+    """Two sequences, which are others of the storage, whose first block stays what it was."""
+    book, x = case(codes, 64, 64, batch=2)
+    fmt = BinaryCodes(64, 32, operand, codes, 1)
+    fields = {name: torch.full_like(t, -1) for name, t in fmt.allocate(3, HEADS, 3, torch.device("cpu")).items()}
+    rows = torch.tensor([2, 0])
+    module.encode_bits(fmt, Source(x, fields, 1, rows, tables=(book, 0)))
+    want = book.bits(x.transpose(0, 1).flatten(1, 2), 0).unflatten(1, (2, -1)).transpose(0, 1)
+    assert (bits_of(fmt, fields, slice(1, None))[rows] != want).float().mean() < 0.002
+    assert (fields["bits"][1] == -1).all() and (fields["bits"][:, :, 0] == -1).all()
+
+
+@pytest.mark.parametrize("dtype, skipped", [(torch.bfloat16, 0), (torch.float16, 3)])
+def test_values_of_a_model_are_read_where_they_lie(dtype, skipped, module):
+    """Heads of a token side by side, also where that is not at multiples of 16 bytes; tokens that fill no program."""
+    book, x = case(64, 32, 96, offset=0.0)
+    wide = torch.zeros(1, 96, HEADS * 32 + skipped, dtype=dtype)
+    wide[..., skipped:] = x.transpose(1, 2).flatten(2)
+    x = wide[..., skipped:].unflatten(-1, (HEADS, 32)).transpose(1, 2)
+    fmt = BinaryCodes(32, 32, "value", 64, 1)
+    fields = fmt.allocate(1, HEADS, 3, torch.device("cpu"))
+    module.encode_bits(fmt, Source(x, fields, 0, tables=(book, 32)))
+    got, want = bits_of(fmt, fields, slice(None))[0], book.bits(x[0].float(), 32)
+    assert (got != want).float().mean() < 0.02
+    assert (missed(book, got, x[0].float()) < 1.004 * missed(book, want, x[0].float())).all()
 
 
 def test_values_far_from_all_codes_are_flipped_to_what_is_nearest(module):
@@ -123,8 +156,9 @@ def test_values_far_from_all_codes_are_flipped_to_what_is_nearest(module):
 def test_the_self_test_sees_flips_that_are_wrong(module, monkeypatch):
     fmt = BinaryCodes(32, 32, "value", 64, 1)
     assert module.bits_test(fmt, torch.device("cpu")) is None
-    right = module.flipped_words
-    monkeypatch.setattr(module, "flipped_words", lambda gains, tables, flips: right(gains, tables, 8))
+    together, right = module.choose_and_flip, module.flip_and_pack
+    monkeypatch.setattr(module, "choose_and_flip", lambda f, tables, flips, to: together(f, tables, flips // 4, to))
+    monkeypatch.setattr(module, "flip_and_pack", lambda f, gains, tables, flips, *to: right(f, gains, tables, 8, *to))
     said = module.bits_test(fmt, torch.device("cpu"))
     assert said is not None and said.startswith("flips of bits on this device leave")
 
@@ -137,6 +171,13 @@ def test_flips_compile_without_spills(codes):
     assert report.instructions["VIMNMX3"]  # three numbers by one instruction
 
 
+@pytest.mark.parametrize("codes, spilled", [(64, 0), (128, 32), (256, 256)])
+def test_bits_chosen_and_flipped_compile_within_their_registers(codes, spilled):
+    report = compile_value_bits(codes, 64 if codes == 64 else 128)
+    assert report.registers <= encode_pairs.CHOSEN[codes]
+    assert report.spilled <= spilled
+
+
 @pytest.mark.parametrize("codes", [128, 256])
 def test_gains_compile_without_spills_in_loops(codes):
     report = compile_gains(codes)
@@ -145,7 +186,10 @@ def test_gains_compile_without_spills_in_loops(codes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("codes, tokens, flips", [(128, 4096, 32), (256, 4096, 32), (64, 96, 32), (256, 96, 0)])
-def test_bits_on_a_gpu_are_as_good(codes, tokens, flips):
+@pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
+def test_bits_on_a_gpu_are_as_good(codes, tokens, flips, together, monkeypatch):
+    if not together:
+        monkeypatch.setitem(encode_pairs.TOGETHER, "codes", ())
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     book, x = case(codes, 64 if codes == 64 else 128, tokens)

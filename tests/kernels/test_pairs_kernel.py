@@ -1,5 +1,7 @@
 """The kernel that finds pairs of codes of keys among few (CommVQ): its lanes run by PyTorch, compiled ahead, and on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,9 +10,9 @@ pytest.importorskip("triton")
 import lanes
 from helpers import ENCODING, interpreted_module, relative
 from kvfold.formats import codebook
-from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, Search, times_i
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, times_i
 from kvfold.kernels import encode_pairs, encode_search
-from kvfold.kernels.aot_tables import compile_pairs, compile_units, compile_values
+from kvfold.kernels.aot_tables import compile_pair_tables, compile_pairs, compile_units, compile_values
 from kvfold.kernels.encode_source import Source, angles
 from kvfold.rope import Rope
 
@@ -35,6 +37,11 @@ class Emulated:
             lanes.run(self.kernel, grid, arguments, constants, num_warps, 227 << 10)
 
         return launch
+
+
+@pytest.fixture
+def pairs():
+    return interpreted_module("kvfold.kernels.encode_pairs", *INTERPRETED)
 
 
 SPREAD = 0.02
@@ -88,20 +95,20 @@ def compared(module, fmt, tokens, device, rows=None, batch=1, mean=False):
         (2, 1, 96, 1, None, {"WIDE": True, "num_warps": 4}, True),
     ],
 )
-def test_lanes_find_pairs_as_near_as_all_pairs_compared(stages, passes, tokens, batch, rows, change, mean, monkeypatch):
-    module = interpreted_module("kvfold.kernels.encode_pairs", *INTERPRETED)
-    monkeypatch.setattr(module, "pairs_search_kernel", Emulated(module.pairs_search_kernel))
+def test_lanes_find_pairs_as_near_as_all_pairs_compared(
+    stages, passes, tokens, batch, rows, change, mean, monkeypatch, pairs
+):
+    monkeypatch.setattr(pairs, "pairs_search_kernel", Emulated(pairs.pairs_search_kernel))
     for name, value in ({"num_warps": 2, "WIDE": False} | change).items():
-        monkeypatch.setitem(module.QUADS, name, value)
-    differ, worse = compared(module, form(stages, passes, mean), tokens, torch.device("cpu"), rows, batch, mean)
+        monkeypatch.setitem(pairs.QUADS, name, value)
+    differ, worse = compared(pairs, form(stages, passes, mean), tokens, torch.device("cpu"), rows, batch, mean)
     assert differ < 0.06
     assert worse < 1.003
 
 
-def test_codes_of_all_pairs_are_the_nearest_where_keys_share_most_of_themselves(monkeypatch):
-    module = interpreted_module("kvfold.kernels.encode_pairs", *INTERPRETED)
-    monkeypatch.setattr(module, "is_quick", lambda _: False)
-    differ, worse = compared(module, form(2, 1, True), 32, torch.device("cpu"), mean=True)
+def test_codes_of_all_pairs_are_the_nearest_where_keys_share_most_of_themselves(monkeypatch, pairs):
+    monkeypatch.setattr(pairs, "is_quick", lambda _: False)
+    differ, worse = compared(pairs, form(2, 1, True), 32, torch.device("cpu"), mean=True)
     assert differ < 0.03
     assert worse < 1.0005
 
@@ -141,23 +148,65 @@ def test_pairs_on_a_gpu_are_as_near(stages, tokens, mean):
     assert worse < 1 + max(1e-3, 0.1 / tokens**0.5)
 
 
-def test_tables_of_a_stage_lie_as_lanes_take_them():
-    fmt = form(2)
-    search = fmt.codebook.search()
-    table = encode_pairs.stage_tables(search)
-    assert table.shape == (HEADS, 2, 49664)
-    rows = table[..., :32768].contiguous().view(torch.float16).view(HEADS, 2, 128, 4, 32)
-    plain = search.halves.half().view(HEADS, 2, 128, 4, 32)
-    assert torch.equal(rows[:, :, 4], plain[:, :, 4])
-    assert torch.equal(rows[:, :, 5], plain[:, :, 5][:, :, [1, 0, 3, 2]])
-    between = table[..., 32768:49152].contiguous().view(torch.float16).view(HEADS, 2, 2, 64, 64)
+def tiles(rows):
+    """Rows fp16 [heads, stages, 128, 128] as products of warpgroups read them: [heads, stages, 2 sides, 2 parts of channels, 64
+    rows, 64 channels]."""
+    sides = rows.unflatten(2, (2, 4, 8, 2)).transpose(3, 4).flatten(3, 5)
+    words = sides.unflatten(-1, (4, 4, 4, 2)).transpose(-3, -2).reshape(*sides.shape[:-1], 2, 8, 8)
+    place = torch.arange(8)
+    index = (place ^ place.repeat(8).unsqueeze(1))[:, None, :, None]
+    return words.gather(-2, index.expand(*words.shape[:3], 64, 2, 8, 8)).transpose(3, 4).flatten(-2)
+
+
+@pytest.mark.parametrize("rotary, wide", [(DIM, True), (96, False)])
+def test_tables_of_a_stage_lie_as_lanes_take_them(rotary, wide, pairs):
+    """Less the first stage's means; of channels that RoPE does not rotate as of the others."""
+    draw = torch.Generator().manual_seed(0)
+    centres = torch.randn(HEADS, 2, 64, DIM, generator=draw) + 3
+    metric = torch.eye(DIM) + 0.1 * torch.randn(HEADS, DIM, DIM, generator=draw)
+    book = KeyCodebook(centres, metric, rotary)
+    search, shift = encode_pairs.shifted(book.search())
+    got = pairs.pair_tables(book, wide)
+    assert relative(got.shift, shift) < 1e-5
+    assert torch.equal(got.near_shift, got.shift.half())
+    assert relative(got.high.float() * got.scale[:, None, None], metric) < 1e-3
+    assert relative((got.high.double() + got.low.double()) * got.scale[:, None, None], metric) < 1e-6
+    rows = got.stages[..., :16384].view(HEADS, 2, 128, 4, 32)
+    plain = search.halves.view(HEADS, 2, 128, 4, 32)
+    assert relative(rows[:, :, ::2], plain[:, :, ::2]) < 1e-3
+    assert relative(rows[:, :, 1::2], plain[:, :, 1::2][:, :, :, [1, 0, 3, 2]]) < 1e-3
+    between = got.stages[..., 16384:24576].view(HEADS, 2, 2, 64, 64)
     assert torch.equal(between[:, :, 0], between[:, :, 1].mT)
-    assert torch.equal(between[:, :, 0], (search.cross * -0.5).half())
+    assert relative(between[:, :, 0], search.cross * -0.5) < 1e-3
+    assert relative(got.stages[..., 24576:24832].contiguous().view(torch.float32), search.squares * -0.5) < 1e-5
+    if wide:
+        assert relative(got.stages[..., 25088:].view(HEADS, 2, 2, 2, 64, 64), tiles(search.halves)) < 1e-3
 
 
-def test_sums_beyond_fp16_are_bounded():
-    large = Search(torch.full((1, 1, 128, DIM), 1e6), torch.ones(1, 1, 128), torch.full((1, 1, 64, 64), 1e6))
-    assert torch.isfinite(encode_pairs.stage_tables(large)[..., :49152].contiguous().view(torch.float16)).all()
+def test_sums_beyond_fp16_are_bounded(pairs):
+    book = KeyCodebook(torch.full((1, 2, 64, DIM), 1e6), torch.eye(DIM).unsqueeze(0), DIM)
+    made = pairs.pair_tables(book, False)
+    assert torch.isfinite(made.stages[..., :24576]).all() and torch.isfinite(made.near_shift).all()
+
+
+def test_tables_compile_without_spills():
+    assert compile_pair_tables(21).spilled == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [1, 21])
+def test_tables_on_a_gpu_are_those_of_the_codebook(stages):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    book = form(stages, mean=True).codebook
+    search, shift = encode_pairs.shifted(book.search())
+    got = encode_pairs.pair_tables(book.on(torch.device("cuda")), True)
+    assert relative(got.shift.cpu(), shift) < 1e-5
+    stored = got.stages.cpu()
+    assert relative(stored[..., 25088:].view(HEADS, stages, 2, 2, 64, 64), tiles(search.halves)) < 1e-3
+    assert relative(stored[..., 16384:20480].view(search.cross.shape), search.cross * -0.5) < 2e-3
+    metric = (got.high.double() + got.low.double()) * got.scale[:, None, None]
+    assert relative(metric.cpu(), book.metric) < 1e-6
 
 
 @pytest.mark.parametrize("stages, wide", [(11, False), (21, False), (21, True)])
@@ -175,14 +224,14 @@ def test_keys_under_the_metric_compile_without_spills():
 
 
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e14])
-def test_keys_of_any_size_are_put_under_the_metric(size):
+def test_keys_of_any_size_are_put_under_the_metric(size, pairs):
     """Sums of two fp16 numbers, of keys and of metrics; one head's metric is a thousand times as large."""
-    module = interpreted_module("kvfold.kernels.encode_pairs", *INTERPRETED)
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, HEADS, 40, DIM, generator=draw) * torch.exp(2 * torch.randn(DIM, generator=draw)) * size
     metric = torch.randn(HEADS, DIM, DIM, generator=draw) * torch.tensor([1.0, 1e3])[:, None, None]
     shift = torch.randn(HEADS, DIM, generator=draw)
-    units, sizes = module.under_metric(Source(x, {"rms": x}, 0), metric, shift)
+    tables = pairs.pair_tables(KeyCodebook(torch.randn(HEADS, 1, 64, DIM, generator=draw), metric, DIM), False)
+    units, sizes = pairs.under_metric(Source(x, {"rms": x}, 0), replace(tables, shift=shift))
     seen = x.double() @ metric.double()
     want = seen.square().mean(-1).sqrt()
     assert relative(sizes, want) < 1e-5

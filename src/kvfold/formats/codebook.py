@@ -488,6 +488,10 @@ class BitGains:
     matrix, along : Tensor, float16 [num_kv_heads, d, codes]
     gram, rows : Tensor, float16 [num_kv_heads, codes, codes], [num_kv_heads, codes + 1, codes]
         Products of codes; the same with :data:`FLIPPED` in place of a code's with itself, and last a row of zeros.
+    operands : Tensor, float16 [num_kv_heads, (2 d + codes) * codes]
+        ``matrix``, ``along`` and ``gram`` in the order of :mod:`kvfold.kernels._bits_gluon`; none if d is no multiple of 32.
+    vectors : Tensor, float32 [num_kv_heads, 4, codes]
+        ``shift``, ``top``, ``place`` as the bits of integers, and ``half``.
     """
 
     offset: torch.Tensor
@@ -502,6 +506,15 @@ class BitGains:
     along: torch.Tensor
     gram: torch.Tensor
     rows: torch.Tensor
+    operands: torch.Tensor
+    vectors: torch.Tensor
+
+
+def _operand(table: torch.Tensor) -> torch.Tensor:
+    """A table [num_kv_heads, n, codes] as second operand of ``mma.m16n8k16``: a lane's eight numbers of a code side by side,
+    columns in such an order that a lane's sums are of eight codes in a row."""
+    parts = table.mT.unflatten(-1, (-1, 4, 8)).unflatten(1, (-1, 4, 4, 2))  # codes: part, g / 2, column, g % 2
+    return parts.permute(0, 1, 3, 5, 2, 4, 6, 7).flatten(1)
 
 
 def bit_gains(tables: tuple[torch.Tensor, ...], offset: torch.Tensor) -> BitGains:
@@ -520,6 +533,11 @@ def bit_gains(tables: tuple[torch.Tensor, ...], offset: torch.Tensor) -> BitGain
     vectors["least"] = 1e-6 * half.amax(-1)
     limit = torch.finfo(torch.float16).max
     products = {"matrix": matrix.clamp(-limit, limit), "along": along.clamp(-limit, limit), "gram": gram, "rows": rows}
+    whole = offset.shape[-1] % 32 == 0
+    parts = [_operand(products[name].half()) for name in ("matrix", "along", "gram")] if whole else [gram[:, :0, 0]]
+    products["operands"] = torch.cat(parts, -1)
+    digits = place.to(torch.int32).view(torch.float32)
+    vectors["vectors"] = torch.stack((vectors["shift"].float(), top.float(), digits, vectors["half"].float()), 1)
     return BitGains(
         **{name: x.float().contiguous() for name, x in vectors.items()},
         **{name: x.half().contiguous() for name, x in products.items()},

@@ -20,6 +20,8 @@ FARTHEST = tl.constexpr(64.0)
 AHEAD = tl.constexpr(4)
 """Codes that are compared side by side."""
 TINY = tl.constexpr(1.1754943508222875e-38)
+LARGEST = tl.constexpr(60000.0)
+"""Of what is multiplied in fp16."""
 
 
 @triton.jit
@@ -41,6 +43,81 @@ def _under(source, metric, token, inside, HALF: tl.constexpr, D: tl.constexpr, T
         x = _vectors(source, token[:, None], row[None, :], inside[:, None] & (row >= 0)[None, :], HALF)
         under = tl.dot(x, tl.load(metric + row[:, None] * D + channel[None, :]), under, input_precision="tf32x3")
     return under
+
+
+@triton.jit
+def _bounded(x):
+    return tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(tl.float16)
+
+
+@triton.jit
+def _store_rows(rows, out, SIDE: tl.constexpr, WIDE: tl.constexpr):
+    """Store a side's 64 rows fp16 [64, 128], and tiles of them."""
+    code, channel = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
+    tl.store(out + (64 * SIDE + code) * 128 + (channel ^ code % 2 * 32), rows)
+    if WIDE:
+        # a lane's sums are of 16 codes in a row; channels 32 c + 8 t + 2 j lie in word t of 16 bytes number 4 c + j
+        line = code // 2 % 8 * 8 + code // 16 * 2 + code % 2
+        place = (channel // 32 % 2 * 4 + channel // 2 % 4) ^ line % 8
+        at = channel // 64 * 4096 + line * 64 + place * 8 + channel // 8 % 4 * 2 + channel % 2
+        tl.store(out + (25088 + 8192 * SIDE) + at, rows)
+
+
+@triton.jit
+def tables_kernel(
+    centres, metric, out, shift, near_shift, high, low, scale, STAGES: tl.constexpr, ROTARY: tl.constexpr,
+    BYTES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Tables of a stage as :mod:`kvfold.kernels._pairs_gluon` reads them, of ``centres`` [heads, STAGES, 64, 128] under
+    ``metric`` [heads, 128, 128]; ``out`` fp16 [heads, STAGES, BYTES / 2]. Grid: (STAGES + 1, heads).
+
+    The first stage's are of centres less their means, ``shift`` float32 and ``near_shift`` fp16 [heads, 128], as
+    :func:`kvfold.kernels.encode_pairs.shifted` takes them off. The last program cuts the metric in two: ``high`` and ``low``
+    fp16 [heads, 128, 128], which count ``scale`` times, float32 [heads].
+    """
+    stage, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    code, channel = tl.arange(0, 64), tl.arange(0, 128)
+    matrix = metric + head * 16384
+    if stage == STAGES:
+        whole = tl.load(matrix + channel[:, None] * 128 + channel[None, :]).to(tl.float32)
+        bits = tl.maximum(_max(_max(tl.abs(whole), 1), 0), 1e-30).to(tl.int32, bitcast=True)
+        power = tl.minimum((bits + 0x007FFFFF) & 0x7F800000, 0x7E000000)
+        whole = whole * (0x7F000000 - power).to(tl.float32, bitcast=True)
+        near = whole.to(tl.float16)
+        at = head * 16384 + channel[:, None] * 128 + channel[None, :]
+        tl.store(high + at, near)
+        tl.store(low + at, (whole - near.to(tl.float32)).to(tl.float16))
+        tl.store(scale + head, power.to(tl.float32, bitcast=True))
+    else:
+        number = head * STAGES + stage
+        a, b = tl.full((64, 128), 0.0, tl.float32), tl.full((64, 128), 0.0, tl.float32)
+        for first in range(0, 128, STEP):
+            row = first + tl.arange(0, STEP)
+            # multiplied by i: channels of RoPE, and the others among themselves (kvfold.formats.codebook.times_i)
+            inner = row < ROTARY
+            half = tl.where(inner, ROTARY // 2, (128 - ROTARY) // 2)
+            real = row - tl.where(inner, 0, ROTARY) < half
+            line = centres + (number * 64 + code[:, None]) * 128
+            z = tl.load(line + row[None, :]).to(tl.float32)
+            w = tl.load(line + tl.where(real, row + half, row - half)[None, :]).to(tl.float32)
+            w = tl.where(real[None, :], -w, w)
+            part = tl.load(matrix + row[:, None] * 128 + channel[None, :]).to(tl.float32)
+            a = tl.dot(z, part, a, input_precision="tf32x3")
+            b = tl.dot(w, part, b, input_precision="tf32x3")
+        if stage == 0:
+            mean_a, mean_b = _sum(a, 0) / 64, _sum(b, 0) / 64
+            a, b = a - mean_a[None, :], b - mean_b[None, :]
+            tl.store(shift + head * 128 + channel, mean_a + mean_b)
+            tl.store(near_shift + head * 128 + channel, _bounded(mean_a + mean_b))
+        to = out + number * (BYTES // 2)
+        _store_rows(_bounded(a), to, 0, WIDE)
+        _store_rows(_bounded(b), to, 1, WIDE)
+        less = (to + 24576).to(tl.pointer_type(tl.float32), bitcast=True)
+        tl.store(less + code, -0.5 * _sum(a * a, 1))
+        tl.store(less + 64 + code, -0.5 * _sum(b * b, 1))
+        between = _bounded(-tl.dot(a, tl.trans(b), input_precision="tf32x3"))
+        tl.store(to + 16384 + code[:, None] * 64 + code[None, :], between)
+        tl.store(to + 20480 + code[:, None] + code[None, :] * 64, between)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -322,19 +399,10 @@ def bits_kernel(
     C: tl.constexpr,
     ORDER: tl.constexpr,
     PICKED: tl.constexpr,
-    WORDS: tl.constexpr,
 ):
-    """Pack 32 tokens' bits to int16 [lanes, blocks, 2 C]. Grid: (units, heads, batch).
-
-    ``bits`` float32 [heads, batch, tokens, C]; or, with WORDS, those of a token in int32 [4, WORDS], as
-    :func:`kvfold.kernels._flips_gluon.flip_kernel` leaves them.
-    """
+    """Pack 32 tokens' bits, float32 [heads, batch, tokens, C], to int16 [lanes, blocks, 2 C]. Grid: (units, heads, batch)."""
     index, head, lane = _lane(rows, heads, PICKED)
     code, token = tl.arange(0, C), tl.program_id(0) * 32 + tl.arange(0, 32)
     held = ((head * batch + index) * tokens + token)[:, None]
-    if WORDS > 0:
-        word = tl.load(bits + held * (4 * WORDS) + (code // 8 % 4 * WORDS + code // 128)[None, :])
-        chosen = tl.reshape((word >> (code % 8 + code // 32 % 4 * 8)[None, :]) & 1, (32 * C,))
-    else:
-        chosen = tl.reshape((tl.load(bits + held * C + code[None, :]) > 0.5).to(tl.int32), (32 * C,))
+    chosen = tl.reshape((tl.load(bits + held * C + code[None, :]) > 0.5).to(tl.int32), (32 * C,))
     _store_plane(chosen, words + (lane * blocks + first_block + tl.program_id(0)) * (2 * C), C, 1, ORDER)

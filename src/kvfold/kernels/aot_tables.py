@@ -8,10 +8,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from kvfold.formats import Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels import encode_balanced, encode_pairs
+from kvfold.kernels._bits_gluon import value_bits_kernel
 from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
-from kvfold.kernels._encode_pairs import gains_kernel, units_kernel, values_kernel
+from kvfold.kernels._encode_pairs import gains_kernel, tables_kernel, units_kernel, values_kernel
 from kvfold.kernels._flips_gluon import flip_kernel
-from kvfold.kernels._pairs_gluon import pairs_search_kernel
+from kvfold.kernels._pairs_gluon import pairs_search_kernel, stage_bytes
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import PageLayout
@@ -65,9 +66,20 @@ def compile_pairs(fmt: AdditiveCodes, capability: int = 90) -> Report:
     types = dict.fromkeys(("unit_ptr", "shift_ptr", "rms_ptr"), "*fp16") | dict.fromkeys(
         ("rows_ptr", "codes_ptr"), "*i16"
     )
-    types |= {"size_ptr": "*fp32", "tables_ptr": "*u8"}
+    types |= {"size_ptr": "*fp32", "tables_ptr": "*fp16"}
     signature = _signature(pairs_search_kernel, fixed | {"PICKED": False}, types)
     return _compile(GluonASTSource(pairs_search_kernel, *signature, {}), capability, **options)
+
+
+def compile_pair_tables(stages: int, bf16: bool = False, capability: int = 90) -> Report:
+    """Compile the kernel that makes the tables with which pairs are found."""
+    types = dict.fromkeys(("centres", "metric"), _width(bf16)) | dict.fromkeys(
+        ("out", "near_shift", "high", "low"), "*fp16"
+    )
+    types |= dict.fromkeys(("shift", "scale"), "*fp32")
+    fixed = {"STAGES": stages, "ROTARY": 128, "BYTES": stage_bytes(True), "WIDE": True}
+    source = ASTSource(tables_kernel, *_signature(tables_kernel, fixed, types), _aligned(tables_kernel, list(types)))
+    return _compile(source, capability, **encode_pairs.TABLES)
 
 
 def compile_values(codes: int, head_dim: int = 128, bf16: bool = True, capability: int = 90) -> Report:
@@ -104,10 +116,21 @@ def compile_gains(codes: int, head_dim: int = 128, bf16: bool = True, capability
 
 
 def compile_flips(codes: int, capability: int = 90) -> Report:
-    """Compile the kernel that flips bits of values, a warp's lanes on their own."""
-    types = {"gains_ptr": "*fp32", "gram_ptr": "*fp16", "least_ptr": "*fp32", "words_ptr": "*i32"}
-    source = GluonASTSource(flip_kernel, *_signature(flip_kernel, {"C": codes}, types), {})
+    """Compile the kernel that flips bits of values and packs them."""
+    types = {"gains_ptr": "*fp32", "gram_ptr": "*fp16", "least_ptr": "*fp32", "rows_ptr": "*i64", "bits_ptr": "*i32"}
+    fixed = {"C": codes, "ORDER": 1, "PICKED": False}
+    source = GluonASTSource(flip_kernel, *_signature(flip_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=1, maxnreg=encode_pairs.FLIP[codes])
+
+
+def compile_value_bits(codes: int, head_dim: int = 128, capability: int = 90) -> Report:
+    """Compile the kernel that chooses bits of values, flips and packs them."""
+    types = {"x_ptr": "*bf16", "rows_ptr": "*i64", "bits_ptr": "*i32", "operands_ptr": "*fp16", "gram_ptr": "*fp16"}
+    types |= dict.fromkeys(("offset_ptr", "scale_ptr", "vectors_ptr", "least_ptr"), "*fp32")
+    given = encode_pairs.TOGETHER
+    fixed = {"D": head_dim, "C": codes, "KIND": 1, "EVERY": given["EVERY"], "ORDER": 1, "PICKED": False}
+    source = GluonASTSource(value_bits_kernel, *_signature(value_bits_kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=given["num_warps"], maxnreg=encode_pairs.CHOSEN[codes])
 
 
 def compile_tile(fmt: Format, bf16: bool = True, capability: int = 90) -> Report:

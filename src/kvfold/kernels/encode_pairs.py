@@ -2,23 +2,26 @@
 values."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, Search, again_from, bit_gains
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, KeyCodebook, Search, again_from, bit_gains
+from kvfold.kernels._bits_gluon import value_bits_kernel
 from kvfold.kernels._encode_groups import INTERPRETED
 from kvfold.kernels._encode_pairs import (
     bits_kernel,
     flips_kernel,
     gains_kernel,
     pairs_kernel,
+    tables_kernel,
     units_kernel,
     values_kernel,
 )
 from kvfold.kernels._flips_gluon import flip_kernel
-from kvfold.kernels._pairs_gluon import pairs_search_kernel
+from kvfold.kernels._pairs_gluon import pairs_search_kernel, stage_bytes
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
 PAIRS = {"T": 64, "num_warps": 4}
@@ -38,7 +41,12 @@ FLIP = {64: 64, 128: 96, 256: 168}
 """Registers of :func:`flip_kernel` by codes, for as many as it has."""
 MOST = 32
 """Stages whose codes of a program's tokens lie in shared memory beside two stages' tables."""
-LARGEST = 60000.0
+TABLES = {"num_warps": 8, "num_stages": 1}
+"""How :func:`tables_kernel` is launched."""
+TOGETHER: dict[str, Any] = {"codes": (64, 128, 256), "EVERY": 4, "num_warps": 4}
+"""Codes whose bits one kernel chooses and flips; flips after which that asks whether there are more, and its warps."""
+CHOSEN = {64: 96, 128: 128, 256: 168}
+"""Registers of :func:`value_bits_kernel` by codes."""
 PIECE = 8192
 """Tokens whose bits exist as numbers at a time."""
 
@@ -61,11 +69,11 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
     assert fmt.codebook is not None
     device = source.x.device
     tables = fmt.codebook.on(device)
+    if is_quick(fmt):
+        _search_quads(fmt, source, pair_tables(tables, is_wide(device)))
+        return
     search, shift = shifted(tables.search())
     batch, heads, tokens, _ = source.x.shape
-    if is_quick(fmt):
-        _search_quads(fmt, source, tables.metric.float(), shift, stage_tables(search, is_wide(device)))
-        return
     part = PAIRS["T"]
     grid = (triton.cdiv(tokens, part), heads, batch)
     programs = grid[0] * heads * batch
@@ -120,36 +128,57 @@ def shifted(search: Search) -> tuple[Search, torch.Tensor]:
     return Search(halves, squares, cross), mean.sum((1, 2, 3))
 
 
-def halves_of(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Metrics [num_kv_heads, d, d] as sums of two fp16 tensors times powers of two, float32 [num_kv_heads]."""
-    scale = torch.exp2(metric.abs().amax((-1, -2)).clamp_min(1e-30).log2().ceil())
-    scaled = metric / scale[:, None, None]
-    high = scaled.half()
-    return high.contiguous(), (scaled - high.float()).half().contiguous(), scale
+@dataclass(frozen=True)
+class PairTables:
+    """What :func:`pairs_search_kernel` and :func:`units_kernel` read of a codebook; made for each call, for it is larger.
+
+    Attributes
+    ----------
+    stages : Tensor, float16 [num_kv_heads, stages, bytes / 2]
+        As :mod:`kvfold.kernels._pairs_gluon` has them, less the first stage's means.
+    shift, near_shift : Tensor, float32 and float16 [num_kv_heads, head_dim]
+        What is to be taken off a key (:func:`shifted`).
+    high, low : Tensor, float16 [num_kv_heads, head_dim, head_dim]
+        The metric divided by ``scale``, and what that misses.
+    scale : Tensor, float32 [num_kv_heads]
+        Powers of two.
+    """
+
+    stages: torch.Tensor
+    shift: torch.Tensor
+    near_shift: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
+    scale: torch.Tensor
 
 
-def stage_tables(search: Search, wide: bool = False) -> torch.Tensor:
-    """What :mod:`kvfold.kernels._pairs_gluon` reads of a stage: uint8 [num_kv_heads, stages, bytes]."""
-    heads, stages = search.squares.shape[:2]
-    plain = search.halves.clamp(-LARGEST, LARGEST).half()
-    rows = plain.view(heads, stages, 64, 2, 2, 2, 32)
-    rows = torch.stack((rows[:, :, :, 0], rows[:, :, :, 1].flip(-2)), 3)
-    between = (search.cross * -0.5).clamp(-LARGEST, LARGEST).half()
-    parts: tuple[torch.Tensor, ...] = (rows, between, between.mT.contiguous(), search.squares * -0.5)
-    if wide:
-        parts = (*parts, torch.zeros(heads, stages, 256, dtype=torch.float16, device=plain.device), _tiles(plain))
-    return torch.cat([x.contiguous().view(torch.uint8).flatten(2) for x in parts], -1)
+def pair_tables(book: KeyCodebook, wide: bool) -> PairTables:
+    """Tables of a codebook of 64 vectors and 128 channels; ``wide``: for products of warpgroups, too."""
+    heads, stages, _, dim = book.centres.shape
+    size, device = stage_bytes(wide), book.centres.device
 
+    def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        return torch.empty(heads, *shape, dtype=dtype, device=device)
 
-def _tiles(rows: torch.Tensor) -> torch.Tensor:
-    """Rows fp16 [num_kv_heads, stages, 128, 128] as products of warpgroups read them: [num_kv_heads, stages, 2 sides, 2 parts
-    of channels, 64 rows, 64 channels]."""
-    sides = rows.unflatten(2, (2, 4, 8, 2)).transpose(3, 4).flatten(3, 5)  # a lane's sums are of 16 codes in a row
-    # channels 32 c + 8 t + 2 j lie in word t of 16 bytes number 4 c + j
-    words = sides.unflatten(-1, (4, 4, 4, 2)).transpose(-3, -2).reshape(*sides.shape[:-1], 2, 8, 8)
-    place = torch.arange(8, device=rows.device)
-    index = (place ^ place.repeat(8).unsqueeze(1))[:, None, :, None]  # [row, part, 16 bytes, channel]
-    return words.gather(-2, index.expand(*words.shape[:3], 64, 2, 8, 8)).transpose(3, 4)
+    made = PairTables(
+        empty(stages, size // 2),
+        empty(dim, dtype=torch.float32),
+        empty(dim),
+        empty(dim, dim),
+        empty(dim, dim),
+        empty(dtype=torch.float32),
+    )
+    tables_kernel[(stages + 1, heads)](
+        book.centres.contiguous(),
+        book.metric.contiguous(),
+        *vars(made).values(),
+        STAGES=stages,
+        ROTARY=book.rotary,
+        BYTES=size,
+        WIDE=wide,
+        **TABLES,
+    )
+    return made
 
 
 def is_wide(device: torch.device) -> bool:
@@ -165,8 +194,8 @@ def constants(fmt: AdditiveCodes, wide: bool | None = None) -> tuple[dict[str, A
     return fixed, {name: QUADS[name] for name in ("num_warps", "maxnreg")}
 
 
-def under_metric(source: Source, metric: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys under metrics float32 [num_kv_heads, d, d], divided by their root mean squares, less ``shift``; and those.
+def under_metric(source: Source, tables: PairTables) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys under the metric, divided by their root mean squares, less the shift; and those.
 
     Returns
     -------
@@ -177,24 +206,22 @@ def under_metric(source: Source, metric: torch.Tensor, shift: torch.Tensor) -> t
     units = torch.empty(source.x.shape, dtype=torch.float16, device=source.x.device)
     sizes = torch.empty(batch, heads, tokens, dtype=torch.float32, device=source.x.device)
     units_kernel[(triton.cdiv(tokens, UNITS["T"]), heads, batch)](
-        *source.arguments(), *halves_of(metric), shift, units, sizes, tokens, heads, **source.constants(), **UNITS,
-        num_stages=1,
+        *source.arguments(), tables.high, tables.low, tables.scale, tables.shift, units, sizes, tokens, heads,
+        **source.constants(), **UNITS, num_stages=1,
     )  # fmt: skip
     return units, sizes
 
 
-def _search_quads(
-    fmt: AdditiveCodes, source: Source, metric: torch.Tensor, shift: torch.Tensor, stages: torch.Tensor
-) -> None:
+def _search_quads(fmt: AdditiveCodes, source: Source, tables: PairTables) -> None:
     batch, heads, tokens, _ = source.x.shape
-    units, sizes = under_metric(source, metric, shift)
+    units, sizes = under_metric(source, tables)
     codes = source.fields["codes"]
     fixed, options = constants(fmt, is_wide(source.x.device))
     pairs_search_kernel[(triton.cdiv(tokens, 16 * QUADS["M"] * QUADS["num_warps"]), heads, batch)](
         units,
         sizes,
-        shift.clamp(-LARGEST, LARGEST).half(),
-        stages,
+        tables.near_shift,
+        tables.stages,
         codes if source.rows is None else source.rows,
         codes,
         source.fields["rms"],
@@ -261,10 +288,12 @@ def encode_bits(fmt: BinaryCodes, source: Source) -> None:
     batch, _, tokens, _ = source.x.shape
     if not book.is_network and flips_by_lanes(fmt.codes):
         gains = book.gains()
+        if is_together(fmt):
+            choose_and_flip(fmt, gains, flips, source)
+            return
         for first in range(0, tokens, PIECE):
             values = source.x[:, :, first : first + PIECE]
-            words = flipped_words(first_gains(values, gains), gains, flips)
-            _store(fmt, words, source, first // fmt.block, batch, values.shape[2])
+            flip_and_pack(fmt, first_gains(values, gains), gains, flips, source, first // fmt.block)
         return
     tables = None if book.is_network else book.level_tables()
     for first in range(0, tokens, PIECE):
@@ -286,6 +315,47 @@ def flips_by_lanes(codes: int) -> bool:
     return codes in FLIP and not INTERPRETED.value
 
 
+def is_together(fmt: BinaryCodes) -> bool:
+    """Whether one kernel chooses bits and flips them."""
+    return fmt.codes in TOGETHER["codes"] and fmt.head_dim % 32 == 0
+
+
+KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+def choose_and_flip(fmt: BinaryCodes, tables: BitGains, flips: int, source: Source) -> None:
+    """Encode whole blocks of values, whose first bits are by levels, by one kernel."""
+    batch, heads, tokens, dim = source.x.shape
+    x, stored, warps = source.x, source.fields["bits"], TOGETHER["num_warps"]
+    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
+        x = x.contiguous()  # lanes read 16 bytes
+    value_bits_kernel[(triton.cdiv(tokens, 16 * warps), heads, batch)](
+        x,
+        *x.stride()[:3],
+        tables.offset,
+        tables.scale,
+        tables.vectors,
+        tables.operands,
+        tables.rows,
+        tables.least,
+        stored if source.rows is None else source.rows,
+        stored.view(torch.int32),
+        tokens,
+        flips,
+        source.first_block,
+        stored.shape[2],
+        heads,
+        D=dim,
+        C=fmt.codes,
+        KIND=KINDS[x.dtype],
+        EVERY=TOGETHER["EVERY"],
+        ORDER=ORDERS[fmt.operand],
+        PICKED=source.rows is not None,
+        num_warps=warps,
+        maxnreg=CHOSEN[fmt.codes],
+    )
+
+
 def gains_options(codes: int) -> dict[str, int]:
     """How :func:`gains_kernel` is launched."""
     return {"num_warps": max(1, codes // GAINS["CODES"]), "num_stages": GAINS["num_stages"]}
@@ -300,13 +370,13 @@ def first_gains(values: torch.Tensor, tables: BitGains) -> torch.Tensor:
 
     Returns
     -------
-    Tensor, float32 [num_kv_heads, batch * tokens, codes]
+    Tensor, float32 [num_kv_heads, batch, tokens, codes]
         Half the fall of the squared error, times ``tables.size``; lowest bits are the values' bits.
     """
     batch, heads, tokens, dim = values.shape
     codes = tables.half.shape[-1]
     x = values if values.stride(-1) == 1 else values.contiguous()
-    gains = torch.empty(heads, batch * tokens, codes, dtype=torch.float32, device=x.device)
+    gains = torch.empty(heads, batch, tokens, codes, dtype=torch.float32, device=x.device)
     bits = torch.empty(gains.shape, dtype=torch.uint8, device=x.device)
     if tokens:
         gains_kernel[(triton.cdiv(tokens, GAINS["T"]), heads, batch)](
@@ -334,26 +404,38 @@ def first_gains(values: torch.Tensor, tables: BitGains) -> torch.Tensor:
     return gains
 
 
-def flipped_words(gains: torch.Tensor, tables: BitGains, flips: int) -> torch.Tensor:
-    """Bits of values, flipped up to ``flips`` times each while that gains anything.
+def flip_and_pack(
+    fmt: BinaryCodes, gains: torch.Tensor, tables: BitGains, flips: int, source: Source, block: int
+) -> None:
+    """Flip bits of values up to ``flips`` times each while that gains anything, and pack them.
 
     Parameters
     ----------
-    gains : Tensor, float32 [heads, tokens, codes]
+    gains : Tensor, float32 [heads, batch, tokens, codes]
         Of :func:`first_gains`.
-
-    Returns
-    -------
-    Tensor, int32 [heads, tokens, 4, words]
-        As :func:`flip_kernel` has them.
+    block : int
+        Number of the source's block where the first token goes.
     """
-    heads, tokens, codes = gains.shape
-    words = torch.empty(heads, tokens, 4, max(1, codes // 128), dtype=torch.int32, device=gains.device)
-    if tokens:
-        flip_kernel[(triton.cdiv(tokens, 8), heads)](
-            gains, tables.rows, tables.least, words, tokens, flips, C=codes, num_warps=1, maxnreg=FLIP[codes]
-        )
-    return words
+    heads, batch, tokens, codes = gains.shape
+    stored = source.fields["bits"]
+    flip_kernel[(tokens // 8, heads, batch)](
+        gains,
+        tables.rows,
+        tables.least,
+        stored if source.rows is None else source.rows,
+        stored.view(torch.int32),
+        tokens,
+        flips,
+        source.first_block + block,
+        stored.shape[2],
+        heads,
+        batch,
+        C=codes,
+        ORDER=ORDERS[fmt.operand],
+        PICKED=source.rows is not None,
+        num_warps=1,
+        maxnreg=FLIP[codes],
+    )
 
 
 def values_options(codes: int) -> dict[str, int]:
@@ -401,13 +483,11 @@ def first_bits(
 
 
 def _store(fmt: BinaryCodes, bits: torch.Tensor, source: Source, block: int, batch: int, tokens: int) -> None:
-    """Pack bits [heads, batch * tokens, codes], or such words, to block number ``block`` of the source's and those after it."""
+    """Pack bits [heads, batch * tokens, codes] to block number ``block`` of the source's and those after it."""
     words = source.fields["bits"]
-    packed = bits.shape[-1] if bits.dtype == torch.int32 else 0
     bits_kernel[(tokens // 32, len(bits), batch)](
         bits.contiguous(), words if source.rows is None else source.rows, words, tokens, source.first_block + block,
-        words.shape[2], len(bits), batch, C=fmt.codes, ORDER=ORDERS[fmt.operand], PICKED=source.rows is not None, WORDS=packed,
-        num_warps=8,
+        words.shape[2], len(bits), batch, C=fmt.codes, ORDER=ORDERS[fmt.operand], PICKED=source.rows is not None, num_warps=8,
     )  # fmt: skip
 
 
@@ -444,7 +524,7 @@ def bits_test(fmt: BinaryCodes, device: torch.device) -> str | None:
 
 
 def _lanes_test(fmt: BinaryCodes, random: Callable[..., torch.Tensor]) -> str | None:
-    """The same of :func:`gains_kernel` and :func:`flip_kernel`: of random tables, and values that lie around an offset."""
+    """The same of kernels that flip by lanes: of random tables, and values that lie around an offset."""
     book, matrix, offset = (
         random(2, fmt.codes, fmt.head_dim),
         random(2, fmt.head_dim, fmt.codes),
@@ -454,16 +534,25 @@ def _lanes_test(fmt: BinaryCodes, random: Callable[..., torch.Tensor]) -> str | 
     shift = 1.5 - (offset.unsqueeze(1) @ matrix).squeeze(1)
     tables = bit_gains((matrix, shift, three, three * 0, book.mT, three, gram), offset)
     x = (rest + offset.unsqueeze(1)).unsqueeze(0)
-    gains = first_gains(x, tables)
-    bits = (gains.view(torch.int32) & 1).float()
+    fields = fmt.allocate(1, 2, 2, x.device)
+    source = Source(x, fields, 0)
     said = (rest @ matrix + 1.5).round().clamp(0, 3) % 2
     square = gram.diagonal(dim1=-1, dim2=-2).unsqueeze(1)
-    want = (1 - 2 * bits) * (rest @ book.mT - bits @ gram) - 0.5 * square
-    found = gains / tables.size[:, None, None]
-    if not ((said == bits).float().mean() > 0.99 and (found - want).norm() < 1e-2 * want.norm()):
-        return "bits that values begin with on this device are others than those of the method"
-    fields = fmt.allocate(1, 2, 2, gains.device)
-    _store(fmt, flipped_words(gains, tables, 32), Source(x, fields, 0), 0, 1, 64)
+    wrong = "bits that values begin with on this device are others than those of the method"
+    if is_together(fmt):
+        choose_and_flip(fmt, tables, 0, source)
+        bits = fmt.decode(fields)[0, :, :, : fmt.codes]
+        if not (said == bits).float().mean() > 0.99:
+            return wrong
+        choose_and_flip(fmt, tables, 32, source)
+    else:
+        gains = first_gains(x, tables)
+        bits = (gains.view(torch.int32) & 1).float().squeeze(1)
+        want = (1 - 2 * bits) * (rest @ book.mT - bits @ gram) - 0.5 * square
+        found = gains.squeeze(1) / tables.size[:, None, None]
+        if not ((said == bits).float().mean() > 0.99 and (found - want).norm() < 1e-2 * want.norm()):
+            return wrong
+        flip_and_pack(fmt, gains, tables, 32, source, 0)
     for _ in range(32):
         turn = 1 - 2 * bits
         gain, which = (turn * (rest @ book.mT - bits @ gram) - 0.5 * square).max(-1, keepdim=True)
