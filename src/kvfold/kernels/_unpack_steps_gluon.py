@@ -200,8 +200,8 @@ def put_unit(
 ):
     """Decode 32 tokens, whose codes and norms lie in shared memory.
 
-    ``near``: a lane's address of :func:`_near`, or ``held``, those themselves; ``far``: address of room for cosines and sines of
-    a tile's position, of which the first is ``position``; ``turns``, ``gains``: as of
+    ``near``: a lane's address of :func:`_near`, or ``held``, those themselves; ``far``: address of room for cosines and sines
+    of a tile's position, of which the first is ``position``; ``turns``, ``gains``: as of
     :func:`kvfold.kernels._unpack_tables_gluon.leave_turn`.
     """
     g = lane // 4
