@@ -29,7 +29,6 @@ MODULES = (
     "_fragment_mixed",
     "_turned_gluon",
     "_unpack_tables_gluon",
-    "_unpack_steps_gluon",
     "_unpack_levels_gluon",
     "_unpack_mixed_gluon",
     "_unpack_bits_gluon",
@@ -246,21 +245,6 @@ class Program:
             out.append(x + products[:, g + 8 * (kind // 2), 8 * n + 2 * t + kind % 2].reshape(-1))
         return tuple(out)
 
-    def mma_bytes(self, a0, a1, a2, a3, b0, b1, c, signed_bytes, levels=False):
-        """Products of bytes without signs."""
-        assert not signed_bytes and not levels
-        g, t = torch.arange(32) // 4, torch.arange(32) % 4
-        a = torch.zeros(self.warps, 16, 32, dtype=torch.int64)
-        b = torch.zeros(self.warps, 32, 8, dtype=torch.int64)
-        for e in range(4):
-            for x, row, column in ((a0, 0, 0), (a1, 8, 0), (a2, 0, 16), (a3, 8, 16)):
-                a[:, g + row, 4 * t + column + e] = self.by_warp(unsigned(x) >> 8 * e & 255)
-            for x, row in ((b0, 0), (b1, 16)):
-                b[:, 4 * t + row + e, g] = self.by_warp(unsigned(x) >> 8 * e & 255)
-        product = (a.double() @ b.double()).to(torch.int64)
-        places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
-        return tuple(signed(x + product[:, i, j].reshape(-1)) for x, (i, j) in zip(c, places, strict=True))
-
     def mma_half(self, a, b0, b1, c0, c1):
         """Sums are rounded to fp16."""
         c = [x for word in (c0, c1) for x in halves(word.expand(32 * self.warps)).float().unbind(-1)]
@@ -339,8 +323,7 @@ class Program:
             "load_shared": self.load_shared, "load_global4": self.load_global4,
             "load_shared4f": self.load_shared4f, "store_shared4": self.store_shared4,
             "load_shared_short": self.load_shared_short, "store_shared1": lambda to, x: self.shared.write(to, x.int()),
-            "copy_async": self.copy_async, "mma": self.mma, "mma_bytes": self.mma_bytes, "mma_wide": self.mma_wide,
-            "transpose8": self.transpose8,
+            "copy_async": self.copy_async, "mma": self.mma, "mma_wide": self.mma_wide, "transpose8": self.transpose8,
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
             "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),
             "sub_half2": of_word(torch.sub), "max_half2": of_word(torch.maximum),
@@ -349,7 +332,6 @@ class Program:
             "equal_halves": lambda x, y: (halves(x) == halves(y)).to(torch.int16).neg().view(torch.int32).squeeze(-1),
             "where_bits": lambda mask, x, y: (mask & x) | (~mask & y),
             "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
-            "_less_half2": of_word(lambda a, b, c: (a.float() * b.float() - c.float()).half()),
             "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), HALF[bool(bf16)]),
             "store_words4": self.store_words4, "store_words2": self.store_words4, "cosine_sine": self.cosine_sine,
             "load_half": lambda at: self.memory.read(at, torch.float16).squeeze(-1).float(),

@@ -35,11 +35,10 @@ def _place(bit):
 
 
 @gluon.jit
-def stage_words(codes, OFFSET: gl.constexpr, start, odd, FAR: gl.constexpr = 12):
-    """A lane's stage's codes of tokens g and, 16 bits on, what lies FAR bytes on (g + 8), a byte for each half; for ``odd`` g
-    the halves exchanged."""
+def stage_words(codes, OFFSET: gl.constexpr, start, odd):
+    """A lane's stage's codes of tokens g and, 16 bits on, g + 8, a byte for each half; for ``odd`` g the halves exchanged."""
     x = _funnel(load_shared(codes, OFFSET, 1)[0], load_shared(codes, OFFSET + 4, 1)[0], start)
-    y = _funnel(load_shared(codes, OFFSET + FAR, 1)[0], load_shared(codes, OFFSET + FAR + 4, 1)[0], start)
+    y = _funnel(load_shared(codes, OFFSET + 12, 1)[0], load_shared(codes, OFFSET + 16, 1)[0], start)
     both = (x & 0xFFF) | (y & 0xFFF) << 16
     apart = (both & 0x3F003F) | (both << 2 & 0x3F003F00)
     return _swapped(apart, gl.where(odd, 0x2301, 0x3210))

@@ -3,10 +3,6 @@
 A warp decodes 32 tokens. A byte has a channel's bits of eight tokens: shifted by a lane's row, one mask makes two of its bits
 a register of an operand, as subnormal fp16 numbers, which the matrix makes up for. Its rows stand in the order that bits come
 in, its columns as in :mod:`kvfold.kernels._turned_gluon`: a lane stores eight adjacent channels of a token.
-
-WIDE: four warps, each with a unit of its own, multiply together. They read the matrix once where each would read all of it,
-and take it from shared memory at twice the pace. Programs may have half of the channels (two SLICES): then one fits beside a
-program that unpacks keys.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -27,7 +23,6 @@ from kvfold.kernels._warp import (
     prefetch,
     program_sync,
 )
-from kvfold.kernels._warpgroup import mma_wide, show_copies
 
 
 @gluon.constexpr_function
@@ -79,102 +74,43 @@ def put_unit(matrix, offsets, lane, bits, size, out, CODES: gl.constexpr, BF16: 
             store_words4(to + (256 * q + 64 * i), y[0], y[1], y[2], y[3])
 
 
-@gluon.jit
-def _operands(x, K: gl.constexpr):
-    """Four registers of an operand for each of eight words of bits, those of tile K of tokens of rows g and g + 8."""
-    FAR: gl.constexpr = len(x) // 2
-    out = ()
-    for c in gl.static_range(8 * K, 8 * K + 8):
-        near = x[c]
-        far = x[FAR + c]
-        out = out + (near & 0x00010001, far & 0x00010001, near & 0x01000100, far & 0x01000100)
-    return out
-
-
-@gluon.jit
-def put_unit_wide(
-    matrix, offsets, lane, bits, size, out, CODES: gl.constexpr, BF16: gl.constexpr, HALVES: gl.constexpr
-):
-    """As :func:`put_unit`, by products of a warpgroup, both HALVES of the channels or one. ``matrix``: address of the operands;
-    its tiles are those of 64 channels and 128 bits."""
-    g = lane // 4
-    t = lane % 4
-    to = out + g * 1024 + t * 16
-    bits = bits + t * 16
-    TILES: gl.constexpr = CODES // 128
-    for _p in range(2):
-        x = ()
-        for q in gl.static_range(2):  # bit f of a byte is token 4 f + q
-            for m in gl.static_range(CODES // 64):
-                words = load_words4(bits, CODES * q + 64 * m)
-                for w in gl.static_range(4):
-                    x = x + (words[w] >> g,)
-        for h in gl.static_range(HALVES):
-            sums = _zero4(lane) * 8
-            for k in gl.static_range(TILES):
-                sums = mma_wide(sums, _operands(x, k), matrix + 16384 * (h * TILES + k))
-            for i in gl.static_range(2):
-                at = offsets + (256 * h + 128 * i) + t * 32
-                more = load_shared4f(at) + load_shared4f(at + 16)
-                for r in gl.static_range(2):
-                    y = ()
-                    for j in gl.static_range(4):
-                        a = gl.fma(sums[16 * i + 4 * j + 2 * r], size, more[2 * j])
-                        b = gl.fma(sums[16 * i + 4 * j + 2 * r + 1], size, more[2 * j + 1])
-                        z = pack_half2(a, b, BF16)
-                        if not BF16:
-                            z = finite_half2(z)
-                        y = y + (z,)
-                    store_words4(to + (256 * r + 128 * h + 64 * i), y[0], y[1], y[2], y[3])
-        bits += 2 * CODES
-        to += 512
-
-
 @gluon.jit(do_not_specialize=["heads", "first", "units", "room", "wide"])
 def unpack_bits_kernel(
-    bits, tables, sizes, out, heads, first, units, room, wide,
-    CODES: gl.constexpr, BF16: gl.constexpr, WIDE: gl.constexpr, SLICES: gl.constexpr,
-):  # fmt: skip
+    bits, tables, sizes, out, heads, first, units, room, wide, CODES: gl.constexpr, BF16: gl.constexpr
+):
     """Decode ``units`` units of 32 tokens of each KV head, from unit ``first`` of its storage on, to ``out`` [heads, wide,
     128].
 
-    Grid: (programs, batch * heads * SLICES). ``tables``: of every KV head what :func:`kvfold.kernels.unpack_bits.operands`
-    makes, and ``sizes``, float32 [heads], what products are multiplied with. From one KV head's storage to the next are
-    ``room`` units.
+    Grid: (programs, batch * heads). ``tables``: of every KV head what :func:`kvfold.kernels.unpack_bits.operands` makes, and
+    ``sizes``, float32 [heads], what products are multiplied with. From one KV head's storage to the next are ``room`` units.
     """
     W: gl.constexpr = gl.num_warps()
-    MATRIX: gl.constexpr = 256 * CODES // SLICES
-    OFFSETS: gl.constexpr = 512 // SLICES
+    BYTES: gl.constexpr = (table_bytes(CODES) + 1023) // 1024 * 1024
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
-    memory = reserved(thread, (MATRIX + OFFSETS + 1023) // 1024 * 1024)
+    memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
     program_sync(lane)
-    head = gl.program_id(1) // SLICES
-    part = gl.program_id(1) % SLICES
+    head = gl.program_id(1)
     own = head % heads
-    source = tables.to(gl.int64) + own.to(gl.int64) * table_bytes(CODES)
-    _fetch_rows(base, source + part * MATRIX, thread, MATRIX, W)
-    _fetch_rows(base + MATRIX, source + (256 * CODES + part * OFFSETS), thread, OFFSETS, W)
+    _fetch_rows(base, tables.to(gl.int64) + own.to(gl.int64) * table_bytes(CODES), thread, table_bytes(CODES), W)
     copy_commit(lane)
     size = gl.load(sizes + own) * 512.0  # bits and matrices count 2^-9 times
     copy_wait_all(lane)
-    if WIDE:
-        show_copies(lane)
     program_sync(lane)
-    groups = (units + W - 1) // W
-    begin = groups * gl.program_id(0) // gl.num_programs(0)
-    end = groups * (gl.program_id(0) + 1) // gl.num_programs(0)
-    at = bits.to(gl.int64) + (head.to(gl.int64) * room + first) * (4 * CODES)
-    for group in range(begin, end):
-        unit = gl.minimum(group * W + thread // 32, units - 1)
-        after = gl.minimum(unit + W, units - 1)
+    number = gl.program_id(0) * W + thread // 32
+    total = gl.num_programs(0) * W
+    begin = units * number // total
+    each = (units + total - 1) // total
+    end = units * (number + 1) // total
+    for i in range(each):
+        unit = gl.maximum(gl.minimum(begin + i, end - 1), 0)
+        after = gl.minimum(unit + 1, units - 1)
+        at = bits.to(gl.int64) + (head.to(gl.int64) * room + first) * (4 * CODES)
         prefetch(at + after.to(gl.int64) * (4 * CODES) + lane % (CODES // 32) * 128)
-        here = at + unit.to(gl.int64) * (4 * CODES)
-        to = out.to(gl.int64) + (head.to(gl.int64) * wide + unit * 32) * 256
-        if WIDE:
-            put_unit_wide(base, base + MATRIX, lane, here, size, to + part * 128, CODES, BF16, 2 // SLICES)
-        else:
-            put_unit(base + lane * 16, base + MATRIX, lane, here, size, to, CODES, BF16)
+        put_unit(
+            base + lane * 16, base + 256 * CODES, lane, at + unit.to(gl.int64) * (4 * CODES), size,
+            out.to(gl.int64) + (head.to(gl.int64) * wide + unit * 32) * 256, CODES, BF16,
+        )  # fmt: skip
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

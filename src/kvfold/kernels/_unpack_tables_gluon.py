@@ -1,7 +1,7 @@
-"""Sums of codebook rows (VQLLM's keys and values), and rows of groups (TaSQ's), unpacked to 16 bits.
+"""Sums of codebook rows (CommVQ's keys, VQLLM's keys and values), and rows of groups (TaSQ's), unpacked to 16 bits.
 
-Tables lie in shared memory and rows are added up as for decoding (:mod:`kvfold.kernels._residual_gluon`); a lane's sums are
-channels that lie together, which it stores as 16 bytes. Keys are
+Tables lie in shared memory and rows are added up as for decoding (:mod:`kvfold.kernels._steps_gluon`,
+:mod:`kvfold.kernels._residual_gluon`); a lane's sums are channels that lie together, which it stores as 16 bytes. Keys are
 rotated twice: by their token's place in its unit of 32, of which cosines and sines lie in shared memory, and by the unit's
 position.
 
@@ -23,6 +23,7 @@ from kvfold.kernels._residual_gluon import (
     table_bytes,
 )
 from kvfold.kernels._residual_gluon import _rotated as _rotated_by_fours
+from kvfold.kernels._steps_gluon import shifts_of, tile_steps
 from kvfold.kernels._tables_gluon import (
     _dynamic_base,
     _fetch_rows,
@@ -40,6 +41,7 @@ from kvfold.kernels._warp import (
     copy_wait_1,
     copy_wait_all,
     high_halves,
+    load_global4,
     load_shared,
     low_halves,
     mul_half2,
@@ -58,15 +60,17 @@ FAR = gl.constexpr(256)
 
 
 @gluon.constexpr_function
-def code_bytes(stages):
-    """Bytes of a unit's codes."""
-    return 128 * stages
+def code_bytes(stages, steps):
+    """Bytes of a unit's codes: of CommVQ's stages (``steps``), or VQLLM's."""
+    return (48 if steps else 128) * stages
 
 
 @gluon.constexpr_function
-def shared_bytes(stages, keys, warps, groups=0):
+def shared_bytes(stages, steps, keys, warps, groups=0):
     """Bytes of shared memory of a program: tables, cosines and sines, and of every warp codes of two units."""
-    size = table_bytes(stages, groups) + (TURNS.value if keys else 0) + warps * (2 * code_bytes(stages) + FAR.value)
+    size = (
+        table_bytes(stages, groups) + (TURNS.value if keys else 0) + warps * (2 * code_bytes(stages, steps) + FAR.value)
+    )
     return (size + 1023) // 1024 * 1024
 
 
@@ -119,7 +123,7 @@ def _beside(x):
 
 
 @gluon.jit
-def _put(to, x, norm, pair, KEYS: gl.constexpr, BF16: gl.constexpr):
+def _put(to, x, norm, pair, STEPS: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr):
     """Store a token's 16 words, times its norm: float32, and twice as fp16."""
     y = ()
     for i in gl.static_range(16):
@@ -128,7 +132,7 @@ def _put(to, x, norm, pair, KEYS: gl.constexpr, BF16: gl.constexpr):
             y = y + (pack_half2(a * norm, b * norm, True),)
         else:
             y = y + (bounded_half2(mul_half2(x[i], pair)),)
-    NEXT: gl.constexpr = 16 if KEYS else 64
+    NEXT: gl.constexpr = 64 if STEPS or not KEYS else 16
     store_words4(to, y[0], y[1], y[2], y[3])
     store_words4(to + NEXT, y[4], y[5], y[6], y[7])
     store_words4(to + 128, y[8], y[9], y[10], y[11])
@@ -136,11 +140,20 @@ def _put(to, x, norm, pair, KEYS: gl.constexpr, BF16: gl.constexpr):
 
 
 @gluon.jit
-def fetch_codes(to, lane, source, BYTES: gl.constexpr):
-    """Begin to copy a unit's codes; by all lanes of a warp."""
+def _fetch_codes(to, lane, source, BYTES: gl.constexpr):
     for j in gl.static_range((BYTES + 511) // 512):
         here = (lane * 16 < BYTES - 512 * j).to(gl.int32)
         copy_async(to + lane * 16, source + lane * 16, lane * 0 + 16, here, 512 * j, 512 * j, True)
+
+
+@gluon.jit
+def steps_of_pairs(tables, lane, STAGES: gl.constexpr):
+    """Steps of pairs 2 lane and 2 lane + 1 of a head's tables."""
+    words = load_global4(tables + (STAGES * 8192 + 256) + lane // 2 * 16, lane * 0 + 1)
+    return (
+        as_float(gl.where(lane % 2 == 1, words[2], words[0])),
+        as_float(gl.where(lane % 2 == 1, words[3], words[1])),
+    )
 
 
 @gluon.jit
@@ -154,29 +167,42 @@ def leave_turn(to, lane, position, turns, gains):
 
 
 @gluon.jit
-def put_unit(codes, near, far, lane, own, norms, out, STAGES: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr):
+def put_unit(
+    codes, base, near, far, lane, own, norms, out,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr,
+):  # fmt: skip
     """Decode 32 tokens, whose codes lie in shared memory. ``own``: what a lane knows of the tables; ``norms``: address of the
     tokens' fp16 norms; ``near``, ``far``: addresses of cosines and sines."""
     g = lane // 4
     t = lane % 4
-    place = t * 16
+    odd = g % 2 == 1
+    token = g
+    if STEPS:
+        token = 4 * (g % 2) + g // 2
+    place = t * 32
+    if STEPS or not KEYS:
+        place = t * 16
     turn = ()
     if KEYS:
-        place = t * 32
-        turn = _turns_at(far + place, False)
+        turn = _turns_at(far + place, STEPS)
     for tile in gl.static_range(2):
-        x = _token_sums(codes + (g * (4 * STAGES) + tile * (64 * STAGES)), own, 0, STAGES)
-        y = _token_sums(codes + (g * (4 * STAGES) + (tile * (64 * STAGES) + 32 * STAGES)), own, 0, STAGES)
-        if KEYS:
-            x = _beside(x)
-            y = _beside(y)
+        if STEPS:
+            begin = token * 12 % 32
+            word = token * 12 // 32 * 4 + t * 48
+            x, y = tile_steps(lane, odd, codes + word, begin, base, own, tile, STAGES)
+        else:
+            x = _token_sums(codes + (g * (4 * STAGES) + tile * (64 * STAGES)), own, 0, STAGES)
+            y = _token_sums(codes + (g * (4 * STAGES) + (tile * (64 * STAGES) + 32 * STAGES)), own, 0, STAGES)
+            if KEYS:
+                x = _beside(x)
+                y = _beside(y)
         for e in gl.static_range(2):
             z = x if e == 0 else y
-            at = g + (16 * tile + 8 * e)
+            at = token + (16 * tile + 8 * e)
             if KEYS:
-                z = _rotated(_rotated(z, _turns_at(near + at * 256 + place, False)), turn)
+                z = _rotated(_rotated(z, _turns_at(near + at * 256 + place, STEPS)), turn)
             norm = load_half(norms + at * 2)
-            _put(out + (at * 256 + place), z, norm, pack_half2(norm, norm, False), KEYS, BF16)
+            _put(out + (at * 256 + place), z, norm, pack_half2(norm, norm, False), STEPS, KEYS, BF16)
 
 
 # ---- codes of groups -------------------------------------------------------------------------------------------------
@@ -320,22 +346,22 @@ def put_group_unit(
 @gluon.jit(do_not_specialize=["heads", "start", "first", "units", "room", "wide"])
 def unpack_tables_kernel(
     codes, norms, rows, turns_ptr, near_ptr, position_ptr, mean_ptr, out, heads, start, first, units, room, wide, gain,
-    STAGES: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Decode ``units`` units of 32 tokens of each KV head, from unit ``first`` of its storage on, to ``out`` [heads, wide,
     128].
 
-    Grid: (programs, batch * heads). ``rows``: VQLLM's tables. KEYS are rotated: the span's first token is number ``start``
-    after ``position_ptr``; ``turns_ptr``, float32 [2, 64]: turns per token of the pairs and what float32 leaves of them;
-    ``near_ptr``: fp16 [2, 32, 64], cosines and sines of a unit's tokens; ``gain``: of RoPE.
+    Grid: (programs, batch * heads). STEPS: CommVQ's keys, of which every head has ``rows``; else VQLLM's. KEYS are rotated: the
+    span's first token is number ``start`` after ``position_ptr``; ``turns_ptr``, float32 [2, 64]: turns per token of the pairs
+    and what float32 leaves of them; ``near_ptr``: fp16 [2, 32, 64], cosines and sines of a unit's tokens; ``gain``: of RoPE.
     From one KV head's storage to the next are ``room`` units. GROUPS, 1 or 2: TaSQ's codes of groups, of which every head has
     ``rows``; near turns then are [32, 4, 4, 8], see :func:`kvfold.kernels.unpack_tables.group_turns`. With 2 vectors are more
     by ``mean_ptr``, fp16 [heads, 128].
     """
     W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(STAGES, KEYS, W, GROUPS)
+    BYTES: gl.constexpr = shared_bytes(STAGES, STEPS, KEYS, W, GROUPS)
     TABLES: gl.constexpr = table_bytes(STAGES, GROUPS)
-    CODES: gl.constexpr = code_bytes(STAGES)
+    CODES: gl.constexpr = code_bytes(STAGES, STEPS)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -344,6 +370,8 @@ def unpack_tables_kernel(
     program_sync(lane)
     head = gl.program_id(1)
     tables = rows.to(gl.int64)
+    if STEPS:
+        tables = tables + (head % heads).to(gl.int64) * (STAGES * 8192 + 512)
     if GROUPS:
         tables = tables + (head % heads).to(gl.int64) * TABLES
     near = base + TABLES
@@ -368,7 +396,7 @@ def unpack_tables_kernel(
     source = codes.to(gl.int64) + block * CODES
     norm_at = norms.to(gl.int64) + block * 64
     to = out.to(gl.int64) + head.to(gl.int64) * wide * 256
-    fetch_codes(stage, lane, source + begin.to(gl.int64) * CODES, CODES)
+    _fetch_codes(stage, lane, source + begin.to(gl.int64) * CODES, CODES)
     copy_commit(lane)
 
     turns = ()
@@ -380,7 +408,11 @@ def unpack_tables_kernel(
                 turns = turns + (gl.load(turns_ptr + (2 * lane + (64 * i + j))),)
         position = (gl.load(position_ptr + head // heads) + start).to(gl.int32) + first * 32
         gains = (lane.to(gl.float32) * 0.0 + gain, lane.to(gl.float32) * 0.0 + gain)
-    if GROUPS:
+    if STEPS:
+        step = steps_of_pairs(tables, lane, STAGES)
+        gains = (gains[0] * step[0], gains[1] * step[1])
+        own = shifts_of(tables, lane // 4 % 2 == 1, lane % 4, STAGES)
+    elif GROUPS:
         own = _group_places(base, lane // 4, lane % 4)
     else:
         own = _places(base, tables, lane // 4, lane % 4, STAGES)
@@ -394,7 +426,7 @@ def unpack_tables_kernel(
         unit = gl.minimum(begin + i, hi - 1)
         after = gl.minimum(begin + i + 1, hi - 1)
         warp_sync(lane)
-        fetch_codes(stage + (i + 1) % 2 * CODES, lane, source + after.to(gl.int64) * CODES, CODES)
+        _fetch_codes(stage + (i + 1) % 2 * CODES, lane, source + after.to(gl.int64) * CODES, CODES)
         copy_commit(lane)
         if KEYS:
             leave_turn(far, lane, position + unit * 32, turns, gains)
@@ -405,7 +437,7 @@ def unpack_tables_kernel(
         if GROUPS:
             put_group_unit(here, near, far, lane, own, means, largest, norms_here, there, KEYS, BF16, GROUPS)
         else:
-            put_unit(here, near, far, lane, own, norms_here, there, STAGES, KEYS, BF16)
+            put_unit(here, base, near, far, lane, own, norms_here, there, STAGES, STEPS, KEYS, BF16)
     copy_wait_all(lane)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

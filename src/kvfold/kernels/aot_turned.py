@@ -5,13 +5,11 @@ from typing import Any
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import Format, Outliers
-from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import turned, unpack_bits, unpack_levels, unpack_mixed, unpack_steps, unpack_tables
+from kvfold.kernels import turned, unpack_bits, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels._turned_gluon import turned_kernel
 from kvfold.kernels._unpack_bits_gluon import unpack_bits_kernel
 from kvfold.kernels._unpack_levels_gluon import unpack_levels_kernel
 from kvfold.kernels._unpack_mixed_gluon import unpack_mixed_kernel
-from kvfold.kernels._unpack_steps_gluon import unpack_steps_kernel
 from kvfold.kernels._unpack_tables_gluon import unpack_tables_kernel
 from kvfold.kernels.aot import Report, _compile, _signature, _width
 
@@ -27,22 +25,13 @@ def compile_turned(form: Format, bf16: bool = False, capability: int = 90) -> Re
 def compile_unpack_tables(form: unpack_tables.Tabled, bf16: bool = False, capability: int = 90) -> Report:
     """Compile the kernel that decodes a format that :func:`kvfold.kernels.unpack_tables.serves` accepts on a GPU."""
     fixed: dict[str, Any] = unpack_tables.constants(form, bf16)
-    types = {"codes": "*u8", "norms": "*fp16", "rows": "*fp16", "turns_ptr": "*fp32"}
+    types = {"codes": "*i16" if fixed["STEPS"] else "*u8", "norms": "*fp16", "rows": "*fp16", "turns_ptr": "*fp32"}
     types |= {"near_ptr": "*fp16", "position_ptr": "*i64", "mean_ptr": "*fp16", "out": _width(bf16)}
     types["gain"] = "fp32"
     source = GluonASTSource(unpack_tables_kernel, *_signature(unpack_tables_kernel, fixed, types), {})
     return _compile(
         source, capability, **unpack_tables.options(form, 2 if unpack_tables.bytes_of(form) < 116 << 10 else 1)
     )
-
-
-def compile_unpack_steps(form: AdditiveCodes, bf16: bool = False, capability: int = 90) -> Report:
-    """Compile the kernel that decodes a format that :func:`kvfold.kernels.unpack_steps.serves` accepts on a GPU."""
-    fixed: dict[str, Any] = unpack_steps.constants(form, bf16)
-    types = {"codes": "*i16", "norms": "*fp16", "rows": "*u8", "turns_ptr": "*fp32", "near_ptr": "*fp16"}
-    types |= {"position_ptr": "*i64", "out": _width(bf16), "gain": "fp32"}
-    source = GluonASTSource(unpack_steps_kernel, *_signature(unpack_steps_kernel, fixed, types), {})
-    return _compile(source, capability, **unpack_steps.options())
 
 
 def compile_unpack_levels(form: Outliers, rotated: bool, bf16: bool = False, capability: int = 90) -> Report:
@@ -65,8 +54,7 @@ def compile_unpack_mixed(form: Format, bf16: bool = False, capability: int = 90)
 
 def compile_unpack_bits(codes: int, bf16: bool = False, capability: int = 90) -> Report:
     """Compile the kernel that :func:`kvfold.kernels.unpack_bits.unpack_bits` runs."""
-    wide = unpack_bits.WIDE and capability == 90
-    fixed: dict[str, Any] = unpack_bits.constants(codes, bf16, wide)
+    fixed: dict[str, Any] = {"CODES": codes, "BF16": bf16}
     types = {"bits": "*i16", "tables": "*u8", "sizes": "*fp32", "out": _width(bf16)}
     source = GluonASTSource(unpack_bits_kernel, *_signature(unpack_bits_kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=unpack_bits.WARPS, maxnreg=unpack_bits.REGISTERS[wide])
+    return _compile(source, capability, num_warps=unpack_bits.WARPS, maxnreg=unpack_bits.REGISTERS)

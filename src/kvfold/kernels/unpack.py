@@ -12,7 +12,7 @@ from kvfold.formats import Fields, Format, Lookup, MixedTokens, Outliers, Paged,
 from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
-from kvfold.kernels import unpack_bits, unpack_levels, unpack_mixed, unpack_steps, unpack_tables
+from kvfold.kernels import unpack_bits, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.readers import Reader, reader_of
 from kvfold.kernels.readers import why_not as no_reader
@@ -166,8 +166,6 @@ def make_constants(form: Format, device: torch.device, rope: Rope | None = None)
         form.basis.tables(device)
     if rope is not None:
         rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
-    if unpack_steps.serves(form, rope, device):
-        unpack_steps.make_tables(form, rope, device)
     if unpack_tables.serves(form, rope, device):
         unpack_tables.make_tables(form, rope, device)
     if unpack_levels.serves(form, rope, device):
@@ -231,9 +229,6 @@ def unpack(
         unpack_turned(form, fields, first, out)
         return whole
     if turn is None and tokens % UNIT == 0:
-        if unpack_steps.serves(form, rope, device):
-            unpack_steps.unpack_steps(form, fields, start, first, out, rope, first_position)
-            return whole
         if unpack_tables.serves(form, rope, device):
             unpack_tables.unpack_tables(form, fields, start, first, out, rope, first_position)
             return whole

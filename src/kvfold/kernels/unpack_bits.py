@@ -11,14 +11,8 @@ from kvfold.formats.packing import UNIT
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.stored import room_between
 
-WARPS = 4
-"""Of a program."""
-WIDE = True
-"""Whether the four multiply together where GPUs can."""
-BESIDE = True
-"""Whether such a program is small enough for one to run beside a program of :mod:`kvfold.kernels.unpack_steps`."""
-REGISTERS = {False: 255, True: 168}
-"""Of a thread, by :func:`is_wide`."""
+WARPS, RESIDENT, REGISTERS = 4, 2, 255
+"""Of a program; programs of a multiprocessor at a time; registers that these have."""
 CODES = (128, 256)
 """Bits of a vector."""
 
@@ -30,21 +24,6 @@ def serves(form: Format, device: torch.device) -> bool:
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 6):
         return False
     return form.joint == 1 and form.codes in CODES and form.operand == "plain" and form.head_dim == 128
-
-
-def is_wide(device: torch.device) -> bool:
-    """Whether four warps multiply together on this device: GPUs of sm_90 do, those before and after have no such products."""
-    return WIDE and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9)
-
-
-def resident(wide: bool) -> int:
-    """Programs of a multiprocessor at a time."""
-    return 2 if not wide else 1 if BESIDE else 3
-
-
-def constants(codes: int, bf16: bool, wide: bool) -> dict[str, Any]:
-    """What the kernel is specialized on."""
-    return {"CODES": codes, "BF16": bf16, "WIDE": wide, "SLICES": 2 if wide and BESIDE and codes == 256 else 1}
 
 
 def operands(matrix: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
@@ -60,14 +39,9 @@ def operands(matrix: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     -------
     Tensor, uint8 [heads, 256 codes + 512]
         fp16 [4, codes / 16, 2, 32 lanes, 2, 2, 2] of a head: blocks of 32 channels, steps of 16 bits, tiles of columns 2i and
-        2i + 1, which of these, registers, pairs. Registers have bits of different weight. Where the device :func:`is_wide`
-        [2, codes / 128, 2, 64, 64]: halves of the channels, tiles of 128 bits, halves of these, channels, and bits, whose 16
-        bytes lie in another order by the last three bits of the channel's number.
+        2i + 1, which of these, registers, pairs. Registers have bits of different weight.
     """
     codes, place = matrix.shape[1], matrix.device
-    if is_wide(place):
-        raw = _tiles(matrix).flatten(1).view(torch.uint8)
-        return torch.cat((raw, offset.float().contiguous().view(torch.uint8)), 1).contiguous()
     lane, pair, half = torch.arange(32, device=place), torch.arange(2, device=place), torch.arange(2, device=place)
     g, t = lane // 4, lane % 4
     step = torch.arange(codes // 16, device=place)
@@ -84,21 +58,6 @@ def operands(matrix: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
     ]
     raw = found.half().flatten(1).contiguous().view(torch.uint8)
     return torch.cat((raw, offset.float().contiguous().view(torch.uint8)), 1).contiguous()
-
-
-def _tiles(matrix: torch.Tensor) -> torch.Tensor:
-    """Matrices fp16 [heads, codes, 128] as products of warpgroups read them."""
-    codes, device = matrix.shape[1], matrix.device
-    place, column = torch.arange(codes, device=device), torch.arange(128, device=device)
-    step, half = place // 16, place // 8 % 2
-    code = step // 4 * 64 + step % 4 * 4 + place % 8 // 2 * 16 + half + place % 2 * 2
-    # a lane's columns 8 n + 2 t, for four n, are channels 8 t to 8 t + 7 of 32
-    channel = column // 32 * 32 + column % 8 // 2 * 8 + column // 8 % 4 * 2 + column % 2
-    scaled = matrix.float()[:, code[:, None], channel] * (2.0**15 / 256.0**half).unsqueeze(-1)
-    tiles = scaled.half().mT.reshape(-1, 2, 64, codes // 128, 2, 8, 8).permute(0, 1, 3, 4, 2, 5, 6)
-    eight = torch.arange(8, device=device)
-    index = (eight ^ torch.arange(64, device=device).unsqueeze(1) % 8).unsqueeze(-1)  # [channel, 16 bytes, 1]
-    return tiles.gather(-2, index.expand_as(tiles)).contiguous()
 
 
 def _kernel() -> Any:
@@ -121,11 +80,9 @@ def unpack_bits(
     """
     assert isinstance(form, BinaryCodes)
     batch, heads, tokens, _ = out.shape
-    units, wide = tokens // UNIT, is_wide(out.device)
-    fixed = constants(form.codes, out.dtype == torch.bfloat16, wide)
-    jobs = batch * heads * fixed["SLICES"]
-    programs = min(-(-units // WARPS), max(1, multiprocessors(out.device) * resident(wide) // jobs))
-    _kernel()[(programs, jobs)](
+    units = tokens // UNIT
+    programs = min(units, max(1, multiprocessors(out.device) * RESIDENT // (batch * heads)))
+    _kernel()[(programs, batch * heads)](
         fields["bits"],
         tables,
         sizes,
@@ -135,7 +92,8 @@ def unpack_bits(
         units,
         room_between(form, fields) // UNIT,
         out.stride(1) // out.stride(2),
-        **fixed,
+        CODES=form.codes,
+        BF16=out.dtype == torch.bfloat16,
         num_warps=WARPS,
-        maxnreg=REGISTERS[wide],
+        maxnreg=REGISTERS,
     )

@@ -1,4 +1,4 @@
-"""Codes into tables that fit shared memory (VQLLM, TaSQ), decoded to 16 bits; see
+"""Codes into tables that fit shared memory (CommVQ's keys, VQLLM, TaSQ), decoded to 16 bits; see
 :mod:`kvfold.kernels._unpack_tables_gluon`."""
 
 from functools import lru_cache
@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvfold.formats import Fields, Format, GroupCodes, ResidualCodes
+from kvfold.formats.codebook import AdditiveCodes
 from kvfold.formats.packing import UNIT
 from kvfold.formats.residual import Codebook
 from kvfold.kernels import tables
@@ -21,14 +22,23 @@ WARPS = 8
 PAIRS = 64
 REGISTERS = 65536
 """Of a multiprocessor."""
-Tabled = ResidualCodes | GroupCodes
+Tabled = AdditiveCodes | ResidualCodes | GroupCodes
 
 
 def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
     """Whether :func:`unpack_tables` decodes a format, with keys before RoPE where there is one."""
     if device.type != "cuda" or form.head_dim != 2 * PAIRS or (rope is not None and rope.inv_freq.numel() != PAIRS):
         return False
-    if isinstance(form, ResidualCodes):
+    if isinstance(form, AdditiveCodes):
+        book = form.codebook
+        good = (
+            rope is not None
+            and form.levels == 64
+            and book is not None
+            and book.steps is not None
+            and book.rotary == 128
+        )
+    elif isinstance(form, ResidualCodes):
         good = (form.vector, form.codes, form.strided) == (32, 256, rope is not None) and form.stages in (4, 8)
         good = good and form.block % UNIT == 0 and form.book is not None and form.book.steps is not None
     elif isinstance(form, GroupCodes):
@@ -43,7 +53,7 @@ def bytes_of(form: Tabled) -> int:
     """Bytes of shared memory of a program."""
     from kvfold.kernels._unpack_tables_gluon import shared_bytes
 
-    return int(shared_bytes(_stages(form), form.strided, WARPS, _groups(form)))
+    return int(shared_bytes(_stages(form), isinstance(form, AdditiveCodes), _keys(form), WARPS, _groups(form)))
 
 
 def _stages(form: Tabled) -> int:
@@ -56,11 +66,16 @@ def _groups(form: Tabled) -> int:
     return 0 if not isinstance(form, GroupCodes) else 2 if form.centred else 1
 
 
+def _keys(form: Tabled) -> bool:
+    return isinstance(form, AdditiveCodes) or form.strided
+
+
 def constants(form: Tabled, bf16: bool) -> dict[str, Any]:
     """What the kernel is specialized on."""
     return {
         "STAGES": _stages(form),
-        "KEYS": form.strided,
+        "STEPS": isinstance(form, AdditiveCodes),
+        "KEYS": _keys(form),
         "BF16": bf16,
         "GROUPS": _groups(form),
     }
@@ -82,11 +97,14 @@ _values: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
 
 def rows(form: Tabled, device: torch.device) -> torch.Tensor:
     """Tables as lanes read them, made once: graphs know where they are."""
-    from kvfold.kernels import groups, residual
+    from kvfold.kernels import codebook, groups, residual
 
     if isinstance(form, GroupCodes):
         assert form.book is not None
         return groups._rows(form.book.on(device))
+    if isinstance(form, AdditiveCodes):
+        assert form.codebook is not None
+        return codebook.rows_of(form.codebook.on(device))[0]
     assert form.book is not None
     book = form.book.on(device)
     if form.strided:

@@ -6,6 +6,7 @@ the inner loop do. Every query sees every packed token: no mask is needed, and q
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import groupby
 
 import torch
@@ -220,12 +221,9 @@ def _pieces(
                     )
             keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place, whole=key_room)
             if value_room is not None and aside is not None:
-                with aside.launches():  # beside the values, or where they are unpacked already
-                    if values is None:
-                        fill(keys, value_room, count)
-                    more = excess(rows.contiguous(), keys, count, call.scale)
-                if values is not None:
+                with aside.launches() if values is None else nullcontext():  # beside the values
                     fill(keys, value_room, count)
+                    more = excess(rows.contiguous(), keys, count, call.scale)
             if values is None:
                 values = _side(
                     call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
