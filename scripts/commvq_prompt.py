@@ -41,14 +41,8 @@ def _item(table: dict[Any, Any], **values: Any) -> list[Change]:
 
 VARIANTS: dict[str, list[Change]] = {
     "as it is": [],
+    "4 warps a program": _item(encode_pairs.TOGETHER, num_warps=4, EVERY=4),
     "products apart": _item(encode_pairs.TOGETHER, codes=()),
-    "products apart, 16,384 values": [
-        *_item(encode_pairs.TOGETHER, codes=()),
-        (encode_pairs, "PIECE", 16384),
-    ],
-    "a warp a program": _item(encode_pairs.TOGETHER, num_warps=1, EVERY=1),
-    "2 warps a program": _item(encode_pairs.TOGETHER, num_warps=2),
-    "96 and 255 registers": [(encode_pairs.CHOSEN, 128, 96), (encode_pairs.CHOSEN, 256, 255)],
 }
 """Each changes one thing of what runs."""
 

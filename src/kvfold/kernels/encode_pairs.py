@@ -43,7 +43,7 @@ MOST = 32
 """Stages whose codes of a program's tokens lie in shared memory beside two stages' tables."""
 TABLES = {"num_warps": 8, "num_stages": 1}
 """How :func:`tables_kernel` is launched."""
-TOGETHER: dict[str, Any] = {"codes": (64, 128, 256), "EVERY": 4, "num_warps": 4}
+TOGETHER: dict[str, Any] = {"codes": (64, 128, 256), "EVERY": 1, "num_warps": 1}
 """Codes whose bits one kernel chooses and flips; flips after which that asks whether there are more, and its warps."""
 CHOSEN = {64: 96, 128: 128, 256: 168}
 """Registers of :func:`value_bits_kernel` by codes."""
