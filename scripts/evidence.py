@@ -1,8 +1,9 @@
 """Tables of docs/evidence.md: what the committed rows show of the papers' claims, and who wins at equal bytes.
 
-``tables.py`` writes them. Rows are those of ``kvfold eval`` in benchmarks/evidence/ and of ``kvfold domains`` in
-benchmarks/lengths/ and benchmarks/learned/. Methods are paired within one run only: of the same model, text, windows and tokens
-per call.
+``tables.py`` writes them. Rows are those of ``kvfold eval`` in benchmarks/evidence/grid/, which has every method on the same
+windows of three models, taken by one command. What the grid lacks comes from older rows in benchmarks/evidence/, and from those
+of ``kvfold domains`` in benchmarks/lengths/ and benchmarks/learned/. Methods are paired within one run only: of the same model,
+text, windows and tokens per call.
 """
 
 import dataclasses
@@ -31,6 +32,8 @@ SLACK = 0.05
 LEAST_SLACK = 0.13
 """The same where no method is within ``SLACK``: the smallest have 1.08 to 1.12 bits."""
 BASE, NOTHING = "kivi", "none"
+GRID = "evidence/grid/"
+"""Beginning of the sources of rows that count alone where they have both methods of a pair."""
 TINY = 1e-9
 """Divergences below are noise; they have a logarithm."""
 
@@ -73,13 +76,12 @@ class Run:
 
 @functools.cache
 def runs() -> tuple[Run, ...]:
-    """All of them, model by model; those of ``eval`` first."""
+    """All of them, model by model; the grid's first, then the others of ``eval``."""
     found = []
     for model, (_, stem) in MODELS.items():
-        for path in sorted((ROOT / "evidence").glob("divergence-*.jsonl")):
-            file = ResultFile.read(path)
-            if file.settings.model.startswith(model):
-                found.append(of_eval(model, file))
+        for folder in (ROOT / GRID, ROOT / "evidence"):
+            files = map(ResultFile.read, sorted(folder.glob("divergence-*.jsonl")))
+            found += [of_eval(model, file) for file in files if file.settings.model.startswith(model)]
         found += [run for folder in ("lengths", "learned") if (run := _of_domains(model, stem, folder)) is not None]
     return tuple(found)
 
@@ -96,7 +98,7 @@ def of_eval(model: str, file: ResultFile) -> Run:
             by_method.setdefault(name, {}).setdefault(item, {})[row.length] = kld
         if row.bits_without_tables is not None:
             bits[name] = max(bits.get(name, (0, 0.0)), (row.length, row.bits_without_tables))
-    source = f"evidence/{file.path.name}"
+    source = file.path.relative_to(ROOT).as_posix()
     return Run(model, file.settings.device, source, {name: b for name, (_, b) in bits.items()}, by_method)
 
 
@@ -170,13 +172,16 @@ def logs(run: Run, a: str, b: str) -> dict[Item, float]:
 
 
 def by_window(a: str, b: str) -> dict[str, dict[Item, float]]:
-    """By model, then by window: of all runs that have both methods.
+    """By model, then by window: of the grid's runs that have both methods, or of all runs where none of the grid's has.
 
     Runs of ``eval`` share their windows: what two devices or types say of one is a mean.
     """
     found: dict[str, dict[Item, list[float]]] = {}
+    whole = {run.model for run in runs() if run.source.startswith(GRID) and logs(run, a, b)}
     for run in runs():
         seen = found.get(run.model)
+        if run.model in whole and not run.source.startswith(GRID):
+            continue
         if run.source == "learned" and seen and "lengths" in sources(run.model, a, b):
             continue  # the same windows once more
         kind = "eval" if run.source.startswith("evidence/") else run.source
@@ -311,7 +316,7 @@ MAIN = (
         "innerq",
     ),
     *("turboquant:bits=3", "turboquant", "qjl", "gear", "zipcache", "kvarn", "commvq", "vqllm", "kvquant"),
-    *("nova", "tasq"),
+    *("nova", "tasq", "tasq:bits=2", "gsrq"),
 )
 """What the README shows."""
 
@@ -420,6 +425,37 @@ def texts() -> str:
     return markdown(["method", *kinds], lines)
 
 
+BY_LENGTH = (
+    *("fold", "fold:bits=2", "fold:bits=2,codebook=true", "squat", "innerq", "turboquant:bits=3", "qjl", "kvarn"),
+    *("tasq", "tasq:bits=2", "nova", "nova:values=codes", "gsrq", "vqllm", "commvq", "commvq:bits=1", "kvquant"),
+)
+"""Methods whose ratios are shown length by length; in the second line what learns from a text."""
+
+
+def lengths() -> str:
+    """Ratios to KIVI-2 on the grid by the tokens before what is scored: of all models that reach so far, and the worst."""
+    grid = [run for run in runs() if run.source.startswith(GRID)]
+    where = sorted({n for run in grid for n in run.lengths})
+    lines = []
+    for name in BY_LENGTH:
+        cells = []
+        for n in where:
+            by_model = {MODELS[run.model][0]: values for run in grid if (values := _logs_at(run, name, n))}
+            worst, values = max(by_model.items(), key=lambda entry: sum(entry[1]) / len(entry[1]))
+            every = [value for some in by_model.values() for value in some]
+            mean, most = (math.exp(sum(some) / len(some)) for some in (every, values))
+            cells.append(f"{mean:.2f}; {most:.2f} ({worst})" if len(by_model) > 1 else f"{most:.2f} ({worst})")
+        lines.append([f"`{name}`", *cells])
+    return markdown(["method", *(f"{n:,} tokens" for n in where)], lines)
+
+
+def _logs_at(run: Run, name: str, n: int) -> list[float]:
+    """Logarithms of a method's ratios to KIVI-2 after ``n`` tokens, of the windows that both have."""
+    theirs = run.by_method[BASE]
+    mine = run.by_method.get(name, {})
+    return [math.log(at[n] / theirs[item][n]) for item, at in mine.items() if n in at and n in theirs.get(item, {})]
+
+
 # ---- claims ----------------------------------------------------------------------------------------------------------
 
 
@@ -480,6 +516,7 @@ CLAIMS = (
     Claim("TaSQ", "1.12 bits lose less than KIVI's 2.00", "tasq:mean=false", "kivi:bits=1"),
     Claim("kvfold", "TaSQ with a static mean loses less than TaSQ, both at 1.12 bits", "tasq", "tasq:mean=false"),
     Claim("kvfold", "TaSQ with a static mean at 1.12 bits loses less than KIVI at 3.00", "tasq", "kivi"),
+    Claim("kvfold", "TaSQ with a static mean at 2.12 bits loses less than KIVI at 3.00", "tasq:bits=2", "kivi"),
     Claim("kvfold", "`fold` at 2.78 bits loses less than KIVI at 3.00", "fold", "kivi"),
     Claim("kvfold", "`fold` at 2.28 bits loses less than KIVI at 3.00", "fold:bits=2", "kivi"),
     Claim("kvfold", "`fold` at 1.28 bits loses less than KIVI at 2.00", "fold:bits=1", "kivi:bits=1"),
@@ -508,6 +545,7 @@ CLAIMS = (
         for bits, ours, theirs, other in (
             (1, "1.28", "TaSQ at 1.12", "tasq"),
             (1, "1.28", "GSRQ at 1.12", "gsrq:bits=1"),
+            (2, "2.28", "TaSQ at 2.12", "tasq:bits=2"),
             (2, "2.28", "NOVA-KV at 2.19", "nova"),
             (2, "2.28", "GSRQ at 2.12", "gsrq"),
         )
