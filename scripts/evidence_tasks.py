@@ -1,7 +1,8 @@
 """Tables of docs/evidence.md about tasks that are answered, and about what ``kvfold recommend`` proposes.
 
-``tables.py`` writes them. Rows are those of ``kvfold eval`` in benchmarks/evidence/ and, of proposals, in
-benchmarks/evidence/recommend/. Methods are paired on the same items of one file only.
+``tables.py`` writes them. Rows are those of ``kvfold eval`` in benchmarks/evidence/grid/ and benchmarks/evidence/ and, of
+proposals, in benchmarks/evidence/recommend/. Methods are paired on the same items of one file only. Where a suite's prompts
+have changed, claims rest on the newest version alone.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 import evidence
-from evidence import BASE, MODELS, NOTHING, ROOT, logs, markdown, of_eval, plain
+from evidence import BASE, GRID, MODELS, NOTHING, ROOT, logs, markdown, of_eval, plain
 
 from kvfold import methods
 from kvfold.evaluation.results import Result, ResultFile
@@ -30,6 +31,8 @@ CHAINS = ("gsm8k", "math")
 """Suites of chains of thought; they have a table of their own."""
 MEASURES = {"gsm8k": "flexible"}
 """What verdicts are about, where it is not a suite's first measure: the model seldom writes the ``####`` of strict answers."""
+POOLED = ("retrieval",)
+"""Suites of which claims count earlier prompts as well, an item of each: there a key could stand twice, and no more differs."""
 WORDS = {
     "needle": "needle",
     "ruler": "RULER",
@@ -42,12 +45,13 @@ WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """Rows of a suite and a model that may be paired."""
+    """Rows of a suite and a model that may be paired; ``earlier``: of prompts that the suite no longer has."""
 
     suite: str
     model: str
     by_method: dict[str, dict[str, Result]]
     chat: bool = True
+    earlier: bool = False
 
     def values(self, method: str, measure: str, length: int | None = None) -> dict[str, float]:
         """By item."""
@@ -75,24 +79,37 @@ def asked() -> tuple[Asked, ...]:
     """Suite by suite, model by model."""
     found = []
     for suite in (*CHAINS, *TASKS):
-        files = [ResultFile.read(path) for path in sorted((ROOT / "evidence").glob(f"{suite}-*.jsonl"))]
+        folders = (ROOT / GRID, ROOT / "evidence")
+        files = [ResultFile.read(path) for folder in folders for path in sorted(folder.glob(f"{suite}-*.jsonl"))]
+        newest = max((version(file) for file in files), default=0)
         for model in MODELS:
             for file in files:
                 if file.settings.model.startswith(model):
                     by_method: dict[str, dict[str, Result]] = {}
                     for row in file.rows.values():
                         by_method.setdefault(plain(row.method), {})[row.item] = row
-                    found.append(Asked(suite, model, by_method, bool(file.settings.options.get("chat"))))
+                    chat = bool(file.settings.options.get("chat"))
+                    found.append(Asked(suite, model, by_method, chat, version(file) < newest))
     return tuple(found)
+
+
+def version(file: ResultFile) -> int:
+    """Of a suite's prompts."""
+    return int(file.settings.options.get("version", 1))
+
+
+def current(suite: str) -> list[Asked]:
+    """Rows that claims rest on: of a suite's newest prompts, and of those in :data:`POOLED` of the earlier ones too."""
+    return [one for one in asked() if one.suite == suite and (not one.earlier or suite in POOLED)]
 
 
 def both(of: Iterable[Asked], a: str, b: str, measure: str, length: int | None = None) -> list[tuple[float, float]]:
     """Two methods on the items that both have, of several files. What was asked in two forms is one item, their mean."""
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    found: dict[tuple[str, bool, str], list[tuple[float, float]]] = {}
     for one in of:
         x, y = one.values(a, measure, length), one.values(b, measure, length)
         for item in x.keys() & y.keys():
-            found.setdefault((one.model, item), []).append((x[item], y[item]))
+            found.setdefault((one.model, one.earlier, item), []).append((x[item], y[item]))
     return [(sum(x for x, _ in got) / len(got), sum(y for _, y in got) / len(got)) for _, got in sorted(found.items())]
 
 
@@ -177,14 +194,15 @@ def tasks() -> str:
     bits = {name: max((one.bits(name) or 0.0 for one in found), default=0.0) for name in names}
     order = sorted(dict.fromkeys(names), key=lambda name: (name != NOTHING, bits[name], name))
     lines = []
-    for suite, model in dict.fromkeys((one.suite, one.model) for one in found):
-        of = [one for one in found if (one.suite, one.model) == (suite, model)]
+    kinds = dict.fromkeys((one.suite, one.model, one.earlier) for one in found)
+    for suite, model, earlier in sorted(kinds, key=lambda kind: (TASKS.index(kind[0]), kind[2])):
+        of = [one for one in found if (one.suite, one.model, one.earlier) == (suite, model, earlier)]
         lengths = sorted({length for one in of for length in one.lengths})
         for length in (*lengths, *([None] if len(lengths) > 1 else [])):
             line = _means(of, order, main_measure(suite), length)
             if line is not None:
                 where = "all" if length is None else f"{length:,}"
-                lines.append([WORDS[suite], MODELS[model][0], where, *line])
+                lines.append([WORDS[suite] + ", earlier prompts" * earlier, MODELS[model][0], where, *line])
     return markdown(["task", "model", "tokens", "items", *(f"`{name}`" for name in order)], lines)
 
 
@@ -210,7 +228,7 @@ def _means(of: list[Asked], order: list[str], measure: str, length: int | None) 
 
 def families() -> str:
     """RULER's means by family, all lengths together."""
-    found = [one for one in asked() if one.suite == "ruler"]
+    found = current("ruler")
     names = list(dict.fromkeys(name for one in found for name in _order(one)))
     order = sorted(names, key=lambda name: (name != NOTHING, max(one.bits(name) or 0.0 for one in found)))
     lines = []
@@ -293,7 +311,7 @@ def claims() -> str:
     lines = []
     for claim in CLAIMS:
         measure = main_measure(claim.suite)
-        found = difference([one for one in asked() if one.suite == claim.suite], claim.ours, claim.other, measure)
+        found = difference(current(claim.suite), claim.ours, claim.other, measure)
         if found is None or found.items < LEAST:
             continue
         cells = [WORDS[claim.suite], f"`{claim.ours}`", f"`{claim.other}`", percent(found, True), str(found.items)]
@@ -462,7 +480,7 @@ def short() -> str:
         f"{evidence.bits_of('fold:bits=2'):.2f} bits {_span(wide)} (three models, {own.items} windows)."
     ]
     for suite in (*CHAINS, "ruler", "code", "needle", "retrieval"):
-        of = [one for one in asked() if one.suite == suite]
+        of = current(suite)
         said = []
         for name in ("fold", "fold:bits=2", BASE):
             found = difference(of, name, NOTHING, main_measure(suite))
@@ -489,7 +507,7 @@ def short() -> str:
 
 def headline() -> str:
     """The README's claim about answers; it names what is lost, and raises once one of its verdicts is another."""
-    found = {suite: [one for one in asked() if one.suite == suite] for suite in ("gsm8k", "ruler", "retrieval")}
+    found = {suite: current(suite) for suite in ("gsm8k", "ruler", "retrieval")}
     words, ruler, pairs = (difference(of, "fold", NOTHING, main_measure(suite)) for suite, of in found.items())
     theirs = difference(found["ruler"], BASE, NOTHING, main_measure("ruler"))
     assert words is not None and ruler is not None and pairs is not None and theirs is not None
@@ -514,7 +532,7 @@ def beside_full() -> str:
     KIVI-2's where it has others."""
     lines = []
     for suite in (*CHAINS, "ruler", "needle", "retrieval", "code"):
-        of, measure = [one for one in asked() if one.suite == suite], main_measure(suite)
+        of, measure = current(suite), main_measure(suite)
         longest = [n for one in of for n in one.lengths]
         where = f", {min(longest):,} to {max(longest):,} tokens" if longest else ""
         full = [value for _, value in both(of, "fold", NOTHING, measure)]

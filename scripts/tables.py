@@ -420,6 +420,7 @@ TABLES["docs/evidence.md"] = {
     "claims": evidence.claims,
     "equal bytes": evidence.equal_bytes,
     "texts": evidence.texts,
+    "by length": evidence.lengths,
     "everything": evidence.everything,
     **evidence_tasks.TABLES,
 }

@@ -20,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 import kvfold
 from kvfold import unfold
 from kvfold.artefact import checksum, load, read
+from kvfold.calibration import collect, nova
 from kvfold.calibration.collect import Collector, distance_factor, to_complex
 from kvfold.calibration.commvq_schedule import Schedule
 from kvfold.calibration.run import LayerDone, calibrate, windows_of
@@ -113,6 +114,21 @@ def test_weights_and_metrics_are_those_of_the_definition():
     w = attention.o_proj.weight.detach()[:, :64]
     w2 = attention.o_proj.weight.detach()[:, 64:128]
     torch.testing.assert_close(sample.value_metric[0], w.T @ w + w2.T @ w2, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("context", "positions"), [(512, 16_384), (32_768, 32_768), (1 << 20, 131_072)])
+def test_all_positions_of_the_context_are_learned_from(context, positions):
+    model = tiny_llama(max_position_embeddings=context)
+    sample = Collector(model, torch.arange(64).view(1, 64)).step()
+    assert collect.span(model) == sample.span == positions
+    firsts = []
+    for seed in range(40):  # where the only window is put
+        first = int(torch.randint(positions, (1,), generator=torch.Generator().manual_seed(seed)))
+        at = (first + torch.arange(64)).view(1, 1, -1)
+        placed = nova.placed(sample, 64, torch.Generator().manual_seed(seed))
+        assert torch.equal(placed, sample.spec.rope.rotate(sample.keys.unsqueeze(0), at)[0])
+        firsts.append(first)
+    assert max(firsts) > positions // 2
 
 
 def test_distance_factor_keeps_slow_pairs_and_drops_unequal_fast_ones():

@@ -74,3 +74,11 @@ def test_every_prefix_is_followed_by_the_same_tokens_and_begins_as_the_tokenizer
     found = encode(begins, text, [64, 320], 32, 2, None)
     assert found[64][0, 0] == found[320][0, 0] == 258
     assert torch.equal(found[64][:, 1:], found[320][:, -96:])
+
+
+def test_a_text_has_its_files_name_wherever_it_lies(tmp_path):
+    path = tmp_path / "a" / "prose.txt"
+    path.parent.mkdir()
+    path.write_text("words", encoding="utf-8")
+    assert load_text(path).name == "prose.txt" and load_text(path).source == str(path)
+    assert load_text().name == load_text().source

@@ -119,3 +119,26 @@ def test_answers_are_paired_item_by_item_and_a_loss_is_bounded(monkeypatch):
     line = evidence_tasks.tasks().splitlines()[-1]
     assert "| 100 |" in line and "50.0 -" in line and "99.0 |" in line  # what is shown to be worse is marked
     assert "| 0.0 (60) |" in line  # not of few items, whose number is said
+
+
+def test_the_grid_counts_alone_where_it_has_both_methods(of):
+    grid = run(BIG, evidence.GRID + "x", a=[0.5] * 6, kivi=[1.0] * 6)
+    older = run(BIG, "evidence/y", a=[2.0] * 9, kivi=[1.0] * 9, b=[4.0] * 9)
+    pair = of(grid, older, run(SMALL, "evidence/z", a=[2.0] * 6, kivi=[1.0] * 6))
+    assert pair("a", "kivi").by_model == pytest.approx({BIG: 0.5, SMALL: 2.0}) and pair("a", "kivi").items == 12
+    assert pair("b", "kivi").value == pytest.approx(4.0)
+
+
+def test_ratios_by_length_are_of_windows_that_both_have(monkeypatch):
+    by_method = {"a": [{1024: 0.5, 30000: 3.0}, {1024: 0.5}], "kivi": [{1024: 1.0, 30000: 1.0}, {30000: 1.0}]}
+    monkeypatch.setattr(evidence, "runs", lambda: (run(BIG, evidence.GRID + "x", **by_method),))
+    monkeypatch.setattr(evidence, "BY_LENGTH", ("a",))
+    head, _, line = evidence.lengths().splitlines()
+    assert head == "| method | 1,024 tokens | 30,000 tokens |" and line == "| `a` | 0.50 (1.5B) | 3.00 (1.5B) |"
+
+
+def test_claims_rest_on_a_suites_newest_prompts():
+    of = evidence_tasks.asked()
+    earlier = {one.suite for one in of if one.earlier}
+    assert "ruler" in earlier and not any(one.earlier for one in evidence_tasks.current("ruler"))
+    assert any(one.earlier for one in evidence_tasks.current("retrieval"))

@@ -148,7 +148,7 @@ class NOVA(ByteCodes):
     eigenvectors of what it makes of the keys' covariance; coordinates dealt out to groups of 4 in the order of their
     variance, so that groups weigh alike; 256 codes for a group, by k-means; one root mean square per token; values rotated,
     2 bits with a scale and a zero-point per token. Our reading: values are rotated by a Hadamard matrix instead of a
-    learned one, moments are taken over positions as they would be up to 16,384 tokens, and ``refit``.
+    learned one, moments are taken over positions as they would be over the model's context, and ``refit``.
     """
 
     name = "nova"
