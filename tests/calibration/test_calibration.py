@@ -119,7 +119,9 @@ def test_weights_and_metrics_are_those_of_the_definition():
 @pytest.mark.parametrize(("context", "positions"), [(512, 16_384), (32_768, 32_768), (1 << 20, 131_072)])
 def test_all_positions_of_the_context_are_learned_from(context, positions):
     model = tiny_llama(max_position_embeddings=context)
-    sample = Collector(model, torch.arange(64).view(1, 64)).step()
+    collector = Collector(model, torch.arange(64).view(1, 64))
+    collector.start()
+    sample = collector.step()
     assert collect.span(model) == sample.span == positions
     firsts = []
     for seed in range(40):  # where the only window is put
