@@ -235,6 +235,33 @@ def test_verdicts_are_paired_and_said(tmp_path):
     assert re.search(r"kivi kld \+0\.0100 \[.*?\] 8 0\.008 worse", against_fold)
 
 
+def test_tasks_stand_together_first_and_then_apart(tmp_path):
+    def as_code(row):
+        other = {
+            "item": row.item.replace("prose", "code"),
+            "prompt_sha256": "f" + row.prompt_sha256[1:],
+            "task": "code",
+        }
+        return dataclasses.replace(row, **other, scores={**row.scores, "kld": 0.5})
+
+    code = map(as_code, divergences(["none", "kivi"]))
+    write(tmp_path / "rows", [*divergences(["none", "kivi"]), *code], suite="divergence")
+    text = " ".join(Page(report([tmp_path / "rows"])).sections["source-0"].split())
+    places = [
+        text.index(name) for name in ("all tasks, 1,024 tokens", "By task", "prose, 1,024 tokens", "code, 1,024 tokens")
+    ]
+    assert places == sorted(places)
+    together = text[places[0] : places[1]]
+    kivi = fmean([0.5] * 8 + [0.02 + 0.001 * i for i in range(8)])
+    assert f"16 {kivi:.4f}" in together
+
+
+def test_files_with_the_most_rows_come_first(tmp_path):
+    write(tmp_path / "rows", divergences(["none"]), suite="divergence")
+    write(tmp_path / "rows", divergences(["none", "fold", "kivi"]), suite="divergence", dtype="bfloat16")
+    assert "bfloat16" in Page(report([tmp_path / "rows"])).sections["source-0"]
+
+
 def test_rows_of_different_settings_are_not_compared(tmp_path):
     write(tmp_path / "rows", divergences(["none", "fold"]), suite="divergence")
     write(tmp_path / "rows", divergences(["kivi"]), suite="divergence", dtype="bfloat16")

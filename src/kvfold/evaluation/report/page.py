@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from kvfold.evaluation.report import figures
 from kvfold.evaluation.report.layers import section as layers_section
 from kvfold.evaluation.report.sources import Source, Sources, read
 from kvfold.evaluation.report.tables import table as _rows
-from kvfold.evaluation.results import Result
+from kvfold.evaluation.results import Result, ResultFile
 from kvfold.evaluation.suites import REGISTRY, Measure
 from kvfold.evaluation.summary import Cell, shown, shown_difference, summarize
 from kvfold.sheet import as_bytes
@@ -141,9 +142,30 @@ def _section(index: int, source: Source, baselines: Sequence[str]) -> str:
     first, cells = next(iter(tables.items()), ("", summarize(file, "")))
     measures = REGISTRY[file.settings.suite].measures
     methods = list(dict.fromkeys(cell.method for cell in cells))
-    groups = list(dict.fromkeys((cell.task, cell.length) for cell in cells))
-    parts = [_settings(source)]
-    for group in groups:
+    parts = _groups(file, tables, cells, measures, first, methods)
+    if source.command == "eval" and len({cell.task for cell in cells}) > 1:
+        whole = _all_tasks(file)
+        tables = {name: summarize(whole, name) for name in tables}
+        together = _groups(whole, tables, next(iter(tables.values()), summarize(whole, "")), measures, first, methods)
+        parts = f"{together}<details><summary>By task</summary>{parts}</details>"
+    heats = _heats(list(file.rows.values()), measures[0], methods)
+    body = f"{_settings(source)}{parts}{heats}"
+    if source.command != "eval":
+        body = f"<details><summary>Tables and plots</summary>{body}</details>"
+    return f'<section id="source-{index}"><h2>{escape(_title(source))}</h2>{body}</section>'
+
+
+def _groups(
+    file: ResultFile,
+    tables: dict[str, list[Cell]],
+    cells: Sequence[Cell],
+    measures: Sequence[Measure],
+    first: str,
+    methods: Sequence[str],
+) -> str:
+    """Tables, plots and verdicts of each task and length; ``tables``: cells against each baseline."""
+    parts = []
+    for group in dict.fromkeys((cell.task, cell.length) for cell in cells):
         here = [cell for cell in cells if (cell.task, cell.length) == group]
         rows = [row for row in file.rows.values() if (row.task, row.length) == group]
         parts.append(f"<h3>{escape(_place(group))}</h3>")
@@ -151,11 +173,15 @@ def _section(index: int, source: Source, baselines: Sequence[str]) -> str:
         parts.append(_plots(group, here, rows, measures[0], methods))
         for name, all_cells in tables.items():
             parts.append(_verdicts([c for c in all_cells if (c.task, c.length) == group], measures, name))
-    parts.append(_heats(list(file.rows.values()), measures[0], methods))
-    body = "".join(parts)
-    if source.command != "eval":
-        body = f"<details><summary>Tables and plots</summary>{body}</details>"
-    return f'<section id="source-{index}"><h2>{escape(_title(source))}</h2>{body}</section>'
+    return "".join(parts)
+
+
+def _all_tasks(file: ResultFile) -> ResultFile:
+    """The same rows as if all were of one task: an item of any counts once."""
+    whole = ResultFile(file.path, file.settings)
+    whole.runs = file.runs
+    whole.rows = {key: dataclasses.replace(row, task="all tasks") for key, row in file.rows.items()}
+    return whole
 
 
 def _place(group: tuple[str, int | None]) -> str:

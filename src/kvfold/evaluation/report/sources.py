@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,18 @@ def read(paths: Sequence[Path]) -> Sources:
             "kvfold eval --out"
         )
     order = ("eval", "compare", "domains")
+    together = _together(sources)
+    rows = Counter[str]()
+    for source in together:
+        rows[source.found.settings.model] += len(source.found.rows)
+
+    def place(source: Source) -> tuple[int, int, str, int, str]:
+        """Commands apart; models and then files with the most rows first."""
+        model = source.found.settings.model
+        return order.index(source.command), -rows[model], model, -len(source.found.rows), source.name
+
     return Sources(
-        sorted(_together(sources), key=lambda s: (order.index(s.command), s.found.settings.model, s.name)),
+        sorted(together, key=place),
         layers,
         others,
     )
