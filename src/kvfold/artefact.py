@@ -97,7 +97,8 @@ class Artefact:
         What has to agree with model and method: ``num_layers``, ``num_kv_heads``, ``head_dim``, ``rotary_dim``,
         ``no_rope_layers``, ``k_bits``, ``v_bits``, ``levels``, ``joint``.
     calibration : dict
-        Texts (name, SHA-256), tokens, held-out tokens, window, preset, schedule, seed.
+        Texts (name, SHA-256), tokens, held-out tokens, window, preset, schedule, seed; where it matters, positions that keys
+        were taken to lie at.
     errors : dict
         Layer index as text -> held-out errors by name.
     versions : dict

@@ -20,16 +20,18 @@ from tokenizers.processors import TemplateProcessing
 import kvfold
 from kvfold import unfold
 from kvfold.artefact import checksum, load, read
-from kvfold.calibration import collect, nova
+from kvfold.artefact import save as save_artefact
+from kvfold.calibration import nova
 from kvfold.calibration.collect import Collector, distance_factor, to_complex
 from kvfold.calibration.commvq_schedule import Schedule
 from kvfold.calibration.run import LayerDone, calibrate, windows_of
 from kvfold.cli import main
-from kvfold.errors import KVFoldError, MethodError
+from kvfold.errors import KVFoldError, KVFoldWarning, MethodError
 from kvfold.evaluation.perplexity import reference, score
 from kvfold.evaluation.text import Text, python_prose
 from kvfold.kernels import NewTokens
 from kvfold.methods import LayerSpec, get
+from kvfold.methods.learned import span
 from tiny_model import byte_tokenizer, save, tiny_llama
 
 QUICK = Schedule(window=128, em_tokens=0, em_steps=3, hard_steps=1, joint_rounds=1, value_rounds=1)
@@ -122,7 +124,7 @@ def test_all_positions_of_the_context_are_learned_from(context, positions):
     collector = Collector(model, torch.arange(64).view(1, 64))
     collector.start()
     sample = collector.step()
-    assert collect.span(model) == sample.span == positions
+    assert span(model.config) == sample.span == positions
     firsts = []
     for seed in range(40):  # where the only window is put
         first = int(torch.randint(positions, (1,), generator=torch.Generator().manual_seed(seed)))
@@ -131,6 +133,24 @@ def test_all_positions_of_the_context_are_learned_from(context, positions):
         assert torch.equal(placed, sample.spec.rope.rotate(sample.keys.unsqueeze(0), at)[0])
         firsts.append(first)
     assert max(firsts) > positions // 2
+
+
+def test_an_artefact_of_fewer_positions_than_the_model_has_says_so(tmp_path):
+    model = tiny_llama(max_position_embeddings=32_768)
+    out = tmp_path / "nova.safetensors"
+    made = learn(out, "nova", model)
+    assert made.calibration["positions"] == 32_768
+    assert (
+        "positions" not in learn(tmp_path / "vqllm.safetensors", "vqllm:bits=1,vector=16,codes=16", model).calibration
+    )
+    method = f"nova:artefact={out}"
+    assert not any("positions" in note for note in kvfold.explain(model, method).notes)
+    older = {name: value for name, value in made.calibration.items() if name != "positions"}
+    save_artefact(dataclasses.replace(made, calibration=older), out)
+    with pytest.warns(KVFoldWarning, match="learned for 16,384 positions of the model's 32,768"):
+        notes = kvfold.explain(model, method).notes
+    assert sum("learned for 16,384 positions of the model's 32,768" in note for note in notes) == 1
+    assert not get(f"tasq:artefact={out}").notes(model.config), "keys before RoPE lie where they lie"
 
 
 def test_distance_factor_keeps_slow_pairs_and_drops_unequal_fast_ones():

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from kvfold.calibration import looking
 from kvfold.errors import KVFoldError, UnsupportedModelError
 from kvfold.methods.base import LayerSpec
-from kvfold.methods.learned import rotary_dim
+from kvfold.methods.learned import rotary_dim, span
 from kvfold.methods.none import NoFolding
 from kvfold.rope import Rope, rope_of
 
@@ -28,8 +28,6 @@ QUERY_CHUNK = 256
 """Queries whose attention probabilities exist at once."""
 NEWEST = 64
 """Tokens of a window whose hidden states are compared with the model's own."""
-SHORTEST, LONGEST = 16_384, 131_072
-"""Tokens of context that a model is taken to have at least and at most."""
 CLOSE = 0.05
 """Relative difference between them that is rounding's."""
 OUTPUTS = ("o_proj", "out_proj", "dense")
@@ -91,17 +89,6 @@ def to_real(z: torch.Tensor, rotary: int) -> torch.Tensor:
     """Inverse of :func:`to_complex`: complex [..., d / 2] -> float [..., d]."""
     parts = [z[..., : rotary // 2], z[..., rotary // 2 :]]
     return torch.cat([part for half in parts if half.shape[-1] for part in (half.real, half.imag)], -1)
-
-
-def span(model: PreTrainedModel) -> int:
-    """Positions that keys are taken to lie at, and distances that queries are taken to look back: the model's context.
-
-    Between 16,384 and 131,072 tokens. What is learned for half of the positions fails at the others: with 16,384 of 32,768,
-    NOVA-KV's keys lost three times as much at 30,000 tokens as at 16,384.
-    """
-    config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or SHORTEST
-    return min(max(context, SHORTEST), LONGEST)
 
 
 def distance_factor(spec: LayerSpec, length: int) -> torch.Tensor:
@@ -303,7 +290,7 @@ class Collector:
 
     def __init__(self, model: PreTrainedModel, windows: torch.Tensor, batch: int = 1) -> None:
         self.model, self.windows, self.batch = model, windows, batch
-        self.specs, self.span = layer_specs(model), span(model)
+        self.specs, self.span = layer_specs(model), span(model.config.get_text_config())
         layers = getattr(model.base_model, "layers", None)
         if layers is None or len(layers) != len(self.specs):
             raise UnsupportedModelError(

@@ -29,6 +29,8 @@ class Learner(ABC):
 
     window = 512
     """Tokens of a calibration window."""
+    positions: int | None = None
+    """Positions that keys were taken to lie at, where that matters; written into the artefact."""
 
     def __init__(self, model: PreTrainedModel, windows: torch.Tensor, held: torch.Tensor, seed: int) -> None:
         self.model, self.windows, self.held, self.seed = model, windows, held, seed

@@ -12,7 +12,7 @@ from kvfold.formats import Format, GroupCodes
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
-from kvfold.methods.learned import rotary_dim
+from kvfold.methods.learned import rotary_dim, span
 from kvfold.methods.nova import CODES, ByteCodes, Tables
 
 ITERATIONS = 16
@@ -31,6 +31,7 @@ class ByteCodesLearner(LayerwiseLearner):
     ) -> None:
         super().__init__(model, windows, held, seed)
         self.method = method
+        self.positions = span(model.config.get_text_config())
 
     def fit(self, sample: LayerSample, generator: torch.Generator) -> Fit:
         return learn(sample.on(self.model.device), self.held, self.windows.shape[1], self.method, generator)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -167,7 +168,7 @@ def calibrate(
     if not held.any():
         held[-1] = True
     spec = str(dataclasses.replace(method, artefact=""))
-    calibration = {
+    calibration: dict[str, Any] = {
         "texts": [{"name": Path(t.source).name, "sha256": t.sha256} for t in texts],
         "tokens": windows.numel(),
         "held_out_tokens": int(held.sum()),
@@ -177,6 +178,8 @@ def calibrate(
     }
     versions = {"kvfold": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     learner = _learner(method, chosen)(model, windows, held.flatten(), seed)
+    if learner.positions is not None:
+        calibration["positions"] = learner.positions
     folded = [s for s in learner.specs if s is not None]
     if not folded:
         raise KVFoldError(f"model: {model_name} has no layer that kvfold folds")

@@ -390,6 +390,10 @@ class Method(ABC):
         """Refuse a model, given its configuration, that what the method learned is not for; most methods learn nothing."""
         return
 
+    def notes(self, config: object) -> list[str]:
+        """What a user should know of the method with a model of this configuration; most have nothing to say."""
+        return []
+
     # ---- maps --------------------------------------------------------------------------------------------------------
 
     def observe(self, seen: Observation, spec: LayerSpec) -> State:

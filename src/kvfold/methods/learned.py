@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvfold.artefact import Artefact, load_cached
-from kvfold.errors import MethodError
+from kvfold.errors import MethodError, warn_once
 from kvfold.methods.base import LayerSpec, Method
 from kvfold.methods.specs import BETWEEN
 
@@ -65,9 +65,25 @@ class LearnedMethod(Method):
             raise MethodError(f"{self.name}: artefact={self.artefact}: {error}") from None
 
     def check_model(self, config: object) -> None:
-        """Refuse a model that the artefact was not made for."""
+        """Refuse a model that the artefact was not made for, and warn of what :meth:`notes` says."""
         if self.artefact:
             load_cached(self.artefact).check_model(config)
+            for note in self.notes(config):
+                warn_once(note)
+
+
+SHORTEST, LONGEST = 16_384, 131_072
+"""Tokens of context that a model is taken to have at least and at most."""
+
+
+def span(config: object) -> int:
+    """Positions that keys are taken to lie at, and distances that queries are taken to look back, while tables are learned:
+    the model's context, between 16,384 and 131,072 tokens.
+
+    What is learned for half of the positions fails at the others: with 16,384 of 32,768, NOVA-KV's keys lost three times as
+    much at 30,000 tokens as at 16,384.
+    """
+    return min(max(getattr(config, "max_position_embeddings", None) or SHORTEST, SHORTEST), LONGEST)
 
 
 def places(method: Method) -> Iterator[str]:

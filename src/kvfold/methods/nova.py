@@ -6,11 +6,12 @@ from typing import ClassVar
 
 import torch
 
+from kvfold.artefact import load_cached
 from kvfold.formats import AffineGroups, Format, GroupCodes, Hadamard, Projected
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
 from kvfold.methods.base import LayerSpec, State
-from kvfold.methods.learned import LearnedMethod
+from kvfold.methods.learned import SHORTEST, LearnedMethod, span
 from kvfold.methods.options import Problem
 
 CODES = 256
@@ -119,6 +120,17 @@ class ByteCodes(LearnedMethod):
     def _learned(self, spec: LayerSpec) -> Tables:
         learned: Tables = self.learned(spec)
         return learned
+
+    def notes(self, config: object) -> list[str]:
+        if not (self.maps_keys and self.artefact):
+            return []
+        learned = load_cached(self.artefact).calibration.get("positions", SHORTEST)
+        if span(config) <= learned:
+            return []
+        return [
+            f"artefact {self.artefact} was learned for {learned:,} positions of the model's {span(config):,}: keys at later "
+            "ones lose two to three times as much; 'kvfold calibrate' learns it for all"
+        ]
 
     def learned_shape(self) -> dict[str, object]:
         learned: dict[str, object] = {"k_bits": self.key_bits}

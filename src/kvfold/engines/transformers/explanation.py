@@ -165,7 +165,8 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
         )
     # layers kept by wish grow with every token, as folded ones do; those that cannot be folded do not count
     wished = max(own, default=0) * sum(row.reason == KEPT for row in kept)
-    notes += said
+    config = model.config.get_text_config(decoder=True)
+    notes += [*said, *(note for part in method.parts() for note in part.notes(config))]
     if tables:
         notes.append(f"tables shared by all sequences: {sum(tables.values()):,} bytes")
     if model.device.type == "cuda" and len(kept) < len(rows):
