@@ -86,7 +86,7 @@ MAIN = ("fold", "fold:bits=2", "kivi", "squat", "innerq", "qjl", "turboquant:bit
 """What answers tasks; after them, what learned best."""
 BEST = ("tasq", "nova")
 FAMILIES = ("multikey", "multivalue", "tracking", "aggregation", "qa")
-BATCHES = {4096: (10, 10), 16384: (8, 23), 30000: (4, 23)}
+BATCHES = {4096: (10, 10), 16384: (4, 13), 30000: (2, 13)}
 """By length: prompts of a family of RULER that are answered together, and the GiB that they take."""
 TEXTS = ("encyclopedia", "prose", "code", "dialogue", "tools")
 
