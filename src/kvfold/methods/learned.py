@@ -80,7 +80,7 @@ def span(config: object) -> int:
     """Positions that keys are taken to lie at, and distances that queries are taken to look back, while tables are learned:
     the model's context, between 16,384 and 131,072 tokens.
 
-    What is learned for half of the positions fails at the others: with 16,384 of 32,768, NOVA-KV's keys lost three times as
+    What is learned for half of the positions fails at the others: with 16,384 of 32,768, NOVA-KV lost two to four times as
     much at 30,000 tokens as at 16,384.
     """
     return min(max(getattr(config, "max_position_embeddings", None) or SHORTEST, SHORTEST), LONGEST)
