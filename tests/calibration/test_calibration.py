@@ -121,16 +121,16 @@ def test_weights_and_metrics_are_those_of_the_definition():
 @pytest.mark.parametrize(("context", "positions"), [(512, 16_384), (32_768, 32_768), (1 << 20, 131_072)])
 def test_all_positions_of_the_context_are_learned_from(context, positions):
     model = tiny_llama(max_position_embeddings=context)
-    collector = Collector(model, torch.arange(64).view(1, 64))
-    collector.start()
-    sample = collector.step()
-    assert span(model.config) == sample.span == positions
-    firsts = []
+    learner = nova.ByteCodesLearner(
+        get("nova"), model, torch.arange(64).view(1, 64), torch.zeros(64, dtype=torch.bool), 0
+    )
+    assert span(model.config) == learner.positions == positions
+    (layer, _), keys, firsts = learner.specs, torch.ones(2, 64, 64), []
     for seed in range(40):  # where the only window is put
         first = int(torch.randint(positions, (1,), generator=torch.Generator().manual_seed(seed)))
         at = (first + torch.arange(64)).view(1, 1, -1)
-        placed = nova.placed(sample, 64, torch.Generator().manual_seed(seed))
-        assert torch.equal(placed, sample.spec.rope.rotate(sample.keys.unsqueeze(0), at)[0])
+        placed = nova.placed(keys, 64, learner.positions, layer, torch.Generator().manual_seed(seed))
+        assert torch.equal(placed, layer.rope.rotate(keys.unsqueeze(0), at)[0])
         firsts.append(first)
     assert max(firsts) > positions // 2
 

@@ -57,7 +57,7 @@ def sample(heads: int = 2, tokens: int = 512, dim: int = 32) -> LayerSample:
     metric = q.transpose(-1, -2) @ q.conj() / 64 * distance_factor(shape, 128)
     w = randn(heads, dim, 48, seed=9)
     weight = 0.1 + randn(heads, tokens, seed=10).square()
-    return LayerSample(shape, keys, values, weight, weight, metric, metric, w @ w.transpose(-1, -2), 16_384)
+    return LayerSample(shape, keys, values, weight, weight, metric, metric, w @ w.transpose(-1, -2))
 
 
 def held_out(tokens: int = 512) -> torch.Tensor:

@@ -11,7 +11,6 @@ import kvfold
 from helpers import difference, feed, layer, relative, rope, spec, tokens
 from kvfold import artefact as artefacts
 from kvfold.calibration import gsrq, nova, vqllm
-from kvfold.calibration.collect import LayerSample
 from kvfold.errors import MethodError
 from kvfold.formats import AffineGroups, Balanced, GroupCodes, Hadamard, Projected, ResidualCodes, UniformTokens
 from kvfold.formats.balanced import deviation, factors, mean
@@ -341,8 +340,7 @@ def test_bits_of_byte_codes_are_those_of_their_sources():
 def test_keys_lie_anywhere_among_the_positions():
     """A mean over windows that begin at position 0 would be the mean of a sequence's beginning."""
     shape = spec()
-    keys = torch.ones(2, 64 * 32, 64)
-    placed = nova.placed(LayerSample(shape, keys, keys, *[torch.empty(0)] * 5, 16_384), 32, draw())
+    placed = nova.placed(torch.ones(2, 64 * 32, 64), 32, 16_384, shape, draw())
     assert placed.shape == (2, 64 * 32, 64)
     assert placed.mean(1)[:, :8].abs().max() < 0.3 < placed.std(1).max()  # fast pairs average out
     norms = placed.unflatten(-1, (2, 32)).norm(dim=-2)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from kvfold.calibration import looking
 from kvfold.errors import KVFoldError, UnsupportedModelError
 from kvfold.methods.base import LayerSpec
-from kvfold.methods.learned import rotary_dim, span
+from kvfold.methods.learned import rotary_dim
 from kvfold.methods.none import NoFolding
 from kvfold.rope import Rope, rope_of
 
@@ -55,8 +55,6 @@ class LayerSample:
     value_metric : Tensor, float32 [num_kv_heads, head_dim, head_dim]
         ``sum_h W_h W_h'`` over the query heads h of the KV head, W_h the head's slice of the output projection: an error e
         of an attention output moves the layer's output by ``e M e'`` squared.
-    span : int
-        Positions that keys are taken to lie at, of :func:`span`.
     """
 
     spec: LayerSpec
@@ -67,12 +65,10 @@ class LayerSample:
     key_metric: torch.Tensor
     query_moment: torch.Tensor
     value_metric: torch.Tensor
-    span: int
 
     def on(self, device: torch.device) -> LayerSample:
         """The same numbers on another device."""
-        kept = ("spec", "span")
-        moved = {f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self) if f.name not in kept}
+        moved = {f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self) if f.name != "spec"}
         return dataclasses.replace(self, **moved)
 
 
@@ -290,7 +286,7 @@ class Collector:
 
     def __init__(self, model: PreTrainedModel, windows: torch.Tensor, batch: int = 1) -> None:
         self.model, self.windows, self.batch = model, windows, batch
-        self.specs, self.span = layer_specs(model), span(model.config.get_text_config())
+        self.specs = layer_specs(model)
         layers = getattr(model.base_model, "layers", None)
         if layers is None or len(layers) != len(self.specs):
             raise UnsupportedModelError(
@@ -409,7 +405,6 @@ class Collector:
             key_metric=moment * distance_factor(spec, length),
             query_moment=moment,
             value_metric=self._value_metric(spec),
-            span=self.span,
         )
 
     def _check(self, index: int, new: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from kvfold.formats import Format, GroupCodes
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
+from kvfold.methods.base import LayerSpec
 from kvfold.methods.learned import rotary_dim, span
 from kvfold.methods.nova import CODES, ByteCodes, Tables
 
@@ -26,6 +27,8 @@ RIDGE = 1e-4
 class ByteCodesLearner(LayerwiseLearner):
     """Maps in closed form, codebooks by k-means."""
 
+    positions: int
+
     def __init__(
         self, method: ByteCodes, model: PreTrainedModel, windows: torch.Tensor, held: torch.Tensor, seed: int
     ) -> None:
@@ -34,10 +37,18 @@ class ByteCodesLearner(LayerwiseLearner):
         self.positions = span(model.config.get_text_config())
 
     def fit(self, sample: LayerSample, generator: torch.Generator) -> Fit:
-        return learn(sample.on(self.model.device), self.held, self.windows.shape[1], self.method, generator)
+        here = sample.on(self.model.device)
+        return learn(here, self.held, self.windows.shape[1], self.positions, self.method, generator)
 
 
-def learn(sample: LayerSample, held: torch.Tensor, window: int, method: ByteCodes, generator: torch.Generator) -> Fit:
+def learn(
+    sample: LayerSample,
+    held: torch.Tensor,
+    window: int,
+    positions: int,
+    method: ByteCodes,
+    generator: torch.Generator,
+) -> Fit:
     """Learn one layer's tables.
 
     Parameters
@@ -45,8 +56,8 @@ def learn(sample: LayerSample, held: torch.Tensor, window: int, method: ByteCode
     sample : LayerSample
     held : Tensor, bool [tokens]
         Tokens to measure errors on instead of learning from them.
-    window : int
-        Tokens of a calibration window.
+    window, positions : int
+        Tokens of a calibration window; positions that keys are taken to lie at, and distances that queries look back.
     method : ByteCodes
     generator : torch.Generator
         Decides the positions of windows, starts and sub-samples.
@@ -62,14 +73,14 @@ def learn(sample: LayerSample, held: torch.Tensor, window: int, method: ByteCode
     spec = sample.spec
     keys_form, values_form = method.formats(spec)
     queries = real_moment(
-        sample.query_moment * distance_factor(spec, sample.span).to(sample.query_moment.device),
+        sample.query_moment * distance_factor(spec, positions).to(sample.query_moment.device),
         rotary_dim(spec),
         spec.head_dim,
     )
     tensors: dict[str, torch.Tensor | None] = {}
     errors: dict[str, float] = {}
     if method.maps_keys:
-        keys = placed(sample, window, generator)
+        keys = placed(sample.keys, window, positions, spec, generator)
         maps = query_maps(keys[:, ~held], queries, inner_codes(keys_form).vector)
         tensors |= {"key.mean": maps.mean, "key.map": maps.apply, "key.inverse": maps.restore}
         prepared = (keys - maps.mean.unsqueeze(-2)) @ maps.apply
@@ -107,18 +118,16 @@ def real_moment(moment: torch.Tensor, rotary: int, head_dim: int) -> torch.Tenso
     return (pairs.conj() @ moment.to(pairs.dtype) @ pairs.T).real.float()
 
 
-def placed(sample: LayerSample, window: int, generator: torch.Generator) -> torch.Tensor:
-    """Keys after RoPE, as if windows lay anywhere among the positions of the sample's span.
+def placed(keys: torch.Tensor, window: int, count: int, spec: LayerSpec, generator: torch.Generator) -> torch.Tensor:
+    """Keys after RoPE, as if windows lay anywhere among ``count`` positions.
 
     A mean over calibration windows that all begin at position 0 is the mean of a sequence's beginning, and no other.
     """
-    keys, rope = sample.keys, sample.spec.rope
-    if rope is None:
+    if spec.rope is None:
         return keys
-    count = keys.shape[1] // window
-    first = torch.randint(sample.span, (count,), generator=generator)
+    first = torch.randint(count, (keys.shape[1] // window,), generator=generator)
     positions = (first.unsqueeze(-1) + torch.arange(window)).view(1, 1, -1).to(keys.device)
-    return rope.rotate(keys.unsqueeze(0), positions)[0]
+    return spec.rope.rotate(keys.unsqueeze(0), positions)[0]
 
 
 def root(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
