@@ -1,0 +1,92 @@
+"""What a reader of the CPU kernel is: one compiled function that decodes a unit of a format, and what it is given."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, ClassVar, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvfold.formats import Fields, Format
+
+F = TypeVar("F", bound=Format)
+T = TypeVar("T")
+
+ROW = 32
+"""Most integers that a reader is given."""
+
+Place = tuple[int, int, int, int]
+"""Address of a field, and its strides of batch, head and block (or page) in bytes."""
+
+
+class CPUReader(ABC, Generic[F]):
+    """How units (32 tokens) of a format's decoded vectors are read, in plain order.
+
+    ``decode``, under :func:`~kvfold.kernels.cpu._numbers.decoder`, takes pointers and integers ``(row, batch, head, unit, tile,
+    width, scratch)`` and returns nothing:
+
+    row : int64 [ROW]
+        What :meth:`row` returned for the span: addresses, strides, constants.
+    batch, head, unit : int64
+        Sequence, KV head, and the number of the unit in the span, all of it written.
+    tile : float32 [32, width]
+        Where to put the unit's decoded vectors. ``width`` is at least the format's; what lies beyond is to stay as it is.
+    scratch : float32 [:attr:`scratch`]
+        Memory for anything, of this thread alone.
+    """
+
+    decode: ClassVar[Any]
+
+    def __init__(self, form: F) -> None:
+        self.form = form
+
+    @staticmethod
+    def why_not(form: Any) -> str | None:
+        """Why a format of this kind, in plain order, cannot be read; None if it can."""
+        return None
+
+    @property
+    def scratch(self) -> int:
+        """Floats of memory that ``decode`` needs beside the tile."""
+        return 0
+
+    @abstractmethod
+    def row(self, fields: Fields, keep: list[torch.Tensor]) -> list[int]:
+        """What ``decode`` is given of a span's fields; tensors that addresses point to are put into ``keep``."""
+
+
+@lru_cache
+def _counts(form: Format) -> dict[str, int]:
+    """Elements per block of every field."""
+    return {name: math.prod(shape) for name, (shape, _) in form.fields().items()}
+
+
+def places(form: Format, fields: Fields, names: tuple[str, ...], keep: list[torch.Tensor]) -> list[int]:
+    """Places of fields of blocks, one after the other: four integers each."""
+    counts = _counts(form)
+    return [number for name in names for number in place(fields[name], counts[name], keep)]
+
+
+def place(x: torch.Tensor, inner: int, keep: list[torch.Tensor]) -> Place:
+    """Where a tensor [batch, heads, blocks, ...] lies; blocks, of ``inner`` elements, are adjacent."""
+    stride = x.stride()
+    if x.shape[2] > 1 and stride[2] != inner or inner > 1 and stride[-1] != 1:
+        x = x.contiguous()
+        stride = x.stride()
+    keep.append(x)
+    size = x.itemsize
+    return x.data_ptr(), stride[0] * size, stride[1] * size, inner * size
+
+
+_MADE: "WeakKeyDictionary[Any, dict[Any, Any]]" = WeakKeyDictionary()
+
+
+def made(owner: object, name: object, make: Callable[[], T]) -> T:
+    """What ``make`` returns for a codebook, made once and kept as long as the codebook is. ``name``: for what."""
+    of_owner = _MADE.setdefault(owner, {})
+    if name not in of_owner:
+        of_owner[name] = make()
+    found: T = of_owner[name]
+    return found
