@@ -92,17 +92,17 @@ def test_the_cpu_kernel_equals_the_reference(kind, tokens, monkeypatch):
     assert relative(ReferenceKernel().attend(call), plain) > (0.01 if kind != "high cap" else 1e-4)
     assert error(call) < 1e-5
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # shares of the tokens, merged with the sink
-    monkeypatch.setattr("kvfold.kernels.cpu.TOKENS_PER_THREAD", 1)
+    monkeypatch.setattr("kvfold.kernels.cpu.kernel.TOKENS_PER_THREAD", 1)
     assert error(call) < 1e-5
 
 
 def test_capped_scores_of_any_size_keep_their_digits():
-    from kvfold.kernels import _cpu_loops
+    from kvfold.kernels.cpu import _attend
 
     for size in (1e-6, 1e-3, 0.1, 0.249, 0.25, 0.251, 1.0, 30.0, 1e6):
         scores = torch.linspace(-size, size, 32)
         got = (scores * 50.0).numpy()
-        _cpu_loops._cap(got, torch.tensor(50.0).numpy()[()])
+        _attend._cap(got, torch.tensor(50.0).numpy()[()])
         assert relative(torch.from_numpy(got), 50 * scores.double().tanh()) < 1e-6, size
 
 

@@ -1,23 +1,25 @@
 """The CPU kernel's loops, compiled by Numba: tiles of 32 tokens are decoded into the first-level cache and used there.
 
-What is read is described by tables of addresses and strides in bytes, so that one compiled function serves all formats,
-dtypes and numbers of spans.
+What is read is described by tables of addresses and strides in bytes, and a format's reader is called by its address. So one
+compiled function serves all formats, dtypes and numbers of spans.
 """
 # mypy: ignore-errors
 
-import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from kvfold.kernels.cpu._numbers import (
+    PAGE,
+    TILE,
+    address,
+    as_float,
+    call,
+    carray,
+    exp,
+    half,
+    loops,
+    np,
+)
 
-TILE = 32
-"""Tokens decoded at once: a packed unit."""
-
-AFFINE, FLOAT32, FLOAT16, BFLOAT16, UNIFORM = range(5)
+READER, FLOAT32, FLOAT16, BFLOAT16 = range(4)
 """How an operand is stored (column 0 of ``sides``)."""
-
-PAGE = 128
-"""Tokens that share a mean and norms, where an operand has them."""
 
 NORM_STEPS = 48
 """Steps of a norm's code per factor of two."""
@@ -25,222 +27,7 @@ NORM_STEPS = 48
 PACKED, WINDOW, NEWEST = range(3)
 """What a part is: whole up to each sequence's packed length; slots that are valid or not; valid and causal."""
 
-FAST = {"reassoc", "contract", "nsz"}
-"""Sums may be reordered for vectors; NaN and infinity keep their meaning."""
-
-
-def loops(function):
-    """Compile a function, once for all processes if there is a place to keep the result."""
-    try:
-        return njit(fastmath=FAST, nogil=True, cache=True)(function)
-    except RuntimeError:
-        return njit(fastmath=FAST, nogil=True)(function)
-
-
-I32, F32 = ir.IntType(32), ir.FloatType()
-
-
-# Numba widens integers to 64 bits, which halves vectors and has no conversion to float: these stay at 32.
-
-
-@intrinsic
-def _address(typing, x):
-    """An integer as a pointer."""
-
-    def build(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(types.int64), build
-
-
-@intrinsic
-def _field(typing, byte, shift, mask):
-    """``float32((byte >> shift) & mask)``."""
-
-    def build(context, builder, signature, args):
-        byte, shift, mask = builder.zext(args[0], I32), *(builder.trunc(a, I32) for a in args[1:])
-        return builder.uitofp(builder.and_(builder.lshr(byte, shift), mask), F32)
-
-    return types.float32(types.uint8, types.int64, types.int64), build
-
-
-@intrinsic
-def _half(typing, word):
-    """Value of fp16 bits. A subnormal one is converted as an integer: processors may flush subnormals to zero."""
-
-    def build(context, builder, signature, args):
-        def constant(x: int) -> ir.Constant:
-            return ir.Constant(I32, x)
-
-        word = builder.zext(args[0], I32)
-        size = builder.and_(word, constant(0x7FFF))
-        small = builder.fmul(builder.uitofp(size, F32), ir.Constant(F32, 2.0**-24))
-        high = builder.icmp_unsigned(">=", size, constant(0x7C00))  # infinity or NaN
-        exponent = builder.select(high, constant(224 << 23), constant(112 << 23))
-        normal = builder.bitcast(builder.add(builder.shl(size, constant(13)), exponent), F32)
-        value = builder.select(builder.icmp_unsigned("<", size, constant(0x0400)), small, normal)
-        sign = builder.shl(builder.and_(word, constant(0x8000)), constant(16))
-        return builder.bitcast(builder.or_(builder.bitcast(value, I32), sign), F32)
-
-    return types.float32(types.uint16), build
-
-
-@intrinsic
-def _as_float(typing, bits):
-    """Float32 of 32 bits."""
-
-    def build(context, builder, signature, args):
-        return builder.bitcast(args[0], F32)
-
-    return types.float32(types.int32), build
-
-
-@intrinsic
-def _flip(typing, x, word, shift):
-    """Negate ``x`` where bit ``31 - shift`` of ``word`` is set."""
-
-    def build(context, builder, signature, args):
-        bit = builder.and_(builder.shl(args[1], builder.trunc(args[2], I32)), ir.Constant(I32, 1 << 31))
-        return builder.bitcast(builder.xor(builder.bitcast(args[0], I32), bit), F32)
-
-    return types.float32(types.float32, types.int32, types.int64), build
-
-
-@loops
-def _exp(x):
-    """``exp(x)`` for x <= 0 to float32's precision, in operations that have vector forms."""
-    low = x if x > np.float32(-87.0) else np.float32(-87.0)
-    n = np.int32(low * np.float32(1.44269504) - np.float32(0.5))
-    f = np.float32(n)
-    r = (low - f * np.float32(0.693359375)) + f * np.float32(2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1.0)
-    p = p * _as_float(np.int32((n + np.int32(127)) << np.int32(23)))
-    below = np.float32(0.0) if x < np.float32(-87.0) else x  # NaN stays NaN
-    return p if x >= np.float32(-87.0) else below
-
-
-# ---- decoding a tile -------------------------------------------------------------------------------------------------
-
-
-@loops
-def _unpack(data, bits, codes):
-    """Codes of a unit as float32; see :mod:`kvfold.formats.packing`."""
-    count = codes.shape[0]
-    width = 2 if bits == 3 else bits
-    size = count * width // 8
-    for f in range(8 // width):
-        for i in range(size):
-            codes[f * size + i] = _field(data[i], f * width, (1 << width) - 1)
-    if bits == 3:
-        high = data[size:]
-        size = count // 8
-        for f in range(8):
-            for i in range(size):
-                codes[f * size + i] += np.float32(4.0) * _field(high[i], f, 1)
-
-
-@loops
-def _metadata(side, offsets, row, groups, form, scale, zero, sign):
-    """Scales, zero-points and sign bits (words of 32, or 16 where groups are not multiples of 32) of a row of groups."""
-    mode, group = form[2], form[3]
-    if mode == 0:
-        meta = carray(_address(side[5] + offsets[1] + row * groups * 4), 2 * groups, np.uint16)
-        for i in range(groups):
-            scale[i] = _half(meta[i])
-        for i in range(groups):
-            zero[i] = _half(meta[groups + i])
-        return
-    words = group // 16
-    stored = carray(_address(side[5] + offsets[1] + row * groups * 2), groups, np.uint16)
-    aux = carray(_address(side[9] + offsets[2] + row * groups * words * 2), groups * words, np.uint16)
-    for i in range(groups):
-        scale[i] = _half(np.uint16(stored[i] & 0x7FFF))
-    step = 2 if words % 2 == 0 else 1
-    for j in range(words // step):
-        for i in range(groups):
-            at = i * words + j * step
-            word = np.int32(aux[at])
-            if step == 2:
-                word |= np.int32(np.int32(aux[at + 1]) << 16)
-            sign[j * groups + i] = word
-    if mode == 2:
-        for i in range(groups):
-            zero[i] = np.float32(0.0)
-            if stored[i] & 0x8000:
-                if group == 16:
-                    zero[i] = _half(aux[i])
-                else:
-                    at = i * words
-                    zero[i] = _as_float(np.int32(np.int32(aux[at]) | np.int32(np.int32(aux[at + 1]) << 16)))
-                for j in range(words // step):
-                    sign[j * groups + i] = 0
-
-
-@loops
-def _affine(side, offsets, form, unit, dim, codes, scale, zero, sign, tile):
-    """Decode a unit of affine groups into ``tile`` [32, dim or more]."""
-    bits, axis, mode, group = form[0], form[1], form[2], form[3]
-    size = dim * bits * 4
-    data = carray(_address(side[1] + offsets[0] + unit * size), size, np.uint8)
-    _unpack(data, bits, codes)
-    step = 32 if group % 32 == 0 else 16
-    if axis == 1:
-        per_token = dim // group
-        _metadata(side, offsets, unit, TILE * per_token, form, scale, zero, sign)
-        for t in range(TILE):
-            for g in range(per_token):
-                at = t * per_token + g
-                s, z = scale[at], zero[at]
-                for j in range(group // step):
-                    first = g * group + j * step
-                    c = codes[t * dim + first : t * dim + first + step]
-                    x = tile[t, first : first + step]
-                    if mode == 0:
-                        for i in range(step):
-                            x[i] = z + s * c[i]
-                    else:
-                        word = sign[j * TILE * per_token + at]
-                        for i in range(step):
-                            x[i] = z + _flip(s * c[i], word, 31 - i)
-        return
-    have = -1
-    for start in range(0, TILE, step):
-        token = unit * TILE + start  # groups divide blocks, so rows of groups count through
-        row = token // group
-        if row != have:
-            _metadata(side, offsets, row, dim, form, scale, zero, sign)
-            have = row
-        word = sign[(token % group) // step * dim :]
-        for t in range(start, start + step):
-            c = codes[t * dim : (t + 1) * dim]
-            x = tile[t]
-            if mode == 0:
-                for i in range(dim):
-                    x[i] = zero[i] + scale[i] * c[i]
-            else:
-                shift = 31 - (t - start)
-                for i in range(dim):
-                    x[i] = zero[i] + _flip(scale[i] * c[i], word[i], shift)
-
-
-@loops
-def _uniform(side, offsets, form, unit, dim, codes, tile):
-    """Decode a unit of uniform levels, one scale per token."""
-    size = dim * form[0] * 4
-    data = carray(_address(side[1] + offsets[0] + unit * size), size, np.uint8)
-    _unpack(data, form[0], codes)
-    scale = carray(_address(side[5] + offsets[1] + unit * TILE * 2), TILE, np.uint16)
-    middle = np.float32(((1 << form[0]) - 1) * 0.5)
-    for t in range(TILE):
-        c, x, factor = codes[t * dim : (t + 1) * dim], tile[t], _half(scale[t])
-        for i in range(dim):
-            x[i] = factor * (c[i] - middle)
+# ---- what a page adds ------------------------------------------------------------------------------------------------
 
 
 @loops
@@ -264,9 +51,9 @@ def _page_mean(page, b, h, index, dim, mean):
     for i in range(dim):
         mean[i] = np.float32(0.0)
     if page[0]:
-        stored = carray(_address(page[0] + b * page[1] + h * page[2] + index * dim * 2), dim, np.uint16)
+        stored = carray(address(page[0] + b * page[1] + h * page[2] + index * dim * 2), dim, np.uint16)
         for i in range(dim):
-            mean[i] = _half(stored[i])
+            mean[i] = half(stored[i])
 
 
 @loops
@@ -275,23 +62,66 @@ def _page_norm(page, b, h, index, dim, norm):
     for i in range(dim):
         norm[i] = np.float32(1.0)
     if page[3]:
-        stored = carray(_address(page[3] + b * page[4] + h * page[5] + index * dim), dim, np.uint8)
+        stored = carray(address(page[3] + b * page[4] + h * page[5] + index * dim), dim, np.uint8)
         for i in range(dim):
             norm[i] = np.float32(2.0) ** (np.float32(stored[i]) * np.float32(-1.0 / NORM_STEPS))
 
 
 @loops
-def _page_queries(queries, mean, norm, signs, block, packed_q, shift):
+def _turned(x, matrix, y):
+    """``y = matrix @ x``: y [rows or more], matrix [rows, n], x [n or more]."""
+    n = matrix.shape[1]
+    for j in range(matrix.shape[0]):
+        row, total = matrix[j], np.float32(0.0)
+        for i in range(n):
+            total += row[i] * x[i]
+        y[j] = total
+
+
+@loops
+def _rotated_back(x, freq, position, scaling, y):
+    """A query as keys before RoPE meet it that lie at ``position``: the rotation's inverse, times RoPE's own factor."""
+    pairs = freq.shape[0]
+    for j in range(pairs):
+        angle = freq[j] * position
+        c, s = np.float32(np.cos(angle)) * scaling, np.float32(np.sin(angle)) * scaling
+        a, b = x[j], x[j + pairs]
+        y[j], y[j + pairs] = a * c + b * s, b * c - a * s
+    for i in range(2 * pairs, x.shape[0]):
+        y[i] = x[i]
+
+
+@loops
+def _rotate_keys(tile, first, turns):
+    """Rotate the pairs of a tile's tokens by the angles of the tokens ``first`` and following of a page: cosines and sines
+    ``turns`` float32 [2, PAGE, pairs]."""
+    pairs = turns.shape[2]
+    for t in range(TILE):
+        c, s = turns[0, first + t], turns[1, first + t]
+        low, high = tile[t, :pairs], tile[t, pairs : 2 * pairs]
+        for j in range(pairs):
+            a, b = low[j], high[j]
+            low[j] = a * c[j] - b * s[j]
+            high[j] = b * c[j] + a * s[j]
+
+
+@loops
+def _page_queries(queries, mean, norm, signs, block, matrix, packed_q, shift):
     """Queries as a page's codes meet them, and their products with the page's mean."""
     dim = mean.shape[0]
+    x = np.zeros(queries.shape[1], np.float32)
     for r in range(shift.shape[0]):
         total = np.float32(0.0)
         for i in range(dim):
             total += queries[r, i] * mean[i]
-            packed_q[r, i] = queries[r, i] * norm[i] * signs[i]
+            x[i] = queries[r, i] * norm[i] * signs[i]
         shift[r] = total
         if block:
-            _rotate(packed_q[r, :dim], block)
+            _rotate(x[:dim], block)
+        if matrix.shape[0]:
+            _turned(x, matrix, packed_q[r])
+        else:
+            packed_q[r] = x
 
 
 @loops
@@ -301,17 +131,17 @@ def _dense(side, offset, index, count, dim, tile):
         at = side[1] + offset + index[t] * side[4]
         x = tile[t]
         if side[0] == FLOAT32:
-            wide = carray(_address(at), dim, np.float32)
+            wide = carray(address(at), dim, np.float32)
             for i in range(dim):
                 x[i] = wide[i]
         else:
-            words = carray(_address(at), dim, np.uint16)
+            words = carray(address(at), dim, np.uint16)
             if side[0] == FLOAT16:
                 for i in range(dim):
-                    x[i] = _half(words[i])
+                    x[i] = half(words[i])
             else:
                 for i in range(dim):
-                    x[i] = _as_float(np.int32(np.int32(words[i]) << 16))
+                    x[i] = as_float(np.int32(np.int32(words[i]) << 16))
 
 
 # ---- using it --------------------------------------------------------------------------------------------------------
@@ -348,7 +178,7 @@ def _weights(s, top):
     """Replace scores by exp(score - top); their sum."""
     total = np.float32(0.0)
     for t in range(TILE):
-        s[t] = _exp(s[t] - top)
+        s[t] = exp(s[t] - top)
         total += s[t]
     return total
 
@@ -364,7 +194,7 @@ def _cap(s, cap):
         # near 0 the quotient below loses digits to cancellation
         series = np.float32(2.0 / 15.0) + square * (np.float32(-17.0 / 315.0) + square * np.float32(62.0 / 2835.0))
         small = x + x * square * (np.float32(-1.0 / 3.0) + square * series)
-        e = _exp(np.float32(-2.0) * size)
+        e = exp(np.float32(-2.0) * size)
         large = (np.float32(1.0) - e) / (np.float32(1.0) + e)
         s[t] = cap * (small if size < np.float32(0.25) else (large if x > 0 else -large))
 
@@ -376,8 +206,9 @@ def _padded(x):
 
 @loops
 def attend(
-    begin_item, end_item, splits, packed_queries, queries, bias, scale, softcap, parts, sides, forms, pages, signs, packed_len,
-    tokens, part_out, part_top, part_sum,
+    begin_item, end_item, splits, packed_queries, queries, bias, scale, softcap, parts, sides, forms, pages, key_signs,
+    value_signs, key_matrix, value_matrix, freq, turns, scaling, first_position, packed_len, tokens, scratch_size,
+    part_out, part_top, part_sum,
 ):  # fmt: skip
     """Attention of KV heads' queries over shares of their tiles, unnormalized; :func:`merge` puts shares together.
 
@@ -393,46 +224,59 @@ def attend(
     parts : int64 [parts, 5]
         Tokens (of the longest sequence), index of the first within the packed part, what it is, and address and batch
         stride of the tokens' validity as bytes (address 0: all are valid).
-    sides : int64 [parts, 2, 13]
-        Of keys and of values: how they are stored; address and strides of batch, head and token of the data; the same of
-        scales and zero-points; the same of sign bits. Addresses and strides are in bytes.
-    forms : int64 [2, 6]
-        Bits, axis (0: token), mode (0: asym, 1: sym, 2: hybrid) and group of the formats of keys and values; whether pages
-        have statistics; channels that a Hadamard block mixes (0: none).
+    sides : int64 [parts, 2, 1 + ROW]
+        Of keys and of values: how they are stored, and what their reader is given; of dense ones the address and the strides of
+        batch, head and token, in bytes.
+    forms : int64 [2, 5]
+        Of keys and of values: their reader's address, channels of what it decodes, whether they are paged, whether pages are of
+        128 tokens (else one is the whole sequence), channels that a Hadamard block mixes (0: none).
     pages : int64 [parts, 2, 6]
         Of keys and of values: address and strides of batch and head of the pages' means, and of their norms (address 0:
         none). Addresses and strides are in bytes.
-    signs : float32 [2, head_dim]
-        Of the rotations of keys and of values.
+    key_signs, value_signs : float32 [head_dim]
+        Of Hadamard rotations.
+    key_matrix, value_matrix : float32 [channels, head_dim], or no rows
+        Decoded vectors times it are vectors of the model: another basis.
+    freq : float64 [pairs], or none
+        Angles per position, where keys are stored before RoPE.
+    turns : float32 [2, PAGE, pairs]
+        Cosines and sines of the first positions.
+    scaling : float64
+        RoPE's own factor.
+    first_position : int64 [batch]
+        Position of each sequence's first packed token.
     packed_len : int64 [batch]
     tokens : int
         Query tokens; rows are query heads times these.
+    scratch_size : int
+        Floats that readers need.
     part_out : float32 [items, rows, value_dim]
     part_top, part_sum : float32 [items, rows]
     """
-    factor, cap = np.float32(scale), np.float32(softcap)
+    factor, cap, gain = np.float32(scale), np.float32(softcap), np.float32(scaling)
     heads = queries.shape[1]
     rows, dim = queries.shape[2], queries.shape[3]
     value_dim = part_out.shape[2]
     wide, value_wide = _padded(dim), _padded(value_dim)
+    packed_wide, packed_value_wide = _padded(forms[0, 1]), _padded(forms[1, 1])
     # zeros: what pads a tile must be finite
     keys, values = np.zeros((TILE, wide), np.float32), np.zeros((TILE, value_wide), np.float32)
-    packed_q, window_q = np.zeros((rows, wide), np.float32), np.zeros((rows, wide), np.float32)
+    packed_keys = np.zeros((TILE, packed_wide), np.float32)
+    packed_values = np.zeros((TILE, packed_value_wide), np.float32)
+    window_q, back_q = np.zeros((rows, wide), np.float32), np.zeros((rows, wide), np.float32)
+    given_dim = packed_queries.shape[3]
+    given_q = np.zeros((rows, _padded(given_dim)), np.float32)
+    packed_q = np.zeros((rows, packed_wide), np.float32)
     acc = np.zeros((rows, value_wide), np.float32)
-    turned = forms[1, 5] > 0  # sums of rotated values are kept apart from those of the windows
-    packed_acc = np.zeros((rows if turned else 0, value_wide), np.float32)
+    # sums of values in another basis are kept apart from those of the windows
+    turned = forms[1, 4] > 0 or value_matrix.shape[0] > 0
+    packed_acc = np.zeros((rows if turned else 0, packed_value_wide), np.float32)
     mean, norm, value_mean = np.zeros(dim, np.float32), np.ones(dim, np.float32), np.zeros(value_dim, np.float32)
     shift = np.zeros(rows, np.float32)
-    codes = np.empty(TILE * max(dim, value_dim), np.float32)
-    groups = TILE * max(dim, value_dim) // 16
-    row_scale, row_zero, row_sign = (
-        np.empty(groups, np.float32),
-        np.zeros(groups, np.float32),
-        np.empty(groups, np.int32),
-    )
+    scratch = np.zeros(scratch_size, np.float32)
     s = np.empty(TILE, np.float32)
     index = np.empty(TILE, np.int64)
-    offsets = np.zeros((2, 3), np.int64)
+    rotated = freq.shape[0] > 0
     for item in range(begin_item, end_item):
         b, h, share = item // (heads * splits), item // splits % heads, item % splits
         out, top, total = part_out[item], part_top[item], part_sum[item]
@@ -441,7 +285,10 @@ def attend(
         for r in range(rows):
             for i in range(dim):
                 window_q[r, i] = queries[b, h, r, i] * factor
-                packed_q[r, i] = packed_queries[b, h, r, i] * factor
+            for i in range(given_dim):
+                given_q[r, i] = packed_queries[b, h, r, i] * factor
+        if forms[0, 2] == 0 and not rotated:
+            packed_q[:] = given_q
         for r in range(rows):
             top[r], total[r] = np.float32(-3.4e38), np.float32(0.0)
 
@@ -459,12 +306,12 @@ def attend(
             if kind == PACKED:
                 n = min(n, packed_len[b] - parts[p, 1])
             here = max(0, (n + TILE - 1) // TILE)
-            for side in range(2):
-                for field in range(3):
-                    at = sides[p, side]
-                    offsets[side, field] = b * at[4 * field + 2] + h * at[4 * field + 3]
             page = -1
-            valid = carray(_address(parts[p, 3] + b * parts[p, 4]), max(1, parts[p, 0]), np.uint8)
+            valid = carray(address(parts[p, 3] + b * parts[p, 4]), max(1, parts[p, 0]), np.uint8)
+            k, v = (packed_keys, packed_values) if kind == PACKED else (keys, values)
+            sums = packed_acc if kind == PACKED and turned else acc
+            q = packed_q if kind == PACKED else window_q
+            shifted = kind == PACKED and (bias.shape[2] > 0 or forms[0, 2] > 0)
             for tile in range(max(begin - first, 0), min(end - first, here)):
                 start = tile * TILE
                 stop = min(start + TILE, n)
@@ -475,35 +322,46 @@ def attend(
                         count += 1
                 if count == 0:
                     continue
-                if kind == PACKED and start // PAGE != page:
-                    page = start // PAGE
-                    if forms[0, 4]:
-                        _page_mean(pages[p, 0], b, h, page, dim, mean)
-                        _page_norm(pages[p, 0], b, h, page, dim, norm)
-                        _page_queries(window_q, mean, norm, signs[0], forms[0, 5], packed_q, shift)
-                    if forms[1, 4]:
-                        _page_mean(pages[p, 1], b, h, page, value_dim, value_mean)
-                if sides[p, 0, 0] == AFFINE:
-                    _affine(sides[p, 0], offsets[0], forms[0], tile, dim, codes, row_scale, row_zero, row_sign, keys)
-                elif sides[p, 0, 0] == UNIFORM:
-                    _uniform(sides[p, 0], offsets[0], forms[0], tile, dim, codes, keys)
-                else:
-                    _dense(sides[p, 0], offsets[0, 0], index, count, dim, keys)
-                if sides[p, 1, 0] == AFFINE:
-                    _affine(
-                        sides[p, 1], offsets[1], forms[1], tile, value_dim, codes, row_scale, row_zero, row_sign, values
-                    )
-                elif sides[p, 1, 0] == UNIFORM:
-                    _uniform(sides[p, 1], offsets[1], forms[1], tile, value_dim, codes, values)
-                else:
-                    _dense(sides[p, 1], offsets[1, 0], index, count, value_dim, values)
+                place = parts[p, 1] + start  # within the packed part
+                if kind == PACKED and place // PAGE != page:
+                    changes = rotated or page < 0
+                    page = place // PAGE
+                    here_q = given_q
+                    if rotated:
+                        here_q = back_q
+                        for r in range(rows):
+                            _rotated_back(
+                                given_q[r, :dim], freq, first_position[b] + page * PAGE, gain, back_q[r, :dim]
+                            )
+                    if forms[0, 2]:
+                        if changes or (forms[0, 3] and (pages[p, 0, 0] or pages[p, 0, 3])):
+                            at = start // PAGE if forms[0, 3] else 0
+                            _page_mean(pages[p, 0], b, h, at, dim, mean)
+                            _page_norm(pages[p, 0], b, h, at, dim, norm)
+                            _page_queries(here_q, mean, norm, key_signs, forms[0, 4], key_matrix, packed_q, shift)
+                    elif rotated:
+                        packed_q[:] = back_q
+                    if forms[1, 2]:
+                        _page_mean(pages[p, 1], b, h, start // PAGE if forms[1, 3] else 0, value_dim, value_mean)
+                for side in range(2):
+                    x = k if side == 0 else v
+                    stored = sides[p, side]
+                    if stored[0] == READER:
+                        call(
+                            forms[side, 0], stored.ctypes.data + 8, b, h, tile, x.ctypes.data, x.shape[1],
+                            scratch.ctypes.data,
+                        )  # fmt: skip
+                    else:
+                        _dense(stored, b * stored[2] + h * stored[3], index, count, dim if side == 0 else value_dim, x)
+                if kind == PACKED and rotated:
+                    _rotate_keys(k, place % PAGE, turns)
                 for t in range(count, TILE):  # what an earlier tile left there may be infinite
-                    keys[t] = np.float32(0.0)
-                    values[t] = np.float32(0.0)
+                    k[t] = np.float32(0.0)
+                    v[t] = np.float32(0.0)
                 for r in range(rows):
-                    _scores(packed_q[r] if kind == PACKED else window_q[r], keys, s)
-                    if kind == PACKED and (bias.shape[2] or forms[0, 4]):
-                        more = shift[r] if forms[0, 4] else bias[b, h, r] * factor
+                    _scores(q[r], k, s)
+                    if shifted:
+                        more = shift[r] if forms[0, 2] else bias[b, h, r] * factor
                         for t in range(TILE):
                             s[t] += more
                     if cap > 0:
@@ -518,26 +376,31 @@ def attend(
                     for t in range(TILE):
                         best = max(best, s[t])
                     if best > top[r]:
-                        shrink = _exp(top[r] - best)
+                        shrink = exp(top[r] - best)
                         total[r] *= shrink
                         for i in range(value_wide):
                             acc[r, i] *= shrink
                         if turned:
-                            for i in range(value_wide):
+                            for i in range(packed_value_wide):
                                 packed_acc[r, i] *= shrink
                         top[r] = best
                     amount = _weights(s, best)
                     total[r] += amount
-                    if kind == PACKED and forms[1, 4]:
+                    if kind == PACKED and forms[1, 2]:
                         for i in range(value_dim):
                             acc[r, i] += amount * value_mean[i]
-                    _add(s, values, packed_acc[r] if kind == PACKED and turned else acc[r])
+                    _add(s, v, sums[r])
             first += here
         for r in range(rows):
-            if turned:
-                _rotate(packed_acc[r, :value_dim], forms[1, 5])
+            if value_matrix.shape[0]:
+                for j in range(value_matrix.shape[0]):
+                    row, weight = value_matrix[j], packed_acc[r, j]
+                    for i in range(value_dim):
+                        acc[r, i] += weight * row[i]
+            elif turned:
+                _rotate(packed_acc[r, :value_dim], forms[1, 4])
                 for i in range(value_dim):
-                    acc[r, i] += packed_acc[r, i] * signs[1, i]
+                    acc[r, i] += packed_acc[r, i] * value_signs[i]
             for i in range(value_dim):
                 out[r, i] = acc[r, i]
 
@@ -558,12 +421,12 @@ def merge(part_out, part_top, part_sum, splits, sinks, out):
             if sinks.shape[1]:
                 sink = sinks[pair % sinks.shape[0], r]
                 best = max(best, sink)
-                amount = _exp(sink - best)
+                amount = exp(sink - best)
             for i in range(dim):
                 out[pair, r, i] = np.float32(0.0)
             for share in range(splits):
                 item = pair * splits + share
-                factor = _exp(part_top[item, r] - best)
+                factor = exp(part_top[item, r] - best)
                 amount += factor * part_sum[item, r]
                 for i in range(dim):
                     out[pair, r, i] += factor * part_out[item, r, i]

@@ -1,13 +1,13 @@
 """What the CPU kernel's loops and readers are made of: how they are compiled, and numbers that Numba has no words for."""
 # mypy: ignore-errors
 
-import math
+from typing import Any
 
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic as _intrinsic
 
 TILE = 32
 """Tokens decoded at once: a packed unit."""
@@ -18,10 +18,16 @@ PAGE = 128
 FAST = {"reassoc", "contract", "nsz"}
 """Sums may be reordered for vectors; NaN and infinity keep their meaning."""
 
+
+def intrinsic(function) -> Any:
+    """A function for compiled code, which builds its instructions."""
+    return _intrinsic(function)
+
+
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-def loops(function):
+def loops(function) -> Any:
     """Compile a function, once for all processes if there is a place to keep the result."""
     try:
         return njit(fastmath=FAST, nogil=True, cache=True)(function)
@@ -57,7 +63,8 @@ class Decoder:
 
 
 def decoder(function) -> Decoder:
-    """Make ``function(row, batch, head, unit, tile, width, scratch)`` a reader's; see :class:`~kvfold.kernels.cpu.readers.base.CPUReader`.
+    """Make ``function(row, batch, head, unit, tile, width, scratch)`` a reader's
+    (:class:`~kvfold.kernels.cpu.readers.base.CPUReader`).
 
     It is given pointers (``carray`` makes arrays of them), and is best a call of a function under :func:`loops`.
     """
@@ -223,7 +230,6 @@ __all__ = [
     "half",
     "halves_at",
     "loops",
-    "math",
     "np",
     "unpack",
 ]

@@ -6,8 +6,8 @@ No decoded copy of the cache exists at any time; beyond the output, a call needs
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, reduce
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
@@ -15,29 +15,34 @@ from typing import Any
 
 import torch
 
-from kvfold.formats import PAGE, AffineGroups, Dense, Fields, Format, Hadamard, Paged, UniformTokens
+from kvfold.formats import PAGE, Dense, Fields, Format, Hadamard, Paged
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, DensePart, Span
+from kvfold.kernels.cpu import readers
+from kvfold.kernels.cpu.readers.base import ROW, place
+from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
+from kvfold.kernels.stored import inner
+from kvfold.rope import Rope
 
-MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 STORED = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-"""Dtypes of dense operands, as the loops name them; 0 stands for affine groups."""
-UNIFORM = 4
-"""As the loops name uniform levels."""
+"""Dtypes of dense operands, as the loops name them; 0 stands for what a reader decodes."""
 MAX_TOKENS = 64
 """Query tokens up to which the loops are faster than decoding for a matrix product."""
 CHUNK = 2048
 """Packed tokens that are decoded at once when there are more query tokens."""
 TOKENS_PER_THREAD = 2048
 """Cached tokens of a KV head that are worth waking a thread for: a tenth of a millisecond."""
+WIDTH = 1 + ROW
+"""Integers that describe an operand of a part."""
+NO_PAGES = (0,) * 6
 
 
 class CPUKernel(AttentionKernel):
-    """Affine groups and uniform levels in plain packing, with or without statistics per page, and dense storage; needs Numba.
+    """Formats with a reader (:mod:`kvfold.kernels.cpu.readers`) in plain packing, and dense storage; needs Numba.
 
-    Calls that need gradients and sums of values that a linear map follows are left to the reference; calls of more than
-    :data:`MAX_TOKENS` query tokens as well, over pieces of the cache.
+    Calls that need gradients are left to the reference; calls of more than :data:`MAX_TOKENS` query tokens as well, over pieces
+    of the cache.
     """
 
     name = "cpu"
@@ -50,58 +55,44 @@ class CPUKernel(AttentionKernel):
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if device.type != "cpu":
             return f"runs on the CPU, not on {device.type}"
+        if find_spec("numba") is None:
+            return "numba is not installed; run: pip install 'kvfold[cpu]'"
         for side, form in (("keys", key_format), ("values", value_format)):
             if why := _unsupported(form, norms=side == "keys"):
                 return f"{side}: {why}"
-        if pre_rope:
-            return "keys are stored before RoPE"
-        if find_spec("numba") is None:
-            return "numba is not installed; run: pip install 'kvfold[cpu]'"
+        if pre_rope and isinstance(key_format, Paged):
+            return "keys: stored before RoPE, with statistics per page"
         return None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         new, tokens = call.new, call.tokens
-        if new is None or call.unproject is not None or call.rope is not None or new.keys.dtype not in STORED:
+        if new is None or new.keys.dtype not in STORED:
             return ReferenceKernel().attend(call)
         if call.query.requires_grad or new.keys.requires_grad or new.values.requires_grad:
             return ReferenceKernel().attend(call)
         if tokens > MAX_TOKENS:
             return ReferenceKernel().attend(replace(call, spans=_chunks(call)))
-        queries = call.rows.contiguous()
-        batch, heads, rows, _ = queries.shape
-        out = queries.new_empty(batch, heads, rows, new.values.shape[-1])
         keep: list[torch.Tensor] = []  # what addresses point to must live until the end
-        parts, sides, pages = [], [], []
-        for span in call.spans:
-            keys, count = _stored(inner(call.key_format), span.keys, keep)
-            values, _ = _stored(inner(call.value_format), span.values, keep)
-            parts.append((count, span.start, 0, 0, 0))
-            sides.append((keys, values))
-            pages.append((_statistics(span.keys, keep), _statistics(span.values, keep)))
-        newest = DensePart(new.keys, new.values, new.valid)  # type: ignore[arg-type]
-        for kind, part in (*((1, d) for d in call.windows), (2, newest)):
-            sides.append((_dense(part.keys, keep), _dense(part.values, keep)))
-            parts.append((part.keys.shape[-2], 0, kind, *_validity(part.valid, keep)))
-            pages.append((NO_PAGES, NO_PAGES))
-        packed, bias = call.projected if call.spans else (queries, None)
-        packed = packed.contiguous()
-        bias = queries.new_empty(batch, heads, 0) if bias is None else bias.contiguous()
-        forms = [_form(call.key_format), _form(call.value_format)]
-        tables = [torch.tensor(x, device="cpu").numpy() for x in (parts, sides, forms, pages)]
-        tables.append(torch.stack([_signs(call.key_format), _signs(call.value_format)]).numpy())
-        lengths = call.packed_len.long().numpy()
-        cap = call.softcap or 0.0
-        arguments = (packed.numpy(), queries.numpy(), bias.numpy(), call.scale, cap, *tables, lengths, tokens)
-        _run(sum(part[0] for part in parts), arguments, out, _sinks(call.sinks, heads, tokens))
-        return call.ungrouped(out)
+        packed, dense = _packed(call, keep), _windows(call, keep)
+        if call.unproject is None or not call.spans:
+            shares = _run(call, packed + dense, new.values.shape[-1])
+            out = shares.out.new_empty(*call.shape[:3], shares.out.shape[-1])
+            _loops().merge(*shares.arrays, shares.splits, _sinks(call).numpy(), out.flatten(0, 1).numpy())
+            return call.ungrouped(out)
+        part = _run(call, packed, call.value_format.width).joined(call.shape)
+        part.out = call.unproject(part.out)
+        parts = [part, _run(call, dense, new.values.shape[-1]).joined(call.shape)]
+        if call.sinks is not None:
+            parts.append(Partial.of_sinks(call.sinks, part))
+        return call.ungrouped(Partial.merge(parts))
 
 
 @cache
 def _loops() -> ModuleType:
     """What Numba compiles; imported when first needed, for it takes a second."""
-    from kvfold.kernels import _cpu_loops
+    from kvfold.kernels.cpu import _attend
 
-    return _cpu_loops
+    return _attend
 
 
 @cache
@@ -116,11 +107,11 @@ def _pool() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the pool but not its threads
 
 
-def _sinks(sinks: torch.Tensor | None, heads: int, tokens: int) -> torch.Tensor:
+def _sinks(call: AttentionCall) -> torch.Tensor:
     """Learned sinks, one per query row: float32 [num_kv_heads, rows]; no rows where there are none."""
-    if sinks is None:
-        return _no_sinks(heads)
-    return sinks.detach().float().view(heads, -1).repeat_interleave(tokens, 1)
+    if call.sinks is None:
+        return _no_sinks(call.num_kv_heads)
+    return call.sinks.detach().float().view(call.num_kv_heads, -1).repeat_interleave(call.tokens, 1)
 
 
 @cache
@@ -128,23 +119,152 @@ def _no_sinks(heads: int) -> torch.Tensor:
     return torch.empty(heads, 0, dtype=torch.float32, device="cpu")
 
 
-def _run(cached: int, arguments: tuple[Any, ...], out: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Share the loops' work, ``cached`` tokens of every KV head, among threads."""
-    loops = _loops()
-    heads, rows = out.shape[0] * out.shape[1], out.shape[2]
-    threads = max(1, min(torch.get_num_threads(), heads * cached // TOKENS_PER_THREAD))
-    splits = threads // math.gcd(threads, heads)  # as many equal shares for every thread
-    items = heads * splits
-    parts = [out.new_empty(items, rows, *rest).numpy() for rest in ((out.shape[-1],), (), ())]
+# ---- what there is to read ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that lie together, as the loops are told of them.
+
+    Attributes
+    ----------
+    about : tuple of int
+        Row of ``parts``: first how many tokens there are.
+    keys, values : list of int
+        Rows of ``sides``.
+    key_pages, value_pages : tuple of int
+        Rows of ``pages``.
+    """
+
+    about: tuple[int, ...]
+    keys: list[int]
+    values: list[int]
+    key_pages: tuple[int, ...] = NO_PAGES
+    value_pages: tuple[int, ...] = NO_PAGES
+
+
+def _packed(call: AttentionCall, keep: list[torch.Tensor]) -> list[Part]:
+    parts = []
+    for span in call.spans:
+        keys, values = _stored(call.key_format, span.keys, keep), _stored(call.value_format, span.values, keep)
+        tokens = span.keys[next(iter(call.key_format.fields()))].shape[2] * call.key_format.block
+        about = (tokens, span.start, 0, 0, 0)
+        parts.append(Part(about, keys, values, _statistics(span.keys, keep), _statistics(span.values, keep)))
+    return parts
+
+
+def _windows(call: AttentionCall, keep: list[torch.Tensor]) -> list[Part]:
+    assert call.new is not None
+    newest = DensePart(call.new.keys, call.new.values, call.new.valid)  # type: ignore[arg-type]
+    return [
+        Part(
+            (part.keys.shape[-2], 0, kind, *_validity(part.valid, keep)),
+            _dense(part.keys, keep),
+            _dense(part.values, keep),
+        )
+        for kind, part in (*((1, d) for d in call.windows), (2, newest))
+    ]
+
+
+# ---- shares of it ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What threads found, unnormalized: ``out`` float32 [items, rows, channels], ``top`` and ``total`` [items, rows]; an item
+    is one of ``splits`` shares of a KV head of a sequence."""
+
+    out: torch.Tensor
+    top: torch.Tensor
+    total: torch.Tensor
+    splits: int
+
+    @property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        return self.out.numpy(), self.top.numpy(), self.total.numpy()
+
+    def joined(self, shape: tuple[int, int, int, int]) -> Partial:
+        """All shares as one part, of ``shape``'s batch, heads and rows."""
+        shares = [x.unflatten(0, (*shape[:2], self.splits)).unbind(2) for x in (self.out, self.top, self.total)]
+        parts = [Partial(out, top.unsqueeze(-1), total.unsqueeze(-1)) for out, top, total in zip(*shares, strict=True)]
+        return reduce(Partial.join, parts)
+
+
+def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
+    """Share the loops' work among threads."""
+    loops: Any = _loops()
+    queries = call.rows.contiguous()
+    batch, heads, rows, _ = queries.shape
+    cached, items = sum(part.about[0] for part in parts), batch * heads
+    threads = max(1, min(torch.get_num_threads(), items * cached // TOKENS_PER_THREAD))
+    splits = threads // math.gcd(threads, items)  # as many equal shares for every thread
+    items *= splits
+    shares = Shares(
+        queries.new_empty(items, rows, channels), queries.new_empty(items, rows), queries.new_empty(items, rows), splits
+    )
+    packed, bias = call.projected if call.spans else (queries, None)
+    bias = queries.new_empty(batch, heads, 0) if bias is None else bias.contiguous()
+    key_form, value_form = _form(call.key_format), _form(call.value_format)
+    arguments: tuple[Any, ...] = (
+        packed.contiguous().numpy(),
+        queries.numpy(),
+        bias.numpy(),
+        call.scale,
+        call.softcap or 0.0,
+        _table([part.about for part in parts]),
+        _table([(_filled(part.keys), _filled(part.values)) for part in parts]),
+        _table([key_form.numbers, value_form.numbers]),
+        _table([(part.key_pages, part.value_pages) for part in parts]),
+        key_form.signs.numpy(),
+        value_form.signs.numpy(),
+        key_form.matrix.numpy(),
+        value_form.matrix.numpy(),
+        *_rope(call),
+        call.packed_len.long().numpy(),
+        call.tokens,
+        max(_scratch(call.key_format), _scratch(call.value_format)),
+        *shares.arrays,
+    )
     cuts = [items * i // threads for i in range(threads + 1)]
-    others = [_pool().submit(loops.attend, a, b, splits, *arguments, *parts) for a, b in pairwise(cuts[1:])]
+    others = [_pool().submit(loops.attend, a, b, splits, *arguments) for a, b in pairwise(cuts[1:])]
     try:
-        loops.attend(0, cuts[1], splits, *arguments, *parts)
+        loops.attend(0, cuts[1], splits, *arguments)
     finally:  # what they read must live until they are done
         wait(others)
     for other in others:
         other.result()
-    loops.merge(*parts, splits, sinks.numpy(), out.flatten(0, 1).numpy())
+    return shares
+
+
+def _scratch(form: Format) -> int:
+    form = inner(form)
+    return 0 if isinstance(form, Dense) else readers.reader_of(form).scratch
+
+
+def _rope(call: AttentionCall) -> tuple[Any, Any, float, Any]:
+    """Angles per position, turns within a page, RoPE's factor, and where packed tokens begin."""
+    if call.rope is None or not call.spans:
+        none = torch.zeros(call.shape[0], dtype=torch.int64, device="cpu")
+        return *_turns(None), 1.0, none.numpy()
+    assert call.first_position is not None
+    return *_turns(call.rope), call.rope.scaling, call.first_position.long().contiguous().numpy()
+
+
+@lru_cache(maxsize=64)
+def _turns(rope: Rope | None) -> tuple[Any, Any]:
+    """Angles per position, float64 [pairs], and cosines and sines of a page's first positions, float32 [2, PAGE, pairs]."""
+    freq = torch.empty(0, dtype=torch.float64, device="cpu") if rope is None else rope.inv_freq.cpu().double()
+    angles = torch.arange(PAGE, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
+    return freq.numpy(), torch.stack((angles.cos(), angles.sin())).float().numpy()
+
+
+def _table(rows: Any) -> Any:
+    """Integers as an array of 64 bits each."""
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").numpy()
+
+
+def _filled(row: list[int]) -> list[int]:
+    return row + [0] * (WIDTH - len(row))
 
 
 def _chunks(call: AttentionCall) -> list[Span]:
@@ -161,108 +281,74 @@ def _chunks(call: AttentionCall) -> list[Span]:
     return spans
 
 
-def inner(form: Format) -> Format:
-    """What lies in blocks."""
-    return form.inner if isinstance(form, Paged) else form
+# ---- formats -----------------------------------------------------------------------------------------------------------
 
 
 def _unsupported(form: Format, norms: bool) -> str | None:
     """Why the loops cannot read a format; None if they can. Norms are for keys only."""
     if isinstance(form, Paged):
-        if form.page != PAGE:
-            return "statistics of a whole sequence"
+        if form.page not in (0, PAGE):
+            return f"statistics of {form.page} tokens; allowed: {PAGE}, or of the whole sequence"
         if form.norm and not norms:
             return "norms per page"
-        if form.basis is not None and not isinstance(form.basis, Hadamard):
-            return f"{type(form.basis).__name__.lower()} of channels; allowed: hadamard"
         form = form.inner
     if isinstance(form, Dense):
         return None if form.dtype in STORED else f"stored as {form.dtype}; allowed: {', '.join(map(str, STORED))}"
-    if not isinstance(form, AffineGroups | UniformTokens):
-        return f"{form.kind} storage; allowed: affine, uniform, dense"
-    return "packed for tensor cores" if form.operand != "plain" else None
+    return readers.why_not(form)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the loops are told of a format beside its reader: a row of ``forms``, signs of a Hadamard rotation, the matrix of
+    another basis."""
+
+    numbers: tuple[int, ...]
+    signs: torch.Tensor
+    matrix: torch.Tensor
 
 
 @lru_cache
-def _form(form: Format) -> tuple[int, int, int, int, int, int]:
-    paged, block = int(isinstance(form, Paged)), 0
-    if isinstance(form, Paged):
-        block = form.basis.block if isinstance(form.basis, Hadamard) else 0
-        form = form.inner
-    if isinstance(form, UniformTokens):
-        return (form.bits_per_code, 0, 0, 0, paged, block)
-    if isinstance(form, AffineGroups):
-        return (form.bits_per_code, int(form.axis == "channel"), MODES[form.mode], form.group, paged, block)
-    return (0, 0, 0, 0, paged, block)
-
-
-@lru_cache
-def _signs(form: Format) -> torch.Tensor:
-    """Signs of a format's rotation, float32 [head_dim]; ones where it has none."""
+def _form(form: Format) -> Form:
+    signs, block = torch.ones(form.head_dim, dtype=torch.float32, device="cpu"), 0
+    matrix = torch.empty(0, form.head_dim, dtype=torch.float32, device="cpu")
+    stored = inner(form)
     if isinstance(form, Paged) and isinstance(form.basis, Hadamard):
-        return form.basis.signs("cpu")
-    return torch.ones(form.head_dim, dtype=torch.float32, device="cpu")
+        signs, block = form.basis.signs("cpu"), form.basis.block
+    elif isinstance(form, Paged) and form.basis is not None:
+        matrix = form.basis.restore(torch.eye(stored.width, dtype=torch.float32, device="cpu")).contiguous()
+    address = 0 if isinstance(stored, Dense) else type(readers.reader_of(stored)).decode.address
+    paged = isinstance(form, Paged)
+    return Form(
+        (address, stored.width, int(paged), int(isinstance(form, Paged) and form.page == PAGE), block), signs, matrix
+    )
 
 
-def _place(x: torch.Tensor, inner: int, keep: list[torch.Tensor]) -> tuple[int, int, int, int]:
-    """Address, and strides in bytes of batch, head and the next dimension; what lies below is adjacent.
-
-    ``inner`` is the number of elements below the third dimension.
-    """
-    stride = x.stride()
-    if stride[2] != inner or stride[-1] != 1:
-        x = x.contiguous()
-        stride = x.stride()
-    keep.append(x)
-    size = x.itemsize
-    return x.data_ptr(), stride[0] * size, stride[1] * size, inner * size
-
-
-NOTHING = (0, 0, 0, 0)
-
-
-@lru_cache
-def _layout(form: Format) -> dict[str, int]:
-    """Elements per block of every field."""
-    return {name: math.prod(shape) for name, (shape, _) in form.fields().items()}
-
-
-def _stored(form: Format, fields: Fields, keep: list[torch.Tensor]) -> tuple[tuple[int, ...], int]:
-    """One operand of a span for the loops, and how many tokens there are."""
-    size = _layout(form)
-    if isinstance(form, Dense):
-        x = fields["x"]
-        address, batch, head, block = _place(x, size["x"], keep)
-        return (STORED[x.dtype], address, batch, head, block // form.block, *NOTHING, *NOTHING), x.shape[2] * form.block
-    if isinstance(form, UniformTokens):
-        places = [_place(fields[name], size[name], keep) for name in ("codes", "scale")]
-        return (UNIFORM, *places[0], *places[1], *NOTHING), fields["codes"].shape[2] * form.block
-    assert isinstance(form, AffineGroups)
-    names = ("codes", "meta") if form.mode == "asym" else ("codes", "scale", "aux")
-    places = [_place(fields[name], size[name], keep) for name in names]
-    places += [NOTHING] * (3 - len(places))
-    return (0, *places[0], *places[1], *places[2]), fields["codes"].shape[2] * form.block
-
-
-NO_PAGES = (0, 0, 0, 0, 0, 0)
+def _stored(form: Format, fields: Fields, keep: list[torch.Tensor]) -> list[int]:
+    """One operand of a span: a row of ``sides``."""
+    form = inner(form)
+    if not isinstance(form, Dense):
+        return [0, *readers.reader_of(form).row(fields, keep)]
+    x = fields["x"]
+    address, batch, head, block = place(x, form.block * form.head_dim, keep)
+    return [STORED[x.dtype], address, batch, head, block // form.block]
 
 
 def _statistics(fields: Fields, keep: list[torch.Tensor]) -> tuple[int, ...]:
     """Where a span's means and norms per page are."""
     places: list[int] = []
     for name in ("mean", "norm"):
-        places += _place(fields[name], fields[name].shape[-1], keep)[:3] if name in fields else (0, 0, 0)
+        places += place(fields[name], fields[name].shape[-1], keep)[:3] if name in fields else (0, 0, 0)
     return tuple(places)
 
 
-def _dense(x: torch.Tensor, keep: list[torch.Tensor]) -> tuple[int, ...]:
+def _dense(x: torch.Tensor, keep: list[torch.Tensor]) -> list[int]:
     """Keys or values of a window, or new ones, in any strides but adjacent channels."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     keep.append(x)
     size = x.itemsize
     batch, head, token, _ = x.stride()
-    return (STORED[x.dtype], x.data_ptr(), batch * size, head * size, token * size, *NOTHING, *NOTHING)
+    return [STORED[x.dtype], x.data_ptr(), batch * size, head * size, token * size]
 
 
 def _validity(valid: torch.Tensor | None, keep: list[torch.Tensor]) -> tuple[int, int]:

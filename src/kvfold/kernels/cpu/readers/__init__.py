@@ -18,6 +18,8 @@ READERS: dict[type[Format], tuple[str, str]] = {
 }
 """The file of a format's reader, and its class; Numba is imported with it."""
 
+READER = "_cpu_reader"
+
 
 def why_not(form: Format) -> str | None:
     """Why units of a format cannot be read; None if they can. Needs Numba."""
@@ -30,7 +32,11 @@ def why_not(form: Format) -> str | None:
 
 def reader_of(form: Format) -> CPUReader[Any]:
     """The reader of a format that :func:`why_not` has nothing against."""
-    return _class_of(type(form))(form)
+    own = vars(form)  # forms that are equal may have different tables, so a reader lies beside its own
+    if READER not in own:
+        own[READER] = _class_of(type(form))(form)
+    found: CPUReader[Any] = own[READER]
+    return found
 
 
 @lru_cache

@@ -7,7 +7,6 @@ from kvfold.kernels.cpu._numbers import (
     TILE,
     address,
     as_float,
-    bytes_at,
     carray,
     decoder,
     flip,

@@ -72,7 +72,7 @@ def places(form: Format, fields: Fields, names: tuple[str, ...], keep: list[torc
 def place(x: torch.Tensor, inner: int, keep: list[torch.Tensor]) -> Place:
     """Where a tensor [batch, heads, blocks, ...] lies; blocks, of ``inner`` elements, are adjacent."""
     stride = x.stride()
-    if x.shape[2] > 1 and stride[2] != inner or inner > 1 and stride[-1] != 1:
+    if (x.shape[2] > 1 and stride[2] != inner) or (inner > 1 and stride[-1] != 1):
         x = x.contiguous()
         stride = x.stride()
     keep.append(x)
