@@ -79,16 +79,21 @@ def _turned(x, matrix, y):
 
 
 @loops
-def _rotated_back(x, freq, position, scaling, y):
-    """A query as keys before RoPE meet it that lie at ``position``: the rotation's inverse, times RoPE's own factor."""
+def _rotated_back(queries, freq, position, scaling, turn, out):
+    """Queries as keys before RoPE meet them that lie at ``position``: the rotation's inverse, times RoPE's own factor. ``turn``
+    float32 [2, pairs] is overwritten."""
     pairs = freq.shape[0]
     for j in range(pairs):
         angle = freq[j] * position
-        c, s = np.float32(np.cos(angle)) * scaling, np.float32(np.sin(angle)) * scaling
-        a, b = x[j], x[j + pairs]
-        y[j], y[j + pairs] = a * c + b * s, b * c - a * s
-    for i in range(2 * pairs, x.shape[0]):
-        y[i] = x[i]
+        turn[0, j], turn[1, j] = np.float32(np.cos(angle)) * scaling, np.float32(np.sin(angle)) * scaling
+    c, s = turn[0], turn[1]
+    for r in range(out.shape[0]):
+        x, y = queries[r], out[r]
+        for j in range(pairs):
+            a, b = x[j], x[j + pairs]
+            y[j], y[j + pairs] = a * c[j] + b * s[j], b * c[j] - a * s[j]
+        for i in range(2 * pairs, x.shape[0]):
+            y[i] = x[i]
 
 
 @loops
@@ -276,7 +281,7 @@ def attend(
     scratch = np.zeros(scratch_size, np.float32)
     s = np.empty(TILE, np.float32)
     index = np.empty(TILE, np.int64)
-    rotated = freq.shape[0] > 0
+    rotated, turn = freq.shape[0] > 0, np.empty((2, freq.shape[0]), np.float32)
     for item in range(begin_item, end_item):
         b, h, share = item // (heads * splits), item // splits % heads, item % splits
         out, top, total = part_out[item], part_top[item], part_sum[item]
@@ -329,10 +334,7 @@ def attend(
                     here_q = given_q
                     if rotated:
                         here_q = back_q
-                        for r in range(rows):
-                            _rotated_back(
-                                given_q[r, :dim], freq, first_position[b] + page * PAGE, gain, back_q[r, :dim]
-                            )
+                        _rotated_back(given_q, freq, first_position[b] + page * PAGE, gain, turn, back_q)
                     if forms[0, 2]:
                         if changes or (forms[0, 3] and (pages[p, 0, 0] or pages[p, 0, 3])):
                             at = start // PAGE if forms[0, 3] else 0

@@ -10,17 +10,42 @@ SCALINGS = {"rms": 0, "range": 1, "channel": 2}
 
 
 @loops
+def _values(codes, bits, levels):
+    """Replace a unit's codes by their levels: by comparisons, which have vector forms, where there are few."""
+    size = codes.shape[0]
+    if bits > 3:
+        for i in range(size):
+            codes[i] = levels[np.int32(codes[i])]
+        return
+    top = (1 << bits) - 1  # levels beyond the last are it
+    l0, l1, l2, l3 = levels[0], levels[1], levels[min(2, top)], levels[min(3, top)]
+    if bits < 3:
+        for i in range(size):
+            c = codes[i]
+            low, high = l0 if c < np.float32(1) else l1, l2 if c < np.float32(3) else l3
+            codes[i] = low if c < np.float32(2) else high
+        return
+    l4, l5, l6, l7 = levels[4], levels[5], levels[6], levels[7]
+    for i in range(size):
+        c = codes[i]
+        a, b = l0 if c < np.float32(1) else l1, l2 if c < np.float32(3) else l3
+        d, e = l4 if c < np.float32(5) else l5, l6 if c < np.float32(7) else l7
+        low, high = a if c < np.float32(2) else b, d if c < np.float32(6) else e
+        codes[i] = low if c < np.float32(4) else high
+
+
+@loops
 def _decode(row, batch, head, unit, tile, codes):
     dim, bits, scaling = row[8], row[9], row[10]
     unpack(bytes_at(row, 0, batch, head, unit, dim * bits * 4), bits, codes)
-    levels = carray(address(row[11]), 1 << bits, np.float32)
+    _values(codes, bits, carray(address(row[11]), 1 << bits, np.float32))
     if scaling == 2:
         center = carray(address(row[12] + head * dim * 4), dim, np.float32)
         spread = carray(address(row[13] + head * dim * 4), dim, np.float32)
         for t in range(TILE):
             c, x = codes[t * dim : (t + 1) * dim], tile[t]
             for i in range(dim):
-                x[i] = center[i] + spread[i] * levels[np.int32(c[i])]
+                x[i] = center[i] + spread[i] * c[i]
         return
     scale = halves_at(row, 4, batch, head, unit, TILE * (scaling + 1))
     for t in range(TILE):
@@ -30,7 +55,7 @@ def _decode(row, batch, head, unit, tile, codes):
         else:
             offset, factor = half(scale[2 * t]), half(scale[2 * t + 1])
         for i in range(dim):
-            x[i] = offset + factor * levels[np.int32(c[i])]
+            x[i] = offset + factor * c[i]
 
 
 @decoder
