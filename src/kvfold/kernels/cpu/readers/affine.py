@@ -7,7 +7,6 @@ from kvfold.kernels.cpu._numbers import (
     TILE,
     address,
     as_float,
-    bytes_at,
     carray,
     decoder,
     flip,
@@ -49,9 +48,10 @@ def _metadata(row, first, second, groups, mode, group, scale, zero, sign):
             if step == 2:
                 word |= np.int32(np.int32(aux[at + 1]) << 16)
             sign[j * groups + i] = word
+    for i in range(groups):
+        zero[i] = np.float32(0.0)
     if mode == 2:
         for i in range(groups):
-            zero[i] = np.float32(0.0)
             if stored[i] & 0x8000:
                 if group == 16:
                     zero[i] = half(aux[i])

@@ -62,5 +62,7 @@ class LookupReader(CPUReader[Lookup]):
             return row
         channels = form.channels
         assert channels is not None
-        tables = made(channels, "float32", lambda: [x.cpu().float().contiguous() for x in (channels.center, channels.spread)])
+        tables = made(
+            channels, "float32", lambda: [x.cpu().float().contiguous() for x in (channels.center, channels.spread)]
+        )
         return [*row, *(x.data_ptr() for x in tables)]
