@@ -14,8 +14,8 @@ from kvfold.formats import Fields, Format
 F = TypeVar("F", bound=Format)
 T = TypeVar("T")
 
-ROW = 32
-"""Most integers that a reader is given."""
+ROW = 48
+"""Most integers that a reader is given, those of the readers inside it among them."""
 
 Place = tuple[int, int, int, int]
 """Address of a field, and its strides of batch, head and block (or page) in bytes."""
@@ -72,7 +72,7 @@ def places(form: Format, fields: Fields, names: tuple[str, ...], keep: list[torc
 def place(x: torch.Tensor, inner: int, keep: list[torch.Tensor]) -> Place:
     """Where a tensor [batch, heads, blocks, ...] lies; blocks, of ``inner`` elements, are adjacent."""
     stride = x.stride()
-    if x.shape[2] > 1 and stride[2] != inner or inner > 1 and stride[-1] != 1:
+    if (x.shape[2] > 1 and stride[2] != inner) or (inner > 1 and stride[-1] != 1):
         x = x.contiguous()
         stride = x.stride()
     keep.append(x)
