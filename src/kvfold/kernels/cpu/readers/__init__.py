@@ -14,6 +14,7 @@ from kvfold.formats import (
     Format,
     Lookup,
     LowRank,
+    MixedTokens,
     Outliers,
     UniformTokens,
 )
@@ -24,6 +25,7 @@ READERS: dict[type[Format], tuple[str, str]] = {
     Balanced: ("balanced", "BalancedReader"),
     Lookup: ("lookup", "LookupReader"),
     LowRank: ("lowrank", "LowRankReader"),
+    MixedTokens: ("mixed", "MixedReader"),
     Outliers: ("outliers", "OutlierReader"),
     UniformTokens: ("uniform", "UniformReader"),
 }
