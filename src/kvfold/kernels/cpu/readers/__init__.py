@@ -16,6 +16,9 @@ from kvfold.formats import (
     LowRank,
     MixedTokens,
     Outliers,
+    SignSketch,
+    SketchedResidual,
+    SplitSketch,
     UniformTokens,
 )
 from kvfold.kernels.cpu.readers.base import CPUReader
@@ -27,6 +30,9 @@ READERS: dict[type[Format], tuple[str, str]] = {
     LowRank: ("lowrank", "LowRankReader"),
     MixedTokens: ("mixed", "MixedReader"),
     Outliers: ("outliers", "OutlierReader"),
+    SignSketch: ("sketch", "SignReader"),
+    SketchedResidual: ("sketch", "ResidualReader"),
+    SplitSketch: ("sketch", "SplitReader"),
     UniformTokens: ("uniform", "UniformReader"),
 }
 """The file of a format's reader, and its class; Numba is imported with it."""
