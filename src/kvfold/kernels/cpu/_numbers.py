@@ -215,14 +215,61 @@ def halves_at(row, first, batch, head, block, count):
     return carray(address(at), count, np.uint16)
 
 
+@loops
+def decode_inside(row, at, batch, head, unit, tile, scratch):
+    """Decode a unit by the reader whose decoder's address is ``row[at]``, and whose row lies behind it."""
+    place = np.int64(row.ctypes.data) + 8 * (at + 1)
+    to, memory = np.int64(tile.ctypes.data), np.int64(scratch.ctypes.data)
+    call(row[at], place, batch, head, unit, to, tile.shape[1], memory)
+
+
+@loops
+def widen(words, x):
+    """Values of fp16 bits: ``x[i] = half(words[i])``."""
+    for i in range(x.shape[0]):
+        x[i] = half(words[i])
+
+
+@loops
+def add_product(a, b, tile):
+    """``tile[:, :n] += a @ b``: float32 [32, rows] and [rows, n]; eight rows at a time, which stay in the cache."""
+    rows, n = b.shape
+    whole = rows // 8 * 8
+    for j in range(0, whole, 8):
+        b0, b1, b2, b3 = b[j], b[j + 1], b[j + 2], b[j + 3]
+        b4, b5, b6, b7 = b[j + 4], b[j + 5], b[j + 6], b[j + 7]
+        for t in range(TILE):
+            f, x = a[t, j : j + 8], tile[t]
+            f0, f1, f2, f3, f4, f5, f6, f7 = f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7]
+            for i in range(n):
+                low = (f0 * b0[i] + f1 * b1[i]) + (f2 * b2[i] + f3 * b3[i])
+                high = (f4 * b4[i] + f5 * b5[i]) + (f6 * b6[i] + f7 * b7[i])
+                x[i] += low + high
+    pairs = whole + (rows - whole) // 2 * 2
+    for j in range(whole, pairs, 2):
+        b0, b1 = b[j], b[j + 1]
+        for t in range(TILE):
+            f0, f1, x = a[t, j], a[t, j + 1], tile[t]
+            for i in range(n):
+                x[i] += f0 * b0[i] + f1 * b1[i]
+    if pairs < rows:
+        b0 = b[pairs]
+        for t in range(TILE):
+            f0, x = a[t, pairs], tile[t]
+            for i in range(n):
+                x[i] += f0 * b0[i]
+
+
 __all__ = [
     "PAGE",
     "TILE",
+    "add_product",
     "address",
     "as_float",
     "bytes_at",
     "call",
     "carray",
+    "decode_inside",
     "decoder",
     "exp",
     "field",
@@ -232,4 +279,5 @@ __all__ = [
     "loops",
     "np",
     "unpack",
+    "widen",
 ]

@@ -8,12 +8,31 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from kvfold.formats import AffineGroups, Format, Lookup, UniformTokens
+from kvfold.formats import (
+    AffineGroups,
+    Balanced,
+    Format,
+    Lookup,
+    LowRank,
+    MixedTokens,
+    Outliers,
+    SignSketch,
+    SketchedResidual,
+    SplitSketch,
+    UniformTokens,
+)
 from kvfold.kernels.cpu.readers.base import CPUReader
 
 READERS: dict[type[Format], tuple[str, str]] = {
     AffineGroups: ("affine", "AffineReader"),
+    Balanced: ("balanced", "BalancedReader"),
     Lookup: ("lookup", "LookupReader"),
+    LowRank: ("lowrank", "LowRankReader"),
+    MixedTokens: ("mixed", "MixedReader"),
+    Outliers: ("outliers", "OutlierReader"),
+    SignSketch: ("sketch", "SignReader"),
+    SketchedResidual: ("sketch", "ResidualReader"),
+    SplitSketch: ("sketch", "SplitReader"),
     UniformTokens: ("uniform", "UniformReader"),
 }
 """The file of a format's reader, and its class; Numba is imported with it."""

@@ -18,8 +18,6 @@ from kvfold.kernels.cpu._numbers import (
 from kvfold.kernels.cpu.readers.base import ROW, CPUReader, places
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
-OTHERS = 12
-"""Where the constants begin in a row, behind three places."""
 
 
 @loops
@@ -48,9 +46,10 @@ def _metadata(row, first, second, groups, mode, group, scale, zero, sign):
             if step == 2:
                 word |= np.int32(np.int32(aux[at + 1]) << 16)
             sign[j * groups + i] = word
+    for i in range(groups):
+        zero[i] = np.float32(0.0)
     if mode == 2:
         for i in range(groups):
-            zero[i] = np.float32(0.0)
             if stored[i] & 0x8000:
                 if group == 16:
                     zero[i] = half(aux[i])
@@ -110,20 +109,11 @@ def decode_affine(codes_at, first, second, unit, dim, bits, axis, mode, group, t
 
 
 @loops
-def decode_row(row, first, batch, head, unit, tile, scratch):
-    """As :func:`decode_affine`, of a row in which an :class:`AffineReader`'s begins at ``first``."""
-    constants = first + OTHERS
-    dim, bits, axis, mode, group = (
-        row[constants],
-        row[constants + 1],
-        row[constants + 2],
-        row[constants + 3],
-        row[constants + 4],
-    )
+def _decode(row, batch, head, unit, tile, scratch):
+    dim, bits, axis, mode, group = row[12], row[13], row[14], row[15], row[16]
     starts = np.empty(3, np.int64)
     for i in range(3):
-        at = first + 4 * i
-        starts[i] = row[at] + batch * row[at + 1] + head * row[at + 2]
+        starts[i] = row[4 * i] + batch * row[4 * i + 1] + head * row[4 * i + 2]
     size = TILE * dim
     codes, scale, zero = scratch[:size], scratch[size : 2 * size], scratch[2 * size : 3 * size]
     sign = scratch[3 * size : 4 * size].view(np.int32)
@@ -133,8 +123,8 @@ def decode_row(row, first, batch, head, unit, tile, scratch):
 @decoder
 def _read(row, batch, head, unit, tile, width, scratch):
     numbers = carray(row, ROW)
-    space = carray(scratch, 4 * TILE * numbers[OTHERS])
-    decode_row(numbers, 0, batch, head, unit, carray(tile, (TILE, width)), space)
+    space = carray(scratch, 4 * TILE * numbers[12])
+    _decode(numbers, batch, head, unit, carray(tile, (TILE, width)), space)
 
 
 class AffineReader(CPUReader[AffineGroups]):
@@ -148,5 +138,5 @@ class AffineReader(CPUReader[AffineGroups]):
         """Codes, scales (and zero-points), sign bits; channels, bits, axis, mode, group."""
         form = self.form
         row = places(form, fields, ("codes", "meta") if form.mode == "asym" else ("codes", "scale", "aux"), keep)
-        row += [0] * (OTHERS - len(row))
+        row += [0] * (12 - len(row))
         return [*row, form.head_dim, form.bits_per_code, int(form.axis == "channel"), MODES[form.mode], form.group]

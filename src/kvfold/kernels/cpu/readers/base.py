@@ -14,8 +14,8 @@ from kvfold.formats import Fields, Format
 F = TypeVar("F", bound=Format)
 T = TypeVar("T")
 
-ROW = 32
-"""Most integers that a reader is given."""
+ROW = 48
+"""Most integers that a reader is given, those of the readers inside it among them."""
 
 Place = tuple[int, int, int, int]
 """Address of a field, and its strides of batch, head and block (or page) in bytes."""
