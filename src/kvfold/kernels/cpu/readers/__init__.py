@@ -8,12 +8,14 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from kvfold.formats import AffineGroups, Format, Lookup, UniformTokens
+from kvfold.formats import AffineGroups, Format, GroupCodes, Lookup, ResidualCodes, UniformTokens
 from kvfold.kernels.cpu.readers.base import CPUReader
 
 READERS: dict[type[Format], tuple[str, str]] = {
     AffineGroups: ("affine", "AffineReader"),
+    GroupCodes: ("grouped", "GroupedReader"),
     Lookup: ("lookup", "LookupReader"),
+    ResidualCodes: ("residual", "ResidualReader"),
     UniformTokens: ("uniform", "UniformReader"),
 }
 """The file of a format's reader, and its class; Numba is imported with it."""
@@ -25,9 +27,10 @@ def why_not(form: Format) -> str | None:
     """Why units of a format cannot be read; None if they can. Needs Numba."""
     if type(form) not in READERS:
         return f"{form.kind} storage; allowed: {', '.join(sorted(kind.kind for kind in READERS))}, dense"
-    if form.operand != "plain":
+    reader = _class_of(type(form))
+    if reader.ordered and form.operand != "plain":
         return "packed for tensor cores"
-    return _class_of(type(form)).why_not(form)
+    return reader.why_not(form)
 
 
 def reader_of(form: Format) -> CPUReader[Any]:
