@@ -9,10 +9,13 @@ from importlib import import_module
 from typing import Any
 
 from kvfold.formats import AffineGroups, Format, GroupCodes, Lookup, ResidualCodes, UniformTokens
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.kernels.cpu.readers.base import CPUReader
 
 READERS: dict[type[Format], tuple[str, str]] = {
+    AdditiveCodes: ("additive", "AdditiveReader"),
     AffineGroups: ("affine", "AffineReader"),
+    BinaryCodes: ("binary", "BinaryReader"),
     GroupCodes: ("grouped", "GroupedReader"),
     Lookup: ("lookup", "LookupReader"),
     ResidualCodes: ("residual", "ResidualReader"),
