@@ -215,7 +215,7 @@ class KeyCodebook:
 
     def halves(self) -> torch.Tensor:
         """Both halves of all codes, ``z_a`` and then ``i z_b``: float32 [num_kv_heads, stages, 2N, head_dim]."""
-        plain = self.centres.float()
+        plain = self.centres.float() if self.steps is None else self.steps.centres
         return torch.cat((plain, times_i(plain, self.rotary)), -2)
 
     def search(self) -> Search:

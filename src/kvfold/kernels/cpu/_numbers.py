@@ -6,7 +6,7 @@ from typing import Any
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, config, njit, types
 from numba.extending import intrinsic as _intrinsic
 
 TILE = 32
@@ -111,11 +111,13 @@ def field(typing, byte, shift, mask):
     return types.float32(types.uint8, types.int64, types.int64), build
 
 
-def _has_halves() -> bool:
-    """Whether the processor converts fp16 itself, subnormal numbers included whatever its mode."""
+def has_halves() -> bool:
+    """Whether the processor that is compiled for converts fp16 itself, subnormal numbers included whatever its mode."""
     if "x86" not in llvmlite.binding.get_default_triple():
         return llvmlite.binding.get_default_triple().startswith(("aarch64", "arm64"))
-    return bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
+    if config.CPU_FEATURES is not None:  # NUMBA_CPU_FEATURES, or NUMBA_CPU_NAME=generic
+        return "+f16c" in config.CPU_FEATURES.split(",")
+    return bool(config.ENABLE_AVX and llvmlite.binding.get_host_cpu_features().get("f16c"))
 
 
 @intrinsic
@@ -124,7 +126,7 @@ def half(typing, word):
     subnormals to zero."""
 
     def build(context, builder, signature, args):
-        if _has_halves():
+        if has_halves():
             return builder.fpext(builder.bitcast(args[0], ir.HalfType()), F32)
 
         def constant(x: int) -> ir.Constant:
@@ -276,6 +278,7 @@ __all__ = [
     "flip",
     "half",
     "halves_at",
+    "has_halves",
     "loops",
     "np",
     "unpack",

@@ -307,8 +307,19 @@ class Form:
     matrix: torch.Tensor
 
 
-@lru_cache
+FORM = "_cpu_form"
+
+
 def _form(form: Format) -> Form:
+    """Made once, and kept beside the format's own fields."""
+    own = vars(form)
+    if FORM not in own:
+        own[FORM] = _made(form)
+    found: Form = own[FORM]
+    return found
+
+
+def _made(form: Format) -> Form:
     signs, block = torch.ones(form.head_dim, dtype=torch.float32, device="cpu"), 0
     matrix = torch.empty(0, form.head_dim, dtype=torch.float32, device="cpu")
     stored = inner(form)

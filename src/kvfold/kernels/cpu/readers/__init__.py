@@ -12,26 +12,33 @@ from kvfold.formats import (
     AffineGroups,
     Balanced,
     Format,
+    GroupCodes,
     Lookup,
     LowRank,
     MixedTokens,
     Outliers,
+    ResidualCodes,
     SignSketch,
     SketchedResidual,
     SplitSketch,
     UniformTokens,
 )
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
 from kvfold.kernels.cpu.readers.base import CPUReader
 
 READERS: dict[type[Format], tuple[str, str]] = {
+    AdditiveCodes: ("additive", "AdditiveReader"),
     AffineGroups: ("affine", "AffineReader"),
     Balanced: ("balanced", "BalancedReader"),
+    BinaryCodes: ("binary", "BinaryReader"),
+    GroupCodes: ("grouped", "GroupedReader"),
     Lookup: ("lookup", "LookupReader"),
     LowRank: ("lowrank", "LowRankReader"),
     MixedTokens: ("mixed", "MixedReader"),
     Outliers: ("outliers", "OutlierReader"),
+    ResidualCodes: ("residual", "ResidualReader"),
     SignSketch: ("sketch", "SignReader"),
-    SketchedResidual: ("sketch", "ResidualReader"),
+    SketchedResidual: ("sketch", "SketchedReader"),
     SplitSketch: ("sketch", "SplitReader"),
     UniformTokens: ("uniform", "UniformReader"),
 }
@@ -44,9 +51,10 @@ def why_not(form: Format) -> str | None:
     """Why units of a format cannot be read; None if they can. Needs Numba."""
     if type(form) not in READERS:
         return f"{form.kind} storage; allowed: {', '.join(sorted(kind.kind for kind in READERS))}, dense"
-    if form.operand != "plain":
+    reader = _class_of(type(form))
+    if reader.ordered and form.operand != "plain":
         return "packed for tensor cores"
-    return _class_of(type(form)).why_not(form)
+    return reader.why_not(form)
 
 
 def reader_of(form: Format) -> CPUReader[Any]:

@@ -3,7 +3,6 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -38,6 +37,8 @@ class CPUReader(ABC, Generic[F]):
     """
 
     decode: ClassVar[Any]
+    ordered: ClassVar[bool] = True
+    """Whether bytes lie in another order where tensor cores read them."""
 
     def __init__(self, form: F) -> None:
         self.form = form
@@ -57,10 +58,16 @@ class CPUReader(ABC, Generic[F]):
         """What ``decode`` is given of a span's fields; tensors that addresses point to are put into ``keep``."""
 
 
-@lru_cache
+COUNTS = "_cpu_counts"
+
+
 def _counts(form: Format) -> dict[str, int]:
-    """Elements per block of every field."""
-    return {name: math.prod(shape) for name, (shape, _) in form.fields().items()}
+    """Elements per block of every field; they lie beside the format's own, for a cache would keep its codebook."""
+    own = vars(form)
+    if COUNTS not in own:
+        own[COUNTS] = {name: math.prod(shape) for name, (shape, _) in form.fields().items()}
+    found: dict[str, int] = own[COUNTS]
+    return found
 
 
 def places(form: Format, fields: Fields, names: tuple[str, ...], keep: list[torch.Tensor]) -> list[int]:

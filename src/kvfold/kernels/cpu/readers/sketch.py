@@ -153,7 +153,7 @@ def _read_residual(row, batch, head, unit, tile, width, scratch):
     _residual(numbers, batch, head, unit, carray(tile, (TILE, width)), space)
 
 
-class ResidualReader(NestedReader[SketchedResidual]):
+class SketchedReader(NestedReader[SketchedResidual]):
     decode = _read_residual
 
     def __init__(self, form: SketchedResidual) -> None:

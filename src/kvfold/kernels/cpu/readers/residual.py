@@ -1,0 +1,69 @@
+"""Sums of a code per stage for a few channels, and a scale per token: VQLLM's and GSRQ's."""
+
+from typing import Any
+
+import torch
+
+from kvfold.formats import Fields, ResidualCodes
+from kvfold.kernels.cpu._numbers import TILE, bytes_at, carray, decoder, half, halves_at, loops
+from kvfold.kernels.cpu._rows import add_rows, copy_rows, deal_rows
+from kvfold.kernels.cpu.readers.base import ROW, CPUReader, places
+from kvfold.kernels.cpu.readers.tables import stored, whole_units
+
+
+@loops
+def _decode(row, batch, head, unit, tile, joined):
+    dim, vector, last, stages, strided, kind, table = row[8], row[9], row[10], row[11], row[12], row[13], row[14]
+    groups = dim // vector
+    codes = bytes_at(row, 0, batch, head, unit, TILE * groups * stages)
+    scale = halves_at(row, 4, batch, head, unit, TILE)
+    for t in range(TILE):
+        x = joined if strided else tile[t]
+        first, to = codes[t * groups * stages :].ctypes.data, x.ctypes.data
+        if stages == 1:
+            copy_rows(kind, vector, first, groups, last, table, 0, half(scale[t]), to)
+        else:
+            for g in range(groups):
+                at = first + g * stages
+                add_rows(
+                    kind, vector, at, stages, last, table, (last + 1) * vector, half(scale[t]), to + g * vector * 4
+                )
+        if strided:
+            deal_rows(joined.ctypes.data, groups, vector, tile[t].ctypes.data)
+
+
+@decoder
+def _read(row, batch, head, unit, tile, width, scratch):
+    numbers = carray(row, ROW)
+    _decode(numbers, batch, head, unit, carray(tile, (TILE, width)), carray(scratch, numbers[8]))
+
+
+class ResidualReader(CPUReader[ResidualCodes]):
+    decode = _read
+    ordered = False
+
+    @staticmethod
+    def why_not(form: Any) -> str | None:
+        return whole_units(form)
+
+    @property
+    def scratch(self) -> int:
+        return self.form.head_dim
+
+    def row(self, fields: Fields, keep: list[torch.Tensor]) -> list[int]:
+        """Codes, scales, both by units; channels, those of a group, last code, stages, strided; kind and address of codes."""
+        form, units = self.form, self.form.block // TILE
+        assert form.book is not None
+        row = places(form, fields, ("codes", "rms"), keep)
+        row[3], row[7] = row[3] // units, row[7] // units
+        kind, table = stored(form.book.on(torch.device("cpu")), "codes")
+        return [
+            *row,
+            form.head_dim,
+            form.vector,
+            form.codes - 1,
+            form.stages,
+            int(form.strided),
+            kind,
+            table.data_ptr(),
+        ]
