@@ -277,7 +277,7 @@ def attend(
     turned = forms[1, 4] > 0 or value_matrix.shape[0] > 0
     packed_acc = np.zeros((rows if turned else 0, packed_value_wide), np.float32)
     mean, norm, value_mean = np.zeros(dim, np.float32), np.ones(dim, np.float32), np.zeros(value_dim, np.float32)
-    shift = np.zeros(rows, np.float32)
+    shift, value_norm = np.zeros(rows, np.float32), np.ones(value_dim, np.float32)
     scratch = np.zeros(scratch_size, np.float32)
     s = np.empty(TILE, np.float32)
     index = np.empty(TILE, np.int64)
@@ -344,7 +344,10 @@ def attend(
                     elif rotated:
                         packed_q[:] = back_q
                     if forms[1, 2]:
-                        _page_mean(pages[p, 1], b, h, start // PAGE if forms[1, 3] else 0, value_dim, value_mean)
+                        at = start // PAGE if forms[1, 3] else 0
+                        _page_mean(pages[p, 1], b, h, at, value_dim, value_mean)
+                        if pages[p, 1, 3]:
+                            _page_norm(pages[p, 1], b, h, at, value_dim, value_norm)
                 for side in range(2):
                     x = k if side == 0 else v
                     stored = sides[p, side]
@@ -355,6 +358,11 @@ def attend(
                         )  # fmt: skip
                     else:
                         _dense(stored, b * stored[2] + h * stored[3], index, count, dim if side == 0 else value_dim, x)
+                if kind == PACKED and pages[p, 1, 3]:
+                    for t in range(TILE):
+                        row = v[t]
+                        for i in range(value_dim):
+                            row[i] *= value_norm[i]
                 if kind == PACKED and rotated:
                     _rotate_keys(k, place % PAGE, turns)
                 for t in range(count, TILE):  # what an earlier tile left there may be infinite

@@ -1,6 +1,11 @@
 """What the CPU kernel's loops and readers are made of: how they are compiled, and numbers that Numba has no words for."""
 # mypy: ignore-errors
 
+import hashlib
+import shutil
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
@@ -27,12 +32,39 @@ def intrinsic(function) -> Any:
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-def loops(function) -> Any:
-    """Compile a function, once for all processes if there is a place to keep the result."""
+@lru_cache
+def _kept_in() -> str:
+    """A folder for what was compiled from these sources: Numba itself looks for changes in a function's own file only, and
+    would go on with what an older version of another one was compiled into."""
+    here = Path(__file__).parent
+    stamp = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))).hexdigest()[:12]
+    places = [config.CACHE_DIR] if config.CACHE_DIR else [here / "__pycache__", "~/.cache/kvfold"]
+    for place in places:
+        with suppress(OSError, RuntimeError):  # not to be written, nobody's home
+            place = Path(place).expanduser()
+            folder = place / f"numba-{stamp}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in place.glob("numba-????????????"):
+                if old != folder:
+                    shutil.rmtree(old, ignore_errors=True)
+            return str(folder)
+    return config.CACHE_DIR
+
+
+def _compiled(compile, function) -> Any:
+    """``compile(cache)(function)``, once for all processes if there is a place to keep the result."""
+    before, config.CACHE_DIR = config.CACHE_DIR, _kept_in()
     try:
-        return njit(fastmath=FAST, nogil=True, cache=True)(function)
+        return compile(True)(function)
     except RuntimeError:
-        return njit(fastmath=FAST, nogil=True)(function)
+        return compile(False)(function)
+    finally:
+        config.CACHE_DIR = before
+
+
+def loops(function) -> Any:
+    """Compile a function when it is first called."""
+    return _compiled(lambda cache: njit(fastmath=FAST, nogil=True, cache=cache), function)
 
 
 DECODE = types.void(
@@ -55,10 +87,7 @@ class Decoder:
     @property
     def address(self) -> int:
         if self._compiled is None:
-            try:
-                self._compiled = cfunc(DECODE, cache=True)(self._function)
-            except RuntimeError:
-                self._compiled = cfunc(DECODE)(self._function)
+            self._compiled = _compiled(lambda cache: cfunc(DECODE, cache=cache), self._function)
         return self._compiled.address
 
 

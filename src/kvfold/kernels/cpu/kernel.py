@@ -149,7 +149,8 @@ def _packed(call: AttentionCall, keep: list[torch.Tensor]) -> list[Part]:
         keys, values = _stored(call.key_format, span.keys, keep), _stored(call.value_format, span.values, keep)
         tokens = span.keys[next(iter(call.key_format.fields()))].shape[2] * call.key_format.block
         about = (tokens, span.start, 0, 0, 0)
-        parts.append(Part(about, keys, values, _statistics(span.keys, keep), _statistics(span.values, keep)))
+        pages = _statistics(call.key_format, span.keys, keep), _statistics(call.value_format, span.values, keep)
+        parts.append(Part(about, keys, values, *pages))
     return parts
 
 
@@ -285,12 +286,12 @@ def _chunks(call: AttentionCall) -> list[Span]:
 
 
 def _unsupported(form: Format, norms: bool) -> str | None:
-    """Why the loops cannot read a format; None if they can. Norms are for keys only."""
+    """Why the loops cannot read a format; None if they can. ``norms``: of channels that a basis mixes, too."""
     if isinstance(form, Paged):
         if form.page not in (0, PAGE):
             return f"statistics of {form.page} tokens; allowed: {PAGE}, or of the whole sequence"
-        if form.norm and not norms:
-            return "norms per page"
+        if form.norm and form.basis is not None and not norms:
+            return "norms per page in another basis"
         form = form.inner
     if isinstance(form, Dense):
         return None if form.dtype in STORED else f"stored as {form.dtype}; allowed: {', '.join(map(str, STORED))}"
@@ -344,11 +345,12 @@ def _stored(form: Format, fields: Fields, keep: list[torch.Tensor]) -> list[int]
     return [STORED[x.dtype], address, batch, head, block // form.block]
 
 
-def _statistics(fields: Fields, keep: list[torch.Tensor]) -> tuple[int, ...]:
+def _statistics(form: Format, fields: Fields, keep: list[torch.Tensor]) -> tuple[int, ...]:
     """Where a span's means and norms per page are."""
     places: list[int] = []
     for name in ("mean", "norm"):
-        places += place(fields[name], fields[name].shape[-1], keep)[:3] if name in fields else (0, 0, 0)
+        there = isinstance(form, Paged) and name in fields
+        places += place(fields[name], form.head_dim, keep)[:3] if there else (0, 0, 0)
     return tuple(places)
 
 
