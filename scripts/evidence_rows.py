@@ -68,8 +68,12 @@ PLAIN = (
 )
 """What learns nothing."""
 LEARNED = {
-    "tasq": ("tasq",),
-    "tasq-2": ("tasq:bits=2",),
+    "tasq": ("tasq", "k=tasq+v=fold:bits=1,codebook=true", "k=fold:bits=1,codebook=true+v=tasq"),
+    "tasq-2": (
+        "tasq:bits=2",
+        *(f"k=tasq:bits=2+v=fold:{values}" for values in ("bits=2,codebook=true", "bits=1,codebook=true", "bits=3")),
+        *(f"k=fold:{keys}+v=tasq:bits=2" for keys in ("bits=2,codebook=true", "bits=3")),
+    ),
     "tasq-21": ("tasq:k_bits=2,v_bits=1",),
     "nova": ("nova:values=codes", "nova"),
     "gsrq": ("gsrq",),
@@ -129,8 +133,16 @@ def artefact(name: str, model: str, tag: str) -> str:
 
 
 def with_artefact(spec: str, place: str) -> str:
-    name, _, options = spec.partition(":")
-    return f"{name}:{options}{',' if options else ''}artefact={place}"
+    """Given to every method of a recipe that learns."""
+    return "+".join(_with(part, place) for part in spec.split("+"))
+
+
+def _with(part: str, place: str) -> str:
+    side = part[:2] if part[:2] in ("k=", "v=") else ""
+    name, _, options = part.removeprefix(side).partition(":")
+    if name not in {spec.partition(":")[0] for spec, *_ in LEARNED.values()}:
+        return part
+    return f"{side}{name}:{options}{',' if options else ''}artefact={place}"
 
 
 def learned(model: str, tag: str, names: Sequence[str] = tuple(LEARNED)) -> tuple[str, ...]:

@@ -50,10 +50,8 @@ def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def method(spec: str) -> str:
-    """A method's name without the place of its artefact, which differs from machine to machine."""
-    name, _, options = spec.partition(":")
-    kept = [option for option in options.split(",") if option and not option.startswith("artefact=")]
-    return f"`{name}{':' if kept else ''}{','.join(kept)}`"
+    """A method's name without the place of its artefact."""
+    return f"`{evidence.plain(spec)}`"
 
 
 def number(value: float | None, form: str) -> str:
@@ -313,8 +311,8 @@ def ablation(*tables: str) -> Callable[[], str]:
 
 
 def shown(spec: str) -> str:
-    """A method's string without the places of artefacts, in any part of it, and without layers kept in full precision."""
-    kept = re.sub(r"[:,]artefact=[^,+]*|\+keep=[\d,-]+", "", re.sub(r":artefact=[^,+]*,", ":", spec))
+    """A method's string without the places of artefacts, and without layers kept in full precision."""
+    kept = re.sub(r"\+keep=[\d,-]+", "", evidence.plain(spec))
     return f"`{kept}`"
 
 
