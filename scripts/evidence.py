@@ -337,6 +337,17 @@ def main() -> str:
     return markdown(["method", "bits", "times KIVI-2's KL [95%]", "windows", "worst model", "than KIVI-2"], lines)
 
 
+KEYS_AND_VALUES = (
+    *("tasq", "k=tasq+v=fold:bits=1,codebook=true", "k=tasq:bits=2+v=fold:bits=1,codebook=true", "tasq:bits=2"),
+    *(LEARNED_KEYS, "k=fold:bits=2,codebook=true+v=tasq:bits=2", "fold:bits=2,codebook=true", "fold"),
+)
+
+
+def learned_keys() -> str:
+    """TaSQ's and fold's keys and values, together and apart."""
+    return everything(KEYS_AND_VALUES.__contains__)
+
+
 def family(name: str) -> str:
     """Methods of one idea: SQuat before RoPE is SQuat."""
     return name.partition(":")[0].removesuffix("_pre")
@@ -433,20 +444,10 @@ def texts() -> str:
 
 BY_LENGTH = (
     *("fold", "fold:bits=2", "fold:bits=2,codebook=true", "squat", "innerq", "turboquant:bits=3", "qjl", "kvarn"),
-    *(
-        "tasq",
-        "tasq:bits=2",
-        LEARNED_KEYS,
-        "nova",
-        "nova:values=codes",
-        "gsrq",
-        "vqllm",
-        "commvq",
-        "commvq:bits=1",
-        "kvquant",
-    ),
+    *("tasq", "tasq:bits=2", LEARNED_KEYS, "k=fold:bits=3+v=tasq:bits=2", "nova", "nova:values=codes", "gsrq"),
+    *("vqllm", "commvq", "commvq:bits=1", "kvquant"),
 )
-"""Methods whose ratios are shown length by length; in the second line what learns from a text."""
+"""Methods whose ratios are shown length by length; from the second line on what learns from a text."""
 
 
 def lengths() -> str:

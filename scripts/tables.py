@@ -393,6 +393,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         f"docs/methods/{name}.md": {"learned": worst(of_method(name, "fold"), "learned", shared=True)}
         for name in ("vqllm", "kvquant")
     },
+    "docs/recipes.md": {"learned keys": evidence.learned_keys},
     "docs/notes/rivals.md": {
         "newest": evidence.newest,
         "one bit": evidence.one_bit,
