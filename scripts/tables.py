@@ -17,6 +17,7 @@ from typing import Any
 
 import claims
 import evidence
+import evidence_studies
 import evidence_tasks
 from bench_tables import BENCH, OTHERS, subspaces
 
@@ -396,8 +397,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/recipes.md": {"learned keys": evidence.learned_keys},
     "docs/notes/rivals.md": {
         "newest": evidence.newest,
-        "one bit": evidence.one_bit,
-        "learned one bit": evidence.learned_one_bit,
+        "one bit": evidence_studies.one_bit,
+        "learned one bit": evidence_studies.learned_one_bit,
         "rivals": rivals(False),
         "two layers": rivals(True),
     },
