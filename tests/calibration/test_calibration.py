@@ -241,7 +241,15 @@ def test_another_dtype_does_not_take_over_layers(spec, tmp_path):
     assert all(done.seconds > 0 for done in seen)
 
 
-LEARNED = (METHOD, "commvq:bits=2,levels=16,joint=true", "kvquant", "vqllm:bits=1,vector=16,codes=16", "nova", "tasq")
+LEARNED = (
+    METHOD,
+    "commvq:bits=2,levels=16,joint=true",
+    "kvquant",
+    "vqllm:bits=1,vector=16,codes=16",
+    "nova",
+    "tasq",
+    "tasq:bits=2,values=fold",
+)
 
 
 @pytest.mark.parametrize("spec", [*LEARNED, "gsrq:bits=1,vector=16,codes=16"])

@@ -337,6 +337,18 @@ def test_bits_of_byte_codes_are_those_of_their_sources():
         get("nova:k_bits=3")
 
 
+@pytest.mark.parametrize(("bits", "options"), [(1, "bits=1,codebook=true"), (2, "bits=2,codebook=true"), (4, "bits=4")])
+def test_values_of_fold_are_those_of_a_recipe(bits, options):
+    """Docs give rows of ``k=tasq:...+v=fold:...`` for them."""
+    one, other, shape = get(f"tasq:bits={bits},values=fold"), get(f"fold:{options}"), spec()
+    keys, values = one.formats(shape)
+    assert keys == get(f"tasq:bits={bits}").formats(shape)[0] and values == other.value_format(shape)
+    assert one.learned_shape() == {"k_bits": bits, "mean": True}
+    assert get("tasq:k_bits=2,v_bits=1,values=fold").effective_bits(128) == pytest.approx(
+        (2 + 16 / 128 + 1 + 32 / 128) / 2
+    )
+
+
 def test_keys_lie_anywhere_among_the_positions():
     """A mean over windows that begin at position 0 would be the mean of a sequence's beginning."""
     shape = spec()
@@ -375,6 +387,10 @@ def learned(tmp_path_factory) -> dict[str, str]:
             },
             {"k_bits": 1, "v_bits": 1, "mean": True},
         ),
+        "tasq:values=fold": (
+            {"key.codes": eights[0], "key.mean": 3 * randn(2, 64).half()},
+            {"k_bits": 1, "mean": True},
+        ),
         "gsrq": ({"key.codes": stages, "value.codes": stages}, {"k_bits": 2, "v_bits": 2, "vector": 32, "codes": 256}),
     }
     found = {}
@@ -402,7 +418,7 @@ def learned(tmp_path_factory) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["nova", "nova:values=codes", "tasq", "gsrq"])
+@pytest.mark.parametrize("name", ["nova", "nova:values=codes", "tasq", "tasq:values=fold", "gsrq"])
 def test_content_does_not_depend_on_how_calls_were_cut(name, learned):
     new = tokens(1, 400)
     whole = feed(layer(learned[name]), new)
@@ -422,7 +438,7 @@ def test_a_cropped_cache_goes_on_as_one_that_never_was_longer(name, learned):
     assert difference(of, feed(feed(layer(spec_of), short), more, start=390)) is None
 
 
-@pytest.mark.parametrize("name", ["nova", "nova:values=codes", "tasq", "tasq:mean=false", "gsrq"])
+@pytest.mark.parametrize("name", ["nova", "nova:values=codes", "tasq", "tasq:mean=false", "tasq:values=fold", "gsrq"])
 def test_attention_is_that_of_the_decoded_cache(name, learned):
     new, ask = tokens(2, 400), tokens(2, 3, seed=1)
     of = feed(layer(learned[name], max_length=512), new)

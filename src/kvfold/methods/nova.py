@@ -11,10 +11,12 @@ from kvfold.formats import AffineGroups, Format, GroupCodes, Hadamard, Projected
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
 from kvfold.methods.base import LayerSpec, State
+from kvfold.methods.fold import CODED, Fold
 from kvfold.methods.learned import SHORTEST, LearnedMethod, span
 from kvfold.methods.options import Problem
 
 CODES = 256
+VALUES = ("affine", "codes", "fold")
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,10 @@ class ByteCodes(LearnedMethod):
 
     Parameters
     ----------
-    values : {"affine", "codes"}
+    values : {"affine", "codes", "fold"}
         ``affine``: v_bits of a rotated value, with a scale and a zero-point per token; ``codes``: as keys, with codebooks for
-        the output projection's distance.
+        the output projection's distance; ``fold``: as :class:`~kvfold.methods.fold.Fold` stores them, by its fixed codebook at
+        1 and 2 bits. Of the last nothing is learned of values.
     refit : bool
         Store the scale that keeps a key's length and makes a value unbiased, instead of the root mean square; costs no bits.
     """
@@ -52,8 +55,8 @@ class ByteCodes(LearnedMethod):
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
-        if self.values not in ("affine", "codes"):
-            yield Problem("values", ("affine", "codes"))
+        if self.values not in VALUES:
+            yield Problem("values", VALUES)
         for field, coded in (("k_bits", True), ("v_bits", self.values == "codes")):
             if coded and getattr(self, field) not in (None, *self.bit_widths):
                 yield Problem(field, self.bit_widths, ": a byte stands for 8 / bits channels")
@@ -77,12 +80,20 @@ class ByteCodes(LearnedMethod):
                 keys = Projected(d, self.block, keys.operand, keys, learned.maps if learned else None)
             if self.values == "codes":
                 return keys, self._codes(spec, "value", learned.values if learned else None)
+            if self.values == "fold":
+                return keys, self._fold.value_format(spec)
             affine = AffineGroups(d, self.block, spec.operand("value"), self.value_bits, "channel", "asym", d)
             return keys, self.paged(affine, False, "", Hadamard(d, d & -d))
 
     @property
+    def _fold(self) -> Fold:
+        """What stores the values of ``values=fold``."""
+        bits = self.value_bits
+        return Fold(bits=bits, sink=self.sink, recent=self.recent, group=self.group, codebook=bits in CODED)
+
+    @property
     def kernel_encodes(self) -> bool:
-        return True
+        return self.values != "fold"
 
     @property
     def page(self) -> int:
@@ -115,6 +126,8 @@ class ByteCodes(LearnedMethod):
             held |= {"key.mean": maps.mean, "key.map": maps.apply, "key.inverse": maps.restore}
         if self.values == "affine":
             held |= Hadamard(spec.head_dim, spec.head_dim & -spec.head_dim).tables(device)
+        elif self.values == "fold":
+            held |= {f"value.{name}": x for name, x in self._fold.tables(spec, device).items()}
         return held
 
     def _learned(self, spec: LayerSpec) -> Tables:
