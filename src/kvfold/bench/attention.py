@@ -164,6 +164,7 @@ DEFAULT = (
 READERS = (
     "turboquant:bits=3", "turboquant:bits=3,center=false,normalize=false", "qjl", "innerq", "gear", "zipcache",
     "vqllm:bits=1", "vqllm", "kvquant:bits=3", "kvquant", "commvq:bits=1", "commvq", "tasq",
+    "tasq:bits=2,values=fold",
 )  # fmt: skip
 READ = tuple(Work(method, 0, batch, context) for method in READERS for batch, context in ((1, 131072), (16, 32768)))
 """Formats that readers take."""

@@ -90,7 +90,7 @@ def tables(made: Method, heads: int, head_dim: int, device: torch.device) -> Any
             for side, bits in (("key", made.key_bits), ("value", made.value_bits))
         ]
         maps = HeadMaps(random(heads, head_dim), eye, eye) if made.maps_keys else None
-        return Tables(books[0], maps, books[1])
+        return Tables(books[0], maps, books[1] if made.values == "codes" else None)
     if isinstance(made, KVQuant):
         levels = [tuple(x / 3 for x in lloyd_max(bits)) for bits in (made.key_bits, made.value_bits)]
         scales = ChannelScales(random(heads, head_dim), 3 * random(heads, head_dim).abs() + 1)
