@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from evidence import plain
 
 from kvfold.bench.decode import TORCH
 from kvfold.bench.generate import DEFAULT
@@ -451,6 +452,33 @@ def h100() -> Table:
     return ["method", "shape", "ms", "fp16, ms", "times as fast", "relative RMS error"], lines
 
 
+def _cpu(model: str, context: int) -> dict[tuple[int, str, str], Any]:
+    """By threads, cache and kernel."""
+    found = rows("cpu", "model", "dtype", "context", "threads", "cache", "kernel")
+    return {(r.threads, r.cache, r.kernel): r for r in found if (r.model, r.context) == (model, context)}
+
+
+def cpu() -> Table:
+    """Steps of SmolLM2-135M on a CPU: the kernel with two threads and with one, and the reference, over Transformers' cache."""
+    at = _cpu("SmolLM2-135M-Instruct", 4096)
+    lines = []
+    for threads, cache, kernel in at:
+        if threads == 2 and kernel in ("cpu", "sdpa"):
+            row, one, slow = at[2, cache, kernel], at.get((1, cache, kernel)), at.get((2, cache, "reference"))
+            cells = number(row.p50_ms, ".1f"), number(row.ratio, ".2f"), number(one and one.ratio, ".2f")
+            lines.append([f"`{plain(cache)}`", *cells, number(slow and slow.ratio, ".2f"), f"{row.cache_mb:.1f}"])
+    return ["cache", "ms", "times `DynamicCache`", "one thread", "by the reference", "MB"], lines
+
+
+def cpu_long() -> Table:
+    """Steps of the 1.5B model at a long context on a CPU."""
+    lines = [
+        [f"`{plain(r.cache)}`", number(r.p50_ms, ".0f"), number(r.ratio, ".2f"), f"{r.cache_mb:,.0f}"]
+        for r in _cpu("Qwen2.5-Coder-1.5B-Instruct", 16384).values()
+    ]
+    return ["cache", "ms", "times `DynamicCache`", "MB"], lines
+
+
 BENCH = {
     "docs/performance.md": {
         "attention": attention,
@@ -475,5 +503,8 @@ BENCH = {
     "docs/profile.md": {"profile": profile},
 }
 """Of the rows of ``kvfold bench``, by page and name."""
-OTHERS = {"docs/performance.md": {"h100": h100}}
+OTHERS = {
+    "docs/performance.md": {"h100": h100},
+    "docs/performance-cpu.md": {"cpu": cpu, "cpu long": cpu_long},
+}
 """Of other rows."""

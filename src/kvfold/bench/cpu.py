@@ -28,7 +28,10 @@ from kvfold.methods import get
 from kvfold.models import load
 
 ROWS = Path("benchmarks/rows/cpu.csv")
-METHODS = ("none", "fold", "kivi", "innerq", "squat")
+METHODS = (
+    *("none", "fold", "fold:bits=2,codebook=true", "kivi", "innerq", "squat", "squat_pre", "turboquant:bits=3", "qjl"),
+    *("gear", "zipcache", "kvarn"),
+)
 BASELINE = "DynamicCache"
 PROMPT = 512
 """Tokens that go through the model before measuring; a step's time depends on the number of cached tokens only."""
