@@ -6,6 +6,8 @@ import shutil
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryFile
+from threading import RLock
 from typing import Any
 
 import llvmlite.binding
@@ -38,28 +40,34 @@ def _kept_in() -> str:
     would go on with what an older version of another one was compiled into."""
     here = Path(__file__).parent
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))).hexdigest()[:12]
-    places = [config.CACHE_DIR] if config.CACHE_DIR else [here / "__pycache__", "~/.cache/kvfold"]
+    own = here / "__pycache__"
+    places = [config.CACHE_DIR] if config.CACHE_DIR else [own, "~/.cache/kvfold"]
     for place in places:
         with suppress(OSError, RuntimeError):  # not to be written, nobody's home
-            place = Path(place).expanduser()
-            folder = place / f"numba-{stamp}"
+            folder = Path(place).expanduser() / f"numba-{stamp}"
             folder.mkdir(parents=True, exist_ok=True)
-            for old in place.glob("numba-????????????"):
-                if old != folder:
+            with TemporaryFile(dir=folder):  # it may be there and be another user's
+                pass
+            for old in own.glob("numba-*"):  # other places may be those of other versions, too
+                if old.name != folder.name:
                     shutil.rmtree(old, ignore_errors=True)
             return str(folder)
     return config.CACHE_DIR
 
 
+_COMPILING = RLock()
+
+
 def _compiled(compile, function) -> Any:
     """``compile(cache)(function)``, once for all processes if there is a place to keep the result."""
-    before, config.CACHE_DIR = config.CACHE_DIR, _kept_in()
-    try:
-        return compile(True)(function)
-    except RuntimeError:
-        return compile(False)(function)
-    finally:
-        config.CACHE_DIR = before
+    with _COMPILING:
+        before, config.CACHE_DIR = config.CACHE_DIR, _kept_in()
+        try:
+            return compile(True)(function)
+        except RuntimeError:
+            return compile(False)(function)
+        finally:
+            config.CACHE_DIR = before
 
 
 def loops(function) -> Any:
@@ -86,8 +94,9 @@ class Decoder:
 
     @property
     def address(self) -> int:
-        if self._compiled is None:
-            self._compiled = _compiled(lambda cache: cfunc(DECODE, cache=cache), self._function)
+        with _COMPILING:  # another one's code would be freed
+            if self._compiled is None:
+                self._compiled = _compiled(lambda cache: cfunc(DECODE, cache=cache), self._function)
         return self._compiled.address
 
 

@@ -19,7 +19,7 @@ from kvfold.formats import PAGE, Dense, Fields, Format, Hadamard, Paged
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, DensePart, Span
 from kvfold.kernels.cpu import readers
-from kvfold.kernels.cpu.readers.base import ROW, place
+from kvfold.kernels.cpu.readers.base import ROW, made, place
 from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.kernels.stored import inner
@@ -104,7 +104,8 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "kvfold")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the pool but not its threads
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the pool but not its threads
 
 
 def _sinks(call: AttentionCall) -> torch.Tensor:
@@ -210,8 +211,8 @@ def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
         packed.contiguous().numpy(),
         queries.numpy(),
         bias.numpy(),
-        call.scale,
-        call.softcap or 0.0,
+        float(call.scale),  # an integer of a model's configuration would have the loops compiled again
+        float(call.softcap or 0.0),
         _table([part.about for part in parts]),
         _table([(_filled(part.keys), _filled(part.values)) for part in parts]),
         _table([key_form.numbers, value_form.numbers]),
@@ -248,7 +249,7 @@ def _rope(call: AttentionCall) -> tuple[Any, Any, float, Any]:
         none = torch.zeros(call.shape[0], dtype=torch.int64, device="cpu")
         return *_turns(None), 1.0, none.numpy()
     assert call.first_position is not None
-    return *_turns(call.rope), call.rope.scaling, call.first_position.long().contiguous().numpy()
+    return *_turns(call.rope), float(call.rope.scaling), call.first_position.long().contiguous().numpy()
 
 
 @lru_cache(maxsize=64)
@@ -308,16 +309,9 @@ class Form:
     matrix: torch.Tensor
 
 
-FORM = "_cpu_form"
-
-
 def _form(form: Format) -> Form:
-    """Made once, and kept beside the format's own fields."""
-    own = vars(form)
-    if FORM not in own:
-        own[FORM] = _made(form)
-    found: Form = own[FORM]
-    return found
+    """Made once."""
+    return made(form, "form", lambda: _made(form))
 
 
 def _made(form: Format) -> Form:
