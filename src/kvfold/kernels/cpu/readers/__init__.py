@@ -44,6 +44,7 @@ READERS: dict[type[Format], tuple[str, str]] = {
 }
 """The file of a format's reader, and its class; Numba is imported with it."""
 
+
 def why_not(form: Format) -> str | None:
     """Why units of a format cannot be read; None if they can. Needs Numba."""
     if type(form) not in READERS:

@@ -92,8 +92,8 @@ class Kept(dict[str, Any]):
 
 
 def made(owner: object, name: str, make: Callable[[], T]) -> T:
-    """What ``make`` returns for a format or a codebook, made once and kept beside its own attributes: formats that are equal may
-    have different tables.
+    """What ``make`` returns for a format or a codebook, made once and kept beside its own attributes: equal formats may have
+    different tables.
 
     Two threads that come first at once may both make it. All get what is kept, for addresses of it are used.
     """
