@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_a_decoder_is_compiled_once(monkeypatch):
     def compile(how, function):
         compiled.append(function)
         threading.Event().wait(0.05)
-        return type("Compiled", (), {"address": len(compiled)})
+        return SimpleNamespace(address=len(compiled), cache_hits=1)
 
     monkeypatch.setattr(_numbers, "_compiled", compile)
     decoder = _numbers.decoder(lambda: None)

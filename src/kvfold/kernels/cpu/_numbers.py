@@ -8,13 +8,17 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import RLock
+from time import perf_counter
 from typing import Any
 
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, config, njit, types
+from numba.core import event
 from numba.extending import intrinsic as _intrinsic
+
+from kvfold.kernels.compiling import compiling
 
 TILE = 32
 """Tokens decoded at once: a packed unit."""
@@ -70,6 +74,21 @@ def _compiled(compile, function) -> Any:
             config.CACHE_DIR = before
 
 
+class _Listener(event.Listener):
+    """Hears of functions that are compiled, not of those that come from the cache; Numba holds its lock meanwhile."""
+
+    def on_start(self, event) -> None:
+        if event.data["dispatcher"].py_func.__module__.startswith("kvfold."):
+            compiling.begin()
+
+    def on_end(self, event) -> None:
+        if event.data["dispatcher"].py_func.__module__.startswith("kvfold."):
+            compiling.end()
+
+
+event.register("numba:compile", _Listener())
+
+
 def loops(function) -> Any:
     """Compile a function when it is first called."""
     return _compiled(lambda cache: njit(fastmath=FAST, nogil=True, cache=cache), function)
@@ -96,7 +115,10 @@ class Decoder:
     def address(self) -> int:
         with _COMPILING:  # another one's code would be freed
             if self._compiled is None:
+                before, begun = compiling.seconds, perf_counter()
                 self._compiled = _compiled(lambda cache: cfunc(DECODE, cache=cache), self._function)
+                if not self._compiled.cache_hits:  # the functions it calls are in it
+                    compiling.seconds = before + perf_counter() - begun
         return self._compiled.address
 
 

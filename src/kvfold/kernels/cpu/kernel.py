@@ -57,6 +57,10 @@ class CPUKernel(AttentionKernel):
             return f"runs on the CPU, not on {device.type}"
         if find_spec("numba") is None:
             return "numba is not installed; run: pip install 'kvfold[cpu]'"
+        try:
+            _loops()
+        except (ImportError, OSError) as error:  # it does not go with the NumPy that there is, say
+            return f"numba cannot be imported: {error}"
         for side, form in (("keys", key_format), ("values", value_format)):
             if why := _unsupported(form, norms=side == "keys"):
                 return f"{side}: {why}"
@@ -199,7 +203,8 @@ def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
     batch, heads, rows, _ = queries.shape
     cached, items = sum(part.about[0] for part in parts), batch * heads
     threads = max(1, min(torch.get_num_threads(), items * cached // TOKENS_PER_THREAD))
-    splits = threads // math.gcd(threads, items)  # as many equal shares for every thread
+    # as many equal shares for every thread; many items are near enough without
+    splits = threads // math.gcd(threads, items) if items < 8 * threads else 1
     items *= splits
     shares = Shares(
         queries.new_empty(items, rows, channels), queries.new_empty(items, rows), queries.new_empty(items, rows), splits
@@ -222,7 +227,7 @@ def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
         key_form.matrix.numpy(),
         value_form.matrix.numpy(),
         *_rope(call),
-        call.packed_len.long().numpy(),
+        call.packed_len.long().contiguous().numpy(),
         call.tokens,
         max(_scratch(call.key_format), _scratch(call.value_format)),
         *shares.arrays,
@@ -261,8 +266,8 @@ def _turns(rope: Rope | None) -> tuple[Any, Any]:
 
 
 def _table(rows: Any) -> Any:
-    """Integers as an array of 64 bits each."""
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").numpy()
+    """Integers as an array of 64 bits each; Torch takes three times as long."""
+    return _loops().np.array(rows, _loops().np.int64)
 
 
 def _filled(row: list[int]) -> list[int]:
