@@ -1,7 +1,8 @@
-"""How the CPU kernel shares its work, what it says of compiling, and what it says where Numba cannot be had."""
+"""How the CPU kernel shares its work, what it leaves to the reference, and what it says of compiling and of Numba."""
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,19 @@ def test_shares_are_equal_or_many(threads, monkeypatch):
     case = Case(**CASES["affine-asym-4bit"], packed=(64, 32) * 8)
     assert relative(CPUKernel().attend(case.call), case.expected()) < 2e-6
     assert splits == [1 if threads <= 4 else threads // math.gcd(threads, 32)]
+
+
+def test_gradients_of_sinks_alone_are_there_and_nothing_is_left_out_without_gradients(monkeypatch):
+    """A model whose other weights are frozen; and parameters, which need gradients, under ``no_grad``."""
+    call = Case(**CASES["affine-asym-4bit"]).call
+    sinks = torch.zeros(call.query.shape[1], requires_grad=True)
+    CPUKernel().attend(replace(call, sinks=sinks)).sum().backward()
+    assert sinks.grad is not None and sinks.grad.norm() > 0
+    monkeypatch.setattr(module.ReferenceKernel, "attend", None)
+    query = call.query.clone().requires_grad_()
+    with torch.no_grad():
+        got = CPUKernel().attend(replace(call, sinks=sinks, query=query))
+    assert torch.equal(got, CPUKernel().attend(replace(call, sinks=sinks.detach())))
 
 
 def test_compiling_is_said_once_and_counted_once(monkeypatch, caplog):

@@ -72,7 +72,8 @@ class CPUKernel(AttentionKernel):
         new, tokens = call.new, call.tokens
         if new is None or new.keys.dtype not in STORED:
             return ReferenceKernel().attend(call)
-        if call.query.requires_grad or new.keys.requires_grad or new.values.requires_grad:
+        given = (call.query, new.keys, new.values, *([] if call.sinks is None else [call.sinks]))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
             return ReferenceKernel().attend(call)
         if tokens > MAX_TOKENS:
             return ReferenceKernel().attend(replace(call, spans=_chunks(call)))
@@ -199,7 +200,7 @@ class Shares:
 def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
     """Share the loops' work among threads."""
     loops: Any = _loops()
-    queries = call.rows.contiguous()
+    queries = call.rows.detach().contiguous()
     batch, heads, rows, _ = queries.shape
     cached, items = sum(part.about[0] for part in parts), batch * heads
     threads = max(1, min(torch.get_num_threads(), items * cached // TOKENS_PER_THREAD))
@@ -210,10 +211,10 @@ def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
         queries.new_empty(items, rows, channels), queries.new_empty(items, rows), queries.new_empty(items, rows), splits
     )
     packed, bias = call.projected if call.spans else (queries, None)
-    bias = queries.new_empty(batch, heads, 0) if bias is None else bias.contiguous()
+    bias = queries.new_empty(batch, heads, 0) if bias is None else bias.detach().contiguous()
     key_form, value_form = _form(call.key_format), _form(call.value_format)
     arguments: tuple[Any, ...] = (
-        packed.contiguous().numpy(),
+        packed.detach().contiguous().numpy(),
         queries.numpy(),
         bias.numpy(),
         float(call.scale),  # an integer of a model's configuration would have the loops compiled again
