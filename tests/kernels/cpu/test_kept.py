@@ -43,7 +43,8 @@ def test_copies_and_pickles_begin_with_nothing(name, twin_of):
     twins = tuple(twin_of(form) for form in forms)
     for form, twin in zip(forms, twins, strict=True):
         assert vars(form)["_cpu"] and vars(twin)["_cpu"] == {}
-    assert torch.equal(CPUKernel().attend(replace(call, key_format=twins[0], value_format=twins[1])), expected)
+    twin = replace(call, key_format=twins[0], value_format=twins[1], rope=twin_of(call.rope))
+    assert torch.equal(CPUKernel().attend(twin), expected)
 
 
 def test_threads_that_come_at_once_have_the_same():

@@ -7,7 +7,7 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, reduce
+from functools import cache, reduce
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
@@ -23,7 +23,6 @@ from kvfold.kernels.cpu.readers.base import ROW, made, place
 from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.kernels.stored import inner
-from kvfold.rope import Rope
 
 STORED = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """Dtypes of dense operands, as the loops name them; 0 stands for what a reader decodes."""
@@ -251,19 +250,25 @@ def _scratch(form: Format) -> int:
 
 def _rope(call: AttentionCall) -> tuple[Any, Any, float, Any]:
     """Angles per position, turns within a page, RoPE's factor, and where packed tokens begin."""
-    if call.rope is None or not call.spans:
+    rope = call.rope
+    if rope is None or not call.spans:
         none = torch.zeros(call.shape[0], dtype=torch.int64, device="cpu")
-        return *_turns(None), 1.0, none.numpy()
+        return *_no_turns(), 1.0, none.numpy()
     assert call.first_position is not None
-    return *_turns(call.rope), float(call.rope.scaling), call.first_position.long().contiguous().numpy()
+    turns = made(rope, "turns", lambda: _turns(rope.inv_freq))
+    return *turns, float(rope.scaling), call.first_position.long().contiguous().numpy()
 
 
-@lru_cache(maxsize=64)
-def _turns(rope: Rope | None) -> tuple[Any, Any]:
+def _turns(freq: torch.Tensor) -> tuple[Any, Any]:
     """Angles per position, float64 [pairs], and cosines and sines of a page's first positions, float32 [2, PAGE, pairs]."""
-    freq = torch.empty(0, dtype=torch.float64, device="cpu") if rope is None else rope.inv_freq.cpu().double()
+    freq = freq.cpu().double()
     angles = torch.arange(PAGE, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
     return freq.numpy(), torch.stack((angles.cos(), angles.sin())).float().numpy()
+
+
+@cache
+def _no_turns() -> tuple[Any, Any]:
+    return _turns(torch.empty(0, device="cpu"))
 
 
 def _table(rows: Any) -> Any:

@@ -80,7 +80,7 @@ def place(x: torch.Tensor, inner: int, keep: list[torch.Tensor]) -> Place:
 
 
 KEPT = "_cpu"
-"""Attribute of formats and codebooks under which lies what was made for them."""
+"""Attribute of formats, codebooks and rotations under which lies what was made for them."""
 
 
 class Kept(dict[str, Any]):
@@ -92,7 +92,7 @@ class Kept(dict[str, Any]):
 
 
 def made(owner: object, name: str, make: Callable[[], T]) -> T:
-    """What ``make`` returns for a format or a codebook, made once and kept beside its own attributes: equal formats may have
+    """What ``make`` returns for one of them, made once and kept beside its own attributes: equal formats may have
     different tables.
 
     Two threads that come first at once may both make it. All get what is kept, for addresses of it are used.
