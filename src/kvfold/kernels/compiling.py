@@ -1,7 +1,7 @@
 """Compilation of kernels: said once, and kept apart from what is measured as speed.
 
 Triton compiles a kernel at its first launch and keeps it in a cache on disk. The first process that meets a GPU, a shape or a
-version of kvfold so takes seconds where later ones take none.
+version of kvfold so takes seconds where later ones take none. On a CPU, Numba does the same.
 """
 
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger("kvfold")
 
 
 class Compiling:
-    """Listens to Triton's compiler.
+    """Listens to Triton's compiler, and is told of Numba's.
 
     Attributes
     ----------
@@ -29,7 +29,8 @@ class Compiling:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._before: Callable[..., Any] | None = None
-        self._listens = self._told = self._told_of_model = False
+        self._listens = self._told = self._told_of_model = self._told_of_cpu = False
+        self._depth, self._begun = 0, 0.0
 
     def listen(self) -> None:
         """Begin, in place of whoever listened before, who is told as well."""
@@ -54,6 +55,21 @@ class Compiling:
                 "kvfold: compiling kernels for this GPU, about %d s; they are cached for the next time",
                 max(1, round(took * KERNELS)),
             )
+
+    def begin(self) -> None:
+        """Numba compiles a function, perhaps for another one that it compiles; :meth:`end` follows. One thread at a time."""
+        if not self._told_of_cpu:
+            self._told_of_cpu = True
+            log.warning("kvfold: compiling kernels for this CPU, up to 15 s; they are cached for the next time")
+        if not self._depth:
+            self._begun = time.perf_counter()
+        self._depth += 1
+
+    def end(self) -> None:
+        """It is done."""
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += time.perf_counter() - self._begun
 
     @contextmanager
     def model(self) -> Iterator[None]:

@@ -6,13 +6,19 @@ import shutil
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryFile
+from threading import RLock
+from time import perf_counter
 from typing import Any
 
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, config, njit, types
+from numba.core import event
 from numba.extending import intrinsic as _intrinsic
+
+from kvfold.kernels.compiling import compiling
 
 TILE = 32
 """Tokens decoded at once: a packed unit."""
@@ -38,28 +44,49 @@ def _kept_in() -> str:
     would go on with what an older version of another one was compiled into."""
     here = Path(__file__).parent
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))).hexdigest()[:12]
-    places = [config.CACHE_DIR] if config.CACHE_DIR else [here / "__pycache__", "~/.cache/kvfold"]
+    own = here / "__pycache__"
+    places = [config.CACHE_DIR] if config.CACHE_DIR else [own, "~/.cache/kvfold"]
     for place in places:
         with suppress(OSError, RuntimeError):  # not to be written, nobody's home
-            place = Path(place).expanduser()
-            folder = place / f"numba-{stamp}"
+            folder = Path(place).expanduser() / f"numba-{stamp}"
             folder.mkdir(parents=True, exist_ok=True)
-            for old in place.glob("numba-????????????"):
-                if old != folder:
+            with TemporaryFile(dir=folder):  # it may be there and be another user's
+                pass
+            for old in own.glob("numba-*"):  # other places may be those of other versions, too
+                if old.name != folder.name:
                     shutil.rmtree(old, ignore_errors=True)
             return str(folder)
     return config.CACHE_DIR
 
 
+_COMPILING = RLock()
+
+
 def _compiled(compile, function) -> Any:
     """``compile(cache)(function)``, once for all processes if there is a place to keep the result."""
-    before, config.CACHE_DIR = config.CACHE_DIR, _kept_in()
-    try:
-        return compile(True)(function)
-    except RuntimeError:
-        return compile(False)(function)
-    finally:
-        config.CACHE_DIR = before
+    with _COMPILING:
+        before, config.CACHE_DIR = config.CACHE_DIR, _kept_in()
+        try:
+            return compile(True)(function)
+        except RuntimeError:
+            return compile(False)(function)
+        finally:
+            config.CACHE_DIR = before
+
+
+class _Listener(event.Listener):
+    """Hears of functions that are compiled, not of those that come from the cache; Numba holds its lock meanwhile."""
+
+    def on_start(self, event) -> None:
+        if event.data["dispatcher"].py_func.__module__.startswith("kvfold."):
+            compiling.begin()
+
+    def on_end(self, event) -> None:
+        if event.data["dispatcher"].py_func.__module__.startswith("kvfold."):
+            compiling.end()
+
+
+event.register("numba:compile", _Listener())
 
 
 def loops(function) -> Any:
@@ -86,8 +113,12 @@ class Decoder:
 
     @property
     def address(self) -> int:
-        if self._compiled is None:
-            self._compiled = _compiled(lambda cache: cfunc(DECODE, cache=cache), self._function)
+        with _COMPILING:  # another one's code would be freed
+            if self._compiled is None:
+                before, begun = compiling.seconds, perf_counter()
+                self._compiled = _compiled(lambda cache: cfunc(DECODE, cache=cache), self._function)
+                if not self._compiled.cache_hits:  # the functions it calls are in it
+                    compiling.seconds = before + perf_counter() - begun
         return self._compiled.address
 
 

@@ -7,7 +7,7 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, reduce
+from functools import cache, reduce
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
@@ -19,11 +19,10 @@ from kvfold.formats import PAGE, Dense, Fields, Format, Hadamard, Paged
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, DensePart, Span
 from kvfold.kernels.cpu import readers
-from kvfold.kernels.cpu.readers.base import ROW, place
+from kvfold.kernels.cpu.readers.base import ROW, made, place
 from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.kernels.stored import inner
-from kvfold.rope import Rope
 
 STORED = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """Dtypes of dense operands, as the loops name them; 0 stands for what a reader decodes."""
@@ -57,6 +56,10 @@ class CPUKernel(AttentionKernel):
             return f"runs on the CPU, not on {device.type}"
         if find_spec("numba") is None:
             return "numba is not installed; run: pip install 'kvfold[cpu]'"
+        try:
+            _loops()
+        except (ImportError, OSError) as error:  # it does not go with the NumPy that there is, say
+            return f"numba cannot be imported: {error}"
         for side, form in (("keys", key_format), ("values", value_format)):
             if why := _unsupported(form, norms=side == "keys"):
                 return f"{side}: {why}"
@@ -68,7 +71,8 @@ class CPUKernel(AttentionKernel):
         new, tokens = call.new, call.tokens
         if new is None or new.keys.dtype not in STORED:
             return ReferenceKernel().attend(call)
-        if call.query.requires_grad or new.keys.requires_grad or new.values.requires_grad:
+        given = (call.query, new.keys, new.values, *([] if call.sinks is None else [call.sinks]))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
             return ReferenceKernel().attend(call)
         if tokens > MAX_TOKENS:
             return ReferenceKernel().attend(replace(call, spans=_chunks(call)))
@@ -104,7 +108,8 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "kvfold")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the pool but not its threads
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child inherits the pool but not its threads
 
 
 def _sinks(call: AttentionCall) -> torch.Tensor:
@@ -194,24 +199,25 @@ class Shares:
 def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
     """Share the loops' work among threads."""
     loops: Any = _loops()
-    queries = call.rows.contiguous()
+    queries = call.rows.detach().contiguous()
     batch, heads, rows, _ = queries.shape
     cached, items = sum(part.about[0] for part in parts), batch * heads
     threads = max(1, min(torch.get_num_threads(), items * cached // TOKENS_PER_THREAD))
-    splits = threads // math.gcd(threads, items)  # as many equal shares for every thread
+    # as many equal shares for every thread; many items are near enough without
+    splits = threads // math.gcd(threads, items) if items < 8 * threads else 1
     items *= splits
     shares = Shares(
         queries.new_empty(items, rows, channels), queries.new_empty(items, rows), queries.new_empty(items, rows), splits
     )
     packed, bias = call.projected if call.spans else (queries, None)
-    bias = queries.new_empty(batch, heads, 0) if bias is None else bias.contiguous()
+    bias = queries.new_empty(batch, heads, 0) if bias is None else bias.detach().contiguous()
     key_form, value_form = _form(call.key_format), _form(call.value_format)
     arguments: tuple[Any, ...] = (
-        packed.contiguous().numpy(),
+        packed.detach().contiguous().numpy(),
         queries.numpy(),
         bias.numpy(),
-        call.scale,
-        call.softcap or 0.0,
+        float(call.scale),  # an integer of a model's configuration would have the loops compiled again
+        float(call.softcap or 0.0),
         _table([part.about for part in parts]),
         _table([(_filled(part.keys), _filled(part.values)) for part in parts]),
         _table([key_form.numbers, value_form.numbers]),
@@ -221,7 +227,7 @@ def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
         key_form.matrix.numpy(),
         value_form.matrix.numpy(),
         *_rope(call),
-        call.packed_len.long().numpy(),
+        call.packed_len.long().contiguous().numpy(),
         call.tokens,
         max(_scratch(call.key_format), _scratch(call.value_format)),
         *shares.arrays,
@@ -244,24 +250,30 @@ def _scratch(form: Format) -> int:
 
 def _rope(call: AttentionCall) -> tuple[Any, Any, float, Any]:
     """Angles per position, turns within a page, RoPE's factor, and where packed tokens begin."""
-    if call.rope is None or not call.spans:
+    rope = call.rope
+    if rope is None or not call.spans:
         none = torch.zeros(call.shape[0], dtype=torch.int64, device="cpu")
-        return *_turns(None), 1.0, none.numpy()
+        return *_no_turns(), 1.0, none.numpy()
     assert call.first_position is not None
-    return *_turns(call.rope), call.rope.scaling, call.first_position.long().contiguous().numpy()
+    turns = made(rope, "turns", lambda: _turns(rope.inv_freq))
+    return *turns, float(rope.scaling), call.first_position.long().contiguous().numpy()
 
 
-@lru_cache(maxsize=64)
-def _turns(rope: Rope | None) -> tuple[Any, Any]:
+def _turns(freq: torch.Tensor) -> tuple[Any, Any]:
     """Angles per position, float64 [pairs], and cosines and sines of a page's first positions, float32 [2, PAGE, pairs]."""
-    freq = torch.empty(0, dtype=torch.float64, device="cpu") if rope is None else rope.inv_freq.cpu().double()
+    freq = freq.cpu().double()
     angles = torch.arange(PAGE, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
     return freq.numpy(), torch.stack((angles.cos(), angles.sin())).float().numpy()
 
 
+@cache
+def _no_turns() -> tuple[Any, Any]:
+    return _turns(torch.empty(0, device="cpu"))
+
+
 def _table(rows: Any) -> Any:
-    """Integers as an array of 64 bits each."""
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").numpy()
+    """Integers as an array of 64 bits each; Torch takes three times as long."""
+    return _loops().np.array(rows, _loops().np.int64)
 
 
 def _filled(row: list[int]) -> list[int]:
@@ -308,16 +320,9 @@ class Form:
     matrix: torch.Tensor
 
 
-FORM = "_cpu_form"
-
-
 def _form(form: Format) -> Form:
-    """Made once, and kept beside the format's own fields."""
-    own = vars(form)
-    if FORM not in own:
-        own[FORM] = _made(form)
-    found: Form = own[FORM]
-    return found
+    """Made once."""
+    return made(form, "form", lambda: _made(form))
 
 
 def _made(form: Format) -> Form:

@@ -24,7 +24,7 @@ from kvfold.formats import (
     UniformTokens,
 )
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
-from kvfold.kernels.cpu.readers.base import CPUReader
+from kvfold.kernels.cpu.readers.base import CPUReader, made
 
 READERS: dict[type[Format], tuple[str, str]] = {
     AdditiveCodes: ("additive", "AdditiveReader"),
@@ -44,8 +44,6 @@ READERS: dict[type[Format], tuple[str, str]] = {
 }
 """The file of a format's reader, and its class; Numba is imported with it."""
 
-READER = "_cpu_reader"
-
 
 def why_not(form: Format) -> str | None:
     """Why units of a format cannot be read; None if they can. Needs Numba."""
@@ -59,10 +57,7 @@ def why_not(form: Format) -> str | None:
 
 def reader_of(form: Format) -> CPUReader[Any]:
     """The reader of a format that :func:`why_not` has nothing against."""
-    own = vars(form)  # forms that are equal may have different tables, so a reader lies beside its own
-    if READER not in own:
-        own[READER] = _class_of(type(form))(form)
-    found: CPUReader[Any] = own[READER]
+    found: CPUReader[Any] = made(form, "reader", lambda: _class_of(type(form))(form))
     return found
 
 

@@ -4,7 +4,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -58,16 +57,9 @@ class CPUReader(ABC, Generic[F]):
         """What ``decode`` is given of a span's fields; tensors that addresses point to are put into ``keep``."""
 
 
-COUNTS = "_cpu_counts"
-
-
 def _counts(form: Format) -> dict[str, int]:
-    """Elements per block of every field; they lie beside the format's own, for a cache would keep its codebook."""
-    own = vars(form)
-    if COUNTS not in own:
-        own[COUNTS] = {name: math.prod(shape) for name, (shape, _) in form.fields().items()}
-    found: dict[str, int] = own[COUNTS]
-    return found
+    """Elements per block of every field."""
+    return made(form, "counts", lambda: {name: math.prod(shape) for name, (shape, _) in form.fields().items()})
 
 
 def places(form: Format, fields: Fields, names: tuple[str, ...], keep: list[torch.Tensor]) -> list[int]:
@@ -87,13 +79,26 @@ def place(x: torch.Tensor, inner: int, keep: list[torch.Tensor]) -> Place:
     return x.data_ptr(), stride[0] * size, stride[1] * size, inner * size
 
 
-_MADE: "WeakKeyDictionary[Any, dict[Any, Any]]" = WeakKeyDictionary()
+KEPT = "_cpu"
+"""Attribute of formats, codebooks and rotations under which lies what was made for them."""
 
 
-def made(owner: object, name: object, make: Callable[[], T]) -> T:
-    """What ``make`` returns for a codebook, made once and kept as long as the codebook is. ``name``: for what."""
-    of_owner = _MADE.setdefault(owner, {})
-    if name not in of_owner:
-        of_owner[name] = make()
-    found: T = of_owner[name]
+class Kept(dict[str, Any]):
+    """What was made for its owner. A copy or a pickle of the owner begins with nothing: a decoder's address means nothing in
+    another process."""
+
+    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
+        return Kept, ()
+
+
+def made(owner: object, name: str, make: Callable[[], T]) -> T:
+    """What ``make`` returns for one of them, made once and kept beside its own attributes: equal formats may have
+    different tables.
+
+    Two threads that come first at once may both make it. All get what is kept, for addresses of it are used.
+    """
+    kept: Kept = vars(owner).get(KEPT) or vars(owner).setdefault(KEPT, Kept())
+    if name not in kept:
+        kept.setdefault(name, make())
+    found: T = kept[name]
     return found
