@@ -452,7 +452,7 @@ def h100() -> Table:
     return ["method", "shape", "ms", "fp16, ms", "times as fast", "relative RMS error"], lines
 
 
-def _cpu(model: str, context: int) -> dict[tuple[int, str, str], Any]:
+def on_cpu(model: str, context: int) -> dict[tuple[int, str, str], Any]:
     """By threads, cache and kernel."""
     found = rows("cpu", "model", "dtype", "context", "threads", "cache", "kernel")
     return {(r.threads, r.cache, r.kernel): r for r in found if (r.model, r.context) == (model, context)}
@@ -460,7 +460,7 @@ def _cpu(model: str, context: int) -> dict[tuple[int, str, str], Any]:
 
 def cpu() -> Table:
     """Steps of SmolLM2-135M on a CPU: the kernel with two threads and with one, and the reference, over Transformers' cache."""
-    at = _cpu("SmolLM2-135M-Instruct", 4096)
+    at = on_cpu("SmolLM2-135M-Instruct", 4096)
     lines = []
     for threads, cache, kernel in at:
         if threads == 2 and kernel in ("cpu", "sdpa"):
@@ -474,7 +474,7 @@ def cpu_long() -> Table:
     """Steps of the 1.5B model at a long context on a CPU."""
     lines = [
         [f"`{plain(r.cache)}`", number(r.p50_ms, ".0f"), number(r.ratio, ".2f"), f"{r.cache_mb:,.0f}"]
-        for r in _cpu("Qwen2.5-Coder-1.5B-Instruct", 16384).values()
+        for r in on_cpu("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", 16384).values()
     ]
     return ["cache", "ms", "times `DynamicCache`", "MB"], lines
 

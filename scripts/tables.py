@@ -373,6 +373,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "serving": claims.serving,
         "attention": claims.attention,
         "throughput": claims.throughput,
+        "laptop": claims.laptop,
         "evidence": evidence.main,
         "answers": evidence_tasks.beside_full,
         "compare": comparison("compare-smollm2-135m.json", only=MAIN.__contains__),

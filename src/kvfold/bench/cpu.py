@@ -245,7 +245,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     model, _, info = load(args.model, dtype=args.dtype, device="cpu")
-    rows = measure(model, info.name, chosen, args.context, args.turns, args.kernel)
+    name = Path(info.name).name if Path(info.name).exists() else info.name
+    rows = measure(model, name, chosen, args.context, args.turns, args.kernel)
     for row in rows:
         show(row, line(row), args.json)
     if args.rows is not None:
