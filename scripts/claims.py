@@ -99,7 +99,8 @@ def laptop() -> str:
     full, fold, none = large[2, BASELINE, "sdpa"], large[2, "fold", "cpu"], large[2, "none", "cpu"]
     return "\n".join(
         (
-            f"**On two CPU cores a token of a 1.5B model after 16,384 takes {fold.p50_ms:.0f} ms instead of {full.p50_ms:.0f}** "
+            "**On two CPU cores a token of a 1.5B model after 16,384 takes "
+            f"{fold.p50_ms:.0f} ms instead of {full.p50_ms:.0f}** "
             f"with Transformers' cache, and the cache {fold.cache_mb:.0f} MB instead of {full.cache_mb:.0f}",
             f"(full precision by kvfold, which does not copy itself: {none.p50_ms:.0f} ms). At 4,096 tokens of SmolLM2-135M "
             f"every method takes {min(ratios):.1f} to {max(ratios):.1f} times as long",
