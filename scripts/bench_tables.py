@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from evidence import plain
 
+from kvfold.bench.cpu import BASELINE
 from kvfold.bench.decode import TORCH
 from kvfold.bench.generate import DEFAULT
 from kvfold.bench.generate import STATIC as STATIC_CACHE
@@ -453,17 +454,23 @@ def h100() -> Table:
 
 
 def on_cpu(model: str, context: int) -> dict[tuple[int, str, str], Any]:
-    """By threads, cache and kernel."""
-    found = rows("cpu", "model", "dtype", "context", "threads", "cache", "kernel")
-    return {(r.threads, r.cache, r.kernel): r for r in found if (r.model, r.context) == (model, context)}
+    """The last rows by threads, cache and kernel; ``base``: the row of Transformers' cache that a run begins with."""
+    found, base = {}, None
+    for row in rows("cpu"):
+        base = row if row.cache == BASELINE else base
+        row.base = base
+        if (row.model, row.context) == (model, context):
+            found[row.threads, row.cache, row.kernel] = row
+    return found
 
 
 def cpu() -> Table:
     """Steps of SmolLM2-135M on a CPU: the kernel with two threads and with one, and the reference, over Transformers' cache."""
     at = on_cpu("SmolLM2-135M-Instruct", 4096)
-    lines = []
+    base = at[2, "none", "cpu"].base
+    lines = [[f"`{BASELINE}`", number(base.p50_ms, ".1f"), "1.00", "1.00", "-", f"{base.cache_mb:.1f}"]]
     for threads, cache, kernel in at:
-        if threads == 2 and kernel in ("cpu", "sdpa"):
+        if threads == 2 and kernel == "cpu":
             row, one, slow = at[2, cache, kernel], at.get((1, cache, kernel)), at.get((2, cache, "reference"))
             cells = number(row.p50_ms, ".1f"), number(row.ratio, ".2f"), number(one and one.ratio, ".2f")
             lines.append([f"`{plain(cache)}`", *cells, number(slow and slow.ratio, ".2f"), f"{row.cache_mb:.1f}"])

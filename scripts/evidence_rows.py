@@ -75,7 +75,7 @@ LEARNED = {
         *(f"k=fold:{keys}+v=tasq:bits=2" for keys in ("bits=2,codebook=true", "bits=3")),
     ),
     "tasq-21": ("tasq:k_bits=2,v_bits=1",),
-    "nova": ("nova:values=codes", "nova"),
+    "nova": ("nova:values=codes", "nova", "k=nova:values=codes+v=fold:bits=2,codebook=true"),
     "gsrq": ("gsrq",),
     "gsrq-1": ("gsrq:bits=1",),
     "vqllm": ("vqllm",),
