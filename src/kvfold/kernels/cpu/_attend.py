@@ -240,8 +240,10 @@ def attend(
         none). Addresses and strides are in bytes.
     key_signs, value_signs : float32 [head_dim]
         Of Hadamard rotations.
-    key_matrix, value_matrix : float32 [channels, head_dim], or no rows
-        Decoded vectors times it are vectors of the model: another basis.
+    key_matrix : float32 [channels, head_dim], or no rows
+        Decoded keys times it are keys of the model: another basis.
+    value_matrix : float32 [kv_heads or 1, channels, value_dim], or no rows
+        The same of values.
     freq : float64 [pairs], or none
         Angles per position, where keys are stored before RoPE.
     turns : float32 [2, PAGE, pairs]
@@ -274,7 +276,7 @@ def attend(
     packed_q = np.zeros((rows, packed_wide), np.float32)
     acc = np.zeros((rows, value_wide), np.float32)
     # sums of values in another basis are kept apart from those of the windows
-    turned = forms[1, 4] > 0 or value_matrix.shape[0] > 0
+    turned = forms[1, 4] > 0 or value_matrix.shape[1] > 0
     packed_acc = np.zeros((rows if turned else 0, packed_value_wide), np.float32)
     mean, norm, value_mean = np.zeros(dim, np.float32), np.ones(dim, np.float32), np.zeros(value_dim, np.float32)
     shift, value_norm = np.zeros(rows, np.float32), np.ones(value_dim, np.float32)
@@ -402,9 +404,10 @@ def attend(
                     _add(s, v, sums[r])
             first += here
         for r in range(rows):
-            if value_matrix.shape[0]:
-                for j in range(value_matrix.shape[0]):
-                    row, weight = value_matrix[j], packed_acc[r, j]
+            if value_matrix.shape[1]:
+                matrix = value_matrix[h if value_matrix.shape[0] > 1 else 0]
+                for j in range(matrix.shape[0]):
+                    row, weight = matrix[j], packed_acc[r, j]
                     for i in range(value_dim):
                         acc[r, i] += weight * row[i]
             elif turned:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kvfold.formats import PAGE, Dense, Fields, Format, Hadamard, Paged
+from kvfold.formats.codebook import ValueRows
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, DensePart, Span
 from kvfold.kernels.cpu import readers
@@ -78,7 +79,7 @@ class CPUKernel(AttentionKernel):
             return ReferenceKernel().attend(replace(call, spans=_chunks(call)))
         keep: list[torch.Tensor] = []  # what addresses point to must live until the end
         packed, dense = _packed(call, keep), _windows(call, keep)
-        if call.unproject is None or not call.spans:
+        if call.unproject is None or isinstance(call.unproject, ValueRows) or not call.spans:
             shares = _run(call, packed + dense, new.values.shape[-1])
             out = shares.out.new_empty(*call.shape[:3], shares.out.shape[-1])
             _loops().merge(*shares.arrays, shares.splits, _sinks(call).numpy(), out.flatten(0, 1).numpy())
@@ -212,6 +213,9 @@ def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
     packed, bias = call.projected if call.spans else (queries, None)
     bias = queries.new_empty(batch, heads, 0) if bias is None else bias.detach().contiguous()
     key_form, value_form = _form(call.key_format), _form(call.value_format)
+    value_matrix = value_form.matrix.unsqueeze(0)
+    if isinstance(call.unproject, ValueRows) and call.spans:
+        value_matrix = call.unproject.rows.detach().float().contiguous()
     arguments: tuple[Any, ...] = (
         packed.detach().contiguous().numpy(),
         queries.numpy(),
@@ -225,7 +229,7 @@ def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
         key_form.signs.numpy(),
         value_form.signs.numpy(),
         key_form.matrix.numpy(),
-        value_form.matrix.numpy(),
+        value_matrix.numpy(),
         *_rope(call),
         call.packed_len.long().contiguous().numpy(),
         call.tokens,
