@@ -1,14 +1,12 @@
 """A byte for a few channels, with codes of every head's groups, and a scale per token: NOVA-KV's and TaSQ's."""
 
-from typing import Any
-
 import torch
 
 from kvfold.formats import Fields, GroupCodes
 from kvfold.kernels.cpu._numbers import TILE, address, bytes_at, carray, decoder, half, halves_at, loops, np
 from kvfold.kernels.cpu._rows import copy_rows, deal_rows
-from kvfold.kernels.cpu.readers.base import ROW, CPUReader, made, places
-from kvfold.kernels.cpu.readers.tables import stored, whole_units
+from kvfold.kernels.cpu.readers.base import ROW, made
+from kvfold.kernels.cpu.readers.tables import VectorReader, stored
 
 
 @loops
@@ -38,26 +36,15 @@ def _read(row, batch, head, unit, tile, width, scratch):
     _decode(numbers, batch, head, unit, carray(tile, (TILE, width)), carray(scratch, numbers[8]))
 
 
-class GroupedReader(CPUReader[GroupCodes]):
+class GroupedReader(VectorReader[GroupCodes]):
     decode = _read
-    ordered = False
-
-    @staticmethod
-    def why_not(form: Any) -> str | None:
-        return whole_units(form)
-
-    @property
-    def scratch(self) -> int:
-        return self.form.head_dim
 
     def row(self, fields: Fields, keep: list[torch.Tensor]) -> list[int]:
         """Codes, scales, both by units; channels, channels of a group, last code, strided; kind, address and bytes per head
         of codes; address of means."""
-        form, units = self.form, self.form.block // TILE
+        form, row = self.form, self.begun(fields, keep)
         assert form.book is not None
         book = form.book.on(torch.device("cpu"))
-        row = places(form, fields, ("codes", "rms"), keep)
-        row[3], row[7] = row[3] // units, row[7] // units
         kind, table = stored(book, "codes")
         row += [form.head_dim, form.vector, form.codes - 1, int(form.strided)]
         row += [kind, table.data_ptr(), table[0].numel() * table.itemsize]

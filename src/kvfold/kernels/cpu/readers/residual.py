@@ -1,14 +1,12 @@
 """Sums of a code per stage for a few channels, and a scale per token: VQLLM's and GSRQ's."""
 
-from typing import Any
-
 import torch
 
 from kvfold.formats import Fields, ResidualCodes
 from kvfold.kernels.cpu._numbers import TILE, bytes_at, carray, decoder, half, halves_at, loops
 from kvfold.kernels.cpu._rows import add_rows, copy_rows, deal_rows
-from kvfold.kernels.cpu.readers.base import ROW, CPUReader, places
-from kvfold.kernels.cpu.readers.tables import stored, whole_units
+from kvfold.kernels.cpu.readers.base import ROW
+from kvfold.kernels.cpu.readers.tables import VectorReader, stored
 
 
 @loops
@@ -38,24 +36,13 @@ def _read(row, batch, head, unit, tile, width, scratch):
     _decode(numbers, batch, head, unit, carray(tile, (TILE, width)), carray(scratch, numbers[8]))
 
 
-class ResidualReader(CPUReader[ResidualCodes]):
+class ResidualReader(VectorReader[ResidualCodes]):
     decode = _read
-    ordered = False
-
-    @staticmethod
-    def why_not(form: Any) -> str | None:
-        return whole_units(form)
-
-    @property
-    def scratch(self) -> int:
-        return self.form.head_dim
 
     def row(self, fields: Fields, keep: list[torch.Tensor]) -> list[int]:
         """Codes, scales, both by units; channels, those of a group, last code, stages, strided; kind and address of codes."""
-        form, units = self.form, self.form.block // TILE
+        form, row = self.form, self.begun(fields, keep)
         assert form.book is not None
-        row = places(form, fields, ("codes", "rms"), keep)
-        row[3], row[7] = row[3] // units, row[7] // units
         kind, table = stored(form.book.on(torch.device("cpu")), "codes")
         return [
             *row,

@@ -1,12 +1,16 @@
 """What readers of codebooks share: how tables lie, and how a token's groups become its channels."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from kvfold.formats import Fields
+from kvfold.formats.vectors import VectorCodes
 from kvfold.kernels.cpu._numbers import TILE, has_halves
 from kvfold.kernels.cpu._rows import HALF, SINGLE
-from kvfold.kernels.cpu.readers.base import made
+from kvfold.kernels.cpu.readers.base import CPUReader, made, places
+
+V = TypeVar("V", bound=VectorCodes)
 
 
 def stored(book: Any, name: str) -> tuple[int, torch.Tensor]:
@@ -24,3 +28,24 @@ def stored(book: Any, name: str) -> tuple[int, torch.Tensor]:
 def whole_units(form: Any) -> str | None:
     """Why a format's blocks cannot be read in units; None if they can."""
     return f"blocks of {form.block} tokens; allowed: multiples of {TILE}" if form.block % TILE else None
+
+
+class VectorReader(CPUReader[V]):
+    """A reader of codes for groups of channels, each vector with a scale."""
+
+    ordered = False
+
+    @staticmethod
+    def why_not(form: Any) -> str | None:
+        return whole_units(form)
+
+    @property
+    def scratch(self) -> int:
+        return self.form.head_dim
+
+    def begun(self, fields: Fields, keep: list[torch.Tensor]) -> list[int]:
+        """The row's first eight numbers: places of codes and of scales, by units."""
+        units = self.form.block // TILE
+        row = places(self.form, fields, ("codes", "rms"), keep)
+        row[3], row[7] = row[3] // units, row[7] // units
+        return row
