@@ -395,8 +395,10 @@ def test_inference_mode_for_some_calls_and_not_for_others(method, between, targe
     model, ids = llama(), prompt(2, 320)
     modes = [torch.inference_mode, torch.no_grad, torch.enable_grad]
     results = []
+    # calls with gradients go to the reference; of keys before RoPE another kernel's last bits decide a code here
+    kernel = "reference" if method == "squat_pre" and not target.is_gpu else None
     for turn in range(4):
-        cache, at, out = kvfold.fold(model, small(method), max_length=target.max_length), 0, []
+        cache, at, out = kvfold.fold(model, small(method), kernel=kernel, max_length=target.max_length), 0, []
         for count, size in enumerate([20, 1, 120, 1, 1, 40, 1, 40, 1]):
             mode = torch.no_grad if turn == 3 else modes[(count + turn) % 3]
             with mode():

@@ -213,9 +213,12 @@ class KeyCodebook:
         """Everything held, by name; what else is needed is derived from these in every call, for it is larger."""
         return {"centres": self.centres, "metric": self.metric}
 
-    def halves(self) -> torch.Tensor:
-        """Both halves of all codes, ``z_a`` and then ``i z_b``: float32 [num_kv_heads, stages, 2N, head_dim]."""
-        plain = self.centres.float() if self.steps is None else self.steps.centres
+    def halves(self, exact: bool = False) -> torch.Tensor:
+        """Both halves of all codes, ``z_a`` and then ``i z_b``: float32 [num_kv_heads, stages, 2N, head_dim].
+
+        ``exact``: of whole steps, which are decoded; what is compared when codes are chosen is of the centres' own dtype.
+        """
+        plain = self.steps.centres if exact and self.steps is not None else self.centres.float()
         return torch.cat((plain, times_i(plain, self.rotary)), -2)
 
     def search(self) -> Search:
@@ -271,7 +274,7 @@ class KeyCodebook:
         -------
         Tensor, float32 [num_kv_heads, tokens, n]
         """
-        table = self.halves() if halves is None else halves
+        table = self.halves(exact=True) if halves is None else halves
         per_head = 2 * self.levels * self.stages
         offset = torch.arange(self.stages, device=codes.device)[:, None] * (2 * self.levels)
         offset = offset + torch.tensor([0, self.levels], device=codes.device)

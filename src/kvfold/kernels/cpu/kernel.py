@@ -7,7 +7,7 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kvfold.formats import PAGE, Dense, Fields, Format, Hadamard, Paged
+from kvfold.formats.basis import Basis
 from kvfold.formats.codebook import ValueRows
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, DensePart, Span
@@ -213,9 +214,9 @@ def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
     packed, bias = call.projected if call.spans else (queries, None)
     bias = queries.new_empty(batch, heads, 0) if bias is None else bias.detach().contiguous()
     key_form, value_form = _form(call.key_format), _form(call.value_format)
-    value_matrix = value_form.matrix.unsqueeze(0)
+    value_matrix = value_form.matrix[None]
     if isinstance(call.unproject, ValueRows) and call.spans:
-        value_matrix = call.unproject.rows.detach().float().contiguous()
+        value_matrix = call.unproject.rows.detach().float().contiguous().numpy()
     arguments: tuple[Any, ...] = (
         packed.detach().contiguous().numpy(),
         queries.numpy(),
@@ -226,10 +227,10 @@ def _run(call: AttentionCall, parts: list[Part], channels: int) -> Shares:
         _table([(_filled(part.keys), _filled(part.values)) for part in parts]),
         _table([key_form.numbers, value_form.numbers]),
         _table([(part.key_pages, part.value_pages) for part in parts]),
-        key_form.signs.numpy(),
-        value_form.signs.numpy(),
-        key_form.matrix.numpy(),
-        value_matrix.numpy(),
+        key_form.signs,
+        value_form.signs,
+        key_form.matrix,
+        value_matrix,
         *_rope(call),
         call.packed_len.long().contiguous().numpy(),
         call.tokens,
@@ -317,11 +318,11 @@ def _unsupported(form: Format, norms: bool) -> str | None:
 @dataclass(frozen=True)
 class Form:
     """What the loops are told of a format beside its reader: a row of ``forms``, signs of a Hadamard rotation, the matrix of
-    another basis."""
+    another basis; arrays over memory that all formats share."""
 
     numbers: tuple[int, ...]
-    signs: torch.Tensor
-    matrix: torch.Tensor
+    signs: Any
+    matrix: Any
 
 
 def _form(form: Format) -> Form:
@@ -330,18 +331,28 @@ def _form(form: Format) -> Form:
 
 
 def _made(form: Format) -> Form:
-    signs, block = torch.ones(form.head_dim, dtype=torch.float32, device="cpu"), 0
-    matrix = torch.empty(0, form.head_dim, dtype=torch.float32, device="cpu")
-    stored = inner(form)
+    signs, block = _ones(form.head_dim), 0
+    matrix, stored = signs.expand(0, -1), inner(form)
     if isinstance(form, Paged) and isinstance(form.basis, Hadamard):
         signs, block = form.basis.signs("cpu"), form.basis.block
     elif isinstance(form, Paged) and form.basis is not None:
-        matrix = form.basis.restore(torch.eye(stored.width, dtype=torch.float32, device="cpu")).contiguous()
+        matrix = _matrix(form.basis, stored.width)
     address = 0 if isinstance(stored, Dense) else type(readers.reader_of(stored)).decode.address
     paged = isinstance(form, Paged)
-    return Form(
-        (address, stored.width, int(paged), int(isinstance(form, Paged) and form.page == PAGE), block), signs, matrix
-    )
+    numbers = (address, stored.width, int(paged), int(isinstance(form, Paged) and form.page == PAGE), block)
+    return Form(numbers, signs.numpy(), matrix.contiguous().numpy())
+
+
+@lru_cache
+def _ones(count: int) -> torch.Tensor:
+    return torch.ones(count, dtype=torch.float32, device="cpu")
+
+
+@lru_cache(maxsize=64)
+def _matrix(basis: Basis, width: int) -> torch.Tensor:
+    """What decoded vectors are multiplied with, float32 [width, head_dim]: the basis's own table, where that is it."""
+    found = basis.restore(torch.eye(width, dtype=torch.float32, device="cpu")).contiguous()
+    return next((t for t in basis.tables("cpu").values() if t.shape == found.shape and torch.equal(t, found)), found)
 
 
 def _stored(form: Format, fields: Fields, keep: list[torch.Tensor]) -> list[int]:

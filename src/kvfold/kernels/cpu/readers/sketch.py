@@ -1,6 +1,7 @@
 """Signs of random projections and norms: QJL's keys, and what TurboQuant's codes miss."""
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -110,6 +111,12 @@ def _read_split(row, batch, head, unit, tile, width, scratch):
     _split(numbers, batch, head, unit, carray(tile, (TILE, width)), space)
 
 
+@lru_cache(maxsize=64)
+def _by_channel(sketch: torch.Tensor) -> torch.Tensor:
+    """A sketch that all layers share, [channels, rows]."""
+    return sketch.T.contiguous()
+
+
 class SplitReader(CPUReader[SplitSketch]):
     decode = _read_split
 
@@ -117,7 +124,7 @@ class SplitReader(CPUReader[SplitSketch]):
         super().__init__(form)
         self.signs = SignReader(form.signs)
         inliers, outliers = form.tables("cpu").values()
-        self.inliers, self.outliers = inliers, outliers.T.contiguous()
+        self.inliers, self.outliers = inliers.numpy(), _by_channel(outliers).numpy()
 
     @staticmethod
     def why_not(form: SplitSketch) -> str | None:
@@ -131,7 +138,7 @@ class SplitReader(CPUReader[SplitSketch]):
         """Channels, rows of both sketches, outlier channels, units of a page (0: one page); addresses of the first sketch
         [rows, channels] and of the second [channels, rows]; outlier channels and means by pages; the signs."""
         form, dim = self.form, self.form.head_dim
-        row = [dim, *form.rows, form.outliers, form.page // TILE, self.inliers.data_ptr(), self.outliers.data_ptr()]
+        row = [dim, *form.rows, form.outliers, form.page // TILE, self.inliers.ctypes.data, self.outliers.ctypes.data]
         row += place(fields["outlier"], form.outliers, keep)
         row += place(fields["mean"], dim, keep) if form.mean else (0, 0, 0, 0)
         return [*row, *self.signs.row(fields, keep)]
@@ -159,7 +166,7 @@ class SketchedReader(NestedReader[SketchedResidual]):
     def __init__(self, form: SketchedResidual) -> None:
         super().__init__(form)
         self.signs = SignReader(form.signs)
-        self.sketch = form.basis.tables("cpu")["sketch"]
+        self.sketch = form.basis.tables("cpu")["sketch"].numpy()
 
     @property
     def own_scratch(self) -> int:
@@ -168,4 +175,4 @@ class SketchedReader(NestedReader[SketchedResidual]):
     def row(self, fields: Fields, keep: list[torch.Tensor]) -> list[int]:
         """Channels, address of the sketch [rows, channels]; the signs; the inner format."""
         signs = self.signs.row(fields, keep)
-        return [self.form.head_dim, self.sketch.data_ptr(), *signs, *self.inside(fields, keep)]
+        return [self.form.head_dim, self.sketch.ctypes.data, *signs, *self.inside(fields, keep)]
