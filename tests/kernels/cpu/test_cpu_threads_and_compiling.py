@@ -2,7 +2,11 @@
 
 import logging
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ import numba
 from blocks_case import CASES, Case
 from helpers import relative
 from kvfold import kernels
+from kvfold.errors import KVFoldError
 from kvfold.kernels.compiling import Compiling
 from kvfold.kernels.cpu import CPUKernel, _numbers
 from kvfold.kernels.cpu import kernel as module
@@ -74,11 +79,30 @@ def test_compiling_is_said_once_and_counted_once(monkeypatch, caplog):
     assert said.startswith("kvfold: compiling kernels for this CPU") and "cached" in said
 
 
-def test_numba_that_cannot_be_imported_is_as_good_as_none(monkeypatch):
-    def fail():
-        raise ImportError("Numba needs NumPy 2.2 or less")
-
-    monkeypatch.setattr(module, "_loops", fail)
+def test_numba_that_cannot_be_imported_is_named(monkeypatch):
+    """Plans do not import it: what is in a process decides what else can be loaded there."""
     call = Case(**CASES["affine-asym-4bit"]).call
-    choice = kernels.choose(call.key_format, call.value_format, CPU)
-    assert choice.kernel.name == "reference" and "Numba needs NumPy 2.2" in choice.reason
+    assert kernels.choose(call.key_format, call.value_format, CPU).kernel.name == "cpu"
+    module._loops.cache_clear()
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.cpu._attend", None)
+    monkeypatch.delattr("kvfold.kernels.cpu._attend", raising=False)
+    with pytest.raises(KVFoldError, match=r"kernel: cpu needs Numba, which cannot be imported .*; allowed: reference"):
+        CPUKernel().attend(call)
+    module._loops.cache_clear()
+
+
+PLANNED = """
+import sys
+import kvfold
+from helpers import llama
+for method in ("fold", "turboquant", "qjl", "gear", "zipcache", "kvarn", "squat_pre"):
+    assert kvfold.explain(llama(), method).layers[0].kernel == "cpu"
+assert "numba" not in sys.modules
+"""
+
+
+def test_plans_import_no_numba():
+    here = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (here, *sys.path)))}
+    done = subprocess.run([sys.executable, "-c", PLANNED], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

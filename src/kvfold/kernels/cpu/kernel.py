@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvfold.errors import KVFoldError
 from kvfold.formats import PAGE, Dense, Fields, Format, Hadamard, Paged
 from kvfold.formats.basis import Basis
 from kvfold.formats.codebook import ValueRows
@@ -58,10 +59,6 @@ class CPUKernel(AttentionKernel):
             return f"runs on the CPU, not on {device.type}"
         if find_spec("numba") is None:
             return "numba is not installed; run: pip install 'kvfold[cpu]'"
-        try:
-            _loops()
-        except (ImportError, OSError) as error:  # it does not go with the NumPy that there is, say
-            return f"numba cannot be imported: {error}"
         for side, form in (("keys", key_format), ("values", value_format)):
             if why := _unsupported(form, norms=side == "keys"):
                 return f"{side}: {why}"
@@ -78,6 +75,7 @@ class CPUKernel(AttentionKernel):
             return ReferenceKernel().attend(call)
         if tokens > MAX_TOKENS:
             return ReferenceKernel().attend(replace(call, spans=_chunks(call)))
+        _loops()  # says it if Numba cannot be imported, before a reader does
         keep: list[torch.Tensor] = []  # what addresses point to must live until the end
         packed, dense = _packed(call, keep), _windows(call, keep)
         if call.unproject is None or isinstance(call.unproject, ValueRows) or not call.spans:
@@ -96,8 +94,10 @@ class CPUKernel(AttentionKernel):
 @cache
 def _loops() -> ModuleType:
     """What Numba compiles; imported when first needed, for it takes a second."""
-    from kvfold.kernels.cpu import _attend
-
+    try:
+        from kvfold.kernels.cpu import _attend
+    except (ImportError, OSError) as error:  # it does not go with the NumPy that there is, say
+        raise KVFoldError(f"kernel: cpu needs Numba, which cannot be imported ({error}); allowed: reference") from error
     return _attend
 
 

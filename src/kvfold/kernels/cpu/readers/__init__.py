@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from kvfold.formats import (
+    PAGE,
     AffineGroups,
     Balanced,
     Format,
@@ -24,6 +25,7 @@ from kvfold.formats import (
     UniformTokens,
 )
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.packing import UNIT
 from kvfold.kernels.cpu.readers.base import CPUReader, made
 
 READERS: dict[type[Format], tuple[str, str]] = {
@@ -45,14 +47,25 @@ READERS: dict[type[Format], tuple[str, str]] = {
 """The file of a format's reader, and its class; Numba is imported with it."""
 
 
+UNORDERED = (AdditiveCodes, GroupCodes, ResidualCodes)
+"""Formats whose bytes lie in one order for every operand."""
+
+
 def why_not(form: Format) -> str | None:
-    """Why units of a format cannot be read; None if they can. Needs Numba."""
+    """Why units of a format cannot be read; None if they can. Plans ask it, so it imports no Numba."""
     if type(form) not in READERS:
         return f"{form.kind} storage; allowed: {', '.join(sorted(kind.kind for kind in READERS))}, dense"
-    reader = _class_of(type(form))
-    if reader.ordered and form.operand != "plain":
+    if form.operand != "plain" and type(form) not in UNORDERED:
         return "packed for tensor cores"
-    return reader.why_not(form)
+    if form.block % UNIT:
+        return f"blocks of {form.block} tokens; allowed: multiples of {UNIT}"
+    if isinstance(form, LowRank) and form.page not in (0, PAGE):
+        return f"a basis per {form.page} tokens; allowed: {PAGE}, or one of the sequence"
+    if isinstance(form, SplitSketch) and form.page not in (0, PAGE):
+        return f"outlier channels per {form.page} tokens; allowed: {PAGE}, or once"
+    if isinstance(form, Balanced | LowRank | Outliers | SketchedResidual):
+        return why_not(form.inner)
+    return None
 
 
 def reader_of(form: Format) -> CPUReader[Any]:

@@ -47,7 +47,6 @@ def _read(row, batch, head, unit, tile, width, scratch):
 
 class AdditiveReader(CPUReader[AdditiveCodes]):
     decode = _read
-    ordered = False
 
     @property
     def scratch(self) -> int:

@@ -36,16 +36,9 @@ class CPUReader(ABC, Generic[F]):
     """
 
     decode: ClassVar[Any]
-    ordered: ClassVar[bool] = True
-    """Whether bytes lie in another order where tensor cores read them."""
 
     def __init__(self, form: F) -> None:
         self.form = form
-
-    @staticmethod
-    def why_not(form: Any) -> str | None:
-        """Why a format of this kind, in plain order, cannot be read; None if it can."""
-        return None
 
     @property
     def scratch(self) -> int:

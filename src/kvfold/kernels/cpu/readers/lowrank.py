@@ -4,7 +4,6 @@ import torch
 
 from kvfold.formats import Fields, LowRank
 from kvfold.kernels.cpu._numbers import (
-    PAGE,
     TILE,
     add_product,
     carray,
@@ -46,12 +45,6 @@ def _read(row, batch, head, unit, tile, width, scratch):
 
 class LowRankReader(NestedReader[LowRank]):
     decode = _read
-
-    @staticmethod
-    def why_not(form: LowRank) -> str | None:
-        if form.page not in (0, PAGE):
-            return f"a basis per {form.page} tokens; allowed: {PAGE}, or one of the sequence"
-        return NestedReader.why_not(form)
 
     @property
     def own_scratch(self) -> int:

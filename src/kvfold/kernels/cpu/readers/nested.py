@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from kvfold.formats import Fields
-from kvfold.kernels.cpu.readers import reader_of, why_not
+from kvfold.kernels.cpu.readers import reader_of
 from kvfold.kernels.cpu.readers.base import CPUReader, F
 
 
@@ -19,10 +19,6 @@ class NestedReader(CPUReader[F]):
     def __init__(self, form: Any) -> None:
         super().__init__(form)
         self.inner = reader_of(form.inner)
-
-    @staticmethod
-    def why_not(form: Any) -> str | None:
-        return why_not(form.inner)
 
     @property
     def scratch(self) -> int:

@@ -7,7 +7,6 @@ import torch
 
 from kvfold.formats import Fields, SignSketch, SketchedResidual, SplitSketch
 from kvfold.kernels.cpu._numbers import (
-    PAGE,
     TILE,
     add_product,
     address,
@@ -125,10 +124,6 @@ class SplitReader(CPUReader[SplitSketch]):
         self.signs = SignReader(form.signs)
         inliers, outliers = form.tables("cpu").values()
         self.inliers, self.outliers = inliers.numpy(), _by_channel(outliers).numpy()
-
-    @staticmethod
-    def why_not(form: SplitSketch) -> str | None:
-        return None if form.page in (0, PAGE) else f"outlier channels per {form.page} tokens; allowed: {PAGE}, or once"
 
     @property
     def scratch(self) -> int:

@@ -25,19 +25,8 @@ def stored(book: Any, name: str) -> tuple[int, torch.Tensor]:
     return made(book, name, make)
 
 
-def whole_units(form: Any) -> str | None:
-    """Why a format's blocks cannot be read in units; None if they can."""
-    return f"blocks of {form.block} tokens; allowed: multiples of {TILE}" if form.block % TILE else None
-
-
 class VectorReader(CPUReader[V]):
     """A reader of codes for groups of channels, each vector with a scale."""
-
-    ordered = False
-
-    @staticmethod
-    def why_not(form: Any) -> str | None:
-        return whole_units(form)
 
     @property
     def scratch(self) -> int:
