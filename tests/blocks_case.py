@@ -10,8 +10,19 @@ from dataclasses import replace
 import torch
 
 from interpreter import quicken
-from kvfold.formats import AffineGroups, GroupCodes, Lookup, LowRank, MixedTokens, Outliers, ResidualCodes
+from kvfold.formats import (
+    AffineGroups,
+    GroupCodes,
+    Hadamard,
+    Lookup,
+    LowRank,
+    MixedTokens,
+    Outliers,
+    Paged,
+    ResidualCodes,
+)
 from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook
+from kvfold.formats.gaussian import gaussian_codes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.outliers import outlier_count
@@ -64,6 +75,17 @@ def by_groups(key=(4,), value=(4,), block=32, mean=0.0):
 
     def formats(d, device):
         return tuple(grouped(*side, head_dim=d, block=block, device=device, mean=mean) for side in (key, value))
+
+    return formats
+
+
+def learned_keys(vector=4, mean=0.0, mix=64, block=32):
+    """TaSQ's keys of four channels, and fold's codebook for as many of values as ``vector`` says."""
+
+    def formats(d, device):
+        codes = ResidualCodes(d, block, "plain", vector, 256, 1, False, gaussian_codes(vector), "unbiased")
+        values = Paged(d, block, "plain", codes, True, "", Hadamard(d, mix))
+        return grouped(4, True, head_dim=d, block=block, device=device, mean=mean), values
 
     return formats
 

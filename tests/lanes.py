@@ -24,6 +24,10 @@ MODULES = (
     "_residual_gluon",
     "_affine_codes",
     "_page_codes",
+    "_hadamard",
+    "_page_bytes",
+    "_pages_rows_gluon",
+    "_learned_keys_gluon",
     "_fragment_codes",
     "_fragment_lookup",
     "_fragment_mixed",
@@ -198,23 +202,29 @@ class Program:
         return self.shared.read(address + offset, torch.int16).squeeze(-1).to(torch.int32) & 0xFFFF
 
     def copy_async(self, to, source, size, active, to_more, source_more, guarded):
-        assert guarded and bool((size == 16).all())
-        on = (active != 0).broadcast_to(to.shape)
+        assert guarded and bool(((size == 16) | (size == 0)).all())
+        on, size = (active != 0).broadcast_to(to.shape), size.broadcast_to(to.shape)
+        if (empty := on & (size == 0)).any():
+            self.shared.write(to[empty] + to_more, torch.zeros(int(empty.sum()), 16, dtype=torch.uint8))
+        on = on & (size == 16)
         if on.any():
             source = source.broadcast_to(to.shape)[on] + source_more
             assert bool((source % 16 == 0).all()) and bool(((to[on] + to_more) % 16 == 0).all())
             self.shared.write(to[on] + to_more, self.memory.read(source, torch.uint8, 16))
 
     def mma(self, a0, a1, a2, a3, b0, b1, c, bf16):
-        assert not bf16
         g, t = torch.arange(32) // 4, torch.arange(32) % 4
+
+        def numbers(x):
+            return x.to(torch.int32).expand(32 * self.warps).contiguous().unsqueeze(-1).view(HALF[bool(bf16)]).float()
+
         a = torch.zeros(self.warps, 16, 16)
         b = torch.zeros(self.warps, 16, 8)
         for e in range(2):
             for x, row, column in ((a0, 0, 0), (a1, 8, 0), (a2, 0, 8), (a3, 8, 8)):
-                a[:, g + row, 2 * t + column + e] = self.by_warp(halves(x.expand(32 * self.warps))[:, e].float())
+                a[:, g + row, 2 * t + column + e] = self.by_warp(numbers(x)[:, e])
             for x, row in ((b0, 0), (b1, 8)):
-                b[:, 2 * t + row + e, g] = self.by_warp(halves(x)[:, e].float())
+                b[:, 2 * t + row + e, g] = self.by_warp(numbers(x)[:, e])
         product = a @ b
         places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
         return tuple(x + product[:, i, j].reshape(-1) for x, (i, j) in zip(c, places, strict=True))
@@ -332,6 +342,7 @@ class Program:
             "equal_halves": lambda x, y: (halves(x) == halves(y)).to(torch.int16).neg().view(torch.int32).squeeze(-1),
             "where_bits": lambda mask, x, y: (mask & x) | (~mask & y),
             "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
+            "minus_product_half2": of_word(lambda a, b, c: (c.float() - a.float() * b.float()).half()),
             "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), HALF[bool(bf16)]),
             "store_words4": self.store_words4, "store_words2": self.store_words4, "cosine_sine": self.cosine_sine,
             "load_half": lambda at: self.memory.read(at, torch.float16).squeeze(-1).float(),

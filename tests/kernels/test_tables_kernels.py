@@ -12,12 +12,13 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
-from blocks_case import LIMIT, Case, by_groups, commvq, residuals, unproject
+from blocks_case import LIMIT, Case, by_groups, commvq, learned_keys, residuals, unproject
 from books_case import layer as books_layer
 from kvfold import kernels
 from kvfold.bench import storage
 from kvfold.errors import KVFoldError
 from kvfold.kernels import blocks, codebook, groups, paged, residual, tables
+from kvfold.kernels import learned_keys as tasq_fold
 from kvfold.kernels.aot_tables import compile_table_pieces, compile_tables
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import Workspace, attention
@@ -35,6 +36,8 @@ FORMATS = {
     "vqllm-2bit": (residuals((8, 32, 256), (8, 32, 256), rounded=True), None),
     "tasq": (by_groups((8, True), (8,), mean=3.0), None),
     "tasq-no-mean": (by_groups((8, True), (8,)), None),
+    "learned": (learned_keys(4, mean=3.0), None),
+    "learned-1bit-values": (learned_keys(8, mix=128), None),
 }
 
 
@@ -51,12 +54,16 @@ class Emulated:
         return launch
 
 
+MODULES = {"commvq": codebook, "tasq": groups, "vqllm": residual, "learned": tasq_fold}
+KERNELS = {codebook: "codebook_kernel", tasq_fold: "learned_keys_kernel"}
+
+
 def module(name):
-    return codebook if name.startswith("commvq") else groups if name.startswith("tasq") else residual
+    return MODULES[name.split("-")[0]]
 
 
 def serving(name):
-    return tables_of(FORMATS[name][0](128, "cpu")[0])
+    return tables_of(*FORMATS[name][0](128, "cpu"))
 
 
 def attended(case, of):
@@ -95,11 +102,11 @@ def wanted(case):
 
 
 @pytest.mark.parametrize(
-    "name, per_head", [*((name, 4) for name in FORMATS), ("commvq-1bit", 6), ("vqllm-1bit", 8), ("tasq", 6)]
+    "name, per_head", [*((name, 4) for name in FORMATS), ("commvq-1bit", 6), ("vqllm-1bit", 8), ("tasq", 6), ("learned", 7)]
 )
 def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
     of = module(name)
-    kernel = "codebook_kernel" if of is codebook else "residual_kernel"
+    kernel = KERNELS.get(of, "residual_kernel")
     monkeypatch.setattr(of, kernel, Emulated(getattr(of, kernel)))
     method, turned = FORMATS[name]
     case = Case(

@@ -92,7 +92,8 @@ class Work:
     def _by_tables(self, key_format: Format, value_format: Format) -> bool:
         from kvfold.kernels.gluon import tables_of
 
-        of, rows = tables_of(key_format), self.num_heads // self.num_kv_heads * (1 if self.long else self.query_tokens)
+        of = tables_of(key_format, value_format)
+        rows = self.num_heads // self.num_kv_heads * (1 if self.long else self.query_tokens)
         return (
             of is not None
             and of.unsupported(key_format, value_format, self.head_dim) is None

@@ -197,17 +197,22 @@ def turn_signs(signs, g, t):
     return out
 
 
+@gluon.constexpr_function
+def row_stride(dim):
+    """Bytes from a row's sums to the next one's, so that lanes use all banks."""
+    return 4 * dim + 32
+
+
 @gluon.jit
 def finish_rows(
     base0, lane, warp, top, out, total, signs, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr,
     BITS: gl.constexpr, MIX: gl.constexpr,
 ):  # fmt: skip
-    """Join the warps' sums, turn them back and store one partial result per query row; each warp does so for its share of
-    the rows. A row's channel tiles are the columns of the product that turns them, in two bf16 parts, which keep 16 bits.
-    BITS: of codes in whose units sums are; 0: they are in those of values."""
+    """Leave the warps' sums in shared memory, and :func:`join_rows` them. BITS: of codes in whose units sums are; 0: they are
+    in those of values."""
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
-    ROW: gl.constexpr = 4 * D + 32  # bytes, so that lanes use all banks
+    ROW: gl.constexpr = row_stride(D)
     g = lane // 4
     t = lane % 4
     to = base0 + (warp * 4 + t) * ROW + g * 4
@@ -215,14 +220,36 @@ def finish_rows(
         f = 2.0 ** (8 - weight(D, BITS, ct % (CT // 2))) if BITS else 1.0
         store_shared1(to + 64 * ct, as_int(out[2 * ct] * f))
         store_shared1(to + (64 * ct + 32), as_int(out[2 * ct + 1] * f))
+    store_shared2(base0 + 4 * W * ROW + (warp * 4 + t) * 8, as_int(top), as_int(total))
+    join_rows(base0, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, D, MIX)
+
+
+@gluon.jit
+def join_rows(
+    base0, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr, MIX: gl.constexpr,
+):  # fmt: skip
+    """Join what warps left of four query rows, turn it back and store one partial result per row; each of up to four warps does
+    so for its share of the rows.
+
+    Of each warp and row ``base0`` has D sums, in :func:`row_stride` bytes; then of each an exponent and a sum of weights. A
+    row's channel tiles are the columns of the product that turns them, in two bf16 parts, which keep 16 bits.
+    """
+    W: gl.constexpr = gl.num_warps()
+    EACH: gl.constexpr = 4 // W if W < 4 else 1
+    ROW: gl.constexpr = row_stride(D)
+    g = lane // 4
+    t = lane % 4
     side = base0 + 4 * W * ROW
-    store_shared2(side + (warp * 4 + t) * 8, as_int(top), as_int(total))
     m = ()
     if MIX > 1:
         m = hadamard(g, t, MIX, True)
     program_sync(lane)
-    for i in gl.static_range(4 // W):
-        row = warp * (4 // W) + i
+    live = rows
+    if W > 4:
+        live = gl.where(warp < 4, rows, 0)
+        warp = warp % 4
+    for i in gl.static_range(EACH):
+        row = warp * EACH + i
         tops = ()
         for w in gl.static_range(W):
             tops = tops + (load_shared(side + row * 8, 32 * w, 2),)
@@ -243,8 +270,8 @@ def finish_rows(
             )  # fmt: skip
         column = column0 + row
         at = slot0 * rows + column
-        gl.store(part_top + at, best, mask=(lane == 0) & (column < rows))
-        gl.store(part_sum + at, amount, mask=(lane == 0) & (column < rows))
+        gl.store(part_top + at, best, mask=(lane == 0) & (column < live))
+        gl.store(part_sum + at, amount, mask=(lane == 0) & (column < live))
         to_out = part_out + at.to(gl.int64) * D
         if MIX > 1:
             low = pack_half2(x[0], x[1], True)
@@ -257,7 +284,7 @@ def finish_rows(
             y = mix_lanes(mma(m[0], m[1], m[2], m[3], low, high, y, True), t, MIX)
             for e in gl.static_range(4):
                 z = as_float(as_int(y[e] * (MIX**-0.5)) ^ ((signs << e) & (-2147483648)))
-                gl.store(to_out + (32 * t + g + (e % 2 * 16 + e // 2 * 8)), z, mask=column < rows)
+                gl.store(to_out + (32 * t + g + (e % 2 * 16 + e // 2 * 8)), z, mask=column < live)
         else:
             for e in gl.static_range(4):
-                gl.store(to_out + (16 * g + 2 * t + (e % 2 + e // 2 * 8)), x[e], mask=column < rows)
+                gl.store(to_out + (16 * g + 2 * t + (e % 2 + e // 2 * 8)), x[e], mask=column < live)

@@ -16,8 +16,7 @@ from kvfold.kernels._pairs_gluon import pairs_search_kernel, stage_bytes
 from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import PageLayout
-from kvfold.kernels.paged._tables import codebook_pieces_kernel, residual_pieces_kernel
-from kvfold.kernels.tables import TablesPlan
+from kvfold.kernels.paged.tables import kernel_of
 
 
 def compile_tables(
@@ -31,9 +30,10 @@ def compile_tables(
     types |= {"q_ptr": "*fp16", "packed_len_ptr": "*i32", "position_ptr": "*i64", "turns_ptr": "*fp16", "scale": "fp32"}
     types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr", "norms_ptr", "k_norms_ptr", "v_norms_ptr"), "*fp16")
     types |= dict.fromkeys(("codes_ptr", "bits_ptr"), "*i16") | dict.fromkeys(("k_codes_ptr", "v_codes_ptr"), "*u8")
-    types |= dict.fromkeys(("k_mean_ptr", "v_mean_ptr"), "*fp16")
-    of, plan = tables_of(key_format), TablesPlan.of(rows)
+    types |= dict.fromkeys(("k_mean_ptr", "v_mean_ptr"), "*fp16") | {"signs_ptr": "*fp32"}
+    of = tables_of(key_format, value_format)
     assert of is not None
+    plan = of.shape(rows)
     kernel = of.kernel()
     fixed = of.constants(key_format, value_format, plan) | {"EARLY": capability >= 90}
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})
@@ -47,13 +47,13 @@ def compile_table_pieces(
     types = dict.fromkeys(("freq_ptr", "part_out", "part_top", "part_sum", "sums_ptr", "size_ptr"), "*fp32")
     types |= {"q_ptr": "*bf16", "turns_ptr": "*fp16", "matrix_ptr": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("rows_ptr", "k_rows_ptr", "v_rows_ptr", "k_mean_ptr", "v_mean_ptr"), "*fp16")
-    types |= dict.fromkeys(("items_ptr", "item_list", "table"), "*i32")
+    types |= dict.fromkeys(("items_ptr", "item_list", "table"), "*i32") | {"signs_ptr": "*fp32"}
     keys, values = PageLayout(key_format, value_format)._places
-    of, plan = tables_of(key_format), TablesPlan.of(rows)
+    of = tables_of(key_format, value_format)
     assert of is not None
-    additive = isinstance(key_format, AdditiveCodes)
-    kernel: Any = codebook_pieces_kernel if additive else residual_pieces_kernel
-    types["region"] = "*i16" if additive else "*u8"
+    plan = of.shape(rows)
+    kernel = kernel_of(of)
+    types["region"] = "*i16" if isinstance(key_format, AdditiveCodes) else "*u8"
     fixed = of.constants(key_format, value_format, plan)
     fixed["AT"] = (keys["rms"].at, *(values[name].at for name in of.value_fields))
     source = GluonASTSource(kernel, *_signature(kernel, fixed, types), {})

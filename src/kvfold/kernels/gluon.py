@@ -130,7 +130,7 @@ class FragmentsKernel(GPUKernel):
 
 
 class TablesKernel(GPUKernel):
-    """Codes whose tables shared memory holds (CommVQ, VQLLM, GSRQ, TaSQ) on NVIDIA GPUs, from sm_80 on; any calls.
+    """Codes whose tables shared memory holds (CommVQ, VQLLM, GSRQ, TaSQ, TaSQ with fold's values) on NVIDIA GPUs, from sm_80 on; any calls.
 
     Up to 8 query rows of a KV head are read by a kernel with tables, the calls beside them as by
     :class:`~kvfold.kernels.blocks.BlocksKernel`.
@@ -145,7 +145,7 @@ class TablesKernel(GPUKernel):
         try:
             from kvfold.kernels import blocks
 
-            of = tables_of(key_format)
+            of = tables_of(key_format, value_format)
         except ImportError as error:
             return f"needs Triton 3.6 with Gluon ({error})"
         if of is None:
@@ -161,7 +161,7 @@ class TablesKernel(GPUKernel):
     def why_not_queries(
         self, key_format: Format, value_format: Format, device: torch.device, rows: int, rotary: int
     ) -> str | None:
-        of = tables_of(key_format)
+        of = tables_of(key_format, value_format)
         assert of is not None
         return of.unsupported(key_format, value_format, rotary) or of.no_room(key_format, value_format, rows, device)
 
@@ -171,15 +171,15 @@ class TablesKernel(GPUKernel):
 
         if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
             return attend_unpacked(call)
-        of = tables_of(call.key_format)
+        of = tables_of(call.key_format, call.value_format)
         return blocks.attend(call, of=None if of is None or of.declines(call) else of)
 
 
 TABLED = AdditiveCodes.kind, ResidualCodes.kind, GroupCodes.kind
 
 
-def tables_of(key_format: Format) -> "Tables | None":
-    """The kernel with tables in shared memory that keys may be for; None if there is none."""
+def tables_of(key_format: Format, value_format: Format) -> "Tables | None":
+    """The kernel with tables in shared memory that storage may be for; None if there is none."""
     if isinstance(key_format, AdditiveCodes):
         from kvfold.kernels.codebook import CodebookTables
 
@@ -188,6 +188,10 @@ def tables_of(key_format: Format) -> "Tables | None":
         from kvfold.kernels.residual import ResidualTables
 
         return ResidualTables()
+    if isinstance(key_format, GroupCodes) and isinstance(value_format, Paged):
+        from kvfold.kernels.learned_keys import LearnedKeyTables
+
+        return LearnedKeyTables()
     if isinstance(key_format, GroupCodes):
         from kvfold.kernels.groups import GroupTables
 

@@ -1,5 +1,6 @@
 """What kernels with tables in shared memory share: CommVQ's (:mod:`kvfold.kernels.codebook`), VQLLM's
-(:mod:`kvfold.kernels.residual`) and TaSQ's (:mod:`kvfold.kernels.groups`)."""
+(:mod:`kvfold.kernels.residual`), TaSQ's (:mod:`kvfold.kernels.groups`), and that of TaSQ's keys with fold's values
+(:mod:`kvfold.kernels.learned_keys`)."""
 
 import math
 from abc import ABC, abstractmethod
@@ -37,17 +38,11 @@ class TablesPlan:
     warps: int = 8
     splits: int = 1
 
-    @classmethod
-    def of(cls, rows: int) -> "TablesPlan":
-        """For a KV head's ``rows`` query rows, not split yet."""
-        return cls(columns=4 if rows <= 4 else 8)
-
 
 @lru_cache
-def make_plan(jobs: int, rows: int, units: int, processors: int, begin: int) -> TablesPlan:
-    """Choose a launch shape for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units; ``begin``: what
-    beginning costs, in units of a warp."""
-    plan = TablesPlan.of(rows)
+def make_plan(jobs: int, plan: TablesPlan, rows: int, units: int, processors: int, begin: int) -> TablesPlan:
+    """Split ``plan`` for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units, of which warps take one at a
+    time; ``begin``: what beginning costs, in units of a warp."""
     jobs *= math.ceil(rows / plan.columns)
 
     def cost(splits: int) -> float:
@@ -96,6 +91,10 @@ class Tables(ABC):
     def constants(self, key_format: Format, value_format: Format, plan: TablesPlan) -> dict[str, Any]:
         """What the kernel is specialized on, over slabs and over pages."""
 
+    def shape(self, rows: int) -> TablesPlan:
+        """Launch shape for a KV head's ``rows`` query rows, not split yet."""
+        return TablesPlan(columns=4 if rows <= 4 else 8)
+
     @abstractmethod
     def program_bytes(self, key_format: Format, value_format: Format, plan: TablesPlan) -> int:
         """Bytes of shared memory of a program."""
@@ -116,7 +115,7 @@ class Tables(ABC):
         """Why the kernel leaves ``rows`` query rows of a KV head to another; None if it does not."""
         if rows > MOST_ROWS:
             return f"{rows} query rows; allowed: up to {MOST_ROWS}"
-        needs, there = self.program_bytes(key_format, value_format, TablesPlan.of(rows)), program_memory(device)
+        needs, there = self.program_bytes(key_format, value_format, self.shape(rows)), program_memory(device)
         return None if needs <= there else f"{there} bytes of shared memory; needed: {needs}"
 
     def declines(self, call: AttentionCall) -> str | None:
@@ -129,7 +128,15 @@ class Tables(ABC):
         """Choose a launch shape for a call over one span."""
         batch, heads, rows, _ = call.shape
         units = span.keys["codes"].shape[2] * call.key_format.block // UNIT
-        return make_plan(batch * heads, rows, units, multiprocessors(call.query.device), self.begin)
+        return make_plan(batch * heads, self.shape(rows), rows, units, multiprocessors(call.query.device), self.begin)
+
+    def check(self, call: AttentionCall, span: Span) -> None:
+        """Refuse storage whose fields do not lie as the kernel takes them.
+
+        Raises
+        ------
+        ValueError
+        """
 
     def attend_packed(
         self,
@@ -156,6 +163,7 @@ class Tables(ABC):
         room = {room_between(f, x) for f, x in ((keys, span.keys), (values, span.values))}
         if len(room) > 1:
             raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
+        self.check(call, span)
         columns = math.ceil(rows / plan.columns)
         early = self.waits and overlaps_launches(device)
         self.kernel()[(batch * heads * columns, plan.splits)](

@@ -1,5 +1,5 @@
 """Pieces of pages whose tables of codes lie in shared memory (CommVQ, VQLLM, TaSQ), by a table of pages: the loops of
-:mod:`kvfold.kernels._codebook_gluon` and :mod:`kvfold.kernels._residual_gluon`."""
+:mod:`kvfold.kernels._codebook_gluon`, :mod:`kvfold.kernels._residual_gluon` and :mod:`kvfold.kernels._learned_keys_gluon`."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
 from triton.experimental import gluon
@@ -8,6 +8,9 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._codebook_gluon import attend_units as attend_sums
 from kvfold.kernels._codebook_gluon import head_bytes
 from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
+from kvfold.kernels._learned_keys_gluon import KEYS, attend_halves, fetch_tables
+from kvfold.kernels._learned_keys_gluon import shared_bytes as learned_bytes
+from kvfold.kernels._pages_rows_gluon import join_rows, turn_signs
 from kvfold.kernels._residual_gluon import attend_units, shared_bytes, table_bytes
 from kvfold.kernels._softmax import _finish
 from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, fetch_turns, reserved
@@ -75,6 +78,54 @@ def residual_pieces_kernel(
         )  # fmt: skip
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
         _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, zero, rows, dense, 128, 1, 0.0)
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()
+
+
+@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"])
+def learned_keys_pieces_kernel(
+    q_ptr, q_token, items_ptr, item_list, table, table_step, region, page_step, head_step,
+    k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr, k_mean_ptr, signs_ptr, part_out, part_top, part_sum,
+    scale, heads, rows, tokens, seqs,
+    V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr, AT: gl.constexpr,
+):  # fmt: skip
+    """As :func:`residual_pieces_kernel`; programs take four query rows at a time. AT: bytes to the keys' norms, and to the
+    values' codes, norms and means."""
+    W: gl.constexpr = gl.num_warps()
+    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    lane = thread % 32
+    warp = thread // 32
+    memory = reserved(thread, learned_bytes(V, W))
+    base = _dynamic_base(lane)
+    zero = gl.program_id(0) * 0
+    columns = (rows + 3) // 4
+    for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads * columns, gl.num_programs(0)):
+        item = zero + task // (heads * columns)
+        head = zero + task // columns % heads
+        column0 = zero + task % columns * 4
+        place = item_list + 8 * item
+        seq = gl.load(place)
+        lo = gl.maximum(gl.load(place + 1) * 4, gl.load(place + 4) // 32)
+        hi = gl.minimum(gl.load(place + 2) * 4, gl.load(place + 3) // 32)
+        halves = gl.maximum((hi + 1) // 2 - lo // 2, 0)
+        each = (halves + W - 1) // W
+        count = gl.minimum(halves - warp * each, each)
+        program_sync(lane)
+        k_rows = k_rows_ptr.to(gl.int64) + head.to(gl.int64) * KEYS
+        fetch_tables(base, k_rows, v_rows_ptr.to(gl.int64), turns_ptr.to(gl.int64), thread, W)
+        copy_commit(lane)
+        at = region.to(gl.int64) + head.to(gl.int64) * head_step
+        where = (table + seq.to(gl.int64) * table_step, page_step)
+        start = gl.load(place + 5).to(gl.int64) * q_token
+        q = (q_ptr + (start + head * (rows // tokens) * 128), (q_token, tokens, gl.load(place + 6)))
+        attend_halves(
+            base, lane, warp, q, column0, rows, scale, freq_ptr, zero,
+            (at, at + AT[0], at + AT[1], at + AT[2], at + AT[3]), where, lo // 2 + warp * each, each, count, lo, hi,
+            k_mean_ptr + head * 128, signs_ptr, V, MIX, CENTRED,
+        )  # fmt: skip
+        slot0 = (item + seq + 1).to(gl.int64) * heads + head
+        signs = turn_signs(signs_ptr, lane // 4, lane % 4)
+        join_rows(base, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, 128, MIX)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()
 

@@ -59,7 +59,7 @@ def serving(key_format: Format, value_format: Format, rope: Rope | None, rows: i
         If none does.
     """
     name = "blocks" if choose(key_format, value_format, rope is not None, device) is pieces else "gluon"
-    if tables_of(key_format) is None:
+    if tables_of(key_format, value_format) is None:
         return name
     from kvfold.kernels.paged import tables
 

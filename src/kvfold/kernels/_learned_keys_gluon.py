@@ -1,0 +1,579 @@
+"""Decode attention over learned keys (TaSQ) and values by fold's codebook: the Gluon kernel.
+:mod:`kvfold.kernels.learned_keys` launches it.
+
+As :mod:`kvfold.kernels._residual_gluon`: tables lie in shared memory, a row that a lane reads is part of an operand, keys are
+rotated by their place in a unit of 32 tokens and queries back by the unit's position. What differs:
+
+* A step is half a page, two units. Products have places of the first unit as rows 0 to 7 and the same places of the second one
+  as rows 8 to 15, so that one rotation serves both. Four query rows turned for the first unit are columns 0 to 3, and for the
+  second one columns 4 to 7; a lane takes the half of its products that belong together. The mean of keys meets queries in a
+  product of the rotations alone, whose rows are places of two eights.
+* Keys. A row is four channels, 8 bytes. At a time lane (g, t) reads one of its four groups that no other lane of the same half
+  of a warp reads, so that they never meet in a bank; then rows are put in order.
+* Values. The codebook is one for all groups. Its rows are repeated until 128 bytes are full, and each lane reads its own copy.
+  A lane reads rows of tokens 2t and 2t + 1, and one word of each makes an operand.
+* Values are sums in the rotated basis, with a page's mean turned into it; what warps leave is joined and turned back once.
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._hadamard import hadamard
+from kvfold.kernels._page_bytes import mean_signs, mix_lanes
+from kvfold.kernels._pages_rows_gluon import join_rows, row_stride, turn_signs
+from kvfold.kernels._registers import _zero4
+from kvfold.kernels._residual_gluon import _mean_of_keys
+from kvfold.kernels._softmax import LOWEST
+from kvfold.kernels._tables_gluon import (
+    _chosen,
+    _dynamic_base,
+    _fetch_rows,
+    _fma_half2,
+    _pairs_of_queries,
+    _turn,
+    _weighted_bytes,
+    reserved,
+)
+from kvfold.kernels._warp import (
+    as_float,
+    as_int,
+    copy_async,
+    copy_commit,
+    copy_wait_1,
+    copy_wait_all,
+    exp2_fast,
+    high_halves,
+    launch_dependents,
+    load_shared,
+    load_shared4f,
+    load_shared_short,
+    low_halves,
+    minus_product_half2,
+    mma,
+    mul_half2,
+    pack_half2,
+    program_sync,
+    shuffle_xor,
+    store_shared1,
+    store_shared2,
+    store_shared4,
+    transpose8,
+    unpack_half2,
+    wait_for_previous,
+    warp_sync,
+)
+
+KEYS = gl.constexpr(65536)
+"""Bytes of a head's rows of keys: [2, codes, 4, 4] of 8 bytes, of group 8 t + 4 b + j."""
+VALUES = gl.constexpr(32768)
+"""Bytes of the repeated rows of values."""
+QUERIES = gl.constexpr(2176)
+"""Of a warp: four times 512, 32 bytes apart."""
+
+
+@gluon.constexpr_function
+def side_bytes(codes):
+    """Bytes of half a page of one side, whose tokens have ``codes`` bytes of codes: codes and norms."""
+    return 64 * codes + 128
+
+
+@gluon.constexpr_function
+def warp_bytes(v):
+    """Bytes of a warp: half a page of both sides and the mean of values; that mean, turned; queries."""
+    return side_bytes(32) + side_bytes(v) + 256 + 512 + QUERIES.value
+
+
+@gluon.constexpr_function
+def fixed_bytes():
+    """Bytes of what all warps read: tables, cosines and sines, the mean of keys, the Hadamard matrix."""
+    return KEYS.value + VALUES.value + 8192 + 256 + 512
+
+
+@gluon.constexpr_function
+def shared_bytes(v, warps):
+    """Bytes of shared memory of a program."""
+    size = max(fixed_bytes() + warps * warp_bytes(v), warps * 4 * (row_stride(128) + 8))
+    return (size + 1023) // 1024 * 1024
+
+
+# ---- from storage ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _half_place(half, active, where):
+    """Units, and pages, from where the head's storage begins to half page ``half``; bytes to where that begins.
+
+    ``where``: the head's first unit and page in a slab, and None; or a table of pages, and the bytes from one to the next.
+    """
+    if where[1] is None:
+        return where[0][0].to(gl.int64) + 2 * half, where[0][1].to(gl.int64) + half // 2, half.to(gl.int64) * 0
+    else:
+        real = half * active
+        page = gl.load(where[0] + real // 2).to(gl.int64)
+        return (real % 2 * 2).to(gl.int64), page * 0, page * where[1]
+
+
+@gluon.jit
+def _fetch_side(to, lane, codes, norms, place, valid, BYTES: gl.constexpr):
+    """Begin to copy half a page of one side; of its units the first ``valid`` count, others become zeros."""
+    at, _, away = place
+    codes = codes + away + at * (32 * BYTES) + lane * 16
+    for j in gl.static_range(BYTES // 8):
+        size = gl.where(valid > j * 32 // (2 * BYTES), 16, 0)
+        copy_async(to + lane * 16, codes, size, valid, 512 * j, 512 * j, True)
+    size = gl.where(lane // 4 < valid, 16, 0)
+    few = valid * (lane < 8).to(gl.int32)
+    copy_async(to + lane * 16, norms + away + at * 64 + lane * 16, size, few, 64 * BYTES, 0, True)
+
+
+@gluon.jit
+def _fetch_mean(to, lane, mean, place, valid):
+    """Begin to copy the mean of the page's values."""
+    _, page, away = place
+    size = gl.where(valid > 0, 16, 0)  # zeros where there is none, which weights of 0 are multiplied with
+    few = (lane < 16).to(gl.int32)
+    copy_async(to + lane * 16, mean + away + page * 256 + lane * 16, size, few, 0, 0, True)
+
+
+@gluon.jit
+def _fetch_keys(to, lane, stored, half, left, where):
+    valid = gl.minimum(gl.maximum(left, 0), 2)
+    place = _half_place(half, (valid > 0).to(gl.int32), where)
+    _fetch_side(to, lane, stored[0], stored[1], place, valid, 32)
+
+
+@gluon.jit
+def _fetch_values(to, lane, stored, half, left, where, V: gl.constexpr):
+    valid = gl.minimum(gl.maximum(left, 0), 2)
+    place = _half_place(half, (valid > 0).to(gl.int32), where)
+    _fetch_side(to, lane, stored[2], stored[3], place, valid, V)
+    _fetch_mean(to + (64 * V + 128), lane, stored[4], place, valid)
+
+
+# ---- keys -----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _half_queries(to, raw, freq, gain, position):
+    """Leave four queries, rotated back by the positions of both units, in shared memory: a lane has two pairs of each."""
+    for h in gl.static_range(2):
+        angle = (position + 32 * h).to(gl.float32)
+        c0, s0 = _turn(angle * freq[0])
+        c1, s1 = _turn(angle * freq[1])
+        c0 *= gain[0]
+        s0 *= gain[0]
+        c1 *= gain[1]
+        s1 *= gain[1]
+        for i in gl.static_range(4):
+            a0 = raw[4 * i]
+            a1 = raw[4 * i + 1]
+            b0 = raw[4 * i + 2]
+            b1 = raw[4 * i + 3]
+            real = pack_half2(a0 * c0 + b0 * s0, a1 * c1 + b1 * s1, False)
+            imaginary = pack_half2(b0 * c0 - a0 * s0, b1 * c1 - a1 * s1, False)
+            store_shared2(to + (256 * h + 64 * i), real, imaginary)
+
+
+@gluon.jit
+def _four_rows(word, weights, places, odd, high, AT: gl.constexpr):
+    """Eight words: two of each of a token's four groups whose codes are the bytes of ``word``."""
+    x = ()
+    for k in gl.static_range(4):
+        x = x + load_shared(_weighted_bytes(word, weights[k], places[k]), AT, 2)
+    near = ()
+    for k in gl.static_range(4):
+        for w in gl.static_range(2):
+            near = near + (gl.where(odd, x[2 * (k ^ 1) + w], x[2 * k + w]),)
+    out = ()
+    for k in gl.static_range(4):
+        for w in gl.static_range(2):
+            out = out + (gl.where(high, near[2 * (k ^ 2) + w], near[2 * k + w]),)
+    return out
+
+
+@gluon.jit
+def _rotated(a, b, cosine, sine):
+    """Two pairs of a key, rotated by its place."""
+    return (
+        minus_product_half2(b, sine, mul_half2(a, cosine)),
+        _fma_half2(b, cosine, mul_half2(a, sine)),
+    )
+
+
+@gluon.jit
+def _turns_of(address, AT: gl.constexpr):
+    """Of four groups two cosines and two sines of a place each."""
+    return load_shared(address, AT, 4) + load_shared(address, AT + 512, 4)
+
+
+@gluon.jit
+def _half_scores(codes, turns, queries, mean, weights, places, odd, high, lane, CENTRED: gl.constexpr):
+    """Sums over channels: of eight places of both units four accumulators; of the mean of keys, one for two eights of places.
+
+    ``codes``: address of the codes of a lane's place and groups; ``turns``, ``queries``, ``mean``: lanes' addresses.
+    """
+    sums = ()
+    common = ()
+    for _p in gl.static_range(4):
+        sums = sums + (_zero4(lane),)
+    for _p in gl.static_range(2):
+        common = common + (_zero4(lane),)
+    for b in gl.static_range(2):
+        q = load_shared(queries, 1088 * b, 4) + load_shared(queries, 1088 * b + 544, 4)
+        m = ()
+        if CENTRED:
+            x = load_shared(mean, 32 * b, 4) + load_shared(mean, 32 * b + 16, 4)
+            for j in gl.static_range(4):
+                real = q[2 * j]
+                imaginary = q[2 * j + 1]
+                m = m + (
+                    _fma_half2(real, x[2 * j], mul_half2(imaginary, x[2 * j + 1])),
+                    minus_product_half2(real, x[2 * j + 1], mul_half2(imaginary, x[2 * j])),
+                )
+        new_sums = ()
+        new_common = ()
+        for pair in gl.static_range(2):
+            both = ()
+            for e in gl.static_range(2):
+                turn = _turns_of(turns, 2048 * (2 * pair + e) + 1024 * b)
+                both = both + (turn,)
+                near = load_shared(codes, 256 * (2 * pair + e) + 4 * b, 1)[0]
+                far = load_shared(codes, 1024 + 256 * (2 * pair + e) + 4 * b, 1)[0]
+                x = _four_rows(near, weights, places, odd, high, 32768 * b)
+                y = _four_rows(far, weights, places, odd, high, 32768 * b)
+                acc = sums[2 * pair + e]
+                for j in gl.static_range(4):
+                    x0, x1 = _rotated(x[2 * j], x[2 * j + 1], turn[2 * j], turn[2 * j + 1])
+                    y0, y1 = _rotated(y[2 * j], y[2 * j + 1], turn[2 * j], turn[2 * j + 1])
+                    acc = mma(x0, y0, x1, y1, q[2 * j], q[2 * j + 1], acc, False)
+                new_sums = new_sums + (acc,)
+            acc = common[pair]
+            if CENTRED:
+                for j in gl.static_range(4):
+                    acc = mma(
+                        both[0][2 * j], both[1][2 * j], both[0][2 * j + 1], both[1][2 * j + 1], m[2 * j], m[2 * j + 1],
+                        acc, False,
+                    )  # fmt: skip
+            new_common = new_common + (acc,)
+        sums = new_sums
+        common = new_common
+    return sums, common
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _over_places(x):
+    """Sum over the lanes that have other places of the same unit and query rows."""
+    for i in gl.static_range(3):
+        x = x + shuffle_xor(x, 4 << i)
+    return x
+
+
+@gluon.jit
+def _half_weights(scores, norms, top):
+    """Exponents of two query rows, factors of what was summed before, sums of probabilities of a lane's unit, and probabilities
+    times norms: words of query rows' pairs of places, as transposed. ``scores`` [4][2], ``norms`` [4]."""
+    most = gl.abs(norms[0])
+    for i in gl.static_range(1, 4):
+        most = gl.maximum(most, gl.abs(norms[i]))
+    for i in gl.static_range(4):
+        most = gl.maximum(most, shuffle_xor(most, 2 << i))
+    room = gl.minimum(142 - (as_int(most) >> 23), 35).to(gl.float32) - 1.0  # norms times 2^room stay below 2^15
+    new_top = ()
+    factor = ()
+    for e in gl.static_range(2):
+        m = scores[0][e]
+        for i in gl.static_range(1, 4):
+            m = gl.maximum(m, scores[i][e])
+        for i in gl.static_range(4):
+            m = gl.maximum(m, shuffle_xor(m, 2 << i))
+        m = gl.maximum(m - room, top[e])
+        new_top = new_top + (m,)
+        factor = factor + (exp2_fast(top[e] - m),)
+    p = ()
+    sums = (new_top[0] * 0.0, new_top[0] * 0.0)
+    for i in gl.static_range(4):
+        low = exp2_fast(scores[i][0] - new_top[0])
+        high = exp2_fast(scores[i][1] - new_top[1])
+        sums = (sums[0] + low, sums[1] + high)
+        p = p + (transpose8(pack_half2(low * norms[i], high * norms[i], False)),)
+    return new_top, factor, (_over_places(sums[0]), _over_places(sums[1])), p
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _turned_mean(base, scratch, lane, signs, matrix, MIX: gl.constexpr):
+    """The mean of a page's values in the rotated basis (without the factor), of channels 16 g to 16 g + 15."""
+    g = lane // 4
+    t = lane % 4
+    m = load_shared(matrix, 0, 4)
+    at = base + g * 32 + t * 4
+    b0 = load_shared(at, 0, 1)[0] ^ (signs & (-2147450880))
+    b1 = load_shared(at, 16, 1)[0] ^ ((signs << 1) & (-2147450880))
+    x = mix_lanes(mma(m[0], m[1], m[2], m[3], b0, b1, _zero4(lane), False), t, MIX)
+    to = scratch + t * 128 + g * 4
+    for e in gl.static_range(4):
+        store_shared1(to + (e % 2 * 64 + e // 2 * 32), as_int(x[e]))
+    warp_sync(lane)
+    out = ()
+    for i in gl.static_range(4):
+        out = out + load_shared4f(scratch + g * 64 + 16 * i)
+    return out
+
+
+@gluon.jit
+def _half_values(out, codes, p, near, far, place, V: gl.constexpr):
+    """Sums of values half a page further; ``codes``: address of the codes of a lane's channels; ``near`` and ``far``: all ones
+    in lanes whose query rows have weights of the first, and of the second unit; ``place``: the lane's copy of the rows."""
+    G: gl.constexpr = 32 // V * 2  # words of a row
+    weights = ()
+    for i in gl.static_range(8 // G):
+        weights = weights + ((place * 0 + 128) << 8 * i,)
+    for h in gl.static_range(2):
+        mask = far if h else near
+        for pair in gl.static_range(2):
+            b0 = p[2 * pair] & mask
+            b1 = p[2 * pair + 1] & mask
+            words = ()
+            for e in gl.static_range(4):  # of tokens 2t and 2t + 1 of both eights
+                if V == 32:
+                    words = words + (load_shared(codes[e % 2], (32 * h + 16 * pair + 8 * (e // 2)) * V, 1)[0],)
+                else:
+                    words = words + (load_shared_short(codes[e % 2], (32 * h + 16 * pair + 8 * (e // 2)) * V),)
+            new = ()
+            for i in gl.static_range(8 // G):
+                x = ()
+                for e in gl.static_range(4):
+                    x = x + (load_shared(_weighted_bytes(words[e], weights[i], place), 0, G),)
+                for j in gl.static_range(G):
+                    a0 = low_halves(x[0][j], x[1][j])
+                    a1 = high_halves(x[0][j], x[1][j])
+                    a2 = low_halves(x[2][j], x[3][j])
+                    a3 = high_halves(x[2][j], x[3][j])
+                    new = new + (mma(a0, a1, a2, a3, b0, b1, out[G * i + j], False),)
+            out = new
+    return out
+
+
+# ---- the loop -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def attend_halves(
+    base, lane, warp, q, column0, rows, scale, freq_ptr, position, stored, where, first, each, count, lo, hi, means, signs_ptr,
+    V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr,
+):  # fmt: skip
+    """Exponents of query rows, sums of values in the rotated basis and of weights of each warp's half pages, ``first`` to
+    ``first + count``, left in shared memory for :func:`join_rows`.
+
+    ``q`` as :func:`_pairs_of_queries` takes it; ``stored``: where codes and norms of keys, those of values, and means of values
+    begin; tables and turns come to ``base``; ``position`` of the storage's first token; ``where``: see :func:`_half_place`; of
+    units ``lo`` to ``hi`` tokens count; ``means``: pointer to the mean of the head's keys.
+    """
+    W: gl.constexpr = gl.num_warps()
+    g = lane // 4
+    t = lane % 4
+    second = t // 2  # which unit's scores the lane has
+    turns = base + (KEYS + VALUES)
+    mean = turns + 8192
+    matrix = mean + 256
+    stage = base + fixed_bytes() + warp * warp_bytes(V)
+    k_stage = stage
+    v_stage = stage + side_bytes(32)
+    scratch = v_stage + (side_bytes(V) + 256)
+    query = scratch + 512
+    left = gl.where(count > 0, hi - 2 * first, 0)
+    _fetch_keys(k_stage, lane, stored, first, left, where)
+    copy_commit(lane)
+    _fetch_values(v_stage, lane, stored, first, left, where, V)
+    copy_commit(lane)
+
+    # a lane turns pairs G and G + 32 of group G, its number
+    raw, ups = _pairs_of_queries(q, rows, column0, lane, lane, 32, 4, None)
+    factor0 = _chosen(ups, 2 * (t % 2)) * scale
+    factor1 = _chosen(ups, 2 * (t % 2) + 1) * scale
+    freq = (gl.load(freq_ptr + lane), gl.load(freq_ptr + lane + 32))
+    gain = (gl.load(freq_ptr + lane + 64), gl.load(freq_ptr + lane + 96))
+    size = factor0 * 0.0
+    if CENTRED:  # all warps leave the same
+        m = _mean_of_keys(means, lane, 32)
+        store_shared2(mean + lane * 8, pack_half2(m[0], m[1], False), pack_half2(m[2], m[3], False))
+        size = m[4]
+    h = hadamard(g, t, MIX, False)
+    store_shared4(matrix + lane * 16, as_float(h[0]), as_float(h[1]), as_float(h[2]), as_float(h[3]))
+    v_sign = mean_signs(signs_ptr, g, t)
+
+    weights = ()
+    places = ()
+    for k in gl.static_range(4):
+        j = g % 4 ^ k
+        weights = weights + ((lane * 0 + 128) << 8 * j,)
+        places = places + (base + (t * 32 + j * 8),)
+    odd = g % 2 == 1
+    high = g // 2 % 2 == 1
+    token = g ^ (g >> 2)  # of eight; tokens of lanes that read at once lie in different banks
+    k_codes = k_stage + token * 32 + t * 8
+    k_norms = k_stage + 2048 + second * 64 + token * 2
+    v_norms = v_stage + 64 * V + second * 64 + token * 2
+    even_token = 2 * t ^ (t >> 1)
+    v_codes = v_stage + even_token * V + g * (V // 8)
+    v_codes = (v_codes, v_stage + (even_token ^ 1) * V + g * (V // 8))
+    v_place = base + KEYS + lane % (V // 2) * (256 // V)
+    near = gl.where(g < 4, lane * 0 - 1, 0)
+    far = near ^ -1
+    to_query = query + lane % 8 // 2 * 544 + lane // 8 * 16 + lane % 2 * 8
+
+    zero = _zero4(lane)[0]
+    top = (zero + LOWEST, zero + LOWEST)
+    total = (zero, zero)
+    out = ()
+    for _i in gl.static_range(8):
+        out = out + (_zero4(lane),)
+    copy_wait_1(lane)
+    program_sync(lane)
+    for i in range(each):
+        half = first + i
+        unit = 2 * half + second
+        alive = (i < count) & (unit >= lo) & (unit < hi)
+        next_left = gl.where(i + 1 < count, hi - 2 * (half + 1), 0)
+        _half_queries(to_query, raw, freq, gain, position + half * 64)
+        copy_wait_1(lane)  # keys of this half page
+        sums, common = _half_scores(
+            k_codes, turns + lane * 16, query + lane * 16, mean + t * 64, weights, places, odd, high, lane, CENTRED
+        )
+        scores = ()
+        for p in gl.static_range(4):
+            norm, _ = unpack_half2(load_shared_short(k_norms, 16 * p))
+            shown = ()
+            for e in gl.static_range(2):
+                x = gl.where(second == 1, sums[p][2 + e], sums[p][e]) * norm
+                if CENTRED:
+                    x = gl.fma(common[p // 2][2 * (p % 2) + e], size, x)
+                shown = shown + (gl.where(alive, x * (factor1 if e else factor0), float("-inf")),)
+            scores = scores + (shown,)
+        warp_sync(lane)
+        _fetch_keys(k_stage, lane, stored, half + 1, next_left, where)
+        copy_commit(lane)
+        copy_wait_1(lane)  # values of this half page
+        norms = ()
+        for p in gl.static_range(4):
+            norm, _ = unpack_half2(load_shared_short(v_norms, 16 * p))
+            norms = norms + (gl.where(alive, norm, 1.0),)
+        top, factor, share, p = _half_weights(scores, norms, top)
+        total = (gl.fma(total[0], factor[0], share[0]), gl.fma(total[1], factor[1], share[1]))
+        means_turned = _turned_mean(v_stage + (64 * V + 128), scratch, lane, v_sign, matrix + lane * 16, MIX)
+        share = (share[0] * MIX**-0.5, share[1] * MIX**-0.5)
+        scaled = ()
+        for c in gl.static_range(8):
+            acc = out[c]
+            a = means_turned[2 * c]
+            b = means_turned[2 * c + 1]
+            scaled = scaled + (
+                (
+                    gl.fma(acc[0], factor[0], a * share[0]),
+                    gl.fma(acc[1], factor[1], a * share[1]),
+                    gl.fma(acc[2], factor[0], b * share[0]),
+                    gl.fma(acc[3], factor[1], b * share[1]),
+                ),
+            )
+        out = _half_values(scaled, v_codes, p, near, far, v_place, V)
+        warp_sync(lane)
+        _fetch_values(v_stage, lane, stored, half + 1, next_left, where, V)
+        copy_commit(lane)
+
+    copy_wait_all(lane)
+    program_sync(lane)
+    _leave(base, lane, warp, top, out, total)
+
+
+@gluon.jit
+def _leave(base, lane, warp, top, out, total):
+    """Join the units' sums and leave a warp's in shared memory; lanes whose unit is the second one leave the later channels."""
+    W: gl.constexpr = gl.num_warps()
+    ROW: gl.constexpr = row_stride(128)
+    g = lane // 4
+    second = lane % 4 // 2
+    row = warp * 4 + lane % 2 * 2
+    x = ()
+    for c in gl.static_range(8):
+        sums = ()
+        for e in gl.static_range(4):
+            sums = sums + (out[c][e] + shuffle_xor(out[c][e], 2),)
+        x = x + (sums,)
+    for e in gl.static_range(2):
+        for i in gl.static_range(2):
+            y = ()
+            for k in gl.static_range(4):
+                y = y + (gl.where(second == 1, x[4 + 2 * i + k // 2][e + k % 2 * 2], x[2 * i + k // 2][e + k % 2 * 2]),)
+            store_shared4(base + (row + e) * ROW + g * 64 + second * 32 + 16 * i, y[0], y[1], y[2], y[3])
+        amount = total[e] + shuffle_xor(total[e], 2)
+        store_shared2(base + 4 * W * ROW + (row + e) * 8, as_int(top[e]), as_int(amount))
+
+
+@gluon.jit
+def fetch_tables(base, k_rows, v_rows, turns, thread, W: gl.constexpr):
+    """Begin to copy rows of keys, those of values, and turns."""
+    _fetch_rows(base + (KEYS + VALUES), turns, thread, 8192, W)
+    _fetch_rows(base, k_rows, thread, KEYS, W)
+    _fetch_rows(base + KEYS, v_rows, thread, VALUES, W)
+
+
+@gluon.jit(do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0"])
+def learned_keys_kernel(
+    q_ptr, k_codes_ptr, k_norms_ptr, v_codes_ptr, v_norms_ptr, v_mean_ptr, k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr,
+    k_mean_ptr, signs_ptr, packed_len_ptr, position_ptr, part_out, part_top, part_sum,
+    scale, heads, rows, columns, start, capacity, splits, parts, part0,
+    V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """One program: one split of one KV head of one sequence, for four query rows.
+
+    Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage, which has as many pages as hold
+    them; V is the bytes of a token's codes of values. ``k_mean_ptr``, [heads, 128], is read where CENTRED.
+    """
+    W: gl.constexpr = gl.num_warps()
+    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
+    lane = thread % 32
+    warp = thread // 32
+    memory = reserved(thread, shared_bytes(V, W))
+    base = _dynamic_base(lane)
+    program_sync(lane)
+
+    split = gl.program_id(1)
+    column0 = (gl.program_id(0) % columns) * 4
+    head = gl.program_id(0) // columns
+    batch = head // heads
+    kv_head = (head % heads).to(gl.int64)
+    fetch_tables(
+        base, k_rows_ptr.to(gl.int64) + kv_head * KEYS, v_rows_ptr.to(gl.int64), turns_ptr.to(gl.int64), thread, W
+    )
+    copy_commit(lane)
+    if EARLY:  # tables are nobody's results
+        wait_for_previous(lane)
+        launch_dependents(lane)
+    units = gl.minimum(gl.maximum(gl.load(packed_len_ptr + batch) - start, 0) // 32, capacity)
+    halves = (units + 1) // 2
+    lo = (halves.to(gl.int64) * split // splits).to(gl.int32)
+    hi = (halves.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    position = (gl.load(position_ptr + batch) + start).to(gl.int32)
+    stored = (
+        k_codes_ptr.to(gl.int64), k_norms_ptr.to(gl.int64), v_codes_ptr.to(gl.int64), v_norms_ptr.to(gl.int64),
+        v_mean_ptr.to(gl.int64),
+    )  # fmt: skip
+    where = ((head * capacity, head * ((capacity + 3) // 4)), None)
+    attend_halves(
+        base, lane, warp, (q_ptr + head.to(gl.int64) * rows * 128, None), column0, rows, scale, freq_ptr, position, stored,
+        where, first, each, count, 0, units, k_mean_ptr + kv_head * 128, signs_ptr, V, MIX, CENTRED,
+    )  # fmt: skip
+    slot0 = head.to(gl.int64) * parts + (part0 + split)
+    signs = turn_signs(signs_ptr, lane // 4, lane % 4)
+    join_rows(base, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, 128, MIX)
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()

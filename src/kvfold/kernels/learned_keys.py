@@ -1,0 +1,143 @@
+"""Decode attention over TaSQ's keys and values by fold's codebook; see :mod:`kvfold.kernels._learned_keys_gluon`."""
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvfold.formats import Format, GroupCodes, Hadamard, Paged, ResidualCodes
+from kvfold.formats.grouped import GroupBook
+from kvfold.formats.packing import UNIT
+from kvfold.formats.paged import PAGE
+from kvfold.formats.residual import Codebook
+from kvfold.kernels._learned_keys_gluon import learned_keys_kernel, shared_bytes
+from kvfold.kernels.call import AttentionCall, Span
+from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.stored import pages_between, room_between, rotation_of
+from kvfold.kernels.tables import Tables, TablesPlan, make_plan
+from kvfold.rope import Rope
+
+ROWS = 4
+"""Query rows of a program."""
+WARPS = 16
+"""Of a program, one to a multiprocessor."""
+REPEATED = 128
+"""Bytes that copies of a row of values fill."""
+
+
+class LearnedKeyTables(Tables):
+    """TaSQ's keys of four channels, and values of four or eight as pages of ``fold`` have them."""
+
+    begin = 4
+    waits = True
+    value_fields = ("codes", "rms", "mean")
+
+    def foreign(self, key_format: Format, value_format: Format) -> str | None:
+        if not isinstance(key_format, GroupCodes):
+            return f"keys: {key_format.kind} storage; allowed: {GroupCodes.kind}"
+        if (key_format.head_dim, key_format.vector, key_format.codes) != (128, 4, 256):
+            return f"keys: {key_format.describe()} of {key_format.head_dim}; allowed: 256 codes for 4 channels of 128"
+        if not key_format.strided:
+            return "keys: groups of neighbours; allowed: strided"
+        if key_format.book is None:
+            return "keys: no codebook"
+        if not isinstance(value_format, Paged) or not isinstance(value_format.inner, ResidualCodes):
+            return f"values: {value_format.kind} storage; allowed: {ResidualCodes.kind} in pages"
+        codes = value_format.inner
+        if (codes.vector, codes.codes, codes.stages, codes.strided) not in ((4, 256, 1, False), (8, 256, 1, False)):
+            return f"values: {codes.describe()}; allowed: one stage of 256 codes for 4 or 8 neighbours"
+        if codes.book is None:
+            return "values: no codebook"
+        if (value_format.page, value_format.mean, value_format.norm) != (PAGE, True, ""):
+            return f"values: {value_format.describe()}; allowed: pages of {PAGE} tokens with a mean"
+        if not isinstance(value_format.basis, Hadamard) or not 16 <= value_format.basis.block <= 128:
+            return "values: allowed: a Hadamard rotation of 16 to 128 channels"
+        for side, form in (("keys", key_format), ("values", value_format)):
+            if form.block % UNIT:
+                return f"{side}: blocks of {form.block} tokens; allowed: multiples of {UNIT}"
+        return None
+
+    def kernel(self) -> Any:
+        return learned_keys_kernel
+
+    def constants(self, key_format: Format, value_format: Format, plan: TablesPlan) -> dict[str, Any]:
+        assert isinstance(key_format, GroupCodes) and isinstance(value_format, Paged)
+        assert isinstance(value_format.basis, Hadamard)
+        return {
+            "V": _codes(value_format).groups,
+            "MIX": value_format.basis.block,
+            "CENTRED": key_format.centred,
+        }
+
+    def program_bytes(self, key_format: Format, value_format: Format, plan: TablesPlan) -> int:
+        assert isinstance(value_format, Paged)
+        return int(shared_bytes(_codes(value_format).groups, plan.warps))
+
+    def shape(self, rows: int) -> TablesPlan:
+        return TablesPlan(columns=ROWS, warps=WARPS)
+
+    def beside(
+        self, key_format: Format, value_format: Format, rope: Rope, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Rows of keys and of values, frequencies and turns, the mean of keys (rows where there is none), and signs."""
+        assert isinstance(key_format, GroupCodes) and isinstance(value_format, Paged)
+        basis, keys, values = value_format.basis, key_format.book, _codes(value_format).book
+        assert isinstance(basis, Hadamard) and keys is not None and values is not None
+        book = keys.on(device)
+        rows = key_rows(book)
+        mean = book.mean if key_format.centred else rows
+        assert mean is not None
+        turns = rotation_of(rope, 64, UNIT, 1, 128, device).freq, lane_turns(rope, device)
+        return rows, value_rows(values.on(device)), *turns, mean, basis.signs(device)
+
+    def plan_of(self, call: AttentionCall, span: Span) -> TablesPlan:
+        batch, heads, rows, _ = call.shape
+        halves = math.ceil(span.keys["codes"].shape[2] * call.key_format.block / (2 * UNIT))
+        return make_plan(batch * heads, self.shape(rows), rows, halves, multiprocessors(call.query.device), self.begin)
+
+    def check(self, call: AttentionCall, span: Span) -> None:
+        room = room_between(call.value_format, span.values)
+        if (pages := pages_between(call.value_format, span.values)) != math.ceil(room / PAGE):
+            raise ValueError(f"packed storage: values have {pages} pages for {room} tokens of a head")
+
+
+def _codes(value_format: Paged) -> ResidualCodes:
+    assert isinstance(value_format.inner, ResidualCodes)
+    return value_format.inner
+
+
+_keys: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()
+_values: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
+
+
+def key_rows(book: GroupBook) -> torch.Tensor:
+    """Rows as lanes read them, made once: graphs know where they are; fp16 [heads, 2, codes, 4, 4, 4], of group 8 t + 4 b + j."""
+    if book not in _keys:
+        groups = book.codes.to(torch.float16).unflatten(1, (4, 2, 4))  # t, b, j
+        _keys[book] = groups.permute(0, 2, 4, 1, 3, 5).contiguous()
+    return _keys[book]
+
+
+def value_rows(book: Codebook) -> torch.Tensor:
+    """Rows as often as :data:`REPEATED` bytes hold them, made once: fp16 [codes, copies, vector]."""
+    if book not in _values:
+        rows = book.codes[0].to(torch.float16)
+        _values[book] = rows.unsqueeze(1).expand(-1, REPEATED // (2 * rows.shape[-1]), -1).contiguous()
+    return _values[book]
+
+
+@lru_cache(maxsize=64)
+def lane_turns(rope: Rope, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of a unit's tokens as lanes read them: fp16 [eights of places, 4, lanes, 2, 2, 2].
+
+    Of eight p and step s, lane (g, t) has of groups 8 t + 2 s and the next two cosines and two sines, of pairs G and G + 32, at
+    place 8 p + (g ^ g // 4).
+    """
+    table = rotation_of(rope, 64, UNIT, 1, 128, device).table  # [2, tokens, 64]
+    g = torch.arange(8, device=device)
+    placed = table.unflatten(1, (4, 8))[:, :, g ^ (g >> 2)]
+    parts = placed.unflatten(-1, (2, 4, 4, 2))  # [cosine or sine, p, g, half, t, s, group]
+    return parts.permute(1, 5, 2, 4, 6, 0, 3).contiguous()
