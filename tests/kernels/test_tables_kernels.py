@@ -102,7 +102,8 @@ def wanted(case):
 
 
 @pytest.mark.parametrize(
-    "name, per_head", [*((name, 4) for name in FORMATS), ("commvq-1bit", 6), ("vqllm-1bit", 8), ("tasq", 6), ("learned", 7)]
+    "name, per_head",
+    [*((name, 4) for name in FORMATS), ("commvq-1bit", 6), ("vqllm-1bit", 8), ("tasq", 6), ("learned", 7)],
 )
 def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
     of = module(name)
@@ -127,11 +128,20 @@ def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
 
 @pytest.mark.parametrize(
     "method, per_head, tokens",
-    [("commvq:bits=1", 4, 1), ("commvq", 4, 1), ("vqllm:bits=1", 4, 2), ("vqllm", 2, 1), ("tasq", 4, 1)],
+    [
+        ("commvq:bits=1", 4, 1),
+        ("commvq", 4, 1),
+        ("vqllm:bits=1", 4, 2),
+        ("vqllm", 2, 1),
+        ("tasq", 4, 1),
+        ("tasq:bits=2,values=fold", 4, 1),
+        ("tasq:bits=2,values=fold,v_bits=1", 3, 2),
+    ],
 )
 def test_lanes_read_pages(method, per_head, tokens, monkeypatch):
     """Two sequences through their tables: a piece of one, two of the other, of which the last page is not full."""
-    name = "codebook_pieces_kernel" if method.startswith("commvq") else "residual_pieces_kernel"
+    kinds = {"commvq": "codebook", "tasq:": "learned_keys"}
+    name = next((of for start, of in kinds.items() if method.startswith(start)), "residual") + "_pieces_kernel"
     monkeypatch.setattr(paged_tables, name, Emulated(getattr(paged_tables, name)))
     server = Server(method, (210, 300), 128, per_head=per_head, layer=books_layer(method, 128, per_head=per_head))
     paged.store(server.step([210 - tokens, 300 - tokens]))
