@@ -70,6 +70,12 @@ VALUES = gl.constexpr(32768)
 """Bytes of the repeated rows of values."""
 QUERIES = gl.constexpr(2176)
 """Of a warp: four times 512, 32 bytes apart."""
+TURNS = gl.constexpr(KEYS.value + VALUES.value)
+"""Where cosines and sines begin; and behind them the mean of keys, the Hadamard matrix, queries as they come, and warps' own."""
+MEAN = gl.constexpr(TURNS.value + 8192)
+MATRIX = gl.constexpr(MEAN.value + 256)
+RAW = gl.constexpr(MATRIX.value + 512)
+OWN = gl.constexpr(RAW.value + 2048)
 
 
 @gluon.constexpr_function
@@ -81,19 +87,25 @@ def side_bytes(codes):
 @gluon.constexpr_function
 def warp_bytes(v):
     """Bytes of a warp: half a page of both sides and the mean of values; that mean, turned; queries."""
-    return side_bytes(32) + side_bytes(v) + 256 + 512 + QUERIES.value
+    return query_at(v) + QUERIES.value
 
 
 @gluon.constexpr_function
-def fixed_bytes():
-    """Bytes of what all warps read: tables, cosines and sines, the mean of keys, the Hadamard matrix."""
-    return KEYS.value + VALUES.value + 8192 + 256 + 512
+def mean_at(v):
+    """Bytes from where a warp's own begin to the mean of values."""
+    return side_bytes(32) + side_bytes(v)
+
+
+@gluon.constexpr_function
+def query_at(v):
+    """The same to its queries, which follow the turned mean."""
+    return mean_at(v) + 256 + 512
 
 
 @gluon.constexpr_function
 def shared_bytes(v, warps):
     """Bytes of shared memory of a program."""
-    size = max(fixed_bytes() + warps * warp_bytes(v), warps * 4 * (row_stride(128) + 8))
+    size = max(OWN.value + warps * warp_bytes(v), warps * 4 * (row_stride(128) + 8))
     return (size + 1023) // 1024 * 1024
 
 
@@ -115,63 +127,65 @@ def _half_place(half, active, where):
 
 
 @gluon.jit
-def _fetch_side(to, lane, codes, norms, place, valid, BYTES: gl.constexpr):
-    """Begin to copy half a page of one side; of its units the first ``valid`` count, others become zeros."""
+def _fetch_side(to, lane, codes, norms, place, valid, BYTES: gl.constexpr, TO: gl.constexpr):
+    """Begin to copy half a page of one side; of its units the first ``valid`` count, others become zeros. ``to``: a lane's
+    address of what comes to TO."""
     at, _, away = place
     codes = codes + away + at * (32 * BYTES) + lane * 16
     for j in gl.static_range(BYTES // 8):
         size = gl.where(valid > j * 32 // (2 * BYTES), 16, 0)
-        copy_async(to + lane * 16, codes, size, valid, 512 * j, 512 * j, True)
+        copy_async(to, codes, size, valid, TO + 512 * j, 512 * j, True)
     size = gl.where(lane // 4 < valid, 16, 0)
     few = valid * (lane < 8).to(gl.int32)
-    copy_async(to + lane * 16, norms + away + at * 64 + lane * 16, size, few, 64 * BYTES, 0, True)
+    copy_async(to, norms + away + at * 64 + lane * 16, size, few, TO + 64 * BYTES, 0, True)
 
 
 @gluon.jit
-def _fetch_mean(to, lane, mean, place, valid):
+def _fetch_mean(to, lane, mean, place, valid, TO: gl.constexpr):
     """Begin to copy the mean of the page's values."""
     _, page, away = place
     size = gl.where(valid > 0, 16, 0)  # zeros where there is none, which weights of 0 are multiplied with
     few = (lane < 16).to(gl.int32)
-    copy_async(to + lane * 16, mean + away + page * 256 + lane * 16, size, few, 0, 0, True)
+    copy_async(to, mean + away + page * 256 + lane * 16, size, few, TO, 0, True)
 
 
 @gluon.jit
 def _fetch_keys(to, lane, stored, half, left, where):
     valid = gl.minimum(gl.maximum(left, 0), 2)
     place = _half_place(half, (valid > 0).to(gl.int32), where)
-    _fetch_side(to, lane, stored[0], stored[1], place, valid, 32)
+    _fetch_side(to, lane, stored[0], stored[1], place, valid, 32, 0)
 
 
 @gluon.jit
 def _fetch_values(to, lane, stored, half, left, where, V: gl.constexpr):
     valid = gl.minimum(gl.maximum(left, 0), 2)
     place = _half_place(half, (valid > 0).to(gl.int32), where)
-    _fetch_side(to, lane, stored[2], stored[3], place, valid, V)
-    _fetch_mean(to + (64 * V + 128), lane, stored[4], place, valid)
+    _fetch_side(to, lane, stored[2], stored[3], place, valid, V, side_bytes(32))
+    _fetch_mean(to, lane, stored[4], place, valid, mean_at(V))
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _half_queries(to, raw, freq, gain, position):
-    """Leave four queries, rotated back by the positions of both units, in shared memory: a lane has two pairs of each."""
+def _half_queries(to, raw, freq, position):
+    """Leave four queries, rotated back by the positions of both units, in shared memory: a lane has two pairs of each.
+
+    ``raw``: of where the lane's channels of the queries lie at RAW, 512 bytes from one to the next.
+    """
+    turns = ()
     for h in gl.static_range(2):
         angle = (position + 32 * h).to(gl.float32)
         c0, s0 = _turn(angle * freq[0])
         c1, s1 = _turn(angle * freq[1])
-        c0 *= gain[0]
-        s0 *= gain[0]
-        c1 *= gain[1]
-        s1 *= gain[1]
-        for i in gl.static_range(4):
-            a0 = raw[4 * i]
-            a1 = raw[4 * i + 1]
-            b0 = raw[4 * i + 2]
-            b1 = raw[4 * i + 3]
-            real = pack_half2(a0 * c0 + b0 * s0, a1 * c1 + b1 * s1, False)
-            imaginary = pack_half2(b0 * c0 - a0 * s0, b1 * c1 - a1 * s1, False)
+        turns = turns + ((c0, s0, c1, s1),)
+    for i in gl.static_range(4):
+        x = load_shared(raw, RAW + 512 * i, 4)
+        x = (as_float(x[0]), as_float(x[1]), as_float(x[2]), as_float(x[3]))
+        for h in gl.static_range(2):
+            c0, s0, c1, s1 = turns[h]
+            real = pack_half2(x[0] * c0 + x[2] * s0, x[1] * c1 + x[3] * s1, False)
+            imaginary = pack_half2(x[2] * c0 - x[0] * s0, x[3] * c1 - x[1] * s1, False)
             store_shared2(to + (256 * h + 64 * i), real, imaginary)
 
 
@@ -204,60 +218,59 @@ def _rotated(a, b, cosine, sine):
 @gluon.jit
 def _turns_of(address, AT: gl.constexpr):
     """Of four groups two cosines and two sines of a place each."""
-    return load_shared(address, AT, 4) + load_shared(address, AT + 512, 4)
+    return load_shared(address, TURNS + AT, 4) + load_shared(address, TURNS + (AT + 512), 4)
 
 
 @gluon.jit
-def _half_scores(codes, turns, queries, mean, weights, places, odd, high, lane, CENTRED: gl.constexpr):
+def _eight_scores(codes, turn, q, acc, weights, places, odd, high, AT: gl.constexpr, B: gl.constexpr):
+    """acc and the products of half of the channels of eight places of both units with the queries."""
+    x = _four_rows(load_shared(codes, AT + 4 * B, 1)[0], weights, places, odd, high, 32768 * B)
+    y = _four_rows(load_shared(codes, 1024 + AT + 4 * B, 1)[0], weights, places, odd, high, 32768 * B)
+    for j in gl.static_range(4):
+        x0, x1 = _rotated(x[2 * j], x[2 * j + 1], turn[2 * j], turn[2 * j + 1])
+        y0, y1 = _rotated(y[2 * j], y[2 * j + 1], turn[2 * j], turn[2 * j + 1])
+        acc = mma(x0, y0, x1, y1, q[2 * j], q[2 * j + 1], acc, False)
+    return acc
+
+
+@gluon.jit
+def _mean_scores(mean, q, near, far, acc, B: gl.constexpr):
+    """acc and the products of half of the channels of the mean of keys, as eight places ``near`` and eight ``far`` turn it."""
+    x = load_shared(mean, MEAN + 32 * B, 4) + load_shared(mean, MEAN + (32 * B + 16), 4)
+    for j in gl.static_range(4):
+        real = q[2 * j]
+        imaginary = q[2 * j + 1]
+        along = _fma_half2(real, x[2 * j], mul_half2(imaginary, x[2 * j + 1]))
+        across = minus_product_half2(real, x[2 * j + 1], mul_half2(imaginary, x[2 * j]))
+        acc = mma(near[2 * j], far[2 * j], near[2 * j + 1], far[2 * j + 1], along, across, acc, False)
+    return acc
+
+
+@gluon.jit
+def _half_scores(
+    codes, turns, queries, mean, weights, places, odd, high, lane, QUERY: gl.constexpr, CENTRED: gl.constexpr
+):  # fmt: skip
     """Sums over channels: of eight places of both units four accumulators; of the mean of keys, one for two eights of places.
 
-    ``codes``: address of the codes of a lane's place and groups; ``turns``, ``queries``, ``mean``: lanes' addresses.
+    ``codes``: address of the codes of a lane's place and groups; ``turns``, ``queries``, ``mean``: lanes' addresses, of TURNS,
+    QUERY and MEAN.
     """
     sums = ()
     common = ()
-    for _p in gl.static_range(4):
-        sums = sums + (_zero4(lane),)
-    for _p in gl.static_range(2):
-        common = common + (_zero4(lane),)
-    for b in gl.static_range(2):
-        q = load_shared(queries, 1088 * b, 4) + load_shared(queries, 1088 * b + 544, 4)
-        m = ()
-        if CENTRED:
-            x = load_shared(mean, 32 * b, 4) + load_shared(mean, 32 * b + 16, 4)
-            for j in gl.static_range(4):
-                real = q[2 * j]
-                imaginary = q[2 * j + 1]
-                m = m + (
-                    _fma_half2(real, x[2 * j], mul_half2(imaginary, x[2 * j + 1])),
-                    minus_product_half2(real, x[2 * j + 1], mul_half2(imaginary, x[2 * j])),
-                )
-        new_sums = ()
-        new_common = ()
-        for pair in gl.static_range(2):
-            both = ()
-            for e in gl.static_range(2):
-                turn = _turns_of(turns, 2048 * (2 * pair + e) + 1024 * b)
-                both = both + (turn,)
-                near = load_shared(codes, 256 * (2 * pair + e) + 4 * b, 1)[0]
-                far = load_shared(codes, 1024 + 256 * (2 * pair + e) + 4 * b, 1)[0]
-                x = _four_rows(near, weights, places, odd, high, 32768 * b)
-                y = _four_rows(far, weights, places, odd, high, 32768 * b)
-                acc = sums[2 * pair + e]
-                for j in gl.static_range(4):
-                    x0, x1 = _rotated(x[2 * j], x[2 * j + 1], turn[2 * j], turn[2 * j + 1])
-                    y0, y1 = _rotated(y[2 * j], y[2 * j + 1], turn[2 * j], turn[2 * j + 1])
-                    acc = mma(x0, y0, x1, y1, q[2 * j], q[2 * j + 1], acc, False)
-                new_sums = new_sums + (acc,)
-            acc = common[pair]
+    for pair in gl.static_range(2):
+        near_acc = _zero4(lane)
+        far_acc = _zero4(lane)
+        mean_acc = _zero4(lane)
+        for b in gl.static_range(2):
+            q = load_shared(queries, QUERY + 1088 * b, 4) + load_shared(queries, QUERY + (1088 * b + 544), 4)
+            near_turn = _turns_of(turns, 4096 * pair + 1024 * b)
+            near_acc = _eight_scores(codes, near_turn, q, near_acc, weights, places, odd, high, 512 * pair, b)
+            far_turn = _turns_of(turns, 4096 * pair + 2048 + 1024 * b)
+            far_acc = _eight_scores(codes, far_turn, q, far_acc, weights, places, odd, high, 512 * pair + 256, b)
             if CENTRED:
-                for j in gl.static_range(4):
-                    acc = mma(
-                        both[0][2 * j], both[1][2 * j], both[0][2 * j + 1], both[1][2 * j + 1], m[2 * j], m[2 * j + 1],
-                        acc, False,
-                    )  # fmt: skip
-            new_common = new_common + (acc,)
-        sums = new_sums
-        common = new_common
+                mean_acc = _mean_scores(mean, q, near_turn, far_turn, mean_acc, b)
+        sums = sums + (near_acc, far_acc)
+        common = common + (mean_acc,)
     return sums, common
 
 
@@ -307,22 +320,24 @@ def _half_weights(scores, norms, top):
 
 
 @gluon.jit
-def _turned_mean(base, scratch, lane, signs, matrix, MIX: gl.constexpr):
-    """The mean of a page's values in the rotated basis (without the factor), of channels 16 g to 16 g + 15."""
+def _turned_mean(own, lane, signs, matrix, AT: gl.constexpr, MIX: gl.constexpr):
+    """The mean of a page's values in the rotated basis (without the factor), of channels 16 g to 16 g + 15. AT: bytes from
+    ``own`` to it; behind it is room."""
     g = lane // 4
     t = lane % 4
-    m = load_shared(matrix, 0, 4)
-    at = base + g * 32 + t * 4
-    b0 = load_shared(at, 0, 1)[0] ^ (signs & (-2147450880))
-    b1 = load_shared(at, 16, 1)[0] ^ ((signs << 1) & (-2147450880))
+    m = load_shared(matrix, MATRIX, 4)
+    at = own + (g * 32 + t * 4)
+    b0 = load_shared(at, AT, 1)[0] ^ (signs & (-2147450880))
+    b1 = load_shared(at, AT + 16, 1)[0] ^ ((signs << 1) & (-2147450880))
     x = mix_lanes(mma(m[0], m[1], m[2], m[3], b0, b1, _zero4(lane), False), t, MIX)
-    to = scratch + t * 128 + g * 4
+    to = own + (AT + 256) + t * 128 + g * 4
     for e in gl.static_range(4):
         store_shared1(to + (e % 2 * 64 + e // 2 * 32), as_int(x[e]))
     warp_sync(lane)
     out = ()
     for i in gl.static_range(4):
-        out = out + load_shared4f(scratch + g * 64 + 16 * i)
+        x = load_shared(own + g * 64, AT + (256 + 16 * i), 4)
+        out = out + (as_float(x[0]), as_float(x[1]), as_float(x[2]), as_float(x[3]))
     return out
 
 
@@ -342,14 +357,14 @@ def _half_values(out, codes, p, near, far, place, V: gl.constexpr):
             words = ()
             for e in gl.static_range(4):  # of tokens 2t and 2t + 1 of both eights
                 if V == 32:
-                    words = words + (load_shared(codes[e % 2], (32 * h + 16 * pair + 8 * (e // 2)) * V, 1)[0],)
+                    words = words + (load_shared(codes[e % 2], side_bytes(32) + (32 * h + 16 * pair + 8 * (e // 2)) * V, 1)[0],)
                 else:
-                    words = words + (load_shared_short(codes[e % 2], (32 * h + 16 * pair + 8 * (e // 2)) * V),)
+                    words = words + (load_shared_short(codes[e % 2], side_bytes(32) + (32 * h + 16 * pair + 8 * (e // 2)) * V),)
             new = ()
             for i in gl.static_range(8 // G):
                 x = ()
                 for e in gl.static_range(4):
-                    x = x + (load_shared(_weighted_bytes(words[e], weights[i], place), 0, G),)
+                    x = x + (load_shared(_weighted_bytes(words[e], weights[i], place), KEYS, G),)
                 for j in gl.static_range(G):
                     a0 = low_halves(x[0][j], x[1][j])
                     a1 = high_halves(x[0][j], x[1][j])
@@ -379,33 +394,33 @@ def attend_halves(
     g = lane // 4
     t = lane % 4
     second = t // 2  # which unit's scores the lane has
-    turns = base + (KEYS + VALUES)
-    mean = turns + 8192
-    matrix = mean + 256
-    stage = base + fixed_bytes() + warp * warp_bytes(V)
-    k_stage = stage
-    v_stage = stage + side_bytes(32)
-    scratch = v_stage + (side_bytes(V) + 256)
-    query = scratch + 512
+    own = base + (OWN + warp * warp_bytes(V))
+    to = own + lane * 16
+    shared = base + lane * 16  # what all warps read
+    V_AT: gl.constexpr = side_bytes(32)
+    QUERY: gl.constexpr = query_at(V)
+    MEAN_AT: gl.constexpr = mean_at(V)
     left = gl.where(count > 0, hi - 2 * first, 0)
-    _fetch_keys(k_stage, lane, stored, first, left, where)
+    _fetch_keys(to, lane, stored, first, left, where)
     copy_commit(lane)
-    _fetch_values(v_stage, lane, stored, first, left, where, V)
+    _fetch_values(to, lane, stored, first, left, where, V)
     copy_commit(lane)
 
     # a lane turns pairs G and G + 32 of group G, its number
-    raw, ups = _pairs_of_queries(q, rows, column0, lane, lane, 32, 4, None)
+    gain = (gl.load(freq_ptr + lane + 64), gl.load(freq_ptr + lane + 96))
+    mine, ups = _pairs_of_queries(q, rows, column0, lane, lane, 32, 4, gain)
+    for i in gl.static_range(4):  # all warps leave the same, here and below
+        store_shared4(shared + (RAW + 512 * i), mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3])
     factor0 = _chosen(ups, 2 * (t % 2)) * scale
     factor1 = _chosen(ups, 2 * (t % 2) + 1) * scale
     freq = (gl.load(freq_ptr + lane), gl.load(freq_ptr + lane + 32))
-    gain = (gl.load(freq_ptr + lane + 64), gl.load(freq_ptr + lane + 96))
     size = factor0 * 0.0
-    if CENTRED:  # all warps leave the same
+    if CENTRED:
         m = _mean_of_keys(means, lane, 32)
-        store_shared2(mean + lane * 8, pack_half2(m[0], m[1], False), pack_half2(m[2], m[3], False))
+        store_shared2(base + (MEAN + lane * 8), pack_half2(m[0], m[1], False), pack_half2(m[2], m[3], False))
         size = m[4]
     h = hadamard(g, t, MIX, False)
-    store_shared4(matrix + lane * 16, as_float(h[0]), as_float(h[1]), as_float(h[2]), as_float(h[3]))
+    store_shared4(shared + MATRIX, as_float(h[0]), as_float(h[1]), as_float(h[2]), as_float(h[3]))
     v_sign = mean_signs(signs_ptr, g, t)
 
     weights = ()
@@ -417,16 +432,14 @@ def attend_halves(
     odd = g % 2 == 1
     high = g // 2 % 2 == 1
     token = g ^ (g >> 2)  # of eight; tokens of lanes that read at once lie in different banks
-    k_codes = k_stage + token * 32 + t * 8
-    k_norms = k_stage + 2048 + second * 64 + token * 2
-    v_norms = v_stage + 64 * V + second * 64 + token * 2
+    k_codes = own + (token * 32 + t * 8)
+    norms_at = own + (second * 64 + token * 2)
     even_token = 2 * t ^ (t >> 1)
-    v_codes = v_stage + even_token * V + g * (V // 8)
-    v_codes = (v_codes, v_stage + (even_token ^ 1) * V + g * (V // 8))
-    v_place = base + KEYS + lane % (V // 2) * (256 // V)
+    v_codes = (own + (even_token * V + g * (V // 8)), own + ((even_token ^ 1) * V + g * (V // 8)))
+    v_place = base + lane % (V // 2) * (256 // V)
     near = gl.where(g < 4, lane * 0 - 1, 0)
     far = near ^ -1
-    to_query = query + lane % 8 // 2 * 544 + lane // 8 * 16 + lane % 2 * 8
+    to_query = own + QUERY + lane % 8 // 2 * 544 + lane // 8 * 16 + lane % 2 * 8
 
     zero = _zero4(lane)[0]
     top = (zero + LOWEST, zero + LOWEST)
@@ -441,14 +454,14 @@ def attend_halves(
         unit = 2 * half + second
         alive = (i < count) & (unit >= lo) & (unit < hi)
         next_left = gl.where(i + 1 < count, hi - 2 * (half + 1), 0)
-        _half_queries(to_query, raw, freq, gain, position + half * 64)
+        _half_queries(to_query, shared, freq, position + half * 64)
         copy_wait_1(lane)  # keys of this half page
         sums, common = _half_scores(
-            k_codes, turns + lane * 16, query + lane * 16, mean + t * 64, weights, places, odd, high, lane, CENTRED
+            k_codes, shared, to, base + t * 64, weights, places, odd, high, lane, QUERY, CENTRED
         )
         scores = ()
         for p in gl.static_range(4):
-            norm, _ = unpack_half2(load_shared_short(k_norms, 16 * p))
+            norm, _ = unpack_half2(load_shared_short(norms_at, 2048 + 16 * p))
             shown = ()
             for e in gl.static_range(2):
                 x = gl.where(second == 1, sums[p][2 + e], sums[p][e]) * norm
@@ -457,16 +470,16 @@ def attend_halves(
                 shown = shown + (gl.where(alive, x * (factor1 if e else factor0), float("-inf")),)
             scores = scores + (shown,)
         warp_sync(lane)
-        _fetch_keys(k_stage, lane, stored, half + 1, next_left, where)
+        _fetch_keys(to, lane, stored, half + 1, next_left, where)
         copy_commit(lane)
         copy_wait_1(lane)  # values of this half page
         norms = ()
         for p in gl.static_range(4):
-            norm, _ = unpack_half2(load_shared_short(v_norms, 16 * p))
+            norm, _ = unpack_half2(load_shared_short(norms_at, V_AT + (64 * V + 16 * p)))
             norms = norms + (gl.where(alive, norm, 1.0),)
         top, factor, share, p = _half_weights(scores, norms, top)
         total = (gl.fma(total[0], factor[0], share[0]), gl.fma(total[1], factor[1], share[1]))
-        means_turned = _turned_mean(v_stage + (64 * V + 128), scratch, lane, v_sign, matrix + lane * 16, MIX)
+        means_turned = _turned_mean(own, lane, v_sign, shared, MEAN_AT, MIX)
         share = (share[0] * MIX**-0.5, share[1] * MIX**-0.5)
         scaled = ()
         for c in gl.static_range(8):
@@ -483,7 +496,7 @@ def attend_halves(
             )
         out = _half_values(scaled, v_codes, p, near, far, v_place, V)
         warp_sync(lane)
-        _fetch_values(v_stage, lane, stored, half + 1, next_left, where, V)
+        _fetch_values(to, lane, stored, half + 1, next_left, where, V)
         copy_commit(lane)
 
     copy_wait_all(lane)
