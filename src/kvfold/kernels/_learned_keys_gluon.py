@@ -4,10 +4,10 @@
 As :mod:`kvfold.kernels._residual_gluon`: tables lie in shared memory, a row that a lane reads is part of an operand, keys are
 rotated by their place in a unit of 32 tokens and queries back by the unit's position. What differs:
 
-* A step is half a page, two units. Products have places of the first unit as rows 0 to 7 and the same places of the second one
-  as rows 8 to 15, so that one rotation serves both. Four query rows turned for the first unit are columns 0 to 3, and for the
-  second one columns 4 to 7; a lane takes the half of its products that belong together. The mean of keys meets queries in a
-  product of the rotations alone, whose rows are places of two eights.
+* A step is a page, four units. Products have places of one unit as rows 0 to 7 and the same places of the next one as rows 8
+  to 15, so that one rotation serves both. Four query rows turned for the first unit are columns 0 to 3, and for the second one
+  columns 4 to 7; a lane takes the half of its products that belong together. The mean of keys meets queries in a product of
+  the rotations alone, whose rows are places of two eights.
 * Keys. A row is four channels, 8 bytes. At a time lane (g, t) reads one of its four groups that no other lane of the same half
   of a warp reads, so that they never meet in a bank; then rows are put in order.
 * Values. The codebook is one for all groups. Its rows are repeated until 128 bytes are full, and each lane reads its own copy.
@@ -65,11 +65,11 @@ from kvfold.kernels._warp import (
 )
 
 KEYS = gl.constexpr(65536)
-"""Bytes of a head's rows of keys: [2, codes, 4, 4] of 8 bytes, of group 8 t + 4 b + j."""
+"""Bytes of a head's rows of keys: [2, codes, 4, 4] of 8 bytes, of group 16 b + 4 t + j."""
 VALUES = gl.constexpr(32768)
 """Bytes of the repeated rows of values."""
-QUERIES = gl.constexpr(2176)
-"""Of a warp: four times 512, 32 bytes apart."""
+QUERIES = gl.constexpr(2304)
+"""Of two units: four times 512, 64 bytes apart."""
 TURNS = gl.constexpr(KEYS.value + VALUES.value)
 """Where cosines and sines begin; and behind them the mean of keys, the Hadamard matrix, queries as they come, and warps' own."""
 MEAN = gl.constexpr(TURNS.value + 8192)
@@ -80,14 +80,14 @@ OWN = gl.constexpr(RAW.value + 2048)
 
 @gluon.constexpr_function
 def side_bytes(codes):
-    """Bytes of half a page of one side, whose tokens have ``codes`` bytes of codes: codes and norms."""
-    return 64 * codes + 128
+    """Bytes of a page of one side, whose tokens have ``codes`` bytes of codes: codes and norms."""
+    return 128 * codes + 256
 
 
 @gluon.constexpr_function
 def warp_bytes(v):
-    """Bytes of a warp: half a page of both sides and the mean of values; that mean, turned; queries."""
-    return query_at(v) + QUERIES.value
+    """Bytes of a warp: a page of both sides and the mean of values; that mean, turned; queries."""
+    return query_at(v) + 2 * QUERIES.value
 
 
 @gluon.constexpr_function
@@ -113,68 +113,67 @@ def shared_bytes(v, warps):
 
 
 @gluon.jit
-def _half_place(half, active, where):
-    """Units, and pages, from where the head's storage begins to half page ``half``; bytes to where that begins.
+def _place(page, there, where):
+    """Units, and pages, from where the head's storage begins to a page; bytes to where that begins.
 
-    ``where``: the head's first unit and page in a slab, and None; or a table of pages, and the bytes from one to the next.
+    ``where``: the head's first unit and page in a slab, and None; or a table of pages, and the bytes from one to the next. A
+    page that is not ``there`` may lie beyond the table.
     """
     if where[1] is None:
-        return where[0][0].to(gl.int64) + 2 * half, where[0][1].to(gl.int64) + half // 2, half.to(gl.int64) * 0
+        return where[0][0].to(gl.int64) + 4 * page, where[0][1].to(gl.int64) + page, page.to(gl.int64) * 0
     else:
-        real = half * active
-        page = gl.load(where[0] + real // 2).to(gl.int64)
-        return (real % 2 * 2).to(gl.int64), page * 0, page * where[1]
+        number = gl.load(where[0] + gl.where(there, page, 0)).to(gl.int64)
+        return number * 0, number * 0, number * where[1]
 
 
 @gluon.jit
-def _fetch_side(to, lane, codes, norms, place, valid, BYTES: gl.constexpr, TO: gl.constexpr):
-    """Begin to copy half a page of one side; of its units the first ``valid`` count, others become zeros. ``to``: a lane's
-    address of what comes to TO."""
+def _fetch_side(to, lane, codes, norms, place, valid, BYTES: gl.constexpr, TO: gl.constexpr, SWAP: gl.constexpr):
+    """Begin to copy a page of one side; of its units the first ``valid`` count, others become zeros.
+
+    ``to``: a lane's address of what comes to TO. SWAP: both 16 bytes of codes change places in every other four tokens, so
+    that lanes that read the same ones of eight tokens use all banks.
+    """
     at, _, away = place
     codes = codes + away + at * (32 * BYTES) + lane * 16
-    for j in gl.static_range(BYTES // 8):
+    here = to
+    if SWAP:
+        here = to + (lane // 8 % 2) * (16 - lane % 2 * 32)
+    for j in gl.static_range(BYTES // 4):
         size = gl.where(valid > j * 32 // (2 * BYTES), 16, 0)
-        copy_async(to, codes, size, valid, TO + 512 * j, 512 * j, True)
+        copy_async(here, codes, size, valid, TO + 512 * j, 512 * j, True)
     size = gl.where(lane // 4 < valid, 16, 0)
-    few = valid * (lane < 8).to(gl.int32)
-    copy_async(to, norms + away + at * 64 + lane * 16, size, few, TO + 64 * BYTES, 0, True)
+    few = valid * (lane < 16).to(gl.int32)
+    copy_async(to, norms + away + at * 64 + lane * 16, size, few, TO + 128 * BYTES, 0, True)
 
 
 @gluon.jit
-def _fetch_mean(to, lane, mean, place, valid, TO: gl.constexpr):
-    """Begin to copy the mean of the page's values."""
-    _, page, away = place
-    size = gl.where(valid > 0, 16, 0)  # zeros where there is none, which weights of 0 are multiplied with
-    few = (lane < 16).to(gl.int32)
-    copy_async(to, mean + away + page * 256 + lane * 16, size, few, TO, 0, True)
+def _fetch_keys(to, lane, stored, page, left, where):
+    valid = gl.minimum(gl.maximum(left, 0), 4)
+    place = _place(page, valid > 0, where)
+    _fetch_side(to, lane, stored[0], stored[1], place, valid, 32, 0, True)
 
 
 @gluon.jit
-def _fetch_keys(to, lane, stored, half, left, where):
-    valid = gl.minimum(gl.maximum(left, 0), 2)
-    place = _half_place(half, (valid > 0).to(gl.int32), where)
-    _fetch_side(to, lane, stored[0], stored[1], place, valid, 32, 0)
-
-
-@gluon.jit
-def _fetch_values(to, lane, stored, half, left, where, V: gl.constexpr):
-    valid = gl.minimum(gl.maximum(left, 0), 2)
-    place = _half_place(half, (valid > 0).to(gl.int32), where)
-    _fetch_side(to, lane, stored[2], stored[3], place, valid, V, side_bytes(32))
-    _fetch_mean(to, lane, stored[4], place, valid, mean_at(V))
+def _fetch_values(to, lane, stored, page, left, where, V: gl.constexpr):
+    valid = gl.minimum(gl.maximum(left, 0), 4)
+    place = _place(page, valid > 0, where)
+    _fetch_side(to, lane, stored[2], stored[3], place, valid, V, side_bytes(32), False)
+    size = gl.where(valid > 0, 16, 0)  # a mean of zeros where there is none, which weights of 0 are multiplied with
+    mean = stored[4] + place[2] + place[1] * 256 + lane * 16
+    copy_async(to, mean, size, (lane < 16).to(gl.int32), mean_at(V), 0, True)
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _half_queries(to, raw, freq, position):
-    """Leave four queries, rotated back by the positions of both units, in shared memory: a lane has two pairs of each.
+def _unit_queries(to, raw, freq, position):
+    """Leave four queries, rotated back by the positions of four units, in shared memory: a lane has two pairs of each.
 
     ``raw``: of where the lane's channels of the queries lie at RAW, 512 bytes from one to the next.
     """
     turns = ()
-    for h in gl.static_range(2):
+    for h in gl.static_range(4):
         angle = (position + 32 * h).to(gl.float32)
         c0, s0 = _turn(angle * freq[0])
         c1, s1 = _turn(angle * freq[1])
@@ -182,11 +181,11 @@ def _half_queries(to, raw, freq, position):
     for i in gl.static_range(4):
         x = load_shared(raw, RAW + 512 * i, 4)
         x = (as_float(x[0]), as_float(x[1]), as_float(x[2]), as_float(x[3]))
-        for h in gl.static_range(2):
+        for h in gl.static_range(4):
             c0, s0, c1, s1 = turns[h]
             real = pack_half2(x[0] * c0 + x[2] * s0, x[1] * c1 + x[3] * s1, False)
             imaginary = pack_half2(x[2] * c0 - x[0] * s0, x[3] * c1 - x[1] * s1, False)
-            store_shared2(to + (256 * h + 64 * i), real, imaginary)
+            store_shared2(to + (h // 2 * QUERIES + h % 2 * 256 + 64 * i), real, imaginary)
 
 
 @gluon.jit
@@ -223,9 +222,9 @@ def _turns_of(address, AT: gl.constexpr):
 
 @gluon.jit
 def _eight_scores(codes, turn, q, acc, weights, places, odd, high, AT: gl.constexpr, B: gl.constexpr):
-    """acc and the products of half of the channels of eight places of both units with the queries."""
-    x = _four_rows(load_shared(codes, AT + 4 * B, 1)[0], weights, places, odd, high, 32768 * B)
-    y = _four_rows(load_shared(codes, 1024 + AT + 4 * B, 1)[0], weights, places, odd, high, 32768 * B)
+    """acc and the products of half of the channels of eight places of two units with the queries."""
+    x = _four_rows(load_shared(codes, AT, 1)[0], weights, places, odd, high, 32768 * B)
+    y = _four_rows(load_shared(codes, AT + 1024, 1)[0], weights, places, odd, high, 32768 * B)
     for j in gl.static_range(4):
         x0, x1 = _rotated(x[2 * j], x[2 * j + 1], turn[2 * j], turn[2 * j + 1])
         y0, y1 = _rotated(y[2 * j], y[2 * j + 1], turn[2 * j], turn[2 * j + 1])
@@ -234,44 +233,88 @@ def _eight_scores(codes, turn, q, acc, weights, places, odd, high, AT: gl.conste
 
 
 @gluon.jit
-def _mean_scores(mean, q, near, far, acc, B: gl.constexpr):
-    """acc and the products of half of the channels of the mean of keys, as eight places ``near`` and eight ``far`` turn it."""
-    x = load_shared(mean, MEAN + 32 * B, 4) + load_shared(mean, MEAN + (32 * B + 16), 4)
+def _mean_queries(mean, q):
+    """What cosines and sines of a key's rotation count in the products of queries with the mean of keys."""
+    out = ()
     for j in gl.static_range(4):
         real = q[2 * j]
         imaginary = q[2 * j + 1]
-        along = _fma_half2(real, x[2 * j], mul_half2(imaginary, x[2 * j + 1]))
-        across = minus_product_half2(real, x[2 * j + 1], mul_half2(imaginary, x[2 * j]))
-        acc = mma(near[2 * j], far[2 * j], near[2 * j + 1], far[2 * j + 1], along, across, acc, False)
+        out = out + (
+            _fma_half2(real, mean[2 * j], mul_half2(imaginary, mean[2 * j + 1])),
+            minus_product_half2(real, mean[2 * j + 1], mul_half2(imaginary, mean[2 * j])),
+        )
+    return out
+
+
+@gluon.jit
+def _mean_scores(near, far, m, acc):
+    """acc and the products of :func:`_mean_queries` with the turns of two eights of places."""
+    for j in gl.static_range(4):
+        acc = mma(
+            near[2 * j], far[2 * j], near[2 * j + 1], far[2 * j + 1], m[2 * j], m[2 * j + 1], acc, False
+        )  # fmt: skip
     return acc
 
 
 @gluon.jit
-def _half_scores(
-    codes, turns, queries, mean, weights, places, odd, high, lane, QUERY: gl.constexpr, CENTRED: gl.constexpr
+def _page_scores(
+    codes, turns, queries, mean, norms, size, weights, places, odd, high, second, lane, QUERY: gl.constexpr,
+    CENTRED: gl.constexpr,
 ):  # fmt: skip
-    """Sums over channels: of eight places of both units four accumulators; of the mean of keys, one for two eights of places.
+    """Scores without their factor, of four eights of places of each two units: two query rows of the unit that the lane has.
 
-    ``codes``: address of the codes of a lane's place and groups; ``turns``, ``queries``, ``mean``: lanes' addresses, of TURNS,
-    QUERY and MEAN.
+    ``codes``: addresses of the codes of a lane's place and groups; ``turns``, ``queries``, ``mean``: lanes' addresses, of TURNS,
+    QUERY and MEAN; ``norms``: of the lane's tokens' norms, 4,096 bytes further; ``second``: whether its units are the second
+    ones.
     """
     sums = ()
     common = ()
+    for _i in gl.static_range(8):
+        sums = sums + (_zero4(lane),)
+    for _i in gl.static_range(4):
+        common = common + (_zero4(lane),)
+    for b in gl.static_range(2):
+        q = ()
+        m = ()
+        for u in gl.static_range(2):
+            of_unit = load_shared(queries, QUERY + (u * QUERIES + 1152 * b), 4)
+            of_unit = of_unit + load_shared(queries, QUERY + (u * QUERIES + 1152 * b + 576), 4)
+            q = q + (of_unit,)
+        if CENTRED:
+            x = load_shared(mean, MEAN + 32 * b, 4) + load_shared(mean, MEAN + (32 * b + 16), 4)
+            for u in gl.static_range(2):
+                m = m + (_mean_queries(x, q[u]),)
+        new = ()
+        new_common = ()
+        for pair in gl.static_range(2):
+            near = _turns_of(turns, 4096 * pair + 1024 * b)
+            far = _turns_of(turns, 4096 * pair + 2048 + 1024 * b)
+            for u in gl.static_range(2):
+                for e in gl.static_range(2):
+                    acc = sums[4 * pair + 2 * u + e]
+                    turn = far if e else near
+                    new = new + (
+                        _eight_scores(
+                            codes[b], turn, q[u], acc, weights, places, odd, high, 2048 * u + 256 * (2 * pair + e), b
+                        ),
+                    )
+                if CENTRED:
+                    new_common = new_common + (_mean_scores(near, far, m[u], common[2 * pair + u]),)
+        sums = new
+        common = new_common
+    scores = ()
     for pair in gl.static_range(2):
-        near_acc = _zero4(lane)
-        far_acc = _zero4(lane)
-        mean_acc = _zero4(lane)
-        for b in gl.static_range(2):
-            q = load_shared(queries, QUERY + 1088 * b, 4) + load_shared(queries, QUERY + (1088 * b + 544), 4)
-            near_turn = _turns_of(turns, 4096 * pair + 1024 * b)
-            near_acc = _eight_scores(codes, near_turn, q, near_acc, weights, places, odd, high, 512 * pair, b)
-            far_turn = _turns_of(turns, 4096 * pair + 2048 + 1024 * b)
-            far_acc = _eight_scores(codes, far_turn, q, far_acc, weights, places, odd, high, 512 * pair + 256, b)
-            if CENTRED:
-                mean_acc = _mean_scores(mean, q, near_turn, far_turn, mean_acc, b)
-        sums = sums + (near_acc, far_acc)
-        common = common + (mean_acc,)
-    return sums, common
+        for u in gl.static_range(2):
+            for e in gl.static_range(2):
+                acc = sums[4 * pair + 2 * u + e]
+                norm, _ = unpack_half2(load_shared_short(norms, 4096 + 128 * u + 16 * (2 * pair + e)))
+                x0 = gl.where(second, acc[2], acc[0]) * norm
+                x1 = gl.where(second, acc[3], acc[1]) * norm
+                if CENTRED:
+                    x0 = gl.fma(common[2 * pair + u][2 * e], size, x0)
+                    x1 = gl.fma(common[2 * pair + u][2 * e + 1], size, x1)
+                scores = scores + ((x0, x1),)
+    return scores
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------
@@ -286,11 +329,11 @@ def _over_places(x):
 
 
 @gluon.jit
-def _half_weights(scores, norms, top):
-    """Exponents of two query rows, factors of what was summed before, sums of probabilities of a lane's unit, and probabilities
-    times norms: words of query rows' pairs of places, as transposed. ``scores`` [4][2], ``norms`` [4]."""
+def _page_weights(scores, norms, top):
+    """Exponents of two query rows, factors of what was summed before, sums of probabilities of a lane's units, and
+    probabilities times norms: words of query rows' pairs of places, as transposed. ``scores`` [8][2], ``norms`` [8]."""
     most = gl.abs(norms[0])
-    for i in gl.static_range(1, 4):
+    for i in gl.static_range(1, 8):
         most = gl.maximum(most, gl.abs(norms[i]))
     for i in gl.static_range(4):
         most = gl.maximum(most, shuffle_xor(most, 2 << i))
@@ -299,7 +342,7 @@ def _half_weights(scores, norms, top):
     factor = ()
     for e in gl.static_range(2):
         m = scores[0][e]
-        for i in gl.static_range(1, 4):
+        for i in gl.static_range(1, 8):
             m = gl.maximum(m, scores[i][e])
         for i in gl.static_range(4):
             m = gl.maximum(m, shuffle_xor(m, 2 << i))
@@ -308,7 +351,7 @@ def _half_weights(scores, norms, top):
         factor = factor + (exp2_fast(top[e] - m),)
     p = ()
     sums = (new_top[0] * 0.0, new_top[0] * 0.0)
-    for i in gl.static_range(4):
+    for i in gl.static_range(8):
         low = exp2_fast(scores[i][0] - new_top[0])
         high = exp2_fast(scores[i][1] - new_top[1])
         sums = (sums[0] + low, sums[1] + high)
@@ -342,18 +385,18 @@ def _turned_mean(own, lane, signs, matrix, AT: gl.constexpr, MIX: gl.constexpr):
 
 
 @gluon.jit
-def _half_values(out, codes, p, near, far, place, V: gl.constexpr):
-    """Sums of values half a page further; ``codes``: address of the codes of a lane's channels; ``near`` and ``far``: all ones
-    in lanes whose query rows have weights of the first, and of the second unit; ``place``: the lane's copy of the rows."""
+def _page_values(out, codes, p, near, far, place, V: gl.constexpr):
+    """Sums of values a page further; ``codes``: address of the codes of a lane's channels; ``near`` and ``far``: all ones
+    in lanes whose query rows have weights of first, and of second units; ``place``: the lane's copy of the rows."""
     G: gl.constexpr = 32 // V * 2  # words of a row
     weights = ()
     for i in gl.static_range(8 // G):
         weights = weights + ((place * 0 + 128) << 8 * i,)
-    for h in gl.static_range(2):
-        mask = far if h else near
+    for h in gl.static_range(4):
+        mask = far if h % 2 else near
         for pair in gl.static_range(2):
-            b0 = p[2 * pair] & mask
-            b1 = p[2 * pair + 1] & mask
+            b0 = p[4 * pair + h // 2 * 2] & mask
+            b1 = p[4 * pair + h // 2 * 2 + 1] & mask
             words = ()
             for e in gl.static_range(4):  # of tokens 2t and 2t + 1 of both eights
                 if V == 32:
@@ -379,28 +422,28 @@ def _half_values(out, codes, p, near, far, place, V: gl.constexpr):
 
 
 @gluon.jit
-def attend_halves(
+def attend_pages(
     base, lane, warp, q, column0, rows, scale, freq_ptr, position, stored, where, first, each, count, lo, hi, means, signs_ptr,
     V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr,
 ):  # fmt: skip
-    """Exponents of query rows, sums of values in the rotated basis and of weights of each warp's half pages, ``first`` to
+    """Exponents of query rows, sums of values in the rotated basis and of weights of each warp's pages, ``first`` to
     ``first + count``, left in shared memory for :func:`join_rows`.
 
     ``q`` as :func:`_pairs_of_queries` takes it; ``stored``: where codes and norms of keys, those of values, and means of values
-    begin; tables and turns come to ``base``; ``position`` of the storage's first token; ``where``: see :func:`_half_place`; of
+    begin; tables and turns come to ``base``; ``position`` of the storage's first token; ``where``: see :func:`_place`; of
     units ``lo`` to ``hi`` tokens count; ``means``: pointer to the mean of the head's keys.
     """
     W: gl.constexpr = gl.num_warps()
     g = lane // 4
     t = lane % 4
-    second = t // 2  # which unit's scores the lane has
+    second = t // 2  # which of two units' scores the lane has
     own = base + (OWN + warp * warp_bytes(V))
     to = own + lane * 16
     shared = base + lane * 16  # what all warps read
     V_AT: gl.constexpr = side_bytes(32)
     QUERY: gl.constexpr = query_at(V)
     MEAN_AT: gl.constexpr = mean_at(V)
-    left = gl.where(count > 0, hi - 2 * first, 0)
+    left = gl.where(count > 0, hi - 4 * first, 0)
     _fetch_keys(to, lane, stored, first, left, where)
     copy_commit(lane)
     _fetch_values(to, lane, stored, first, left, where, V)
@@ -417,7 +460,7 @@ def attend_halves(
     size = factor0 * 0.0
     if CENTRED:
         m = _mean_of_keys(means, lane, 32)
-        store_shared2(base + (MEAN + lane * 8), pack_half2(m[0], m[1], False), pack_half2(m[2], m[3], False))
+        store_shared2(base + (MEAN + lane // 4 % 4 * 64 + lane // 16 * 32 + lane % 4 * 8), pack_half2(m[0], m[1], False), pack_half2(m[2], m[3], False))
         size = m[4]
     h = hadamard(g, t, MIX, False)
     store_shared4(shared + MATRIX, as_float(h[0]), as_float(h[1]), as_float(h[2]), as_float(h[3]))
@@ -432,14 +475,15 @@ def attend_halves(
     odd = g % 2 == 1
     high = g // 2 % 2 == 1
     token = g ^ (g >> 2)  # of eight; tokens of lanes that read at once lie in different banks
-    k_codes = own + (token * 32 + t * 8)
+    k_codes = own + (token * 32 + t * 4)
+    k_codes = (k_codes + token // 4 * 16, k_codes + (1 - token // 4) * 16)
     norms_at = own + (second * 64 + token * 2)
     even_token = 2 * t ^ (t >> 1)
     v_codes = (own + (even_token * V + g * (V // 8)), own + ((even_token ^ 1) * V + g * (V // 8)))
     v_place = base + lane % (V // 2) * (256 // V)
     near = gl.where(g < 4, lane * 0 - 1, 0)
     far = near ^ -1
-    to_query = own + QUERY + lane % 8 // 2 * 544 + lane // 8 * 16 + lane % 2 * 8
+    to_query = own + QUERY + (lane // 16 * 2 + lane // 2 % 2) * 576 + lane // 4 % 4 * 16 + lane % 2 * 8
 
     zero = _zero4(lane)[0]
     top = (zero + LOWEST, zero + LOWEST)
@@ -450,34 +494,33 @@ def attend_halves(
     copy_wait_1(lane)
     program_sync(lane)
     for i in range(each):
-        half = first + i
-        unit = 2 * half + second
-        alive = (i < count) & (unit >= lo) & (unit < hi)
-        next_left = gl.where(i + 1 < count, hi - 2 * (half + 1), 0)
-        _half_queries(to_query, shared, freq, position + half * 64)
-        copy_wait_1(lane)  # keys of this half page
-        sums, common = _half_scores(
-            k_codes, shared, to, base + t * 64, weights, places, odd, high, lane, QUERY, CENTRED
+        page = first + i
+        unit = 4 * page + second
+        next_left = gl.where(i + 1 < count, hi - 4 * (page + 1), 0)
+        _unit_queries(to_query, shared, freq, position + page * 128)
+        copy_wait_1(lane)  # keys of this page
+        products = _page_scores(
+            k_codes, shared, to, base + t * 64, norms_at, size, weights, places, odd, high, second == 1, lane, QUERY, CENTRED
         )
-        scores = ()
-        for p in gl.static_range(4):
-            norm, _ = unpack_half2(load_shared_short(norms_at, 2048 + 16 * p))
-            shown = ()
-            for e in gl.static_range(2):
-                x = gl.where(second == 1, sums[p][2 + e], sums[p][e]) * norm
-                if CENTRED:
-                    x = gl.fma(common[p // 2][2 * (p % 2) + e], size, x)
-                shown = shown + (gl.where(alive, x * (factor1 if e else factor0), float("-inf")),)
-            scores = scores + (shown,)
         warp_sync(lane)
-        _fetch_keys(to, lane, stored, half + 1, next_left, where)
+        _fetch_keys(to, lane, stored, page + 1, next_left, where)
         copy_commit(lane)
-        copy_wait_1(lane)  # values of this half page
+        alive = ()
+        for u in gl.static_range(2):
+            alive = alive + ((i < count) & (unit + 2 * u >= lo) & (unit + 2 * u < hi),)
+        scores = ()
+        for k in gl.static_range(8):
+            near_score = gl.where(alive[k // 2 % 2], products[k][0] * factor0, float("-inf"))
+            far_score = gl.where(alive[k // 2 % 2], products[k][1] * factor1, float("-inf"))
+            scores = scores + ((near_score, far_score),)
+        copy_wait_1(lane)  # values of this page
         norms = ()
-        for p in gl.static_range(4):
-            norm, _ = unpack_half2(load_shared_short(norms_at, V_AT + (64 * V + 16 * p)))
-            norms = norms + (gl.where(alive, norm, 1.0),)
-        top, factor, share, p = _half_weights(scores, norms, top)
+        for k in gl.static_range(8):
+            norm, _ = unpack_half2(
+                load_shared_short(norms_at, V_AT + (128 * V + k // 2 % 2 * 128 + 16 * (k // 4 * 2 + k % 2)))
+            )
+            norms = norms + (gl.where(alive[k // 2 % 2], norm, 1.0),)
+        top, factor, share, p = _page_weights(scores, norms, top)
         total = (gl.fma(total[0], factor[0], share[0]), gl.fma(total[1], factor[1], share[1]))
         means_turned = _turned_mean(own, lane, v_sign, shared, MEAN_AT, MIX)
         share = (share[0] * MIX**-0.5, share[1] * MIX**-0.5)
@@ -494,9 +537,9 @@ def attend_halves(
                     gl.fma(acc[3], factor[1], b * share[1]),
                 ),
             )
-        out = _half_values(scaled, v_codes, p, near, far, v_place, V)
+        out = _page_values(scaled, v_codes, p, near, far, v_place, V)
         warp_sync(lane)
-        _fetch_values(to, lane, stored, half + 1, next_left, where, V)
+        _fetch_values(to, lane, stored, page + 1, next_left, where, V)
         copy_commit(lane)
 
     copy_wait_all(lane)
@@ -569,9 +612,9 @@ def learned_keys_kernel(
         wait_for_previous(lane)
         launch_dependents(lane)
     units = gl.minimum(gl.maximum(gl.load(packed_len_ptr + batch) - start, 0) // 32, capacity)
-    halves = (units + 1) // 2
-    lo = (halves.to(gl.int64) * split // splits).to(gl.int32)
-    hi = (halves.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+    pages = (units + 3) // 4
+    lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
+    hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
     each = (hi - lo + W - 1) // W
     first = lo + warp * each
     count = gl.minimum(hi - first, each)
@@ -581,7 +624,7 @@ def learned_keys_kernel(
         v_mean_ptr.to(gl.int64),
     )  # fmt: skip
     where = ((head * capacity, head * ((capacity + 3) // 4)), None)
-    attend_halves(
+    attend_pages(
         base, lane, warp, (q_ptr + head.to(gl.int64) * rows * 128, None), column0, rows, scale, freq_ptr, position, stored,
         where, first, each, count, 0, units, k_mean_ptr + kv_head * 128, signs_ptr, V, MIX, CENTRED,
     )  # fmt: skip

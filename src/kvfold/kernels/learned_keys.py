@@ -22,7 +22,7 @@ from kvfold.rope import Rope
 
 ROWS = 4
 """Query rows of a program."""
-WARPS = 16
+WARPS = 8
 """Of a program, one to a multiprocessor."""
 REPEATED = 128
 """Bytes that copies of a row of values fill."""
@@ -95,8 +95,8 @@ class LearnedKeyTables(Tables):
 
     def plan_of(self, call: AttentionCall, span: Span) -> TablesPlan:
         batch, heads, rows, _ = call.shape
-        halves = math.ceil(span.keys["codes"].shape[2] * call.key_format.block / (2 * UNIT))
-        return make_plan(batch * heads, self.shape(rows), rows, halves, multiprocessors(call.query.device), self.begin)
+        pages = math.ceil(span.keys["codes"].shape[2] * call.key_format.block / PAGE)
+        return make_plan(batch * heads, self.shape(rows), rows, pages, multiprocessors(call.query.device), self.begin)
 
     def check(self, call: AttentionCall, span: Span) -> None:
         room = room_between(call.value_format, span.values)
@@ -114,10 +114,10 @@ _values: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
 
 
 def key_rows(book: GroupBook) -> torch.Tensor:
-    """Rows as lanes read them, made once: graphs know where they are; fp16 [heads, 2, codes, 4, 4, 4], of group 8 t + 4 b + j."""
+    """Rows as lanes read them, made once: graphs know where they are; fp16 [heads, 2, codes, 4, 4, 4], of group 16 b + 4 t + j."""
     if book not in _keys:
-        groups = book.codes.to(torch.float16).unflatten(1, (4, 2, 4))  # t, b, j
-        _keys[book] = groups.permute(0, 2, 4, 1, 3, 5).contiguous()
+        groups = book.codes.to(torch.float16).unflatten(1, (2, 4, 4))  # b, t, j
+        _keys[book] = groups.permute(0, 1, 4, 2, 3, 5).contiguous()
     return _keys[book]
 
 
@@ -133,11 +133,11 @@ def value_rows(book: Codebook) -> torch.Tensor:
 def lane_turns(rope: Rope, device: torch.device) -> torch.Tensor:
     """Cosines and sines of a unit's tokens as lanes read them: fp16 [eights of places, 4, lanes, 2, 2, 2].
 
-    Of eight p and step s, lane (g, t) has of groups 8 t + 2 s and the next two cosines and two sines, of pairs G and G + 32, at
-    place 8 p + (g ^ g // 4).
+    Of eight p and step 2 b + s, lane (g, t) has of groups G, 16 b + 4 t + 2 s and the next one, two cosines and two sines, of
+    pairs G and G + 32, at place 8 p + (g ^ g // 4).
     """
     table = rotation_of(rope, 64, UNIT, 1, 128, device).table  # [2, tokens, 64]
     g = torch.arange(8, device=device)
     placed = table.unflatten(1, (4, 8))[:, :, g ^ (g >> 2)]
-    parts = placed.unflatten(-1, (2, 4, 4, 2))  # [cosine or sine, p, g, half, t, s, group]
-    return parts.permute(1, 5, 2, 4, 6, 0, 3).contiguous()
+    parts = placed.unflatten(-1, (2, 2, 4, 2, 2))  # [cosine or sine, p, g, half, b, t, s, group]
+    return parts.permute(1, 4, 6, 2, 5, 7, 0, 3).contiguous()

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._codebook_gluon import attend_units as attend_sums
 from kvfold.kernels._codebook_gluon import head_bytes
 from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
-from kvfold.kernels._learned_keys_gluon import KEYS, attend_halves, fetch_tables
+from kvfold.kernels._learned_keys_gluon import KEYS, attend_pages, fetch_tables
 from kvfold.kernels._learned_keys_gluon import shared_bytes as learned_bytes
 from kvfold.kernels._pages_rows_gluon import join_rows, turn_signs
 from kvfold.kernels._residual_gluon import attend_units, shared_bytes, table_bytes
@@ -107,9 +107,9 @@ def learned_keys_pieces_kernel(
         seq = gl.load(place)
         lo = gl.maximum(gl.load(place + 1) * 4, gl.load(place + 4) // 32)
         hi = gl.minimum(gl.load(place + 2) * 4, gl.load(place + 3) // 32)
-        halves = gl.maximum((hi + 1) // 2 - lo // 2, 0)
-        each = (halves + W - 1) // W
-        count = gl.minimum(halves - warp * each, each)
+        pages = gl.maximum((hi + 3) // 4 - lo // 4, 0)
+        each = (pages + W - 1) // W
+        count = gl.minimum(pages - warp * each, each)
         program_sync(lane)
         k_rows = k_rows_ptr.to(gl.int64) + head.to(gl.int64) * KEYS
         fetch_tables(base, k_rows, v_rows_ptr.to(gl.int64), turns_ptr.to(gl.int64), thread, W)
@@ -118,9 +118,9 @@ def learned_keys_pieces_kernel(
         where = (table + seq.to(gl.int64) * table_step, page_step)
         start = gl.load(place + 5).to(gl.int64) * q_token
         q = (q_ptr + (start + head * (rows // tokens) * 128), (q_token, tokens, gl.load(place + 6)))
-        attend_halves(
+        attend_pages(
             base, lane, warp, q, column0, rows, scale, freq_ptr, zero,
-            (at, at + AT[0], at + AT[1], at + AT[2], at + AT[3]), where, lo // 2 + warp * each, each, count, lo, hi,
+            (at, at + AT[0], at + AT[1], at + AT[2], at + AT[3]), where, lo // 4 + warp * each, each, count, lo, hi,
             k_mean_ptr + head * 128, signs_ptr, V, MIX, CENTRED,
         )  # fmt: skip
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
