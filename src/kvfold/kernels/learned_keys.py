@@ -17,7 +17,7 @@ from kvfold.kernels._learned_keys_gluon import learned_keys_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.stored import pages_between, room_between, rotation_of
-from kvfold.kernels.tables import Tables, TablesPlan, make_plan
+from kvfold.kernels.tables import Tables, TablesPlan
 from kvfold.rope import Rope
 
 ROWS = 4
@@ -31,7 +31,7 @@ REPEATED = 128
 class LearnedKeyTables(Tables):
     """TaSQ's keys of four channels, and values of four or eight as pages of ``fold`` have them."""
 
-    begin = 4
+    begin = 1
     waits = True
     value_fields = ("codes", "rms", "mean")
 
@@ -96,12 +96,28 @@ class LearnedKeyTables(Tables):
     def plan_of(self, call: AttentionCall, span: Span) -> TablesPlan:
         batch, heads, rows, _ = call.shape
         pages = math.ceil(span.keys["codes"].shape[2] * call.key_format.block / PAGE)
-        return make_plan(batch * heads, self.shape(rows), rows, pages, multiprocessors(call.query.device), self.begin)
+        return make_plan(batch * heads, self.shape(rows), rows, pages, multiprocessors(call.query.device))
 
     def check(self, call: AttentionCall, span: Span) -> None:
         room = room_between(call.value_format, span.values)
         if (pages := pages_between(call.value_format, span.values)) != math.ceil(room / PAGE):
             raise ValueError(f"packed storage: values have {pages} pages for {room} tokens of a head")
+
+
+@lru_cache
+def make_plan(jobs: int, plan: TablesPlan, rows: int, pages: int, processors: int) -> TablesPlan:
+    """Split ``plan`` for ``jobs`` KV heads of ``rows`` query rows and storage of ``pages`` pages.
+
+    A page takes a warp the longer the more others are busy beside it; where there are few, they go to all multiprocessors.
+    """
+    jobs *= math.ceil(rows / plan.columns)
+
+    def cost(splits: int) -> float:
+        own = math.ceil(pages / splits)
+        each, busy = math.ceil(own / plan.warps), min(own, plan.warps)
+        return math.ceil(jobs * splits / processors) * (each * (1 + busy / plan.warps) + LearnedKeyTables.begin)
+
+    return replace(plan, splits=min(range(1, max(2, min(256, pages))), key=cost))
 
 
 def _codes(value_format: Paged) -> ResidualCodes:
