@@ -10,9 +10,7 @@ rotated by their place in a unit of 32 tokens and queries back by the unit's pos
   the rotations alone, whose rows are places of two eights.
 * Keys. A row is four channels, 8 bytes. At a time lane (g, t) reads one of its four groups that no other lane of the same half
   of a warp reads, so that they never meet in a bank; then rows are put in order.
-* Values. The codebook is one for all groups. Its rows are repeated until 128 bytes are full, and each lane reads its own copy.
-  A lane reads rows of tokens 2t and 2t + 1, and one word of each makes an operand.
-* Values are sums in the rotated basis, with a page's mean turned into it; what warps leave is joined and turned back once.
+* Values are those of :mod:`kvfold.kernels._page_lookups`: sums in the rotated basis, with a page's mean turned into it; what warps leave is joined and turned back once.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -20,7 +18,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._hadamard import hadamard
-from kvfold.kernels._page_bytes import mean_signs, mix_lanes
+from kvfold.kernels._page_bytes import mean_signs
+from kvfold.kernels._page_lookups import (
+    ROWS,
+    codes_of,
+    own_row,
+    row_weights,
+    sum_rows,
+    turned_mean,
+    with_mean,
+)
 from kvfold.kernels._pages_rows_gluon import join_rows, row_stride, turn_signs
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._residual_gluon import _mean_of_keys
@@ -43,19 +50,15 @@ from kvfold.kernels._warp import (
     copy_wait_1,
     copy_wait_all,
     exp2_fast,
-    high_halves,
     launch_dependents,
     load_shared,
-    load_shared4f,
     load_shared_short,
-    low_halves,
     minus_product_half2,
     mma,
     mul_half2,
     pack_half2,
     program_sync,
     shuffle_xor,
-    store_shared1,
     store_shared2,
     store_shared4,
     transpose8,
@@ -66,11 +69,9 @@ from kvfold.kernels._warp import (
 
 KEYS = gl.constexpr(65536)
 """Bytes of a head's rows of keys: [2, codes, 4, 4] of 8 bytes, of group 16 b + 4 t + j."""
-VALUES = gl.constexpr(32768)
-"""Bytes of the repeated rows of values."""
 QUERIES = gl.constexpr(2304)
 """Of two units: four times 512, 64 bytes apart."""
-TURNS = gl.constexpr(KEYS.value + VALUES.value)
+TURNS = gl.constexpr(KEYS.value + ROWS.value)
 """Where cosines and sines begin; and behind them the mean of keys, the Hadamard matrix, queries as they come, and warps' own."""
 MEAN = gl.constexpr(TURNS.value + 8192)
 MATRIX = gl.constexpr(MEAN.value + 256)
@@ -363,58 +364,24 @@ def _page_weights(scores, norms, top):
 
 
 @gluon.jit
-def _turned_mean(own, lane, signs, matrix, AT: gl.constexpr, MIX: gl.constexpr):
-    """The mean of a page's values in the rotated basis (without the factor), of channels 16 g to 16 g + 15. AT: bytes from
-    ``own`` to it; behind it is room."""
-    g = lane // 4
-    t = lane % 4
-    m = load_shared(matrix, MATRIX, 4)
-    at = own + (g * 32 + t * 4)
-    b0 = load_shared(at, AT, 1)[0] ^ (signs & (-2147450880))
-    b1 = load_shared(at, AT + 16, 1)[0] ^ ((signs << 1) & (-2147450880))
-    x = mix_lanes(mma(m[0], m[1], m[2], m[3], b0, b1, _zero4(lane), False), t, MIX)
-    to = own + (AT + 256) + t * 128 + g * 4
-    for e in gl.static_range(4):
-        store_shared1(to + (e % 2 * 64 + e // 2 * 32), as_int(x[e]))
-    warp_sync(lane)
-    out = ()
-    for i in gl.static_range(4):
-        x = load_shared(own + g * 64, AT + (256 + 16 * i), 4)
-        out = out + (as_float(x[0]), as_float(x[1]), as_float(x[2]), as_float(x[3]))
-    return out
-
-
-@gluon.jit
-def _page_values(out, codes, p, near, far, place, V: gl.constexpr):
+def _page_values(out, codes, p, near, far, row, V: gl.constexpr):
     """Sums of values a page further; ``codes``: address of the codes of a lane's channels; ``near`` and ``far``: all ones
-    in lanes whose query rows have weights of first, and of second units; ``place``: the lane's copy of the rows."""
-    G: gl.constexpr = 32 // V * 2  # words of a row
-    weights = ()
-    for i in gl.static_range(8 // G):
-        weights = weights + ((place * 0 + 128) << 8 * i,)
+    in lanes whose query rows have weights of first, and of second units."""
+    AT: gl.constexpr = side_bytes(32)
+    WORDS: gl.constexpr = 64 // V
+    weights = row_weights(row, WORDS)
     for h in gl.static_range(4):
         mask = far if h % 2 else near
         for pair in gl.static_range(2):
             b0 = p[4 * pair + h // 2 * 2] & mask
             b1 = p[4 * pair + h // 2 * 2 + 1] & mask
-            words = ()
-            for e in gl.static_range(4):  # of tokens 2t and 2t + 1 of both eights
-                if V == 32:
-                    words = words + (load_shared(codes[e % 2], side_bytes(32) + (32 * h + 16 * pair + 8 * (e // 2)) * V, 1)[0],)
-                else:
-                    words = words + (load_shared_short(codes[e % 2], side_bytes(32) + (32 * h + 16 * pair + 8 * (e // 2)) * V),)
-            new = ()
-            for i in gl.static_range(8 // G):
-                x = ()
-                for e in gl.static_range(4):
-                    x = x + (load_shared(_weighted_bytes(words[e], weights[i], place), KEYS, G),)
-                for j in gl.static_range(G):
-                    a0 = low_halves(x[0][j], x[1][j])
-                    a1 = high_halves(x[0][j], x[1][j])
-                    a2 = low_halves(x[2][j], x[3][j])
-                    a3 = high_halves(x[2][j], x[3][j])
-                    new = new + (mma(a0, a1, a2, a3, b0, b1, out[G * i + j], False),)
-            out = new
+            words = (
+                codes_of(codes[0], AT + (32 * h + 16 * pair) * V, WORDS),
+                codes_of(codes[1], AT + (32 * h + 16 * pair) * V, WORDS),
+                codes_of(codes[0], AT + (32 * h + 16 * pair + 8) * V, WORDS),
+                codes_of(codes[1], AT + (32 * h + 16 * pair + 8) * V, WORDS),
+            )
+            out = sum_rows(words, weights, row, b0, b1, out, 0, WORDS)
     return out
 
 
@@ -480,7 +447,7 @@ def attend_pages(
     norms_at = own + (second * 64 + token * 2)
     even_token = 2 * t ^ (t >> 1)
     v_codes = (own + (even_token * V + g * (V // 8)), own + ((even_token ^ 1) * V + g * (V // 8)))
-    v_place = base + lane % (V // 2) * (256 // V)
+    v_row = own_row(base + KEYS, lane, 64 // V)
     near = gl.where(g < 4, lane * 0 - 1, 0)
     far = near ^ -1
     to_query = own + QUERY + (lane // 16 * 2 + lane // 2 % 2) * 576 + lane // 4 % 4 * 16 + lane % 2 * 8
@@ -522,22 +489,9 @@ def attend_pages(
             norms = norms + (gl.where(alive[k // 2 % 2], norm, 1.0),)
         top, factor, share, p = _page_weights(scores, norms, top)
         total = (gl.fma(total[0], factor[0], share[0]), gl.fma(total[1], factor[1], share[1]))
-        means_turned = _turned_mean(own, lane, v_sign, shared, MEAN_AT, MIX)
+        mean = turned_mean(own, own, lane, v_sign, shared + MATRIX, MEAN_AT, MEAN_AT + 256, MIX)
         share = (share[0] * MIX**-0.5, share[1] * MIX**-0.5)
-        scaled = ()
-        for c in gl.static_range(8):
-            acc = out[c]
-            a = means_turned[2 * c]
-            b = means_turned[2 * c + 1]
-            scaled = scaled + (
-                (
-                    gl.fma(acc[0], factor[0], a * share[0]),
-                    gl.fma(acc[1], factor[1], a * share[1]),
-                    gl.fma(acc[2], factor[0], b * share[0]),
-                    gl.fma(acc[3], factor[1], b * share[1]),
-                ),
-            )
-        out = _page_values(scaled, v_codes, p, near, far, v_place, V)
+        out = _page_values(with_mean(out, factor, mean, share, 0), v_codes, p, near, far, v_row, V)
         warp_sync(lane)
         _fetch_values(to, lane, stored, page + 1, next_left, where, V)
         copy_commit(lane)
@@ -574,9 +528,9 @@ def _leave(base, lane, warp, top, out, total):
 @gluon.jit
 def fetch_tables(base, k_rows, v_rows, turns, thread, W: gl.constexpr):
     """Begin to copy rows of keys, those of values, and turns."""
-    _fetch_rows(base + (KEYS + VALUES), turns, thread, 8192, W)
+    _fetch_rows(base + (KEYS + ROWS), turns, thread, 8192, W)
     _fetch_rows(base, k_rows, thread, KEYS, W)
-    _fetch_rows(base + KEYS, v_rows, thread, VALUES, W)
+    _fetch_rows(base + KEYS, v_rows, thread, ROWS, W)
 
 
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0"])

@@ -1,0 +1,270 @@
+"""Scores and sums of values of one page of codes into a fixed table (fold's codebook), as the loops over pages take them.
+
+The table is one for all groups, heads and layers: 256 rows of 4 or 8 channels. In shared memory a row is repeated until it fills
+128 bytes, and each lane reads its own copy, so that lanes never meet in a bank.
+
+* Keys. A row of a token's group is part of an operand: lane (g, t) reads those of groups 4 c + t, which are channels 4 t to
+  4 t + 3 of tile c. The query is turned by a Hadamard matrix whose rows are in that order.
+* Values. A lane reads rows of tokens 2t and 2t + 1, and one word of each makes an operand. Lane (g, t) has channels 16 g to
+  16 g + 15; :func:`in_tiles` gives sums the places that they have elsewhere, once, at the end.
+"""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvfold.kernels._affine_codes import _fetch, code_bytes
+from kvfold.kernels._hadamard import _entry
+from kvfold.kernels._page_bytes import mix_lanes
+from kvfold.kernels._page_codes import scale_at
+from kvfold.kernels._page_sums import _sums
+from kvfold.kernels._registers import _replace, _zero4
+from kvfold.kernels._tables_gluon import _weighted_bytes
+from kvfold.kernels._warp import (
+    as_float,
+    as_int,
+    high_halves,
+    load_matrix4,
+    load_shared,
+    load_shared_short,
+    low_halves,
+    mma,
+    mul_half2,
+    store_shared1,
+    store_shared4,
+    unpack_half2,
+    warp_sync,
+)
+
+ROWS = gl.constexpr(32768)
+"""Bytes of a table's repeated rows."""
+
+
+@gluon.constexpr_function
+def tables_bytes(k_words, v_words):
+    """Bytes of the tables of both sides, whose rows have so many words (0: no table); one where they are the same."""
+    return ROWS.value * len({k_words, v_words} - {0})
+
+
+@gluon.jit
+def own_row(table, lane, WORDS: gl.constexpr):
+    """Address of the lane's copy of row 0."""
+    return table + lane % (32 // WORDS) * (4 * WORDS)
+
+
+@gluon.jit
+def fetch_values(to, source, lane, valid, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr):
+    """Begin to copy a page's codes of values. Tokens 4 and 5, and 6 and 7, of each eight change places, so that lanes that read
+    at once use all banks."""
+    CODE: gl.constexpr = code_bytes(D, BITS)
+    EACH: gl.constexpr = CODE // 512  # of 16 bytes, of a token
+    token = lane // EACH
+    place = (token ^ (token // 4 % 2)) * EACH + lane % EACH
+    _fetch(to + place * 16, source + lane * 16, lane, valid, TO, CODE, NB, 32)
+
+
+@gluon.jit
+def lookup_matrix(g, t, MIX: gl.constexpr):
+    """The 16 x 16 Hadamard matrix as the first operand, with channels 4t, 4t + 1 as rows 2t, 2t + 1, and the next two as rows
+    8 + 2t, 9 + 2t."""
+    out = ()
+    for r in gl.static_range(4):
+        i = g // 2 * 4 + g % 2 + r % 2 * 2
+        j = 2 * t + 8 * (r // 2)
+        out = out + (_entry(i, j, MIX, False) | (_entry(i, j + 1, MIX, False) << 16),)
+    return out
+
+
+@gluon.jit
+def lookup_scores(
+    base, lane, q, bias, code_factor, left, skip, table, D: gl.constexpr, BITS: gl.constexpr, NT: gl.constexpr,
+    NB: gl.constexpr,
+):  # fmt: skip
+    """Scores of a page's tokens: 2 NB x NT accumulators. Those of the first ``skip`` blocks, if it is not None, are hidden."""
+    CT: gl.constexpr = D // 16
+    weight = (lane * 0 + 128) << lane % 4 * 8
+    row = own_row(table, lane, 2)
+    codes = base + lane // 4 * (D // 4)
+    scores = ()
+    scale = ()
+    for j in gl.static_range(NB):
+        if j % 2 == 0:  # of tokens g and g + 8 of four tiles, as pairs
+            scale = load_matrix4(base + lane // 8 * 32 + lane % 2 * 16, scale_at(D, BITS, NB) + 64 * j, True)
+        if skip is None:
+            hidden = gl.where(left > j, 0.0, float("-inf"))
+        else:
+            hidden = gl.where((left > j) & (skip <= j), 0.0, float("-inf"))
+        for tt in gl.static_range(2):
+            near = load_shared(codes, (32 * j + 16 * tt) * (D // 4), D // 16)
+            far = load_shared(codes, (32 * j + 16 * tt + 8) * (D // 4), D // 16)
+            accs = ()
+            for _n in gl.static_range(NT):
+                accs = accs + (_zero4(lane),)
+            for ct in gl.static_range(CT):
+                x = load_shared(_weighted_bytes(near[ct], weight, row), 0, 2)
+                y = load_shared(_weighted_bytes(far[ct], weight, row), 0, 2)
+                for n in gl.static_range(NT):
+                    acc = mma(
+                        x[0], y[0], x[1], y[1], q[(n * CT + ct) * 2], q[(n * CT + ct) * 2 + 1], accs[n], False
+                    )
+                    accs = _replace(accs, n, acc)
+            low, high = unpack_half2(scale[2 * (j % 2) + tt])
+            for n in gl.static_range(NT):
+                f0 = low * code_factor[n]
+                f1 = high * code_factor[n]
+                e0 = bias[2 * n] + hidden
+                e1 = bias[2 * n + 1] + hidden
+                a = accs[n]
+                scores = scores + (
+                    (gl.fma(a[0], f0, e0), gl.fma(a[1], f0, e1), gl.fma(a[2], f1, e0), gl.fma(a[3], f1, e1)),
+                )
+    return scores
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def row_weights(lane, WORDS: gl.constexpr):
+    """What picks each code of a lane's channels and multiplies it by a row's bytes."""
+    out = ()
+    for i in gl.static_range(8 // WORDS):
+        out = out + ((lane * 0 + 128) << 8 * i,)
+    return out
+
+
+@gluon.jit
+def sum_rows(words, weights, row, b0, b1, out, FIRST: gl.constexpr, WORDS: gl.constexpr):
+    """``out`` and the products of rows of 16 tokens with b0 and b1. ``words``: codes of a lane's channels, of tokens 2t, 2t + 1,
+    and those eight further on; of ``out`` accumulators from FIRST on are of the query rows."""
+    for i in gl.static_range(8 // WORDS):
+        x = ()
+        for e in gl.static_range(4):
+            x = x + (load_shared(_weighted_bytes(words[e], weights[i], row), 0, WORDS),)
+        for j in gl.static_range(WORDS):
+            a0 = low_halves(x[0][j], x[1][j])
+            a1 = high_halves(x[0][j], x[1][j])
+            a2 = low_halves(x[2][j], x[3][j])
+            a3 = high_halves(x[2][j], x[3][j])
+            acc = mma(a0, a1, a2, a3, b0, b1, out[FIRST + WORDS * i + j], False)
+            out = _replace(out, FIRST + WORDS * i + j, acc)
+    return out
+
+
+@gluon.jit
+def codes_of(address, AT: gl.constexpr, WORDS: gl.constexpr):
+    """The codes of a lane's 16 channels of a token."""
+    if WORDS == 2:
+        return load_shared(address, AT, 1)[0]
+    else:
+        return load_shared_short(address, AT)
+
+
+@gluon.jit
+def turned_mean(base, scratch, lane, signs, matrix, AT: gl.constexpr, SCRATCH: gl.constexpr, MIX: gl.constexpr):
+    """The mean of a page's values in the rotated basis (without the factor), of channels 16 g to 16 g + 15; ``signs`` as
+    :func:`kvfold.kernels._page_bytes.mean_signs` has them."""
+    g = lane // 4
+    t = lane % 4
+    m = load_shared(matrix, 0, 4)
+    at = base + (g * 32 + t * 4)
+    b0 = load_shared(at, AT, 1)[0] ^ (signs & (-2147450880))
+    b1 = load_shared(at, AT + 16, 1)[0] ^ ((signs << 1) & (-2147450880))
+    x = mix_lanes(mma(m[0], m[1], m[2], m[3], b0, b1, _zero4(lane), False), t, MIX)
+    to = scratch + (SCRATCH + t * 128 + g * 4)
+    for e in gl.static_range(4):
+        store_shared1(to + (e % 2 * 64 + e // 2 * 32), as_int(x[e]))
+    warp_sync(lane)
+    out = ()
+    for i in gl.static_range(4):
+        y = load_shared(scratch + g * 64, SCRATCH + 16 * i, 4)
+        out = out + (as_float(y[0]), as_float(y[1]), as_float(y[2]), as_float(y[3]))
+    return out
+
+
+@gluon.jit
+def with_mean(out, factor, mean, share, FIRST: gl.constexpr):
+    """Eight accumulators of two query rows times their factors, and a page's mean times ``share``."""
+    new = ()
+    for c in gl.static_range(8):
+        x = out[FIRST + c]
+        a = mean[2 * c]
+        b = mean[2 * c + 1]
+        new = new + (
+            (
+                gl.fma(x[0], factor[0], a * share[0]),
+                gl.fma(x[1], factor[1], a * share[1]),
+                gl.fma(x[2], factor[0], b * share[0]),
+                gl.fma(x[3], factor[1], b * share[1]),
+            ),
+        )
+    return new
+
+
+@gluon.jit
+def lookup_values(
+    base, scratch, lane, p, total, factor, out, signs, matrix, table, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
+    MIX: gl.constexpr, NT: gl.constexpr, NB: gl.constexpr, AT: gl.constexpr, MEAN_AT: gl.constexpr,
+):  # fmt: skip
+    """Sums of values, in the rotated basis, and of probabilities, a page further."""
+    WORDS: gl.constexpr = 4 // BITS
+    BYTES: gl.constexpr = 16 * BITS  # of a token
+    g = lane // 4
+    t = lane % 4
+    scale = ()
+    for j in gl.static_range(NB):  # of tokens 2t and 2t + 1 of eight, as pairs
+        scale = scale + load_matrix4(base + lane // 8 * 16, AT + scale_at(D, BITS, NB) + 64 * j, False)
+    mean = ()
+    if MEAN:
+        mean = turned_mean(base, scratch, lane, signs, matrix, MEAN_AT, 0, MIX)
+    else:
+        for _c in gl.static_range(16):
+            mean = mean + (_zero4(lane)[0],)
+    new = ()
+    sums = ()
+    for n in gl.static_range(NT):
+        p0, p1 = _sums(p, lane, n, 2 * NB, NT)
+        f = (factor[2 * n], factor[2 * n + 1])
+        new = new + (gl.fma(total[2 * n], f[0], p0), gl.fma(total[2 * n + 1], f[1], p1))
+        sums = sums + with_mean(out, f, mean, (p0 * MIX**-0.5, p1 * MIX**-0.5), 8 * n)
+    out = sums
+    even = base + ((2 * t ^ (t // 2)) * BYTES + g * (2 * BITS))
+    odd = base + ((2 * t ^ (t // 2) ^ 1) * BYTES + g * (2 * BITS))
+    weights = row_weights(lane, WORDS)
+    row = own_row(table, lane, WORDS)
+    for i in gl.static_range(2 * NB):
+        words = (
+            codes_of(even, AT + 16 * i * BYTES, WORDS), codes_of(odd, AT + 16 * i * BYTES, WORDS),
+            codes_of(even, AT + (16 * i + 8) * BYTES, WORDS), codes_of(odd, AT + (16 * i + 8) * BYTES, WORDS),
+        )  # fmt: skip
+        for n in gl.static_range(NT):
+            b0 = mul_half2(p[(i * NT + n) * 2], scale[2 * i])
+            b1 = mul_half2(p[(i * NT + n) * 2 + 1], scale[2 * i + 1])
+            out = sum_rows(words, weights, row, b0, b1, out, 8 * n, WORDS)
+    return out, new
+
+
+@gluon.jit
+def in_tiles(out, base, lane, NT: gl.constexpr):
+    """Accumulators of eight query rows and 128 channels, so that lane (g, t) has channels g and g + 8 of each tile; through 4,352
+    bytes of shared memory of the warp."""
+    ROW: gl.constexpr = 4 * 128 + 32  # so that lanes use all banks
+    g = lane // 4
+    t = lane % 4
+    tiles = ()
+    for n in gl.static_range(NT):
+        warp_sync(lane)
+        for e in gl.static_range(2):
+            to = base + (2 * t + e) * ROW + g * 64
+            for i in gl.static_range(4):
+                a = out[8 * n + 2 * i]
+                b = out[8 * n + 2 * i + 1]
+                store_shared4(to + 16 * i, a[e], a[2 + e], b[e], b[2 + e])
+        warp_sync(lane)
+        at = base + 2 * t * ROW + g * 4
+        for c in gl.static_range(8):
+            x = ()
+            for e in gl.static_range(4):
+                x = x + (as_float(load_shared(at, 64 * c + e % 2 * ROW + e // 2 * 32, 1)[0]),)
+            tiles = tiles + (x,)
+    return tiles
