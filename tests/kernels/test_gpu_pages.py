@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold.kernels import Span, Windows, pages
-from kvfold.kernels.decode import STATIC_SHARED, Plan
+from kvfold.kernels.decode import Plan
 from kvfold.kernels.pages import BLOCKS, program_bytes
 from kvfold.methods import LayerSpec, get
 
@@ -114,6 +114,25 @@ def test_every_form_equals_the_reference(method, dim, dtype):
     assert Case(method, dim=dim, dtype=dtype).error() < LIMIT[dtype]
 
 
+CODED = "fold:bits=2,codebook=true", "fold:codebook=true", "fold:k_bits=2,v_bits=1,codebook=true"
+"""Codes into fold's table, of both sides or of one."""
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("more", ["", ",rotation=128", ",rotation=16", ",normalize=false", ",center=false"])
+@pytest.mark.parametrize("method", CODED)
+def test_codes_into_a_table(method, more, dtype):
+    assert Case(method + more, dtype=dtype).error() < LIMIT[dtype]
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, tokens", [(2, 2, 1), (32, 8, 1), (16, 2, 1), (24, 1, 1), (8, 2, 5), (32, 2, 16)]
+)
+@pytest.mark.parametrize("method", CODED[:2])
+def test_query_rows_of_every_number_and_a_table(method, heads, kv_heads, tokens):
+    assert Case(method, heads=heads, kv_heads=kv_heads, tokens=tokens).error() < LIMIT[torch.float16]
+
+
 @pytest.mark.parametrize(
     "heads, kv_heads, tokens", [(2, 2, 1), (32, 8, 1), (16, 2, 1), (24, 1, 1), (8, 2, 5), (32, 2, 16)]
 )
@@ -123,16 +142,18 @@ def test_query_rows_of_every_number(heads, kv_heads, tokens, dim):
 
 
 @pytest.mark.parametrize("lens", [(0,), (32,), (96, 128), (160,), (4096, 64), (20000 // 32 * 32,)])
-def test_sequences_of_every_length(lens):
-    assert Case("fold", lens=lens).error() < LIMIT[torch.float16]
+@pytest.mark.parametrize("method", ["fold", *CODED])
+def test_sequences_of_every_length(method, lens):
+    assert Case(method, lens=lens).error() < LIMIT[torch.float16]
 
 
 @pytest.mark.parametrize("split", [4, 12, 28])
-def test_storage_in_two_slabs(split):
-    assert Case("fold", split=split).error() < LIMIT[torch.float16]
+@pytest.mark.parametrize("method", ["fold", *CODED])
+def test_storage_in_two_slabs(method, split):
+    assert Case(method, split=split).error() < LIMIT[torch.float16]
 
 
-@pytest.mark.parametrize("method", ["fold", "fold:bits=1"])
+@pytest.mark.parametrize("method", ["fold", "fold:bits=1", *CODED])
 @pytest.mark.parametrize(
     "how",
     [{"size": 1e-3}, {"size": 1e-5, "dtype": torch.bfloat16}, {"size": 300.0}, {"mean": 30.0}, {"query": 8.0},
@@ -150,14 +171,16 @@ def test_queries_of_very_different_size(dim):
     assert case.error() < LIMIT[torch.float16]
 
 
-@pytest.mark.parametrize("name", ["fold", "fold:bits=2", "fold:k_bits=4,v_bits=3"])
+@pytest.mark.parametrize("name", ["fold", "fold:bits=2", "fold:k_bits=4,v_bits=3", *CODED])
 def test_launches_of_every_shape(name):
     case = Case(name, lens=(3000 // 32 * 32, 512))
     for warps in (1, 2, 4):
         for splits in (1, 3, 7, 64):
             for registers, narrow in ((None, False), (128 if warps == 1 else 168, True)):
                 plan = Plan(warps, BLOCKS, 1, 1, splits, 2, registers=registers, bytewise=narrow)
-                if program_bytes(*case.formats, plan) <= STATIC_SHARED:
+                if narrow and name in CODED:
+                    continue
+                if program_bytes(*case.formats, plan) <= pages.most_bytes(*case.formats):
                     assert case.error(plan) < LIMIT[torch.float16]
 
 

@@ -81,9 +81,12 @@ class Work:
     def kernel(self) -> str:
         """Name in the registry of what attends to such calls; of long ones, which are unpacked, what attends to steps."""
         if self.read:
+            from kvfold.kernels import pages
             from kvfold.kernels.fragments import unsupported
 
             forms = self.formats
+            if pages.unsupported(*forms) is None:
+                return "pages"
             if None in (unsupported(*forms), unsupported(*forms, pre_rope=True)):
                 return "fragments"
             return "tables" if self._by_tables(*forms) else "blocks"
@@ -165,7 +168,7 @@ DEFAULT = (
 READERS = (
     "turboquant:bits=3", "turboquant:bits=3,center=false,normalize=false", "qjl", "innerq", "gear", "zipcache",
     "vqllm:bits=1", "vqllm", "kvquant:bits=3", "kvquant", "commvq:bits=1", "commvq", "tasq",
-    "tasq:bits=2,values=fold",
+    "tasq:bits=2,values=fold", "tasq:bits=2,values=fold,v_bits=1", "fold:bits=2,codebook=true", "fold:codebook=true",
 )  # fmt: skip
 READ = tuple(Work(method, 0, batch, context) for method in READERS for batch, context in ((1, 131072), (16, 32768)))
 """Formats that readers take."""
@@ -322,10 +325,11 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
             given, span = _given(work, inputs, scale), [inputs.span]
             how: dict[str, Any] = {"out": out, "rotation": fragments.rotary(given)}
             return fragments.decode_attention(inputs.q, *work.formats, span, inputs.windows, scale, **how)
-        return REGISTRY[work.kernel].attend(_given(work, inputs, scale)).to(inputs.q.dtype)
+        if work.kernel != "pages":
+            return REGISTRY[work.kernel].attend(_given(work, inputs, scale)).to(inputs.q.dtype)
     if work.plain:
         return _plain_call(work, inputs, scale)
-    if work.method == "fold":
+    if work.kernel == "pages":
         return pages.decode_attention(inputs.q, *work.formats, [inputs.span], inputs.windows, scale, out=out)
     return decode_attention(inputs.q, *work.formats, [inputs.span], inputs.windows, scale, out=out)
 

@@ -95,14 +95,15 @@ def rest(a, b, word):
 
 @gluon.jit
 def turned_back(out, lane, signs_ptr, D: gl.constexpr, BITS: gl.constexpr, MIX: gl.constexpr, NT: gl.constexpr):
-    """Sums of values in the model's basis. They pass the tensor core as two bf16 parts, which keep 16 bits of them."""
+    """Sums of values in the model's basis. They pass the tensor core as two bf16 parts, which keep 16 bits of them. BITS: of codes
+    in whose units they are; 0: they are in those of values."""
     CT: gl.constexpr = D // 16
     g = lane // 4
     t = lane % 4
     full = ()
     for n in gl.static_range(NT):
         for ct in gl.static_range(CT):
-            f = float(1 << (24 - weight(D, BITS, ct)))
+            f = float(1 << (24 - weight(D, BITS, ct))) if BITS else 1.0
             x = out[n * CT + ct]
             full = full + ((x[0] * f, x[1] * f, x[2] * f, x[3] * f),)
     if MIX > 1:

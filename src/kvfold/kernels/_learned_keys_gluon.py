@@ -10,7 +10,8 @@ rotated by their place in a unit of 32 tokens and queries back by the unit's pos
   the rotations alone, whose rows are places of two eights.
 * Keys. A row is four channels, 8 bytes. At a time lane (g, t) reads one of its four groups that no other lane of the same half
   of a warp reads, so that they never meet in a bank; then rows are put in order.
-* Values are those of :mod:`kvfold.kernels._page_lookups`: sums in the rotated basis, with a page's mean turned into it; what warps leave is joined and turned back once.
+* Values are those of :mod:`kvfold.kernels._page_lookups`: sums in the rotated basis, with a page's mean turned into it. What
+  warps leave is joined and turned back once.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -72,7 +73,7 @@ KEYS = gl.constexpr(65536)
 QUERIES = gl.constexpr(2304)
 """Of two units: four times 512, 64 bytes apart."""
 TURNS = gl.constexpr(KEYS.value + ROWS.value)
-"""Where cosines and sines begin; and behind them the mean of keys, the Hadamard matrix, queries as they come, and warps' own."""
+"""Where cosines and sines begin; behind them the mean of keys, the Hadamard matrix, queries as they come, and warps' own."""
 MEAN = gl.constexpr(TURNS.value + 8192)
 MATRIX = gl.constexpr(MEAN.value + 256)
 RAW = gl.constexpr(MATRIX.value + 512)
@@ -264,7 +265,7 @@ def _page_scores(
 ):  # fmt: skip
     """Scores without their factor, of four eights of places of each two units: two query rows of the unit that the lane has.
 
-    ``codes``: addresses of the codes of a lane's place and groups; ``turns``, ``queries``, ``mean``: lanes' addresses, of TURNS,
+    ``codes``: addresses of the codes of a lane's place and groups; ``turns``, ``queries``, ``mean``: lanes' addresses of TURNS,
     QUERY and MEAN; ``norms``: of the lane's tokens' norms, 4,096 bytes further; ``second``: whether its units are the second
     ones.
     """
@@ -400,7 +401,6 @@ def attend_pages(
     begin; tables and turns come to ``base``; ``position`` of the storage's first token; ``where``: see :func:`_place`; of
     units ``lo`` to ``hi`` tokens count; ``means``: pointer to the mean of the head's keys.
     """
-    W: gl.constexpr = gl.num_warps()
     g = lane // 4
     t = lane % 4
     second = t // 2  # which of two units' scores the lane has
@@ -427,7 +427,8 @@ def attend_pages(
     size = factor0 * 0.0
     if CENTRED:
         m = _mean_of_keys(means, lane, 32)
-        store_shared2(base + (MEAN + lane // 4 % 4 * 64 + lane // 16 * 32 + lane % 4 * 8), pack_half2(m[0], m[1], False), pack_half2(m[2], m[3], False))
+        at = base + (MEAN + lane // 4 % 4 * 64 + lane // 16 * 32 + lane % 4 * 8)
+        store_shared2(at, pack_half2(m[0], m[1], False), pack_half2(m[2], m[3], False))
         size = m[4]
     h = hadamard(g, t, MIX, False)
     store_shared4(shared + MATRIX, as_float(h[0]), as_float(h[1]), as_float(h[2]), as_float(h[3]))

@@ -116,17 +116,20 @@ def norm_at(dim, bits, blocks, mean):
 
 
 @gluon.constexpr_function
-def stage_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks):
-    """Bytes of a warp's stage: both sides of a page, and fp16 norms."""
+def stage_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, v_words=0):
+    """Bytes of a warp's stage: both sides of a page; norms as fp16, or (where codes of values are looked up) the values' mean
+    as fp32."""
     sides = page_bytes(dim, k_bits, blocks, k_mean, k_norm) + page_bytes(dim, v_bits, blocks, v_mean, False)
-    return sides + 2 * dim
+    return sides + (4 if v_words else 2) * dim
 
 
 @gluon.constexpr_function
-def shared_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, tiles, blocks, far, warps):
-    """Bytes of shared memory of a program: stages, the Hadamard matrix as an operand, the queries; and, later, sums."""
-    stage = stage_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks)
-    return max(warps * stage + 512 + (tiles * dim * 16 if far else 0), warps * tiles * dim * 32)
+def shared_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, tiles, blocks, far, warps, k_words=0, v_words=0):
+    """Bytes of shared memory of a program: stages, the Hadamard matrix as an operand, the queries, and (where codes of keys are
+    looked up) the matrix in another order; and, later, sums."""
+    stage = stage_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, v_words)
+    more = (tiles * dim * 16 if far else 0) + (512 if k_words else 0)
+    return max(warps * stage + 512 + more, warps * tiles * dim * 32)
 
 
 @gluon.jit
@@ -146,14 +149,23 @@ def page_place(stored, place, table, steps, number, id, NB: gl.constexpr):
 @gluon.jit
 def fetch_page(
     base, lane, codes, scale, mean, norm, block, page, valid, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
-    NORM: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr,
+    NORM: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr, SWAP: gl.constexpr = False,
 ):  # fmt: skip
-    """One side of a page, whose first block is number ``block``; blocks from number ``valid`` on become zeros."""
+    """One side of a page, whose first block is number ``block``; blocks from number ``valid`` on become zeros.
+
+    SWAP: where codes lie token by token, tokens 4 and 5, and 6 and 7, of each eight change places, so that lanes that read those
+    of every other token use all banks.
+    """
     CODE: gl.constexpr = code_bytes(D, BITS)
     SCALE: gl.constexpr = TO + scale_at(D, BITS, NB)
     to = base + lane * 16
     at = block.to(gl.int64)
-    _fetch(to, codes + at * CODE + lane * 16, lane, valid, TO, CODE, NB, 32)
+    here = to
+    if SWAP:
+        EACH: gl.constexpr = CODE // 512  # of 16 bytes, of a token
+        token = lane // EACH
+        here = base + ((token ^ (token // 4 % 2)) * EACH + lane % EACH) * 16
+    _fetch(here, codes + at * CODE + lane * 16, lane, valid, TO, CODE, NB, 32)
     _fetch(to, scale + at * 64 + lane * 16, lane, valid, SCALE, 64, NB, 32)
     at = page.to(gl.int64)
     if MEAN:

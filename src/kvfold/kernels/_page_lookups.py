@@ -1,7 +1,7 @@
 """Scores and sums of values of one page of codes into a fixed table (fold's codebook), as the loops over pages take them.
 
-The table is one for all groups, heads and layers: 256 rows of 4 or 8 channels. In shared memory a row is repeated until it fills
-128 bytes, and each lane reads its own copy, so that lanes never meet in a bank.
+The table is one for all groups, heads and layers: 256 rows of 4 or 8 channels. In shared memory a row is repeated until it
+fills 128 bytes, and each lane reads its own copy, so that lanes never meet in a bank.
 
 * Keys. A row of a token's group is part of an operand: lane (g, t) reads those of groups 4 c + t, which are channels 4 t to
   4 t + 3 of tile c. The query is turned by a Hadamard matrix whose rows are in that order.
@@ -13,16 +13,16 @@ The table is one for all groups, heads and layers: 256 rows of 4 or 8 channels. 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch, code_bytes
 from kvfold.kernels._hadamard import _entry
 from kvfold.kernels._page_bytes import mix_lanes
 from kvfold.kernels._page_codes import scale_at
 from kvfold.kernels._page_sums import _sums
 from kvfold.kernels._registers import _replace, _zero4
-from kvfold.kernels._tables_gluon import _weighted_bytes
+from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, _weighted_bytes, reserved
 from kvfold.kernels._warp import (
     as_float,
     as_int,
+    copy_commit,
     high_halves,
     load_matrix4,
     load_shared,
@@ -30,6 +30,7 @@ from kvfold.kernels._warp import (
     low_halves,
     mma,
     mul_half2,
+    program_sync,
     store_shared1,
     store_shared4,
     unpack_half2,
@@ -47,20 +48,25 @@ def tables_bytes(k_words, v_words):
 
 
 @gluon.jit
-def own_row(table, lane, WORDS: gl.constexpr):
-    """Address of the lane's copy of row 0."""
-    return table + lane % (32 // WORDS) * (4 * WORDS)
+def with_tables(like, thread, k_rows, v_rows, BYTES: gl.constexpr, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr):
+    """A program's shared memory, and where BYTES of it begin (in ``like``'s shape); tables begin to come to what lies before."""
+    W: gl.constexpr = gl.num_warps()
+    TABLES: gl.constexpr = tables_bytes(K_WORDS, V_WORDS)
+    memory = reserved(thread, (TABLES + BYTES + 1023) // 1024 * 1024)
+    base = _dynamic_base(like)
+    program_sync(thread)
+    if K_WORDS:
+        _fetch_rows(base, k_rows.to(gl.int64), thread, ROWS, W)
+    if V_WORDS and V_WORDS != K_WORDS:
+        _fetch_rows(base + (TABLES - ROWS), v_rows.to(gl.int64), thread, ROWS, W)
+    copy_commit(thread)
+    return memory, base + TABLES
 
 
 @gluon.jit
-def fetch_values(to, source, lane, valid, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr):
-    """Begin to copy a page's codes of values. Tokens 4 and 5, and 6 and 7, of each eight change places, so that lanes that read
-    at once use all banks."""
-    CODE: gl.constexpr = code_bytes(D, BITS)
-    EACH: gl.constexpr = CODE // 512  # of 16 bytes, of a token
-    token = lane // EACH
-    place = (token ^ (token // 4 % 2)) * EACH + lane % EACH
-    _fetch(to + place * 16, source + lane * 16, lane, valid, TO, CODE, NB, 32)
+def own_row(table, lane, WORDS: gl.constexpr):
+    """Address of the lane's copy of row 0."""
+    return table + lane % (32 // WORDS) * (4 * WORDS)
 
 
 @gluon.jit
@@ -135,8 +141,8 @@ def row_weights(lane, WORDS: gl.constexpr):
 
 @gluon.jit
 def sum_rows(words, weights, row, b0, b1, out, FIRST: gl.constexpr, WORDS: gl.constexpr):
-    """``out`` and the products of rows of 16 tokens with b0 and b1. ``words``: codes of a lane's channels, of tokens 2t, 2t + 1,
-    and those eight further on; of ``out`` accumulators from FIRST on are of the query rows."""
+    """``out`` and the products of rows of 16 tokens with b0 and b1, of query rows whose accumulators are those from FIRST on.
+    ``words``: codes of a lane's channels, of tokens 2t and 2t + 1, and of those eight further on."""
     for i in gl.static_range(8 // WORDS):
         x = ()
         for e in gl.static_range(4):
@@ -246,8 +252,8 @@ def lookup_values(
 
 @gluon.jit
 def in_tiles(out, base, lane, NT: gl.constexpr):
-    """Accumulators of eight query rows and 128 channels, so that lane (g, t) has channels g and g + 8 of each tile; through 4,352
-    bytes of shared memory of the warp."""
+    """Accumulators of eight query rows and 128 channels, so that lane (g, t) has channels g and g + 8 of each tile; by way of
+    4,352 bytes of shared memory of the warp."""
     ROW: gl.constexpr = 4 * 128 + 32  # so that lanes use all banks
     g = lane // 4
     t = lane % 4

@@ -112,10 +112,11 @@ def _vector(address, OFFSET: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def _turned_queries(
     q, scratch, lane, matrix, D: gl.constexpr, BITS: gl.constexpr, MIX: gl.constexpr, NT: gl.constexpr, FAR: gl.constexpr,
+    LOOKUP: gl.constexpr = False,
 ):  # fmt: skip
     """Queries as a page's codes meet them: times norms and signs, turned (without the factor), times 2^-k of the tile.
 
-    Also -o times their sums, in units of code sums.
+    Also -o times their sums, in units of code sums. LOOKUP: neither is done where codes are looked up.
     """
     CT: gl.constexpr = D // 16
     MIDDLE: gl.constexpr = -((1 << BITS) - 1) / 2 / (1 << 24)
@@ -134,15 +135,18 @@ def _turned_queries(
             for ct in gl.static_range(CT):
                 y = turned[ct]
                 x = x + (transpose8(pack_half2(y[0], y[1], False)), transpose8(pack_half2(y[2], y[3], False)))
-        sums = (_zero4(lane), _zero4(lane))
-        for ct in gl.static_range(CT):
-            sums = _replace(sums, ct % 2, mma(one, one, one, one, x[2 * ct], x[2 * ct + 1], sums[ct % 2], False))
-        start = start + ((sums[0][0] + sums[1][0]) * MIDDLE, (sums[0][1] + sums[1][1]) * MIDDLE)
-        for ct in gl.static_range(CT):
-            out = out + (
-                _lighten(x[2 * ct], lane, weight(D, BITS, ct)),
-                _lighten(x[2 * ct + 1], lane, weight(D, BITS, ct)),
-            )
+        if LOOKUP:
+            out = out + x
+        else:
+            sums = (_zero4(lane), _zero4(lane))
+            for ct in gl.static_range(CT):
+                sums = _replace(sums, ct % 2, mma(one, one, one, one, x[2 * ct], x[2 * ct + 1], sums[ct % 2], False))
+            start = start + ((sums[0][0] + sums[1][0]) * MIDDLE, (sums[0][1] + sums[1][1]) * MIDDLE)
+            for ct in gl.static_range(CT):
+                out = out + (
+                    _lighten(x[2 * ct], lane, weight(D, BITS, ct)),
+                    _lighten(x[2 * ct + 1], lane, weight(D, BITS, ct)),
+                )
     return out, start
 
 

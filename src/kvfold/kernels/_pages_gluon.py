@@ -11,6 +11,9 @@ its own bytes:
 * Values. The scale of a token multiplies its probability. Sums of a page begin at ``(sum of p) mean - o (sum of w)``, in the
   rotated basis, and join those before in fp32; they are turned back once, at the end.
 * Probabilities carry a power of two that follows the page's largest scale, so that small values keep their digits.
+
+Either side may have codes into a fixed table instead of uniform ones (WORDS, of a row, not 0):
+:mod:`kvfold.kernels._page_lookups`. Tables then lie before the stages.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -27,6 +30,17 @@ from kvfold.kernels._page_codes import (
     prefetch_page,
     scale_at,
     shared_bytes,
+    stage_bytes,
+)
+from kvfold.kernels._page_bytes import mean_signs
+from kvfold.kernels._page_lookups import (
+    ROWS,
+    in_tiles,
+    lookup_matrix,
+    lookup_scores,
+    lookup_values,
+    tables_bytes,
+    with_tables,
 )
 from kvfold.kernels._page_sums import (
     _mean_scores,
@@ -66,7 +80,7 @@ def attend_pages(
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
-    NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr,
+    NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, K_WORDS: gl.constexpr = 0, V_WORDS: gl.constexpr = 0,
 ):  # fmt: skip
     """Attention of ``8 NT`` query rows over pages ``lo`` to ``hi``, which the program's warps share; of ``blocks`` blocks the
     scores count. All warps are done with shared memory at the end.
@@ -83,7 +97,7 @@ def attend_pages(
     K_MEAN_AT: gl.constexpr = mean_at(D, K_BITS, NB)
     K_NORM_AT: gl.constexpr = norm_at(D, K_BITS, NB, K_MEAN)
     SCRATCH: gl.constexpr = V_AT + page_bytes(D, V_BITS, NB, V_MEAN, False)
-    STAGE: gl.constexpr = SCRATCH + 2 * D
+    STAGE: gl.constexpr = stage_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, V_WORDS)
     g = lane // 4
     t = lane % 4
     each = (hi - lo + W - 1) // W
@@ -99,8 +113,9 @@ def attend_pages(
     fetch_page(base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, left, D, K_BITS, K_MEAN, K_NORM, NB, 0)
     copy_commit(lane)
     fetch_page(
-        base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT
-    )
+        base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT,
+        V_WORDS > 0,
+    )  # fmt: skip
     copy_commit(lane)
     if table is not None:  # the numbers of pages are a page ahead of their bytes
         id = gl.load(table + first + 1, mask=count > 1, other=0)
@@ -111,7 +126,7 @@ def attend_pages(
         for i in gl.static_range(NT * CT):  # all warps have the same
             store_shared2(far + 256 * i, q[2 * i], q[2 * i + 1])
         q = far
-    K_FACTOR: gl.constexpr = 16777216.0 * K_MIX**-0.5
+    K_FACTOR: gl.constexpr = (1.0 if K_WORDS else 16777216.0) * K_MIX**-0.5
     code_factor = ()
     for n in gl.static_range(NT):
         code_factor = code_factor + (up[n] * K_FACTOR,)
@@ -119,18 +134,28 @@ def attend_pages(
     matrix = base0 + W * STAGE + lane * 16
     m = hadamard(g, t, K_MIX if K_MIX > 1 else V_MIX, False)
     store_shared4(matrix, as_float(m[0]), as_float(m[1]), as_float(m[2]), as_float(m[3]))
+    k_matrix = matrix
+    if K_WORDS:
+        k_matrix = matrix + (512 + (NT * D * 16 if FAR else 0))
+        m = lookup_matrix(g, t, K_MIX)
+        store_shared4(k_matrix, as_float(m[0]), as_float(m[1]), as_float(m[2]), as_float(m[3]))
     k_sign = lane * 0
     v_sign = lane * 0
     if K_MIX > 1:
         k_sign = sign_bits(k_signs, lane, D)
-    if SAME:
+    if V_WORDS:
+        if V_MEAN:
+            v_sign = mean_signs(v_signs, g, t)
+    elif SAME:
         v_sign = k_sign
     elif V_MIX > 1:
         v_sign = sign_bits(v_signs, lane, D)
+    if K_WORDS or V_WORDS:
+        copy_wait_1(lane)  # tables
     program_sync(lane)
     if not K_NORM:  # what codes meet is the same for all pages
         _norm_words(base, scratch, lane, k_sign, D, False, 0)
-        turned, start = _turned_queries(q, scratch, lane, matrix, D, K_BITS, K_MIX, NT, FAR)
+        turned, start = _turned_queries(q, scratch, lane, k_matrix, D, K_BITS, K_MIX, NT, FAR, K_WORDS > 0)
     top, out, _side = _nothing(lane, CT, NT)
     total = ()
     for _e in gl.static_range(2 * NT):
@@ -148,14 +173,18 @@ def attend_pages(
         copy_wait_1(lane)  # keys of this page
         if K_NORM:
             _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT)
-            turned, start = _turned_queries(q, scratch, lane, matrix, D, K_BITS, K_MIX, NT, FAR)
+            turned, start = _turned_queries(q, scratch, lane, k_matrix, D, K_BITS, K_MIX, NT, FAR, K_WORDS > 0)
         if K_MEAN:
             bias = _mean_scores(q, base, lane, up, D, NT, K_MEAN_AT, FAR)
         else:
             bias = ()
             for _e in gl.static_range(2 * NT):
                 bias = bias + (_zero4(lane)[0],)
-        scores = _page_scores(base, lane, turned, start, bias, code_factor, left, skip, D, K_BITS, NT, NB)
+        if K_WORDS:
+            k_table = base0 - tables_bytes(K_WORDS, V_WORDS)
+            scores = lookup_scores(base, lane, turned, bias, code_factor, left, skip, k_table, D, K_BITS, NT, NB)
+        else:
+            scores = _page_scores(base, lane, turned, start, bias, code_factor, left, skip, D, K_BITS, NT, NB)
         warp_sync(lane)
         fetch_page(
             base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, 0
@@ -164,9 +193,15 @@ def attend_pages(
         copy_wait_1(lane)  # values of this page
         room = _room(base, lane, NB, V_AT + scale_at(D, V_BITS, NB))
         top, factor, p = _probabilities(scores, top, room, 2 * NB, NT)
-        out, total = _page_values(
-            base, lane, p, total, factor, out, v_sign, matrix, D, V_BITS, V_MEAN, V_MIX, NT, NB, V_AT
-        )
+        if V_WORDS:
+            out, total = lookup_values(
+                base, scratch, lane, p, total, factor, out, v_sign, matrix, base0 - ROWS, D, V_BITS, V_MEAN, V_MIX, NT, NB,
+                V_AT, V_AT + mean_at(D, V_BITS, NB),
+            )  # fmt: skip
+        else:
+            out, total = _page_values(
+                base, lane, p, total, factor, out, v_sign, matrix, D, V_BITS, V_MEAN, V_MIX, NT, NB, V_AT
+            )
         warp_sync(lane)
         fetch_page(
             base,
@@ -184,12 +219,16 @@ def attend_pages(
             False,
             NB,
             V_AT,
+            V_WORDS > 0,
         )
         copy_commit(lane)
 
     copy_wait_all(lane)
     program_sync(lane)
-    out = turned_back(out, lane, v_signs, D, V_BITS, V_MIX, NT)
+    if V_WORDS:
+        out = in_tiles(out, base, lane, NT)
+        program_sync(lane)
+    out = turned_back(out, lane, v_signs, D, 0 if V_WORDS else V_BITS, V_MIX, NT)
     return top, out, total
 
 
@@ -235,7 +274,7 @@ def _prefetch_first(
     do_not_specialize_on_alignment=["columns"],
 )  # fmt: skip
 def pages_kernel(
-    q_ptr, k_codes, k_scale, k_mean, k_norm, k_signs, v_codes, v_scale, v_mean, v_signs,
+    q_ptr, k_codes, k_scale, k_mean, k_norm, k_signs, v_codes, v_scale, v_mean, v_signs, k_rows, v_rows,
     packed_len_ptr, sink_k, sink_v, sink_len_ptr, ring_k, ring_v, recent_len_ptr,
     part_out, part_top, part_sum,
     scale, heads, rows, tokens, columns, first_token, capacity, k_pages, v_pages, sinks, slots, splits, dense_splits, parts,
@@ -244,11 +283,12 @@ def pages_kernel(
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr,
-    AHEAD: gl.constexpr, FIRST: gl.constexpr,
+    AHEAD: gl.constexpr, FIRST: gl.constexpr, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 NT`` query rows.
 
     Grid and parts are those of :func:`kvfold.kernels._decode_gluon.decode_kernel`. A stage is a page: NB blocks of 32 tokens.
+    ``k_rows`` and ``v_rows``: repeated rows of tables, where codes are looked up; read whatever the kernel before does.
     ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. MIX is the rotation's block,
     1: none. FAR: the queries lie in shared memory, not in registers. BYTES: see :func:`attend_rows`. AHEAD: what is read
     first comes to L2 before this kernel waits. FIRST: programs for the windows come before the others.
@@ -259,8 +299,15 @@ def pages_kernel(
     thread = gl.arange(0, 32 * W, LAYOUT)
     lane = thread % 32
     warp = thread // 32
+    memory = ()
     if BYTES:
         base0 = shared_base(lane, row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W))
+    elif K_WORDS or V_WORDS:
+        memory, base0 = with_tables(
+            lane, thread, k_rows, v_rows,
+            shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W, K_WORDS, V_WORDS),
+            K_WORDS, V_WORDS,
+        )  # fmt: skip
     else:
         base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
 
@@ -326,7 +373,7 @@ def pages_kernel(
             top, out, total = attend_pages(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR, K_WORDS, V_WORDS,
             )  # fmt: skip
             side = ()
             for n in gl.static_range(NT):
@@ -334,3 +381,5 @@ def pages_kernel(
             _finish(
                 base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, NT, 0
             )
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()

@@ -140,7 +140,7 @@ def compile_pages(
     types = {"q_ptr": width, "scale": "fp32", "k_norm": "*u8"}
     types |= dict.fromkeys(("packed_len_ptr", "sink_len_ptr", "recent_len_ptr"), "*i32")
     types |= dict.fromkeys(("k_codes", "v_codes"), "*i16")
-    types |= dict.fromkeys(("k_scale", "k_mean", "v_scale", "v_mean"), "*fp16")
+    types |= dict.fromkeys(("k_scale", "k_mean", "v_scale", "v_mean", "k_rows", "v_rows"), "*fp16")
     types |= dict.fromkeys(("sink_k", "sink_v", "ring_k", "ring_v"), width)
     types |= dict.fromkeys(("k_signs", "v_signs", "part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(pages_kernel, *_signature(pages_kernel, fixed, types), {})
@@ -162,6 +162,7 @@ def compile_pieces(
     numbers = ("items_ptr", "item_list", "table", "query_start", "seq_lens", "before_ptr", "sink_ptr", "packed_ptr")
     types |= dict.fromkeys((*numbers, "window_table", "counters"), "*i32")
     types |= dict.fromkeys(("window_k", "window_v", "out_ptr", "sinks"), _width(bf16))
+    types |= dict.fromkeys(("k_rows", "v_rows"), "*fp16")
     types |= dict.fromkeys(("k_signs", "v_signs", "part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(shape.kernel, *_signature(shape.kernel, fixed, types), {})
     return _compile(source, capability, num_warps=shape.plan.warps, maxnreg=shape.plan.registers)

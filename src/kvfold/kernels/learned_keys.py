@@ -12,10 +12,10 @@ from kvfold.formats import Format, GroupCodes, Hadamard, Paged, ResidualCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE
-from kvfold.formats.residual import Codebook
 from kvfold.kernels._learned_keys_gluon import learned_keys_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.pages import repeated_rows
 from kvfold.kernels.stored import pages_between, room_between, rotation_of
 from kvfold.kernels.tables import Tables, TablesPlan
 from kvfold.rope import Rope
@@ -24,8 +24,6 @@ ROWS = 4
 """Query rows of a program."""
 WARPS = 8
 """Of a program, one to a multiprocessor."""
-REPEATED = 128
-"""Bytes that copies of a row of values fill."""
 
 
 class LearnedKeyTables(Tables):
@@ -91,7 +89,7 @@ class LearnedKeyTables(Tables):
         mean = book.mean if key_format.centred else rows
         assert mean is not None
         turns = rotation_of(rope, 64, UNIT, 1, 128, device).freq, lane_turns(rope, device)
-        return rows, value_rows(values.on(device)), *turns, mean, basis.signs(device)
+        return rows, repeated_rows(values.on(device)), *turns, mean, basis.signs(device)
 
     def plan_of(self, call: AttentionCall, span: Span) -> TablesPlan:
         batch, heads, rows, _ = call.shape
@@ -126,7 +124,6 @@ def _codes(value_format: Paged) -> ResidualCodes:
 
 
 _keys: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()
-_values: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
 
 
 def key_rows(book: GroupBook) -> torch.Tensor:
@@ -135,14 +132,6 @@ def key_rows(book: GroupBook) -> torch.Tensor:
         groups = book.codes.to(torch.float16).unflatten(1, (2, 4, 4))  # b, t, j
         _keys[book] = groups.permute(0, 1, 4, 2, 3, 5).contiguous()
     return _keys[book]
-
-
-def value_rows(book: Codebook) -> torch.Tensor:
-    """Rows as often as :data:`REPEATED` bytes hold them, made once: fp16 [codes, copies, vector]."""
-    if book not in _values:
-        rows = book.codes[0].to(torch.float16)
-        _values[book] = rows.unsqueeze(1).expand(-1, REPEATED // (2 * rows.shape[-1]), -1).contiguous()
-    return _values[book]
 
 
 @lru_cache(maxsize=64)

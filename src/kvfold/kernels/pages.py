@@ -3,12 +3,15 @@
 import math
 from dataclasses import replace
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 
-from kvfold.formats import Fields, Format, Hadamard, Paged, UniformTokens
+from kvfold.formats import Fields, Format, Hadamard, Paged, ResidualCodes, UniformTokens
 from kvfold.formats.paged import PAGE
+from kvfold.formats.residual import Codebook
 from kvfold.kernels._page_codes import shared_bytes
+from kvfold.kernels._page_lookups import tables_bytes
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._pages_rows_gluon import row_bytes
 from kvfold.kernels.call import Span, Windows
@@ -30,13 +33,16 @@ def unsupported(key_format: Format, value_format: Format) -> str | None:
             return f"{name}: head_dim={form.head_dim}; allowed: 64, 128, 256"
         if form.page != PAGE or form.block != BLOCK:
             return f"{name}: pages of {form.page or 'all'} tokens in blocks of {form.block}; allowed: {PAGE}, {BLOCK}"
-        if not isinstance(form.inner, UniformTokens):
-            return f"{name}: {form.inner.kind} storage in pages; allowed: uniform"
+        if isinstance(form.inner, ResidualCodes):
+            if why := _no_lookups(form, name):
+                return why
+        elif not isinstance(form.inner, UniformTokens):
+            return f"{name}: {form.inner.kind} storage in pages; allowed: uniform, codes into fold's table"
         if form.norm and name == "values":
             return "values: norms per page; allowed: none"
         if form.basis is not None and not isinstance(form.basis, Hadamard):
             return f"{name}: {type(form.basis).__name__.lower()} basis; allowed: hadamard"
-        if form.operand != name[:-1]:
+        if not _words(form) and form.operand != name[:-1]:
             return f"{name}: operand={form.operand}; allowed: {name[:-1]}"
     assert isinstance(key_format, Paged) and isinstance(value_format, Paged)
     turns = {_mix(key_format), _mix(value_format)} - {1}
@@ -44,10 +50,36 @@ def unsupported(key_format: Format, value_format: Format) -> str | None:
         return (
             f"rotations of {' and '.join(map(str, sorted(turns)))} channels; allowed: one of them, or at least 16 each"
         )
-    if program_bytes(key_format, value_format, Plan(1, BLOCKS, 1, 1, 1, 1)) > STATIC_SHARED:
+    if program_bytes(key_format, value_format, Plan(1, BLOCKS, 1, 1, 1, 1)) > most_bytes(key_format, value_format):
         bits = _bits(key_format), _bits(value_format)
         return f"{bits[0]} and {bits[1]} bits at head_dim={key_format.head_dim}: a page is larger than shared memory"
     return None
+
+
+def _no_lookups(form: Paged, name: str) -> str | None:
+    """Why the kernel cannot look up a side's codes; None if it can."""
+    codes = form.inner
+    assert isinstance(codes, ResidualCodes)
+    allowed = (4,) if name == "keys" else (4, 8)
+    if form.head_dim != 128:
+        return f"{name}: {codes.kind} storage at head_dim={form.head_dim}; allowed: 128"
+    if (codes.codes, codes.stages, codes.strided) != (256, 1, False) or codes.vector not in allowed:
+        return f"{name}: {codes.describe()}; allowed: one stage of 256 codes for {' or '.join(map(str, allowed))} neighbours"
+    if codes.book is None:
+        return f"{name}: no codebook"
+    if _mix(form) < 16:
+        return f"{name}: codes of channels that no Hadamard rotation of 16 or more mixes"
+    return None
+
+
+def _words(form: Paged) -> int:
+    """Words of a row of the table that codes are looked up in; 0: they are uniform."""
+    return form.inner.vector // 2 if isinstance(form.inner, ResidualCodes) else 0
+
+
+def most_bytes(key_format: Paged, value_format: Paged) -> int:
+    """Bytes of shared memory that a program may have."""
+    return MOST_BYTES if _words(key_format) or _words(value_format) else STATIC_SHARED
 
 
 def _mix(form: Paged) -> int:
@@ -55,6 +87,8 @@ def _mix(form: Paged) -> int:
 
 
 def _bits(form: Paged) -> int:
+    if isinstance(form.inner, ResidualCodes):
+        return 8 // form.inner.vector
     assert isinstance(form.inner, UniformTokens)
     return form.inner.bits_per_code
 
@@ -65,12 +99,12 @@ def program_bytes(key_format: Paged, value_format: Paged, plan: Plan, far: bool 
         norm, sides = bool(key_format.norm), (key_format, value_format)
         bits, means = [_bits(form) for form in sides], [form.mean for form in sides]
         return int(row_bytes(key_format.head_dim, bits[0], means[0], norm, bits[1], means[1], BLOCKS, plan.warps))
-    return int(
-        shared_bytes(
-            key_format.head_dim, _bits(key_format), key_format.mean, bool(key_format.norm), _bits(value_format),
-            value_format.mean, plan.tiles, BLOCKS, far, plan.warps,
-        )
+    words = _words(key_format), _words(value_format)
+    size = shared_bytes(
+        key_format.head_dim, _bits(key_format), key_format.mean, bool(key_format.norm), _bits(value_format),
+        value_format.mean, plan.tiles, BLOCKS, far, plan.warps, *words,
     )  # fmt: skip
+    return int(tables_bytes(*words) + size)
 
 
 def bytewise(key_format: Paged, value_format: Paged, rows: int) -> bool:
@@ -79,6 +113,7 @@ def bytewise(key_format: Paged, value_format: Paged, rows: int) -> bool:
     return (
         rows <= 4
         and key_format.head_dim == 128
+        and not any(_words(form) for form in sides)
         and all(_bits(form) in (2, 3, 4) for form in sides)
         and len({min(16, _mix(form)) for form in sides}) == 1
     )
@@ -105,7 +140,8 @@ def make_plan(
         dense = math.ceil(window_slots / (16 * 12))
         return Plan(1, BLOCKS, tiles, columns, 1, dense, registers=ALONE_REGISTERS, bytewise=True)
     shapes = [Plan(warps, BLOCKS, tiles, columns, 1, 1, bytewise=narrow) for warps in (4, 2, 1)]
-    shape = next(s for s in shapes if program_bytes(key_format, value_format, s) <= STATIC_SHARED)
+    most = most_bytes(key_format, value_format)
+    shape = next(s for s in shapes if program_bytes(key_format, value_format, s) <= most)
     warps, registers = shape.warps, REGISTERS.get(dim)
     threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
     size = program_bytes(key_format, value_format, shape)
@@ -130,6 +166,8 @@ def make_plan(
 
 REGISTERS: dict[int, int] = {128: 168}
 """Most registers of a thread, by ``head_dim``; as measured on an H200."""
+MOST_BYTES = 99 * 1024
+"""Bytes of shared memory of a program with tables: what any GPU from sm_80 on has."""
 SHORT, ALONE, ALONE_REGISTERS = 64, 12, 128
 """Of sequences with room for so many blocks at most, and so many of their KV heads for each multiprocessor, a warp takes one
 whole and has no other to meet; its registers then."""
@@ -174,12 +212,37 @@ def decode_attention(
 
 def _arrays(form: Paged, stored: Fields, signs: torch.Tensor, norm: bool) -> list[torch.Tensor]:
     """Codes, scales, means (and norms) as the kernel takes them, then the rotation's signs."""
-    names = ["codes", "scale", "mean" if form.mean else "scale", *(["norm" if form.norm else "codes"] if norm else [])]
+    scale = scale_of(form)
+    names = ["codes", scale, "mean" if form.mean else scale, *(["norm" if form.norm else "codes"] if norm else [])]
     arrays = [stored[n] for n in names]
     for x in arrays:
         if not (x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1)):
             raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
     return [*arrays, signs]
+
+
+def scale_of(form: Paged) -> str:
+    """The field that has a scale per token."""
+    return "rms" if _words(form) else "scale"
+
+
+def rows_of(form: Paged, like: torch.Tensor) -> torch.Tensor:
+    """Repeated rows of the table that codes are looked up in, fp16; ``like`` where there is none."""
+    if not isinstance(form.inner, ResidualCodes):
+        return like
+    assert form.inner.book is not None
+    return repeated_rows(form.inner.book.on(like.device))
+
+
+_rows: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
+
+
+def repeated_rows(book: Codebook) -> torch.Tensor:
+    """Rows as often as 128 bytes hold them, made once: graphs know where they are; fp16 [codes, copies, vector]."""
+    if book not in _rows:
+        rows = book.codes[0].to(torch.float16)
+        _rows[book] = rows.unsqueeze(1).expand(-1, 64 // rows.shape[-1], -1).contiguous()
+    return _rows[book]
 
 
 def _pages(form: Paged, stored: Fields) -> int:
@@ -213,6 +276,7 @@ def _launch(
         q,
         *_arrays(key_format, span.keys, _signs(key_format, partials.top), True),
         *_arrays(value_format, span.values, _signs(value_format, partials.top), False),
+        *(rows_of(form, partials.top) for form in (key_format, value_format)),
         windows.packed_len,
         *sink,
         windows.sink_len,
@@ -263,4 +327,6 @@ def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, ea
         "BYTES": plan.bytewise,
         "AHEAD": plan.ahead,
         "FIRST": plan.windows_first,
+        "K_WORDS": _words(key_format),
+        "V_WORDS": _words(value_format),
     }

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._page_codes import shared_bytes
+from kvfold.kernels._page_lookups import with_tables
 from kvfold.kernels._pages_gluon import attend_pages
 from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, row_bytes, turn_signs
 from kvfold.kernels._softmax import LOG2E, _finish
@@ -30,14 +31,14 @@ def fold_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step,
     query_start, seq_lens, before_ptr, sink_ptr, packed_ptr,
     window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head, window_table, window_step,
-    region, page_step, head_step, k_signs, v_signs,
+    region, page_step, head_step, k_signs, v_signs, k_rows, v_rows,
     part_out, part_top, part_sum, counters, out_ptr, out_token, out_head, sinks,
     scale, heads, rows, tokens, columns, seqs, raw_parts,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr,
-    BYTES: gl.constexpr, AT: gl.constexpr, RAW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    BYTES: gl.constexpr, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr, AT: gl.constexpr, RAW: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th (piece, KV head, ``8 NT`` query rows).
 
@@ -52,8 +53,15 @@ def fold_pieces_kernel(
     thread = gl.arange(0, 32 * W, LAYOUT)
     lane = thread % 32
     warp = thread // 32
+    memory = ()
     if BYTES:
         base = shared_base(gl.program_id(0), row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W))
+    elif K_WORDS or V_WORDS:
+        memory, base = with_tables(
+            gl.program_id(0), thread, k_rows, v_rows,
+            shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W, K_WORDS, V_WORDS),
+            K_WORDS, V_WORDS,
+        )  # fmt: skip
     else:
         base = shared_base(gl.program_id(0), shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
     base0 = lane * 0 + base
@@ -96,7 +104,7 @@ def fold_pieces_kernel(
             top, out, total = attend_pages(
                 base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps,
                 q_ptr, row0, column0, rows, scale * LOG2E, varlen, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR, K_WORDS, V_WORDS,
             )  # fmt: skip
             _prefetch_next(following, table, table_step, warp)
             side = ()
@@ -118,3 +126,5 @@ def fold_pieces_kernel(
             seqs, raw_parts, heads, rows, tokens, columns, part_out, part_top, part_sum,
             (counters, out_ptr, out_token, out_head, sinks), scale * LOG2E, D, NT, BF16, RAW, HAS_SINKS,
         )  # fmt: skip
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()

@@ -10,7 +10,7 @@ import torch
 from kvfold.formats import AffineGroups, Fields, Format, Paged
 from kvfold.formats.paged import PAGE
 from kvfold.kernels import decode, pages
-from kvfold.kernels.decode import STATIC_SHARED, Plan
+from kvfold.kernels.decode import Plan
 from kvfold.kernels.paged._affine import affine_pieces_kernel
 from kvfold.kernels.paged._fold import fold_pieces_kernel
 from kvfold.kernels.paged.call import PagedCall
@@ -61,6 +61,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
     stored: tuple[torch.Tensor | int, ...] = (k[0], *steps)
     if isinstance(keys, Paged) and isinstance(values, Paged):
         stored = (*stored, *(pages._signs(form, workspace.top) for form in (keys, values)))
+        stored = (*stored, *(pages.rows_of(form, workspace.top) for form in (keys, values)))
     step, w = call.step, workspace
     if query.stride(1) != query.shape[2]:
         query = query.contiguous()
@@ -126,7 +127,8 @@ def paged_plan(key_format: Paged, value_format: Paged, rows: int) -> tuple[Plan,
     registers = pages.REGISTERS.get(dim)
     narrow = pages.bytewise(key_format, value_format, rows)
     shapes = [Plan(w, pages.BLOCKS, tiles, columns, 1, 0, False, registers, bytewise=narrow) for w in (4, 2, 1)]
-    plan = next(s for s in shapes if pages.program_bytes(key_format, value_format, s) <= STATIC_SHARED)
+    most = pages.most_bytes(key_format, value_format)
+    plan = next(s for s in shapes if pages.program_bytes(key_format, value_format, s) <= most)
     threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
     size = pages.program_bytes(key_format, value_format, plan)
     return plan, max(1, min(threads // (32 * plan.warps), 227 * 1024 // (size + 1024)))
@@ -145,7 +147,8 @@ def affine_plan(key_format: AffineGroups, value_format: AffineGroups, rows: int)
 def arrays(form: Format, stored: Fields) -> list[torch.Tensor]:
     """A side's fields as the kernels take them; what is not there stands for itself in another tensor, and is never read."""
     if isinstance(form, Paged):
-        names = ["codes", "scale", "mean" if form.mean else "scale"]
+        scale = pages.scale_of(form)
+        names = ["codes", scale, "mean" if form.mean else scale]
         if form.operand == "key":
             names.append("norm" if form.norm else "codes")
     else:
