@@ -340,6 +340,12 @@ class Program:
             "high_halves": of_word(lambda a, b: torch.stack((a[..., 1], b[..., 1]), -1)),
             "unpack_half2": lambda x: tuple(halves(x).float().unbind(-1)),
             "_funnel": funnel, "_turn": self.turn, "_byte_twice": lambda x, i: permuted(x, 0x4040 | i | i << 8),
+            "_halves_of": lambda a, b, selector: signed(
+                sum(
+                    (((unsigned(b) << 32) | unsigned(a)) >> 8 * (selector.long() >> 4 * i & 7) & 255) << 8 * i
+                    for i in range(4)
+                )
+            ),
             "_shuffled": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),
             "_weighted_bytes": lambda x, weight, more: more + sum(
                 (x >> 8 * i & 255) * (weight >> 8 * i & 255) for i in range(4)

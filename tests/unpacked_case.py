@@ -112,6 +112,13 @@ ON_GPUS = {
         "scaling": 1.1,
         "slabs": (6,),
     },
+    "groups-4-mean-d128": {
+        "method": by_groups((4, True), (4,), mean=2.0),
+        "rotary": 128,
+        "head_dim": 128,
+        "scaling": 1.1,
+        "slabs": (3, 2),
+    },
     "residual-rounded-d128": {
         "method": residuals(rounded=True),
         "rotary": 128,
