@@ -3,7 +3,7 @@
 A warp decodes 32 tokens. Their codes become operands of ``mma.m16n8k16`` as they lie (those of values once the 8 x 8 pieces of
 their words are transposed), and are multiplied with the basis, which is an operand in shared memory. Its columns stand in such
 an order that a lane's sums are eight adjacent channels of a token: they are stored as 16 bytes, and no number passes from one
-lane to another.
+lane to another. Of a basis that mixes blocks of channels alone no zeros are kept, nor multiplied.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -243,9 +243,9 @@ def _finished(x, scale, norms, means, J: gl.constexpr, MEAN: gl.constexpr, NORM:
 
 @gluon.jit
 def turn_unit(
-    matrix, lane, codes, scale, mean, norm, out, D: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr,
-    KIND: gl.constexpr, VALUE: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr, FACTOR: gl.constexpr,
-    TABLE: gl.constexpr, BF16: gl.constexpr,
+    matrix, lane, codes, scale, mean, norm, out, D: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr,
+    BITS: gl.constexpr, KIND: gl.constexpr, VALUE: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr,
+    FACTOR: gl.constexpr, TABLE: gl.constexpr, BF16: gl.constexpr,
 ):  # fmt: skip
     """Decode 32 tokens. ``matrix``: a lane's address of the basis in shared memory; the others, of the tokens' codes, scales,
     mean, norms and of where they go, are int64 and the same for all lanes."""
@@ -278,11 +278,11 @@ def turn_unit(
         accs = ()
         for _j in gl.static_range(8):
             accs = accs + (_zero4(lane),)
-        for c in gl.static_range(WIDTH // 16):
-            b = load_shared(matrix, 1024 * (i * (WIDTH // 16) + c), 4)
-            b = b + load_shared(matrix, 1024 * (i * (WIDTH // 16) + c) + 512, 4)
+        for c in gl.static_range(BLOCK // 16):
+            b = load_shared(matrix, 1024 * (i * (BLOCK // 16) + c), 4)
+            b = b + load_shared(matrix, 1024 * (i * (BLOCK // 16) + c) + 512, 4)
             for tt in gl.static_range(2):
-                a = x[tt][c]
+                a = x[tt][32 * i // BLOCK * (BLOCK // 16) + c]
                 for j in gl.static_range(4):
                     y = mma(a[0], a[1], a[2], a[3], b[2 * j], b[2 * j + 1], accs[4 * tt + j], False)
                     accs = _replace(accs, 4 * tt + j, y)
@@ -298,19 +298,19 @@ def turn_unit(
 @gluon.jit(do_not_specialize=["units", "count", "room", "pages", "first", "each", "wide"])
 def turned_kernel(
     codes, scale, mean, norm, table, out, units, count, room, pages, first, each, wide,
-    D: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, VALUE: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, VALUE: gl.constexpr,
     MEAN: gl.constexpr, NORM: gl.constexpr, FACTOR: gl.constexpr, TABLE: gl.constexpr, BF16: gl.constexpr,
 ):  # fmt: skip
     """Decode ``count`` units of 32 tokens, ``units`` of each KV head of a sequence, to ``out``, [heads, wide, D].
 
     From one KV head's storage to the next are ``room`` units and ``pages`` pages; a head's ``units`` begin with unit ``first``
-    of its storage, which begins a page. ``table``: the basis as :func:`kvfold.kernels.turned.matrix_of` makes it. A warp
-    decodes ``each`` units, those of the grid's warps lie side by side.
+    of its storage, which begins a page. ``table``: the basis as :func:`kvfold.kernels.turned.matrix_of` makes it; it mixes
+    blocks of BLOCK channels. A warp decodes ``each`` units, those of the grid's warps lie side by side.
     """
     W: gl.constexpr = gl.num_warps()
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
-    SIZE: gl.constexpr = 2 * D * WIDTH
+    SIZE: gl.constexpr = 2 * D * BLOCK
     memory = _allocated(thread, SIZE)
     base = _dynamic_base(lane)
     program_sync(lane)
@@ -337,6 +337,6 @@ def turned_kernel(
         turn_unit(
             base + lane * 16, lane, codes.to(gl.int64) + block * CODE, scale.to(gl.int64) + block * 64,
             mean.to(gl.int64) + page * (2 * D), norm.to(gl.int64) + page * D, to,
-            D, WIDTH, BITS, KIND, VALUE, MEAN, NORM, FACTOR, TABLE, BF16,
+            D, WIDTH, BLOCK, BITS, KIND, VALUE, MEAN, NORM, FACTOR, TABLE, BF16,
         )  # fmt: skip
     memory._keep_alive()

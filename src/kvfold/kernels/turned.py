@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvfold.formats import Fields, Format, Lookup, Paged, SignSketch, UniformTokens
-from kvfold.formats.basis import Basis
+from kvfold.formats.basis import Basis, Hadamard
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.device import multiprocessors
@@ -33,17 +33,24 @@ def serves(form: Format, device: torch.device) -> bool:
     return isinstance(own, UniformTokens) and own.bits_per_code in (1, 2, 3, 4)
 
 
+def mixed(form: Paged) -> int:
+    """Channels of the blocks, at least 32, that the basis mixes."""
+    return max(form.basis.block, 32) if isinstance(form.basis, Hadamard) else width_of(inner(form))
+
+
 @lru_cache(maxsize=1024)  # graphs know where they are
-def matrix_of(basis: Basis, width: int, device: torch.device) -> torch.Tensor:
-    """The basis as second operands, fp16 [d / 32, width / 16, 2, 32 lanes, 2, 2, 2].
+def matrix_of(basis: Basis, width: int, block: int, device: torch.device) -> torch.Tensor:
+    """The basis, which mixes blocks of ``block`` channels, as second operands, fp16 [d / 32, block / 16, 2, 32 lanes, 2, 2, 2].
 
     Of four tiles of eight columns column g of tile j is channel ``8 (g // 2) + 2j + g % 2`` of 32: a lane's two columns of each
     are eight adjacent channels.
     """
     matrix = basis_matrix(basis, width, device, False)
     # of rows: tile, half, t, pair; of columns: 32 channels, g // 2, tiles 2i and 2i + 1, which, g % 2
-    tiles = matrix.unflatten(-1, (-1, 4, 2, 2, 2)).unflatten(0, (-1, 2, 4, 2))
-    return tiles.permute(4, 0, 6, 5, 8, 2, 7, 1, 3).contiguous()
+    tiles = matrix.unflatten(-1, (-1, 4, 2, 2, 2)).unflatten(0, (-1, 2, 4, 2)).permute(4, 0, 6, 5, 8, 2, 7, 1, 3)
+    own = torch.arange(width // block, device=device)  # of 32 channels, the rows of their block
+    blocks = tiles.unflatten(1, (-1, block // 16)).unflatten(0, (len(own), -1))
+    return blocks[own, :, own].flatten(0, 1).contiguous()
 
 
 def constants(form: Format, bf16: bool) -> dict[str, Any]:
@@ -64,6 +71,7 @@ def constants(form: Format, bf16: bool) -> dict[str, Any]:
     return {
         "D": form.head_dim,
         "WIDTH": width_of(own),
+        "BLOCK": mixed(form),
         "BITS": bits,
         "KIND": kind,
         "VALUE": own.operand == "value",
@@ -82,6 +90,12 @@ def width_of(own: Format) -> int:
 def options(width: int) -> dict[str, int]:
     """Launch options."""
     return {"num_warps": WARPS, "maxnreg": REGISTERS[width]}
+
+
+def make_tables(form: Paged, device: torch.device) -> None:
+    """Make what :func:`unpack_turned` reads, on the current stream."""
+    assert form.basis is not None
+    matrix_of(form.basis, width_of(inner(form)), mixed(form), device)
 
 
 def arrays(form: Format, fields: Fields) -> tuple[torch.Tensor, ...]:
@@ -107,7 +121,7 @@ def unpack_turned(form: Format, fields: Fields, first: int, out: torch.Tensor) -
     each = max(1, math.ceil(count / (multiprocessors(out.device) * resident * WARPS)))
     turned_kernel[(math.ceil(count / (each * WARPS)),)](
         *arrays(form, fields),
-        matrix_of(form.basis, width, out.device),
+        matrix_of(form.basis, width, mixed(form), out.device),
         out,
         units,
         count,
