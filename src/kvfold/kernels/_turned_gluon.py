@@ -27,6 +27,7 @@ from kvfold.kernels._warp import (
     program_sync,
     transpose8,
     unpack_half2,
+    warp_sync,
 )
 
 KIND_UNIFORM, KIND_LEVELS = gl.constexpr(UNIFORM), gl.constexpr(LEVELS)
@@ -207,17 +208,17 @@ def operands(
 
 
 @gluon.jit
-def _channels(mean, norm, I: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr):
-    """Norms and means of channels 32 I + 8t to 32 I + 8t + 7 of a page, from words with those of all of a lane's channels."""
+def _channels(mean, norm, MEAN: gl.constexpr, NORM: gl.constexpr):
+    """Norms and means of eight channels of a page, from words with them."""
     means = ()
     norms = ()
     if MEAN:
         for j in gl.static_range(4):
-            a, b = unpack_half2(mean[4 * I + j])
+            a, b = unpack_half2(mean[j])
             means = means + (a, b)
     if NORM:
         for j in gl.static_range(8):
-            norms = norms + (exp2_fast(byte_number(norm[2 * I + j // 4], j % 4) * (-1.0 / 48)),)
+            norms = norms + (exp2_fast(byte_number(norm[j // 4], j % 4) * (-1.0 / 48)),)
     return norms, means
 
 
@@ -256,14 +257,7 @@ def turn_unit(
         words = words + load_words4(codes + lane * 16, 512 * i)
     scales = ()
     for r in gl.static_range(4):
-        scales = scales + (load_half(scale + (g + 8 * r) * 2) * FACTOR,)
-    means = ()
-    norms = ()
-    for i in gl.static_range(D // 32):
-        if MEAN:
-            means = means + load_words4(mean + t * 16, 64 * i)
-        if NORM:
-            norms = norms + load_words2(norm + t * 8, 32 * i)
+        scales = scales + (load_half(scale + g * 2 + 16 * r) * FACTOR,)
     if VALUE:
         words = transposed(words)
     if KIND == KIND_LEVELS:
@@ -274,7 +268,14 @@ def turn_unit(
     )
     to = out + g * (2 * D) + t * 16
     for i in gl.static_range(D // 32):
-        own_norms, own_means = _channels(means, norms, i, MEAN, NORM)
+        if i:
+            warp_sync(lane)  # or reads of channels to come are begun so early that registers do not suffice
+        means = ()
+        norms = ()
+        if MEAN:
+            means = load_words4(mean + t * 16, 64 * i)
+        if NORM:
+            norms = load_words2(norm + t * 8, 32 * i)
         accs = ()
         for _j in gl.static_range(8):
             accs = accs + (_zero4(lane),)
@@ -286,12 +287,13 @@ def turn_unit(
                 for j in gl.static_range(4):
                     y = mma(a[0], a[1], a[2], a[3], b[2 * j], b[2 * j + 1], accs[4 * tt + j], False)
                     accs = _replace(accs, 4 * tt + j, y)
+        norms, means = _channels(means, norms, MEAN, NORM)
         for r in gl.static_range(4):
             y = ()
             for j in gl.static_range(4):
                 acc = accs[4 * (r // 2) + j]
                 pair = (acc[2 * (r % 2)], acc[2 * (r % 2) + 1])
-                y = y + (_finished(pair, scales[r], own_norms, own_means, j, MEAN, NORM, BF16),)
+                y = y + (_finished(pair, scales[r], norms, means, j, MEAN, NORM, BF16),)
             store_words4(to + (8 * r * 2 * D + 64 * i), y[0], y[1], y[2], y[3])
 
 

@@ -15,8 +15,8 @@ from kvfold.kernels.stored import basis_matrix, inner, pages_between, room_betwe
 
 HEAD_DIM = 128
 WARPS = 4
-REGISTERS = {128: 168, 256: 255}
-"""Of a thread, by channels that are stored: operands of 32 tokens are held."""
+REGISTERS = {64: 128, 128: 168, 256: 255}
+"""Of a thread, by channels that a basis mixes: with more, more is held at once."""
 
 
 def serves(form: Format, device: torch.device) -> bool:
@@ -87,9 +87,9 @@ def width_of(own: Format) -> int:
     return own.sketches[0] if isinstance(own, SignSketch) else own.head_dim
 
 
-def options(width: int) -> dict[str, int]:
+def options(form: Paged) -> dict[str, int]:
     """Launch options."""
-    return {"num_warps": WARPS, "maxnreg": REGISTERS[width]}
+    return {"num_warps": WARPS, "maxnreg": REGISTERS[max(64, mixed(form))]}
 
 
 def make_tables(form: Paged, device: torch.device) -> None:
@@ -116,12 +116,12 @@ def unpack_turned(form: Format, fields: Fields, first: int, out: torch.Tensor) -
     assert isinstance(form, Paged) and form.basis is not None and tokens % UNIT == 0
     units = tokens // UNIT
     count = units * batch * heads
-    width = width_of(inner(form))
-    resident = (1 << 16) // (32 * WARPS * REGISTERS[width])  # programs of a multiprocessor
+    launch = options(form)
+    resident = (1 << 16) // (32 * WARPS * launch["maxnreg"])  # programs of a multiprocessor
     each = max(1, math.ceil(count / (multiprocessors(out.device) * resident * WARPS)))
     turned_kernel[(math.ceil(count / (each * WARPS)),)](
         *arrays(form, fields),
-        matrix_of(form.basis, width, mixed(form), out.device),
+        matrix_of(form.basis, width_of(inner(form)), mixed(form), out.device),
         out,
         units,
         count,
@@ -131,5 +131,5 @@ def unpack_turned(form: Format, fields: Fields, first: int, out: torch.Tensor) -
         each,
         out.stride(1) // out.stride(2),
         **constants(form, out.dtype == torch.bfloat16),
-        **options(width),
+        **launch,
     )
