@@ -198,8 +198,8 @@ class Program:
         return self.shared.read(address + offset, torch.int16).squeeze(-1).to(torch.int32) & 0xFFFF
 
     def copy_async(self, to, source, size, active, to_more, source_more, guarded):
-        assert guarded and bool((size == 16).all())
-        on = (active != 0).broadcast_to(to.shape)
+        assert bool((size == 16).all())
+        on = (active != 0).broadcast_to(to.shape) if guarded else torch.ones(to.shape, dtype=torch.bool)
         if on.any():
             source = source.broadcast_to(to.shape)[on] + source_more
             assert bool((source % 16 == 0).all()) and bool(((to[on] + to_more) % 16 == 0).all())
@@ -316,6 +316,7 @@ class Program:
             "_ones_of": lambda x: sum(unsigned(x) >> i & 1 for i in range(32)).to(torch.int32),
             "_store_short": self.store_short, "load_outlier": self.load_outlier,
             "_replaced": of_word(lambda x, y: torch.where(y != 0, y, x)), "load_words4": self.load_words4,
+            "load_words2": lambda at, more: tuple(self.memory.read(at + more, torch.int32, 2).unbind(-1)),
             "operand_words": self.load_words4,
             "store_shared2": lambda to, a, b: self.shared.write(to, torch.stack((a, b), -1)),
             "select": lambda a, b, mask: a & signed(tensor(mask)) | b & ~signed(tensor(mask)),
