@@ -208,8 +208,9 @@ class Program:
         return self.shared.read(address + offset, torch.int16).squeeze(-1).to(torch.int32) & 0xFFFF
 
     def copy_async(self, to, source, size, active, to_more, source_more, guarded):
-        assert guarded and bool(((size == 16) | (size == 0)).all())
-        on, size = (active != 0).broadcast_to(to.shape), size.broadcast_to(to.shape)
+        assert bool(((size == 16) | (size == 0)).all())
+        on = (active != 0).broadcast_to(to.shape) if guarded else torch.ones(to.shape, dtype=torch.bool)
+        size = size.broadcast_to(to.shape)
         if (empty := on & (size == 0)).any():
             self.shared.write(to[empty] + to_more, torch.zeros(int(empty.sum()), 16, dtype=torch.uint8))
         on = on & (size == 16)
@@ -332,6 +333,7 @@ class Program:
             "_ones_of": lambda x: sum(unsigned(x) >> i & 1 for i in range(32)).to(torch.int32),
             "_store_short": self.store_short, "load_outlier": self.load_outlier,
             "_replaced": of_word(lambda x, y: torch.where(y != 0, y, x)), "load_words4": self.load_words4,
+            "load_words2": lambda at, more: tuple(self.memory.read(at + more, torch.int32, 2).unbind(-1)),
             "operand_words": self.load_words4,
             "store_shared2": lambda to, a, b: self.shared.write(to, torch.stack((a, b), -1)),
             "select": lambda a, b, mask: a & signed(tensor(mask)) | b & ~signed(tensor(mask)),
@@ -357,6 +359,12 @@ class Program:
             "high_halves": of_word(lambda a, b: torch.stack((a[..., 1], b[..., 1]), -1)),
             "unpack_half2": lambda x: tuple(halves(x).float().unbind(-1)),
             "_funnel": funnel, "_turn": self.turn, "_byte_twice": lambda x, i: permuted(x, 0x4040 | i | i << 8),
+            "_halves_of": lambda a, b, selector: signed(
+                sum(
+                    (((unsigned(b) << 32) | unsigned(a)) >> 8 * (selector.long() >> 4 * i & 7) & 255) << 8 * i
+                    for i in range(4)
+                )
+            ),
             "_shuffled": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),
             "_weighted_bytes": lambda x, weight, more: more + sum(
                 (x >> 8 * i & 255) * (weight >> 8 * i & 255) for i in range(4)

@@ -92,6 +92,12 @@ FORMATS = {
 ON_GPUS = {
     "turboquant-3bit-fragments-d128": {"method": fragments("turboquant:bits=3"), "head_dim": 128, "slabs": (4, 2)},
     "qjl-fragments-d128": {"method": fragments("qjl"), "head_dim": 128},
+    "fold-2bit-codes-d128": {
+        "method": fragments("fold:bits=2,codebook=true"),
+        "head_dim": 128,
+        "slabs": (4, 2),
+    },
+    "fold-1bit-codes-d128": {"method": fragments("fold:bits=1,codebook=true"), "head_dim": 128},
     "fold-1bit-d128": {"method": fragments("fold:bits=1"), "head_dim": 128},
     "commvq-rounded-d128": {
         "method": commvq(11, 64, 128, rounded=True),
@@ -111,6 +117,13 @@ ON_GPUS = {
         "head_dim": 128,
         "scaling": 1.1,
         "slabs": (6,),
+    },
+    "groups-4-mean-d128": {
+        "method": by_groups((4, True), (4,), mean=2.0),
+        "rotary": 128,
+        "head_dim": 128,
+        "scaling": 1.1,
+        "slabs": (3, 2),
     },
     "residual-rounded-d128": {
         "method": residuals(rounded=True),

@@ -20,8 +20,11 @@ FORMATS = {
     "vqllm-2bit": residuals((8, 32, 256), (8, 32, 256), rounded=True),
     "tasq": by_groups((8, True), (8,), mean=2.0),
     "tasq-no-mean": by_groups((8, True), (8,)),
+    "tasq-2bit": by_groups((4, True), (4,), mean=2.0),
+    "tasq-2bit-no-mean": by_groups((4, True), (4,)),
 }
-FIRST, TOKENS, ROOM = 128, 96, 128
+FIRST, TOKENS = 128, 96
+LIMIT = {torch.float16: 1e-3, torch.bfloat16: 3e-3}
 
 
 class Emulated:
@@ -49,24 +52,40 @@ def on_a_cpu(monkeypatch):
 def test_numbers_are_those_of_the_format(name, side, dtype):
     if name == "commvq" and side == "values":
         pytest.skip("CommVQ's values are bits")
+    assert error(name, side, dtype, "cpu") < LIMIT[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_on_a_gpu(name, side, dtype):
+    if name == "commvq" and side == "values":
+        pytest.skip("CommVQ's values are bits")
+    assert error(name, side, dtype, "cuda", blocks=40) < LIMIT[dtype]
+
+
+def error(name, side, dtype, device, blocks=8):
+    """Relative RMS error of 96 tokens from the second page on, or of all from there."""
     case = Case(
-        FORMATS[name], head_dim=128, rotary=128, scaling=1.1, packed=(8 * 32,), slabs=(8,),
+        FORMATS[name], head_dim=128, rotary=128, scaling=1.1, packed=(blocks * 32,), slabs=(blocks,), device=device,
         unproject=None if name != "commvq" else unproject,
     )  # fmt: skip
-    call = case.call
+    call, tokens = case.call, TOKENS if device == "cpu" else blocks * 32 - FIRST
     span, keys = call.spans[0], side == "keys"
     form, fields = (call.key_format, span.keys) if keys else (call.value_format, span.values)
-    want = form.decode(fields)[:, :, FIRST : FIRST + TOKENS].float()
+    want = form.decode(fields)[:, :, FIRST : FIRST + tokens].float()
     rope, place = None, None
     if keys:
         rope, place = call.rope, call.first_position + 100_000
         exact = Rope(rope.inv_freq.double(), rope.scaling)
-        want = exact.rotate(want, (place[:, None] + span.start + FIRST + torch.arange(TOKENS))[:, None]).float()
-    whole = torch.full((*want.shape[:2], ROOM, 128), float("nan"), dtype=dtype)
-    unpack_tables.unpack_tables(form, fields, span.start, FIRST, whole[:, :, :TOKENS], rope, place)
-    assert whole[:, :, TOKENS:].isnan().all()
-    error = (whole[:, :, :TOKENS].float() - want).norm() / want.norm()
-    assert error < (1e-3 if dtype == torch.float16 else 3e-3)
+        at = place[:, None] + span.start + FIRST + torch.arange(tokens, device=device)
+        want = exact.rotate(want, at[:, None]).float()
+    whole = torch.full((*want.shape[:2], tokens + 32, 128), float("nan"), dtype=dtype, device=device)
+    unpack_tables.unpack_tables(form, fields, span.start, FIRST, whole[:, :, :tokens], rope, place)
+    assert whole[:, :, tokens:].isnan().all()
+    return (whole[:, :, :tokens].float() - want).norm() / want.norm()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -77,17 +96,35 @@ def test_compiles_with_few_spills(name):
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
-def test_codes_of_groups_compile_without_spills(bf16):
-    for form in FORMATS["tasq"](128, "cpu"):
+@pytest.mark.parametrize("name", ["tasq", "tasq-2bit"])
+def test_codes_of_groups_compile_without_spills(name, bf16):
+    for form in FORMATS[name](128, "cpu"):
         report = compile_unpack_tables(form, bf16)
         assert report.spilled == 0 and report.shared <= 114 << 10  # two programs on a multiprocessor
 
 
 @pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_rows_of_four_channels_never_meet_in_a_bank(side, monkeypatch):
+    """A half of a warp reads 8 bytes a lane at once, from as many banks."""
+    read, seen = lanes.Program.load_shared, []
+
+    def load_shared(self, address, offset, count):
+        if count == 2 and int((address + offset).max()) < 1024 + 65536:
+            seen.append((address + offset).view(-1, 16) // 8)
+        return read(self, address, offset, count)
+
+    monkeypatch.setattr(lanes.Program, "load_shared", load_shared)
+    assert error("tasq-2bit", side, torch.float16, "cpu") < LIMIT[torch.float16]
+    assert seen and all(len(set((half % 16).tolist())) == 16 for x in seen for half in x)
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("name", ["tasq", "tasq-2bit"])
 @pytest.mark.parametrize(("norm", "mean"), [(2e4, 1e-3), (1e-4, 3e4), (0.0, 1.0), (1.0, 0.0), (6e-8, 6e-8)])
-def test_keys_of_groups_whose_norms_and_mean_are_far_apart(norm, mean):
+def test_keys_of_groups_whose_norms_and_mean_are_far_apart(norm, mean, name):
     """They are rotated as numbers of fp16 whatever their size."""
-    case = Case(FORMATS["tasq"], head_dim=128, rotary=128, packed=(8 * 32,), slabs=(8,))
+    case = Case(FORMATS[name], head_dim=128, rotary=128, packed=(8 * 32,), slabs=(8,))
     call = case.call
     span, form = call.spans[0], call.key_format
     book = form.book.on(torch.device("cpu"))
@@ -107,6 +144,8 @@ def test_keys_of_groups_whose_norms_and_mean_are_far_apart(norm, mean):
 def test_which_formats_it_serves(monkeypatch):
     monkeypatch.setattr(unpack_tables, "program_memory", lambda device: 227 << 10)
     gpu, rope = torch.device("cuda"), Rope(torch.ones(64))
+    assert not any(unpack_tables.serves(FORMATS["tasq-2bit"](128, "cpu")[i], (rope, None)[i], gpu) for i in range(2))
+    monkeypatch.setattr(unpack_tables, "SEEN", {4, 8})
     for name, formats in FORMATS.items():
         keys, values = formats(128, "cpu")
         assert unpack_tables.serves(keys, rope, gpu) and not unpack_tables.serves(keys, None, gpu)

@@ -1,9 +1,13 @@
-"""Codes in tensor-core order that a basis turns (fold, TurboQuant, QJL's keys), unpacked to 16 bits.
+"""Codes that a basis turns (fold, TurboQuant, QJL's keys), unpacked to 16 bits.
 
 A warp decodes 32 tokens. Their codes become operands of ``mma.m16n8k16`` as they lie (those of values once the 8 x 8 pieces of
 their words are transposed), and are multiplied with the basis, which is an operand in shared memory. Its columns stand in such
 an order that a lane's sums are eight adjacent channels of a token: they are stored as 16 bytes, and no number passes from one
-lane to another.
+lane to another. Of a basis that mixes blocks of channels alone no zeros are kept, nor multiplied.
+
+Codes of four or eight channels stand for rows of a fixed table (fold with ``codebook``). It lies in shared memory as often as
+fills 128 bytes for each code: every lane that reads at once has a copy of its own, and they never meet in a bank. A lane's row
+is a part of an operand as it is, since the rows of the basis stand in the order that its channels come in.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -14,7 +18,7 @@ from kvfold.kernels._affine_codes import _field, _main, _operand, code_bytes
 from kvfold.kernels._fragment_codes import LEVELS, UNIFORM, level_operands, masked_words
 from kvfold.kernels._fragment_lookup import fma_half2
 from kvfold.kernels._registers import _item, _replace, _zero4
-from kvfold.kernels._tables_gluon import _allocated, _dynamic_base
+from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, _weighted_bytes, reserved
 from kvfold.kernels._warp import (
     copy_async,
     copy_commit,
@@ -27,9 +31,12 @@ from kvfold.kernels._warp import (
     program_sync,
     transpose8,
     unpack_half2,
+    warp_sync,
 )
 
-KIND_UNIFORM, KIND_LEVELS = gl.constexpr(UNIFORM), gl.constexpr(LEVELS)
+ROWS = 7
+"""A kind of codes beside those of :mod:`kvfold.kernels._fragment_codes`."""
+KIND_UNIFORM, KIND_LEVELS, KIND_ROWS = gl.constexpr(UNIFORM), gl.constexpr(LEVELS), gl.constexpr(ROWS)
 MAGIC = gl.constexpr(0x64006400)  # two fp16 1024: with a number below 1024 in the last ten bits, that much more
 
 
@@ -53,6 +60,13 @@ def load_words4(address, OFFSET: gl.constexpr):
 def load_words2(address, OFFSET: gl.constexpr):
     asm: gl.constexpr = _stream_asm(2, OFFSET)
     return gl.inline_asm_elementwise(asm, "=r,=r,l", [address], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def load_word(address):
+    return gl.inline_asm_elementwise(
+        "ld.global.nc.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -203,21 +217,69 @@ def operands(
     return out
 
 
+# ---- codes of a table's rows ----------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def rows_bytes(kind):
+    """Bytes of the table's copies."""
+    return 32768 if kind == ROWS else 0
+
+
+@gluon.jit
+def _rows_of(word, rows, lane, BITS: gl.constexpr):
+    """16 adjacent channels of a token, eight words: of four codes of four channels, or (BITS 1) two of eight, which the
+    lane's half of the word has.
+
+    Words that are loaded together lie in registers beside each other, words of an operand in others: the compiler copies them
+    for every product, but what it calculates once. So it is not to know that a grid of one dimension has no third.
+    """
+    unknown = gl.program_id(2)
+    out = ()
+    for i in gl.static_range(2 * BITS):
+        weight = (lane * 0 + 128) << (8 * i)
+        if BITS == 1:
+            weight = weight << (lane % 2 * 16)
+        row = load_shared(_weighted_bytes(word, weight, rows), 0, 4 // BITS)
+        for j in gl.static_range(4 // BITS):
+            out = out + (row[j] ^ unknown,)
+    return out
+
+
+@gluon.jit
+def row_operands(words, rows, lane, FIRST: gl.constexpr, COUNT: gl.constexpr, PARTS: gl.constexpr, BITS: gl.constexpr):
+    """Numbers of the codes of 32 tokens, COUNT parts of 64 channels of all PARTS: :func:`operands` of each 16 tokens, but that
+    tile c of a part has channels 16 t + 4 c to 16 t + 4 c + 3 in lane t of every four.
+
+    ``words``: a lane's codes of the parts of its four tokens; ``rows``: its address of the table.
+    """
+    out = ()
+    for tt in gl.static_range(2):
+        made = ()
+        for part in gl.static_range(FIRST, FIRST + COUNT):
+            near = _rows_of(words[2 * tt * PARTS + part], rows, lane, BITS)
+            far = _rows_of(words[(2 * tt + 1) * PARTS + part], rows, lane, BITS)
+            for c in gl.static_range(4):
+                made = made + ((near[2 * c], far[2 * c], near[2 * c + 1], far[2 * c + 1]),)
+        out = out + (made,)
+    return out
+
+
 # ---- 32 tokens ------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _channels(mean, norm, I: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr):
-    """Norms and means of channels 32 I + 8t to 32 I + 8t + 7 of a page, from words with those of all of a lane's channels."""
+def _channels(mean, norm, MEAN: gl.constexpr, NORM: gl.constexpr):
+    """Norms and means of eight channels of a page, from words with them."""
     means = ()
     norms = ()
     if MEAN:
         for j in gl.static_range(4):
-            a, b = unpack_half2(mean[4 * I + j])
+            a, b = unpack_half2(mean[j])
             means = means + (a, b)
     if NORM:
         for j in gl.static_range(8):
-            norms = norms + (exp2_fast(byte_number(norm[2 * I + j // 4], j % 4) * (-1.0 / 48)),)
+            norms = norms + (exp2_fast(byte_number(norm[j // 4], j % 4) * (-1.0 / 48)),)
     return norms, means
 
 
@@ -243,83 +305,104 @@ def _finished(x, scale, norms, means, J: gl.constexpr, MEAN: gl.constexpr, NORM:
 
 @gluon.jit
 def turn_unit(
-    matrix, lane, codes, scale, mean, norm, out, D: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr,
-    KIND: gl.constexpr, VALUE: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr, FACTOR: gl.constexpr,
-    TABLE: gl.constexpr, BF16: gl.constexpr,
+    matrix, rows, lane, codes, scale, mean, norm, out, D: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr,
+    BITS: gl.constexpr, KIND: gl.constexpr, VALUE: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr,
+    FACTOR: gl.constexpr, TABLE: gl.constexpr, BF16: gl.constexpr,
 ):  # fmt: skip
-    """Decode 32 tokens. ``matrix``: a lane's address of the basis in shared memory; the others, of the tokens' codes, scales,
-    mean, norms and of where they go, are int64 and the same for all lanes."""
+    """Decode 32 tokens. ``matrix``: a lane's address of the basis in shared memory; ``rows``: of the table, if there is one;
+    the others, of the tokens' codes, scales, mean, norms and of where they go, are int64 and the same for all lanes."""
     g = lane // 4
     t = lane % 4
     words = ()
-    for i in gl.static_range(code_bytes(WIDTH, BITS) // 512):
-        words = words + load_words4(codes + lane * 16, 512 * i)
+    if KIND == KIND_ROWS:
+        at = codes + (g * (WIDTH // 8 * BITS) + t * BITS // 2 * 4)
+        for r in gl.static_range(4):
+            for part in gl.static_range(WIDTH // 64):
+                words = words + (load_word(at + (WIDTH * BITS * r + 8 * BITS * part)),)
+    else:
+        for i in gl.static_range(code_bytes(WIDTH, BITS) // 512):
+            words = words + load_words4(codes + lane * 16, 512 * i)
     scales = ()
     for r in gl.static_range(4):
-        scales = scales + (load_half(scale + (g + 8 * r) * 2) * FACTOR,)
-    means = ()
-    norms = ()
-    for i in gl.static_range(D // 32):
-        if MEAN:
-            means = means + load_words4(mean + t * 16, 64 * i)
-        if NORM:
-            norms = norms + load_words2(norm + t * 8, 32 * i)
-    if VALUE:
+        scales = scales + (load_half(scale + g * 2 + 16 * r) * FACTOR,)
+    if VALUE and KIND != KIND_ROWS:
         words = transposed(words)
     if KIND == KIND_LEVELS:
         words = masked_words(words, WIDTH, BITS)
-    x = (
-        operands(words, lane, 0, WIDTH, BITS, KIND, TABLE),
-        operands(words, lane, 1, WIDTH, BITS, KIND, TABLE),
-    )
+    x = ()
+    if KIND != KIND_ROWS:
+        x = (
+            operands(words, lane, 0, WIDTH, BITS, KIND, TABLE),
+            operands(words, lane, 1, WIDTH, BITS, KIND, TABLE),
+        )
     to = out + g * (2 * D) + t * 16
     for i in gl.static_range(D // 32):
-        own_norms, own_means = _channels(means, norms, i, MEAN, NORM)
+        if KIND == KIND_ROWS and 32 * i % BLOCK == 0:
+            x = row_operands(words, rows, lane, 32 * i // BLOCK * (BLOCK // 64), BLOCK // 64, WIDTH // 64, BITS)
+        if i:
+            warp_sync(lane)  # or reads of channels to come are begun so early that registers do not suffice
+        means = ()
+        norms = ()
+        if MEAN:
+            means = load_words4(mean + t * 16, 64 * i)
+        if NORM:
+            norms = load_words2(norm + t * 8, 32 * i)
         accs = ()
         for _j in gl.static_range(8):
             accs = accs + (_zero4(lane),)
-        for c in gl.static_range(WIDTH // 16):
-            b = load_shared(matrix, 1024 * (i * (WIDTH // 16) + c), 4)
-            b = b + load_shared(matrix, 1024 * (i * (WIDTH // 16) + c) + 512, 4)
+        for c in gl.static_range(BLOCK // 16):
+            b = load_shared(matrix, 1024 * (i * (BLOCK // 16) + c), 4)
+            b = b + load_shared(matrix, 1024 * (i * (BLOCK // 16) + c) + 512, 4)
             for tt in gl.static_range(2):
-                a = x[tt][c]
+                if KIND == KIND_ROWS:
+                    a = x[tt][c]
+                else:
+                    a = x[tt][32 * i // BLOCK * (BLOCK // 16) + c]
                 for j in gl.static_range(4):
                     y = mma(a[0], a[1], a[2], a[3], b[2 * j], b[2 * j + 1], accs[4 * tt + j], False)
                     accs = _replace(accs, 4 * tt + j, y)
+        norms, means = _channels(means, norms, MEAN, NORM)
         for r in gl.static_range(4):
             y = ()
             for j in gl.static_range(4):
                 acc = accs[4 * (r // 2) + j]
                 pair = (acc[2 * (r % 2)], acc[2 * (r % 2) + 1])
-                y = y + (_finished(pair, scales[r], own_norms, own_means, j, MEAN, NORM, BF16),)
+                y = y + (_finished(pair, scales[r], norms, means, j, MEAN, NORM, BF16),)
             store_words4(to + (8 * r * 2 * D + 64 * i), y[0], y[1], y[2], y[3])
 
 
 @gluon.jit(do_not_specialize=["units", "count", "room", "pages", "first", "each", "wide"])
 def turned_kernel(
-    codes, scale, mean, norm, table, out, units, count, room, pages, first, each, wide,
-    D: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, VALUE: gl.constexpr,
+    codes, scale, mean, norm, table, rows, out, units, count, room, pages, first, each, wide,
+    D: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, VALUE: gl.constexpr,
     MEAN: gl.constexpr, NORM: gl.constexpr, FACTOR: gl.constexpr, TABLE: gl.constexpr, BF16: gl.constexpr,
 ):  # fmt: skip
     """Decode ``count`` units of 32 tokens, ``units`` of each KV head of a sequence, to ``out``, [heads, wide, D].
 
     From one KV head's storage to the next are ``room`` units and ``pages`` pages; a head's ``units`` begin with unit ``first``
-    of its storage, which begins a page. ``table``: the basis as :func:`kvfold.kernels.turned.matrix_of` makes it. A warp
-    decodes ``each`` units, those of the grid's warps lie side by side.
+    of its storage, which begins a page. ``table``: the basis as :func:`kvfold.kernels.turned.matrix_of` makes it; it mixes
+    blocks of BLOCK channels. ``rows``: of KIND_ROWS, as :func:`kvfold.kernels.turned.copies` makes them. A warp decodes
+    ``each`` units, those of the grid's warps lie side by side.
     """
     W: gl.constexpr = gl.num_warps()
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
-    SIZE: gl.constexpr = 2 * D * WIDTH
-    memory = _allocated(thread, SIZE)
+    SIZE: gl.constexpr = 2 * D * BLOCK
+    ROWS_SIZE: gl.constexpr = rows_bytes(KIND)
+    memory = reserved(thread, SIZE + ROWS_SIZE)
     base = _dynamic_base(lane)
     program_sync(lane)
     source = table.to(gl.int64) + thread.to(gl.int64) * 16
     for i in gl.static_range(SIZE // (512 * W)):
         copy_async(base + thread * 16, source, lane * 0 + 16, lane * 0 + 1, 512 * W * i, 512 * W * i, False)
+    if KIND == KIND_ROWS:
+        _fetch_rows(base + SIZE, rows.to(gl.int64), thread, ROWS_SIZE, W)
     copy_commit(lane)
     copy_wait_all(lane)
     program_sync(lane)
+    copy = base + SIZE
+    if KIND == KIND_ROWS:
+        copy = copy + lane % (8 * BITS) * (16 // BITS)
     CODE: gl.constexpr = code_bytes(WIDTH, BITS)
     number = gl.program_id(0) * W + thread // 32
     for i in range(each):
@@ -335,8 +418,9 @@ def turned_kernel(
         page = head.to(gl.int64) * pages + (first + unit % units) // 4
         to = out.to(gl.int64) + (head.to(gl.int64) * wide + unit % units * 32) * (2 * D)
         turn_unit(
-            base + lane * 16, lane, codes.to(gl.int64) + block * CODE, scale.to(gl.int64) + block * 64,
+            base + lane * 16, copy, lane, codes.to(gl.int64) + block * CODE, scale.to(gl.int64) + block * 64,
             mean.to(gl.int64) + page * (2 * D), norm.to(gl.int64) + page * D, to,
-            D, WIDTH, BITS, KIND, VALUE, MEAN, NORM, FACTOR, TABLE, BF16,
+            D, WIDTH, BLOCK, BITS, KIND, VALUE, MEAN, NORM, FACTOR, TABLE, BF16,
         )  # fmt: skip
-    memory._keep_alive()
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()

@@ -14,7 +14,7 @@ from kvfold.kernels._fragment_lookup import fma_half2
 from kvfold.kernels._fragment_mixed import _ones_of
 from kvfold.kernels._registers import _item
 from kvfold.kernels._tables_gluon import _dynamic_base, reserved
-from kvfold.kernels._turned_gluon import _half_pair, byte_number, load_words4, store_words4, transposed
+from kvfold.kernels._turned_gluon import _half_pair, byte_number, load_word, load_words4, store_words4, transposed
 from kvfold.kernels._warp import (
     exp2_fast,
     high_halves,
@@ -67,13 +67,6 @@ def finite_half2(x):
         dtype=gl.int32,
         is_pure=True,
         pack=1,
-    )
-
-
-@gluon.jit
-def load_word(address):
-    return gl.inline_asm_elementwise(
-        "ld.global.nc.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=True, pack=1
     )
 
 

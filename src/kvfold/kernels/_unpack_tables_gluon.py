@@ -8,6 +8,10 @@ position.
 A row of a group has 8 channels in fp16. Those of values are adjacent: lane (g, t) reads the rows of groups 4 i + t, and stores
 them. Those of keys lie 16 channels apart, so lane (g, t) reads the rows of groups 4 t to 4 t + 3, and puts their channels 4 t
 to 4 t + 3 of every 16 beside each other, 8 bytes to store. Four lanes write the 32 bytes that memory is written in.
+
+A row of four channels is 8 bytes, which a half of a warp reads at once: four tokens. A lane has as many rows of each quarter of
+a code's 128 bytes, and each of the four tokens begins with another quarter, so that they never meet in a bank. What a lane
+makes first then is another part of its token's channels: its addresses say which.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -220,27 +224,72 @@ def _fetch_groups(base, source, thread, W: gl.constexpr):
 
 
 @gluon.jit
-def _channel(t, W: gl.constexpr, KEYS: gl.constexpr):
-    """First channel of word W of a lane's 16: of 4 adjacent channels of pairs real parts, then imaginary ones; or of 8."""
-    if KEYS:
-        return t * 4 + (W // 4 * 16 + W % 4 // 2 * 64 + W % 2 * 2)
-    else:
-        return t * 8 + (W // 4 * 32 + W % 4 * 2)
+def _halves_of(a, b, selector):
+    """A half of a and one of b, as ``selector`` says."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, selector], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
-def _mean_words(source, t, KEYS: gl.constexpr):
+def _begins_with(g, STAGES: gl.constexpr, KEYS: gl.constexpr):
+    """Which part a lane makes first of a token's channels: part i of :func:`_channel` is what it makes as number i ^ that."""
+    if STAGES == 4:
+        return g * 0
+    elif KEYS:
+        return g // 2 % 2
+    else:
+        return g % 4
+
+
+@gluon.jit
+def _channel(t, first, W: gl.constexpr, KEYS: gl.constexpr):
+    """First channel of word W of a lane's 16: of 4 adjacent channels of pairs real parts, then imaginary ones; or of 8.
+    ``first``: see :func:`_begins_with`."""
+    if KEYS:
+        return t * 4 + (first ^ (W // 4)) * 16 + (W % 4 // 2 * 64 + W % 2 * 2)
+    else:
+        return t * 8 + (first ^ (W // 4)) * 32 + W % 4 * 2
+
+
+@gluon.jit
+def _mean_words(source, t, first, KEYS: gl.constexpr):
     """A head's mean, 16 words of the lane's channels, and its largest number. ``source``: pointer to 128 numbers."""
     words = ()
     big = t.to(gl.float32) * 0.0
     for w in gl.static_range(16):
-        at = source + _channel(t, w, KEYS)
+        at = source + _channel(t, first, w, KEYS)
         a = gl.load(at).to(gl.float32)
         b = gl.load(at + 1).to(gl.float32)
         words = words + (pack_half2(a, b, False),)
         big = gl.maximum(big, gl.maximum(gl.abs(a), gl.abs(b)))
     big = gl.maximum(big, shuffle_xor(big, 1))
     return words, gl.maximum(big, shuffle_xor(big, 2))
+
+
+@gluon.jit
+def _places_of_fours(base, g, t, KEYS: gl.constexpr):
+    """Of a lane for :func:`_keys_of_fours` and :func:`_values_of_fours`: weights that pick a group's code of four and multiply
+    it by the 128 bytes of a code; addresses of the lane's 8 bytes in quarters of these; selectors of halves.
+
+    Tables are as of :func:`kvfold.kernels.unpack_tables.fours`.
+    """
+    weights = ()
+    addresses = ()
+    if KEYS:
+        odd = g % 2
+        first = g // 2 % 2
+        for i in gl.static_range(4):
+            weights = weights + ((g * 0 + 128) << 8 * (odd ^ i),)
+            addresses = addresses + (base + (first ^ (i // 2)) * 64 + (odd ^ (i % 2)) * 32 + t * 8,)
+        low = gl.where(odd == 1, 0x1054, 0x5410)
+        return weights + addresses + (low, low + 0x2222)
+    else:
+        for i in gl.static_range(2):
+            weights = weights + ((g * 0 + 128) << 8 * (t % 2 * 2 + i),)
+        for i in gl.static_range(4):
+            addresses = addresses + (base + (g % 4 ^ i) * 32 + t * 8,)
+        return weights + addresses
 
 
 @gluon.jit
@@ -266,8 +315,39 @@ def _keys_of_groups(word, place):
 
 
 @gluon.jit
-def _put_group_keys(to, x, up, BF16: gl.constexpr):
-    """Store a token's 16 words as of :func:`_channel`, times ``up``."""
+def _keys_of_fours(codes, t, first, own):
+    """The same of groups of four channels, 4 t to 4 t + 3, and as many 16 further; ``codes``: address of the token's 32. Odd
+    tokens read the odd one of two groups first."""
+    rows = ()
+    for far in gl.static_range(2):
+        word = load_shared(codes + t * 4 + (first ^ far) * 16, 0, 1)[0]
+        for i in gl.static_range(4):
+            rows = rows + load_shared(_weighted_bytes(word, own[i], own[4 + 2 * far + i % 2]), i // 2 * 32768, 2)
+    out = ()
+    for m in gl.static_range(4):  # numbers m // 2 and m // 2 + 2 of a row are a pair
+        for half in gl.static_range(2):
+            for i in gl.static_range(2):
+                a = rows[m % 2 * 8 + i * 4 + half]
+                b = rows[m % 2 * 8 + i * 4 + 2 + half]
+                out = out + (_halves_of(a, b, own[8 + m // 2]),)
+    return out
+
+
+@gluon.jit
+def _values_of_fours(codes, t, first, own):
+    """Values of one token of every lane, of groups 8 i + 2 t and the next one; ``codes``: address of the token's 32."""
+    out = ()
+    for i in gl.static_range(4):
+        word = load_shared(codes + t // 2 * 4 + (first ^ i) * 8, 0, 1)[0]
+        for odd in gl.static_range(2):
+            out = out + load_shared(_weighted_bytes(word, own[odd], own[2 + i]), odd * 32768, 2)
+    return out
+
+
+@gluon.jit
+def _put_group_keys(to, x, up, AT: gl.constexpr, BF16: gl.constexpr):
+    """Store a token's 16 words as of :func:`_channel`, times ``up``. ``to``: where parts of 16 channels go, AT bytes
+    further."""
     pair = pack_half2(up, up, False)
     y = ()
     for i in gl.static_range(16):
@@ -278,12 +358,13 @@ def _put_group_keys(to, x, up, BF16: gl.constexpr):
             y = y + (bounded_half2(mul_half2(x[i], pair)),)
     for m in gl.static_range(4):
         for half in gl.static_range(2):
-            store_words2(to + (32 * m + 128 * half), y[4 * m + 2 * half], y[4 * m + 2 * half + 1])
+            store_words2(to[m] + (AT + 128 * half), y[4 * m + 2 * half], y[4 * m + 2 * half + 1])
 
 
 @gluon.jit
-def _put_group_values(to, x, norm, means, GROUPS: gl.constexpr, BF16: gl.constexpr):
-    """Store a token's 16 words, times its norm and more by the mean."""
+def _put_group_values(to, x, norm, means, AT: gl.constexpr, GROUPS: gl.constexpr, BF16: gl.constexpr):
+    """Store a token's 16 words, times its norm and more by the mean. ``to``: where parts of 32 channels go, AT bytes
+    further."""
     pair = pack_half2(norm, norm, False)
     y = ()
     for i in gl.static_range(16):
@@ -299,13 +380,13 @@ def _put_group_values(to, x, norm, means, GROUPS: gl.constexpr, BF16: gl.constex
         else:
             y = y + (bounded_half2(mul_half2(x[i], pair)),)
     for i in gl.static_range(4):
-        store_words4(to + 64 * i, y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3])
+        store_words4(to[i] + AT, y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3])
 
 
 @gluon.jit
 def put_group_unit(
     codes, near, far, lane, own, means, largest, norms, out,
-    KEYS: gl.constexpr, BF16: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Decode 32 tokens of codes of groups; as :func:`put_unit`. ``means``, ``largest``: see :func:`_mean_words`.
 
@@ -314,15 +395,24 @@ def put_group_unit(
     """
     g = lane // 4
     t = lane % 4
+    first = _begins_with(g, STAGES, KEYS)
+    PART: gl.constexpr = 32 if KEYS else 64
+    to = ()
+    for m in gl.static_range(4):
+        to = to + (out + (g * 256 + t * (PART // 4) + (first ^ m) * PART),)
     turn = ()
     if KEYS:
         for m in gl.static_range(4):
-            turn = turn + load_shared(far + t * 8, 32 * m, 2) + load_shared(far + t * 8, 128 + 32 * m, 2)
+            at = far + t * 8 + (first ^ (m % 2)) * 32
+            turn = turn + load_shared(at, m // 2 * 64, 2) + load_shared(at, m // 2 * 64 + 128, 2)
     for e in gl.static_range(4):
         at = g + 8 * e
         norm = load_half(norms + at * 2)
         if KEYS:
-            x = _keys_of_groups(load_shared(codes + at * 16 + t * 4, 0, 1)[0], own[1])
+            if STAGES == 4:
+                x = _keys_of_groups(load_shared(codes + at * 16 + t * 4, 0, 1)[0], own[1])
+            else:
+                x = _keys_of_fours(codes + at * 32, t, first, own)
             up = norm
             if GROUPS == 2:
                 exponent = gl.minimum(gl.maximum(as_int(gl.maximum(norm, largest)) >> 23, 112), 142)
@@ -335,12 +425,15 @@ def put_group_unit(
                 for i in gl.static_range(16):
                     y = y + (_fma_half2(means[i], down, mul_half2(x[i], size)),)
                 x = y
-            x = _rotated_by_fours(x, _shared_turns(near + at * 256 + g % 2 * 64 + t * 16))
+            x = _rotated_by_fours(x, _shared_turns(near + at * 256 + (g % 2 ^ first) * 64 + t * 16))
             x = _rotated_by_fours(x, turn)
-            _put_group_keys(out + (at * 256 + t * 8), x, up, BF16)
+            _put_group_keys(to, x, up, 2048 * e, BF16)
         else:
-            x = _token_sums(codes + at * 16, own, 0, 4, GROUPS)
-            _put_group_values(out + (at * 256 + t * 16), x, norm, means, GROUPS, BF16)
+            if STAGES == 4:
+                x = _token_sums(codes + at * 16, own, 0, 4, GROUPS)
+            else:
+                x = _values_of_fours(codes + at * 32, t, first, own)
+            _put_group_values(to, x, norm, means, 2048 * e, GROUPS, BF16)
 
 
 @gluon.jit(do_not_specialize=["heads", "start", "first", "units", "room", "wide"])
@@ -356,7 +449,8 @@ def unpack_tables_kernel(
     and what float32 leaves of them; ``near_ptr``: fp16 [2, 32, 64], cosines and sines of a unit's tokens; ``gain``: of RoPE.
     From one KV head's storage to the next are ``room`` units. GROUPS, 1 or 2: TaSQ's codes of groups, of which every head has
     ``rows``; near turns then are [32, 4, 4, 8], see :func:`kvfold.kernels.unpack_tables.group_turns`. With 2 vectors are more
-    by ``mean_ptr``, fp16 [heads, 128].
+    by ``mean_ptr``, fp16 [heads, 128]. STAGES is a quarter of the bytes of a token's codes: 4 of groups of eight channels, 8 of
+    four.
     """
     W: gl.constexpr = gl.num_warps()
     BYTES: gl.constexpr = shared_bytes(STAGES, STEPS, KEYS, W, GROUPS)
@@ -383,7 +477,7 @@ def unpack_tables_kernel(
         else:
             fetch_turns(near, near_ptr, thread, lane, W)
     far = stage + 2 * CODES
-    if GROUPS and KEYS:
+    if GROUPS and KEYS and STAGES == 4:
         _fetch_groups(base, tables, thread, W)
     else:
         _fetch_rows(base, tables, thread, TABLES, W)
@@ -412,14 +506,17 @@ def unpack_tables_kernel(
         step = steps_of_pairs(tables, lane, STAGES)
         gains = (gains[0] * step[0], gains[1] * step[1])
         own = shifts_of(tables, lane // 4 % 2 == 1, lane % 4, STAGES)
-    elif GROUPS:
+    elif GROUPS and STAGES == 4:
         own = _group_places(base, lane // 4, lane % 4)
+    elif GROUPS:
+        own = _places_of_fours(base, lane // 4, lane % 4, KEYS)
     else:
         own = _places(base, tables, lane // 4, lane % 4, STAGES)
     means = ()
     largest = lane.to(gl.float32) * 0.0
     if GROUPS == 2:
-        means, largest = _mean_words(mean_ptr + head % heads * 128, lane % 4, KEYS)
+        begins = _begins_with(lane // 4, STAGES, KEYS)
+        means, largest = _mean_words(mean_ptr + head % heads * 128, lane % 4, begins, KEYS)
     copy_wait_all(lane)
     program_sync(lane)
     for i in range(each):
@@ -435,7 +532,7 @@ def unpack_tables_kernel(
         norms_here = norm_at + unit.to(gl.int64) * 64
         there = to + unit.to(gl.int64) * 8192
         if GROUPS:
-            put_group_unit(here, near, far, lane, own, means, largest, norms_here, there, KEYS, BF16, GROUPS)
+            put_group_unit(here, near, far, lane, own, means, largest, norms_here, there, STAGES, KEYS, BF16, GROUPS)
         else:
             put_unit(here, base, near, far, lane, own, norms_here, there, STAGES, STEPS, KEYS, BF16)
     copy_wait_all(lane)

@@ -4,7 +4,7 @@ from typing import Any
 
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kvfold.formats import Format, Outliers
+from kvfold.formats import Format, Outliers, Paged, ResidualCodes
 from kvfold.kernels import turned, unpack_bits, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels._turned_gluon import turned_kernel
 from kvfold.kernels._unpack_bits_gluon import unpack_bits_kernel
@@ -12,14 +12,16 @@ from kvfold.kernels._unpack_levels_gluon import unpack_levels_kernel
 from kvfold.kernels._unpack_mixed_gluon import unpack_mixed_kernel
 from kvfold.kernels._unpack_tables_gluon import unpack_tables_kernel
 from kvfold.kernels.aot import Report, _compile, _signature, _width
+from kvfold.kernels.stored import inner
 
 
-def compile_turned(form: Format, bf16: bool = False, capability: int = 90) -> Report:
+def compile_turned(form: Paged, bf16: bool = False, capability: int = 90) -> Report:
     """Compile the kernel that decodes a format that :func:`kvfold.kernels.turned.serves` accepts on a GPU."""
     fixed = turned.constants(form, bf16)
-    types = {"codes": "*i16", "scale": "*fp16", "mean": "*fp16", "norm": "*u8", "table": "*fp16", "out": _width(bf16)}
+    types = {"scale": "*fp16", "mean": "*fp16", "norm": "*u8", "table": "*fp16", "out": _width(bf16)}
+    types |= {"codes": "*u8" if isinstance(inner(form), ResidualCodes) else "*i16", "rows": "*fp16"}
     source = GluonASTSource(turned_kernel, *_signature(turned_kernel, fixed, types), {})
-    return _compile(source, capability, **turned.options(fixed["WIDTH"]))
+    return _compile(source, capability, **turned.options(form))
 
 
 def compile_unpack_tables(form: unpack_tables.Tabled, bf16: bool = False, capability: int = 90) -> Report:

@@ -15,7 +15,7 @@ from kvfold.kernels._page_lookups import tables_bytes
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._pages_rows_gluon import row_bytes
 from kvfold.kernels.call import Span, Windows
-from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan, unit_capacity
+from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
 
@@ -195,7 +195,7 @@ def decode_attention(
     rows = num_heads // heads * tokens
     slots = windows.sink[0].shape[2] + windows.ring[0].shape[2]
     plans = [
-        make_plan(key_format, value_format, batch * heads, rows, unit_capacity(s), slots, multiprocessors(q.device))
+        make_plan(key_format, value_format, batch * heads, rows, capacity(s), slots, multiprocessors(q.device))
         for s in spans
     ]
     plans[0] = plan or plans[0]
@@ -208,6 +208,12 @@ def decode_attention(
         _launch(q, key_format, value_format, span, windows, scale, partials, at, each, early)
         at += each.splits + each.dense_splits
     return partials.merge(torch.empty_like(q) if out is None else out, early, sinks, tokens)
+
+
+def capacity(span: Span) -> int:
+    """Blocks from one KV head's storage to the next one's."""
+    codes = span.keys["codes"]
+    return codes.stride(1) // codes.stride(2)
 
 
 def _arrays(form: Paged, stored: Fields, signs: torch.Tensor, norm: bool) -> list[torch.Tensor]:
@@ -291,7 +297,7 @@ def _launch(
         q.shape[2],
         plan.columns,
         span.start,
-        unit_capacity(span),
+        capacity(span),
         _pages(key_format, span.keys),
         _pages(value_format, span.values),
         sink[0].shape[2],

@@ -1,22 +1,28 @@
-"""Storage in tensor-core order that a basis turns, decoded to 16 bits; see :mod:`kvfold.kernels._turned_gluon`."""
+"""Storage that a basis turns, decoded to 16 bits; see :mod:`kvfold.kernels._turned_gluon`."""
 
 import math
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from kvfold.formats import Fields, Format, Lookup, Paged, SignSketch, UniformTokens
-from kvfold.formats.basis import Basis
+from kvfold.formats import Fields, Format, Lookup, Paged, ResidualCodes, SignSketch, UniformTokens
+from kvfold.formats.basis import Basis, Hadamard
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE
+from kvfold.formats.residual import Codebook
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.stored import basis_matrix, inner, pages_between, room_between
 
 HEAD_DIM = 128
 WARPS = 4
-REGISTERS = {128: 168, 256: 255}
-"""Of a thread, by channels that are stored: operands of 32 tokens are held."""
+ROWS_WARPS = 8
+"""Of a program with a table of rows, of which it copies 32 KB."""
+REGISTERS = {64: 128, 128: 168, 256: 255}
+"""Of a thread, by channels that a basis mixes: with more, more is held at once."""
+SEEN: frozenset[int] = frozenset()
+"""Channels of a table's codes whose numbers a run on a GPU has shown right."""
 
 
 def serves(form: Format, device: torch.device) -> bool:
@@ -24,7 +30,12 @@ def serves(form: Format, device: torch.device) -> bool:
     if device.type != "cuda" or not isinstance(form, Paged) or form.basis is None or form.head_dim != HEAD_DIM:
         return False
     own = inner(form)
-    if form.page != PAGE or own.operand not in ("key", "value"):
+    if form.page != PAGE:
+        return False
+    if isinstance(own, ResidualCodes):
+        one = (own.codes, own.stages, own.strided) == (256, 1, False) and own.block % UNIT == 0
+        return one and own.vector in SEEN and own.book is not None
+    if own.operand not in ("key", "value"):
         return False
     if isinstance(own, SignSketch):
         return len(own.sketches) == 1 and own.sketches[0] in (128, 256)
@@ -33,22 +44,44 @@ def serves(form: Format, device: torch.device) -> bool:
     return isinstance(own, UniformTokens) and own.bits_per_code in (1, 2, 3, 4)
 
 
+def mixed(form: Paged) -> int:
+    """Channels of the blocks that the basis mixes, at least as many as operands have together."""
+    least = 64 if isinstance(inner(form), ResidualCodes) else 32
+    return max(form.basis.block, least) if isinstance(form.basis, Hadamard) else width_of(inner(form))
+
+
 @lru_cache(maxsize=1024)  # graphs know where they are
-def matrix_of(basis: Basis, width: int, device: torch.device) -> torch.Tensor:
-    """The basis as second operands, fp16 [d / 32, width / 16, 2, 32 lanes, 2, 2, 2].
+def matrix_of(basis: Basis, width: int, block: int, rows: bool, device: torch.device) -> torch.Tensor:
+    """The basis, which mixes blocks of ``block`` channels, as second operands, fp16 [d / 32, block / 16, 2, 32 lanes, 2, 2, 2].
 
     Of four tiles of eight columns column g of tile j is channel ``8 (g // 2) + 2j + g % 2`` of 32: a lane's two columns of each
-    are eight adjacent channels.
+    are eight adjacent channels. ``rows``: those of the basis come as :func:`kvfold.kernels._turned_gluon.row_operands` says.
     """
     matrix = basis_matrix(basis, width, device, False)
+    if rows:  # of 64: t, tile, half, pair
+        matrix = matrix.unflatten(0, (-1, 4, 4, 2, 2)).permute(0, 2, 3, 1, 4, 5).flatten(0, 4)
     # of rows: tile, half, t, pair; of columns: 32 channels, g // 2, tiles 2i and 2i + 1, which, g % 2
-    tiles = matrix.unflatten(-1, (-1, 4, 2, 2, 2)).unflatten(0, (-1, 2, 4, 2))
-    return tiles.permute(4, 0, 6, 5, 8, 2, 7, 1, 3).contiguous()
+    tiles = matrix.unflatten(-1, (-1, 4, 2, 2, 2)).unflatten(0, (-1, 2, 4, 2)).permute(4, 0, 6, 5, 8, 2, 7, 1, 3)
+    own = torch.arange(width // block, device=device)  # of 32 channels, the rows of their block
+    blocks = tiles.unflatten(1, (-1, block // 16)).unflatten(0, (len(own), -1))
+    return blocks[own, :, own].flatten(0, 1).contiguous()
+
+
+_copies: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
+
+
+def copies(book: Codebook) -> torch.Tensor:
+    """Of every code its row as often as fills 128 bytes, made once; fp16 [codes, 64 / vector, vector]."""
+    if book not in _copies:
+        rows = book.codes[0].to(torch.float16).unsqueeze(1)
+        _copies[book] = rows.expand(-1, 64 // rows.shape[-1], -1).contiguous()
+    return _copies[book]
 
 
 def constants(form: Format, bf16: bool) -> dict[str, Any]:
     """What the kernel is specialized on."""
     from kvfold.kernels._fragment_codes import LEVELS, UNIFORM
+    from kvfold.kernels._turned_gluon import ROWS
     from kvfold.kernels.fragments import _level_table
 
     assert isinstance(form, Paged)
@@ -56,6 +89,8 @@ def constants(form: Format, bf16: bool) -> dict[str, Any]:
     kind, factor, table = UNIFORM, 1.0, ""
     if isinstance(own, SignSketch):
         bits, factor = 1, 2 * own.gains[0] * math.sqrt(form.head_dim)  # a code is -1/2 or 1/2
+    elif isinstance(own, ResidualCodes):
+        bits, kind = 8 // own.vector, ROWS
     else:
         assert isinstance(own, Lookup | UniformTokens)
         bits = own.bits_per_code
@@ -64,6 +99,7 @@ def constants(form: Format, bf16: bool) -> dict[str, Any]:
     return {
         "D": form.head_dim,
         "WIDTH": width_of(own),
+        "BLOCK": mixed(form),
         "BITS": bits,
         "KIND": kind,
         "VALUE": own.operand == "value",
@@ -79,16 +115,39 @@ def width_of(own: Format) -> int:
     return own.sketches[0] if isinstance(own, SignSketch) else own.head_dim
 
 
-def options(width: int) -> dict[str, int]:
+def options(form: Paged) -> dict[str, int]:
     """Launch options."""
-    return {"num_warps": WARPS, "maxnreg": REGISTERS[width]}
+    warps = ROWS_WARPS if isinstance(inner(form), ResidualCodes) else WARPS
+    return {"num_warps": warps, "maxnreg": REGISTERS[max(64, mixed(form))]}
+
+
+def make_tables(form: Paged, device: torch.device) -> None:
+    """Make what :func:`unpack_turned` reads, on the current stream."""
+    tables_of(form, device)
+
+
+def tables_of(form: Paged, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The basis, and copies of a table's rows; something else stands for these where there is no table."""
+    own = inner(form)
+    assert form.basis is not None
+    coded = isinstance(own, ResidualCodes)
+    matrix = matrix_of(form.basis, width_of(own), mixed(form), coded, device)
+    if not isinstance(own, ResidualCodes):
+        return matrix, matrix
+    assert own.book is not None
+    return matrix, copies(own.book.on(device))
 
 
 def arrays(form: Format, fields: Fields) -> tuple[torch.Tensor, ...]:
     """Codes, scales, means and norms; something else stands for what is not stored."""
-    names = ("signs", "rms") if isinstance(inner(form), SignSketch) else ("codes", "scale")
-    own = tuple(fields[name] for name in names)
+    own = tuple(fields[name] for name in inner(form).fields())
     return (*own, fields.get("mean", own[1]), fields.get("norm", own[1]))
+
+
+def _kernel() -> Any:
+    from kvfold.kernels._turned_gluon import turned_kernel
+
+    return turned_kernel
 
 
 def unpack_turned(form: Format, fields: Fields, first: int, out: torch.Tensor) -> None:
@@ -96,18 +155,17 @@ def unpack_turned(form: Format, fields: Fields, first: int, out: torch.Tensor) -
 
     Whole units of 32 tokens.
     """
-    from kvfold.kernels._turned_gluon import turned_kernel
-
     batch, heads, tokens, _ = out.shape
-    assert isinstance(form, Paged) and form.basis is not None and tokens % UNIT == 0
+    assert isinstance(form, Paged) and tokens % UNIT == 0
     units = tokens // UNIT
     count = units * batch * heads
-    width = width_of(inner(form))
-    resident = (1 << 16) // (32 * WARPS * REGISTERS[width])  # programs of a multiprocessor
-    each = max(1, math.ceil(count / (multiprocessors(out.device) * resident * WARPS)))
-    turned_kernel[(math.ceil(count / (each * WARPS)),)](
+    launch = options(form)
+    resident = (1 << 16) // (32 * launch["num_warps"] * launch["maxnreg"])  # programs of a multiprocessor
+    warps = resident * launch["num_warps"]
+    each = max(1, math.ceil(count / (multiprocessors(out.device) * warps)))
+    _kernel()[(math.ceil(count / (each * launch["num_warps"])),)](
         *arrays(form, fields),
-        matrix_of(form.basis, width, out.device),
+        *tables_of(form, out.device),
         out,
         units,
         count,
@@ -117,5 +175,5 @@ def unpack_turned(form: Format, fields: Fields, first: int, out: torch.Tensor) -
         each,
         out.stride(1) // out.stride(2),
         **constants(form, out.dtype == torch.bfloat16),
-        **options(width),
+        **launch,
     )

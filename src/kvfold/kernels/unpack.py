@@ -19,7 +19,7 @@ from kvfold.kernels.readers import why_not as no_reader
 from kvfold.kernels.readers.fragments import FRAGMENTS
 from kvfold.kernels.readers.fragments import why_not as no_fragments
 from kvfold.kernels.stored import basis_matrix, inner, pages_between, power, room_between, rotation_of, static
-from kvfold.kernels.turned import matrix_of, serves, unpack_turned, width_of
+from kvfold.kernels.turned import make_tables, serves, unpack_turned
 from kvfold.rope import Rope
 
 MAX_DIM = 256
@@ -162,7 +162,7 @@ def make_constants(form: Format, device: torch.device, rope: Rope | None = None)
     if isinstance(form, Paged) and form.basis is not None:
         basis_matrix(form.basis, reader.width, device, False)
         if serves(form, device):
-            matrix_of(form.basis, width_of(inner(form)), device)
+            make_tables(form, device)
         form.basis.tables(device)
     if rope is not None:
         rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)

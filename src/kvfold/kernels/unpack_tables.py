@@ -9,6 +9,7 @@ import torch
 
 from kvfold.formats import Fields, Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
+from kvfold.formats.grouped import GroupBook
 from kvfold.formats.packing import UNIT
 from kvfold.formats.residual import Codebook
 from kvfold.kernels import tables
@@ -22,6 +23,8 @@ WARPS = 8
 PAIRS = 64
 REGISTERS = 65536
 """Of a multiprocessor."""
+SEEN = frozenset({8})
+"""Channels of groups' codes whose numbers a run on a GPU has shown right."""
 Tabled = AdditiveCodes | ResidualCodes | GroupCodes
 
 
@@ -42,7 +45,7 @@ def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
         good = (form.vector, form.codes, form.strided) == (32, 256, rope is not None) and form.stages in (4, 8)
         good = good and form.block % UNIT == 0 and form.book is not None and form.book.steps is not None
     elif isinstance(form, GroupCodes):
-        good = (form.vector, form.codes, form.strided) == (8, 256, rope is not None)
+        good = form.vector in SEEN and (form.codes, form.strided) == (256, rope is not None)
         good = good and form.block % UNIT == 0 and form.book is not None
     else:
         return False
@@ -57,8 +60,8 @@ def bytes_of(form: Tabled) -> int:
 
 
 def _stages(form: Tabled) -> int:
-    """Of codes of groups 4, whose bytes of a unit are as many as those of four stages."""
-    return 4 if isinstance(form, GroupCodes) else form.stages
+    """Of codes of groups a quarter of their number: bytes of a unit are as many as those of so many stages."""
+    return form.groups // 4 if isinstance(form, GroupCodes) else form.stages
 
 
 def _groups(form: Tabled) -> int:
@@ -93,6 +96,7 @@ def options(form: Tabled, programs: int) -> dict[str, int]:
 
 
 _values: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
+_fours: WeakKeyDictionary[GroupBook, dict[bool, torch.Tensor]] = WeakKeyDictionary()
 
 
 def rows(form: Tabled, device: torch.device) -> torch.Tensor:
@@ -101,7 +105,8 @@ def rows(form: Tabled, device: torch.device) -> torch.Tensor:
 
     if isinstance(form, GroupCodes):
         assert form.book is not None
-        return groups._rows(form.book.on(device))
+        book_of_groups = form.book.on(device)
+        return groups._rows(book_of_groups) if form.vector == 8 else fours(book_of_groups, form.strided)
     if isinstance(form, AdditiveCodes):
         assert form.codebook is not None
         return codebook.rows_of(form.codebook.on(device))[0]
@@ -112,6 +117,22 @@ def rows(form: Tabled, device: torch.device) -> torch.Tensor:
     if book not in _values:  # a lane's eight channels lie together
         _values[book] = residual._with_steps(book, torch.arange(form.vector, device=device))
     return _values[book]
+
+
+def fours(book: GroupBook, keys: bool) -> torch.Tensor:
+    """Rows of four channels as lanes read them, made once; fp16 [heads, 2, codes, 4, 4, 4].
+
+    Of keys' group 16 f + 4 t + 2 i + e in [i, code, 2 f + e, t]; of values' group 8 i + 2 t + e in [e, code, i, t].
+    """
+    found = _fours.setdefault(book, {})
+    if keys not in found:
+        codes = book.codes.to(torch.float16)
+        if keys:
+            codes = codes.unflatten(1, (2, 4, 2, 2)).permute(0, 3, 5, 1, 4, 2, 6)
+        else:
+            codes = codes.unflatten(1, (4, 4, 2)).permute(0, 3, 4, 1, 2, 5)
+        found[keys] = codes.reshape(len(codes), 2, -1, 4, 4, 4).contiguous()
+    return found[keys]
 
 
 @lru_cache(maxsize=256)
