@@ -8,10 +8,8 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_codes import _store_plane
-from kvfold.kernels._encode_groups import INTERPRETED, _finite, _fma, _max, _min, _negative, _reciprocal, _sum, _to_fp16
-
-LARGEST = tl.constexpr(60000.0)
-"""Of what is multiplied in fp16."""
+from kvfold.kernels._encode_groups import _finite, _fma, _max, _min, _negative, _reciprocal, _sum, _to_fp16
+from kvfold.kernels._encode_nearest import LARGEST, _beside, _lower, _lowest, _marked
 
 
 @triton.jit
@@ -42,37 +40,6 @@ def _lane(rows, heads, PICKED: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     sequence = tl.load(rows + index).to(tl.int64) if PICKED else index
     return index, head, sequence * heads + head
-
-
-@triton.jit
-def _marked(x, y, number, MASK: tl.constexpr):
-    """Float32 x + y with ``number``, up to MASK, in its lowest bits: a minimum of such says which it was."""
-    if INTERPRETED:
-        return (((x + y).to(tl.int32, bitcast=True) & -1 - MASK) | number).to(tl.float32, bitcast=True)
-    return tl.inline_asm_elementwise(
-        "{ .reg .f32 sum; add.f32 sum, $1, $2; lop3.b32 $0, sum, $3, $4, 0xea; }",
-        "=f,f,f,r,r",
-        [x, y, -1 - MASK, number],
-        tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _lower(x, y):
-    """The smaller of two float32 numbers that are not NaN, in one instruction."""
-    if INTERPRETED:
-        return tl.minimum(x, y)
-    return tl.inline_asm_elementwise("min.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _lowest(x):
-    """The smallest number of each line: [lines, numbers] -> [lines]."""
-    if INTERPRETED:  # which goes element by element through a combination that it does not know
-        return _min(x, 1)
-    return tl.reduce(x, 1, _lower)
 
 
 @triton.jit
@@ -158,12 +125,6 @@ def search_kernel(
         scale = _to_fp16(_fitted(whole, _quotient(whole, wide, inverse) - rest, T, GROUPS, FIT))
     each = tl.program_id(0) * T + tl.arange(0, T)
     tl.store(rms + lane * room + first_token + each, scale, mask=each < tokens)
-
-
-@triton.jit
-def _beside(x, y):
-    """Columns of x [n, m], then those of y."""
-    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 2 * x.shape[1]))
 
 
 @triton.jit(do_not_specialize=["tokens", "first_token"])
