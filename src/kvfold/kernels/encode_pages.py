@@ -488,8 +488,13 @@ def heads_together(batch: int, heads: int, device: torch.device) -> int:
 
 
 @lru_cache(maxsize=256)
-def self_test(key_format: Format, value_format: Format, device: torch.device) -> str | None:
+def self_test(key_format: Format | None, value_format: Format | None, device: torch.device) -> str | None:
     """Run the kernels once as they are compiled on this device, and compare with the formats' own encoding.
+
+    Parameters
+    ----------
+    key_format, value_format : Format or None
+        None: others encode this side, and blocks are not closed by lengths on the device.
 
     Returns
     -------
@@ -497,20 +502,25 @@ def self_test(key_format: Format, value_format: Format, device: torch.device) ->
         What went wrong; None if nothing did. Waits for the device, once per process and formats.
     """
     draw = torch.Generator().manual_seed(0)
-    block, dim = side(key_format).inner.block, side(key_format).inner.head_dim
-    count = max(side(form).page for form in (key_format, value_format))
-    x = [torch.randn(1, 2, 2 * count, dim, generator=draw, dtype=torch.float32, device="cpu") for _ in "kv"]
+    forms = [form for form in (key_format, value_format) if form is not None]
+    block, dim = side(forms[0]).inner.block, side(forms[0]).inner.head_dim
+    count = max(side(form).page for form in forms)
+    x = [torch.randn(1, 2, 2 * count, dim, generator=draw, dtype=torch.float32, device="cpu") for _ in forms]
     x = [(t * torch.exp(t[:, :, :1]) + 3 * t[:, :, 1:2]).half().to(device) for t in x]
-    prompt, closed = ([f.allocate(1, 2, 2 * count // block, device) for f in (key_format, value_format)] for _ in "pc")
-    for form, side_x, fields in zip((key_format, value_format), x, prompt, strict=True):
+    prompt, closed = ([f.allocate(1, 2, 2 * count // block, device) for f in forms] for _ in "pc")
+    for form, side_x, fields in zip(forms, x, prompt, strict=True):
         encode_pages(side_x, fields, form, 0, 2 * count)
-    empty = (x[0][:, :, :0].contiguous(), x[1][:, :, :0].contiguous())
-    lengths = Lengths.of([2 * count], [0], 0, device)
-    append_and_close(
-        None, None, lengths, empty, (x[0], x[1]), count - block, closed[0], key_format, closed[1], value_format
-    )  # fmt: skip
-    for form, side_x, *stored in zip((key_format, value_format), x, prompt, closed, strict=True):
-        for fields, tokens, what in ((stored[0], 2 * count, "encoded"), (stored[1], count, "closed")):
+    cases = [(prompt, 2 * count, "encoded")]
+    if key_format is not None and value_format is not None:
+        empty = (x[0][:, :, :0].contiguous(), x[1][:, :, :0].contiguous())
+        lengths = Lengths.of([2 * count], [0], 0, device)
+        append_and_close(
+            None, None, lengths, empty, (x[0], x[1]), count - block, closed[0], key_format, closed[1], value_format
+        )  # fmt: skip
+        cases.append((closed, count, "closed"))
+    for number, (form, side_x) in enumerate(zip(forms, x, strict=True)):
+        for stored, tokens, what in cases:
+            fields = stored[number]
             some = form.take({n: t.cpu() for n, t in fields.items()}, tokens // block)
             if (error := _difference(form, some, side_x[:, :, :tokens].float().cpu())) > TOLERANCE:
                 return f"{form.operand}s {what} on this device differ from the format's by {error:.2g} (relative RMS)"
