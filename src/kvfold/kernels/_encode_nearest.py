@@ -49,21 +49,30 @@ def _beside(x, y):
 
 
 @triton.jit
-def _nearest(x, table, CODES: tl.constexpr, PART: tl.constexpr):
-    """Numbers of the nearest codes to vectors x, float32 [n, 4 or 8]: int32 [n]. PART codes are compared at a time.
-
-    ``table``: float32 [CODES, SLOTS] of negative codes that fp16 holds, which both halves of a vector's fp16 meet; then half of
-    their squared lengths, [CODES].
-    """
-    slot, code = tl.arange(0, SLOTS), tl.arange(0, PART)[None, :]
-    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+def _halves(x):
+    """Vectors x, float32 [n, 2, 4 or 8], as their codes' SLOTS numbers meet them: the fp16 part and what it misses, again and
+    again."""
     high = x.to(tl.float16)
     near = _beside(high, (x - high.to(tl.float32)).to(tl.float16))
-    if x.shape[1] < 8:  # what the table has there is zero
+    if x.shape[1] < 8:
         near = _beside(near, near)
-    least = tl.full((x.shape[0], PART), float("inf"), tl.float32)
+    if x.shape[1] < 4:
+        near = _beside(near, near)
+    return near
+
+
+@triton.jit
+def _nearest(near, table, halves, CODES: tl.constexpr, PART: tl.constexpr):
+    """Numbers of the nearest codes to vectors (:func:`_halves`): int32 [n]. PART codes are compared at a time.
+
+    ``table``: [CODES, SLOTS] numbers that fp16 holds, negative codes in the order of :func:`_halves`; ``halves``: float32
+    [CODES], half of their squared lengths.
+    """
+    slot, code = tl.arange(0, SLOTS)[:, None], tl.arange(0, PART)[None, :]
+    least = tl.full((near.shape[0], PART), float("inf"), tl.float32)
+    # one part after the other: side by side, their sums take all registers there are
     for first in range(0, CODES, PART):
-        known = tl.load(table + (first + code) * SLOTS + slot[:, None]).to(tl.float16)
-        half = tl.load(table + CODES * SLOTS + first + code)
+        known = tl.load(table + (first + code) * SLOTS + slot).to(tl.float16)
+        half = tl.load(halves + first + code)
         least = _lower(least, _marked(tl.dot(near, known), half, first + code, CODES - 1))
     return _lowest(least).to(tl.int32, bitcast=True) & (CODES - 1)

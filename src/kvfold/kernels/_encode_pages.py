@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kvfold.kernels._encode_codes import _across, _codes_tile, _root, _store_plane
 from kvfold.kernels._encode_groups import ROUND, _divided, _finite, _fma, _max, _over, _sum, _to_fp16
-from kvfold.kernels._encode_nearest import SLOTS, _nearest
+from kvfold.kernels._encode_nearest import LARGEST, SLOTS, _halves, _nearest
 from kvfold.kernels._encode_step import _advance, _append, _blocks_due
 from kvfold.kernels._encode_tile import _encode_tile, _load_state, _tokens_at
 from kvfold.kernels._encode_words import _log2, _tile_out
@@ -261,7 +261,8 @@ def _vectors_tile(source, page, tables, codes_out, rms_out, D: tl.constexpr, FOR
         safe = scale.to(tl.float32)
         safe = tl.where(safe == 0.0, 1.0, safe)[:, None]
         unit = _divided(x, safe, tl.math.div_rn(1.0, safe))
-        best = _nearest(tl.reshape(unit, (N * GROUPS, V)), table, FORM[CODES], min(PART, FORM[CODES]))
+        unit = tl.reshape(tl.minimum(tl.maximum(unit, -LARGEST), LARGEST), (N * GROUPS, V))
+        best = _nearest(_halves(unit), table, table + FORM[CODES] * SLOTS, FORM[CODES], min(PART, FORM[CODES]))
         out = codes_out + (first + row // GROUPS) * (D // V) + row % GROUPS
         tl.store(out, best.to(tl.uint8), mask=row % GROUPS < D // V)
         if FORM[FIT] < 3:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvfold.kernels._encode_codes import _store_plane
 from kvfold.kernels._encode_groups import _finite, _fma, _max, _min, _negative, _reciprocal, _sum, _to_fp16
-from kvfold.kernels._encode_nearest import LARGEST, _beside, _lower, _lowest, _marked
+from kvfold.kernels._encode_nearest import LARGEST, SLOTS, _halves, _lower, _lowest, _marked, _nearest
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def group_kernel(
 ):  # fmt: skip
     """A code of its own codebook for each group of VECTOR channels. Grid: (parts of T tokens, heads, batch).
 
-    ``table`` fp16 [heads, groups, CODES, 16], codes under the metric, negative, as numbers' two halves in fp16 meet them;
+    ``table`` fp16 [heads, groups, CODES, SLOTS], codes under the metric, negative, as :func:`_nearest` takes them;
     ``halves`` float32 [heads, groups, CODES] of their squared lengths; ``book`` float32 [heads, groups, CODES, VECTOR] and
     ``sizes`` float32 [heads, groups, CODES], codes as they are decoded and their squared lengths. ``codes`` uint8 [lanes, room,
     groups]; ``rms`` fp16 [lanes, room]; see :func:`search_kernel`. With CENTRED they are of vectors less ``mean``, fp16
@@ -147,8 +147,8 @@ def group_kernel(
     inside = (token < tokens)[:, None]
     source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
     square = tl.full((T,), 0.0, tl.float32)
-    for first in range(0, D, 32):
-        channel = first + tl.arange(0, 32)
+    for first in range(0, D, 16):
+        channel = first + tl.arange(0, 16)
         some = _vectors(source, token[:, None], channel[None, :], inside, HALF)
         if CENTRED:
             some -= tl.load(mean + head * D + channel).to(tl.float32)[None, :]
@@ -156,8 +156,7 @@ def group_kernel(
     size = tl.sqrt_rn(square / D)
     inverse = (1.0 / tl.where(size == 0.0, 1.0, size))[:, None]
 
-    slot, member = tl.arange(0, 16), tl.arange(0, VECTOR)
-    code = tl.arange(0, PART)[None, :]
+    member = tl.arange(0, VECTOR)
     out = codes + (lane * room + first_token + token) * GROUPS
     along = tl.full((T,), 0.0, tl.float32)
     length = tl.full((T,), 0.0, tl.float32)
@@ -167,19 +166,8 @@ def group_kernel(
         if CENTRED:
             unit -= tl.load(mean + head * D + channel).to(tl.float32)[None, :]
         unit *= inverse
-        high = unit.to(tl.float16)
-        near = _beside(high, (unit - high.to(tl.float32)).to(tl.float16))
-        if VECTOR < 8:
-            near = _beside(near, near)
-        if VECTOR < 4:
-            near = _beside(near, near)
         at = (head * GROUPS + group) * CODES
-        least = tl.full((T,), float("inf"), tl.float32)
-        for number in tl.static_range(0, CODES, PART):
-            known = tl.load(table + (at + number + code) * 16 + slot[:, None])
-            half = tl.load(halves + at + number + code)
-            least = _lower(least, _lowest(_marked(tl.dot(near, known), half, number + code, CODES - 1)))
-        best = least.to(tl.int32, bitcast=True) & (CODES - 1)
+        best = _nearest(_halves(unit), table + at * SLOTS, halves + at, CODES, PART)
         tl.store(out + group, best.to(tl.uint8), mask=token < tokens)
         if FIT == "unbiased" or FIT == "least":
             place = (at + best)[:, None] * VECTOR + member[None, :]
