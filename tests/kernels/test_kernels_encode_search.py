@@ -272,3 +272,24 @@ def test_what_kernels_do_not_encode_is_named(method, dim, why):
     made = learned(method, dim)
     shape = spec(head_dim=dim, heads=2 * HEADS, kv_heads=HEADS)
     assert choose_encoder(made, shape, torch.device("cuda")) == Encoder("torch", why, True)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_four_programs_that_search_groups_fit_on_a_multiprocessor(bits, monkeypatch):
+    """Of 128 threads, 65,536 registers in all; nothing on the stack."""
+    from kvfold.kernels import encode_search
+    from test_paged_kernels import compiled
+
+    launched, kernel = {}, encode_search.group_kernel
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *given, **options: launched.update(dict(zip(kernel.arg_names, given, strict=False)) | options)
+
+    monkeypatch.setattr(encode_search, "group_kernel", Launched())
+    shape, x = spec(head_dim=128, heads=4, kv_heads=HEADS), torch.zeros(1, HEADS, 96, 128, dtype=torch.bfloat16)
+    form = learned(f"tasq:bits={bits},values=fold", 128).key_format(shape)
+    turned = torch.zeros(1, 96, 64), torch.zeros(1, 96, 64)
+    encode_search.encode(form, Source(x, form.allocate(1, HEADS, 3, "cpu"), 0, angles=turned))
+    report = compiled(kernel, launched)
+    assert report.registers <= 128 and report.spilled == 0
