@@ -236,7 +236,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-ENCODING = tuple(f"kvfold.kernels._encode_{room}" for room in ("groups", "words", "tile", "step", "codes"))
+ENCODING = tuple(f"kvfold.kernels._encode_{room}" for room in ("groups", "words", "tile", "step", "codes", "nearest"))
 """Rooms whose kernels :mod:`kvfold.kernels.encode` launches, in the order of their imports."""
 
 

@@ -137,6 +137,7 @@ STORES = {
     "fold": {"method": "fold", "lengths": (1, 150), "heads": 1},
     "fold-d128": {"method": "fold", "sink": 0, "head_dim": 128, "lengths": (133,), "dtype": torch.float16, "heads": 1},
     "fold-no-window": {"method": "fold:recent=0", "lengths": (70, 40), "sink": 0, "heads": 1},
+    "fold-codebook": {"method": "fold:k_bits=1,v_bits=2,codebook=true", "lengths": (1, 150), "heads": 1},
     "kivi": {"method": "kivi", "lengths": (1, 70, 33), "heads": 1},
     "kivi-64": {"method": "kivi:group=64", "sink": 64, "lengths": (130, 70), "heads": 1},
     "innerq": {"method": "innerq", "lengths": (140,), "heads": 1},

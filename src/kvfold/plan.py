@@ -109,19 +109,15 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
     with _trying(device):
         why = _why_not(method, spec, device)
     formats = method.key_format(spec), method.value_format(spec)
-    closes = (
-        not is_searched(formats) and not is_mixed(formats) and not any(isinstance(form, LowRank) for form in formats)
-    )
+    closes = not any_searched(formats) and not is_mixed(formats) and not any(isinstance(f, LowRank) for f in formats)
     return Encoder("torch", why) if why else Encoder("triton", "first choice", closes)
 
 
 def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | None:
     """Why kernels cannot encode a layer; None if they can."""
-    from kvfold.kernels import encode, encode_dense, encode_pages, encode_rank
+    from kvfold.kernels import encode, encode_dense
 
     formats = method.key_format(spec), method.value_format(spec)
-    if is_searched(formats):
-        return _no_search(formats, device)
     if is_mixed(formats):
         from kvfold.kernels import encode_mixed
 
@@ -129,17 +125,12 @@ def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | Non
     if is_dense(formats):
         return next((why for form in formats if (why := encode_dense.why_not(form, device))), None)
     width = method.slice_width(spec.head_dim)
-    if has_pages(formats):
+    if any_searched(formats) or has_pages(formats):
         if width is not None:
             return "keys: an update of following channels beside statistics per page"
-        for side, form in zip(("keys", "values"), formats, strict=True):
-            ranked = encode_rank.unsupported(form) if isinstance(form, LowRank) else None
-            if why := ranked or encode_pages.why_not(_inner(form), device):
-                return f"{side}: {why}"
-        if not torch.cuda.is_available():
-            return None
-        whys = [encode_rank.self_test(form, device) for form in formats if isinstance(form, LowRank)]
-        return next(filter(None, whys), None) or encode_pages.self_test(*map(_inner, formats), device)
+        if method.pre_rope and not is_searched(formats[0]):
+            return f"keys: {formats[0].kind} storage before RoPE"
+        return _neither(formats, device)
     keys, values = plain(formats[0]), formats[1]
     for side, form, cut in (("keys", keys, width), ("values", values, None)):
         if why := encode.why_not(form, device, cut):
@@ -148,13 +139,23 @@ def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | Non
     return encode.self_test(keys, values, width, device) if torch.cuda.is_available() else None
 
 
-def _no_search(formats: tuple[Format, Format], device: torch.device) -> str | None:
-    from kvfold.kernels import encode_search
+def _neither(formats: tuple[Format, Format], device: torch.device) -> str | None:
+    """Why not each side has kernels of :mod:`kvfold.kernels.encode_search` or :mod:`kvfold.kernels.encode_pages`."""
+    from kvfold.kernels import encode_pages, encode_rank, encode_search
 
     for side, form in zip(("keys", "values"), formats, strict=True):
-        if why := encode_search.why_not(form, device):
+        if is_searched(form):
+            why = encode_search.why_not(form, device)
+        else:
+            ranked = encode_rank.unsupported(form) if isinstance(form, LowRank) else None
+            why = ranked or encode_pages.why_not(_inner(form), device)
+        if why:
             return f"{side}: {why}"
-    return None
+    keys, values = (None if is_searched(form) else _inner(form) for form in formats)
+    if not torch.cuda.is_available() or (keys is None and values is None):
+        return None
+    whys = [encode_rank.self_test(form, device) for form in formats if isinstance(form, LowRank)]
+    return next(filter(None, whys), None) or encode_pages.self_test(keys, values, device)
 
 
 def _inner(form: Format) -> Format:
@@ -167,10 +168,16 @@ def is_dense(formats: tuple[Format, Format]) -> bool:
     return all(isinstance(form, Dense) for form in formats)
 
 
-def is_searched(formats: tuple[Format, Format]) -> bool:
-    """Whether the kernels of :mod:`kvfold.kernels.encode_search` are those that may encode."""
-    codes = ResidualCodes | GroupCodes | Outliers | AdditiveCodes | BinaryCodes | Projected
-    return all(isinstance(form, codes) or _is_tile(form) for form in formats)
+def is_searched(form: Format) -> bool:
+    """Whether the kernels of :mod:`kvfold.kernels.encode_search` are those that may encode a side."""
+    return isinstance(
+        form, ResidualCodes | GroupCodes | Outliers | AdditiveCodes | BinaryCodes | Projected
+    ) or _is_tile(form)
+
+
+def any_searched(formats: tuple[Format, Format]) -> bool:
+    """Whether they may encode either side; those of :mod:`kvfold.kernels.encode_pages` then encode the other."""
+    return any(map(is_searched, formats))
 
 
 def _is_tile(form: Format) -> bool:

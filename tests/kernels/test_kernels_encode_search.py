@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers import ENCODING, assert_same_content, interpreted_module, relative, spec, tokens
+from helpers import ENCODING, assert_same_content, interpreted_module, packed_fields, relative, spec, tokens
 from kvfold import kernels as package
 from kvfold.bench.storage import with_tables
 from kvfold.engines.transformers.layer import FoldedLayer
@@ -48,7 +48,8 @@ NEAR = (
 def interpreted():
     mixed = interpreted_module("kvfold.kernels.encode_mixed", *INTERPRETED)
     sys.modules["kvfold_kernels_encode_pairs_interpreted"].FLIPS["T"] = 32  # the interpreter goes program by program
-    return {"encode_search": sys.modules["kvfold_kernels_encode_search_interpreted"], "encode_mixed": mixed}
+    others = {name: sys.modules[f"kvfold_kernels_{name}_interpreted"] for name in ("encode_search", "encode_pages")}
+    return {"encode_mixed": mixed, **others}
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -182,33 +183,64 @@ def test_salient_tokens_are_those_of_the_method(method, fragments, device):
             assert different == 0 if device.type == "cpu" else different < 0.02, name
 
 
-@pytest.mark.parametrize("method", ["kvquant:bits=3", "vqllm:bits=1", "commvq:bits=1,levels=16,flips=2", "zipcache"])
+def learned(method, dim=DIM, device="cpu"):
+    """A method, or a pair of methods, with tables."""
+    return get(method).mapped(lambda one: with_tables(one, HEADS, dim, torch.device(device)))
+
+
+def windows(method):
+    """With windows of 3 and 100 tokens."""
+    return "+".join(part + (":" if ":" not in part else ",") + "sink=3,recent=100" for part in method.split("+"))
+
+
+def layer_of(made, shape, new, cuts, encoder="triton"):
+    """A layer that takes two sequences, of which one is padded, in calls of so many tokens."""
+    valid = torch.arange(sum(cuts), device=new[0].device) >= torch.tensor([0, 30], device=new[0].device)[:, None]
+    one = FoldedLayer(made, shape, max_length=512)
+    one.lazy_initialization(*new[:2])
+    one.writer.encoder = Encoder(encoder, "asked for", False)
+    setattr(one.writer, "by_torch" if encoder == "triton" else "by_kernel", None)  # it must not be called
+    at = 0
+    for n in cuts:
+        one.append(*(x[:, :, at : at + n] for x in new), valid[:, at : at + n])
+        at += n
+    return one
+
+
+APART = "tasq:bits=2,values=fold", "nova:values=fold", "k=fold+v=vqllm:bits=1", "k=tasq+v=kivi"
+"""Methods of which each side has kernels of its own."""
+
+
+@pytest.mark.parametrize(
+    "method", ["kvquant:bits=3", "vqllm:bits=1", "commvq:bits=1,levels=16,flips=2", "zipcache", APART[0], APART[2]]
+)
 def test_content_does_not_depend_on_how_calls_were_cut(method, device):
-    made = with_tables(get(method + (":" if ":" not in method else ",") + "sink=3,recent=100"), HEADS, DIM, device)
-    shape = shape_on(device, dtype=torch.float32)
+    made, shape = learned(windows(method), DIM, device), shape_on(device, dtype=torch.float32)
     count = 420 if method == "zipcache" else 200
     new = tuple(x.to(device) for x in tokens(2, count, shape=shape))
-    valid = torch.arange(count, device=device) >= torch.tensor([0, 30], device=device)[:, None]
-    layers = []
-    for cuts in ([count], [130, 1, 30, 1, count - 162]):
-        one = FoldedLayer(made, shape, max_length=512)
-        one.lazy_initialization(*new[:2])
-        one.writer.encoder = Encoder("triton", "asked for", False)
-        one.writer.by_torch = None  # it must not be called
-        at = 0
-        for n in cuts:
-            keys, values, queries = (x[:, :, at : at + n] for x in new)
-            one.append(keys, values, queries, valid[:, at : at + n])
-            at += n
-        layers.append(one)
+    layers = [layer_of(made, shape, new, cuts) for cuts in ([count], [130, 1, 30, 1, count - 162])]
     assert layers[0].packed[1] > 0
     for row in range(2):
         assert_same_content(*layers, row, row)
 
 
-@pytest.mark.parametrize("method", ["kvquant:bits=3", "vqllm", "commvq", "zipcache"])
+@pytest.mark.parametrize("method", APART)
+def test_sides_apart_are_near_those_of_torch(method, device):
+    made, shape = learned(windows(method), DIM, device), shape_on(device, dtype=torch.float32)
+    new = tuple(x.to(device) for x in tokens(2, 300, shape=shape))
+    ours, theirs = (layer_of(made, shape, new, [200, 1, 99], encoder) for encoder in ("triton", "torch"))
+    assert ours.packed == theirs.packed and ours.packed[1] > 128
+    for row in range(2):
+        for got, want in zip(packed_fields(ours, row), packed_fields(theirs, row), strict=True):
+            for name in want:
+                assert (got[name] != want[name]).float().mean() < 0.01, name
+        for got, want in zip(ours.decoded(row), theirs.decoded(row), strict=True):
+            assert relative(got, want) < 0.05  # where two codes are nearly as near
+
+
+@pytest.mark.parametrize("method", ["kvquant:bits=3", "vqllm", "commvq", "zipcache", *APART])
 def test_plan_names_what_encodes(method):
-    made = with_tables(get(method), HEADS, DIM, torch.device("cpu"))
+    made = learned(method)
     if torch.cuda.is_available():
         pytest.skip("the choice runs a kernel where there is a GPU")
     chosen = choose_encoder(made, shape_on("cpu"), torch.device("cuda"))
@@ -228,9 +260,36 @@ def test_plan_names_what_encodes(method):
             64,
             "values with other statistics than norms of largest magnitudes per block of 128 tokens",
         ),
+        (
+            "k=vqllm+v=turboquant:bits=8",
+            64,
+            "values: 8-bit levels scaled by rms; allowed: up to 4 bits, by the rms of a token",
+        ),
+        ("k=squat+v=vqllm", 64, "keys: an update of following channels beside statistics per page"),
     ],
 )
 def test_what_kernels_do_not_encode_is_named(method, dim, why):
-    made = with_tables(get(method), HEADS, dim, torch.device("cpu"))
+    made = learned(method, dim)
     shape = spec(head_dim=dim, heads=2 * HEADS, kv_heads=HEADS)
     assert choose_encoder(made, shape, torch.device("cuda")) == Encoder("torch", why, True)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_four_programs_that_search_groups_fit_on_a_multiprocessor(bits, monkeypatch):
+    """Of 128 threads, 65,536 registers in all; nothing on the stack."""
+    from kvfold.kernels import encode_search
+    from test_paged_kernels import compiled
+
+    launched, kernel = {}, encode_search.group_kernel
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *given, **options: launched.update(dict(zip(kernel.arg_names, given, strict=False)) | options)
+
+    monkeypatch.setattr(encode_search, "group_kernel", Launched())
+    shape, x = spec(head_dim=128, heads=4, kv_heads=HEADS), torch.zeros(1, HEADS, 96, 128, dtype=torch.bfloat16)
+    form = learned(f"tasq:bits={bits},values=fold", 128).key_format(shape)
+    turned = torch.zeros(1, 96, 64), torch.zeros(1, 96, 64)
+    encode_search.encode(form, Source(x, form.allocate(1, HEADS, 3, "cpu"), 0, angles=turned))
+    report = compiled(kernel, launched)
+    assert report.registers <= 128 and report.spilled == 0

@@ -57,6 +57,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
                 "check-following",
                 "check-steering",
                 "store-fold-plain",
+                "store-fold-codebook",
                 "store-turboquant",
                 "store-turboquant-plain",
                 "store-sketch",
@@ -219,6 +220,7 @@ def test_decoding_beside_a_chunk_on_a_gpu(method, fragments):
     "method, fragments, attended, stored",
     [
         ("fold", True, None, None),
+        ("fold:bits=2,codebook=true", True, None, None),
         ("kivi", True, None, None),
         ("squat", True, None, None),
         ("innerq", True, None, None),

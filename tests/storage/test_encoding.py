@@ -69,8 +69,10 @@ def pair(method, monkeypatch, shape=None, **options):
 
     monkeypatch.setattr(by_kernel, "lazy_initialization", with_kernel)
     launches = []
-    launch = by_kernel.writer.by_kernel.launch
-    monkeypatch.setattr(by_kernel.writer.by_kernel, "launch", lambda *a, **k: (launches.append(a), launch(*a, **k)))
+    encoder = by_kernel.writer.by_kernel
+    name = "launch" if hasattr(encoder, "launch") else "encode"
+    launch = getattr(encoder, name)
+    monkeypatch.setattr(encoder, name, lambda *a, **k: (launches.append(a), launch(*a, **k)))
     monkeypatch.setattr(by_kernel.writer, "by_torch", None)  # it must not be called
     return by_kernel, by_torch, launches
 
@@ -241,6 +243,7 @@ def assert_near(a, b, row=0):
         ("fold:recent=20,sink=0,rotation=1", [70, 90, 31]),
         ("innerq:recent=24,sink=4,mode=hybrid_prefill", [95, 40]),
         ("k=fold+v=kivi", [250, 40]),
+        ("fold:k_bits=2,v_bits=3,codebook=true", [200, 1, 60]),
     ],
 )
 def test_kernels_encode_pages_as_torch_does(pages_interpreted, monkeypatch, method, cuts):
@@ -276,7 +279,7 @@ def test_a_page_goes_on_after_a_cut(pages_interpreted, monkeypatch):
     assert_near(by_kernel, by_torch)
 
 
-@pytest.mark.parametrize("method", ["fold"])
+@pytest.mark.parametrize("method", ["fold", "fold:k_bits=1,v_bits=2,codebook=true"])
 def test_a_layers_steps_close_pages(pages_interpreted, monkeypatch, method):
     """What a decode graph replays, step by step: the content is that of a layer that decides on the host."""
     by_kernel, by_torch, _ = pair(method, monkeypatch, SMALL, max_length=512)
@@ -318,7 +321,10 @@ def test_what_torch_encodes_on_a_gpu_is_named(method, reason):
 
 @pytest.mark.parametrize(
     "method",
-    ["fold", "fold:bits=1", "innerq", "innerq:mode=hybrid_prefill", "k=fold+v=kivi", "turboquant:bits=3", "qjl"],
+    [
+        *("fold", "fold:bits=1", "innerq", "innerq:mode=hybrid_prefill", "k=fold+v=kivi", "turboquant:bits=3", "qjl"),
+        *("fold:bits=2,codebook=true", "fold:k_bits=3,v_bits=1,codebook=true"),
+    ],
 )
 def test_what_kernels_encode_on_a_gpu(method, monkeypatch):
     """Asked without a GPU, so the kernels cannot test themselves."""
@@ -386,6 +392,7 @@ def test_explain_says_what_encodes():
         "innerq:paper=true,mode=hybrid_prefill",
         "fold",
         "innerq",
+        "fold:bits=2,codebook=true",
     ],
 )
 def test_a_gpu_encodes_by_kernel(method):

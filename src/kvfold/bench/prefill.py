@@ -34,7 +34,7 @@ METHODS = (
     *("zipcache", "innerq"),
     *(f"innerq:paper=true,mode={mode}" for mode in ("asym", "sym", "hybrid")),
     *("kvquant:bits=3", "vqllm:bits=1", "vqllm", "gsrq", "commvq:bits=1", "commvq"),
-    *("kvarn", "nova", "tasq"),
+    *("kvarn", "nova", "tasq", "fold:bits=2,codebook=true", "tasq:bits=2,values=fold"),
 )
 """Learned methods have random tables of the right size."""
 LIMITS = {
@@ -53,6 +53,8 @@ LIMITS = {
             "nova",
             "commvq:bits=1",
             "commvq",
+            "fold:bits=2,codebook=true",
+            "tasq:bits=2,values=fold",
         ),
         5e-2,
     ),

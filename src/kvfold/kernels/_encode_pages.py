@@ -10,30 +10,33 @@ import triton.language as tl
 
 from kvfold.kernels._encode_codes import _across, _codes_tile, _root, _store_plane
 from kvfold.kernels._encode_groups import ROUND, _divided, _finite, _fma, _max, _over, _sum, _to_fp16
+from kvfold.kernels._encode_nearest import LARGEST, SLOTS, _halves, _nearest
 from kvfold.kernels._encode_step import _advance, _append, _blocks_due
 from kvfold.kernels._encode_tile import _encode_tile, _load_state, _tokens_at
 from kvfold.kernels._encode_words import _log2, _tile_out
 
 # What a side is encoded as, one tuple of constants (:func:`kvfold.kernels.encode_pages.side`)
-KIND = tl.constexpr(
-    0
-)  # of its inner format: 0 affine groups, 1 uniform levels, 2 levels of a table, 3 signs of a sketch
+KIND = tl.constexpr(0)  # of its inner format: 0 affine groups, 1 uniform levels, 2 levels of a table, 3 signs, 4 codes
 TILE = tl.constexpr(1)  # tokens that are encoded together
 BITS = tl.constexpr(2)
+VECTOR = tl.constexpr(2)  # channels that share a code
 MEAN = tl.constexpr(3)  # whether pages have a mean
 NORM = tl.constexpr(4)  # their norms: 0 none, 1 rms, 2 max
 PAGE = tl.constexpr(5)
 SEEN = tl.constexpr(6)
 NUMBERS = tl.constexpr(7)  # numbers of a vector through a dense basis
-FIT = tl.constexpr(7)  # of uniform levels: 0 least, 1 size, 2 unbiased
+FIT = tl.constexpr(7)  # of uniform levels and of codes: 0 least, 1 size, 2 unbiased, 3 rms
 ROTATION = tl.constexpr(8)  # channels of a Hadamard block; 0: no basis
 GROUP = tl.constexpr(7)  # of affine groups
 AXIS = tl.constexpr(8)
 MODE = tl.constexpr(9)
-ORDER = tl.constexpr(9)  # of others' codes: 0 keys', 1 values' of tensor cores, 2 plain
+ORDER = tl.constexpr(9)  # of others' levels: 0 keys', 1 values' of tensor cores, 2 plain
+CODES = tl.constexpr(9)  # of a table of vectors
 
 ROWS = tl.constexpr(16)
 """Tokens whose statistics are summed side by side."""
+PART = tl.constexpr(32)
+"""Codes that vectors are compared with at a time."""
 
 
 @triton.constexpr_function
@@ -169,13 +172,13 @@ def _statistics_kernel(
 
 
 @triton.jit
-def _prepared(source, page, signs, D: tl.constexpr, FORM: tl.constexpr, RING: tl.constexpr):
-    """What the inner format stores of 32 tokens, float32 [32, D padded to a power of two]; 0 in the padding.
+def _prepared(source, page, signs, first, N: tl.constexpr, D: tl.constexpr, FORM: tl.constexpr, RING: tl.constexpr):
+    """What the inner format stores of N tokens from ``first`` on, float32 [N, D padded to a power of two]; 0 in the padding.
 
     ``page``: the page's mean, the codes of its norms, the table of norms.
     """
     DP: tl.constexpr = triton.next_power_of_2(D)
-    channel, token = tl.arange(0, DP), tl.arange(0, 32)
+    channel, token = tl.arange(0, DP), first + tl.arange(0, N)
     x = _load(source, token, channel, (token >= 0)[:, None] & (channel < D)[None, :], RING)
     inside = tl.where(channel < D, channel, 0)[None, :]
     mean, norm, inverse = _load_state(page, inside, FORM[MEAN], FORM[NORM] > 0, False)
@@ -187,7 +190,7 @@ def _prepared(source, page, signs, D: tl.constexpr, FORM: tl.constexpr, RING: tl
         x = x * tl.load(signs + inside)
     if DP != D:
         x = tl.where((channel < D)[None, :], x, 0.0)
-    return _hadamard(x, 32, DP, FORM[ROTATION]) if FORM[ROTATION] > 1 else x
+    return _hadamard(x, N, DP, FORM[ROTATION]) if FORM[ROTATION] > 1 else x
 
 
 @triton.jit
@@ -203,12 +206,21 @@ def _levels(x, scale, real, MIDDLE: tl.constexpr):
 
 
 @triton.jit
+def _fitted(size, along, squares, FIT: tl.constexpr):
+    """Scales of levels (kvfold.formats.uniform.fitted) from a token's sums: of x squared, x times levels, levels squared."""
+    if FIT == 2:
+        return tl.where(along > 0.0, tl.math.div_rn(size, tl.where(along > 0.0, along, 1.0)), 0.0)
+    squares = tl.where(squares > 0.0, squares, 1.0)
+    return tl.math.div_rn(along, squares) if FIT == 0 else tl.sqrt_rn(tl.math.div_rn(size, squares))
+
+
+@triton.jit
 def _uniform_tile(source, page, signs, codes_out, scale_out, D: tl.constexpr, FORM: tl.constexpr, RING):
     """Encode 32 tokens; all pointers point to the first of them, or to their page."""
     DP: tl.constexpr = triton.next_power_of_2(D)
     BITS_: tl.constexpr = FORM[BITS]
     MIDDLE: tl.constexpr = ((1 << BITS_) - 1) / 2
-    x = _prepared(source, page, signs, D, FORM, RING)
+    x = _prepared(source, page, signs, 0, 32, D, FORM, RING)
     real = (tl.arange(0, DP) < D)[None, :]
     size = _across(x * x, 32, DP)
     if BITS_ == 8:
@@ -220,10 +232,8 @@ def _uniform_tile(source, page, signs, codes_out, scale_out, D: tl.constexpr, FO
         levels = _levels(x, scale, real, MIDDLE)
         along, squares = _across(x * levels, 32, DP), _across(levels * levels, 32, DP)
         scale = tl.math.div_rn(along, squares)
-    if FORM[FIT] == 1:
-        scale = tl.sqrt_rn(tl.math.div_rn(size, squares))
-    if FORM[FIT] == 2:
-        scale = tl.where(along > 0.0, tl.math.div_rn(size, tl.where(along > 0.0, along, 1.0)), 0.0)
+    if FORM[FIT] > 0:
+        scale = _fitted(size, along, squares, FORM[FIT])
     tl.store(scale_out + tl.arange(0, 32), _to_fp16(scale))
     codes = tl.reshape((levels + MIDDLE).to(tl.int32), (32 * DP,))
     if BITS_ == 3:
@@ -231,6 +241,36 @@ def _uniform_tile(source, page, signs, codes_out, scale_out, D: tl.constexpr, FO
         _store_plane(codes >> 2, codes_out + 4 * D, D, 1, FORM[ORDER])
     else:
         _store_plane(codes, codes_out, D, BITS_, FORM[ORDER])
+
+
+@triton.jit
+def _vectors_tile(source, page, tables, codes_out, rms_out, D: tl.constexpr, FORM: tl.constexpr, RING):
+    """Encode 32 tokens as codes of vectors; pointers as in :func:`_uniform_tile`. ``tables``: the Hadamard rotation's signs, if
+    there is one, then what :func:`._encode_nearest._nearest` reads."""
+    DP: tl.constexpr = triton.next_power_of_2(D)
+    V: tl.constexpr = FORM[VECTOR]
+    GROUPS: tl.constexpr = DP // V
+    N: tl.constexpr = 2 * V  # tokens at a time: as many vectors as a program of DP / 16 warps has threads, for every V
+    table = tables + (D if FORM[ROTATION] > 0 else 0)
+    token, member, row = tl.arange(0, N), tl.arange(0, V), tl.arange(0, N * GROUPS)
+    real = (tl.arange(0, DP) < D)[None, :]
+    for first in range(0, 32, N):
+        x = _prepared(source, page, tables, first, N, D, FORM, RING)
+        size = _across(x * x, N, DP)
+        scale = _to_fp16(tl.sqrt_rn(tl.math.div_rn(size, tl.full((N,), D, tl.float32))))
+        safe = scale.to(tl.float32)
+        safe = tl.where(safe == 0.0, 1.0, safe)[:, None]
+        unit = _divided(x, safe, tl.math.div_rn(1.0, safe))
+        unit = tl.reshape(tl.minimum(tl.maximum(unit, -LARGEST), LARGEST), (N * GROUPS, V))
+        best = _nearest(_halves(unit), table, table + FORM[CODES] * SLOTS, FORM[CODES], min(PART, FORM[CODES]))
+        out = codes_out + (first + row // GROUPS) * (D // V) + row % GROUPS
+        tl.store(out, best.to(tl.uint8), mask=row % GROUPS < D // V)
+        if FORM[FIT] < 3:
+            levels = tl.reshape(tl.load(table + best[:, None] * SLOTS + member[None, :]) * -1.0, (N, DP))
+            levels = tl.where(real, levels, 0.0)
+            along, squares = _across(x * levels, N, DP), _across(levels * levels, N, DP)
+            scale = _to_fp16(_fitted(size, along, squares, FORM[FIT]))
+        tl.store(rms_out + first + token, scale)
 
 
 @triton.jit
@@ -253,7 +293,11 @@ def _tile(
     WIDTH: of a slice of SQuat's update, which ``page[3]`` then points to.
     """
     codes, meta, aux = stored
-    if FORM[KIND] > 1:
+    if FORM[KIND] == 4:
+        _vectors_tile(
+            source, page, signs, codes + unit * (32 * D // FORM[VECTOR]), meta + unit * 32, D, FORM, RING
+        )  # fmt: skip
+    elif FORM[KIND] > 1:
         at = unit * (2 * FORM[NUMBERS] * FORM[BITS])
         _codes_tile(
             source, page, signs, codes + at, meta + unit * 32, D, FORM[BITS], FORM[NUMBERS], FORM[MEAN], FORM[NORM] > 0,

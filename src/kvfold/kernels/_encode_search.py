@@ -8,10 +8,8 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_codes import _store_plane
-from kvfold.kernels._encode_groups import INTERPRETED, _finite, _fma, _max, _min, _negative, _reciprocal, _sum, _to_fp16
-
-LARGEST = tl.constexpr(60000.0)
-"""Of what is multiplied in fp16."""
+from kvfold.kernels._encode_groups import _finite, _fma, _max, _min, _negative, _reciprocal, _sum, _to_fp16
+from kvfold.kernels._encode_nearest import LARGEST, SLOTS, _halves, _lower, _lowest, _marked, _nearest
 
 
 @triton.jit
@@ -42,37 +40,6 @@ def _lane(rows, heads, PICKED: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     sequence = tl.load(rows + index).to(tl.int64) if PICKED else index
     return index, head, sequence * heads + head
-
-
-@triton.jit
-def _marked(x, y, number, MASK: tl.constexpr):
-    """Float32 x + y with ``number``, up to MASK, in its lowest bits: a minimum of such says which it was."""
-    if INTERPRETED:
-        return (((x + y).to(tl.int32, bitcast=True) & -1 - MASK) | number).to(tl.float32, bitcast=True)
-    return tl.inline_asm_elementwise(
-        "{ .reg .f32 sum; add.f32 sum, $1, $2; lop3.b32 $0, sum, $3, $4, 0xea; }",
-        "=f,f,f,r,r",
-        [x, y, -1 - MASK, number],
-        tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _lower(x, y):
-    """The smaller of two float32 numbers that are not NaN, in one instruction."""
-    if INTERPRETED:
-        return tl.minimum(x, y)
-    return tl.inline_asm_elementwise("min.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _lowest(x):
-    """The smallest number of each line: [lines, numbers] -> [lines]."""
-    if INTERPRETED:  # which goes element by element through a combination that it does not know
-        return _min(x, 1)
-    return tl.reduce(x, 1, _lower)
 
 
 @triton.jit
@@ -160,12 +127,6 @@ def search_kernel(
     tl.store(rms + lane * room + first_token + each, scale, mask=each < tokens)
 
 
-@triton.jit
-def _beside(x, y):
-    """Columns of x [n, m], then those of y."""
-    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 2 * x.shape[1]))
-
-
 @triton.jit(do_not_specialize=["tokens", "first_token"])
 def group_kernel(
     x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, table, halves, book, sizes, mean, codes, rms,
@@ -174,7 +135,7 @@ def group_kernel(
 ):  # fmt: skip
     """A code of its own codebook for each group of VECTOR channels. Grid: (parts of T tokens, heads, batch).
 
-    ``table`` fp16 [heads, groups, CODES, 16], codes under the metric, negative, as numbers' two halves in fp16 meet them;
+    ``table`` fp16 [heads, groups, CODES, SLOTS], codes under the metric, negative, as :func:`_nearest` takes them;
     ``halves`` float32 [heads, groups, CODES] of their squared lengths; ``book`` float32 [heads, groups, CODES, VECTOR] and
     ``sizes`` float32 [heads, groups, CODES], codes as they are decoded and their squared lengths. ``codes`` uint8 [lanes, room,
     groups]; ``rms`` fp16 [lanes, room]; see :func:`search_kernel`. With CENTRED they are of vectors less ``mean``, fp16
@@ -186,8 +147,8 @@ def group_kernel(
     inside = (token < tokens)[:, None]
     source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
     square = tl.full((T,), 0.0, tl.float32)
-    for first in range(0, D, 32):
-        channel = first + tl.arange(0, 32)
+    for first in range(0, D, 16):
+        channel = first + tl.arange(0, 16)
         some = _vectors(source, token[:, None], channel[None, :], inside, HALF)
         if CENTRED:
             some -= tl.load(mean + head * D + channel).to(tl.float32)[None, :]
@@ -195,8 +156,7 @@ def group_kernel(
     size = tl.sqrt_rn(square / D)
     inverse = (1.0 / tl.where(size == 0.0, 1.0, size))[:, None]
 
-    slot, member = tl.arange(0, 16), tl.arange(0, VECTOR)
-    code = tl.arange(0, PART)[None, :]
+    member = tl.arange(0, VECTOR)
     out = codes + (lane * room + first_token + token) * GROUPS
     along = tl.full((T,), 0.0, tl.float32)
     length = tl.full((T,), 0.0, tl.float32)
@@ -206,19 +166,8 @@ def group_kernel(
         if CENTRED:
             unit -= tl.load(mean + head * D + channel).to(tl.float32)[None, :]
         unit *= inverse
-        high = unit.to(tl.float16)
-        near = _beside(high, (unit - high.to(tl.float32)).to(tl.float16))
-        if VECTOR < 8:
-            near = _beside(near, near)
-        if VECTOR < 4:
-            near = _beside(near, near)
         at = (head * GROUPS + group) * CODES
-        least = tl.full((T,), float("inf"), tl.float32)
-        for number in tl.static_range(0, CODES, PART):
-            known = tl.load(table + (at + number + code) * 16 + slot[:, None])
-            half = tl.load(halves + at + number + code)
-            least = _lower(least, _lowest(_marked(tl.dot(near, known), half, number + code, CODES - 1)))
-        best = least.to(tl.int32, bitcast=True) & (CODES - 1)
+        best = _nearest(_halves(unit), table + at * SLOTS, halves + at, CODES, PART)
         tl.store(out + group, best.to(tl.uint8), mask=token < tokens)
         if FIT == "unbiased" or FIT == "least":
             place = (at + best)[:, None] * VECTOR + member[None, :]

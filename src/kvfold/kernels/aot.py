@@ -523,7 +523,8 @@ def compile_pages_step(
     fixed |= {"KEY": k.form, "VALUE": v.form, "WARPS": warps, "EACH": each, "EARLY": capability >= 90}
     inputs = ("key", "value", "sink_k", "sink_v", "ring_k", "ring_v")
     types = _words(k, "k_") | _words(v, "v_")
-    return _compile_pages(_encode_pages._step_kernel, fixed, types, inputs, bf16, warps, capability)
+    most = encode_pages.most_registers(k, v)
+    return _compile_pages(_encode_pages._step_kernel, fixed, types, inputs, bf16, warps, capability, most)
 
 
 def compile_follow(
@@ -542,7 +543,7 @@ def compile_follow(
 
 def _words(of: encode_pages.Side, letter: str) -> dict[str, str]:
     """Types of a side's codes and 32 bits of groups."""
-    width = "*i32" if of.form[0] == 0 else "*i16"
+    width = {0: "*i32", 4: "*u8"}.get(of.form[0], "*i16")
     return {f"{letter}codes": width, f"{letter}aux": width}
 
 
@@ -554,6 +555,7 @@ def _compile_pages(
     bf16: bool,
     warps: int,
     capability: int,
+    most: int | None = None,
 ) -> Report:
     names = function.arg_names
     fixed = fixed | {n: 1 for n in names if n.endswith("stride_c")}
@@ -566,7 +568,7 @@ def _compile_pages(
         types |= {f"{letter}signs": "*fp32", "table": "*fp32"}
     aligned = [n for n in names if n not in fixed and ("stride" in n or types.get(n, "")[:1] == "*")]
     source = ASTSource(function, *_signature(function, fixed, types), _aligned(function, aligned))
-    return _compile(source, capability, num_warps=warps, num_stages=1, enable_fp_fusion=False)
+    return _compile(source, capability, num_warps=warps, num_stages=1, enable_fp_fusion=False, maxnreg=most)
 
 
 def _width(bf16: bool) -> str:

@@ -1,7 +1,8 @@
 """Encoding on the GPU for formats with statistics per page: what :mod:`kvfold.kernels.encode` is for affine groups alone.
 
-Each side, keys or values, is uniform levels or affine groups, with or without a page's mean and norms; uniform levels may have
-a Hadamard basis. Levels of a table come with a rotation, signs with a sketch (TurboQuant, QJL). Two doors:
+Each side, keys or values, is uniform levels, affine groups or codes of a table of vectors, with or without a page's mean and
+norms; uniform levels and codes may have a Hadamard basis. Levels of a table come with a rotation, signs with a sketch
+(TurboQuant, QJL). Two doors:
 
 * :func:`encode_pages` encodes a call's blocks: one small launch for the statistics of pages that begin, one for the blocks.
   Tokens that were waiting in the ring and tokens of the call are read where they lie.
@@ -26,6 +27,7 @@ from kvfold.formats import (
     Hadamard,
     Lookup,
     Paged,
+    ResidualCodes,
     Rotation,
     SignSketch,
     Sketch,
@@ -34,20 +36,23 @@ from kvfold.formats import (
 from kvfold.formats.basis import Basis
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import norms
+from kvfold.formats.residual import Codebook
+from kvfold.kernels._encode_nearest import SLOTS
 from kvfold.kernels._encode_pages import _blocks_kernel, _statistics_kernel, _step_kernel
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.encode import MAX_TOKENS, MODES, TOLERANCE, _difference, _or_any, _tile
 from kvfold.kernels.encode import _warps as affine_warps
 from kvfold.kernels.encode import unsupported as affine_unsupported
+from kvfold.kernels.encode_source import misfit
 from kvfold.kernels.lengths import Lengths
 from kvfold.kernels.partials import early_launch, overlaps_launches
 
-BASES = {UniformTokens: Hadamard, Lookup: Rotation, SignSketch: Sketch}
+BASES = {UniformTokens: Hadamard, ResidualCodes: Hadamard, Lookup: Rotation, SignSketch: Sketch}
 """Maps that the kernels know before what they store."""
 ORDERS = {"key": 0, "value": 1, "plain": 2}
 MAX_ROWS = 512
 """Of a sketch."""
-FITS = {"least": 0, "size": 1, "unbiased": 2}
+FITS = {"least": 0, "size": 1, "unbiased": 2, "rms": 3}
 NORMS = {"": 0, "rms": 1, "max": 2}
 
 
@@ -70,13 +75,13 @@ def unsupported(fmt: Format) -> str | None:
         if fmt.basis is not None and not isinstance(fmt.basis, BASES.get(type(inner), ())):
             return (
                 f"basis {type(fmt.basis).__name__.lower()} before {inner.kind} storage; allowed: hadamard before uniform, "
-                "rotation before lookup, sketch before sign sketch"
+                "hadamard before residual codes, rotation before lookup, sketch before sign sketch"
             )
     if isinstance(inner, AffineGroups):
         return affine_unsupported(inner)
-    if not isinstance(inner, UniformTokens | Lookup | SignSketch):
+    if not isinstance(inner, UniformTokens | ResidualCodes | Lookup | SignSketch):
         return f"{inner.kind} storage"
-    if not isinstance(inner, UniformTokens) and (fmt is inner or getattr(fmt, "basis", None) is None):
+    if not isinstance(inner, UniformTokens | ResidualCodes) and (fmt is inner or getattr(fmt, "basis", None) is None):
         return f"{inner.kind} storage without a basis"
     if isinstance(inner, Lookup) and (inner.scaling != "rms" or inner.bits_per_code > 4):
         return (
@@ -86,10 +91,23 @@ def unsupported(fmt: Format) -> str | None:
         return f"sketches of {'+'.join(map(str, inner.sketches))} rows; allowed: one of up to {MAX_ROWS}"
     if inner.head_dim > 256:
         return f"head_dim={inner.head_dim}; allowed: up to 256"
-    return None
+    return _no_vectors(inner) if isinstance(inner, ResidualCodes) else None
 
 
-Inner = UniformTokens | AffineGroups | Lookup | SignSketch
+def _no_vectors(fmt: ResidualCodes) -> str | None:
+    if fmt.head_dim % 16 or fmt.block % UNIT:
+        return f"head_dim={fmt.head_dim}, block={fmt.block}; allowed: multiples of 16 channels and of {UNIT} tokens"
+    dtype = torch.float16 if fmt.book is None else fmt.book.codes.dtype
+    return misfit(
+        ("vector", fmt.vector, (4, 8)),
+        ("codes", fmt.codes, (16, 32, 64, 128, 256)),
+        ("stages", fmt.stages, (1,)),
+        ("strided", fmt.strided, (False,)),
+        ("codes of", str(dtype).removeprefix("torch."), ("float16",)),
+    )
+
+
+Inner = UniformTokens | AffineGroups | ResidualCodes | Lookup | SignSketch
 
 
 @dataclass(frozen=True)
@@ -98,7 +116,7 @@ class Side:
 
     Attributes
     ----------
-    inner : UniformTokens, AffineGroups, Lookup or SignSketch
+    inner : UniformTokens, AffineGroups, ResidualCodes, Lookup or SignSketch
     form : tuple of int
         Constants of :mod:`kvfold.kernels._encode_pages`.
     basis : Basis or None
@@ -153,15 +171,28 @@ def side(fmt: Format, mode: str | None = None) -> Side:
         bits, width = (1, inner.width) if isinstance(inner, SignSketch) else (inner.bits_per_code, inner.head_dim)
         form = (2 + isinstance(inner, SignSketch), UNIT, bits, *statistics, width, 0, ORDERS[inner.operand])
         return Side(inner, form, basis, names, max(1, triton.next_power_of_2(width) // 16))
-    if isinstance(inner, UniformTokens):
+    if isinstance(inner, UniformTokens | ResidualCodes):
         turned = basis.block if isinstance(basis, Hadamard) else 0
-        form = (1, UNIT, inner.bits_per_code, *statistics, FITS[inner.fit], turned, ORDERS[inner.operand])
+        if isinstance(inner, UniformTokens):
+            form = (1, UNIT, inner.bits_per_code, *statistics, FITS[inner.fit], turned, ORDERS[inner.operand])
+        else:
+            form = (4, UNIT, inner.vector, *statistics, FITS[inner.fit], turned, inner.codes)
         # 16 elements a thread: with more of them the compiler lays channels out so that sums need seven times the shuffles
         return Side(inner, form, basis, names, max(1, triton.next_power_of_2(inner.head_dim) // 16))
     chosen = MODES["sym" if mode == "sym" and inner.mode == "hybrid" else inner.mode]
     groups = (inner.group, int(inner.axis == "channel"), chosen)
     warps = max(affine_warps(inner), 2 if names else 1)
     return Side(inner, (0, _tile(inner), inner.bits_per_code, *statistics, *groups), basis, names, warps)
+
+
+def most_registers(*sides: Side) -> int | None:
+    """Of a thread of a decode step's kernel; None: as many as the compiler takes.
+
+    Where a side searches for codes it takes up to 190, and a multiprocessor has room for one program of eight warps, though a
+    step seldom closes a block. With 128 it has room for two.
+    """
+    searches = any(isinstance(of.inner, ResidualCodes) for of in sides)
+    return 128 if searches and max(of.warps for of in sides) > 4 else None
 
 
 @lru_cache(maxsize=16)
@@ -183,7 +214,7 @@ def addressed(of: Side, fields: Fields) -> tuple[torch.Tensor, ...]:
     """Codes, metadata, sign words, means and codes of norms as the kernels address them; what is not there stands for itself
     in another tensor, and is never read."""
     codes = fields[of.codes]
-    if isinstance(of.inner, SignSketch):
+    if isinstance(of.inner, SignSketch | ResidualCodes):
         words, meta, aux = codes, fields["rms"], codes
     elif not isinstance(of.inner, AffineGroups):
         words, meta, aux = codes, fields["scale"], codes
@@ -199,13 +230,29 @@ def _pages(of: Side, fields: Fields) -> int:
     return fields[of.per_page[0]].shape[2] if of.per_page else 0
 
 
-def _signs(of: Side, other: torch.Tensor) -> torch.Tensor:
-    """Constants of the basis: a Hadamard rotation's signs, of others what :func:`_tables` makes; without one ``other``."""
-    if of.basis is None:
+def constants(fmt: Format, other: torch.Tensor) -> torch.Tensor:
+    """What kernels read beside tokens and statistics, on the device of ``other``: signs of a Hadamard rotation, or what
+    :func:`_tables` or :func:`_codes` makes; ``other`` where that is nothing."""
+    basis, inner = (fmt.basis, fmt.inner) if isinstance(fmt, Paged) else (None, fmt)
+    if isinstance(inner, ResidualCodes):  # of this format: formats are equal whatever their codebooks are
+        assert inner.book is not None
+        return _codes(basis, inner.book, other.device)
+    if basis is None:
         return other
-    if isinstance(of.basis, Hadamard):
-        return of.basis.signs(other.device)
-    return _tables(of.basis, of.inner.levels if isinstance(of.inner, Lookup) else (), other.device)
+    if isinstance(basis, Hadamard):
+        return basis.signs(other.device)
+    return _tables(basis, inner.levels if isinstance(inner, Lookup) else (), other.device)
+
+
+@lru_cache(maxsize=64)
+def _codes(basis: Basis | None, book: Codebook, device: torch.device) -> torch.Tensor:
+    """Signs of a Hadamard rotation, if there is one, then what :func:`._encode_nearest._nearest` reads of a codebook: float32,
+    one after the other."""
+    (codes,) = book.on(device).codes.float()
+    table = codes.new_zeros(len(codes), SLOTS.value)
+    table[:, : 2 * codes.shape[1]] = -codes.repeat(1, 2)
+    parts = table.flatten(), codes.square().sum(-1) / 2
+    return torch.cat((basis.signs(device), *parts) if isinstance(basis, Hadamard) else parts)
 
 
 @lru_cache(maxsize=64)
@@ -312,7 +359,7 @@ def encode_pages(
         mean,
         norm,
         _norm_table(new.device),
-        _signs(of, meta),
+        constants(fmt, meta),
         (start // block - first_block) * per_block,
         blocks * per_block,
         _pages(of, fields),
@@ -388,9 +435,9 @@ def append_and_close(
         *sink,
         *ring,
         *k_stored,
-        _signs(k, k_stored[1]),
+        constants(key_format, k_stored[1]),
         *v_stored,
-        _signs(v, v_stored[1]),
+        constants(value_format, v_stored[1]),
         _norm_table(ring[0].device),
         _or_any(boundary, any_int),
         _or_any(counts, any_int),
@@ -421,6 +468,7 @@ def append_and_close(
         EACH=each,
         EARLY=early,
         num_warps=warps,
+        maxnreg=most_registers(k, v),
         num_stages=1,
         enable_fp_fusion=False,
         **early_launch(early),
@@ -440,8 +488,13 @@ def heads_together(batch: int, heads: int, device: torch.device) -> int:
 
 
 @lru_cache(maxsize=256)
-def self_test(key_format: Format, value_format: Format, device: torch.device) -> str | None:
+def self_test(key_format: Format | None, value_format: Format | None, device: torch.device) -> str | None:
     """Run the kernels once as they are compiled on this device, and compare with the formats' own encoding.
+
+    Parameters
+    ----------
+    key_format, value_format : Format or None
+        None: others encode this side, and blocks are not closed by lengths on the device.
 
     Returns
     -------
@@ -449,20 +502,25 @@ def self_test(key_format: Format, value_format: Format, device: torch.device) ->
         What went wrong; None if nothing did. Waits for the device, once per process and formats.
     """
     draw = torch.Generator().manual_seed(0)
-    block, dim = side(key_format).inner.block, side(key_format).inner.head_dim
-    count = max(side(form).page for form in (key_format, value_format))
-    x = [torch.randn(1, 2, 2 * count, dim, generator=draw, dtype=torch.float32, device="cpu") for _ in "kv"]
+    forms = [form for form in (key_format, value_format) if form is not None]
+    block, dim = side(forms[0]).inner.block, side(forms[0]).inner.head_dim
+    count = max(side(form).page for form in forms)
+    x = [torch.randn(1, 2, 2 * count, dim, generator=draw, dtype=torch.float32, device="cpu") for _ in forms]
     x = [(t * torch.exp(t[:, :, :1]) + 3 * t[:, :, 1:2]).half().to(device) for t in x]
-    prompt, closed = ([f.allocate(1, 2, 2 * count // block, device) for f in (key_format, value_format)] for _ in "pc")
-    for form, side_x, fields in zip((key_format, value_format), x, prompt, strict=True):
+    prompt, closed = ([f.allocate(1, 2, 2 * count // block, device) for f in forms] for _ in "pc")
+    for form, side_x, fields in zip(forms, x, prompt, strict=True):
         encode_pages(side_x, fields, form, 0, 2 * count)
-    empty = (x[0][:, :, :0].contiguous(), x[1][:, :, :0].contiguous())
-    lengths = Lengths.of([2 * count], [0], 0, device)
-    append_and_close(
-        None, None, lengths, empty, (x[0], x[1]), count - block, closed[0], key_format, closed[1], value_format
-    )  # fmt: skip
-    for form, side_x, *stored in zip((key_format, value_format), x, prompt, closed, strict=True):
-        for fields, tokens, what in ((stored[0], 2 * count, "encoded"), (stored[1], count, "closed")):
+    cases = [(prompt, 2 * count, "encoded")]
+    if key_format is not None and value_format is not None:
+        empty = (x[0][:, :, :0].contiguous(), x[1][:, :, :0].contiguous())
+        lengths = Lengths.of([2 * count], [0], 0, device)
+        append_and_close(
+            None, None, lengths, empty, (x[0], x[1]), count - block, closed[0], key_format, closed[1], value_format
+        )  # fmt: skip
+        cases.append((closed, count, "closed"))
+    for number, (form, side_x) in enumerate(zip(forms, x, strict=True)):
+        for stored, tokens, what in cases:
+            fields = stored[number]
             some = form.take({n: t.cpu() for n, t in fields.items()}, tokens // block)
             if (error := _difference(form, some, side_x[:, :, :tokens].float().cpu())) > TOLERANCE:
                 return f"{form.operand}s {what} on this device differ from the format's by {error:.2g} (relative RMS)"

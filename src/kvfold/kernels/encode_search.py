@@ -18,6 +18,7 @@ from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.residual import ResidualCodes
 from kvfold.formats.uniform import FITS
+from kvfold.kernels._encode_nearest import SLOTS
 from kvfold.kernels._encode_search import group_kernel, outliers_kernel, search_kernel
 from kvfold.kernels.encode_balanced import PIECE, encode_tiles, is_tile, mapped, no_map, no_tiles
 from kvfold.kernels.encode_pairs import bits_test, encode_bits, encode_pairs, no_bits, no_pairs
@@ -252,18 +253,18 @@ def _encode_projected(fmt: Projected, source: Source) -> None:
 def _group_tables(book: GroupBook) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What :func:`group_kernel` reads of a codebook.
 
-    A distance is ``|c L|^2 / 2 - x L L' c'``: codes take the metric, vectors do not. Of 16 numbers that meet a vector the first
-    are the codes for its fp16 part, then again for what that misses, then what the codes' own fp16 part misses.
+    A distance is ``|c L|^2 / 2 - x L L' c'``: codes take the metric, vectors do not. Of the numbers that meet a vector the
+    first are the codes for its fp16 part, then again for what that misses, then what the codes' own fp16 part misses.
     """
     codes = book.codes.float()
     under = codes if book.metric is None else codes @ book.metric
     turned = -(under if book.metric is None else under @ book.metric.mT)
     high = turned.half()
     low = (turned - high.float()).half()
-    table = high.new_zeros(*codes.shape[:-1], 16)
+    table = high.new_zeros(*codes.shape[:-1], SLOTS.value)
     for at, some in enumerate((high, high, low)):
         first = at * codes.shape[-1]
-        if first < 16:
+        if first < SLOTS.value:
             table[..., first : first + codes.shape[-1]] = some
     return table, under.square().sum(-1) / 2, codes.contiguous(), codes.square().sum(-1)
 

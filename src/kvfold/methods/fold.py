@@ -62,7 +62,7 @@ class Fold(Method):
 
     @property
     def kernel_encodes(self) -> bool:
-        return not self.codebook
+        return True
 
     @property
     def key_bits(self) -> int:

@@ -93,7 +93,7 @@ class ByteCodes(LearnedMethod):
 
     @property
     def kernel_encodes(self) -> bool:
-        return self.values != "fold"
+        return True
 
     @property
     def page(self) -> int:

@@ -10,8 +10,9 @@ from kvfold.formats import LowRank
 from kvfold.formats.paged import norms
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods.base import PIECE, finite
-from kvfold.plan import has_pages, is_dense, is_mixed, is_searched
+from kvfold.plan import any_searched, has_pages, is_dense, is_mixed, is_searched
 from kvfold.storage.following import BlockStates, Following
+from kvfold.storage.layout import Layout
 from kvfold.storage.reader import Reader
 from kvfold.storage.ring import Pair, Ring
 from kvfold.storage.sequences import ALL, Rows
@@ -211,6 +212,22 @@ class KernelEncoder:
         return KeyTransform(mean=mean, norm=norm, update=None if update is None else update[rows])
 
 
+def encode_side(
+    layout: Layout, side: int, ring: Ring, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool
+) -> None:
+    """Encode keys (``side`` 0) or values by :mod:`kvfold.kernels.encode_pages`, see :meth:`TorchEncoder.encode`. Ring and call
+    are read where they lie; statistics look beyond ``stop``."""
+    from kvfold.kernels import encode_pages, encode_rank
+
+    form, x, (rows, index) = layout.formats[side], (tokens.keys, tokens.values)[side], _slice_of(tokens.rows)
+    fields = {name: t[rows] for name, t in (slab.keys, slab.values)[side].items()}
+    where = start, stop, slab.first, ring.pair[side][rows], tokens.old
+    if isinstance(form, LowRank):
+        encode_rank.encode_rank(x, fields, form, *where, index)
+    else:
+        encode_pages.encode_pages(x, fields, form, *where, layout.method.group_mode(prompt), index)
+
+
 class PagesEncoder:
     """By kernels, where a format has statistics per page."""
 
@@ -218,30 +235,9 @@ class PagesEncoder:
         self.layout, self.slabs, self.sink, self.ring = reader.layout, reader.slabs, reader.sink, reader.ring
 
     def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
-        """See :meth:`TorchEncoder.encode`. Ring and call are read where they lie; statistics look beyond ``stop``."""
-        self.launch(slab, tokens.rows, (tokens.keys, tokens.values), tokens.old, start, stop, prompt)
-
-    def launch(self, slab: Slab, rows: Rows, new: Pair, old: int, start: int, stop: int, prompt: bool) -> None:
-        from kvfold.kernels import encode_pages, encode_rank
-
-        layout, (rows, index) = self.layout, _slice_of(rows)
-        for form, x, ring, fields in zip(layout.formats, new, self.ring.pair, (slab.keys, slab.values), strict=True):
-            if isinstance(form, LowRank):
-                some = {name: t[rows] for name, t in fields.items()}
-                encode_rank.encode_rank(x, some, form, start, stop, slab.first, ring[rows], old, index)
-                continue
-            encode_pages.encode_pages(
-                x,
-                {name: t[rows] for name, t in fields.items()},
-                form,
-                start,
-                stop,
-                slab.first,
-                ring[rows],
-                old,
-                layout.method.group_mode(prompt),
-                index,
-            )
+        """See :meth:`TorchEncoder.encode`."""
+        for side in (0, 1):
+            encode_side(self.layout, side, self.ring, slab, tokens, start, stop, prompt)
 
     def close(
         self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Lengths, boundary: torch.Tensor | None
@@ -321,10 +317,18 @@ class DenseEncoder(KernelEncoder):
 
 
 class SearchEncoder(TorchEncoder):
-    """By kernels of :mod:`kvfold.kernels.encode_search`, straight from the call; of the ring, blocks are copied."""
+    """By kernels of :mod:`kvfold.kernels.encode_search`, straight from the call; of the ring, blocks are copied. A side that
+    they do not encode goes by those for statistics per page."""
 
     def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
         """See :meth:`TorchEncoder.encode`."""
+        for side, form in enumerate(self.layout.formats):
+            if not is_searched(form):
+                encode_side(self.layout, side, self.ring, slab, tokens, start, stop, prompt)
+        self._in_pieces(slab, tokens, start, stop, states)
+
+    def _in_pieces(self, slab: Slab, tokens: Unpacked, start: int, stop: int, states: BlockStates) -> None:
+        """Of the ring, and of at most LONG_PIECE tokens of the call."""
         block = self.layout.block
         waiting = min(max(start, -(-tokens.old // block) * block), stop)
         cuts = [start, *range(waiting, stop, LONG_PIECE // block * block), stop]
@@ -352,12 +356,18 @@ class SearchEncoder(TorchEncoder):
         for form, x, fields, how in zip(
             layout.formats, tokens.read(self.ring, low, high), (slab.keys, slab.values), (turned, tables), strict=True
         ):
+            if not is_searched(form):
+                continue
             some = {name: t[rows] for name, t in fields.items()}
             encode_search.encode(form, Source(x, some, first, index, **how))
 
 
 class MixedEncoder(SearchEncoder):
     """By the kernel of :mod:`kvfold.kernels.encode_mixed`."""
+
+    def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
+        """See :meth:`TorchEncoder.encode`."""
+        self._in_pieces(slab, tokens, start, stop, states)
 
     def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int, states: BlockStates) -> None:
         from kvfold.kernels import encode_mixed
@@ -381,7 +391,7 @@ def kernel_encoder(reader: Reader, following: Following) -> KernelEncoder | Page
     """What encodes by kernels, if :func:`choose_encoder` says so."""
     if is_mixed(reader.layout.formats):
         return MixedEncoder(reader, following)
-    if is_searched(reader.layout.formats):
+    if any_searched(reader.layout.formats):
         return SearchEncoder(reader, following)
     if is_dense(reader.layout.formats):
         return DenseEncoder(reader, following)

@@ -5,7 +5,7 @@ import triton
 
 from kvfold.formats import AffineGroups, Format
 from kvfold.kernels.encode import unsupported as affine_unsupported
-from kvfold.kernels.encode_pages import Side, _norm_table, _signs, addressed, side
+from kvfold.kernels.encode_pages import Side, _norm_table, addressed, constants, side
 from kvfold.kernels.encode_pages import unsupported as pages_unsupported
 from kvfold.kernels.paged import books
 from kvfold.kernels.paged._store import store_kernel
@@ -67,10 +67,10 @@ def store(call: PagedCall, workspace: Workspace) -> None:
         workspace.slots,
         k_stored,
         _steps(k_stored),
-        _signs(k, k_stored[1]),
+        constants(call.key_format, k_stored[1]),
         v_stored,
         _steps(v_stored),
-        _signs(v, v_stored[1]),
+        constants(call.value_format, v_stored[1]),
         _norm_table(new[0].device),
         update,
         update_step,
