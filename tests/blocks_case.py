@@ -84,7 +84,7 @@ def learned_keys(vector=4, mean=0.0, mix=64, block=32):
 
     def formats(d, device):
         codes = ResidualCodes(d, block, "plain", vector, 256, 1, False, gaussian_codes(vector), "unbiased")
-        values = Paged(d, block, "plain", codes, True, "", Hadamard(d, mix))
+        values = Paged(d, block, "plain", codes, True, "", Hadamard(d, min(d, mix)))
         return grouped(4, True, head_dim=d, block=block, device=device, mean=mean), values
 
     return formats

@@ -27,8 +27,8 @@ def test_it_takes_what_fold_stores(method, dim):
     ("fold", 96, "keys: head_dim=96; allowed: 64, 128, 256"),
     ("fold:bits=8", 256, "8 and 8 bits at head_dim=256: a page is larger than shared memory"),
     ("kivi", 128, "keys: affine storage; allowed: paged"),
-    ("innerq", 128, "keys: affine storage in pages; allowed: uniform"),
-    ("turboquant", 128, "keys: lookup storage in pages; allowed: uniform"),
+    ("innerq", 128, "keys: affine storage in pages; allowed: uniform, codes into fold's table"),
+    ("turboquant", 128, "keys: lookup storage in pages; allowed: uniform, codes into fold's table"),
 ])  # fmt: skip
 def test_what_it_refuses_is_named(method, dim, reason):
     assert pages.unsupported(*formats(method, dim)) == reason

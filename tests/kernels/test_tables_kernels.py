@@ -215,6 +215,13 @@ def test_what_is_served(name):
         assert "values: strided=True" in of.unsupported(keys, keys, 128)
         assert "8 channels of 128" in of.unsupported(*by_groups((4, True), (4,))(128, "cpu"), 128)
         return
+    if module(name) is tasq_fold:
+        assert of.unsupported(keys, values, 128) is None
+        assert "values: group codes storage; allowed: residual codes in pages" in of.unsupported(keys, keys, 128)
+        assert "4 channels of 128" in of.unsupported(FORMATS["tasq"][0](128, "cpu")[0], values, 128)
+        assert "pages of 128 tokens with a mean" in of.unsupported(keys, replace(values, mean=False), 128)
+        assert "Hadamard rotation" in of.unsupported(keys, replace(values, basis=None), 128)
+        return
     assert of.unsupported(keys, values, 128) is None
     assert of.unsupported(keys, values, 64) == "keys: RoPE of 64 channels; allowed: 128"
     assert "values" in of.unsupported(keys, keys, 128)
@@ -227,8 +234,11 @@ def test_programs_fill_the_multiprocessors_once():
     """Every program begins with its tables, so a second wave would cost them again."""
     for of in (codebook.CodebookTables, residual.ResidualTables):
         for jobs, units in ((8, 4096), (128, 1024), (32, 1024)):
-            plan = tables.make_plan(jobs, 4, units, 132, of.begin)
+            plan = tables.make_plan(jobs, of().shape(4), 4, units, 132, of.begin)
             assert 0.9 * 132 < jobs * plan.splits <= 132
+    for jobs, pages in ((8, 1024), (128, 256), (8, 256), (8, 64)):
+        plan = tasq_fold.make_plan(jobs, tasq_fold.LearnedKeyTables().shape(4), 4, pages, 132)
+        assert 0.9 * 132 < jobs * plan.splits <= 132
 
 
 @pytest.fixture

@@ -144,8 +144,6 @@ def test_keys_of_groups_whose_norms_and_mean_are_far_apart(norm, mean, name):
 def test_which_formats_it_serves(monkeypatch):
     monkeypatch.setattr(unpack_tables, "program_memory", lambda device: 227 << 10)
     gpu, rope = torch.device("cuda"), Rope(torch.ones(64))
-    assert not any(unpack_tables.serves(FORMATS["tasq-2bit"](128, "cpu")[i], (rope, None)[i], gpu) for i in range(2))
-    monkeypatch.setattr(unpack_tables, "SEEN", {4, 8})
     for name, formats in FORMATS.items():
         keys, values = formats(128, "cpu")
         assert unpack_tables.serves(keys, rope, gpu) and not unpack_tables.serves(keys, None, gpu)

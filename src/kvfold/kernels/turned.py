@@ -21,8 +21,6 @@ ROWS_WARPS = 8
 """Of a program with a table of rows, of which it copies 32 KB."""
 REGISTERS = {64: 128, 128: 168, 256: 255}
 """Of a thread, by channels that a basis mixes: with more, more is held at once."""
-SEEN: frozenset[int] = frozenset()
-"""Channels of a table's codes whose numbers a run on a GPU has shown right."""
 
 
 def serves(form: Format, device: torch.device) -> bool:
@@ -34,7 +32,7 @@ def serves(form: Format, device: torch.device) -> bool:
         return False
     if isinstance(own, ResidualCodes):
         one = (own.codes, own.stages, own.strided) == (256, 1, False) and own.block % UNIT == 0
-        return one and own.vector in SEEN and own.book is not None
+        return one and own.vector in (4, 8) and own.book is not None
     if own.operand not in ("key", "value"):
         return False
     if isinstance(own, SignSketch):

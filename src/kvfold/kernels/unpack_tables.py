@@ -23,8 +23,6 @@ WARPS = 8
 PAIRS = 64
 REGISTERS = 65536
 """Of a multiprocessor."""
-SEEN = frozenset({8})
-"""Channels of groups' codes whose numbers a run on a GPU has shown right."""
 Tabled = AdditiveCodes | ResidualCodes | GroupCodes
 
 
@@ -45,7 +43,7 @@ def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
         good = (form.vector, form.codes, form.strided) == (32, 256, rope is not None) and form.stages in (4, 8)
         good = good and form.block % UNIT == 0 and form.book is not None and form.book.steps is not None
     elif isinstance(form, GroupCodes):
-        good = form.vector in SEEN and (form.codes, form.strided) == (256, rope is not None)
+        good = form.vector in (4, 8) and (form.codes, form.strided) == (256, rope is not None)
         good = good and form.block % UNIT == 0 and form.book is not None
     else:
         return False
