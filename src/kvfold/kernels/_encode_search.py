@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvfold.kernels._encode_codes import _store_plane
 from kvfold.kernels._encode_groups import _finite, _fma, _max, _min, _negative, _reciprocal, _sum, _to_fp16
-from kvfold.kernels._encode_nearest import LARGEST, SLOTS, _halves, _lower, _lowest, _marked, _nearest
+from kvfold.kernels._encode_nearest import LARGEST, SLOTS, _beside, _halves, _lower, _lowest, _marked, _nearest
 
 
 @triton.jit
@@ -31,6 +31,18 @@ def _vectors(source, token, channel, real, HALF: tl.constexpr):
         rotated = (x * cosine + tl.where(low, other, -other) * sine) * source[4]
         x = tl.where(turned, rotated, x)
     return x
+
+
+@triton.jit
+def _pairs(source, token, channel, real, HALF: tl.constexpr):
+    """What :func:`_vectors` gives of channels ``channel``, below HALF, and then of their partners: each is loaded once."""
+    at = source[0] + token.to(tl.int64) * source[1] + channel
+    x = _finite(tl.load(at, mask=real, other=0.0))
+    y = _finite(tl.load(at + HALF, mask=real, other=0.0))
+    angle = token * HALF + channel
+    cosine = tl.load(source[2] + angle, mask=real, other=1.0)
+    sine = tl.load(source[3] + angle, mask=real, other=0.0)
+    return _beside((x * cosine + y * sine) * source[4], (y * cosine + -x * sine) * source[4])
 
 
 @triton.jit
@@ -147,9 +159,16 @@ def group_kernel(
     inside = (token < tokens)[:, None]
     source = (x + index * stride_b + head * stride_h, stride_t, cosines + index * turns, sines + index * turns, factor)
     square = tl.full((T,), 0.0, tl.float32)
+    PAIRS: tl.constexpr = STRIDED and 2 * HALF == D and VECTOR % 4 == 0  # a group has both channels of RoPE's pairs
     for first in range(0, D, 16):
-        channel = first + tl.arange(0, 16)
-        some = _vectors(source, token[:, None], channel[None, :], inside, HALF)
+        if PAIRS:
+            pair = first // 2 + tl.arange(0, 8)
+            some = _pairs(source, token[:, None], pair[None, :], inside, HALF)
+            place = tl.arange(0, 16)
+            channel = first // 2 + place % 8 + place // 8 * HALF
+        else:
+            channel = first + tl.arange(0, 16)
+            some = _vectors(source, token[:, None], channel[None, :], inside, HALF)
         if CENTRED:
             some -= tl.load(mean + head * D + channel).to(tl.float32)[None, :]
         square += _sum(some * some, 1)
@@ -162,7 +181,11 @@ def group_kernel(
     length = tl.full((T,), 0.0, tl.float32)
     for group in range(GROUPS):
         channel = member * GROUPS + group if STRIDED else group * VECTOR + member
-        unit = _vectors(source, token[:, None], channel[None, :], inside, HALF)
+        if PAIRS:
+            pair = tl.arange(0, VECTOR // 2) * GROUPS + group
+            unit = _pairs(source, token[:, None], pair[None, :], inside, HALF)
+        else:
+            unit = _vectors(source, token[:, None], channel[None, :], inside, HALF)
         if CENTRED:
             unit -= tl.load(mean + head * D + channel).to(tl.float32)[None, :]
         unit *= inverse

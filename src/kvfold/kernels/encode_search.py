@@ -27,7 +27,7 @@ from kvfold.kernels.encode_source import ORDERS, Source, misfit
 POWERS = (16, 32, 64, 128, 256)
 SEARCH = {"T": 32, "PART": 128, "num_warps": 4}
 """Tokens of a program of :func:`search_kernel`, codes that it compares at a time, and its warps."""
-GROUPS = {"T": 64, "PART": 64, "num_warps": 4}
+GROUPS = {"T": 64, "PART": 64, "num_warps": 4, "maxnreg": 128}
 """The same of :func:`group_kernel`."""
 OUTLIERS = {"channel": {"num_warps": 2}, "range": {"num_warps": 4}}
 """Warps of a program of :func:`outliers_kernel`, of keys and of values."""
