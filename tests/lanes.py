@@ -350,6 +350,7 @@ class Program:
             "equal_halves": lambda x, y: (halves(x) == halves(y)).to(torch.int16).neg().view(torch.int32).squeeze(-1),
             "where_bits": lambda mask, x, y: (mask & x) | (~mask & y),
             "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
+            "product_less_half2": of_word(lambda a, b, c: (a.float() * b.float() - c.float()).half()),
             "minus_product_half2": of_word(lambda a, b, c: (c.float() - a.float() * b.float()).half()),
             "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), HALF[bool(bf16)]),
             "store_words4": self.store_words4, "store_words2": self.store_words4, "cosine_sine": self.cosine_sine,

@@ -62,7 +62,11 @@ def formats(
         both = [(made.format(s, "key", learned), made.format(s, "value", learned)) for s in (first, spec)]
         return (*next(p for p in both if unsupported(*p, pre_rope=True) is None or p is both[1]), None)
     pair = made.key_format(first), made.value_format(first)
-    return (*pair, None) if None in (unsupported(*pair), pages.unsupported(*pair)) else (made.key_format(spec), made.value_format(spec), None)
+    return (
+        (*pair, None)
+        if None in (unsupported(*pair), pages.unsupported(*pair))
+        else (made.key_format(spec), made.value_format(spec), None)
+    )
 
 
 def tables(made: Method, heads: int, head_dim: int, device: torch.device) -> Any:

@@ -43,6 +43,7 @@ from kvfold.kernels._warp import (
     mma,
     mul_half2,
     pack_half2,
+    product_less_half2,
     program_sync,
     shuffle_xor,
     transpose8,
@@ -106,7 +107,7 @@ def _rotated(x, turns):
     for i in gl.static_range(8):
         a = x[i]
         b = x[i + 8]
-        real = real + (_fma_half2(a, turns[i], mul_half2(b ^ -2147450880, turns[i + 8])),)
+        real = real + (product_less_half2(a, turns[i], mul_half2(b, turns[i + 8])),)
         imaginary = imaginary + (_fma_half2(b, turns[i], mul_half2(a, turns[i + 8])),)
     return real + imaginary
 

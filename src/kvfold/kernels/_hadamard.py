@@ -95,8 +95,8 @@ def rest(a, b, word):
 
 @gluon.jit
 def turned_back(out, lane, signs_ptr, D: gl.constexpr, BITS: gl.constexpr, MIX: gl.constexpr, NT: gl.constexpr):
-    """Sums of values in the model's basis. They pass the tensor core as two bf16 parts, which keep 16 bits of them. BITS: of codes
-    in whose units they are; 0: they are in those of values."""
+    """Sums of values in the model's basis. They pass the tensor core as two bf16 parts, which keep 16 bits of them. BITS: of
+    codes in whose units they are; 0: they are in those of values."""
     CT: gl.constexpr = D // 16
     g = lane // 4
     t = lane % 4

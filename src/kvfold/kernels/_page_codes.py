@@ -153,8 +153,8 @@ def fetch_page(
 ):  # fmt: skip
     """One side of a page, whose first block is number ``block``; blocks from number ``valid`` on become zeros.
 
-    SWAP: where codes lie token by token, tokens 4 and 5, and 6 and 7, of each eight change places, so that lanes that read those
-    of every other token use all banks.
+    SWAP: where codes lie token by token, tokens 4 and 5, and 6 and 7, of each eight change places, so that lanes that read
+    those of every other token use all banks.
     """
     CODE: gl.constexpr = code_bytes(D, BITS)
     SCALE: gl.constexpr = TO + scale_at(D, BITS, NB)

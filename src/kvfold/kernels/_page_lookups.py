@@ -49,7 +49,7 @@ def tables_bytes(k_words, v_words):
 
 @gluon.jit
 def with_tables(like, thread, k_rows, v_rows, BYTES: gl.constexpr, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr):
-    """A program's shared memory, and where BYTES of it begin (in ``like``'s shape); tables begin to come to what lies before."""
+    """A program's shared memory, and where BYTES of it begin, in ``like``'s shape; tables begin to come to what is before."""
     W: gl.constexpr = gl.num_warps()
     TABLES: gl.constexpr = tables_bytes(K_WORDS, V_WORDS)
     memory = reserved(thread, (TABLES + BYTES + 1023) // 1024 * 1024)
@@ -110,9 +110,7 @@ def lookup_scores(
                 x = load_shared(_weighted_bytes(near[ct], weight, row), 0, 2)
                 y = load_shared(_weighted_bytes(far[ct], weight, row), 0, 2)
                 for n in gl.static_range(NT):
-                    acc = mma(
-                        x[0], y[0], x[1], y[1], q[(n * CT + ct) * 2], q[(n * CT + ct) * 2 + 1], accs[n], False
-                    )
+                    acc = mma(x[0], y[0], x[1], y[1], q[(n * CT + ct) * 2], q[(n * CT + ct) * 2 + 1], accs[n], False)
                     accs = _replace(accs, n, acc)
             low, high = unpack_half2(scale[2 * (j % 2) + tt])
             for n in gl.static_range(NT):

@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._hadamard import hadamard, sign_bits, turned_back
+from kvfold.kernels._page_bytes import mean_signs
 from kvfold.kernels._page_codes import (
     fetch_page,
     mean_at,
@@ -32,7 +33,6 @@ from kvfold.kernels._page_codes import (
     shared_bytes,
     stage_bytes,
 )
-from kvfold.kernels._page_bytes import mean_signs
 from kvfold.kernels._page_lookups import (
     ROWS,
     in_tiles,

@@ -47,6 +47,7 @@ from kvfold.kernels._warp import (
     mma,
     mul_half2,
     pack_half2,
+    product_less_half2,
     program_sync,
     shuffle_xor,
     transpose8,
@@ -171,8 +172,8 @@ def _rotated(x, turns):
         b0 = x[4 * i + 2]
         b1 = x[4 * i + 3]
         out = out + (
-            _fma_half2(a0, turns[4 * i + 0], mul_half2(b0 ^ -2147450880, turns[4 * i + 2])),
-            _fma_half2(a1, turns[4 * i + 1], mul_half2(b1 ^ -2147450880, turns[4 * i + 3])),
+            product_less_half2(a0, turns[4 * i + 0], mul_half2(b0, turns[4 * i + 2])),
+            product_less_half2(a1, turns[4 * i + 1], mul_half2(b1, turns[4 * i + 3])),
             _fma_half2(b0, turns[4 * i + 0], mul_half2(a0, turns[4 * i + 2])),
             _fma_half2(b1, turns[4 * i + 1], mul_half2(a1, turns[4 * i + 3])),
         )

@@ -293,6 +293,19 @@ def mul_half2(a, b):
 
 
 @gluon.jit
+def product_less_half2(a, b, c):
+    """a b - c in one instruction."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 n; neg.f16x2 n, $3; fma.rn.f16x2 $0, $1, $2, n; }",
+        "=r,r,r,r",
+        [a, b, c],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def minus_product_half2(a, b, c):
     """c - a b in one instruction."""
     return gl.inline_asm_elementwise(

@@ -97,6 +97,7 @@ class LearnedKeyTables(Tables):
         return make_plan(batch * heads, self.shape(rows), rows, pages, multiprocessors(call.query.device))
 
     def check(self, call: AttentionCall, span: Span) -> None:
+        super().check(call, span)
         room = room_between(call.value_format, span.values)
         if (pages := pages_between(call.value_format, span.values)) != math.ceil(room / PAGE):
             raise ValueError(f"packed storage: values have {pages} pages for {room} tokens of a head")
@@ -127,7 +128,7 @@ _keys: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()
 
 
 def key_rows(book: GroupBook) -> torch.Tensor:
-    """Rows as lanes read them, made once: graphs know where they are; fp16 [heads, 2, codes, 4, 4, 4], of group 16 b + 4 t + j."""
+    """Rows as lanes read them, made once: graphs know where they are; fp16 [heads, b, codes, t, j, 4], of group 16 b + 4 t + j."""
     if book not in _keys:
         groups = book.codes.to(torch.float16).unflatten(1, (2, 4, 4))  # b, t, j
         _keys[book] = groups.permute(0, 1, 4, 2, 3, 5).contiguous()

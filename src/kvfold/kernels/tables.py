@@ -136,7 +136,11 @@ class Tables(ABC):
         Raises
         ------
         ValueError
+            If keys and values have room for different numbers of tokens.
         """
+        room = {room_between(f, x) for f, x in ((call.key_format, span.keys), (call.value_format, span.values))}
+        if len(room) > 1:
+            raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
 
     def attend_packed(
         self,
@@ -160,9 +164,6 @@ class Tables(ABC):
         keys, values, rope, device = call.key_format, call.value_format, call.rope, packed.device
         assert rope is not None
         batch, heads, rows, _ = packed.shape
-        room = {room_between(f, x) for f, x in ((keys, span.keys), (values, span.values))}
-        if len(room) > 1:
-            raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
         self.check(call, span)
         columns = math.ceil(rows / plan.columns)
         early = self.waits and overlaps_launches(device)
@@ -182,7 +183,7 @@ class Tables(ABC):
             rows,
             columns,
             span.start,
-            room.pop() // UNIT,
+            room_between(keys, span.keys) // UNIT,
             plan.splits,
             top.shape[1],
             part,

@@ -38,7 +38,8 @@ def fold_pieces_kernel(
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr,
-    BYTES: gl.constexpr, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr, AT: gl.constexpr, RAW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    BYTES: gl.constexpr, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr, AT: gl.constexpr, RAW: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th (piece, KV head, ``8 NT`` query rows).
 
