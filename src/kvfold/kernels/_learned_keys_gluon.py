@@ -468,21 +468,8 @@ def attend_pages(
         _unit_queries(to_query, shared, freq, position + page * 128)
         copy_wait_1(lane)  # keys of this page
         products = _page_scores(
-            k_codes,
-            shared,
-            to,
-            base + t * 64,
-            norms_at,
-            size,
-            weights,
-            places,
-            odd,
-            high,
-            second == 1,
-            lane,
-            QUERY,
-            CENTRED,
-        )
+            k_codes, shared, to, base + t * 64, norms_at, size, weights, places, odd, high, second == 1, lane, QUERY, CENTRED
+        )  # fmt: skip
         warp_sync(lane)
         _fetch_keys(to, lane, stored, page + 1, next_left, where)
         copy_commit(lane)

@@ -130,7 +130,7 @@ class FragmentsKernel(GPUKernel):
 
 
 class TablesKernel(GPUKernel):
-    """Codes whose tables shared memory holds (CommVQ, VQLLM, GSRQ, TaSQ, also with fold's values) on NVIDIA GPUs, from sm_80 on.
+    """Codes whose tables shared memory holds (CommVQ, VQLLM, GSRQ, TaSQ also with fold's values) on NVIDIA GPUs, from sm_80 on.
 
     Up to 8 query rows of a KV head are read by a kernel with tables, the calls beside them as by
     :class:`~kvfold.kernels.blocks.BlocksKernel`.

@@ -128,7 +128,7 @@ _keys: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()
 
 
 def key_rows(book: GroupBook) -> torch.Tensor:
-    """Rows as lanes read them, made once: graphs know where they are; fp16 [heads, b, codes, t, j, 4], of group 16 b + 4 t + j."""
+    """Rows as lanes read them, fp16 [heads, b, codes, t, j, 4] of group 16 b + 4 t + j; made once: graphs keep addresses."""
     if book not in _keys:
         groups = book.codes.to(torch.float16).unflatten(1, (2, 4, 4))  # b, t, j
         _keys[book] = groups.permute(0, 1, 4, 2, 3, 5).contiguous()
