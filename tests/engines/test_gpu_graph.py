@@ -66,6 +66,14 @@ def test_steps_over_plain_order_are_replayed(method, head_dim, start):
     replays(method, max(start, 200) if "squat" in method else start, head_dim)
 
 
+@pytest.mark.parametrize("start", [3, 400])
+@pytest.mark.parametrize("method", ["fold:bits=2,codebook=true", "fold:codebook=true", "tasq:bits=2,values=fold", "tasq"])
+def test_steps_over_tables_are_replayed(method, start):
+    """Codes of vectors; blocks of learned keys are closed between steps, those of ``fold`` in the step."""
+    made = storage.with_tables(methods.get(method), 2, 128, torch.device("cuda"))
+    replays(made, start, 128)
+
+
 @pytest.mark.parametrize("method", ["fold", "fold:bits=2,sink=0,recent=0", "turboquant:bits=3"])
 def test_steps_that_close_several_heads_in_a_program_are_replayed(method, monkeypatch):
     """As of many sequences, whose new tokens are written by a kernel of their own."""

@@ -275,7 +275,7 @@ def test_the_kernel_that_serves_is_named(gpu, name):
         chosen(name, rows=9, kernel="tables")
 
 
-@pytest.mark.parametrize("method", ["commvq:bits=1", "vqllm", "tasq"])
+@pytest.mark.parametrize("method", ["commvq:bits=1", "vqllm", "tasq", "tasq:bits=2,values=fold"])
 @pytest.mark.parametrize(("heads", "rotated", "kernel"), [(16, 64, "tables"), (18, 64, "blocks"), (16, 32, "blocks")])
 def test_layers_say_their_heads_and_rotation(method, heads, rotated, kernel, gpu):
     """What a layer is served by, as ``explain`` reads it."""
