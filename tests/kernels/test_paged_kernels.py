@@ -154,7 +154,27 @@ def test_attention_for_tensor_cores_on_a_gpu(method, head_dim):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("method", ["commvq:bits=1", "commvq", "vqllm:bits=1", "vqllm", "tasq", "tasq:mean=false"])
+@pytest.mark.parametrize("method", ["fold:bits=2,codebook=true", "fold:codebook=true", "fold:k_bits=2,v_bits=1,codebook=true"])
+@pytest.mark.parametrize("per_head", [1, 4, 7])
+def test_attention_with_a_fixed_table_on_a_gpu(method, per_head):
+    attending(method, (1, 2200, 131, 33, 1025), per_head=per_head, head_dim=128, fragments=True, **GPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "method",
+    [
+        "commvq:bits=1",
+        "commvq",
+        "vqllm:bits=1",
+        "vqllm",
+        "tasq",
+        "tasq:mean=false",
+        "tasq:bits=2,values=fold",
+        "tasq:bits=2,values=fold,v_bits=1",
+    ],
+)
 def test_attention_with_tables_on_a_gpu(method, monkeypatch):
     """With four query rows of a KV head, and with eight."""
     rows = []
@@ -170,7 +190,7 @@ def test_attention_with_tables_on_a_gpu(method, monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("method", ["fold", "kivi"])
+@pytest.mark.parametrize("method", ["fold", "kivi", "fold:codebook=true"])
 @pytest.mark.parametrize("processors", [1, 5, 12])
 def test_raw_tokens_of_many_sequences_on_a_gpu(method, processors):
     """There are more parts of raw tokens than programs: who is done takes the next one, and the counters are zeros again."""
