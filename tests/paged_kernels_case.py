@@ -122,7 +122,8 @@ def attending(
         assert error < limit, (i, error)
         assert not space.counters.any()
         rows = server.expected() if not sinks else want.cpu()
-        assert float((want.cpu() - rows).norm() / rows.norm()) < 1e-3
+        missed = float((want.cpu() - rows).norm() / rows.norm())
+        assert missed < 1e-3, (i, missed)
 
 
 STORES = {
