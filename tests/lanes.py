@@ -27,6 +27,7 @@ MODULES = (
     "_hadamard",
     "_page_bytes",
     "_pages_rows_gluon",
+    "_learned_scores",
     "_learned_keys_gluon",
     "_page_sums",
     "_page_lookups",

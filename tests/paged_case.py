@@ -134,7 +134,9 @@ class Server:
     def encoded(self, i, form, x, closed):
         """Fields of the first ``closed`` tokens of a sequence, by the format itself, [1, heads, blocks or pages, ...]."""
         x = x[i].float().transpose(0, 1).unsqueeze(0)
-        of_pages = isinstance(form, PagedFormat) and form.page_fields()  # statistics are of what is packed, without the sink
+        of_pages = (
+            isinstance(form, PagedFormat) and form.page_fields()
+        )  # statistics are of what is packed, without the sink
         if self.on_cpu and not of_pages:
             name = "encode_keys" if form is self.formats[0] else "encode_values"
             return self.on_cpu[name](x[:, :, :closed], torch.arange(closed).view(1, 1, -1), None)

@@ -103,7 +103,14 @@ def wanted(case):
 
 @pytest.mark.parametrize(
     "name, per_head",
-    [*((name, 4) for name in FORMATS), ("commvq-1bit", 6), ("vqllm-1bit", 8), ("tasq", 6), ("learned", 7)],
+    [
+        *((name, 4) for name in FORMATS),
+        ("commvq-1bit", 6),
+        ("vqllm-1bit", 8),
+        ("tasq", 6),
+        ("learned", 7),
+        ("learned-1bit-values", 8),
+    ],
 )
 def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
     of = module(name)
@@ -136,6 +143,7 @@ def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
         ("tasq", 4, 1),
         ("tasq:bits=2,values=fold", 4, 1),
         ("tasq:bits=2,values=fold,v_bits=1", 3, 2),
+        ("tasq:bits=2,values=fold", 8, 1),
     ],
 )
 def test_lanes_read_pages(method, per_head, tokens, monkeypatch):

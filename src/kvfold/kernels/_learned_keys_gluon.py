@@ -19,6 +19,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._hadamard import hadamard
+from kvfold.kernels._learned_scores import (
+    KEYS,
+    MATRIX,
+    MEAN,
+    OWN,
+    RAW,
+    mean_at,
+    page_scores,
+    query_at,
+    shared_bytes,
+    side_bytes,
+    unit_queries,
+    warp_bytes,
+)
 from kvfold.kernels._page_bytes import mean_signs
 from kvfold.kernels._page_lookups import (
     ROWS,
@@ -37,10 +51,7 @@ from kvfold.kernels._tables_gluon import (
     _chosen,
     _dynamic_base,
     _fetch_rows,
-    _fma_half2,
     _pairs_of_queries,
-    _turn,
-    _weighted_bytes,
     reserved,
 )
 from kvfold.kernels._warp import (
@@ -52,11 +63,7 @@ from kvfold.kernels._warp import (
     copy_wait_all,
     exp2_fast,
     launch_dependents,
-    load_shared,
     load_shared_short,
-    minus_product_half2,
-    mma,
-    mul_half2,
     pack_half2,
     program_sync,
     shuffle_xor,
@@ -67,49 +74,6 @@ from kvfold.kernels._warp import (
     wait_for_previous,
     warp_sync,
 )
-
-KEYS = gl.constexpr(65536)
-"""Bytes of a head's rows of keys: [2, codes, 4, 4] of 8 bytes, of group 16 b + 4 t + j."""
-QUERIES = gl.constexpr(2304)
-"""Of two units: four times 512, 64 bytes apart."""
-TURNS = gl.constexpr(KEYS.value + ROWS.value)
-"""Where cosines and sines begin; behind them the mean of keys, the Hadamard matrix, queries as they come, and warps' own."""
-MEAN = gl.constexpr(TURNS.value + 8192)
-MATRIX = gl.constexpr(MEAN.value + 256)
-RAW = gl.constexpr(MATRIX.value + 512)
-OWN = gl.constexpr(RAW.value + 2048)
-
-
-@gluon.constexpr_function
-def side_bytes(codes):
-    """Bytes of a page of one side, whose tokens have ``codes`` bytes of codes: codes and norms."""
-    return 128 * codes + 256
-
-
-@gluon.constexpr_function
-def warp_bytes(v):
-    """Bytes of a warp: a page of both sides and the mean of values; that mean, turned; queries."""
-    return query_at(v) + 2 * QUERIES.value
-
-
-@gluon.constexpr_function
-def mean_at(v):
-    """Bytes from where a warp's own begin to the mean of values."""
-    return side_bytes(32) + side_bytes(v)
-
-
-@gluon.constexpr_function
-def query_at(v):
-    """The same to its queries, which follow the turned mean."""
-    return mean_at(v) + 256 + 512
-
-
-@gluon.constexpr_function
-def shared_bytes(v, warps):
-    """Bytes of shared memory of a program."""
-    size = max(OWN.value + warps * warp_bytes(v), warps * 4 * (row_stride(128) + 8))
-    return (size + 1023) // 1024 * 1024
-
 
 # ---- from storage ---------------------------------------------------------------------------------------------------
 
@@ -165,160 +129,6 @@ def _fetch_values(to, lane, stored, page, left, where, V: gl.constexpr):
     copy_async(to, mean, size, (lane < 16).to(gl.int32), mean_at(V), 0, True)
 
 
-# ---- keys -----------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _unit_queries(to, raw, freq, position):
-    """Leave four queries, rotated back by the positions of four units, in shared memory: a lane has two pairs of each.
-
-    ``raw``: of where the lane's channels of the queries lie at RAW, 512 bytes from one to the next.
-    """
-    turns = ()
-    for h in gl.static_range(4):
-        angle = (position + 32 * h).to(gl.float32)
-        c0, s0 = _turn(angle * freq[0])
-        c1, s1 = _turn(angle * freq[1])
-        turns = turns + ((c0, s0, c1, s1),)
-    for i in gl.static_range(4):
-        x = load_shared(raw, RAW + 512 * i, 4)
-        x = (as_float(x[0]), as_float(x[1]), as_float(x[2]), as_float(x[3]))
-        for h in gl.static_range(4):
-            c0, s0, c1, s1 = turns[h]
-            real = pack_half2(x[0] * c0 + x[2] * s0, x[1] * c1 + x[3] * s1, False)
-            imaginary = pack_half2(x[2] * c0 - x[0] * s0, x[3] * c1 - x[1] * s1, False)
-            store_shared2(to + (h // 2 * QUERIES + h % 2 * 256 + 64 * i), real, imaginary)
-
-
-@gluon.jit
-def _four_rows(word, weights, places, odd, high, AT: gl.constexpr):
-    """Eight words: two of each of a token's four groups whose codes are the bytes of ``word``."""
-    x = ()
-    for k in gl.static_range(4):
-        x = x + load_shared(_weighted_bytes(word, weights[k], places[k]), AT, 2)
-    near = ()
-    for k in gl.static_range(4):
-        for w in gl.static_range(2):
-            near = near + (gl.where(odd, x[2 * (k ^ 1) + w], x[2 * k + w]),)
-    out = ()
-    for k in gl.static_range(4):
-        for w in gl.static_range(2):
-            out = out + (gl.where(high, near[2 * (k ^ 2) + w], near[2 * k + w]),)
-    return out
-
-
-@gluon.jit
-def _rotated(a, b, cosine, sine):
-    """Two pairs of a key, rotated by its place."""
-    return (
-        minus_product_half2(b, sine, mul_half2(a, cosine)),
-        _fma_half2(b, cosine, mul_half2(a, sine)),
-    )
-
-
-@gluon.jit
-def _turns_of(address, AT: gl.constexpr):
-    """Of four groups two cosines and two sines of a place each."""
-    return load_shared(address, TURNS + AT, 4) + load_shared(address, TURNS + (AT + 512), 4)
-
-
-@gluon.jit
-def _eight_scores(codes, turn, q, acc, weights, places, odd, high, AT: gl.constexpr, B: gl.constexpr):
-    """acc and the products of half of the channels of eight places of two units with the queries."""
-    x = _four_rows(load_shared(codes, AT, 1)[0], weights, places, odd, high, 32768 * B)
-    y = _four_rows(load_shared(codes, AT + 1024, 1)[0], weights, places, odd, high, 32768 * B)
-    for j in gl.static_range(4):
-        x0, x1 = _rotated(x[2 * j], x[2 * j + 1], turn[2 * j], turn[2 * j + 1])
-        y0, y1 = _rotated(y[2 * j], y[2 * j + 1], turn[2 * j], turn[2 * j + 1])
-        acc = mma(x0, y0, x1, y1, q[2 * j], q[2 * j + 1], acc, False)
-    return acc
-
-
-@gluon.jit
-def _mean_queries(mean, q):
-    """What cosines and sines of a key's rotation count in the products of queries with the mean of keys."""
-    out = ()
-    for j in gl.static_range(4):
-        real = q[2 * j]
-        imaginary = q[2 * j + 1]
-        out = out + (
-            _fma_half2(real, mean[2 * j], mul_half2(imaginary, mean[2 * j + 1])),
-            minus_product_half2(real, mean[2 * j + 1], mul_half2(imaginary, mean[2 * j])),
-        )
-    return out
-
-
-@gluon.jit
-def _mean_scores(near, far, m, acc):
-    """acc and the products of :func:`_mean_queries` with the turns of two eights of places."""
-    for j in gl.static_range(4):
-        acc = mma(
-            near[2 * j], far[2 * j], near[2 * j + 1], far[2 * j + 1], m[2 * j], m[2 * j + 1], acc, False
-        )  # fmt: skip
-    return acc
-
-
-@gluon.jit
-def _page_scores(
-    codes, turns, queries, mean, norms, size, weights, places, odd, high, second, lane, QUERY: gl.constexpr,
-    CENTRED: gl.constexpr,
-):  # fmt: skip
-    """Scores without their factor, of four eights of places of each two units: two query rows of the unit that the lane has.
-
-    ``codes``: addresses of the codes of a lane's place and groups; ``turns``, ``queries``, ``mean``: lanes' addresses of TURNS,
-    QUERY and MEAN; ``norms``: of the lane's tokens' norms, 4,096 bytes further; ``second``: whether its units are the second
-    ones.
-    """
-    sums = ()
-    common = ()
-    for _i in gl.static_range(8):
-        sums = sums + (_zero4(lane),)
-    for _i in gl.static_range(4):
-        common = common + (_zero4(lane),)
-    for b in gl.static_range(2):
-        q = ()
-        m = ()
-        for u in gl.static_range(2):
-            of_unit = load_shared(queries, QUERY + (u * QUERIES + 1152 * b), 4)
-            of_unit = of_unit + load_shared(queries, QUERY + (u * QUERIES + 1152 * b + 576), 4)
-            q = q + (of_unit,)
-        if CENTRED:
-            x = load_shared(mean, MEAN + 32 * b, 4) + load_shared(mean, MEAN + (32 * b + 16), 4)
-            for u in gl.static_range(2):
-                m = m + (_mean_queries(x, q[u]),)
-        new = ()
-        new_common = ()
-        for pair in gl.static_range(2):
-            near = _turns_of(turns, 4096 * pair + 1024 * b)
-            far = _turns_of(turns, 4096 * pair + 2048 + 1024 * b)
-            for u in gl.static_range(2):
-                for e in gl.static_range(2):
-                    acc = sums[4 * pair + 2 * u + e]
-                    turn = far if e else near
-                    new = new + (
-                        _eight_scores(
-                            codes[b], turn, q[u], acc, weights, places, odd, high, 2048 * u + 256 * (2 * pair + e), b
-                        ),
-                    )
-                if CENTRED:
-                    new_common = new_common + (_mean_scores(near, far, m[u], common[2 * pair + u]),)
-        sums = new
-        common = new_common
-    scores = ()
-    for pair in gl.static_range(2):
-        for u in gl.static_range(2):
-            for e in gl.static_range(2):
-                acc = sums[4 * pair + 2 * u + e]
-                norm, _ = unpack_half2(load_shared_short(norms, 4096 + 128 * u + 16 * (2 * pair + e)))
-                x0 = gl.where(second, acc[2], acc[0]) * norm
-                x1 = gl.where(second, acc[3], acc[1]) * norm
-                if CENTRED:
-                    x0 = gl.fma(common[2 * pair + u][2 * e], size, x0)
-                    x1 = gl.fma(common[2 * pair + u][2 * e + 1], size, x1)
-                scores = scores + ((x0, x1),)
-    return scores
-
-
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
@@ -330,30 +140,39 @@ def _over_places(x):
     return x
 
 
+@gluon.constexpr_function
+def _norm_at(k, c):
+    """Bytes from the first of a lane's norms to the one of its score number ``k``: of pairs of units, or of units."""
+    unit = k // 2 % 2 * 2 if c == 4 else k // 8 * 2 + k // 2 % 2
+    return 64 * unit + 16 * (k % 8 // 4 * 2 + k % 2)
+
+
 @gluon.jit
-def _page_weights(scores, norms, top):
+def _page_weights(scores, norms, top, C: gl.constexpr):
     """Exponents of two query rows, factors of what was summed before, sums of probabilities of a lane's units, and
-    probabilities times norms: words of query rows' pairs of places, as transposed. ``scores`` [8][2], ``norms`` [8]."""
+    probabilities times norms: words of query rows' pairs of places, as transposed. ``scores`` [tokens][2], ``norms`` [tokens]:
+    lanes 4, 8 and 16 apart have other tokens of the same query rows, and of four query rows those 2 apart, too."""
+    FIRST: gl.constexpr = C // 2
     most = gl.abs(norms[0])
-    for i in gl.static_range(1, 8):
+    for i in gl.static_range(1, len(norms)):
         most = gl.maximum(most, gl.abs(norms[i]))
-    for i in gl.static_range(4):
-        most = gl.maximum(most, shuffle_xor(most, 2 << i))
+    for i in gl.static_range(4 if C == 4 else 3):
+        most = gl.maximum(most, shuffle_xor(most, FIRST << i))
     room = gl.minimum(142 - (as_int(most) >> 23), 35).to(gl.float32) - 1.0  # norms times 2^room stay below 2^15
     new_top = ()
     factor = ()
     for e in gl.static_range(2):
         m = scores[0][e]
-        for i in gl.static_range(1, 8):
+        for i in gl.static_range(1, len(scores)):
             m = gl.maximum(m, scores[i][e])
-        for i in gl.static_range(4):
-            m = gl.maximum(m, shuffle_xor(m, 2 << i))
+        for i in gl.static_range(4 if C == 4 else 3):
+            m = gl.maximum(m, shuffle_xor(m, FIRST << i))
         m = gl.maximum(m - room, top[e])
         new_top = new_top + (m,)
         factor = factor + (exp2_fast(top[e] - m),)
     p = ()
     sums = (new_top[0] * 0.0, new_top[0] * 0.0)
-    for i in gl.static_range(8):
+    for i in gl.static_range(len(scores)):
         low = exp2_fast(scores[i][0] - new_top[0])
         high = exp2_fast(scores[i][1] - new_top[1])
         sums = (sums[0] + low, sums[1] + high)
@@ -365,17 +184,21 @@ def _page_weights(scores, norms, top):
 
 
 @gluon.jit
-def _page_values(out, codes, p, near, far, row, V: gl.constexpr):
+def _page_values(out, codes, p, near, far, row, V: gl.constexpr, C: gl.constexpr):
     """Sums of values a page further; ``codes``: address of the codes of a lane's channels; ``near`` and ``far``: all ones
-    in lanes whose query rows have weights of first, and of second units."""
+    in lanes whose query rows have weights of first, and of second units, where C is 4."""
     AT: gl.constexpr = side_bytes(32)
     WORDS: gl.constexpr = 64 // V
     weights = row_weights(row, WORDS)
     for h in gl.static_range(4):
         mask = far if h % 2 else near
         for pair in gl.static_range(2):
-            b0 = p[4 * pair + h // 2 * 2] & mask
-            b1 = p[4 * pair + h // 2 * 2 + 1] & mask
+            if C == 4:
+                b0 = p[4 * pair + h // 2 * 2] & mask
+                b1 = p[4 * pair + h // 2 * 2 + 1] & mask
+            else:
+                b0 = p[h // 2 * 8 + 4 * pair + h % 2 * 2]
+                b1 = p[h // 2 * 8 + 4 * pair + h % 2 * 2 + 1]
             words = (
                 codes_of(codes[0], AT + (32 * h + 16 * pair) * V, WORDS),
                 codes_of(codes[1], AT + (32 * h + 16 * pair) * V, WORDS),
@@ -392,7 +215,7 @@ def _page_values(out, codes, p, near, far, row, V: gl.constexpr):
 @gluon.jit
 def attend_pages(
     base, lane, warp, q, column0, rows, scale, freq_ptr, position, stored, where, first, each, count, lo, hi, means, signs_ptr,
-    V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr,
+    V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Exponents of query rows, sums of values in the rotated basis and of weights of each warp's pages, ``first`` to
     ``first + count``, left in shared memory for :func:`join_rows`.
@@ -418,11 +241,11 @@ def attend_pages(
 
     # a lane turns pairs G and G + 32 of group G, its number
     gain = (gl.load(freq_ptr + lane + 64), gl.load(freq_ptr + lane + 96))
-    mine, ups = _pairs_of_queries(q, rows, column0, lane, lane, 32, 4, gain)
-    for i in gl.static_range(4):  # all warps leave the same, here and below
+    mine, ups = _pairs_of_queries(q, rows, column0, lane, lane, 32, C, gain)
+    for i in gl.static_range(C):  # all warps leave the same, here and below
         store_shared4(shared + (RAW + 512 * i), mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3])
-    factor0 = _chosen(ups, 2 * (t % 2)) * scale
-    factor1 = _chosen(ups, 2 * (t % 2) + 1) * scale
+    factor0 = _chosen(ups, 2 * t % C) * scale
+    factor1 = _chosen(ups, 2 * t % C + 1) * scale
     freq = (gl.load(freq_ptr + lane), gl.load(freq_ptr + lane + 32))
     size = factor0 * 0.0
     if CENTRED:
@@ -445,7 +268,7 @@ def attend_pages(
     token = g ^ (g >> 2)  # of eight; tokens of lanes that read at once lie in different banks
     k_codes = own + (token * 32 + t * 4)
     k_codes = (k_codes + token // 4 * 16, k_codes + (1 - token // 4) * 16)
-    norms_at = own + (second * 64 + token * 2)
+    norms_at = own + ((second * 64 if C == 4 else 0) + token * 2)
     even_token = 2 * t ^ (t >> 1)
     v_codes = (own + (even_token * V + g * (V // 8)), own + ((even_token ^ 1) * V + g * (V // 8)))
     v_row = own_row(base + KEYS, lane, 64 // V)
@@ -463,43 +286,52 @@ def attend_pages(
     program_sync(lane)
     for i in range(each):
         page = first + i
-        unit = 4 * page + second
         next_left = gl.where(i + 1 < count, hi - 4 * (page + 1), 0)
-        _unit_queries(to_query, shared, freq, position + page * 128)
-        copy_wait_1(lane)  # keys of this page
-        products = _page_scores(
-            k_codes, shared, to, base + t * 64, norms_at, size, weights, places, odd, high, second == 1, lane, QUERY, CENTRED
-        )  # fmt: skip
+        products = ()
+        for half in gl.static_range(C // 4):
+            if half:
+                warp_sync(lane)
+            unit_queries(to_query, shared, freq, position + page * 128 + 64 * half, C)
+            if half:
+                warp_sync(lane)
+            else:
+                copy_wait_1(lane)  # keys of this page
+            products = products + page_scores(
+                k_codes, shared, to, base + t * 64, norms_at, size, weights, places, odd, high, second == 1, lane, QUERY,
+                CENTRED, C, half,
+            )  # fmt: skip
         warp_sync(lane)
         _fetch_keys(to, lane, stored, page + 1, next_left, where)
         copy_commit(lane)
-        alive = ()
-        for u in gl.static_range(2):
-            alive = alive + ((i < count) & (unit + 2 * u >= lo) & (unit + 2 * u < hi),)
+        alive = ()  # by unit, or by pairs of units of which the lane has one
+        for u in gl.static_range(C // 2):
+            unit = 4 * page + (2 * u + second if C == 4 else u)
+            alive = alive + ((i < count) & (unit >= lo) & (unit < hi),)
         scores = ()
-        for k in gl.static_range(8):
-            near_score = gl.where(alive[k // 2 % 2], products[k][0] * factor0, float("-inf"))
-            far_score = gl.where(alive[k // 2 % 2], products[k][1] * factor1, float("-inf"))
+        for k in gl.static_range(2 * C):
+            near_score = gl.where(alive[k // 8 * 2 + k // 2 % 2], products[k][0] * factor0, float("-inf"))
+            far_score = gl.where(alive[k // 8 * 2 + k // 2 % 2], products[k][1] * factor1, float("-inf"))
             scores = scores + ((near_score, far_score),)
         copy_wait_1(lane)  # values of this page
         norms = ()
-        for k in gl.static_range(8):
-            norm, _ = unpack_half2(
-                load_shared_short(norms_at, V_AT + (128 * V + k // 2 % 2 * 128 + 16 * (k // 4 * 2 + k % 2)))
-            )
-            norms = norms + (gl.where(alive[k // 2 % 2], norm, 1.0),)
-        top, factor, share, p = _page_weights(scores, norms, top)
+        for k in gl.static_range(2 * C):
+            norm, _ = unpack_half2(load_shared_short(norms_at, _norm_at(k, C) + (V_AT + 128 * V)))
+            norms = norms + (gl.where(alive[k // 8 * 2 + k // 2 % 2], norm, 1.0),)
+        top, factor, share, p = _page_weights(scores, norms, top, C)
         total = (gl.fma(total[0], factor[0], share[0]), gl.fma(total[1], factor[1], share[1]))
         mean = turned_mean(own, own, lane, v_sign, shared + MATRIX, MEAN_AT, MEAN_AT + 256, MIX)
         share = (share[0] * MIX**-0.5, share[1] * MIX**-0.5)
-        out = _page_values(with_mean(out, factor, mean, share, 0), v_codes, p, near, far, v_row, V)
+        out = _page_values(with_mean(out, factor, mean, share, 0), v_codes, p, near, far, v_row, V, C)
         warp_sync(lane)
         _fetch_values(to, lane, stored, page + 1, next_left, where, V)
         copy_commit(lane)
 
     copy_wait_all(lane)
     program_sync(lane)
-    _leave(base, lane, warp, top, out, total)
+    if C == 4:
+        _leave(base, lane, warp, top, out, total)
+    else:
+        _leave_eight(base, lane, warp, top, out, total)
 
 
 @gluon.jit
@@ -527,6 +359,20 @@ def _leave(base, lane, warp, top, out, total):
 
 
 @gluon.jit
+def _leave_eight(base, lane, warp, top, out, total):
+    """Leave a warp's sums of eight query rows in shared memory."""
+    W: gl.constexpr = gl.num_warps()
+    ROW: gl.constexpr = row_stride(128)
+    row = warp * 8 + lane % 4 * 2
+    for e in gl.static_range(2):
+        for i in gl.static_range(4):
+            a = out[2 * i]
+            b = out[2 * i + 1]
+            store_shared4(base + (row + e) * ROW + lane // 4 * 64 + 16 * i, a[e], a[2 + e], b[e], b[2 + e])
+        store_shared2(base + 8 * W * ROW + (row + e) * 8, as_int(top[e]), as_int(total[e]))
+
+
+@gluon.jit
 def fetch_tables(base, k_rows, v_rows, turns, thread, W: gl.constexpr):
     """Begin to copy rows of keys, those of values, and turns."""
     _fetch_rows(base + (KEYS + ROWS), turns, thread, 8192, W)
@@ -539,9 +385,9 @@ def learned_keys_kernel(
     q_ptr, k_codes_ptr, k_norms_ptr, v_codes_ptr, v_norms_ptr, v_mean_ptr, k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr,
     k_mean_ptr, signs_ptr, packed_len_ptr, position_ptr, part_out, part_top, part_sum,
     scale, heads, rows, columns, start, capacity, splits, parts, part0,
-    V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr, EARLY: gl.constexpr,
+    V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr, C: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """One program: one split of one KV head of one sequence, for four query rows.
+    """One program: one split of one KV head of one sequence, for C query rows, 4 or 8.
 
     Grid: (batch * heads * columns, splits). ``capacity`` counts units of a KV head's storage, which has as many pages as hold
     them; V is the bytes of a token's codes of values. ``k_mean_ptr``, [heads, 128], is read where CENTRED.
@@ -550,12 +396,12 @@ def learned_keys_kernel(
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
-    memory = reserved(thread, shared_bytes(V, W))
+    memory = reserved(thread, shared_bytes(V, C, W))
     base = _dynamic_base(lane)
     program_sync(lane)
 
     split = gl.program_id(1)
-    column0 = (gl.program_id(0) % columns) * 4
+    column0 = (gl.program_id(0) % columns) * C
     head = gl.program_id(0) // columns
     batch = head // heads
     kv_head = (head % heads).to(gl.int64)
@@ -581,10 +427,10 @@ def learned_keys_kernel(
     where = ((head * capacity, head * ((capacity + 3) // 4)), None)
     attend_pages(
         base, lane, warp, (q_ptr + head.to(gl.int64) * rows * 128, None), column0, rows, scale, freq_ptr, position, stored,
-        where, first, each, count, 0, units, k_mean_ptr + kv_head * 128, signs_ptr, V, MIX, CENTRED,
+        where, first, each, count, 0, units, k_mean_ptr + kv_head * 128, signs_ptr, V, MIX, CENTRED, C,
     )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part0 + split)
     signs = turn_signs(signs_ptr, lane // 4, lane % 4)
-    join_rows(base, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, 128, MIX)
+    join_rows(base, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, 128, MIX, C)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

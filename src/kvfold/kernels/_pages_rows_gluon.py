@@ -227,32 +227,33 @@ def finish_rows(
 @gluon.jit
 def join_rows(
     base0, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr, MIX: gl.constexpr,
+    R: gl.constexpr = 4,
 ):  # fmt: skip
-    """Join what warps left of four query rows, turn it back and store one partial result per row; each of up to four warps does
-    so for its share of the rows.
+    """Join what warps left of R query rows, turn it back and store one partial result per row; each of up to R warps does so
+    for its share of the rows.
 
     Of each warp and row ``base0`` has D sums, in :func:`row_stride` bytes; then of each an exponent and a sum of weights. A
     row's channel tiles are the columns of the product that turns them, in two bf16 parts, which keep 16 bits.
     """
     W: gl.constexpr = gl.num_warps()
-    EACH: gl.constexpr = 4 // W if W < 4 else 1
+    EACH: gl.constexpr = R // W if W < R else 1
     ROW: gl.constexpr = row_stride(D)
     g = lane // 4
     t = lane % 4
-    side = base0 + 4 * W * ROW
+    side = base0 + R * W * ROW
     m = ()
     if MIX > 1:
         m = hadamard(g, t, MIX, True)
     program_sync(lane)
     live = rows
-    if W > 4:
-        live = gl.where(warp < 4, rows, 0)
-        warp = warp % 4
+    if W > R:
+        live = gl.where(warp < R, rows, 0)
+        warp = warp % R
     for i in gl.static_range(EACH):
         row = warp * EACH + i
         tops = ()
         for w in gl.static_range(W):
-            tops = tops + (load_shared(side + row * 8, 32 * w, 2),)
+            tops = tops + (load_shared(side + row * 8, 8 * R * w, 2),)
         best = as_float(tops[0][0])
         for w in gl.static_range(1, W):
             best = gl.maximum(best, as_float(tops[w][0]))
@@ -262,8 +263,8 @@ def join_rows(
         for w in gl.static_range(W):
             f = exp2_fast(as_float(tops[w][0]) - best)
             amount = gl.fma(as_float(tops[w][1]), f, amount)
-            a = load_shared(place, 4 * w * ROW, 2)
-            b = load_shared(place, 4 * w * ROW + 32, 2)
+            a = load_shared(place, R * w * ROW, 2)
+            b = load_shared(place, R * w * ROW + 32, 2)
             x = (
                 gl.fma(as_float(a[0]), f, x[0]), gl.fma(as_float(a[1]), f, x[1]),
                 gl.fma(as_float(b[0]), f, x[2]), gl.fma(as_float(b[1]), f, x[3]),

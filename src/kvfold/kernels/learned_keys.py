@@ -12,7 +12,8 @@ from kvfold.formats import Format, GroupCodes, Hadamard, Paged, ResidualCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE
-from kvfold.kernels._learned_keys_gluon import learned_keys_kernel, shared_bytes
+from kvfold.kernels._learned_keys_gluon import learned_keys_kernel
+from kvfold.kernels._learned_scores import shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.pages import repeated_rows
@@ -20,8 +21,6 @@ from kvfold.kernels.stored import pages_between, room_between, rotation_of
 from kvfold.kernels.tables import Tables, TablesPlan
 from kvfold.rope import Rope
 
-ROWS = 4
-"""Query rows of a program."""
 WARPS = 8
 """Of a program, one to a multiprocessor."""
 
@@ -68,14 +67,15 @@ class LearnedKeyTables(Tables):
             "V": _codes(value_format).groups,
             "MIX": value_format.basis.block,
             "CENTRED": key_format.centred,
+            "C": plan.columns,
         }
 
     def program_bytes(self, key_format: Format, value_format: Format, plan: TablesPlan) -> int:
         assert isinstance(value_format, Paged)
-        return int(shared_bytes(_codes(value_format).groups, plan.warps))
+        return int(shared_bytes(_codes(value_format).groups, plan.columns, plan.warps))
 
     def shape(self, rows: int) -> TablesPlan:
-        return TablesPlan(columns=ROWS, warps=WARPS)
+        return TablesPlan(columns=4 if rows <= 4 else 8, warps=WARPS)
 
     def beside(
         self, key_format: Format, value_format: Format, rope: Rope, device: torch.device

@@ -8,8 +8,9 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._codebook_gluon import attend_units as attend_sums
 from kvfold.kernels._codebook_gluon import head_bytes
 from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
-from kvfold.kernels._learned_keys_gluon import KEYS, attend_pages, fetch_tables
-from kvfold.kernels._learned_keys_gluon import shared_bytes as learned_bytes
+from kvfold.kernels._learned_keys_gluon import attend_pages, fetch_tables
+from kvfold.kernels._learned_scores import KEYS
+from kvfold.kernels._learned_scores import shared_bytes as learned_bytes
 from kvfold.kernels._pages_rows_gluon import join_rows, turn_signs
 from kvfold.kernels._residual_gluon import attend_units, shared_bytes, table_bytes
 from kvfold.kernels._softmax import _finish
@@ -87,22 +88,22 @@ def learned_keys_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step, region, page_step, head_step,
     k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr, k_mean_ptr, signs_ptr, part_out, part_top, part_sum,
     scale, heads, rows, tokens, seqs,
-    V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr, AT: gl.constexpr,
+    V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr, C: gl.constexpr, AT: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`residual_pieces_kernel`; programs take four query rows at a time. AT: bytes to the keys' norms, and to the
-    values' codes, norms and means."""
+    """As :func:`residual_pieces_kernel`; programs take C query rows, 4 or 8, at a time. AT: bytes to the keys' norms, and
+    to the values' codes, norms and means."""
     W: gl.constexpr = gl.num_warps()
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
-    memory = reserved(thread, learned_bytes(V, W))
+    memory = reserved(thread, learned_bytes(V, C, W))
     base = _dynamic_base(lane)
     zero = gl.program_id(0) * 0
-    columns = (rows + 3) // 4
+    columns = (rows + C - 1) // C
     for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads * columns, gl.num_programs(0)):
         item = zero + task // (heads * columns)
         head = zero + task // columns % heads
-        column0 = zero + task % columns * 4
+        column0 = zero + task % columns * C
         place = item_list + 8 * item
         seq = gl.load(place)
         lo = gl.maximum(gl.load(place + 1) * 4, gl.load(place + 4) // 32)
@@ -121,11 +122,11 @@ def learned_keys_pieces_kernel(
         attend_pages(
             base, lane, warp, q, column0, rows, scale, freq_ptr, zero,
             (at, at + AT[0], at + AT[1], at + AT[2], at + AT[3]), where, lo // 4 + warp * each, each, count, lo, hi,
-            k_mean_ptr + head * 128, signs_ptr, V, MIX, CENTRED,
+            k_mean_ptr + head * 128, signs_ptr, V, MIX, CENTRED, C,
         )  # fmt: skip
         slot0 = (item + seq + 1).to(gl.int64) * heads + head
         signs = turn_signs(signs_ptr, lane // 4, lane % 4)
-        join_rows(base, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, 128, MIX)
+        join_rows(base, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, 128, MIX, C)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()
 
