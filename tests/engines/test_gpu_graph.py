@@ -67,7 +67,9 @@ def test_steps_over_plain_order_are_replayed(method, head_dim, start):
 
 
 @pytest.mark.parametrize("start", [3, 400])
-@pytest.mark.parametrize("method", ["fold:bits=2,codebook=true", "fold:codebook=true", "tasq:bits=2,values=fold", "tasq"])
+@pytest.mark.parametrize(
+    "method", ["fold:bits=2,codebook=true", "fold:codebook=true", "tasq:bits=2,values=fold", "tasq"]
+)
 def test_steps_over_tables_are_replayed(method, start):
     """Codes of vectors; blocks of learned keys are closed between steps, those of ``fold`` in the step."""
     made = storage.with_tables(methods.get(method), 2, 128, torch.device("cuda"))
