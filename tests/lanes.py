@@ -32,6 +32,7 @@ MODULES = (
     "_page_sums",
     "_page_lookups",
     "_pages_gluon",
+    "paged._fold",
     "_affine_values",
     "_affine_keys",
     "_windows_gluon",
@@ -93,18 +94,24 @@ class Memory:
 
 
 class Pointer:
-    def __init__(self, memory, base, dtype, index):
-        self.memory, self.base, self.dtype, self.index = memory, base, dtype, index
+    def __init__(self, memory, base, kind, index):
+        self.memory, self.base, self.kind, self.index = memory, base, kind, index
 
     def __add__(self, more):
-        return Pointer(self.memory, self.base, self.dtype, self.index + more)
+        return Pointer(self.memory, self.base, self.kind, self.index + more)
+
+    @property
+    def dtype(self):
+        """As the compiler knows it."""
+        names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+        return types.SimpleNamespace(element_ty=types.SimpleNamespace(name=names.get(self.kind)))
 
     def to(self, _):
         return self.base + self.index.to(torch.int64) * self.size
 
     @property
     def size(self):
-        return torch.empty((), dtype=self.dtype).element_size()
+        return torch.empty((), dtype=self.kind).element_size()
 
 
 def halves(x):
@@ -164,7 +171,7 @@ class Program:
 
         def load(at, mask=None, other=0):
             index = at.index if mask is None else torch.where(mask, at.index, 0)
-            x = self.memory.read(at.base + index.to(torch.int64) * at.size, at.dtype).squeeze(-1)
+            x = self.memory.read(at.base + index.to(torch.int64) * at.size, at.kind).squeeze(-1)
             return x if mask is None else torch.where(mask, x, torch.tensor(other, dtype=x.dtype))
 
         def store(at, value, mask=None):
@@ -173,7 +180,7 @@ class Program:
                 mask = mask.broadcast_to(value.shape)
                 index, value = index[mask], value[mask]
             if index.numel():
-                self.memory.write(at.base + index.to(torch.int64) * at.size, value.to(at.dtype))
+                self.memory.write(at.base + index.to(torch.int64) * at.size, value.to(at.kind))
 
         return types.SimpleNamespace(
             int8=torch.int8, int16=torch.int16, float16=torch.float16, int32=torch.int32, int64=torch.int64,
@@ -269,6 +276,18 @@ class Program:
         sums = self.mma(*a, b0, b1, c, False)
         return joined(torch.stack(sums[:2], -1)), joined(torch.stack(sums[2:], -1))
 
+    def load_matrix4(self, address, offset, transposed):
+        rows = self.shared.read(self.by_warp(address + offset), torch.int16, 8).view(self.warps, 4, 8, 8)
+        if transposed:
+            rows = rows.transpose(2, 3)
+        return tuple(x.reshape(-1) for x in rows.contiguous().view(torch.int32).unbind(1))
+
+    def load_pair(self, address, active, kind):
+        on, out = (active != 0).broadcast_to(address.shape), torch.zeros(*address.shape, 2)
+        if on.any():
+            out[on] = self.memory.read(address[on], (torch.float16, torch.bfloat16, torch.float32)[kind], 2).float()
+        return tuple(out.unbind(-1))
+
     def load_short(self, address, there):
         on, out = there != 0, torch.zeros_like(there)
         if on.any():
@@ -328,6 +347,7 @@ class Program:
 
         return {
             "_two_levels": levels, "_nibbles": None, "cut_nibbles": None,
+            "load_matrix4": self.load_matrix4, "load_pair": self.load_pair, "abs_halves": of_word(torch.abs),
             "mma_half": self.mma_half, "load_short": self.load_short, "fma_half2": of_word(
                 lambda a, b, c: (a.double() * b.double() + c.double()).half()
             ), "load_word": lambda at: self.memory.read(at, torch.int32).squeeze(-1),

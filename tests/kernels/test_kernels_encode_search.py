@@ -238,6 +238,24 @@ def test_sides_apart_are_near_those_of_torch(method, device):
             assert relative(got, want) < 0.05  # where two codes are nearly as near
 
 
+def test_sides_apart_go_on_after_a_cut_and_in_another_order(device):
+    """A page that begins before the cut keeps its statistics; codes differ where two are nearly as near."""
+    made, shape = learned(windows(APART[0]), DIM, device), shape_on(device, dtype=torch.float32)
+    new = tuple(x.to(device) for x in tokens(2, 420, shape=shape))
+    layers = [layer_of(made, shape, [x[:, :, :300] for x in new], [300], encoder) for encoder in ("triton", "torch")]
+    for one in layers:
+        one.crop(-150)  # into a packed block
+        one.reorder_cache(torch.tensor([1, 0], device=device))
+        for low, high in ((300, 301), (301, 420)):
+            one.append(*(x[:, :, low:high] for x in new), None)
+    ours, theirs = layers
+    assert ours.packed == theirs.packed and max(ours.packed) > 128
+    for row in range(2):
+        for got, want in zip(packed_fields(ours, row), packed_fields(theirs, row), strict=True):
+            for name in want:
+                assert (got[name] != want[name]).float().mean() < 0.01, name
+
+
 @pytest.mark.parametrize("method", ["kvquant:bits=3", "vqllm", "commvq", "zipcache", *APART])
 def test_plan_names_what_encodes(method):
     made = learned(method)

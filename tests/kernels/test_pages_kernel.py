@@ -1,13 +1,19 @@
 """What the decode kernel over pages takes, and how it is launched; its numbers are compared on a GPU (test_gpu_pages.py)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from kvfold.formats.residual import Codebook
 from kvfold.kernels import aot, pages
 from kvfold.kernels.decode import STATIC_SHARED, Plan
+from kvfold.kernels.paged import gluon
 from kvfold.methods import LayerSpec, get
+from paged_case import Server
+from pieces_case import Emulated, error_of_pieces
 
 
 def formats(method, dim=128, **spec):
@@ -104,3 +110,27 @@ def test_where_products_of_bytes_serve(method, dim, rows, whether):
 def test_it_compiles_before_hopper():
     report = aot.compile_pages(*formats("fold"), capability=80, plan=Plan(4, pages.BLOCKS, 1, 1, 4, 2, False, 168))
     assert report.shared <= STATIC_SHARED + 1024
+
+
+@pytest.mark.parametrize("method, fragments", [
+    ("fold:bits=2,codebook=true", True), ("fold:bits=2,codebook=true", False), ("fold:codebook=true", True),
+    ("fold:k_bits=2,v_bits=1,codebook=true", False), ("fold:k_bits=2,v_bits=3,codebook=true", True),
+])  # fmt: skip
+def test_lanes_read_pages_of_tables(method, fragments, monkeypatch):
+    """Codes of either side or both, of keys in either order (which is no order: they lie token by token)."""
+    monkeypatch.setattr(gluon, "fold_pieces_kernel", Emulated(gluon.fold_pieces_kernel))
+    gluon.shape.cache_clear()  # it holds the kernel
+    server = Server(method, (210, 300), 128, per_head=5, fragments=fragments)
+    error = error_of_pieces(server, 2, gluon.pieces)
+    gluon.shape.cache_clear()
+    assert error < 1e-3
+
+
+def test_one_table_serves_both_sides_only_where_it_is_the_same():
+    keys, values = formats("fold:bits=2,codebook=true")
+    assert pages.unsupported(keys, values) is None
+    book = values.inner.book
+    same = replace(values, inner=replace(values.inner, book=Codebook(book.codes.clone())))
+    other = replace(values, inner=replace(values.inner, book=Codebook(-book.codes)))
+    assert pages.unsupported(keys, same) is None
+    assert pages.unsupported(keys, other) == "values: another codebook than that of keys; allowed: the same"

@@ -11,23 +11,23 @@ import torch
 
 pytest.importorskip("triton")
 
-import lanes
 from blocks_case import LIMIT, Case, by_groups, commvq, learned_keys, residuals, unproject
 from books_case import layer as books_layer
 from kvfold import kernels
 from kvfold.bench import storage
 from kvfold.errors import KVFoldError
-from kvfold.kernels import blocks, codebook, groups, paged, residual, tables
+from kvfold.kernels import blocks, codebook, groups, residual, tables
 from kvfold.kernels import learned_keys as tasq_fold
 from kvfold.kernels.aot_tables import compile_table_pieces, compile_tables
 from kvfold.kernels.gluon import tables_of
-from kvfold.kernels.paged import Workspace, attention
+from kvfold.kernels.paged import attention
 from kvfold.kernels.paged import tables as paged_tables
 from kvfold.kernels.partials import Partials
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import choose_kernel, packed_for
 from kvfold.rope import Rope
 from paged_case import Server, formats_of
+from pieces_case import Emulated, error_of_pieces
 
 FORMATS = {
     "commvq-1bit": (commvq(11, codes=128, rounded=True), unproject),
@@ -39,21 +39,6 @@ FORMATS = {
     "learned": (learned_keys(4, mean=3.0), None),
     "learned-1bit-values": (learned_keys(8, mix=128), None),
 }
-
-
-class Emulated:
-    """A kernel whose launches PyTorch runs."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        def launch(*arguments, num_warps, **constants):
-            lanes.run(self.kernel, grid, arguments, constants, num_warps, 227 << 10)
-
-        return launch
-
-
 MODULES = {"commvq": codebook, "tasq": groups, "vqllm": residual, "learned": tasq_fold}
 KERNELS = {codebook: "codebook_kernel", tasq_fold: "learned_keys_kernel"}
 
@@ -134,45 +119,28 @@ def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "method, per_head, tokens",
+    "method, per_head, tokens, sink, pages",
     [
-        ("commvq:bits=1", 4, 1),
-        ("commvq", 4, 1),
-        ("vqllm:bits=1", 4, 2),
-        ("vqllm", 2, 1),
-        ("tasq", 4, 1),
-        ("tasq:bits=2,values=fold", 4, 1),
-        ("tasq:bits=2,values=fold,v_bits=1", 3, 2),
-        ("tasq:bits=2,values=fold", 8, 1),
+        ("commvq:bits=1", 4, 1, None, 1),
+        ("commvq", 4, 1, None, 1),
+        ("vqllm:bits=1", 4, 2, None, 1),
+        ("vqllm", 2, 1, None, 1),
+        ("tasq", 4, 1, None, 1),
+        ("tasq:bits=2,values=fold", 4, 1, None, 1),
+        ("tasq:bits=2,values=fold", 7, 1, 64, 2),
+        ("tasq:bits=2,values=fold,v_bits=1", 3, 2, None, 1),
+        ("tasq:bits=2,values=fold", 8, 1, None, 1),
     ],
 )
-def test_lanes_read_pages(method, per_head, tokens, monkeypatch):
+def test_lanes_read_pages(method, per_head, tokens, sink, pages, monkeypatch):
     """Two sequences through their tables: a piece of one, two of the other, of which the last page is not full."""
     kinds = {"commvq": "codebook", "tasq:": "learned_keys"}
     name = next((of for start, of in kinds.items() if method.startswith(start)), "residual") + "_pieces_kernel"
     monkeypatch.setattr(paged_tables, name, Emulated(getattr(paged_tables, name)))
-    server = Server(method, (210, 300), 128, per_head=per_head, layer=books_layer(method, 128, per_head=per_head))
-    paged.store(server.step([210 - tokens, 300 - tokens]))
-    call = server.step([tokens, tokens], in_place=True)
-    space = Workspace.make(3, 4, 512, 2 * per_head, 128, "cpu", short=2, piece_pages=1)
-    pieces = [(i, page, page + 1) for i in range(2) for page in range(-(-call.step.host[i].packed // 128))]
-    for at, (i, first, stop) in enumerate(pieces):
-        row = call.step.host[i]
-        line = (i, first, stop, row.packed, row.sink, row.start, row.count, 0)
-        space.item_list[at] = torch.tensor(line, dtype=torch.int32)
-    space.items[call.step.seqs] = len(pieces)
-    rows = per_head * tokens
-    paged_tables.pieces(call, call.query, rows, replace(space, processors=2), call.query)
-    parts = [x.view(-1, 2, rows, *x.shape[1:]) for x in (space.out[:, :128], space.top, space.total)]
-    for i, row in enumerate(call.step.host[:2]):
-        own = [at + i + 1 for at, piece in enumerate(pieces) if piece[0] == i]
-        sums, top, total = (x[own] for x in parts)
-        weight = torch.exp2(top - top.amax(0))
-        got = (sums * weight.unsqueeze(-1)).sum(0) / (total * weight).sum(0).unsqueeze(-1)
-        keys, values = paged.reference.unpacked(call, row, row.sink, row.packed)
-        query = call.query[row.start : row.start + tokens].transpose(0, 1).unflatten(0, (2, -1)).flatten(1, 2)
-        want = (query @ keys[0].mT * call.scale).softmax(-1) @ (call.unproject(values) if call.unproject else values)[0]
-        assert float((got - want).norm() / want.norm()) < 1e-3
+    server = Server(
+        method, (210, 300), 128, per_head=per_head, sink=sink, layer=books_layer(method, 128, per_head=per_head)
+    )
+    assert error_of_pieces(server, tokens, paged_tables.pieces, pages) < 1e-3
 
 
 def test_sums_of_codes_are_turned_into_values():

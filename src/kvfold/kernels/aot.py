@@ -154,7 +154,7 @@ def compile_pieces(
     layout = PageLayout(key_format, value_format)
     keys, values = layout.views(torch.zeros(1, 1, layout.bytes, dtype=torch.uint8, device="cpu"))
     shape = paged_gluon.shape(key_format, value_format, rows, bf16, capability >= 90)
-    fields = (*paged_gluon.arrays(key_format, keys), *paged_gluon.arrays(value_format, values))
+    fields = (*paged_gluon.arrays(key_format, keys, True), *paged_gluon.arrays(value_format, values, False))
     fixed: dict[str, Any] = shape.fixed | {"AT": paged_gluon.region_of(fields)[1], "RAW": raw, "HAS_SINKS": False}
     if shape.plan.columns == 1:
         fixed["columns"] = 1

@@ -35,6 +35,16 @@ def launching(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else nullcontext()
 
 
+def settled(table: torch.Tensor) -> torch.Tensor:
+    """``table``, when it has been computed; waits for the device, once a table, but not while a graph is captured.
+
+    Kernels that are launched early read tables before they wait for the kernel before them, which may be what makes them.
+    """
+    if table.is_cuda and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(table.device).synchronize()
+    return table
+
+
 @lru_cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -9,6 +9,7 @@ from kvfold.formats import Format, GroupCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.packing import UNIT
 from kvfold.kernels._residual_gluon import residual_kernel, shared_bytes
+from kvfold.kernels.device import settled
 from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.tables import Tables, TablesPlan, unit_turns
 from kvfold.rope import Rope
@@ -68,7 +69,7 @@ _made: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()
 def _rows(book: GroupBook) -> torch.Tensor:
     """Rows as lanes read them, made once: graphs know where they are; fp16 [heads, 4, codes, 4, 8], of group 4 i + t."""
     if book not in _made:
-        _made[book] = book.codes.to(torch.float16).unflatten(1, (4, 4)).transpose(2, 3).contiguous()
+        _made[book] = settled(book.codes.to(torch.float16).unflatten(1, (4, 4)).transpose(2, 3).contiguous())
     return _made[book]
 
 

@@ -15,7 +15,7 @@ from kvfold.formats.paged import PAGE
 from kvfold.kernels._learned_keys_gluon import learned_keys_kernel
 from kvfold.kernels._learned_scores import shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import multiprocessors, settled
 from kvfold.kernels.pages import repeated_rows
 from kvfold.kernels.stored import pages_between, room_between, rotation_of
 from kvfold.kernels.tables import Tables, TablesPlan
@@ -131,7 +131,7 @@ def key_rows(book: GroupBook) -> torch.Tensor:
     """Rows as lanes read them, fp16 [heads, b, codes, t, j, 4] of group 16 b + 4 t + j; made once: graphs keep addresses."""
     if book not in _keys:
         groups = book.codes.to(torch.float16).unflatten(1, (2, 4, 4))  # b, t, j
-        _keys[book] = groups.permute(0, 1, 4, 2, 3, 5).contiguous()
+        _keys[book] = settled(groups.permute(0, 1, 4, 2, 3, 5).contiguous())
     return _keys[book]
 
 
@@ -146,4 +146,4 @@ def lane_turns(rope: Rope, device: torch.device) -> torch.Tensor:
     g = torch.arange(8, device=device)
     placed = table.unflatten(1, (4, 8))[:, :, g ^ (g >> 2)]
     parts = placed.unflatten(-1, (2, 2, 4, 2, 2))  # [cosine or sine, p, g, half, b, t, s, group]
-    return parts.permute(1, 4, 6, 2, 5, 7, 0, 3).contiguous()
+    return settled(parts.permute(1, 4, 6, 2, 5, 7, 0, 3).contiguous())

@@ -16,7 +16,7 @@ from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._pages_rows_gluon import row_bytes
 from kvfold.kernels.call import Span, Windows
 from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import multiprocessors, settled
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
 
 BLOCK = 32
@@ -45,6 +45,8 @@ def unsupported(key_format: Format, value_format: Format) -> str | None:
         if not _words(form) and form.operand != name[:-1]:
             return f"{name}: operand={form.operand}; allowed: {name[:-1]}"
     assert isinstance(key_format, Paged) and isinstance(value_format, Paged)
+    if _words(key_format) == _words(value_format) and not _same_book(key_format, value_format):
+        return "values: another codebook than that of keys; allowed: the same"
     turns = {_mix(key_format), _mix(value_format)} - {1}
     if len({min(16, mix) for mix in turns}) > 1:
         return (
@@ -75,6 +77,15 @@ def _no_lookups(form: Paged, name: str) -> str | None:
 def _words(form: Paged) -> int:
     """Words of a row of the table that codes are looked up in; 0: they are uniform."""
     return form.inner.vector // 2 if isinstance(form.inner, ResidualCodes) else 0
+
+
+def _same_book(key_format: Paged, value_format: Paged) -> bool:
+    """Whether sides, if their codes are looked up, have one codebook: there is one table for rows of one length."""
+    keys, values = key_format.inner, value_format.inner
+    if not isinstance(keys, ResidualCodes) or not isinstance(values, ResidualCodes):
+        return True
+    assert keys.book is not None and values.book is not None
+    return keys.book is values.book or torch.equal(keys.book.codes, values.book.codes)
 
 
 def most_bytes(key_format: Paged, value_format: Paged) -> int:
@@ -247,7 +258,7 @@ def repeated_rows(book: Codebook) -> torch.Tensor:
     """Rows as often as 128 bytes hold them, made once: graphs know where they are; fp16 [codes, copies, vector]."""
     if book not in _rows:
         rows = book.codes[0].to(torch.float16)
-        _rows[book] = rows.unsqueeze(1).expand(-1, 64 // rows.shape[-1], -1).contiguous()
+        _rows[book] = settled(rows.unsqueeze(1).expand(-1, 64 // rows.shape[-1], -1).contiguous())
     return _rows[book]
 
 

@@ -9,6 +9,7 @@ from kvfold.formats import Format, ResidualCodes
 from kvfold.formats.packing import UNIT
 from kvfold.formats.residual import Codebook
 from kvfold.kernels._residual_gluon import residual_kernel, shared_bytes
+from kvfold.kernels.device import settled
 from kvfold.kernels.stored import rotation_of
 from kvfold.kernels.tables import Tables, TablesPlan, unit_turns
 from kvfold.rope import Rope
@@ -82,7 +83,7 @@ def _rows(book: Codebook, keys: bool) -> torch.Tensor:
             element = at // 4 % 2 * 16 + at // 8 * 4 + at % 4
         else:  # 8 t + 2 w + b is channel 8 w + 2 t + b
             element = at // 2 % 4 * 8 + at // 8 * 2 + at % 2
-        found[keys] = _with_steps(book, element)
+        found[keys] = settled(_with_steps(book, element))
     return found[keys]
 
 

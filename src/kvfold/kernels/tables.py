@@ -13,7 +13,7 @@ import torch
 from kvfold.formats import Format
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.call import AttentionCall, Span
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import multiprocessors, settled
 from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
 from kvfold.kernels.stored import room_between, rotation_of
 from kvfold.kernels.windows import program_memory
@@ -62,7 +62,7 @@ def unit_turns(rope: Rope, device: torch.device, order: tuple[int, ...]) -> torc
     table = rotation_of(rope, 64, UNIT, 1, 128, device).table  # [2, tokens, 64]
     parts = table.view(2, UNIT, 4, 4, 4).permute(order)
     odd = torch.arange(UNIT, device=device) % 2 == 1
-    return torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).contiguous()
+    return settled(torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).contiguous())
 
 
 class Tables(ABC):

@@ -56,7 +56,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
     """Write the parts of all pieces of packed tokens; where :func:`reads_windows`, read the others and merge, too."""
     keys, values = call.key_format, call.value_format
     chosen = shape(keys, values, rows, query.dtype == torch.bfloat16, overlaps_launches(query.device))
-    k, v = arrays(keys, call.keys), arrays(values, call.values)
+    k, v = arrays(keys, call.keys, True), arrays(values, call.values, False)
     steps, at = region_of((*k, *v))
     stored: tuple[torch.Tensor | int, ...] = (k[0], *steps)
     if isinstance(keys, Paged) and isinstance(values, Paged):
@@ -144,12 +144,13 @@ def affine_plan(key_format: AffineGroups, value_format: AffineGroups, rows: int)
     return plan, resident
 
 
-def arrays(form: Format, stored: Fields) -> list[torch.Tensor]:
-    """A side's fields as the kernels take them; what is not there stands for itself in another tensor, and is never read."""
+def arrays(form: Format, stored: Fields, is_key: bool) -> list[torch.Tensor]:
+    """A side's fields as the kernels take them, of keys norms as well; what is not there stands for itself in another tensor,
+    and is never read."""
     if isinstance(form, Paged):
         scale = pages.scale_of(form)
         names = ["codes", scale, "mean" if form.mean else scale]
-        if form.operand == "key":
+        if is_key:
             names.append("norm" if form.norm else "codes")
     else:
         assert isinstance(form, AffineGroups)
