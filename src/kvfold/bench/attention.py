@@ -165,13 +165,17 @@ DEFAULT = (
 )
 """The decode steps of docs/performance.md."""
 
+LEARNED = "tasq:bits=2,values=fold"
 READERS = (
     "turboquant:bits=3", "turboquant:bits=3,center=false,normalize=false", "qjl", "innerq", "gear", "zipcache",
     "vqllm:bits=1", "vqllm", "kvquant:bits=3", "kvquant", "commvq:bits=1", "commvq", "tasq",
-    "tasq:bits=2,values=fold", "tasq:bits=2,values=fold,v_bits=1", "fold:bits=2,codebook=true", "fold:codebook=true",
+    LEARNED, "tasq:bits=2,values=fold,v_bits=1", "fold:bits=2,codebook=true", "fold:codebook=true",
 )  # fmt: skip
-READ = tuple(Work(method, 0, batch, context) for method in READERS for batch, context in ((1, 131072), (16, 32768)))
-"""Formats that readers take."""
+READ = (
+    *(Work(method, 0, batch, context) for method in READERS for batch, context in ((1, 131072), (16, 32768))),
+    *(Work(LEARNED, 0, batch, context, num_heads=56) for batch, context in ((1, 131072), (16, 32768))),
+)
+"""Formats that readers take; of learned keys also with seven query heads for each KV head."""
 
 STORED = (
     *(("fold", 0), ("none", 16), ("kivi", 2), ("innerq-asym", 2), ("innerq-sym", 2), ("innerq-hybrid", 2), ("kivi", 4)),
