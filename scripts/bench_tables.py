@@ -151,7 +151,7 @@ def readers() -> Table:
     lines = [
         [
             f"`{row.work}`, {row.effective_bits:.1f} bits",
-            f"B={row.batch}, N={row.context:,}",
+            _shape(row).removesuffix(", 32/8 heads, d=128"),
             number(row.p50_ms, ".3f"),
             number(row.ratio, ".2f"),
             f"{row.error:.1e}",
