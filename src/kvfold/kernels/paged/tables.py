@@ -30,7 +30,8 @@ def unsupported(
     if of is None:
         return f"keys: {key_format.kind} storage; allowed: {', '.join(TABLED)}"
     if device.type != "cuda" or rope is None or rows > MOST_ROWS:
-        return f"device {device.type}, rope {rope}, {rows} query rows; allowed: cuda, a rotation, up to {MOST_ROWS}"
+        turned = None if rope is None else "given"
+        return f"device {device.type}, rope {turned}, {rows} query rows; allowed: cuda, a rotation, up to {MOST_ROWS}"
     if why := of.unsupported(key_format, value_format, 2 * rope.inv_freq.numel()):
         return why
     return of.no_room(key_format, value_format, rows, device)
