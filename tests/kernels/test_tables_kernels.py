@@ -154,8 +154,7 @@ def test_sums_of_codes_are_turned_into_values():
 @pytest.mark.parametrize("name, rows", [*((name, 4) for name in FORMATS), ("commvq-2bit", 8)])
 def test_compiles_without_spills(name, rows):
     report = compile_tables(*FORMATS[name][0](128, "cpu"), rows=rows)
-    before = 16 if (name, rows) == ("commvq-2bit", 8) else 0  # two words of what lies outside of the loop
-    assert report.spilled <= before and report.spills_in_loop == 0
+    assert report.spilled == 0
     assert report.instructions["HMMA"] and report.shared <= 228 << 10
 
 

@@ -100,14 +100,18 @@ def _shared_turns(address):
 
 
 @gluon.jit
-def _rotated(x, turns):
-    """Keys of one token of every lane, rotated by its place in the unit."""
+def _rotated(x, turns, C: gl.constexpr):
+    """Keys of one token of every lane, rotated by its place in the unit. With eight query rows a mask for the sign takes two
+    registers less, which would go to the stack."""
     real = ()
     imaginary = ()
     for i in gl.static_range(8):
         a = x[i]
         b = x[i + 8]
-        real = real + (product_less_half2(a, turns[i], mul_half2(b, turns[i + 8])),)
+        if C == 8:
+            real = real + (_fma_half2(a, turns[i], mul_half2(b ^ -2147450880, turns[i + 8])),)
+        else:
+            real = real + (product_less_half2(a, turns[i], mul_half2(b, turns[i + 8])),)
         imaginary = imaginary + (_fma_half2(b, turns[i], mul_half2(a, turns[i + 8])),)
     return real + imaginary
 
@@ -208,8 +212,8 @@ def _over_units(
         scores = ()
         for tile in gl.static_range(2):
             x, y = tile_steps(lane, odd, here + word, begin, base, shifts, tile, STAGES)
-            x = _rotated(x, _shared_turns(turns + tile * 4096))
-            y = _rotated(y, _shared_turns(turns + (tile * 4096 + 2048)))
+            x = _rotated(x, _shared_turns(turns + tile * 4096), C)
+            y = _rotated(y, _shared_turns(turns + (tile * 4096 + 2048)), C)
             q = ()  # read again, for registers are few while centres are added up
             for j in gl.static_range(4):
                 q = q + load_shared(lane_query, 64 * j, 4)

@@ -381,7 +381,7 @@ def turned_kernel(
 
     From one KV head's storage to the next are ``room`` units and ``pages`` pages; a head's ``units`` begin with unit ``first``
     of its storage, which begins a page. ``table``: the basis as :func:`kvfold.kernels.turned.matrix_of` makes it; it mixes
-    blocks of BLOCK channels. ``rows``: of KIND_ROWS, as :func:`kvfold.kernels.turned.copies` makes them. A warp decodes
+    blocks of BLOCK channels. ``rows``: of KIND_ROWS, as :func:`kvfold.kernels.stored.repeated_rows` makes them. A warp decodes
     ``each`` units, those of the grid's warps lie side by side.
     """
     W: gl.constexpr = gl.num_warps()

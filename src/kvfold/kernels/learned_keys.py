@@ -16,13 +16,9 @@ from kvfold.kernels._learned_keys_gluon import learned_keys_kernel
 from kvfold.kernels._learned_scores import shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors, settled
-from kvfold.kernels.pages import repeated_rows
-from kvfold.kernels.stored import pages_between, room_between, rotation_of
+from kvfold.kernels.stored import pages_between, repeated_rows, rotation_of
 from kvfold.kernels.tables import Tables, TablesPlan
 from kvfold.rope import Rope
-
-WARPS = 8
-"""Of a program, one to a multiprocessor."""
 
 
 class LearnedKeyTables(Tables):
@@ -74,9 +70,6 @@ class LearnedKeyTables(Tables):
         assert isinstance(value_format, Paged)
         return int(shared_bytes(_codes(value_format).groups, plan.columns, plan.warps))
 
-    def shape(self, rows: int) -> TablesPlan:
-        return TablesPlan(columns=4 if rows <= 4 else 8, warps=WARPS)
-
     def beside(
         self, key_format: Format, value_format: Format, rope: Rope, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
@@ -96,11 +89,11 @@ class LearnedKeyTables(Tables):
         pages = math.ceil(span.keys["codes"].shape[2] * call.key_format.block / PAGE)
         return make_plan(batch * heads, self.shape(rows), rows, pages, multiprocessors(call.query.device))
 
-    def check(self, call: AttentionCall, span: Span) -> None:
-        super().check(call, span)
-        room = room_between(call.value_format, span.values)
+    def room(self, call: AttentionCall, span: Span) -> int:
+        room = super().room(call, span)
         if (pages := pages_between(call.value_format, span.values)) != math.ceil(room / PAGE):
             raise ValueError(f"packed storage: values have {pages} pages for {room} tokens of a head")
+        return room
 
 
 @lru_cache

@@ -3,21 +3,20 @@
 import math
 from dataclasses import replace
 from functools import lru_cache
-from weakref import WeakKeyDictionary
 
 import torch
 
 from kvfold.formats import Fields, Format, Hadamard, Paged, ResidualCodes, UniformTokens
 from kvfold.formats.paged import PAGE
-from kvfold.formats.residual import Codebook
 from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._page_lookups import tables_bytes
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._pages_rows_gluon import row_bytes
 from kvfold.kernels.call import Span, Windows
 from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan
-from kvfold.kernels.device import multiprocessors, settled
+from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
+from kvfold.kernels.stored import repeated_rows
 
 BLOCK = 32
 BLOCKS = PAGE // BLOCK
@@ -249,17 +248,6 @@ def rows_of(form: Paged, like: torch.Tensor) -> torch.Tensor:
         return like
     assert form.inner.book is not None
     return repeated_rows(form.inner.book.on(like.device))
-
-
-_rows: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
-
-
-def repeated_rows(book: Codebook) -> torch.Tensor:
-    """Rows as often as 128 bytes hold them, made once: graphs know where they are; fp16 [codes, copies, vector]."""
-    if book not in _rows:
-        rows = book.codes[0].to(torch.float16)
-        _rows[book] = settled(rows.unsqueeze(1).expand(-1, 64 // rows.shape[-1], -1).contiguous())
-    return _rows[book]
 
 
 def _pages(form: Paged, stored: Fields) -> int:

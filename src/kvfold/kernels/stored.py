@@ -1,14 +1,17 @@
-"""Storage and constants as kernels in plain Triton take them."""
+"""Storage and constants as kernels take them."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from kvfold.formats import Fields, Format, Paged
 from kvfold.formats.basis import Basis
 from kvfold.formats.paged import PagedFormat
+from kvfold.formats.residual import Codebook
+from kvfold.kernels.device import settled
 from kvfold.rope import Rope
 
 
@@ -85,6 +88,17 @@ class Numbers:
 
     def __getitem__(self, index: int) -> Any:
         return self.values[index]
+
+
+_rows: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
+
+
+def repeated_rows(book: Codebook) -> torch.Tensor:
+    """Rows as often as 128 bytes hold them, made once: graphs know where they are; fp16 [codes, copies, vector]."""
+    if book not in _rows:
+        rows = book.codes[0].to(torch.float16)
+        _rows[book] = settled(rows.unsqueeze(1).expand(-1, 64 // rows.shape[-1], -1).contiguous())
+    return _rows[book]
 
 
 def pages_between(form: Format, fields: Fields) -> int:

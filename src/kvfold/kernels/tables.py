@@ -130,8 +130,8 @@ class Tables(ABC):
         units = span.keys["codes"].shape[2] * call.key_format.block // UNIT
         return make_plan(batch * heads, self.shape(rows), rows, units, multiprocessors(call.query.device), self.begin)
 
-    def check(self, call: AttentionCall, span: Span) -> None:
-        """Refuse storage whose fields do not lie as the kernel takes them.
+    def room(self, call: AttentionCall, span: Span) -> int:
+        """Tokens from one KV head's storage to the next one's, of fields that lie as the kernel takes them.
 
         Raises
         ------
@@ -141,6 +141,7 @@ class Tables(ABC):
         room = {room_between(f, x) for f, x in ((call.key_format, span.keys), (call.value_format, span.values))}
         if len(room) > 1:
             raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
+        return room.pop()
 
     def attend_packed(
         self,
@@ -164,7 +165,7 @@ class Tables(ABC):
         keys, values, rope, device = call.key_format, call.value_format, call.rope, packed.device
         assert rope is not None
         batch, heads, rows, _ = packed.shape
-        self.check(call, span)
+        room = self.room(call, span)
         columns = math.ceil(rows / plan.columns)
         early = self.waits and overlaps_launches(device)
         self.kernel()[(batch * heads * columns, plan.splits)](
@@ -183,7 +184,7 @@ class Tables(ABC):
             rows,
             columns,
             span.start,
-            room_between(keys, span.keys) // UNIT,
+            room // UNIT,
             plan.splits,
             top.shape[1],
             part,

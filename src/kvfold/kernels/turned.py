@@ -3,7 +3,6 @@
 import math
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -11,9 +10,8 @@ from kvfold.formats import Fields, Format, Lookup, Paged, ResidualCodes, SignSke
 from kvfold.formats.basis import Basis, Hadamard
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE
-from kvfold.formats.residual import Codebook
 from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.stored import basis_matrix, inner, pages_between, room_between
+from kvfold.kernels.stored import basis_matrix, inner, pages_between, repeated_rows, room_between
 
 HEAD_DIM = 128
 WARPS = 4
@@ -63,17 +61,6 @@ def matrix_of(basis: Basis, width: int, block: int, rows: bool, device: torch.de
     own = torch.arange(width // block, device=device)  # of 32 channels, the rows of their block
     blocks = tiles.unflatten(1, (-1, block // 16)).unflatten(0, (len(own), -1))
     return blocks[own, :, own].flatten(0, 1).contiguous()
-
-
-_copies: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
-
-
-def copies(book: Codebook) -> torch.Tensor:
-    """Of every code its row as often as fills 128 bytes, made once; fp16 [codes, 64 / vector, vector]."""
-    if book not in _copies:
-        rows = book.codes[0].to(torch.float16).unsqueeze(1)
-        _copies[book] = rows.expand(-1, 64 // rows.shape[-1], -1).contiguous()
-    return _copies[book]
 
 
 def constants(form: Format, bf16: bool) -> dict[str, Any]:
@@ -133,7 +120,7 @@ def tables_of(form: Paged, device: torch.device) -> tuple[torch.Tensor, torch.Te
     if not isinstance(own, ResidualCodes):
         return matrix, matrix
     assert own.book is not None
-    return matrix, copies(own.book.on(device))
+    return matrix, repeated_rows(own.book.on(device))
 
 
 def arrays(form: Format, fields: Fields) -> tuple[torch.Tensor, ...]:
