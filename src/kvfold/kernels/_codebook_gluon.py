@@ -100,7 +100,7 @@ def _shared_turns(address):
 
 
 @gluon.jit
-def _rotated(x, turns, C: gl.constexpr):
+def _rotated(x, turns, C: gl.constexpr = 4):
     """Keys of one token of every lane, rotated by its place in the unit. With eight query rows a mask for the sign takes two
     registers less, which would go to the stack."""
     real = ()
