@@ -1,12 +1,14 @@
 """Make ``src/kvfold/formats/gaussian_codes.bin``: 256 codes for 4, and for 8, coordinates of a standard normal.
 
-K-means on pseudo-random vectors. The file is committed, because sums come out differently on different machines, and codes
-of a saved cache must mean the same everywhere.
+K-means on pseudo-random vectors, then the nearest whole steps, which are bytes. The file is committed, because sums come out
+differently on different machines, and codes of a saved cache must mean the same everywhere.
 """
 
 from pathlib import Path
 
 import torch
+
+from kvfold.formats.gaussian import STEP
 
 TARGET = Path(__file__).parents[1] / "src/kvfold/formats/gaussian_codes.bin"
 SAMPLES, ROUNDS = 1 << 18, 40
@@ -25,6 +27,6 @@ def codes(vector: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    tables = [codes(vector).half().numpy().astype("<f2").tobytes() for vector in (4, 8)]
-    TARGET.write_bytes(b"".join(tables))
+    tables = [(codes(vector) / STEP).round().to(torch.int8) for vector in (4, 8)]
+    TARGET.write_bytes(b"".join(table.numpy().tobytes() for table in tables))
     print(f"{TARGET}: {TARGET.stat().st_size} bytes")

@@ -26,6 +26,7 @@ MODULES = (
     "_page_codes",
     "_hadamard",
     "_page_bytes",
+    "_lookup_bytes",
     "_pages_rows_gluon",
     "_learned_scores",
     "_learned_keys_gluon",

@@ -331,7 +331,15 @@ def select(a, b, mask):
     return word((unsigned(a) & np.uint32(mask)) | (unsigned(b) & ~np.uint32(mask)))
 
 
+def weighted_bytes(x, weight, more):
+    products = unsigned(x).view(np.uint8).reshape(32, 4).astype(np.int64) * unsigned(weight).view(np.uint8).reshape(
+        32, 4
+    )
+    return register((products.sum(1) + unsigned(more)).astype(np.int32))
+
+
 INSTRUCTIONS = {
+    "_weighted_bytes": weighted_bytes,
     "mma": mma, "mma_bytes": mma_bytes, "transpose8": transpose8, "pack_half2": pack_half2, "unpack_half2": unpack_half2,
     "either_bytes": either_bytes, "look_up": look_up,
     "cut_nibbles": lambda x, mask, shift: word(unsigned(x) >> np.uint32(shift) & np.uint32(mask)), "select": select,

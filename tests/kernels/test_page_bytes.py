@@ -9,11 +9,12 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold.kernels import _pages_rows_gluon, pages
+from kvfold.kernels._page_lookups import ROWS, tables_bytes
 from kvfold.kernels.decode import Plan
 from kvfold.methods import LayerSpec, get
 from warps import Machine, Pointer, on_cpu, register, scalar
 
-NAMES = ("D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB")
+NAMES = "D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB", "K_WORDS", "V_WORDS"
 
 
 def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, scale=128**-0.5, late=False):
@@ -45,6 +46,12 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
 
     fixed = pages.constants(*formats, Plan(warps, pages.BLOCKS, 1, 1, 1, 0, bytewise=True), False, True)
     (k, v), zero = arrays, scalar(0)
+    words = fixed["K_WORDS"], fixed["V_WORDS"]
+    base = scalar(tables_bytes(*words))
+    for form, at in zip(formats, (0, tables_bytes(*words) - ROWS.value), strict=True):
+        if pages._words(form):
+            table = pages.rows_of(form, torch.zeros(1), True).numpy().view(np.uint8).reshape(256, -1)
+            machine.shared[at : at + ROWS.value] = np.tile(table, 128 // table.shape[1]).reshape(-1)
     stored = tuple(tuple(scalar(a, np.int64) for a in side) for side in (k[:4], (*v[:3], v[2])))
     at, parts = (
         machine.put(q),
@@ -56,13 +63,13 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
         lane, warp = register(np.arange(32, dtype=np.int32)), scalar(warp)
         signs = kernel.turn_signs(Pointer(v[3], np.float32), lane // 4, lane % 4) if fixed["V_MIX"] > 1 else lane * 0
         sums = kernel.attend_rows(
-            zero, lane, warp, zero, scalar(-(-blocks // 4)), scalar(blocks), stored, (zero, zero, zero), None, None,
+            base, lane, warp, zero, scalar(-(-blocks // 4)), scalar(blocks), stored, (zero, zero, zero), None, None,
             Pointer(at, np.float16, "fp16"), scalar(0, np.int64), zero, rows, scale * math.log2(math.e), None,
             Pointer(k[4], np.float32), Pointer(v[3], np.float32), *(fixed[n] for n in NAMES),
         )  # fmt: skip
         outputs = (Pointer(p, np.float32) for p in parts)
-        kernel.finish_rows(zero, lane, warp, *(sums[i] for i in (0, 1, 2)), signs, *outputs, slot, zero, rows, 128,
-                           fixed["V_BITS"], fixed["V_MIX"])  # fmt: skip
+        kernel.finish_rows(base, lane, warp, *(sums[i] for i in (0, 1, 2)), signs, *outputs, slot, zero, rows, 128,
+                           fixed["V_BITS"], fixed["V_MIX"], fixed["V_WORDS"])  # fmt: skip
 
     machine.run(program)
     out, total = (
@@ -92,3 +99,24 @@ def test_numbers_of_every_size(given):
 @pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 1), (3, 6, 1), (4, 13, 4), (4, 19, 2)])
 def test_pages_whose_copies_come_late(rows, blocks, warps):
     assert error("fold", rows, blocks, warps, late=True) < 3e-4
+
+
+CODED = "fold:codebook=true", "fold:bits=2,codebook=true", "fold:k_bits=2,v_bits=1,codebook=true"
+
+
+@pytest.mark.parametrize(
+    "method", [*CODED, "fold:k_bits=2,v_bits=3,codebook=true", "fold:bits=2,codebook=true,rotation=128"]
+)
+def test_codes_are_looked_up_as_bytes(method):
+    assert error(method) < 3e-4
+
+
+@pytest.mark.parametrize("method", CODED)
+@pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 2), (3, 4, 1), (4, 13, 4)])
+def test_looked_up_codes_of_fewer_rows_and_pages(method, rows, blocks, warps):
+    assert error(f"{method},center=false", rows, blocks, warps) < 3e-4
+
+
+@pytest.mark.parametrize("given", [{"query": 100.0}, {"query": 1e-4}, {"value": 1e-3}, {"value": 1e3}, {"scale": 0.5}])
+def test_looked_up_numbers_of_every_size(given):
+    assert error("fold:bits=2,codebook=true", **given) < 8e-4

@@ -101,19 +101,30 @@ def _product(
     return mma_bytes(words[A] & MASK, words[A + 1] & MASK, words[B] & MASK, words[B + 1] & MASK, b0, b1, acc, SIGNED)
 
 
+@gluon.constexpr_function
+def _further(i, lookup):
+    """Channels from a lane's first pair to its pair number ``i``, two of each tile."""
+    return i // 2 * 4 + i % 2 * 32 if lookup else 8 * i
+
+
 @gluon.jit
-def row_queries(q_ptr, g, t, row0, column0, rows, factor, varlen, D: gl.constexpr, E: gl.constexpr):
+def row_queries(
+    q_ptr, g, t, row0, column0, rows, factor, varlen, D: gl.constexpr, E: gl.constexpr, LOOKUP: gl.constexpr = False
+):  # fmt: skip
     """Four queries as B operands, tiles 0 to D / 32 of row h in column 2h and the others in column 2h + 1, scaled by a power of
-    two, and what turns products into ``factor`` times the score."""
+    two, and what turns products into ``factor`` times the score. LOOKUP: channels of each half are in the order of
+    :mod:`kvfold.kernels._lookup_bytes`."""
     HALF: gl.constexpr = D // 32
     KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
     SIZE: gl.constexpr = 4 if KIND == 2 else 2
     first = g % 2 * (D // 2) + 2 * t
+    if LOOKUP:
+        first = g % 2 * (D // 2) + t // 2 * 16 + t % 2 * 2
     address, live = query_at(q_ptr, row0, column0 + g // 2, rows, first, varlen, D, SIZE)
     raw = ()
     big = (g * 0).to(gl.float32)
     for i in gl.static_range(2 * HALF):
-        low, high = load_pair(address + 8 * i * SIZE, live, KIND)
+        low, high = load_pair(address + _further(i, LOOKUP) * SIZE, live, KIND)
         raw = raw + (low, high)
         big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
     for i in gl.static_range(5):
@@ -127,8 +138,12 @@ def row_queries(q_ptr, g, t, row0, column0, rows, factor, varlen, D: gl.constexp
 
 
 @gluon.jit
-def turned_rows(q, norms, lane, matrix, D: gl.constexpr, MIX: gl.constexpr, FAR: gl.constexpr):
-    """Queries times norms and signs, turned (without the factor): row t, channels g and g + 8 of tiles ct and ct + D / 32."""
+def turned_rows(
+    q, norms, lane, matrix, D: gl.constexpr, MIX: gl.constexpr, FAR: gl.constexpr, LOOKUP: gl.constexpr = False
+):  # fmt: skip
+    """Queries times norms and signs, turned (without the factor): row t, channels g and g + 8 of tiles ct and ct + D / 32.
+
+    LOOKUP: channels are in the order of :mod:`kvfold.kernels._lookup_bytes`, whose tiles any rotation mixes."""
     HALF: gl.constexpr = D // 32
     address = norms + lane % 2 * D + lane // 8 % 2 * 16 + lane // 16 * 32
     m = load_shared(matrix, 0, 4)
@@ -140,7 +155,7 @@ def turned_rows(q, norms, lane, matrix, D: gl.constexpr, MIX: gl.constexpr, FAR:
             b0 = mul_half2(b0, norm[2 * c])
             b1 = mul_half2(b1, norm[2 * c + 1])
             x = x + (mma(m[0], m[1], m[2], m[3], b0, b1, _zero4(lane), False),)
-    x = mix_tiles(x, HALF, MIX if MIX <= D // 2 else D // 2)
+    x = mix_tiles(x, HALF, MIX if MIX <= D // 2 and not LOOKUP else D // 2)
     if MIX == D:
         mixed = ()
         for ct in gl.static_range(HALF):

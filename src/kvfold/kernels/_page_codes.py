@@ -149,19 +149,21 @@ def page_place(stored, place, table, steps, number, id, NB: gl.constexpr):
 @gluon.jit
 def fetch_page(
     base, lane, codes, scale, mean, norm, block, page, valid, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
-    NORM: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr, SWAP: gl.constexpr = False,
+    NORM: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr, SWAP: gl.constexpr = 0,
 ):  # fmt: skip
     """One side of a page, whose first block is number ``block``; blocks from number ``valid`` on become zeros.
 
-    SWAP: where codes lie token by token, tokens 4 and 5, and 6 and 7, of each eight change places, so that lanes that read
-    those of every other token use all banks.
+    SWAP, so that lanes use all banks where codes lie token by token: 1, tokens 4 and 5, and 6 and 7, of each eight change
+    places, for lanes that read those of every other token; 2, so do halves of tokens 4 to 7, for lanes that read halves.
     """
     CODE: gl.constexpr = code_bytes(D, BITS)
     SCALE: gl.constexpr = TO + scale_at(D, BITS, NB)
     to = base + lane * 16
     at = block.to(gl.int64)
     here = to
-    if SWAP:
+    if SWAP == 2:
+        here = base + (lane ^ (lane // 8 % 2)) * 16
+    elif SWAP:
         EACH: gl.constexpr = CODE // 512  # of 16 bytes, of a token
         token = lane // EACH
         here = base + ((token ^ (token // 4 % 2)) * EACH + lane % EACH) * 16

@@ -85,8 +85,11 @@ def _raw_queries(
 
 
 @gluon.jit
-def _norm_words(base, scratch, lane, signs, D: gl.constexpr, NORM: gl.constexpr, AT: gl.constexpr):
-    """Leave the page's norms, with the rotation's signs, in a warp's scratch: fp16 [D]."""
+def _norm_words(
+    base, scratch, lane, signs, D: gl.constexpr, NORM: gl.constexpr, AT: gl.constexpr, LOOKUP: gl.constexpr = False
+):  # fmt: skip
+    """Leave the page's norms, with the rotation's signs, in a warp's scratch: fp16 [D]. LOOKUP: in the order of
+    :mod:`kvfold.kernels._lookup_bytes`."""
     for i in gl.static_range(D // 64):
         at = (lane + 32 * i) * 2
         if NORM:
@@ -96,7 +99,10 @@ def _norm_words(base, scratch, lane, signs, D: gl.constexpr, NORM: gl.constexpr,
             word = pack_half2(low, high, False)
         else:
             word = lane * 0 + ONES
-        store_shared1(scratch + 2 * at, with_signs(word, signs, i))
+        to = scratch + 2 * at
+        if LOOKUP:
+            to = scratch + (lane // 2 % 4 * 8 + lane // 16 * 4 + lane // 8 % 2 * 2 + lane % 2 + 32 * i) * 4
+        store_shared1(to, with_signs(word, signs, i))
     warp_sync(lane)
 
 

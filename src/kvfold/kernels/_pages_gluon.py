@@ -35,7 +35,9 @@ from kvfold.kernels._page_codes import (
 )
 from kvfold.kernels._page_lookups import (
     ROWS,
+    held_rows,
     in_tiles,
+    leave_rows,
     lookup_matrix,
     lookup_scores,
     lookup_values,
@@ -81,6 +83,7 @@ def attend_pages(
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, K_WORDS: gl.constexpr = 0, V_WORDS: gl.constexpr = 0,
+    held=(),
 ):  # fmt: skip
     """Attention of ``8 NT`` query rows over pages ``lo`` to ``hi``, which the program's warps share; of ``blocks`` blocks the
     scores count. All warps are done with shared memory at the end.
@@ -114,7 +117,7 @@ def attend_pages(
     copy_commit(lane)
     fetch_page(
         base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT,
-        V_WORDS > 0,
+        1 if V_WORDS else 0,
     )  # fmt: skip
     copy_commit(lane)
     if table is not None:  # the numbers of pages are a page ahead of their bytes
@@ -150,8 +153,9 @@ def attend_pages(
         v_sign = k_sign
     elif V_MIX > 1:
         v_sign = sign_bits(v_signs, lane, D)
-    if K_WORDS or V_WORDS:
-        copy_wait_1(lane)  # tables
+    k_table = base0 - tables_bytes(K_WORDS, V_WORDS)
+    if len(held) > 0:  # tables that are not in shared memory yet
+        leave_rows(k_table, lane + 32 * warp, held, K_WORDS, V_WORDS)
     program_sync(lane)
     if not K_NORM:  # what codes meet is the same for all pages
         _norm_words(base, scratch, lane, k_sign, D, False, 0)
@@ -181,7 +185,6 @@ def attend_pages(
             for _e in gl.static_range(2 * NT):
                 bias = bias + (_zero4(lane)[0],)
         if K_WORDS:
-            k_table = base0 - tables_bytes(K_WORDS, V_WORDS)
             scores = lookup_scores(base, lane, turned, bias, code_factor, left, skip, k_table, D, K_BITS, NT, NB)
         else:
             scores = _page_scores(base, lane, turned, start, bias, code_factor, left, skip, D, K_BITS, NT, NB)
@@ -219,7 +222,7 @@ def attend_pages(
             False,
             NB,
             V_AT,
-            V_WORDS > 0,
+            1 if V_WORDS else 0,
         )
         copy_commit(lane)
 
@@ -300,17 +303,17 @@ def pages_kernel(
     lane = thread % 32
     warp = thread // 32
     memory = ()
-    if BYTES:
-        base0 = shared_base(lane, row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W))
-    elif K_WORDS or V_WORDS:
-        memory, base0 = with_tables(
-            lane, thread, k_rows, v_rows,
-            shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W, K_WORDS, V_WORDS),
-            K_WORDS, V_WORDS,
-        )  # fmt: skip
+    BYTES_OF: gl.constexpr = (
+        row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W, K_WORDS)
+        if BYTES
+        else shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W, K_WORDS, V_WORDS)
+    )
+    if K_WORDS or V_WORDS:
+        memory, base0 = with_tables(lane, thread, BYTES_OF, K_WORDS, V_WORDS)
     else:
-        base0 = shared_base(lane, shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
+        base0 = shared_base(lane, BYTES_OF)
 
+    held = held_rows(thread, k_rows, v_rows, K_WORDS, V_WORDS)
     split = gl.program_id(1)
     if FIRST:
         split = gl.where(split < dense_splits, split + splits, split - dense_splits)
@@ -363,17 +366,17 @@ def pages_kernel(
             best, sums, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, K_WORDS, V_WORDS, held,
             )  # fmt: skip
             finish_rows(
                 base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,
-                D, V_BITS, V_MIX,
+                D, V_BITS, V_MIX, V_WORDS,
             )  # fmt: skip
         else:
             top, out, total = attend_pages(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR, K_WORDS, V_WORDS,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR, K_WORDS, V_WORDS, held,
             )  # fmt: skip
             side = ()
             for n in gl.static_range(NT):

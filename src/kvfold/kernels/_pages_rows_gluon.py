@@ -5,6 +5,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._hadamard import hadamard, rest, sign_bits
+from kvfold.kernels._lookup_bytes import (
+    leave_channels,
+    lookup_byte_queries,
+    lookup_byte_scores,
+    lookup_byte_values,
+    lookup_row_means,
+    pair_matrix,
+)
 from kvfold.kernels._page_bytes import (
     byte_queries,
     byte_scores,
@@ -27,6 +35,8 @@ from kvfold.kernels._page_codes import (
     scale_at,
     weight,
 )
+from kvfold.kernels._page_lookups import ROWS, leave_rows, tables_bytes
+from kvfold.kernels._page_lookups import turned_mean as turned_mean_in_rows
 from kvfold.kernels._page_sums import _exponent, _norm_words
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST
@@ -56,10 +66,12 @@ def row_stage(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks):
 
 
 @gluon.constexpr_function
-def row_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, warps):
-    """Bytes of shared memory of a program: stages, the Hadamard matrix as an operand, the queries; and, later, sums."""
+def row_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, warps, k_words=0):
+    """Bytes of shared memory of a program: stages, the Hadamard matrix as an operand, the queries, and (where codes of keys are
+    looked up) the matrix in another order; and, later, sums."""
     stage = row_stage(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks)
-    return max(warps * stage + 512 + dim * 8, warps * dim * 32)  # sums of windows need more than those of pages
+    more = 512 + dim * 8 + (512 if k_words else 0)
+    return max(warps * stage + more, warps * dim * 32)  # sums of windows need more than those of pages
 
 
 @gluon.jit
@@ -68,16 +80,21 @@ def attend_rows(
     v_signs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
-    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr,
+    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr, K_WORDS: gl.constexpr = 0,
+    V_WORDS: gl.constexpr = 0, held=(),
 ):  # fmt: skip
     """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns: lanes (g, t) have the maximum
-    of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`."""
+    of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`.
+
+    WORDS: of a row of the table of bytes in which a side's codes are looked up; 0: they are uniform. Tables lie before
+    ``base0``; those that do not yet are ``held`` by threads."""
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
     V_AT: gl.constexpr = page_bytes(D, K_BITS, NB, K_MEAN, K_NORM)
     K_MEAN_AT: gl.constexpr = mean_at(D, K_BITS, NB)
     K_NORM_AT: gl.constexpr = norm_at(D, K_BITS, NB, K_MEAN)
     SCRATCH: gl.constexpr = V_AT + page_bytes(D, V_BITS, NB, V_MEAN, False)
+    V_MEAN_AT: gl.constexpr = V_AT + mean_at(D, V_BITS, NB)
     STAGE: gl.constexpr = SCRATCH + 4 * D
     g = lane // 4
     t = lane % 4
@@ -91,16 +108,20 @@ def attend_rows(
     if table is not None:
         id = gl.load(table + first, mask=count > 0, other=0)
     k_at, k_block, k_page, v_at, v_block, v_page = page_place(stored, at, table, steps, first, id, NB)
-    fetch_page(base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, left, D, K_BITS, K_MEAN, K_NORM, NB, 0)
+    fetch_page(
+        base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, left, D, K_BITS, K_MEAN, K_NORM, NB, 0,
+        2 if K_WORDS else 0,
+    )  # fmt: skip
     copy_commit(lane)
     fetch_page(
-        base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT
-    )
+        base, lane, v_at[0], v_at[1], v_at[2], v_at[3], v_block, v_page, left, D, V_BITS, V_MEAN, False, NB, V_AT,
+        1 if V_WORDS else 0,
+    )  # fmt: skip
     copy_commit(lane)
     if table is not None:  # the numbers of pages are a page ahead of their bytes
         id = gl.load(table + first + 1, mask=count > 1, other=0)
 
-    q, up = row_queries(q_ptr, g, t, row0, column0, rows, to_log2, varlen, D, _exponent(K_MIX))
+    q, up = row_queries(q_ptr, g, t, row0, column0, rows, to_log2, varlen, D, _exponent(K_MIX), K_WORDS > 0)
     far = base0 + W * STAGE + 512 + lane * 8
     for i in gl.static_range(CT // 2):  # all warps have the same
         store_shared2(far + 256 * i, q[2 * i], q[2 * i + 1])
@@ -108,17 +129,25 @@ def attend_rows(
     matrix = base0 + W * STAGE + lane * 16
     m = hadamard(g, t, K_MIX, False)
     store_shared4(matrix, as_float(m[0]), as_float(m[1]), as_float(m[2]), as_float(m[3]))
+    k_matrix = matrix
+    if K_WORDS:
+        k_matrix = matrix + (512 + D * 8)
+        m = pair_matrix(g, t, K_MIX)
+        store_shared4(k_matrix, as_float(m[0]), as_float(m[1]), as_float(m[2]), as_float(m[3]))
     k_sign = lane * 0
     v_sign = lane * 0
     if K_MIX > 1:
         k_sign = sign_bits(k_signs, lane, D)
     if V_MEAN and V_MIX > 1:
         v_sign = mean_signs(v_signs, g, t)
+    k_table = base0 - tables_bytes(K_WORDS, V_WORDS)
+    if len(held) > 0:
+        leave_rows(k_table, lane + 32 * warp, held, K_WORDS, V_WORDS)
     program_sync(lane)
     up = up * (K_MIX**-0.5)
     if not K_NORM:  # what codes meet is the same for all pages
-        _norm_words(base, scratch, lane, k_sign, D, False, 0)
-        turned, start, unit = byte_queries(turned_rows(far, scratch, lane, matrix, D, K_MIX, True), lane, D, K_BITS)
+        _norm_words(base, scratch, lane, k_sign, D, False, 0, K_WORDS > 0)
+        turned, start, unit = _met_queries(far, scratch, lane, k_matrix, D, K_BITS, K_MIX, K_WORDS)
         unit = unit * up
     zero = _zero4(lane)[0]
     top = zero + LOWEST
@@ -138,17 +167,24 @@ def attend_rows(
             skip = steps[1] - (following - 1) * NB
         copy_wait_1(lane)  # keys of this page
         if K_NORM:
-            _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT)
-            turned, start, unit = byte_queries(turned_rows(far, scratch, lane, matrix, D, K_MIX, True), lane, D, K_BITS)
+            _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT, K_WORDS > 0)
+            turned, start, unit = _met_queries(far, scratch, lane, k_matrix, D, K_BITS, K_MIX, K_WORDS)
             unit = unit * up
         bias = zero
         if K_MEAN:
-            bias = row_means(far, base, lane, D, K_MEAN_AT, True) * (up * K_MIX**0.5)
-        scores = byte_scores(base, lane, turned, start, left, skip, D, K_BITS, NB)
+            if K_WORDS:
+                bias = lookup_row_means(far, base, lane, D, K_MEAN_AT) * (up * K_MIX**0.5)
+            else:
+                bias = row_means(far, base, lane, D, K_MEAN_AT, True) * (up * K_MIX**0.5)
+        if K_WORDS:
+            scores = lookup_byte_scores(base, lane, turned, left, skip, k_table, D, K_BITS, NB)
+        else:
+            scores = byte_scores(base, lane, turned, start, left, skip, D, K_BITS, NB)
         warp_sync(lane)
         fetch_page(
-            base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, 0
-        )
+            base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, 0,
+            2 if K_WORDS else 0,
+        )  # fmt: skip
         copy_commit(lane)
         copy_wait_1(lane)  # values of this page
         scale = page_scales(base, lane, NB, V_AT + scale_at(D, V_BITS, NB))
@@ -159,9 +195,16 @@ def attend_rows(
         top = new_top
         total = gl.fma(total, before, page_total * now)
         mean = ()
-        if V_MEAN:
-            mean = turned_mean(base, scratch, lane, v_sign, matrix, D, V_MIX, V_AT + mean_at(D, V_BITS, NB))
-        out = byte_values(base, lane, p, before, now, page_total, mean, out, D, V_BITS, V_MEAN, V_MIX, NB, V_AT)
+        if V_WORDS:
+            if V_MEAN:
+                mean = turned_mean_in_rows(base, scratch, lane, v_sign, matrix, V_MEAN_AT, 0, V_MIX)
+            out = lookup_byte_values(
+                base, lane, p, before, now, page_total, mean, out, base0 - ROWS, D, V_BITS, V_MEAN, V_MIX, NB, V_AT
+            )
+        else:
+            if V_MEAN:
+                mean = turned_mean(base, scratch, lane, v_sign, matrix, D, V_MIX, V_MEAN_AT)
+            out = byte_values(base, lane, p, before, now, page_total, mean, out, D, V_BITS, V_MEAN, V_MIX, NB, V_AT)
         warp_sync(lane)
         fetch_page(
             base,
@@ -179,12 +222,26 @@ def attend_rows(
             False,
             NB,
             V_AT,
+            1 if V_WORDS else 0,
         )
         copy_commit(lane)
 
     copy_wait_all(lane)
     program_sync(lane)
     return top, out, total
+
+
+@gluon.jit
+def _met_queries(
+    far, scratch, lane, matrix, D: gl.constexpr, BITS: gl.constexpr, MIX: gl.constexpr, WORDS: gl.constexpr
+):  # fmt: skip
+    """Queries as codes meet them, where products begin, and their unit."""
+    x = turned_rows(far, scratch, lane, matrix, D, MIX, True, WORDS > 0)
+    if WORDS:
+        q, unit = lookup_byte_queries(x, lane, D)
+        return q, (), unit
+    else:
+        return byte_queries(x, lane, D, BITS)
 
 
 @gluon.jit
@@ -206,20 +263,23 @@ def row_stride(dim):
 @gluon.jit
 def finish_rows(
     base0, lane, warp, top, out, total, signs, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr,
-    BITS: gl.constexpr, MIX: gl.constexpr,
+    BITS: gl.constexpr, MIX: gl.constexpr, WORDS: gl.constexpr = 0,
 ):  # fmt: skip
     """Leave the warps' sums in shared memory, and :func:`join_rows` them. BITS: of codes in whose units sums are; 0: they are
-    in those of values."""
+    in those of values. WORDS: codes were looked up."""
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
     ROW: gl.constexpr = row_stride(D)
     g = lane // 4
     t = lane % 4
     to = base0 + (warp * 4 + t) * ROW + g * 4
-    for ct in gl.static_range(CT):
-        f = 2.0 ** (8 - weight(D, BITS, ct % (CT // 2))) if BITS else 1.0
-        store_shared1(to + 64 * ct, as_int(out[2 * ct] * f))
-        store_shared1(to + (64 * ct + 32), as_int(out[2 * ct + 1] * f))
+    if WORDS:
+        leave_channels(base0 + (warp * 4 + t) * ROW, g, out)
+    else:
+        for ct in gl.static_range(CT):
+            f = 2.0 ** (8 - weight(D, BITS, ct % (CT // 2))) if BITS else 1.0
+            store_shared1(to + 64 * ct, as_int(out[2 * ct] * f))
+            store_shared1(to + (64 * ct + 32), as_int(out[2 * ct + 1] * f))
     store_shared2(base0 + 4 * W * ROW + (warp * 4 + t) * 8, as_int(top), as_int(total))
     join_rows(base0, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, D, MIX)
 

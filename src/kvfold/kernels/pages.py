@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from kvfold.formats import Fields, Format, Hadamard, Paged, ResidualCodes, UniformTokens
+from kvfold.formats.gaussian import STEP
 from kvfold.formats.paged import PAGE
 from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._page_lookups import tables_bytes
@@ -16,7 +17,7 @@ from kvfold.kernels.call import Span, Windows
 from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
-from kvfold.kernels.stored import repeated_rows
+from kvfold.kernels.stored import in_bytes, table_rows
 
 BLOCK = 32
 BLOCKS = PAGE // BLOCK
@@ -68,14 +69,16 @@ def _no_lookups(form: Paged, name: str) -> str | None:
         return f"{name}: {codes.describe()}; allowed: one stage of 256 codes for {' or '.join(map(str, allowed))} neighbours"
     if codes.book is None:
         return f"{name}: no codebook"
+    if not in_bytes(codes.book):
+        return f"{name}: a codebook whose numbers are no bytes; allowed: whole steps of {STEP}, up to {127 * STEP}"
     if _mix(form) < 16:
         return f"{name}: codes of channels that no Hadamard rotation of 16 or more mixes"
     return None
 
 
-def _words(form: Paged) -> int:
-    """Words of a row of the table that codes are looked up in; 0: they are uniform."""
-    return form.inner.vector // 2 if isinstance(form.inner, ResidualCodes) else 0
+def _words(form: Paged, whole: bool = False) -> int:
+    """Words of a row of the table that codes are looked up in, of halves or (``whole``) of bytes; 0: they are uniform."""
+    return form.inner.vector // (4 if whole else 2) if isinstance(form.inner, ResidualCodes) else 0
 
 
 def _same_book(key_format: Paged, value_format: Paged) -> bool:
@@ -105,11 +108,12 @@ def _bits(form: Paged) -> int:
 
 def program_bytes(key_format: Paged, value_format: Paged, plan: Plan, far: bool = True) -> int:
     """Bytes of shared memory of a program."""
+    words = _words(key_format, plan.bytewise), _words(value_format, plan.bytewise)
     if plan.bytewise:
         norm, sides = bool(key_format.norm), (key_format, value_format)
         bits, means = [_bits(form) for form in sides], [form.mean for form in sides]
-        return int(row_bytes(key_format.head_dim, bits[0], means[0], norm, bits[1], means[1], BLOCKS, plan.warps))
-    words = _words(key_format), _words(value_format)
+        own = row_bytes(key_format.head_dim, bits[0], means[0], norm, bits[1], means[1], BLOCKS, plan.warps, words[0])
+        return int(tables_bytes(*words) + own)
     size = shared_bytes(
         key_format.head_dim, _bits(key_format), key_format.mean, bool(key_format.norm), _bits(value_format),
         value_format.mean, plan.tiles, BLOCKS, far, plan.warps, *words,
@@ -123,8 +127,7 @@ def bytewise(key_format: Paged, value_format: Paged, rows: int) -> bool:
     return (
         rows <= 4
         and key_format.head_dim == 128
-        and not any(_words(form) for form in sides)
-        and all(_bits(form) in (2, 3, 4) for form in sides)
+        and all(_bits(form) in (2, 3, 4) or _words(form) for form in sides)
         and len({min(16, _mix(form)) for form in sides}) == 1
     )
 
@@ -146,7 +149,8 @@ def make_plan(
     pages = math.ceil(capacity / BLOCKS)
     narrow = bytewise(key_format, value_format, rows)
     jobs = batch_heads * columns
-    if narrow and capacity <= SHORT and jobs >= ALONE * processors:
+    uniform = not (_words(key_format) or _words(value_format))  # a table is too large for programs of a warp
+    if narrow and uniform and capacity <= SHORT and jobs >= ALONE * processors:
         dense = math.ceil(window_slots / (16 * 12))
         return Plan(1, BLOCKS, tiles, columns, 1, dense, registers=ALONE_REGISTERS, bytewise=True)
     shapes = [Plan(warps, BLOCKS, tiles, columns, 1, 1, bytewise=narrow) for warps in (4, 2, 1)]
@@ -242,12 +246,12 @@ def scale_of(form: Paged) -> str:
     return "rms" if _words(form) else "scale"
 
 
-def rows_of(form: Paged, like: torch.Tensor) -> torch.Tensor:
-    """Repeated rows of the table that codes are looked up in, fp16; ``like`` where there is none."""
+def rows_of(form: Paged, like: torch.Tensor, whole: bool) -> torch.Tensor:
+    """Rows of the table that codes are looked up in, fp16 or (``whole``) int8; ``like`` where there is none."""
     if not isinstance(form.inner, ResidualCodes):
         return like
     assert form.inner.book is not None
-    return repeated_rows(form.inner.book.on(like.device))
+    return table_rows(form.inner.book.on(like.device), whole)
 
 
 def _pages(form: Paged, stored: Fields) -> int:
@@ -281,7 +285,7 @@ def _launch(
         q,
         *_arrays(key_format, span.keys, _signs(key_format, partials.top), True),
         *_arrays(value_format, span.values, _signs(value_format, partials.top), False),
-        *(rows_of(form, partials.top) for form in (key_format, value_format)),
+        *(rows_of(form, partials.top, plan.bytewise) for form in (key_format, value_format)),
         windows.packed_len,
         *sink,
         windows.sink_len,
@@ -332,6 +336,6 @@ def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, ea
         "BYTES": plan.bytewise,
         "AHEAD": plan.ahead,
         "FIRST": plan.windows_first,
-        "K_WORDS": _words(key_format),
-        "V_WORDS": _words(value_format),
+        "K_WORDS": _words(key_format, plan.bytewise),
+        "V_WORDS": _words(value_format, plan.bytewise),
     }

@@ -9,6 +9,7 @@ import torch
 
 from kvfold.formats import Fields, Format, Paged
 from kvfold.formats.basis import Basis
+from kvfold.formats.gaussian import STEP
 from kvfold.formats.paged import PagedFormat
 from kvfold.formats.residual import Codebook
 from kvfold.kernels.device import settled
@@ -90,15 +91,37 @@ class Numbers:
         return self.values[index]
 
 
-_rows: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
+_rows: WeakKeyDictionary[Codebook, dict[tuple[bool, int], torch.Tensor]] = WeakKeyDictionary()
+
+
+def table_rows(book: Codebook, whole: bool = False) -> torch.Tensor:
+    """Rows of a codebook's first stage, made once: graphs know where they are; fp16 [codes, 1, vector] or, ``whole``, whole
+    steps of :data:`kvfold.formats.gaussian.STEP`, int8; see :func:`in_bytes`."""
+    return _made(book, whole, 1)
 
 
 def repeated_rows(book: Codebook) -> torch.Tensor:
-    """Rows as often as 128 bytes hold them, made once: graphs know where they are; fp16 [codes, copies, vector]."""
-    if book not in _rows:
-        rows = book.codes[0].to(torch.float16)
-        _rows[book] = settled(rows.unsqueeze(1).expand(-1, 64 // rows.shape[-1], -1).contiguous())
-    return _rows[book]
+    """The same as often as 128 bytes hold them, fp16 [codes, copies, vector]."""
+    return _made(book, False, 64 // book.codes.shape[-1])
+
+
+def _made(book: Codebook, whole: bool, copies: int) -> torch.Tensor:
+    made = _rows.setdefault(book, {})
+    if (whole, copies) not in made:
+        own = (book.codes[0].float() / STEP).to(torch.int8) if whole else book.codes[0].to(torch.float16)
+        made[whole, copies] = settled(own.unsqueeze(1).expand(-1, copies, -1).contiguous())
+    return made[whole, copies]
+
+
+_in_bytes: WeakKeyDictionary[Codebook, bool] = WeakKeyDictionary()
+
+
+def in_bytes(book: Codebook) -> bool:
+    """Whether all numbers of a codebook are whole steps, seven bits and a sign; looked at once."""
+    if book not in _in_bytes:
+        numbers = book.codes.float() / STEP
+        _in_bytes[book] = bool((numbers == numbers.round()).all()) and float(numbers.abs().max()) <= 127
+    return _in_bytes[book]
 
 
 def pages_between(form: Format, fields: Fields) -> int:

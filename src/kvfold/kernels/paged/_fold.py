@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._page_codes import shared_bytes
-from kvfold.kernels._page_lookups import with_tables
+from kvfold.kernels._page_lookups import held_rows, leave_rows, tables_bytes, with_tables
 from kvfold.kernels._pages_gluon import attend_pages
 from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, row_bytes, turn_signs
 from kvfold.kernels._softmax import LOG2E, _finish
@@ -55,16 +55,19 @@ def fold_pieces_kernel(
     lane = thread % 32
     warp = thread // 32
     memory = ()
-    if BYTES:
-        base = shared_base(gl.program_id(0), row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W))
-    elif K_WORDS or V_WORDS:
-        memory, base = with_tables(
-            gl.program_id(0), thread, k_rows, v_rows,
-            shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W, K_WORDS, V_WORDS),
-            K_WORDS, V_WORDS,
-        )  # fmt: skip
+    BYTES_OF: gl.constexpr = (
+        row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W, K_WORDS)
+        if BYTES
+        else shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W, K_WORDS, V_WORDS)
+    )
+    if K_WORDS or V_WORDS:
+        memory, base = with_tables(gl.program_id(0), thread, BYTES_OF, K_WORDS, V_WORDS)
+        held = held_rows(thread, k_rows, v_rows, K_WORDS, V_WORDS)
+        leave_rows(
+            lane * 0 + base - tables_bytes(K_WORDS, V_WORDS), thread, held, K_WORDS, V_WORDS
+        )  # others are shown them
     else:
-        base = shared_base(gl.program_id(0), shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W))
+        base = shared_base(gl.program_id(0), BYTES_OF)
     base0 = lane * 0 + base
     signs = lane * 0
     if BYTES and V_MIX > 1:
@@ -97,10 +100,10 @@ def fold_pieces_kernel(
             top, out, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps,
                 q_ptr, row0, column0, rows, scale * LOG2E, varlen, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, K_WORDS, V_WORDS,
             )  # fmt: skip
             _prefetch_next(following, table, table_step, warp)
-            finish_rows(base0, lane, warp, top, out, total, signs, *slots, D, V_BITS, V_MIX)
+            finish_rows(base0, lane, warp, top, out, total, signs, *slots, D, V_BITS, V_MIX, V_WORDS)
         else:
             top, out, total = attend_pages(
                 base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps,

@@ -61,7 +61,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
     stored: tuple[torch.Tensor | int, ...] = (k[0], *steps)
     if isinstance(keys, Paged) and isinstance(values, Paged):
         stored = (*stored, *(pages._signs(form, workspace.top) for form in (keys, values)))
-        stored = (*stored, *(pages.rows_of(form, workspace.top) for form in (keys, values)))
+        stored = (*stored, *(pages.rows_of(form, workspace.top, chosen.plan.bytewise) for form in (keys, values)))
     step, w = call.step, workspace
     if query.stride(1) != query.shape[2]:
         query = query.contiguous()
