@@ -52,6 +52,8 @@ from kvfold.kernels._tables_gluon import (
     _dynamic_base,
     _fetch_rows,
     _pairs_of_queries,
+    held_table,
+    leave_table,
     reserved,
 )
 from kvfold.kernels._warp import (
@@ -373,11 +375,11 @@ def _leave_eight(base, lane, warp, top, out, total):
 
 
 @gluon.jit
-def fetch_tables(base, k_rows, v_rows, turns, thread, W: gl.constexpr):
-    """Begin to copy rows of keys, those of values, and turns."""
+def fetch_tables(base, k_rows, v_rows, turns, thread, W: gl.constexpr, V: gl.constexpr):
+    """Begin to copy rows of keys, and turns; leave those of values, whose codes are V bytes a token."""
     _fetch_rows(base + (KEYS + ROWS), turns, thread, 8192, W)
     _fetch_rows(base, k_rows, thread, KEYS, W)
-    _fetch_rows(base + KEYS, v_rows, thread, ROWS, W)
+    leave_table(base + KEYS, thread, held_table(v_rows, thread, 64 // V), 0, 64 // V)
 
 
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "columns", "start", "capacity", "splits", "parts", "part0"])
@@ -406,7 +408,7 @@ def learned_keys_kernel(
     batch = head // heads
     kv_head = (head % heads).to(gl.int64)
     fetch_tables(
-        base, k_rows_ptr.to(gl.int64) + kv_head * KEYS, v_rows_ptr.to(gl.int64), turns_ptr.to(gl.int64), thread, W
+        base, k_rows_ptr.to(gl.int64) + kv_head * KEYS, v_rows_ptr.to(gl.int64), turns_ptr.to(gl.int64), thread, W, V
     )
     copy_commit(lane)
     if EARLY:  # tables are nobody's results

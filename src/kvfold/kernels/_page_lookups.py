@@ -18,8 +18,7 @@ from kvfold.kernels._page_bytes import mix_lanes
 from kvfold.kernels._page_codes import scale_at
 from kvfold.kernels._page_sums import _sums
 from kvfold.kernels._registers import _replace, _zero4
-from kvfold.kernels._tables_gluon import _dynamic_base, _weighted_bytes, reserved
-from kvfold.kernels._turned_gluon import load_word, load_words2, load_words4
+from kvfold.kernels._tables_gluon import _dynamic_base, _weighted_bytes, held_table, leave_table, reserved
 from kvfold.kernels._warp import (
     as_float,
     as_int,
@@ -59,49 +58,24 @@ def with_tables(like, thread, BYTES: gl.constexpr, K_WORDS: gl.constexpr, V_WORD
 
 @gluon.jit
 def held_rows(thread, k_rows, v_rows, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr):
-    """A thread's share of the rows of both tables, 256 each, in registers; nobody writes them meanwhile."""
-    W: gl.constexpr = gl.num_warps()
+    """A thread's share of the rows of both tables, in registers."""
     held = ()
     if K_WORDS:
-        for i in gl.static_range(8 // W):
-            held = held + _row(k_rows.to(gl.int64) + (thread + 32 * W * i) * (4 * K_WORDS), K_WORDS)
+        held = held + held_table(k_rows.to(gl.int64), thread, K_WORDS)
     if V_WORDS and V_WORDS != K_WORDS:
-        for i in gl.static_range(8 // W):
-            held = held + _row(v_rows.to(gl.int64) + (thread + 32 * W * i) * (4 * V_WORDS), V_WORDS)
+        held = held + held_table(v_rows.to(gl.int64), thread, V_WORDS)
     return held
 
 
 @gluon.jit
-def _row(address, WORDS: gl.constexpr):
-    if WORDS == 1:
-        return (load_word(address),)
-    elif WORDS == 2:
-        return load_words2(address, 0)
-    else:
-        return load_words4(address, 0)
-
-
-@gluon.jit
 def leave_rows(base, thread, held, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr):
-    """Repeat :func:`held_rows` in shared memory, from ``base`` on. A program reads 1 to 4 KB of a table so, not 32."""
+    """Repeat :func:`held_rows` in shared memory, from ``base`` on."""
     if K_WORDS:
-        _leave_table(base, thread, held, 0, K_WORDS)
+        leave_table(base, thread, held, 0, K_WORDS)
     if V_WORDS and V_WORDS != K_WORDS:
-        _leave_table(
+        leave_table(
             base + (tables_bytes(K_WORDS, V_WORDS) - ROWS), thread, held, K_WORDS * (8 // gl.num_warps()), V_WORDS
         )
-
-
-@gluon.jit
-def _leave_table(base, thread, held, FIRST: gl.constexpr, N: gl.constexpr):
-    W: gl.constexpr = gl.num_warps()
-    for i in gl.static_range(8 // W):
-        to = base + 4096 * W * i + thread * 128
-        for c in gl.static_range(8):  # lanes side by side write to other banks
-            store_shared4(
-                to + (thread + c) % 8 * 16, as_float(held[FIRST + N * i]), as_float(held[FIRST + N * i + 1 % N]),
-                as_float(held[FIRST + N * i + 2 % N]), as_float(held[FIRST + N * i + 3 % N]),
-            )  # fmt: skip
 
 
 @gluon.jit

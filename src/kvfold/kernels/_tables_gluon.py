@@ -4,7 +4,18 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._warp import as_float, as_int, copy_async, pack_half2, shuffle_xor, store_shared1
+from kvfold.kernels._warp import (
+    as_float,
+    as_int,
+    copy_async,
+    load_word,
+    load_words2,
+    load_words4,
+    pack_half2,
+    shuffle_xor,
+    store_shared1,
+    store_shared4,
+)
 
 
 @gluon.jit
@@ -118,6 +129,36 @@ def _fetch_rows(base, source, thread, BYTES: gl.constexpr, W: gl.constexpr):
     for at in range(0, BYTES, 512 * W):
         here = (thread * 16 + at < BYTES).to(gl.int32)
         copy_async(base + thread * 16 + at, source + thread * 16 + at, whole, here, 0, 0, True)
+
+
+@gluon.jit
+def held_table(source, thread, WORDS: gl.constexpr):
+    """A thread's share of a table's 256 rows of 1, 2 or 4 words, in registers; nobody writes them meanwhile."""
+    W: gl.constexpr = gl.num_warps()
+    held = ()
+    for i in gl.static_range(8 // W):
+        at = source + (thread + 32 * W * i) * (4 * WORDS)
+        if WORDS == 1:
+            held = held + (load_word(at),)
+        elif WORDS == 2:
+            held = held + load_words2(at, 0)
+        else:
+            held = held + load_words4(at, 0)
+    return held
+
+
+@gluon.jit
+def leave_table(base, thread, held, FIRST: gl.constexpr, N: gl.constexpr):
+    """Rows of N words that threads hold, from their register FIRST on, to shared memory, as often as 128 bytes have room for
+    them: so a program reads 1 to 4 KB of a table, not 32."""
+    W: gl.constexpr = gl.num_warps()
+    for i in gl.static_range(8 // W):
+        to = base + 4096 * W * i + thread * 128
+        for c in gl.static_range(8):  # lanes side by side write to other banks
+            store_shared4(
+                to + (thread + c) % 8 * 16, as_float(held[FIRST + N * i]), as_float(held[FIRST + N * i + 1 % N]),
+                as_float(held[FIRST + N * i + 2 % N]), as_float(held[FIRST + N * i + 3 % N]),
+            )  # fmt: skip
 
 
 @gluon.jit

@@ -18,13 +18,16 @@ from kvfold.kernels._affine_codes import _field, _main, _operand, code_bytes
 from kvfold.kernels._fragment_codes import LEVELS, UNIFORM, level_operands, masked_words
 from kvfold.kernels._fragment_lookup import fma_half2
 from kvfold.kernels._registers import _item, _replace, _zero4
-from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, _weighted_bytes, reserved
+from kvfold.kernels._tables_gluon import _dynamic_base, _weighted_bytes, held_table, leave_table, reserved
 from kvfold.kernels._warp import (
     copy_async,
     copy_commit,
     copy_wait_all,
     exp2_fast,
     load_shared,
+    load_word,
+    load_words2,
+    load_words4,
     mma,
     pack_half2,
     prefetch,
@@ -38,35 +41,6 @@ ROWS = 7
 """A kind of codes beside those of :mod:`kvfold.kernels._fragment_codes`."""
 KIND_UNIFORM, KIND_LEVELS, KIND_ROWS = gl.constexpr(UNIFORM), gl.constexpr(LEVELS), gl.constexpr(ROWS)
 MAGIC = gl.constexpr(0x64006400)  # two fp16 1024: with a number below 1024 in the last ten bits, that much more
-
-
-@gluon.constexpr_function
-def _stream_asm(n, offset):
-    vector = {1: "", 2: ".v2", 4: ".v4"}[n]
-    outputs = ", ".join(f"${i}" for i in range(n))
-    return f"ld.global.nc{vector}.b32 {{{outputs}}}, [${n}+{offset}];"
-
-
-@gluon.jit
-def load_words4(address, OFFSET: gl.constexpr):
-    """16 bytes of global memory, which nobody writes meanwhile."""
-    asm: gl.constexpr = _stream_asm(4, OFFSET)
-    return gl.inline_asm_elementwise(
-        asm, "=r,=r,=r,=r,l", [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def load_words2(address, OFFSET: gl.constexpr):
-    asm: gl.constexpr = _stream_asm(2, OFFSET)
-    return gl.inline_asm_elementwise(asm, "=r,=r,l", [address], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
-
-
-@gluon.jit
-def load_word(address):
-    return gl.inline_asm_elementwise(
-        "ld.global.nc.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -381,7 +355,7 @@ def turned_kernel(
 
     From one KV head's storage to the next are ``room`` units and ``pages`` pages; a head's ``units`` begin with unit ``first``
     of its storage, which begins a page. ``table``: the basis as :func:`kvfold.kernels.turned.matrix_of` makes it; it mixes
-    blocks of BLOCK channels. ``rows``: of KIND_ROWS, as :func:`kvfold.kernels.stored.repeated_rows` makes them. A warp decodes
+    blocks of BLOCK channels. ``rows``: of KIND_ROWS, as :func:`kvfold.kernels.stored.table_rows` makes them. A warp decodes
     ``each`` units, those of the grid's warps lie side by side.
     """
     W: gl.constexpr = gl.num_warps()
@@ -396,7 +370,7 @@ def turned_kernel(
     for i in gl.static_range(SIZE // (512 * W)):
         copy_async(base + thread * 16, source, lane * 0 + 16, lane * 0 + 1, 512 * W * i, 512 * W * i, False)
     if KIND == KIND_ROWS:
-        _fetch_rows(base + SIZE, rows.to(gl.int64), thread, ROWS_SIZE, W)
+        leave_table(base + SIZE, thread, held_table(rows.to(gl.int64), thread, 4 // BITS), 0, 4 // BITS)
     copy_commit(lane)
     copy_wait_all(lane)
     program_sync(lane)

@@ -16,7 +16,7 @@ from kvfold.kernels._learned_keys_gluon import learned_keys_kernel
 from kvfold.kernels._learned_scores import shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors, settled
-from kvfold.kernels.stored import pages_between, repeated_rows, rotation_of
+from kvfold.kernels.stored import pages_between, rotation_of, table_rows
 from kvfold.kernels.tables import Tables, TablesPlan
 from kvfold.rope import Rope
 
@@ -82,7 +82,7 @@ class LearnedKeyTables(Tables):
         mean = book.mean if key_format.centred else rows
         assert mean is not None
         turns = rotation_of(rope, 64, UNIT, 1, 128, device).freq, lane_turns(rope, device)
-        return rows, repeated_rows(values.on(device)), *turns, mean, basis.signs(device)
+        return rows, table_rows(values.on(device)), *turns, mean, basis.signs(device)
 
     def plan_of(self, call: AttentionCall, span: Span) -> TablesPlan:
         batch, heads, rows, _ = call.shape

@@ -91,26 +91,17 @@ class Numbers:
         return self.values[index]
 
 
-_rows: WeakKeyDictionary[Codebook, dict[tuple[bool, int], torch.Tensor]] = WeakKeyDictionary()
+_rows: WeakKeyDictionary[Codebook, dict[bool, torch.Tensor]] = WeakKeyDictionary()
 
 
 def table_rows(book: Codebook, whole: bool = False) -> torch.Tensor:
-    """Rows of a codebook's first stage, made once: graphs know where they are; fp16 [codes, 1, vector] or, ``whole``, whole
-    steps of :data:`kvfold.formats.gaussian.STEP`, int8; see :func:`in_bytes`."""
-    return _made(book, whole, 1)
-
-
-def repeated_rows(book: Codebook) -> torch.Tensor:
-    """The same as often as 128 bytes hold them, fp16 [codes, copies, vector]."""
-    return _made(book, False, 64 // book.codes.shape[-1])
-
-
-def _made(book: Codebook, whole: bool, copies: int) -> torch.Tensor:
+    """Rows of a codebook's first stage, made once: graphs know where they are; fp16 [codes, vector] or, ``whole``, whole steps
+    of :data:`kvfold.formats.gaussian.STEP`, int8; see :func:`in_bytes`."""
     made = _rows.setdefault(book, {})
-    if (whole, copies) not in made:
-        own = (book.codes[0].float() / STEP).to(torch.int8) if whole else book.codes[0].to(torch.float16)
-        made[whole, copies] = settled(own.unsqueeze(1).expand(-1, copies, -1).contiguous())
-    return made[whole, copies]
+    if whole not in made:
+        numbers = (book.codes[0].float() / STEP).to(torch.int8) if whole else book.codes[0].to(torch.float16)
+        made[whole] = settled(numbers.contiguous())
+    return made[whole]
 
 
 _in_bytes: WeakKeyDictionary[Codebook, bool] = WeakKeyDictionary()

@@ -11,7 +11,7 @@ from kvfold.formats.basis import Basis, Hadamard
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.stored import basis_matrix, inner, pages_between, repeated_rows, room_between
+from kvfold.kernels.stored import basis_matrix, inner, pages_between, room_between, table_rows
 
 HEAD_DIM = 128
 WARPS = 4
@@ -120,7 +120,7 @@ def tables_of(form: Paged, device: torch.device) -> tuple[torch.Tensor, torch.Te
     if not isinstance(own, ResidualCodes):
         return matrix, matrix
     assert own.book is not None
-    return matrix, repeated_rows(own.book.on(device))
+    return matrix, table_rows(own.book.on(device))
 
 
 def arrays(form: Format, fields: Fields) -> tuple[torch.Tensor, ...]:

@@ -113,7 +113,7 @@ def learned_keys_pieces_kernel(
         count = gl.minimum(pages - warp * each, each)
         program_sync(lane)
         k_rows = k_rows_ptr.to(gl.int64) + head.to(gl.int64) * KEYS
-        fetch_tables(base, k_rows, v_rows_ptr.to(gl.int64), turns_ptr.to(gl.int64), thread, W)
+        fetch_tables(base, k_rows, v_rows_ptr.to(gl.int64), turns_ptr.to(gl.int64), thread, W, V)
         copy_commit(lane)
         at = region.to(gl.int64) + head.to(gl.int64) * head_step
         where = (table + seq.to(gl.int64) * table_step, page_step)
