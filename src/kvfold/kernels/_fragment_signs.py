@@ -4,7 +4,8 @@ up to four query rows of a KV head.
 Scores are products of bytes, as in :mod:`kvfold.kernels._page_bytes`: a sign is a code of one bit, and one mask makes an
 operand register of four of them. The columns of the product with the sketch's matrix are four query rows for two pages: row h
 in columns 2h, for the even page, and 2h + 1, for the odd one. So lane (g, t) then has both pages of row t, which become bytes
-page by page. Where registers are plenty, four pages share a reading of the matrix. Values are multiplied as halves, with row t
+page by page. Where registers are plenty, four pages share a reading of the matrix, or, with the matrix in shared memory, 16
+pages of four warps (:mod:`kvfold.kernels._fragment_wide`). Values are multiplied as halves, with row t
 in column 2t and nothing in 2t + 1.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
@@ -15,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_values import _values_operand, _whole_values
 from kvfold.kernels._fragment_codes import fetch_side
 from kvfold.kernels._fragment_queries import load_fragment, norm_words, normed_queries, through
+from kvfold.kernels._fragment_wide import sketch_pages, sketched_page
 from kvfold.kernels._page_bytes import FULL, byte_queries, byte_query_tile, byte_scores, byte_starts
 from kvfold.kernels._page_sums import _mean_scores
 from kvfold.kernels._registers import _replace, _two, _zero4
@@ -22,11 +24,13 @@ from kvfold.kernels._softmax import LOWEST, _nothing
 from kvfold.kernels._warp import (
     copy_commit,
     copy_wait_1,
+    copy_wait_2,
     copy_wait_all,
     exp2_fast,
     mma,
     pack_half2,
     prefetch,
+    program_sync,
     reciprocal,
     shuffle,
     shuffle_xor,
@@ -35,6 +39,7 @@ from kvfold.kernels._warp import (
     unpack_half2,
     warp_sync,
 )
+from kvfold.kernels._warpgroup import show_copies
 
 
 @gluon.jit
@@ -164,15 +169,16 @@ def _rescale_rows(accs, factor):
 def attend_signs(
     base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, D: gl.constexpr, K: gl.constexpr,
     WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, LIFT: gl.constexpr,
-    PAGES: gl.constexpr = 2,
+    PAGES: gl.constexpr = 2, WIDE: gl.constexpr = False,
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count. PER stages of NB blocks are a page.
 
     ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and ``page0``:
     where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
-    turns their products into scores; PAGES, 2 or 4, go through the matrix at once. Returns the maxima of row t, sums of values
-    and of probabilities: row t in column 2t.
+    turns their products into scores; PAGES, 2 or 4, go through the matrix at once. ``table``: a lane's address of the matrix,
+    or (WIDE) where tiles of it begin in shared memory, which the program's copies under way bring. Returns the maxima of row t,
+    sums of values and of probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -200,6 +206,10 @@ def attend_signs(
         V_AT,
     )  # fmt: skip
     copy_commit(lane)
+    if WIDE:
+        copy_wait_2(lane)  # the matrix
+        show_copies(lane)
+        program_sync(lane)
 
     top = _zero4(lane)[0] + LOWEST
     _tops, out, side = _nothing(lane, CT, 1)
@@ -220,7 +230,13 @@ def attend_signs(
         next_stats = gl.where(ahead % PER == 0, next_left, 0)
         next_norms = gl.where((ahead < count) & (ahead % (PAGES * PER) == 0), pages - next_page, 0)
         copy_wait_1(lane)  # keys of this stage
-        if PAGES == 2:
+        if WIDE:
+            if i % (4 * PER) == 0:
+                sketch_pages(base, scratch, far, table, base + PLACES[6], lane, D, WIDTH, K_AT[3])
+            q, unit = sketched_page(base + PLACES[6], scratch, lane, i // PER % 4, WIDTH)
+            q_start = byte_starts(q, lane, WIDTH, 1)
+            now = q + (q_start[0][0], q_start[0][1], q_start[1][0], q_start[1][1], unit)
+        elif PAGES == 2:
             if i % (2 * PER) == 0:
                 now, second = byte_query_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
             elif i % PER == 0:
