@@ -209,7 +209,7 @@ def test_four_warps_that_multiply_together_compile_without_spills():
     assert plan.wide and plan.registers is None
     report = aot.compile_fragments(*formats(), plan=plan)
     assert report.registers <= 224 and report.spills_in_loop == 0
-    assert report.loop <= 1900  # of a page, of which 660 serve four
+    assert report.loop <= 1960  # of a page, of which 720 serve four
     assert report.instructions["HGMMA"] == 8 * 4 and report.shared <= 227 * 1024
 
 

@@ -137,6 +137,14 @@ def sketched_pages(base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.c
 
 
 @gluon.jit
+def _own_page(operands, scratch, lane, page, WIDTH: gl.constexpr):
+    """Operands of one of four pages, where its products begin, and its unit."""
+    q, unit = sketched_page(operands, scratch, lane, page, WIDTH)
+    start = byte_starts(q, lane, WIDTH, 1)
+    return q + (start[0][0], start[0][1], start[1][0], start[1][1], unit)
+
+
+@gluon.jit
 def row_weights(scores, unit, bias, top, NB: gl.constexpr, LIFT: gl.constexpr):
     """Running maximum of row t, factor of what was summed before, and 2^LIFT exp2(score - maximum) as B operands, row t in
     column 2t. Scores are without their unit, as :func:`kvfold.kernels._page_bytes.byte_scores` returns them."""
@@ -233,9 +241,7 @@ def attend_signs(
         if WIDE:
             if i % (4 * PER) == 0:
                 sketch_pages(base, scratch, far, table, base + PLACES[6], lane, D, WIDTH, K_AT[3])
-            q, unit = sketched_page(base + PLACES[6], scratch, lane, i // PER % 4, WIDTH)
-            q_start = byte_starts(q, lane, WIDTH, 1)
-            now = q + (q_start[0][0], q_start[0][1], q_start[1][0], q_start[1][1], unit)
+                now = _own_page(base + PLACES[6], scratch, lane, 0, WIDTH)
         elif PAGES == 2:
             if i % (2 * PER) == 0:
                 now, second = byte_query_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
@@ -258,13 +264,19 @@ def attend_signs(
             (now[STEPS + 2], now[STEPS + 3], now[STEPS + 2], now[STEPS + 3]),
         )
         scores = byte_scores(base, lane, now, begin, left, None, WIDTH, 1, NB)
+        unit = now[STEPS + 4]
+        if WIDE:
+            if PER == 1:  # what the next page takes is there when it begins
+                now = _own_page(base + PLACES[6], scratch, lane, ahead % 4, WIDTH)
+            elif ahead % PER == 0:
+                now = _own_page(base + PLACES[6], scratch, lane, ahead // PER % 4, WIDTH)
         warp_sync(lane)
         fetch_side(
             base, lane, kc, km, kc, kp, kn, next_block, page0 + next_page, next_left, next_stats, next_norms, K_AT, 2, D,
             WIDTH, 1, 0, 0, 0, K[4], PAGES, NB, 0,
         )  # fmt: skip
         copy_commit(lane)
-        top, factor, p = row_weights(scores, now[STEPS + 4] * (up * K[7]), bias, top, NB, LIFT)
+        top, factor, p = row_weights(scores, unit * (up * K[7]), bias, top, NB, LIFT)
         out = _rescale_rows(out, factor)
         side = _rescale_rows(side, factor)
         copy_wait_1(lane)  # values of this page
