@@ -105,6 +105,12 @@ def error(
                     machine.copy_async(lane * 16 + 512 * i, matrix + 512 * i, 16, 1, 0, 0, False)
                 machine.copy_commit(lane)
                 matrix = zero
+                kernel.bring_signs(
+                    base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, 128, k.constants, k.width,
+                    v.constants, places, stage, 4 // stage, at_once, True,
+                )  # fmt: skip
+                machine.copy_wait_2(lane)
+                machine.program_sync(lane)
             best, out, side = kernel.attend_signs(
                 base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, matrix,
                 lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,

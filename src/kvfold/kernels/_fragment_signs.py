@@ -13,6 +13,7 @@ in column 2t and nothing in 2t + 1.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._affine_codes import _fetch
 from kvfold.kernels._affine_values import _values_operand, _whole_values
 from kvfold.kernels._fragment_codes import fetch_side
 from kvfold.kernels._fragment_queries import load_fragment, norm_words, normed_queries, through
@@ -24,13 +25,11 @@ from kvfold.kernels._softmax import LOWEST, _nothing
 from kvfold.kernels._warp import (
     copy_commit,
     copy_wait_1,
-    copy_wait_2,
     copy_wait_all,
     exp2_fast,
     mma,
     pack_half2,
     prefetch,
-    program_sync,
     reciprocal,
     shuffle,
     shuffle_xor,
@@ -39,7 +38,6 @@ from kvfold.kernels._warp import (
     unpack_half2,
     warp_sync,
 )
-from kvfold.kernels._warpgroup import show_copies
 
 
 @gluon.jit
@@ -174,6 +172,41 @@ def _rescale_rows(accs, factor):
 
 
 @gluon.jit
+def bring_signs(
+    base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, D: gl.constexpr, K: gl.constexpr, WIDTH: gl.constexpr,
+    V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, PAGES: gl.constexpr, APART: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy a warp's first stage, keys and then values; APART: norms before both. See :func:`attend_signs`."""
+    W: gl.constexpr = gl.num_warps()
+    K_AT: gl.constexpr = PLACES[0]
+    V_IN: gl.constexpr = PLACES[1]
+    V_AT: gl.constexpr = PLACES[2]
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    base = base0 + warp * PLACES[5]
+    start = first * (PER * NB)
+    left = gl.where(count > 0, blocks - start, 0)
+    norms = gl.where(count > 0, pages - first, 0)
+    kc, km, kp, kn = stored[0]
+    vc, vm = stored[1]
+    if APART:
+        at = kn + (page0 + first).to(gl.int64) * D
+        _fetch(base + lane * 16, at + lane * 16, lane, norms, K_AT[3], D, PAGES, 32)
+        copy_commit(lane)
+    fetch_side(
+        base, lane, kc, km, kc, kp, kn, block0 + start, page0 + first, left, left, norms, K_AT, 2, D, WIDTH, 1, 0, 0, 0,
+        K[4], 0 if APART else PAGES, NB, 0,
+    )  # fmt: skip
+    copy_commit(lane)
+    fetch_side(
+        base, lane, vc, vm, vc, vc, vc, block0 + start, page0, left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], 0, False, 0, NB,
+        V_AT,
+    )  # fmt: skip
+    copy_commit(lane)
+
+
+@gluon.jit
 def attend_signs(
     base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, D: gl.constexpr, K: gl.constexpr,
     WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, LIFT: gl.constexpr,
@@ -185,8 +218,8 @@ def attend_signs(
     ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and ``page0``:
     where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
     turns their products into scores; PAGES, 2 or 4, go through the matrix at once. ``table``: a lane's address of the matrix,
-    or (WIDE) where tiles of it begin in shared memory, which the program's copies under way bring. Returns the maxima of row t,
-    sums of values and of probabilities: row t in column 2t.
+    or (WIDE) where tiles of it begin in shared memory, all of which all warps see; :func:`bring_signs` has begun, norms apart, and
+    norms have come. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -200,24 +233,30 @@ def attend_signs(
     base = base0 + warp * PLACES[5]
     scratch = base + PLACES[3]
     start = first * (PER * NB)
-    left = gl.where(count > 0, blocks - start, 0)
-    norms = gl.where(count > 0, pages - first, 0)
     kc, km, kp, kn = stored[0]
     vc, vm = stored[1]
-    fetch_side(
-        base, lane, kc, km, kc, kp, kn, block0 + start, page0 + first, left, left, norms, K_AT, 2, D, WIDTH, 1, 0, 0, 0,
-        K[4], PAGES, NB, 0,
-    )  # fmt: skip
-    copy_commit(lane)
-    fetch_side(
-        base, lane, vc, vm, vc, vc, vc, block0 + start, page0, left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], 0, False, 0, NB,
-        V_AT,
-    )  # fmt: skip
-    copy_commit(lane)
-    if WIDE:
-        copy_wait_2(lane)  # the matrix
-        show_copies(lane)
-        program_sync(lane)
+    if not WIDE:
+        bring_signs(
+            base0,
+            lane,
+            warp,
+            lo,
+            hi,
+            pages,
+            blocks,
+            stored,
+            block0,
+            page0,
+            D,
+            K,
+            WIDTH,
+            V,
+            PLACES,
+            NB,
+            PER,
+            PAGES,
+            False,
+        )
 
     top = _zero4(lane)[0] + LOWEST
     _tops, out, side = _nothing(lane, CT, 1)
@@ -237,17 +276,19 @@ def attend_signs(
         next_left = gl.where(ahead < count, blocks - (start + ahead * NB), 0)
         next_stats = gl.where(ahead % PER == 0, next_left, 0)
         next_norms = gl.where((ahead < count) & (ahead % (PAGES * PER) == 0), pages - next_page, 0)
-        copy_wait_1(lane)  # keys of this stage
         if WIDE:
             if i % (4 * PER) == 0:
+                if i > 0:  # else norms have come before keys
+                    copy_wait_1(lane)
                 sketch_pages(base, scratch, far, table, base + PLACES[6], lane, D, WIDTH, K_AT[3])
                 now = _own_page(base + PLACES[6], scratch, lane, 0, WIDTH)
-        elif PAGES == 2:
+        copy_wait_1(lane)  # keys of this stage
+        if PAGES == 2:
             if i % (2 * PER) == 0:
                 now, second = byte_query_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
             elif i % PER == 0:
                 now = second
-        else:
+        elif not WIDE:
             if i % (4 * PER) == 0:
                 now, second, third, fourth = sketched_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
             elif i % (4 * PER) == PER:

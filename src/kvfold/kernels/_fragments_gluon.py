@@ -46,7 +46,7 @@ from kvfold.kernels._fragment_queries import (
     sum_operands,
 )
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
-from kvfold.kernels._fragment_signs import attend_signs, bring_matrix
+from kvfold.kernels._fragment_signs import attend_signs, bring_matrix, bring_signs
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
 from kvfold.kernels._mixed_bytes import attend_mixed
 from kvfold.kernels._page_codes import weight
@@ -58,6 +58,7 @@ from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels._warp import (
     copy_commit,
     copy_wait_1,
+    copy_wait_2,
     copy_wait_all,
     launch_dependents,
     load_global4,
@@ -68,6 +69,7 @@ from kvfold.kernels._warp import (
     wait_for_previous,
     warp_sync,
 )
+from kvfold.kernels._warpgroup import show_copies
 from kvfold.kernels._windows_gluon import attend_windows
 
 
@@ -251,19 +253,30 @@ def fragments_kernel(
     elif BYTES:
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
         pages = (blocks + PER * NB - 1) // (PER * NB)
-        lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
-        hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+        k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
+        v_stored = (v_codes.to(gl.int64), v_meta.to(gl.int64), v_mean.to(gl.int64))
+        if WIDE:
+            lo = pages * split // splits
+            hi = pages * (split + 1) // splits
+            bring_signs(
+                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored[:2]), head * capacity, head * k_pages, D, K,
+                K_WIDTH, V, PLACES, NB, PER, PAIR, True,
+            )  # fmt: skip
+        else:
+            lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
+            hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
         far = base0 + W * STAGE + lane * 8
         up = _raw_queries(
             q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, 2, 8, _lightened(K), K_BITS, True
         )  # fmt: skip
+        if WIDE:
+            copy_wait_2(lane)  # the matrix, and norms
+            show_copies(lane)
         program_sync(lane)
-        k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
         k_lane = k_table.to(gl.int64) + lane * 16
         if WIDE:
             k_lane = base0 - MATRIX
         if len(LEVELS) > 0:
-            v_stored = (v_codes.to(gl.int64), v_meta.to(gl.int64), v_mean.to(gl.int64))
             best, sums, total = attend_levels(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
                 (head * k_pages, head * v_pages), k_lane, far, up[0], D, K, V, LEVELS, PLACES, NB,
@@ -293,7 +306,7 @@ def fragments_kernel(
             )
         else:
             best, out, side = attend_signs(
-                base0, lane, warp, lo, hi, pages, blocks, (k_stored, (v_codes.to(gl.int64), v_meta.to(gl.int64))),
+                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored[:2]),
                 head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR, WIDE,
             )  # fmt: skip
             program_sync(lane)
