@@ -218,8 +218,8 @@ def attend_signs(
     ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and ``page0``:
     where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
     turns their products into scores; PAGES, 2 or 4, go through the matrix at once. ``table``: a lane's address of the matrix,
-    or (WIDE) where tiles of it begin in shared memory, all of which all warps see; :func:`bring_signs` has begun, norms apart, and
-    norms have come. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
+    or (WIDE) where tiles of it begin in shared memory, all of which all warps see; :func:`bring_signs` has begun, norms apart,
+    and norms have come. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
