@@ -40,6 +40,11 @@ MODULES = (
     "_fragment_codes",
     "_fragment_lookup",
     "_fragment_mixed",
+    "_fragment_layout",
+    "_fragment_queries",
+    "_fragment_wide",
+    "_fragment_signs",
+    "_fragments_gluon",
     "_turned_gluon",
     "_unpack_tables_gluon",
     "_unpack_levels_gluon",
@@ -204,8 +209,11 @@ class Program:
         return tuple(self.shared.read(address + offset, torch.int32, count).unbind(-1))
 
     def load_global4(self, address, active):
-        assert bool((active != 0).all())
-        return tuple(self.memory.read(address, torch.int32, 4).unbind(-1))
+        active = (active != 0).expand(32 * self.warps)
+        words = torch.zeros(32 * self.warps, 4, dtype=torch.int32)
+        if active.any():
+            words[active] = self.memory.read(address.expand(32 * self.warps)[active], torch.int32, 4)
+        return tuple(words.unbind(-1))
 
     def load_shared4f(self, address):
         return tuple(self.shared.read(address, torch.float32, 4).unbind(-1))
@@ -270,6 +278,24 @@ class Program:
             n, kind = i // 4, i % 4
             out.append(x + products[:, g + 8 * (kind // 2), 8 * n + 2 * t + kind % 2].reshape(-1))
         return tuple(out)
+
+    def mma_bytes(self, a0, a1, a2, a3, b0, b1, c, is_signed, levels=False):
+        g, t = torch.arange(32) // 4, torch.arange(32) % 4
+
+        def numbers(x, kind):
+            x = x.to(torch.int32).expand(32 * self.warps).contiguous().unsqueeze(-1)
+            return x.view(kind).view(self.warps, 32, 4).double()
+
+        a_kind, b_kind = (torch.int8 if sign else torch.uint8 for sign in (levels, is_signed))
+        a, b = torch.zeros(self.warps, 16, 32).double(), torch.zeros(self.warps, 32, 8).double()
+        for e in range(4):
+            for x, row, column in ((a0, 0, 0), (a1, 8, 0), (a2, 0, 16), (a3, 8, 16)):
+                a[:, g + row, 4 * t + column + e] = numbers(x, a_kind)[..., e]
+            for x, row in ((b0, 0), (b1, 16)):
+                b[:, 4 * t + row + e, g] = numbers(x, b_kind)[..., e]
+        product = (a @ b).to(torch.int32)
+        places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
+        return tuple(x + product[:, i, j].reshape(-1) for x, (i, j) in zip(c, places, strict=True))
 
     def mma_half(self, a, b0, b1, c0, c1):
         """Sums are rounded to fp16."""
@@ -363,7 +389,18 @@ class Program:
             "load_shared": self.load_shared, "load_global4": self.load_global4,
             "load_shared4f": self.load_shared4f, "store_shared4": self.store_shared4,
             "load_shared_short": self.load_shared_short, "store_shared1": lambda to, x: self.shared.write(to, x.int()),
-            "copy_async": self.copy_async, "mma": self.mma, "mma_wide": self.mma_wide, "transpose8": self.transpose8,
+            "copy_async": self.copy_async, "mma": self.mma, "mma_bytes": self.mma_bytes, "mma_wide": self.mma_wide,
+            "start_wide": lambda words, tile: self.mma_wide((torch.zeros(32 * self.warps),) * 32, words, tile),
+            "wait_wide": lambda sums, _: sums, "sqrt_fast": torch.sqrt, "reciprocal": torch.reciprocal,
+            "shuffle": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),
+            "either_bytes": lambda a, b, which: signed(
+                sum(
+                    (((unsigned(b) << 32) | unsigned(a)) >> 8 * (int(which, 16) >> 4 * i & 7) & 255) << 8 * i
+                    for i in range(4)
+                )
+            ),
+            "load_fragment": self.load_words4,
+            "transpose8": self.transpose8,
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
             "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),
             "sub_half2": of_word(torch.sub), "max_half2": of_word(torch.maximum),
@@ -398,8 +435,9 @@ class Program:
             "_dynamic_base": lambda lane: lane * 0 + 1024, "shared_base": lambda lane, size: lane * 0 + 1024,
             "minus_ones": lambda x, k: (x >> k & 0x00010001) * 0xBC00,
             "_allocated": lambda *_: types.SimpleNamespace(_keep_alive=nothing),
-            **dict.fromkeys(("copy_commit", "copy_wait_1", "copy_wait_all", "warp_sync", "program_sync", "prefetch"), nothing),
-            "show_copies": nothing,
+            **dict.fromkeys(("copy_commit", "copy_wait_1", "copy_wait_2", "copy_wait_all", "show_copies"), nothing),
+            **dict.fromkeys(("warp_sync", "program_sync", "wait_for_previous", "launch_dependents"), nothing),
+            "prefetch": nothing, "prefetch_bulk": nothing,
         }  # fmt: skip
 
     def function(self, kernel):

@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 LANE = np.arange(32)
 ROW, COLUMN = LANE // 4, LANE % 4
+CODES, PARTS, PLACES = np.ogrid[:64, :2, :8]
 TYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
 
 
@@ -60,7 +61,8 @@ class Machine:
 
     def __init__(self, warps, size=1 << 22, late=False):
         self.warps, self.barrier, self.late, self.own = warps, Barrier(warps, timeout=60), late, local()
-        self.memory, self.shared, self.end = np.zeros(size, np.uint8), np.zeros(1 << 17, np.uint8), 4096
+        self.memory, self.shared, self.end = np.zeros(size, np.uint8), np.zeros(1 << 18, np.uint8), 4096
+        self.together = [Barrier(4, timeout=60) for _ in range(warps // 4)]
 
     def put(self, tensor):
         """Address of a copy of a Torch tensor."""
@@ -187,6 +189,9 @@ class Machine:
     def copy_wait_1(self, lane):
         self.copy_wait(lane, 1)
 
+    def copy_wait_2(self, lane):
+        self.copy_wait(lane, 2)
+
     def copy_wait_all(self, lane):
         self.copy_commit(lane)
         self.copy_wait(lane, 0)
@@ -216,15 +221,50 @@ class Machine:
     def nothing(self, _lane):
         return None
 
-    warp_sync = nothing
+    warp_sync = show_copies = nothing
 
     def program_sync(self, _lane):
         self.barrier.wait()
 
+    # ---- products of four warps
+
+    def start_wide(self, words, tile):
+        """A warp's 16 rows; its group's other warps have to begin theirs, too."""
+        self.together[self.own.warp // 4].wait()
+        (at,) = set(lanes(tile).tolist())
+        assert at % 1024 == 0
+        address = at + 8192 * PARTS + 128 * CODES + 16 * (PLACES ^ CODES % 8)
+        a = np.zeros((16, 128))
+        for i, x in enumerate(words):
+            for e in range(2):
+                a[ROW + 8 * (i % 2), 16 * (i // 4) + 8 * (i // 2 % 2) + 2 * COLUMN + e] = halves(x)[:, e]
+        product = SimpleNamespace(a=a, address=address.reshape(-1), sums=None)
+        if not hasattr(self.own, "products"):
+            self.own.products = []
+        self.own.products.append(product)
+        return (product,) * 32
+
+    def wait_wide(self, sums, pending):
+        while len(self.own.products) > pending:
+            product = self.own.products.pop(0)
+            b = self._read(self.shared, product.address, 16).view(np.float16).reshape(64, 128)
+            product.sums = (product.a @ b.T.astype(float)).astype(np.float32)
+        product = sums[0]
+        assert product.sums is not None and all(x is product for x in sums)
+        return tuple(
+            register(product.sums[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2]) for i in range(32)
+        )
+
     def run(self, function):
         """Call a function with the number of each warp."""
+
+        def of(warp):
+            self.own.__dict__.clear()
+            self.own.warp = warp
+            function(warp)
+
         with ThreadPoolExecutor(self.warps) as pool:
-            list(pool.map(function, range(self.warps)))
+            list(pool.map(of, range(self.warps)))
 
 
 def _write(memory, at, words):
@@ -332,13 +372,16 @@ def select(a, b, mask):
 
 
 def weighted_bytes(x, weight, more):
-    products = unsigned(x).view(np.uint8).reshape(32, 4).astype(np.int64) * unsigned(weight).view(np.uint8).reshape(
-        32, 4
-    )
-    return register((products.sum(1) + unsigned(more)).astype(np.int32))
+    a, b = (unsigned(y).view(np.uint8).reshape(32, 4).astype(np.int64) for y in (x, weight))
+    return register(((a * b).sum(1) + unsigned(more)).astype(np.int32))
+
+
+def joined_halves(a, b, half):
+    return word(np.stack([unsigned(x).view(np.uint16).reshape(32, 2)[:, half] for x in (a, b)], 1))
 
 
 INSTRUCTIONS = {
+    "low_halves": lambda a, b: joined_halves(a, b, 0), "high_halves": lambda a, b: joined_halves(a, b, 1),
     "_weighted_bytes": weighted_bytes,
     "mma": mma, "mma_bytes": mma_bytes, "transpose8": transpose8, "pack_half2": pack_half2, "unpack_half2": unpack_half2,
     "either_bytes": either_bytes, "look_up": look_up,

@@ -24,10 +24,11 @@ def formats(method=METHOD, dim=128):
 
 
 def error(
-    method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1.0, scale=128**-0.5, at_once=4, late=False
-):
+    method=METHOD, rows=4, blocks=10, warps=1, stage=4, query=1.0, value=1.0, scale=128**-0.5, at_once=4, late=False,
+    wide=False,
+):  # fmt: skip
     """Relative RMS error of the output. Storage is poisoned beyond its ``blocks`` blocks. ``late``: see
-    :class:`warps.Machine`."""
+    :class:`warps.Machine`. ``wide``: the matrix in shared memory, products of warpgroups."""
     forms = formats(method)
     generator = torch.Generator().manual_seed(1)
 
@@ -46,15 +47,18 @@ def error(
         for name, y in form.encode(x, **how).items():
             fields[name][:, :, : y.shape[2]] = y
         decoded.append(form.decode(fields)[0, 0, : 32 * blocks].double())
-        arrays.append([machine.put(y) for y in fragments._arrays(form, fields, back, True)])
+        arrays.append([machine.put(y) for y in fragments._arrays(form, fields, back, True, wide and not back)])
     weights = (q.double() @ decoded[0].T * scale).softmax(-1)
     want = weights @ decoded[1]
 
     k, v = (fragments.side(form) for form in forms)
     kernel, zero, far = on_cpu(_fragments_gluon, machine), scalar(0), 3 << 15
+    base = scalar(1 << 16 if wide else 0)
     mixed = method.startswith("zipcache")
     pages_at_once = 1 if mixed else 2 if fragments.linear_levels(*forms) else at_once
-    places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, pages_at_once, stage, True)
+    places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, pages_at_once, stage, True, wide)
+    if wide:
+        far = (1 << 16) + warps * places[5]
     lift = _fragments_gluon._lift(*v.constants[:2])
     at = machine.put(q)
     parts = [machine.put(torch.full(shape, math.nan)) for shape in ((2, rows, 128), (2, rows), (2, rows))]
@@ -95,15 +99,27 @@ def error(
                 k.constants[1], levels[3], v.constants[4], places[4], places[5],
             )  # fmt: skip
         else:
+            matrix = addresses[0][5] + lane * 16
+            if wide:
+                for i in range(warp, 128, warps):
+                    machine.copy_async(lane * 16 + 512 * i, matrix + 512 * i, 16, 1, 0, 0, False)
+                machine.copy_commit(lane)
+                matrix = zero
+                kernel.bring_signs(
+                    base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, 128, k.constants, k.width,
+                    v.constants, places, stage, 4 // stage, at_once, True,
+                )  # fmt: skip
+                machine.copy_wait_2(lane)
+                machine.program_sync(lane)
             best, out, side = kernel.attend_signs(
-                zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, addresses[0][5] + lane * 16,
+                base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, matrix,
                 lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
-                at_once,
+                at_once, wide,
             )  # fmt: skip
             machine.program_sync(lane)
             sums = tuple(x for c in out for x in (c[0], c[2]))
             kernel.finish_rows(
-                zero, lane, warp, best - lift, sums, side[0][2], lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
+                base, lane, warp, best - lift, sums, side[0][2], lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
             )  # fmt: skip
 
     machine.run(program)
@@ -133,6 +149,18 @@ def test_every_number_of_rows_pages_and_warps(rows, blocks, warps, stage):
 @pytest.mark.parametrize("at_once", [2, 4])
 def test_every_number_of_pages_that_go_through_the_matrix_at_once(at_once):
     assert error(blocks=25, warps=1, at_once=at_once) < 1e-3
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "method, rows, blocks, warps, stage",
+    [
+        *((METHOD, 1, 1, 4, 4), (METHOD, 4, 16 * 7 + 3, 4, 4), (METHOD, 3, 41, 8, 4), (METHOD, 4, 70, 4, 2)),
+        ("qjl:center=false", 4, 80, 4, 4),
+    ],
+)
+def test_four_warps_that_multiply_together(method, rows, blocks, warps, stage, late):
+    assert error(method, rows, blocks, warps, stage, late=late, wide=True) < 1.2e-3
 
 
 @pytest.mark.parametrize("method", ["turboquant", "turboquant:bits=3"])
@@ -180,6 +208,34 @@ def test_four_pages_at_once_compile_with_few_spills():
         fragments.make_plan(*formats(), 64, 4, 1024, 160, 132).tiles == 2
     )  # programs of 255 registers would take turns
     assert aot.compile_fragments(*formats(), plan=plan).spills_in_loop <= 12
+
+
+def test_four_warps_that_multiply_together_compile_without_spills():
+    plan = fragments.make_plan(*formats(), 8, 4, 4096, 160, 132, True)
+    assert plan.wide and plan.registers is None
+    report = aot.compile_fragments(*formats(), plan=plan)
+    assert report.registers <= 224 and report.spills_in_loop == 0
+    assert report.loop <= 1960  # of a page, of which 720 serve four
+    assert report.instructions["HGMMA"] == 8 * 4 and report.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("batch_heads, capacity", [(8, 4096), (16, 4096), (8, 2048), (4, 8192), (32, 4096), (7, 4096)])
+def test_programs_with_a_matrix_each_run_at_once(batch_heads, capacity):
+    plan = fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, 132, True)
+    assert plan.wide and plan.dense_splits == 1
+    packed, windows = batch_heads * plan.splits, -(-batch_heads // plan.window_heads)
+    assert 0.9 * 132 <= packed < packed + windows <= 132
+    size = fragments.program_bytes(*formats(), plan.tiles, plan.warps, plan.blocks, True, True)
+    assert size <= 227 * 1024 and size % 1024 == 0
+    assert not fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, 132).wide
+
+
+@pytest.mark.parametrize("batch_heads, rows, capacity", [(8, 4, 1024), (8, 8, 4096), (128, 4, 4096), (20, 4, 512)])
+def test_few_pages_or_many_heads_have_programs_without_a_matrix(batch_heads, rows, capacity):
+    one, other = (
+        fragments.make_plan(*formats(), batch_heads, rows, capacity, 160, 132, wide) for wide in (False, True)
+    )
+    assert one == other
 
 
 def test_levels_compile_with_few_instructions():

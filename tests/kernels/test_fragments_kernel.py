@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from kvfold.formats.basis import projection
 from kvfold.formats.lookup import ChannelScales
-from kvfold.kernels import REGISTRY, aot, fragments
+from kvfold.kernels import REGISTRY, aot, fragment_tables, fragments
 from kvfold.kernels._fragment_codes import level_tile
 from kvfold.kernels._page_codes import _place
 from kvfold.kernels.decode import STATIC_SHARED, Plan
@@ -87,12 +87,12 @@ def test_both_parts_of_kvquants_queries_share_the_columns_of_a_product(rows, col
 
 def test_rotations_of_part_of_the_channels_are_refused():
     with pytest.raises(ValueError, match="rope of 64 channels: allowed: 128"):
-        fragments._turns(Rope(torch.ones(32)), torch.device("cpu"))
+        fragment_tables.rope_turns(Rope(torch.ones(32)), torch.device("cpu"))
 
 
 def test_channels_constants_lie_as_lanes_take_them():
     keys, _ = kvquant()
-    got = fragments._constants(keys, torch.device("cpu"))
+    got = fragment_tables.channel_constants(keys, torch.device("cpu"))
     for head, channel in ((0, 0), (1, 77), (1, 127)):
         of = got[head, channel // 16, channel % 8 // 2, channel % 16 // 8, :, channel % 2]
         own = keys.inner.channels
@@ -101,7 +101,7 @@ def test_channels_constants_lie_as_lanes_take_them():
 
 def test_rotations_of_a_page_lie_as_operands():
     rope = Rope(10000.0 ** (-torch.arange(0, 128, 2).float() / 128), 1.5)
-    turns, table = fragments._turns(rope, torch.device("cpu"))
+    turns, table = fragment_tables.rope_turns(rope, torch.device("cpu"))
     assert (turns.double().sum(0) * 2 * math.pi - rope.inv_freq.double()).abs().max() < 1e-12
     for token, pair in ((0, 0), (21, 37), (127, 63)):
         lane = token % 8 * 4 + pair % 8 // 2

@@ -20,10 +20,10 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
 from kvfold.kernels._fragment_ahead import bring_first
-from kvfold.kernels._fragment_codes import fetch_side, held_levels, places
+from kvfold.kernels._fragment_codes import fetch_side, held_levels
+from kvfold.kernels._fragment_layout import _lift, _lightened, column_share, layout, matrix_bytes, shared_bytes
 from kvfold.kernels._fragment_levels import attend_levels, finish_levels
 from kvfold.kernels._fragment_lookup import (
-    PLACES_BYTES,
     clear_places,
     constant_scores,
     load_outliers,
@@ -32,7 +32,7 @@ from kvfold.kernels._fragment_lookup import (
     rotated_queries,
     with_middles,
 )
-from kvfold.kernels._fragment_mixed import mixed_scores, mixed_values, no_weights, scratch_bytes
+from kvfold.kernels._fragment_mixed import mixed_scores, mixed_values, no_weights
 from kvfold.kernels._fragment_queries import (
     _raw_queries,
     brought_back,
@@ -46,17 +46,19 @@ from kvfold.kernels._fragment_queries import (
     sum_operands,
 )
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
-from kvfold.kernels._fragment_signs import attend_signs, bring_matrix
+from kvfold.kernels._fragment_signs import attend_signs, bring_matrix, bring_signs
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
-from kvfold.kernels._mixed_bytes import attend_mixed, byte_scratch
+from kvfold.kernels._mixed_bytes import attend_mixed
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _room
 from kvfold.kernels._pages_rows_gluon import finish_rows
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOG2E, _finish, _nothing, _probabilities, _rescale, _softmax
+from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels._warp import (
     copy_commit,
     copy_wait_1,
+    copy_wait_2,
     copy_wait_all,
     launch_dependents,
     load_global4,
@@ -67,49 +69,8 @@ from kvfold.kernels._warp import (
     wait_for_previous,
     warp_sync,
 )
-from kvfold.kernels._windows_gluon import _dense
-
-
-@gluon.constexpr_function
-def layout(k, v, dim, k_width, pair, blocks, bytewise=False):
-    """Where sides, norms in fp16, and sums of means or scores of salient tokens begin in a warp's stage; its bytes; and where
-    weights of salient tokens begin. A side is (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level
-    table, rank, salient tokens or elements)."""
-    keys = places(k[0], dim, k_width, k[1], k[2], k[3], k[9], k[4], pair * k[5], blocks)
-    values = places(v[0], dim, dim, v[1], v[2], v[3], v[9], v[4], v[5], blocks)
-    scratch = keys[-1] + values[-1]
-    means = scratch + 2 * dim * (2 if k[0] == 5 else min(pair, 2))
-    replaced = PLACES_BYTES.value + 512 if k[0] == 5 or v[0] == 6 else 0
-    own = byte_scratch if bytewise else scratch_bytes
-    weights = means + ((16 if bytewise else 32) * dim if v[4] else own(k[9])[0] if k[0] == 4 else replaced)
-    return keys, values, keys[-1], scratch, means, weights + (own(v[9])[1] if v[0] == 4 else 0), weights
-
-
-@gluon.constexpr_function
-def _lift(kind, bits):
-    """log2 of the factor that probabilities carry, so that small ones are not subnormal: as much as the product with any scale
-    allows where scales of groups multiply them, nothing where it follows a token's scales."""
-    return 0 if kind >= 2 else query_exponent(bits, kind == 0) + 1
-
-
-@gluon.constexpr_function
-def column_share(k, pair):
-    """Columns of a product that a query row takes: one of each of ``pair`` pages, or of each part of a query."""
-    return 2 if k[0] == 5 else min(pair, 2)
-
-
-@gluon.constexpr_function
-def shared_bytes(k, v, dim, k_width, pair, blocks, warps, bytewise=False):
-    """Bytes of shared memory of a program: stages and queries; and, later, sums."""
-    return max(
-        warps * layout(k, v, dim, k_width, pair, blocks, bytewise)[5] + 16 * dim * (1 + _lightened(k)), warps * dim * 32
-    )
-
-
-@gluon.constexpr_function
-def _lightened(k):
-    """Whether queries also lie in shared memory times 2^-k of their channel's codes, apart from norms."""
-    return int(k[0] < 2)
+from kvfold.kernels._warpgroup import show_copies
+from kvfold.kernels._windows_gluon import attend_windows
 
 
 @gluon.jit
@@ -191,7 +152,7 @@ def fragments_kernel(
     part0,
     D: gl.constexpr, K: gl.constexpr, K_WIDTH: gl.constexpr, V: gl.constexpr, PAIR: gl.constexpr, NB: gl.constexpr,
     PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr = False, AHEAD: gl.constexpr = 0,
-    LEVELS: gl.constexpr = (), FIRST: gl.constexpr = False,
+    LEVELS: gl.constexpr = (), FIRST: gl.constexpr = False, WIDE: gl.constexpr = False, SHARE: gl.constexpr = 1,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 / column_share`` query rows.
 
@@ -214,7 +175,7 @@ def fragments_kernel(
     V_KIND: gl.constexpr = V[0]
     V_BITS: gl.constexpr = V[1]
     V_MEAN: gl.constexpr = V[4]
-    PLACES: gl.constexpr = layout(K, V, D, K_WIDTH, PAIR, NB, BYTES)
+    PLACES: gl.constexpr = layout(K, V, D, K_WIDTH, PAIR, NB, BYTES, WIDE)
     K_AT: gl.constexpr = PLACES[0]
     V_IN: gl.constexpr = PLACES[1]
     V_AT: gl.constexpr = PLACES[2]
@@ -228,7 +189,15 @@ def fragments_kernel(
     LIFT: gl.constexpr = _lift(V_KIND, V_BITS)
     PARTS: gl.constexpr = 1 if BYTES else PAIR
     SHARED: gl.constexpr = column_share(K, PAIR)
-    base0 = shared_base(lane, shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W, BYTES))
+    ROOM: gl.constexpr = shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W, BYTES, WIDE)
+    MATRIX: gl.constexpr = matrix_bytes(D, K_WIDTH, WIDE)
+    memory = ()
+    if WIDE:
+        memory = reserved(thread, ROOM)
+        base0 = _dynamic_base(lane) + MATRIX
+        program_sync(lane)
+    else:
+        base0 = shared_base(lane, ROOM)
 
     split = gl.program_id(1)
     if FIRST:
@@ -236,7 +205,11 @@ def fragments_kernel(
     column0 = (gl.program_id(0) % columns) * (8 // SHARED)
     head = gl.program_id(0) // columns
     batch = head // heads
-    if BYTES and AHEAD == 1:  # no kernel before this one writes it
+    if WIDE:  # no kernel before this one writes it
+        if split < splits:
+            _fetch_rows(base0 - MATRIX, k_table.to(gl.int64), thread, MATRIX, W)
+            copy_commit(lane)
+    elif BYTES and AHEAD == 1:
         bring_matrix(k_table.to(gl.int64), thread, 2 * D * K_WIDTH)
     if EARLY and AHEAD == 2:
         bring_first(
@@ -254,31 +227,56 @@ def fragments_kernel(
     row0 = head.to(gl.int64) * rows
 
     if split >= splits:
-        slot0 = head.to(gl.int64) * parts + (part0 + (PARTS - 1) * splits + split)
-        sink_len = gl.load(sink_len_ptr + batch)
-        recent_len = gl.load(recent_len_ptr + batch)
-        top, out, side = _nothing(lane, CT, 1)
-        for tile in range(split - splits, (sinks + slots + 16 * W - 1) // (16 * W), dense_splits):
-            top, out, side = _dense(
-                lane, warp, tile, head, q_ptr, row0, column0, rows, tokens,
-                sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64),
-                sinks, slots, sink_len, packed_len, recent_len, scale * LOG2E, top, out, side, D, 1, BF16, LIFT,
+        dense = (sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64))
+        lens = (sink_len_ptr, recent_len_ptr)
+        to = (part_out, part_top, part_sum)
+        at = part0 + (PARTS - 1) * splits + split
+        if SHARE == 1:
+            attend_windows(
+                base0, lane, warp, split - splits, dense_splits, head, batch, column0, rows, tokens, q_ptr, dense, sinks, slots,
+                packed_len, lens, scale, to, at, parts, D, BF16, LIFT,
             )  # fmt: skip
-        _finish(base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, True, D, 1, LIFT)
+        else:
+            jobs = gl.num_programs(0)
+            step = (jobs + SHARE - 1) // SHARE
+            own = gl.program_id(0)
+            count = gl.where(own < jobs - step, 0, own // step + 1)  # the first ones have nothing to do, and make room
+            for i in range(count):
+                job = own - i * step
+                program_sync(lane)
+                sequence = job // columns // heads
+                attend_windows(
+                    base0, lane, warp, split - splits, dense_splits, job // columns, sequence, job % columns * (8 // SHARED),
+                    rows, tokens, q_ptr, dense, sinks, slots, gl.load(packed_len_ptr + sequence), lens, scale, to, at, parts, D,
+                    BF16, LIFT,
+                )  # fmt: skip
     elif BYTES:
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
         pages = (blocks + PER * NB - 1) // (PER * NB)
-        lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
-        hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+        k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
+        v_stored = (v_codes.to(gl.int64), v_meta.to(gl.int64), v_mean.to(gl.int64))
+        if WIDE:
+            lo = pages * split // splits
+            hi = pages * (split + 1) // splits
+            bring_signs(
+                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored[:2]), head * capacity, head * k_pages, D, K,
+                K_WIDTH, V, PLACES, NB, PER, PAIR, True,
+            )  # fmt: skip
+        else:
+            lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
+            hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
         far = base0 + W * STAGE + lane * 8
         up = _raw_queries(
             q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, 2, 8, _lightened(K), K_BITS, True
         )  # fmt: skip
+        if WIDE:
+            copy_wait_2(lane)  # the matrix, and norms
+            show_copies(lane)
         program_sync(lane)
-        k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
         k_lane = k_table.to(gl.int64) + lane * 16
+        if WIDE:
+            k_lane = base0 - MATRIX
         if len(LEVELS) > 0:
-            v_stored = (v_codes.to(gl.int64), v_meta.to(gl.int64), v_mean.to(gl.int64))
             best, sums, total = attend_levels(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
                 (head * k_pages, head * v_pages), k_lane, far, up[0], D, K, V, LEVELS, PLACES, NB,
@@ -308,8 +306,8 @@ def fragments_kernel(
             )
         else:
             best, out, side = attend_signs(
-                base0, lane, warp, lo, hi, pages, blocks, (k_stored, (v_codes.to(gl.int64), v_meta.to(gl.int64))),
-                head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR,
+                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored[:2]),
+                head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR, WIDE,
             )  # fmt: skip
             program_sync(lane)
             slot0 = head.to(gl.int64) * parts + (part0 + split)
@@ -566,3 +564,5 @@ def fragments_kernel(
             _finish(
                 base0, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, False, D, 1, LIFT
             )
+    for i in gl.static_range(len(memory)):
+        memory[i]._keep_alive()

@@ -179,6 +179,19 @@ def copy_wait_1(lane):
 
 
 @gluon.jit
+def copy_wait_2(lane):
+    """The same of all but the two newest groups."""
+    gl.inline_asm_elementwise(
+        "cp.async.wait_group 2; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
+        "=r,r",
+        [lane],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def copy_wait_all(lane):
     gl.inline_asm_elementwise(
         "cp.async.wait_all; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",

@@ -1,4 +1,5 @@
 """Products of a warpgroup's four warps together, whose second operand lies in shared memory (sm_90)."""
+# ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,6 +35,77 @@ def mma_wide(sums, words, tile):
         asm,
         constraints,
         sums + words + (place,),
+        dtype=(
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+        ),
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _start_asm():
+    """The same products from zero, which go on while the warps do something else."""
+    sums = ", ".join(f"${i}" for i in range(32))
+    lines = []
+    for step in range(8):
+        words = ", ".join(f"${32 + 4 * step + i}" for i in range(4))
+        lines.append(f"add.s64 at, $64, {step // 4 * 512 + step % 4 * 2};")
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {{{sums}}}, {{{words}}}, at, {int(step > 0)}, 1, 1, 0;"
+        )
+    return f"{{ .reg .b64 at; wgmma.fence.sync.aligned; {' '.join(lines)} wgmma.commit_group.sync.aligned; }}"
+
+
+@gluon.constexpr_function
+def _start_constraints():
+    return ",".join(["=&f"] * 32 + ["r"] * 32 + ["l"])
+
+
+@gluon.constexpr_function
+def _wait_asm(pending):
+    return f"wgmma.wait_group.sync.aligned {pending};"
+
+
+@gluon.constexpr_function
+def _wait_constraints():
+    return ",".join(["=f"] * 32 + [str(i) for i in range(32)])
+
+
+@gluon.jit
+def start_wide(words, tile):
+    """Begin the products of :func:`mma_wide` without sums before them; :func:`wait_wide` is to take what is returned, and
+    nothing else may."""
+    place = ((tile & 0x3FFFF) >> 4).to(gl.int64) + 0x4000004000010000
+    asm: gl.constexpr = _start_asm()
+    constraints: gl.constexpr = _start_constraints()
+    return gl.inline_asm_elementwise(
+        asm,
+        constraints,
+        words + (place,),
+        dtype=(
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
+        ),
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_wide(sums, PENDING: gl.constexpr):
+    """What :func:`start_wide` began, once all but the newest PENDING of the warpgroup's products are there."""
+    asm: gl.constexpr = _wait_asm(PENDING)
+    constraints: gl.constexpr = _wait_constraints()
+    return gl.inline_asm_elementwise(
+        asm,
+        constraints,
+        sums,
         dtype=(
             gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
             gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._registers import ONES, _kind, _replace, _two, _zero4, query_at
-from kvfold.kernels._softmax import _rescale, _softmax
+from kvfold.kernels._softmax import LOG2E, _finish, _nothing, _rescale, _softmax
 from kvfold.kernels._warp import high_halves, load_global4, load_pair, low_halves, mma, pack_half2
 
 ONES_BF16 = gl.constexpr(0x3F803F80)
@@ -149,3 +149,24 @@ def attend_raw(
             out = out + (mma(a0, a1, a2, a3, p[2 * n], p[2 * n + 1], before[n * CT + ct], BF16),)
         side = side + (mma(one, one, one, one, p[2 * n], p[2 * n + 1], before_side[n], BF16),)
     return top, out, side
+
+
+@gluon.jit
+def attend_windows(
+    base0, lane, warp, first, splits, head, batch, column0, rows, tokens, q_ptr, dense, sinks, slots, packed_len, lens,
+    scale, to, at, parts, D: gl.constexpr, BF16: gl.constexpr, LIFT: gl.constexpr,
+):  # fmt: skip
+    """Attention over a head's windows, every one of ``splits`` tiles from number ``first`` on. ``dense``: addresses of sink and
+    ring, keys and values of each; ``lens``: of sink and recent tokens; ``to``: where parts go, as number ``at``."""
+    W: gl.constexpr = gl.num_warps()
+    sink_len = gl.load(lens[0] + batch)
+    recent_len = gl.load(lens[1] + batch)
+    row0 = head.to(gl.int64) * rows
+    top, out, side = _nothing(lane, D // 16, 1)
+    for tile in range(first, (sinks + slots + 16 * W - 1) // (16 * W), splits):
+        top, out, side = _dense(
+            lane, warp, tile, head, q_ptr, row0, column0, rows, tokens, dense[0], dense[1], dense[2], dense[3], sinks, slots,
+            sink_len, packed_len, recent_len, scale * LOG2E, top, out, side, D, 1, BF16, LIFT,
+        )  # fmt: skip
+    slot0 = head.to(gl.int64) * parts + at
+    _finish(base0, lane, warp, top, out, side, to[0], to[1], to[2], slot0, column0, rows, True, D, 1, LIFT)

@@ -90,6 +90,10 @@ class Plan:
         windows come first), or a matrix (other fragments).
     windows_first : bool
         The programs for the windows are launched first (pages and fragments alone).
+    wide : bool
+        The matrix that queries go through lies in shared memory, and four warps multiply with it together (fragments alone).
+    window_heads : int
+        KV heads whose windows a program attends to, one after the other (fragments alone).
     """
 
     warps: int
@@ -104,6 +108,8 @@ class Plan:
     bytewise: bool = False
     ahead: bool = False
     windows_first: bool = False
+    wide: bool = False
+    window_heads: int = 1
 
     def cap(self, has_bias: bool) -> int | None:
         """``registers``, unless a bias needs the few that the cap leaves."""

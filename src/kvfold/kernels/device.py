@@ -28,6 +28,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@lru_cache
+def multiplies_wide(device: torch.device) -> bool:
+    """Whether four warps of a kernel may multiply together, as those of sm_90 and no other do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def launching(device: torch.device) -> AbstractContextManager[object]:
     """Within it kernels start on ``device``: Triton launches on the current GPU and its stream, wherever the arguments lie,
     and a model split over several GPUs leaves the first one current. Nothing changes for a CPU, nor where a GPU is only asked

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,14 +21,15 @@ from kvfold.formats import (
     Sketch,
 )
 from kvfold.formats.basis import Basis
-from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels._fragment_codes import CHANNELS, CONSTANTS, LEVELS, MIXED, RANGES, TOKENS, UNIFORM
-from kvfold.kernels._fragments_gluon import column_share, fragments_kernel, shared_bytes
+from kvfold.kernels._fragment_layout import column_share, shared_bytes
+from kvfold.kernels._fragments_gluon import fragments_kernel
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.decode import MAX_TOKENS, MODES, STATIC_SHARED, Plan
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import multiplies_wide, multiprocessors, settled
+from kvfold.kernels.fragment_tables import STILL, channel_constants, lane_tiles, rope_turns, wide_tiles
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
 from kvfold.rope import Rope
 
@@ -235,60 +235,25 @@ def _level_table(levels: tuple[float, ...]) -> str:
 
 
 @lru_cache(maxsize=1024)  # decode graphs know where they are
-def _table(form: Format, device: torch.device, back: bool, even: bool = False) -> torch.Tensor | None:
+def _table(
+    form: Format, device: torch.device, back: bool, even: bool = False, wide: bool = False
+) -> torch.Tensor | None:
     """What queries, or (``back``) sums of values, go through, as fragments of an operand: fp16 [tiles, tiles, 32, 8].
 
-    ``even``: queries of all tiles alike, where they are scaled afterwards.
+    ``even``: queries of all tiles alike, where they are scaled afterwards. ``wide``: for products of warpgroups.
     """
     of = side(form)
     if of.basis is None:
         return None
     matrix = of.basis.restore(torch.eye(of.width, dtype=torch.float32, device=device)) * of.table_scale
+    if wide:
+        return settled(wide_tiles(matrix))
     if back:
         matrix = matrix.T
     elif of.constants[0] == UNIFORM and not even:  # codes of a tile count 2^k times
         k = [weight(of.width, of.constants[1], c) for c in range(of.width // 16)]
         matrix = matrix * torch.tensor([2.0**-x for x in k], device=device).repeat_interleave(16)[:, None]
-    tiles = matrix.half().unflatten(-1, (-1, 2, 4, 2)).unflatten(0, (-1, 2, 8))  # [row tile, half, g, tile, half, t, 2]
-    return tiles.permute(0, 3, 2, 5, 4, 1, 6).contiguous()
-
-
-_made: WeakKeyDictionary[ChannelScales, dict[torch.device, torch.Tensor]] = WeakKeyDictionary()
-
-
-def _constants(form: Format, device: torch.device) -> torch.Tensor:
-    """Spreads and centers of channels as the kernel's lanes take them: fp16 [heads, 8, 4, 2, 2, 2], of a channel tile, of t, of
-    the tile's halves: a pair of each. Made once: graphs know where they are."""
-    assert isinstance(form, Outliers) and isinstance(form.inner, Lookup) and form.inner.channels is not None
-    channels, most = form.inner.channels, max(1.0, *map(abs, form.inner.levels))
-    made = _made.setdefault(channels, {})
-    if device not in made:
-        own = channels.on(device)
-        both = torch.stack((own.spread.clamp(max=32752 / most), own.center.clamp(-32752, 32752)), 1)
-        lanes = both.half().unflatten(-1, (8, 2, 4, 2))  # [heads, which, tile, half, t, pair]
-        made[device] = lanes.permute(0, 2, 4, 3, 1, 5).contiguous()
-    return made[device]
-
-
-PAIRS = 64
-"""Pairs of channels that are rotated."""
-STILL = Rope(torch.zeros(PAIRS, dtype=torch.float32, device="cpu"))
-"""Of a layer without a rotation."""
-
-
-@lru_cache(maxsize=256)
-def _turns(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turns per token of 64 pairs of channels and what float32 leaves of them, float32 [2, 64]; cosines and sines of the places
-    in a page, times RoPE's factor, as fragments of an operand: fp16 [8, 4, 2, 32, 8]."""
-    freq = rope.inv_freq.double().cpu()
-    if freq.numel() != PAIRS:
-        raise ValueError(f"rope of {2 * freq.numel()} channels: allowed: {2 * PAIRS}")
-    turns = freq / (2 * math.pi)
-    parts = torch.stack((turns.float(), (turns - turns.float().double()).float()))
-    angles = torch.arange(PAGE, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
-    both = torch.stack((angles.cos(), angles.sin())) * rope.scaling
-    tiles = both.half().unflatten(-1, (4, 2, 4, 2)).unflatten(1, (8, 2, 8))  # [which, tile, half, g, ct, half, t, pair]
-    return parts.to(device), tiles.permute(1, 4, 0, 3, 6, 5, 2, 7).contiguous().to(device)
+    return lane_tiles(matrix)
 
 
 def pairs(key_format: Format, rows: int) -> int:
@@ -359,11 +324,18 @@ def stage_blocks(key_format: Format, value_format: Format, rows: int = 5) -> int
 
 
 def program_bytes(
-    key_format: Format, value_format: Format, pair: int, warps: int, blocks: int, bytewise: bool = False
+    key_format: Format,
+    value_format: Format,
+    pair: int,
+    warps: int,
+    blocks: int,
+    bytewise: bool = False,
+    wide: bool = False,
 ) -> int:
     """Bytes of shared memory of a program."""
     k, v = side(key_format), side(value_format)
-    return int(shared_bytes(k.constants, v.constants, key_format.head_dim, k.width, pair, blocks, warps, bytewise))
+    dim = key_format.head_dim
+    return int(shared_bytes(k.constants, v.constants, dim, k.width, pair, blocks, warps, bytewise, wide))
 
 
 REGISTERS: dict[int, int] = {64: 168, 128: 168}
@@ -379,8 +351,12 @@ def make_plan(
     capacity: int,
     window_slots: int,
     processors: int,
+    warpgroups: bool = False,
 ) -> Plan:
-    """Choose a launch shape, as :func:`kvfold.kernels.pages.make_plan`; ``tiles`` are the pages that share a matrix."""
+    """Choose a launch shape, as :func:`kvfold.kernels.pages.make_plan`; ``tiles`` are the pages that share a matrix.
+
+    ``warpgroups``: whether four warps may multiply together, as they do on sm_90.
+    """
     dim, pair = key_format.head_dim, pairs(key_format, rows)
     columns = math.ceil(rows * int(column_share(side(key_format).constants, pair)) / 8)
     pages = math.ceil(capacity / BLOCKS)
@@ -406,6 +382,8 @@ def make_plan(
     resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
     jobs = batch_heads * columns
     levels = narrow and (mixed or bool(linear_levels(key_format, value_format)))
+    if warpgroups and narrow and not levels and not full and (plan := wide_plan(blocks, jobs, pages, processors)):
+        return plan
     least = min(1.0, (8 if mixed else 9) / (resident * warps))
 
     def cost(n: int) -> float:
@@ -430,6 +408,19 @@ def make_plan(
         warps, blocks, pair, columns, splits, dense, registers=registers, bytewise=narrow, ahead=few,
         windows_first=few and levels,
     )  # fmt: skip
+
+
+def wide_plan(blocks: int, jobs: int, pages: int, processors: int) -> Plan | None:
+    """A program of eight warps on a multiprocessor, with the matrix in shared memory, for ``jobs`` KV heads of ``pages`` pages;
+    windows on those that are left, some heads' one after the other. None where that would take longer than pages, where few
+    multiprocessors are used, or a warp has less pages than go through the matrix at once."""
+    splits = (processors - 1) // jobs
+    if jobs * splits < 0.9 * processors or pages < 4 * 8 * splits:
+        return None
+    heads = math.ceil(jobs / (processors - jobs * splits))
+    if heads > pages // (8 * splits):
+        return None
+    return Plan(8, blocks, 4, 1, splits, 1, bytewise=True, ahead=True, wide=True, window_heads=heads)
 
 
 def parts(plan: Plan) -> int:
@@ -469,6 +460,7 @@ def decode_attention(
             unit_capacity_of(key_format, s),
             slots,
             multiprocessors(q.device),
+            multiplies_wide(q.device),
         )
         for s in spans
     ]
@@ -495,7 +487,7 @@ def unit_capacity_of(form: Format, span: Span) -> int:
     return codes.stride(1) // codes.stride(2) * codes.shape[3]
 
 
-def _arrays(form: Format, stored: Fields, back: bool, even: bool = False) -> list[torch.Tensor]:
+def _arrays(form: Format, stored: Fields, back: bool, even: bool = False, wide: bool = False) -> list[torch.Tensor]:
     """Codes, scales, sign words, means, norms, the matrix, as the kernel takes them."""
     of = side(form)
     arrays = [stored[n] for n in of.names]
@@ -507,9 +499,9 @@ def _arrays(form: Format, stored: Fields, back: bool, even: bool = False) -> lis
         if not (x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1)):
             raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
     table = (
-        _table(form, arrays[0].device, back, even)
+        _table(form, arrays[0].device, back, even, wide)
         if of.constants[0] != CONSTANTS
-        else _constants(form, arrays[0].device)
+        else channel_constants(form, arrays[0].device)
     )
     return [*arrays, arrays[0] if table is None else table]
 
@@ -541,12 +533,12 @@ def _launch(
     sink, ring = windows.sink, windows.ring
     position, tables = windows.packed_len, (partials.top, partials.top)
     if rotation is not None:
-        position, tables = rotation[1], _turns(rotation[0], q.device)
+        position, tables = rotation[1], rope_turns(rotation[0], q.device)
     elif side(key_format).constants[0] == CONSTANTS:
-        tables = _turns(STILL, q.device)
+        tables = rope_turns(STILL, q.device)
     fragments_kernel[(partials.out.shape[0] * plan.columns, plan.splits + plan.dense_splits)](
         q,
-        *_arrays(key_format, span.keys, False, plan.bytewise),
+        *_arrays(key_format, span.keys, False, plan.bytewise, plan.wide),
         *_arrays(value_format, span.values, True),
         windows.packed_len,
         position,
@@ -596,5 +588,7 @@ def constants(key_format: Format, value_format: Format, plan: Plan, bf16: bool, 
         "BYTES": plan.bytewise,
         "AHEAD": int(plan.ahead) + (plan.ahead and plan.windows_first),
         "FIRST": plan.windows_first,
+        "WIDE": plan.wide,
+        "SHARE": plan.window_heads,
         "LEVELS": linear_levels(key_format, value_format) if plan.bytewise else (),
     }

@@ -137,9 +137,9 @@ def fours(book: GroupBook, keys: bool) -> torch.Tensor:
 def turns(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Turns per token of pairs and what float32 leaves of them, float32 [2, 64]; cosines and sines of a unit's tokens, fp16
     [2, 32, 64]."""
-    from kvfold.kernels.fragments import _turns
+    from kvfold.kernels.fragment_tables import rope_turns
 
-    return _turns(rope, device)[0], rotation_of(rope, PAIRS, UNIT, 1, 2 * PAIRS, device).table
+    return rope_turns(rope, device)[0], rotation_of(rope, PAIRS, UNIT, 1, 2 * PAIRS, device).table
 
 
 @lru_cache(maxsize=256)
