@@ -81,7 +81,7 @@ def catalogue() -> str:
     """What the methods are: bits of heads of 128 channels in the limit of long contexts, tables aside."""
     lines = []
     for kind in sorted(METHODS, key=lambda kind: (kind.name != DEFAULT_METHOD, kind.name == "none")):
-        bits = "16.00" if kind.name == "none" else f"{get(kind.name).effective_bits(128, 32):.2f}"
+        bits = f"{get(kind.name).effective_bits(128, 32):.2f}"
         learned = " (learned once per model)" if issubclass(kind, LearnedMethod) else ""
         page = kind.name.removesuffix("_pre")
         paper = re.search(r"arXiv ([\d.]+)", kind.source)

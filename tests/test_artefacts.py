@@ -186,6 +186,8 @@ def test_cached_load_sees_a_replaced_file(path):
 def test_commands(path, tmp_path, capsys):
     assert main(["artefact", "info", str(path)]) == 0
     shown = capsys.readouterr().out
+    layers = [int(line.split()[1].rstrip(":")) for line in shown.splitlines() if line.startswith("  layer")]
+    assert layers == sorted(layers)
     assert all(part in shown for part in ("tiny", "commvq:bits=1", "512 tokens", "prose.txt", "key_mse 0.5000"))
     assert main(["artefact", "info", "--json", str(path)]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == artefacts.SCHEMA

@@ -39,21 +39,29 @@ def is_stream(path: Path) -> bool:
         return False
 
 
-def check(path: Path, field: str) -> None:
+def check(path: Path, field: str, kind: str = "", begins: tuple[str, ...] = ()) -> None:
     """Fail before the work, not after it, when a result could not be written.
 
     Parameters
     ----------
     field
         The option that named the file; errors begin with it.
+    kind, begins
+        What a file may hold that is replaced, for errors, and what such a file begins with. An empty one may be replaced.
 
     Raises
     ------
     KVFoldError
-        It is a folder, a disk or write-protected, its folder is missing or cannot be written, or its name is too long.
+        It is a folder, a disk or write-protected, its folder is missing or cannot be written, its name is too long, or it
+        holds something else.
     """
     try:
         _check(path, field)
+        if begins and not is_stream(path) and path.is_file():
+            with path.open("rb") as file:
+                head = file.read(256).lstrip()
+            if head and not head.startswith(tuple(text.encode() for text in begins)):
+                raise KVFoldError(f"{field}: {path} exists and is not {kind}; give another name, or remove it")
     except OSError as error:
         raise KVFoldError(f"{field}: cannot write {path}: {error.strerror}") from error
 

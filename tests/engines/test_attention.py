@@ -306,6 +306,12 @@ def test_an_unknown_kernel_is_refused_with_the_known_ones():
     assert all(of.kernel_name == "reference" for of in cache.folded)
 
 
+def test_what_several_kernels_lack_is_said_once():
+    why = {"one": "needs a GPU", "two": "head_dim=80", "three": "needs a GPU"}
+    assert kernels.Choice(kernels.REGISTRY["reference"], why).reason == "one, three: needs a GPU; two: head_dim=80"
+    assert kernels.Choice(kernels.REGISTRY["reference"]).reason == "first choice"
+
+
 def test_a_kernel_that_supports_nothing_is_passed_over_and_named(monkeypatch):
     class Picky(kernels.AttentionKernel):
         name = "picky"

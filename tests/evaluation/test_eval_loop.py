@@ -401,6 +401,7 @@ def test_the_command_says_where_nothing_was_tested(run, folder, tmp_path):
             "tasks: none of the suites divergence uses it; it is for ruler, longbench, infinitebench",
         ),
         (["--shots", "2"], "shots: none of the suites"),
+        (["--depths", "101"], "depths: none of the suites divergence uses it; it is for needle"),
         (["--text", "x.txt"], "text: 'x.txt' is not NAME=FILE"),
         (["--text", "a=/nowhere/x.txt"], "text: cannot read '/nowhere/x.txt'"),
         (["--methods", "abacus"], "abacus"),

@@ -20,6 +20,7 @@ from kvfold.evaluation.recommend import (
     Sensitivity,
     as_method,
     bytes_of,
+    check,
     measure,
     propose,
     total_loss,
@@ -198,6 +199,14 @@ def test_a_size_is_kept_to(measured):
         within(model, FOLD, found, Budget(bytes=1000), 1000)
 
 
+def test_too_few_bits_are_refused_before_anything_is_measured(measured):
+    model, _, found, _ = measured
+    least = found.bits_of(dict.fromkeys(found.layers, (1, 1)))
+    check(model, FOLD, Budget(bits=least), 1000)
+    with pytest.raises(KVFoldError, match=rf"^budget: 1 bits per value; the least is {least:.4g}, everything at 1 bit"):
+        check(model, FOLD, Budget(bits=1.0), 1000)
+
+
 def test_where_nothing_is_packed_nothing_is_measured():
     ids = torch.zeros(1, 64 + 33, dtype=torch.long)
     with pytest.raises(KVFoldError, match=r"^length: after 64 tokens nothing is packed .*; give at least 161$"):
@@ -259,6 +268,11 @@ def test_the_command_proposes_and_checks(run, tmp_path):
         (("--budget", "much"), "budget: 'much'"),
         (("--budget", "1.2", "--check", "0"), "budget: 1.2 bits per value; the least is"),
         (("--budget", "1kB", "--check", "0"), "budget: 1,000 bytes"),
+        (
+            ("--budget", "2.5", "--length", "500000", "--tokens", "64"),
+            "length: 500000 tokens do not fit the model's context",
+        ),
+        (("--budget", "2.5", "--length", "400", "--text", "word"), "smaller --length or --tokens"),
         (("--budget", "16", "--check", "0"), "budget: 16 bits per value; full precision takes 16"),
         (("--budget", "2.5", "--context", "0"), "context: 0"),
         (("--budget", "2.5", "--context", str(10**20)), "000; allowed: 1 to 1,099,511,627,776 tokens"),
@@ -268,6 +282,8 @@ def test_the_command_proposes_and_checks(run, tmp_path):
         ((), "Missing option '--budget'"),
     ],
 )
-def test_wrong_input_is_refused(run, tmp_path, arguments, said):
+def test_wrong_input_is_refused(run, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "word").write_text("word", encoding="utf-8")
     status, out, err = run(*arguments)
     assert status == 2 and said in err and "Traceback" not in err and not out

@@ -29,6 +29,14 @@ HALF_ULP = 2.0**-11  # of fp16, relative
 HALF_TINY = 2.0**-25  # of fp16's subnormal numbers, absolute
 
 
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [("fold:bits=2,codebook=true", "256 codes for 4 channels ("), ("kivi", "2-bit asym, groups of 32")],
+)
+def test_a_format_is_said_in_one_phrase(method, said):
+    assert get(method).value_format(spec()).describe().startswith(said)
+
+
 # ---- packing ---------------------------------------------------------------------------------------------------------
 
 

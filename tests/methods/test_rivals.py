@@ -327,6 +327,17 @@ def test_an_artefact_with_a_mean_serves_no_method_without_one(learned):
             asked.key_format(spec())
 
 
+def test_an_artefact_of_keys_alone_says_how_to_name_it(learned):
+    artefact = get(learned["tasq:values=fold"]).artefact
+    asked = dataclasses.replace(get("tasq"), artefact=artefact)
+    with pytest.raises(
+        MethodError, match=r"it holds keys alone, learned as tasq:values=fold, .* give values= as there"
+    ):
+        asked.key_format(spec())
+    pair = get(f"k=tasq:values=fold,artefact={artefact}+v=fold:bits=1,codebook=true")
+    assert pair.key_format(spec()) == get(learned["tasq:values=fold"]).key_format(spec())
+
+
 def test_bits_of_byte_codes_are_those_of_their_sources():
     assert get("nova").effective_bits(128) == pytest.approx(
         (2 + 16 / 128 + 2 + 32 / 128) / 2

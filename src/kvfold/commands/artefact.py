@@ -35,9 +35,9 @@ def artefact_group() -> None:
 @click.argument("location")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def info(location: str, as_json: bool) -> None:
-    """Say what an artefact is for, how it was made, and its held-out errors.
+    """Say what an artefact is for and how it was made.
 
-    LOCATION is a file, a folder or a hub id.
+    Held-out errors of its layers follow. LOCATION is a file, a folder or a hub id.
     """
     from kvfold.artefact import load
 
@@ -58,7 +58,7 @@ def info(location: str, as_json: bool) -> None:
         ("made", f"{found.created} with {', '.join(f'{k} {v}' for k, v in found.versions.items())}"),
     ):
         click.echo(f"{name + ':':<17}{value}")
-    for layer, errors in found.errors.items():
+    for layer, errors in sorted(found.errors.items(), key=lambda item: int(item[0])):
         click.echo(f"  layer {layer:>3}: {errors_text(errors)}")
 
 
@@ -66,8 +66,9 @@ def info(location: str, as_json: bool) -> None:
 @click.argument("location")
 @click.option("--model", metavar="M", help="Also check that it was made for this model.")
 def verify(location: str, model: str | None) -> None:
-    """Check an artefact's checksum and schema, and whether it was made for a model's configuration and weights; exits with 2
-    if not.
+    """Check an artefact, and whether it is a model's.
+
+    Its checksum and schema; with --model, the configuration and the weights that it was made for. Exits with 2 if they differ.
     """
     from kvfold.artefact import load
 
@@ -87,7 +88,10 @@ def verify(location: str, model: str | None) -> None:
 @click.argument("file")
 @click.argument("target")
 def push(file: str, target: str) -> None:
-    """Publish FILE to TARGET, an existing folder or a hub id (owner/name)."""
+    """Publish an artefact.
+
+    FILE goes to TARGET, an existing folder or a hub id (owner/name).
+    """
     from kvfold.artefact import push as publish
 
     click.echo(f"published: artefact={publish(expanded(file), target)}")

@@ -73,6 +73,10 @@ def calibrate(
     if not isinstance(method, LearnedMethod) and type(method) is not SQuat:
         learn_something = [name for name, kind in methods.REGISTRY.items() if issubclass(kind, (LearnedMethod, SQuat))]
         learn_something.remove("squat_pre")
+        if parts := [str(part) for part in method.parts() if part is not method and isinstance(part, LearnedMethod)]:
+            raise KVFoldError(
+                f"method: {spec} has several parts, and one is learned at a time; give {' or '.join(parts)}"
+            )
         raise KVFoldError(f"method: {method.name} learns nothing beforehand; allowed: {', '.join(learn_something)}")
     for option, value in (("preset", preset), ("encoder", encoder)):
         if value is not None and method.name != "commvq":

@@ -293,6 +293,7 @@ def _check_used(names: Sequence[str], options: Options) -> None:
         ("shots", options.shots, {"gsm8k", *papers}),
         ("max-new-tokens", options.new_tokens, {"gsm8k", "math", "code", "compare", *papers}),
         ("tasks", options.tasks or None, {"ruler", "longbench", "infinitebench"}),
+        ("depths", None if options.depths == type(options)().depths else options.depths, {"needle"}),
     )
     if options.data is None and (needing := [name for name in names if name in of_records]):
         raise KVFoldError(

@@ -20,19 +20,19 @@ OVERHEAD = 2.3e9
 """Bytes that vLLM takes beside weights and caches with its defaults: activations of a profiling run, graphs."""
 
 
+class Whole(click.IntRange):
+    """A whole number; what is none is called so."""
+
+    name = "integer"
+
+
 @click.command(short_help="Say how many tokens and sequences fit when vLLM serves a model with folded caches.")
 @click.option(
     "--model", metavar="M", help="Hub id, local folder or .gguf file.  [default: embedded SmolLM2-135M-Instruct]"
 )
-@click.option(
-    "--context", metavar="N", type=click.IntRange(1), required=True, help="Tokens of a sequence (--max-model-len)."
-)
-@click.option(
-    "--tp", metavar="T", type=click.IntRange(1), default=1, show_default=True, help="GPUs (--tensor-parallel-size)."
-)
-@click.option(
-    "--kv-bytes", metavar="B", type=click.IntRange(1), help="Memory for caches per GPU (--kv-cache-memory-bytes)."
-)
+@click.option("--context", metavar="N", type=Whole(1), required=True, help="Tokens of a sequence (--max-model-len).")
+@click.option("--tp", metavar="T", type=Whole(1), default=1, show_default=True, help="GPUs (--tensor-parallel-size).")
+@click.option("--kv-bytes", metavar="B", type=Whole(1), help="Bytes for caches per GPU (--kv-cache-memory-bytes).")
 @click.option("--gpu-memory", metavar="GB", type=click.FloatRange(1), help="Memory of a GPU, of which vLLM takes 92 %.")
 @click.option("--methods", metavar="X ...", multiple=True, help="Methods.  [default: " + " ".join(METHODS) + "]")
 @click.option("--json", "json_path", metavar="FILE", help=JSON_HELP)
@@ -67,6 +67,13 @@ def plan(
             *((m, shapes.folded(shape, room, n, m)) for m in chosen),
         ]
     ]
+    notes = [
+        f"{name}: no kernel encodes its pages, so that a server on a GPU does not start with it; one on a CPU does"
+        for name in chosen
+        if shapes.unstored(shape, name)
+    ]
+    if shape.context is not None and context > shape.context:
+        notes.append(f"context: the model's ends at {shape.context:,} tokens; vLLM refuses a longer one")
     plain = {row["context"]: row["tokens"] for row in rows if row["method"] == "none"}
 
     def table() -> None:
@@ -79,7 +86,7 @@ def plan(
             f"{shape.name}, {room:,} bytes for caches per GPU, {tp} GPU{'s' if tp > 1 else ''}",
         )
         for row in rows:
-            factor = row["tokens"] / max(plain[row["context"]], 1)
+            full = plain[row["context"]]
             sheet.add(
                 f"{row['context']:,}",
                 row["method"],
@@ -87,13 +94,16 @@ def plan(
                 f"{row['sequences']:.1f}",
                 f"{row['bytes_per_token']:,.0f}",
                 f"{row['window_bytes']:,}",
-                f"{factor:.2f}x",
+                f"{row['tokens'] / full:.2f}x" if full else "-",
             )
         show(sheet)
         if kv_bytes is None:
             say("an estimate: vLLM measures what is left of the GPU at start-up, and logs the cache's size")
+        for line in notes:
+            say(line)
 
-    publish({"model": shape.name, "tp": tp, "kv_bytes": room, "rows": rows}, json_path, target, table)
+    result = {"model": shape.name, "tp": tp, "kv_bytes": room, "rows": rows, "notes": notes}
+    publish(result, json_path, target, table)
 
 
 def _room(shape: Any, gpu_memory: float, tp: int) -> int:

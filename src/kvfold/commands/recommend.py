@@ -174,7 +174,7 @@ def _ids(tokenizer: Any, text: Text, length: int, tokens: int, most: int | None)
     """The beginning of a text; the check scores its second half."""
     from kvfold.evaluation.windows import encode
 
-    return encode(tokenizer, text, length, tokens, 2, most)[length]
+    return encode(tokenizer, text, length, tokens, 2, most, "length")[length]
 
 
 def _table(found: Sensitivity, choice: Choice) -> Sheet:

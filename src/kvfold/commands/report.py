@@ -28,7 +28,7 @@ def report(results: tuple[str, ...], out: str, baselines: tuple[str, ...]) -> No
     compared.
     """
     target = files.expanded(out)
-    files.check(target, "out")
+    files.check(target, "out", "a page", ("<!DOCTYPE html>",))
     from kvfold import methods
     from kvfold.evaluation.report import BASELINES
     from kvfold.evaluation.report import report as page

@@ -289,7 +289,7 @@ def json_target(path: str | None) -> Path | None:
     if path is None or path == "-":
         return None
     target = files.expanded(path)
-    files.check(target, "json")
+    files.check(target, "json", "JSON", ("{", "["))
     return target
 
 

@@ -252,10 +252,7 @@ def propose(found: Sensitivity, bits: float) -> Choice:
     least = found.bits[0]
     choice: Choice = dict.fromkeys(found.layers, (least, least))
     least_bits = found.bits_of(choice)
-    if bits < least_bits - 1e-9:
-        raise KVFoldError(
-            f"budget: {bits:.4g} bits per value; the least is {least_bits:.4g}, everything at {least} bit(s)"
-        )
+    _enough(bits, least_bits, least)
     left = (bits - least_bits) * 2 * sum(found.elements.values()) + 1e-6
     while steps := [
         s for layer in found.layers for s in _steps(found, layer, choice[layer]) if s[0] > 0 and s[1] <= left
@@ -265,6 +262,20 @@ def propose(found: Sensitivity, bits: float) -> Choice:
         left -= cost
     alike: Choice = dict.fromkeys(found.layers, uniform(found, bits))
     return min((choice, alike), key=lambda c: total_loss(found, c))
+
+
+def _enough(bits: float, least: float, width: int) -> None:
+    if bits < least - 1e-9:
+        raise KVFoldError(f"budget: {bits:.4g} bits per value; the least is {least:.4g}, everything at {width} bit(s)")
+
+
+def _uniform_bits(model: PreTrainedModel, method: Method) -> float:
+    """Effective bits per element with one method for all layers."""
+    layers = kvfold.fold(model, method).folded
+    kvfold.unfold(model)
+    sizes = [layer.spec.num_kv_heads * layer.spec.head_dim for layer in layers]
+    each = [(layer.key_format.bits + layer.value_format.bits) / 2 for layer in layers]
+    return math.fsum(bits * size for bits, size in zip(each, sizes, strict=True)) / sum(sizes)
 
 
 def _steps(
@@ -331,14 +342,15 @@ def check(model: PreTrainedModel, method: Method, budget: Budget, tokens: int) -
     KVFoldError
         The least that there is takes more, or no layer needs to be folded.
     """
+    few = _bits(method)[0]
     if budget.bits is not None:
         if budget.bits >= FULL_BITS:
             raise KVFoldError(
                 f"budget: {budget.bits:.4g} bits per value; full precision takes {FULL_BITS}, nothing is folded; give fewer"
             )
+        _enough(budget.bits, _uniform_bits(model, variant(method, (few, few))), few)
         return
     assert budget.bytes is not None
-    few = _bits(method)[0]
     least = bytes_of(model, variant(method, (few, few)), tokens)
     if least > budget.bytes:
         raise KVFoldError(

@@ -77,8 +77,10 @@ def as_prefixes(prefix: int | Sequence[int]) -> list[int]:
     return found
 
 
-def check_context(prefixes: Sequence[int], tokens: int, new_tokens: int, max_context: int | None) -> None:
-    """Refuse prefixes that leave no room for the tokens to be scored and generated.
+def check_context(
+    prefixes: Sequence[int], tokens: int, new_tokens: int, max_context: int | None, called: str = "prefix"
+) -> None:
+    """Refuse prefixes that leave no room for the tokens to be scored and generated; ``called`` names them in the error.
 
     Raises
     ------
@@ -92,11 +94,11 @@ def check_context(prefixes: Sequence[int], tokens: int, new_tokens: int, max_con
         generated = f" + generated {new_tokens}" if new_tokens else ""
         if max_context > prefix + new_tokens:
             raise KVFoldError(
-                f"tokens: prefix {prefix} + tokens {tokens}{generated} = {total} is beyond the model's context of "
+                f"tokens: {called} {prefix} + tokens {tokens}{generated} = {total} is beyond the model's context of "
                 f"{max_context}; give at most {max_context - prefix - new_tokens} tokens"
             )
         raise KVFoldError(
-            f"prefix: {prefix} tokens do not fit the model's context of {max_context}"
+            f"{called}: {prefix} tokens do not fit the model's context of {max_context}"
             + (
                 f"; give at most {max_context - tokens - new_tokens} with {tokens} tokens scored{generated}"
                 if max_context > tokens + new_tokens
@@ -141,10 +143,12 @@ def encode(
     tokens: int,
     new_tokens: int,
     max_context: int | None,
+    called: str = "prefix",
 ) -> dict[int, torch.Tensor]:
     """The beginning of a text, as it is read at every prefix.
 
-    At each the same tokens are scored, those after the longest prefix; a shorter one begins later.
+    At each the same tokens are scored, those after the longest prefix; a shorter one begins later. ``called`` is the prefix's
+    name in an error.
 
     Returns
     -------
@@ -163,7 +167,7 @@ def encode(
         raise KVFoldError(f"tokens: {tokens} is too small; give at least {MIN_TOKENS}")
     if new_tokens < MIN_NEW_TOKENS:
         raise KVFoldError(f"new_tokens: {new_tokens} is too small; give at least {MIN_NEW_TOKENS}")
-    check_context(prefixes, tokens, new_tokens, max_context)
+    check_context(prefixes, tokens, new_tokens, max_context, called)
     needed = prefixes[-1] + tokens + 1
     # Encoding all of a long book would take longer than a method; its beginning nearly always has the tokens.
     ids = tokenizer(text.text[: CHARACTERS * needed], return_tensors="pt", verbose=False).input_ids[0, :needed]
@@ -172,7 +176,7 @@ def encode(
     if len(ids) < needed:
         raise KVFoldError(
             f"text: {text.source} has {len(ids)} tokens, and {needed} are needed "
-            f"(prefix {prefixes[-1]} + tokens {tokens} + 1); give a longer text, or smaller --prefix or --tokens"
+            f"({called} {prefixes[-1]} + tokens {tokens} + 1); give a longer text, or smaller --{called} or --tokens"
         )
     bos = bos_of(tokenizer, ids)
     return {p: tail(ids, p + tokens + 1, bos) for p in prefixes}

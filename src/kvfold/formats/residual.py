@@ -162,7 +162,8 @@ class ResidualCodes(VectorCodes):
         return self._vectors(codes) * fields["rms"].flatten(-2).float().unsqueeze(-1)
 
     def describe(self) -> str:
-        return f"{self.stages} stages of {self.codes} codes for {self.vector} channels ({self.bits:.2f} bits)"
+        stages = f"{self.stages} stages of " if self.stages > 1 else ""
+        return f"{stages}{self.codes} codes for {self.vector} channels ({self.bits:.2f} bits)"
 
 
 def choose(x: torch.Tensor, stages: torch.Tensor) -> torch.Tensor:

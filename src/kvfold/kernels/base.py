@@ -69,4 +69,7 @@ class Choice:
         """One line for reports."""
         if not self.passed_over:
             return "first choice"
-        return "; ".join(f"{name}: {why}" for name, why in self.passed_over.items())
+        kernels: dict[str, list[str]] = {}
+        for name, why in self.passed_over.items():
+            kernels.setdefault(why, []).append(name)
+        return "; ".join(f"{', '.join(names)}: {why}" for why, names in kernels.items())

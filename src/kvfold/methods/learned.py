@@ -117,6 +117,11 @@ def _built(
         del expected["rotary_dim"]
     has = {"mean": False, **artefact.shape, "method": artefact.method.partition(":")[0]}
     for name, value in {"method": method.name, **expected}.items():
+        if name == "v_bits" and name not in has:
+            raise MethodError(
+                f"it holds keys alone, learned as {artefact.method}, and codes of values are asked for; give values= as there, "
+                "for keys of a pair (k=) too"
+            )
         if has.get(name) != value:
             raise MethodError(
                 f"it is for {name}={has.get(name)}, and {name}={value} is asked for (it is for {artefact.model})"

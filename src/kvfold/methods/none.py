@@ -24,6 +24,10 @@ class NoFolding(Method):
     def kernel_encodes(self) -> bool:
         return True
 
+    def effective_bits(self, head_dim: int = 128, num_layers: int = 32) -> float:
+        """Of a model in 16 bits, which others are compared with."""
+        return 16.0
+
     def key_format(self, spec: LayerSpec) -> Format:
         return Dense(spec.head_dim, self.block, "key", spec.dtype)
 

@@ -1,6 +1,7 @@
 """What is decided before vLLM allocates anything: methods, windows, blocks, capacity. Needs no vLLM."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -140,6 +141,17 @@ def test_the_plan_is_printed(folder, capsys):
     assert "4,096" in shown and "an estimate" in shown and "x" in shown
 
 
+def test_the_plan_says_what_a_server_refuses(folder, capsys):
+    arguments = ["plan", "--model", folder, "--context", "1000000", "--kv-bytes", "1000", "--json", "-"]
+    assert cli.main([*arguments, "--methods", "fold", "gear"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert [note.split(":")[0] for note in notes][-1] == "context"
+    assert [note.split(":")[0] for note in notes][:-1] == (["gear"] if find_spec("triton") else [])
+    assert cli.main([*arguments[:-2], "--methods", "fold"]) == 0
+    shown = capsys.readouterr().out
+    assert "0.00x" not in shown and "vLLM refuses a longer one" in shown
+
+
 def test_two_gpus_hold_twice_as_much(folder):
     one, two = (shapes.folded(shapes.of_model(folder, tp), 10**9, 8192, "fold") for tp in (1, 2))
     assert two.tokens == pytest.approx(2 * one.tokens, rel=1e-3)
@@ -149,6 +161,7 @@ def test_two_gpus_hold_twice_as_much(folder):
     ("arguments", "message"),
     [
         (["--context", "64"], "give one of --kv-bytes and --gpu-memory"),
+        (["--context", "64", "--kv-bytes", "8GB"], "'8GB' is not a valid integer"),
         (["--context", "64", "--kv-bytes", "9", "--gpu-memory", "9"], "give one of --kv-bytes and --gpu-memory"),
         (["--context", "0", "--kv-bytes", "9"], "context"),
         (["--context", "64", "--kv-bytes", "10000000", "--tp", "3"], "tp: 3 GPUs do not share 8 heads and 2 KV heads"),

@@ -1,6 +1,7 @@
 """What the plan needs to know of a model: read from its configuration, without its weights."""
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ class Shape:
     tp: int
     weight_bytes: int
     config: Any = None
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that the model is made for, where its configuration says so."""
+        return None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
 
 def of_model(model: str | None, tp: int) -> Shape:
@@ -74,8 +80,16 @@ def layers_of(shape: Shape, spec: str) -> list[Stored]:
     facts: Any = (shape.layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, True, rope)
     found = [stored(method, layer_spec(index, *facts)) for index in range(shape.layers)]
     if any(layer is None for layer in found):
-        raise KVFoldError(f"{spec}: layers in full precision are not served yet; leave keep= out")
+        raise KVFoldError(f"{spec}: layers in full precision are served, but not counted here; leave keep= out")
     return [replace(layer, follows=layer.follows and not calibrated) for layer in found if layer is not None]
+
+
+def unstored(shape: Shape, spec: str) -> str | None:
+    """Why a GPU does not encode a method's pages; None if it does, or if that is not known here, without Triton."""
+    if find_spec("triton") is None:
+        return None
+    device = torch.device("cpu")  # tables are made there; the answer is a GPU's
+    return next((why for layer in layers_of(shape, spec) if (why := layer.why_not_stored(device))), None)
 
 
 def fits(shape: Shape, spec: str) -> bool:
