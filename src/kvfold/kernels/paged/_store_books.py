@@ -1,9 +1,12 @@
-"""A step's share of storing where codes are chosen from learned codebooks: one side of all heads, page by page."""
+"""A step's share of storing by sides: tokens to the windows, and what is encoded vector by vector (codes of learned codebooks,
+rotated groups), one side of all heads, unit by unit."""
 
 import triton
 import triton.language as tl
 
-from kvfold.kernels._encode_books import additive_tile, binary_tile, residual_tile
+from kvfold.kernels._encode_balanced import rotated_tile
+from kvfold.kernels._encode_books import additive_tile, binary_tile, group_tile, residual_tile
+from kvfold.kernels._encode_nearest import SLOTS
 from kvfold.kernels._encode_words import _log2
 from kvfold.kernels.paged._store import _append
 from kvfold.kernels.paged.work import _closing
@@ -17,15 +20,18 @@ def close_kernel(
     query_start, seq_lens, window_table, window_step, table, table_step, before_ptr, closes_ptr, close_list,
     codes, codes_page, codes_head, scale, scale_page, scale_head, tables, frequencies, factor, scratch,
     seqs, heads,
-    FORM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
+    FORM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     """Any number of programs; each takes every so many-th share of a unit of 32 tokens that the step completes.
 
     FORM: 0 and head_dim, vector, codes, stages, whether strided; 1 and head_dim, stages, levels, passes, rotary channels,
-    levels at a time; 2 and head_dim, codes, flips, hidden units of a network. Of ROPE channels the rotation is taken back.
+    levels at a time; 2 and head_dim, codes, flips, hidden units of a network; 3 and head_dim, vector, codes, whether strided,
+    how scales are fitted, whether a mean is taken off, whether there are maps; 4 and head_dim, bits, channels that are rotated
+    together. Of ROPE channels RoPE's rotation is taken back.
     """
     D: tl.constexpr = FORM[1]
-    PARTS: tl.constexpr = FORM[1] // FORM[2] if FORM[0] == 0 else 2  # programs that share a unit
+    # programs that share a unit
+    PARTS: tl.constexpr = FORM[1] // FORM[2] if FORM[0] == 0 else 1 if FORM[0] > 2 else 2
     UNITS: tl.constexpr = 4  # of a page
     zero = tl.full([], 0, tl.int64)
     pages = tl.load(closes_ptr + seqs)
@@ -38,7 +44,7 @@ def close_kernel(
         seq = tl.load(close_list + 2 * entry).to(tl.int64)
         number = tl.load(close_list + 2 * entry + 1)
         before = tl.load(before_ptr + seq)
-        first, last = _closing(before, tl.load(seq_lens + seq), BLOCK, 0)
+        first, last = _closing(before, tl.load(seq_lens + seq), BLOCK, SEEN)
         position = number * PAGE + unit * 32
         if (position >= first) & (position < last):
             page = tl.load(table + seq * table_step + number).to(tl.int64)
@@ -70,6 +76,26 @@ def close_kernel(
                     source, position, (frequencies, factor), of_head, (place, sizes), part, own,
                     D, STAGES, LEVELS, FORM[4], FORM[5], ROPE, 3, FORM[6],
                 )  # fmt: skip
+            elif FORM[0] == 3:
+                GROUPS: tl.constexpr = D // FORM[2]
+                before_head = head * (GROUPS * FORM[3])  # codes of the heads before
+                of_groups = (
+                    tables[0] + before_head * SLOTS,
+                    tables[1] + before_head,
+                    tables[2] + before_head * FORM[2],
+                    tables[3] + before_head,
+                )
+                group_tile(
+                    source, position, (frequencies, factor), of_groups, tables[4] + head * D,
+                    (tables[5] + head * D, tables[6] + head * (D * D)), (to + unit * (32 * GROUPS), sizes),
+                    scratch + tl.program_id(0) * (32 * D),
+                    D, FORM[2], FORM[3], FORM[4], FORM[5], FORM[6], FORM[7], ROPE, 3,
+                )  # fmt: skip
+            elif FORM[0] == 4:
+                # scale and zero-point of each of a unit's tokens
+                rotated_tile(
+                    source, tables[0], to + unit * (4 * D * FORM[2]), sizes + unit * 32, D, FORM[2], FORM[3], 3
+                )
             else:
                 CODES: tl.constexpr = FORM[2]
                 HIDDEN: tl.constexpr = FORM[4]
