@@ -10,7 +10,7 @@ from books_case import layer
 from interpreter import quicken
 from kvfold.kernels import paged
 from kvfold.kernels.paged import attention, check, work
-from kvfold.kernels.paged.books import searches
+from kvfold.kernels.paged import books as storing_of_books
 from kvfold.kernels.paged.storing import store
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.base import Observation
@@ -71,7 +71,7 @@ def storing(method, lengths=(1, 150, 33), most=70, device="cpu", fragments=True,
 def equally_near(server, i, side, got, want):
     """Whether hardly any of a sequence's codes differ, and those that do are as near to rounding."""
     form = server.formats[side]
-    if not searches(form):
+    if not storing_of_books.searches(form):
         return False
     closed = server.closed(i)
     x = (server.keys, server.values)[side][i][:closed].float().transpose(0, 1).unsqueeze(0)
@@ -304,6 +304,27 @@ def books():
     assert "values stored in pages" in check.self_test.__wrapped__(*made.formats, cpu, torch.float32, maps=maps)
 
 
+def groups():
+    """The same with codes of groups, keys before RoPE; a wrong codebook is seen."""
+    cpu = torch.device("cpu")
+    check.LENGTHS = (140, 40)  # this process runs nothing else of it
+    for method in ("tasq", "tasq:bits=2,values=fold"):
+        made = layer(method, heads=1)
+        maps = paged.Maps.of(1, made.maps(cpu))
+        assert check.self_test(*made.formats, cpu, torch.float32, maps=maps) is None
+    own = storing_of_books.tables_of
+
+    def wrong(form, bits, device):
+        tables, constants = own(form, bits, device)
+        return (tables[0].flip(1), *tables[1:]) if form.centred else tables, constants
+
+    storing_of_books.tables_of = wrong
+    try:
+        assert "keys stored in pages" in check.self_test.__wrapped__(*made.formats, cpu, torch.float32, maps=maps)
+    finally:
+        storing_of_books.tables_of = own
+
+
 def steering(head_dim=64, heads=1, device="cpu", seed=3):
     """SQuat's formats, and what moves its keys."""
     spec = LayerSpec(0, 1, 2 * heads, heads, head_dim, fragments=True)
@@ -432,6 +453,7 @@ def check_of_following(device="cpu"):
 
 CASES = {
     "books": books,
+    "groups": groups,
     "follows": follows,
     "check-following": check_of_following,
     "steered": steered,
