@@ -152,7 +152,7 @@ def _keep(x, own, channel, real, mean, CENTRED: tl.constexpr):
 def group_tile(
     source, position, rope, tables, mean, maps, out, own,
     D: tl.constexpr, VECTOR: tl.constexpr, CODES: tl.constexpr, STRIDED: tl.constexpr, FIT: tl.constexpr,
-    CENTRED: tl.constexpr, MAPPED: tl.constexpr, ROPE: tl.constexpr, RING: tl.constexpr,
+    CENTRED: tl.constexpr, PART: tl.constexpr, MAPPED: tl.constexpr, ROPE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of 32 tokens.
 
@@ -191,7 +191,7 @@ def group_tile(
     for group in range(GROUPS):
         channel = member * GROUPS + group if STRIDED else group * VECTOR + member
         unit = tl.load(own + channel[None, :] * 32 + token[:, None]) * inverse
-        best, more, longer = group_code(unit, tables, group * CODES, CODES, min(64, CODES), FIT)
+        best, more, longer = group_code(unit, tables, group * CODES, CODES, PART, FIT)
         tl.store(out[0] + token * GROUPS + group, best.to(tl.uint8))
         along += more
         length += longer

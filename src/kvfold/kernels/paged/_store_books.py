@@ -26,8 +26,8 @@ def close_kernel(
 
     FORM: 0 and head_dim, vector, codes, stages, whether strided; 1 and head_dim, stages, levels, passes, rotary channels,
     levels at a time; 2 and head_dim, codes, flips, hidden units of a network; 3 and head_dim, vector, codes, whether strided,
-    how scales are fitted, whether a mean is taken off, whether there are maps; 4 and head_dim, bits, channels that are rotated
-    together. Of ROPE channels RoPE's rotation is taken back.
+    how scales are fitted, whether a mean is taken off, codes at a time, whether there are maps; 4 and head_dim, bits, channels
+    that are rotated together. Of ROPE channels RoPE's rotation is taken back.
     """
     D: tl.constexpr = FORM[1]
     # programs that share a unit
@@ -89,7 +89,7 @@ def close_kernel(
                     source, position, (frequencies, factor), of_groups, tables[4] + head * D,
                     (tables[5] + head * D, tables[6] + head * (D * D)), (to + unit * (32 * GROUPS), sizes),
                     scratch + tl.program_id(0) * (32 * D),
-                    D, FORM[2], FORM[3], FORM[4], FORM[5], FORM[6], FORM[7], ROPE, 3,
+                    D, FORM[2], FORM[3], FORM[4], FORM[5], FORM[6], FORM[7], FORM[8], ROPE, 3,
                 )  # fmt: skip
             elif FORM[0] == 4:
                 # scale and zero-point of each of a unit's tokens

@@ -21,15 +21,17 @@ from kvfold.rope import Rope
 
 BEFORE_ROPE = (ResidualCodes, AdditiveCodes, GroupCodes)
 """Storage whose kernel takes the rotation of keys back."""
+GROUPS = {"PART": 256, "num_warps": 4, "num_stages": 1}
+"""Codes of a group that a program compares at a time: all, so that it waits for a group's table once; its warps."""
 MOST_LEVELS = 64
 """Of a stage of CommVQ's keys, whose scores a program holds."""
 MOST_BITS = 256
 """Of a value of CommVQ, likewise."""
-WARPS = {ResidualCodes: 4, AdditiveCodes: 2, BinaryCodes: 4, GroupCodes: 4, Projected: 4, Paged: 2}
+WARPS = {ResidualCodes: 4, AdditiveCodes: 2, BinaryCodes: 4, Paged: 2}
 EACH = 4
 """Levels of a stage that are compared with all others side by side."""
-RESIDENT = {ResidualCodes: 2, AdditiveCodes: 4, BinaryCodes: 2, GroupCodes: 4, Projected: 4, Paged: 8}
-"""Programs per multiprocessor."""
+RESIDENT = {ResidualCodes: 2, AdditiveCodes: 4, BinaryCodes: 2, Paged: 8}
+"""Programs per multiprocessor; of groups those of 16 warps, which have 128 registers a thread."""
 
 
 def serves(form: Format) -> bool:
@@ -92,7 +94,7 @@ def close(call: PagedCall, is_key: bool, new: torch.Tensor, workspace: Workspace
     tables, constants = tables_of(form, call.bits, new.device)
     codes, scale = _addressed(form, fields)
     rope = call.rope if is_key else None
-    programs = RESIDENT[type(form)] * workspace.processors
+    programs = RESIDENT.get(type(form), 16 // GROUPS["num_warps"]) * workspace.processors
     close_kernel[(programs,)](
         new,
         *new.stride()[:2],
@@ -120,13 +122,9 @@ def close(call: PagedCall, is_key: bool, new: torch.Tensor, workspace: Workspace
 
 def options(form: Format) -> dict[str, Any]:
     """How the kernel is compiled for a format."""
-    grouped = isinstance(form, GroupCodes | Projected)
-    return {
-        "num_warps": WARPS[type(form)],
-        "num_stages": 1,
-        "enable_fp_fusion": not _is_rotated(form),
-        "maxnreg": 128 if grouped else None,  # four programs at a time
-    }
+    if isinstance(form, GroupCodes | Projected):
+        return {name: x for name, x in GROUPS.items() if name != "PART"} | {"maxnreg": 128}
+    return {"num_warps": WARPS[type(form)], "num_stages": 1, "enable_fp_fusion": not _is_rotated(form)}
 
 
 def _own(form: Format) -> int:
@@ -174,7 +172,15 @@ def tables_of(form: Format, bits: BitSearch | None, device: torch.device) -> Tab
         assert form.book is not None
         some = _once(form.book.on(device), _of_groups)
         flags = int(form.strided), form.fit, int(form.centred)
-        return (*some, some[1], some[1]), (3, form.head_dim, form.vector, form.codes, *flags, 0)
+        return (*some, some[1], some[1]), (
+            3,
+            form.head_dim,
+            form.vector,
+            form.codes,
+            *flags,
+            min(GROUPS["PART"], form.codes),
+            0,
+        )
     if isinstance(form, Paged):
         assert isinstance(form.inner, AffineGroups) and isinstance(form.basis, Hadamard)
         return (form.basis.signs(device),), (4, form.head_dim, form.inner.bits_per_code, form.basis.block)
