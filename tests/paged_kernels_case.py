@@ -185,6 +185,8 @@ ATTENDS = {
         "lengths": (300, 20),
     },
     "tasq": {"method": "tasq", "learned": {}, "lengths": (1, 170), "steps": 2},
+    "nova": {"method": "nova", "learned": {}, "lengths": (1, 170), "steps": 2},
+    "nova-fold": {"method": "nova:values=fold", "learned": {}, "lengths": (1, 300), "per_head": 4, "steps": 2},
     "turboquant": {"method": "turboquant:bits=3"},
     "fold-d96": {"method": "fold", "head_dim": 96, "lengths": (300, 20)},
     "kivi-sinks": {"method": "kivi", "sinks": True, "per_head": 4},
@@ -308,9 +310,9 @@ def groups():
     """The same with codes of groups, keys before RoPE; a wrong codebook is seen."""
     cpu = torch.device("cpu")
     check.LENGTHS = (140, 40)  # this process runs nothing else of it
-    for method in ("tasq", "tasq:bits=2,values=fold"):
+    for method in ("nova", "tasq", "tasq:bits=2,values=fold"):
         made = layer(method, heads=1)
-        maps = paged.Maps.of(1, made.maps(cpu))
+        maps = paged.Maps.of(1, made.maps(cpu)) if made.maps(cpu) else None
         assert check.self_test(*made.formats, cpu, torch.float32, maps=maps) is None
     own = storing_of_books.tables_of
 

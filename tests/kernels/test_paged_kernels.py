@@ -36,7 +36,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
         ("lists", "filling", "mixed", "checks", "attend-turboquant", "attend-kivi-sinks"),
         ("attend-fold-d96", "store-kivi", "follows", "store-fold", "attend-innerq-fragments", "attend-qjl-fragments"),
         ("attend-vqllm", "attend-commvq", "attend-tasq", "store-vqllm", "store-commvq"),
-        ("store-tasq", "store-tasq-fold", "store-nova", "store-affine-and-groups"),
+        ("attend-nova", "store-tasq", "store-tasq-fold", "store-nova", "store-affine-and-groups"),
         pytest.param(
             (
                 "store-tasq-2",
@@ -48,6 +48,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
                 "store-groups-and-levels",
                 "store-vectors-and-affine",
                 "groups",
+                "attend-nova-fold",
             ),
             marks=pytest.mark.slow,
         ),
@@ -104,7 +105,7 @@ def test_updates_of_whole_pages_are_compiled_to_tensor_cores():
     assert aot.compile_follow(64, group=3, heads=3).instructions["HMMA"] > 0
 
 
-@pytest.mark.parametrize("name", ["commvq-96"])
+@pytest.mark.parametrize("name", ["commvq-96", "nova"])
 def test_pieces_compile_as_they_are_launched(name, monkeypatch):
     """The interpreter minds no types: what one name stands for in a loop, say."""
     launched = {}
@@ -202,6 +203,14 @@ def test_attention_with_tables_on_a_gpu(method, monkeypatch):
     monkeypatch.setattr(tables, "pieces", pieces)
     attending(method, (1, 300, 131), steps=3, per_head=4, head_dim=128, short=2, learned={}, **GPU)
     assert rows[0] == 4 and set(rows) == {4, 8}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("per_head", [1, 4, 7])
+@pytest.mark.parametrize("method", ["nova", "nova:values=codes", "nova:values=fold"])
+def test_attention_under_a_map_on_a_gpu(method, per_head):
+    attending(method, (1, 300, 131), steps=3, per_head=per_head, head_dim=128, learned={}, **GPU)
 
 
 @pytest.mark.gpu
