@@ -59,6 +59,25 @@ def _append(new, window, token, slot, heads, D: tl.constexpr, H: tl.constexpr, W
 
 
 @triton.jit
+def append_step(appended, query_start, seqs, heads, D: tl.constexpr, H: tl.constexpr, WINDOW_BLOCK: tl.constexpr):
+    """A step's tokens to the windows, each by one of the launch's programs; H 0: by another launch.
+
+    ``appended``: new keys, strides of tokens and heads, the same of values; windows of keys, strides of blocks, places and
+    heads, the same of values; where tokens go.
+    """
+    if H > 0:
+        zero = tl.full([], 0, tl.int64)
+        keys, values = (appended[0], appended[1], appended[2]), (appended[3], appended[4], appended[5])
+        to_keys = (appended[6], appended[7], appended[8], appended[9])
+        to_values = (appended[10], appended[11], appended[12], appended[13])
+        for token in range(tl.program_id(0), tl.load(query_start + seqs), tl.num_programs(0)):
+            slot = tl.load(appended[14] + token)
+            if slot >= 0:
+                _append(keys, to_keys, zero + token, slot, heads, D, H, WINDOW_BLOCK)
+                _append(values, to_values, zero + token, slot, heads, D, H, WINDOW_BLOCK)
+
+
+@triton.jit
 def _due(entry, share, shares, seq_lens, before_ptr, close_list, BLOCK: tl.constexpr, SEEN: tl.constexpr):
     """Of an entry of the list of pages to close: its sequence, the page's number, the sequence's tokens before the step,
     whether the step closes the page from its beginning, and which tokens of it a program encodes that has one of ``shares``."""
@@ -76,12 +95,13 @@ def _due(entry, share, shares, seq_lens, before_ptr, close_list, BLOCK: tl.const
 def close_pages_kernel(
     new, new_token, new_head, window, w_block, w_place, w_head,
     query_start, seq_lens, window_table, window_step, table, table_step, before_ptr, closes_ptr, close_list,
-    stored, steps, signs, norm_table, update, update_step,
+    stored, steps, signs, norm_table, update, update_step, appended,
     seqs, heads, sink,
-    D: tl.constexpr, FORM: tl.constexpr, VALUE: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, FORM: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """What :func:`store_kernel` closes of one side, where the other one's encoder is another kernel."""
+    append_step(appended, query_start, seqs, heads, D, H, WINDOW_BLOCK)
     zero = tl.full([], 0, tl.int64)
     programs = tl.num_programs(0)
     pages = tl.load(closes_ptr + seqs) * heads
@@ -122,22 +142,9 @@ def store_kernel(
     """
     zero = tl.full([], 0, tl.int64)
     programs = tl.num_programs(0)
-    for token in range(tl.program_id(0), tl.load(query_start + seqs), programs):
-        slot = tl.load(slots + token)
-        if slot >= 0:
-            _append(
-                (key, k_token, k_head),
-                (window_k, wk_block, wk_place, wk_head),
-                zero + token,
-                slot,
-                heads,
-                D,
-                H,
-                WINDOW_BLOCK,
-            )
-            _append(
-                (value, v_token, v_head), (window_v, wv_block, wv_place, wv_head), zero + token, slot, heads, D, H, WINDOW_BLOCK
-            )  # fmt: skip
+    keys, values = (key, k_token, k_head), (value, v_token, v_head)
+    windows = (window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head)
+    append_step(keys + values + windows + (slots,), query_start, seqs, heads, D, H, WINDOW_BLOCK)
     # a few pages are shared out block by block, many page by page
     pages = tl.load(closes_ptr + seqs) * heads * 2
     shares = tl.where(pages * (PAGE // BLOCK) <= programs, PAGE // BLOCK, 1)

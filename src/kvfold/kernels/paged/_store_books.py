@@ -1,5 +1,5 @@
-"""A step's share of storing by sides: tokens to the windows, and what is encoded vector by vector (codes of learned codebooks,
-rotated groups), one side of all heads, unit by unit."""
+"""A step's share of storing where vectors are encoded one by one (codes of learned codebooks, rotated groups): one side of all
+heads, unit by unit."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from kvfold.kernels._encode_balanced import rotated_tile
 from kvfold.kernels._encode_books import additive_tile, binary_tile, group_tile, residual_tile
 from kvfold.kernels._encode_nearest import SLOTS
 from kvfold.kernels._encode_words import _log2
-from kvfold.kernels.paged._store import _append
+from kvfold.kernels.paged._store import append_step
 from kvfold.kernels.paged.work import _closing
 
 PAGE = tl.constexpr(128)
@@ -19,10 +19,12 @@ def close_kernel(
     new, new_token, new_head, window, w_block, w_place, w_head,
     query_start, seq_lens, window_table, window_step, table, table_step, before_ptr, closes_ptr, close_list,
     codes, codes_page, codes_head, scale, scale_page, scale_head, tables, frequencies, factor, scratch,
-    seqs, heads,
-    FORM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr,
+    appended, seqs, heads,
+    FORM: tl.constexpr, H: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs; each takes every so many-th share of a unit of 32 tokens that the step completes.
+    """Any number of programs; each takes every so many-th share of a unit of 32 tokens that the step completes, and token for
+    the windows (:func:`kvfold.kernels.paged._store.append_step`).
 
     FORM: 0 and head_dim, vector, codes, stages, whether strided; 1 and head_dim, stages, levels, passes, rotary channels,
     levels at a time; 2 and head_dim, codes, flips, hidden units of a network; 3 and head_dim, vector, codes, whether strided,
@@ -33,6 +35,7 @@ def close_kernel(
     # programs that share a unit
     PARTS: tl.constexpr = FORM[1] // FORM[2] if FORM[0] == 0 else 1 if FORM[0] > 2 else 2
     UNITS: tl.constexpr = 4  # of a page
+    append_step(appended, query_start, seqs, heads, D, H, WINDOW_BLOCK)
     zero = tl.full([], 0, tl.int64)
     pages = tl.load(closes_ptr + seqs)
     for task in tl.range(tl.program_id(0), pages * heads * (UNITS * PARTS), tl.num_programs(0), disable_licm=True):
@@ -122,20 +125,3 @@ def close_kernel(
                 binary_tile(
                     source, of_encoder + of_flips, (to + unit * (2 * CODES),), part, D, CODES, FORM[3], HIDDEN, 3
                 )
-
-
-@triton.jit
-def append_kernel(
-    key, k_token, k_head, value, v_token, v_head,
-    window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head,
-    query_start, slots, seqs, heads,
-    D: tl.constexpr, H: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A step's tokens to the windows; any number of programs."""
-    zero = tl.full([], 0, tl.int64)
-    for token in range(tl.program_id(0), tl.load(query_start + seqs), tl.num_programs(0)):
-        slot = tl.load(slots + token)
-        if slot >= 0:
-            to_keys, to_values = (window_k, wk_block, wk_place, wk_head), (window_v, wv_block, wv_place, wv_head)
-            _append((key, k_token, k_head), to_keys, zero + token, slot, heads, D, H, WINDOW_BLOCK)
-            _append((value, v_token, v_head), to_values, zero + token, slot, heads, D, H, WINDOW_BLOCK)

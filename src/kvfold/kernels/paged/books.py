@@ -82,13 +82,19 @@ def unsupported(form: Format) -> str | None:
     return encode_search.unsupported(form)
 
 
-def close(call: PagedCall, is_key: bool, new: torch.Tensor, workspace: Workspace) -> None:
+def close(
+    call: PagedCall, is_key: bool, new: torch.Tensor, appended: tuple[Any, ...], lanes: int, workspace: Workspace
+) -> None:
     """Encode the blocks of keys or of values that a step completes into their pages.
 
     Parameters
     ----------
     new : Tensor [tokens, num_kv_heads, head_dim]
         The step's keys or values, of the windows' dtype, channels side by side.
+    appended : tuple
+        As :func:`kvfold.kernels.paged._store.append_step` takes it.
+    lanes : int
+        KV heads, rounded up to a power of two, whose tokens this launch writes to the windows; 0: none.
     """
     step, (form, fields, window) = call.step, call.side(is_key)
     tables, constants = tables_of(form, call.bits, new.device)
@@ -109,9 +115,11 @@ def close(call: PagedCall, is_key: bool, new: torch.Tensor, workspace: Workspace
         workspace.top if rope is None else frequencies(rope, new.device),
         1.0 if rope is None else 1.0 / rope.scaling,
         torch.empty(programs * _own(form), dtype=torch.float32, device=codes.device),
+        appended,
         step.seqs,
         call.num_kv_heads,
         FORM=constants,
+        H=lanes,
         ROPE=0 if rope is None else 2 * rope.inv_freq.numel(),
         BLOCK=step.block,
         WINDOW_BLOCK=step.window_block,

@@ -1,5 +1,4 @@
-"""Storing a step by kernels: one a layer where both sides' blocks are encoded together, else one for the windows and one for
-each side."""
+"""Storing a step by kernels: one a layer where both sides' blocks are encoded together, else one for each side."""
 
 from typing import Any
 
@@ -12,7 +11,6 @@ from kvfold.kernels.encode_pages import Side, _norm_table, addressed, constants,
 from kvfold.kernels.encode_pages import unsupported as pages_unsupported
 from kvfold.kernels.paged import books
 from kvfold.kernels.paged._store import close_pages_kernel, store_kernel
-from kvfold.kernels.paged._store_books import append_kernel
 from kvfold.kernels.paged.call import Following, PagedCall
 from kvfold.kernels.paged.follow import follow
 from kvfold.kernels.paged.follow import unsupported as follow_unsupported
@@ -50,33 +48,30 @@ def store(call: PagedCall, workspace: Workspace) -> None:
     if not (books.serves(call.key_format) or books.serves(call.value_format)):
         _store_together(call, new, width, workspace)
         return
-    _append(call, new, workspace)
-    for is_key, form in ((True, call.key_format), (False, call.value_format)):
-        if books.serves(form):
-            books.close(call, is_key, new[not is_key], workspace)
-        else:
-            _close_pages(call, is_key, new[not is_key], width if is_key else None, workspace)
-
-
-def _append(call: PagedCall, new: list[torch.Tensor], workspace: Workspace) -> None:
-    """The step's tokens to the windows."""
-    step, windows = call.step, (call.window_keys, call.window_values)
-    append_kernel[(4 * workspace.processors,)](
+    windows = call.window_keys, call.window_values
+    appended = (
         *(x for t in new for x in (t, *t.stride()[:2])),
         *(x for window in windows for x in (window, *window.stride()[:3])),
-        step.query_start,
         workspace.slots,
-        step.seqs,
-        call.num_kv_heads,
-        D=call.window_keys.shape[3],
-        H=triton.next_power_of_2(call.num_kv_heads),
-        WINDOW_BLOCK=step.window_block,
-        num_warps=4,
     )
+    for is_key, form in ((True, call.key_format), (False, call.value_format)):
+        lanes = triton.next_power_of_2(call.num_kv_heads) if is_key else 0  # the first launch writes to the windows
+        if books.serves(form):
+            books.close(call, is_key, new[not is_key], appended, lanes, workspace)
+        else:
+            _close_pages(call, is_key, new[not is_key], width if is_key else None, appended, lanes, workspace)
 
 
-def _close_pages(call: PagedCall, is_key: bool, new: torch.Tensor, width: int | None, workspace: Workspace) -> None:
-    """The blocks of keys or of values that the step completes, into their pages."""
+def _close_pages(
+    call: PagedCall,
+    is_key: bool,
+    new: torch.Tensor,
+    width: int | None,
+    appended: tuple[Any, ...],
+    lanes: int,
+    workspace: Workspace,
+) -> None:
+    """The blocks of keys or of values that the step completes, into their pages; see :func:`books.close`."""
     step, (form, fields, window) = call.step, call.side(is_key)
     of = side(form)
     stored = addressed(of, fields)
@@ -94,10 +89,12 @@ def _close_pages(call: PagedCall, is_key: bool, new: torch.Tensor, width: int | 
         _norm_table(new.device),
         update,
         update_step,
+        appended,
         step.seqs,
         call.num_kv_heads,
         step.sink,
         D=window.shape[3],
+        H=lanes,
         FORM=of.form,
         VALUE=not is_key,
         BLOCK=step.block,
