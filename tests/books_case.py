@@ -1,4 +1,4 @@
-"""Small artefacts of CommVQ, VQLLM and TaSQ with tables that suit normal vectors, and what layers store with them."""
+"""Small artefacts of CommVQ, VQLLM, TaSQ and NOVA-KV with tables that suit normal vectors, and what layers store with them."""
 
 import tempfile
 from functools import lru_cache
@@ -12,6 +12,7 @@ from kvfold.calibration.commvq_values import fit_codebook, scalar_encoder
 from kvfold.engines.vllm.settings import stored
 from kvfold.methods import LayerSpec
 from kvfold.methods.commvq import CommVQ, ValueCodebook
+from kvfold.methods.learned import LearnedMethod
 from kvfold.methods.nova import ByteCodes
 from kvfold.rope import Rope
 
@@ -48,6 +49,13 @@ def value_tables(draw, heads, codes, dim, network):
     return held | encoder | {"codebook": (codebook @ back).half(), "offset": (offset.unsqueeze(1) @ back)[:, 0].half()}
 
 
+def map_tables(draw, heads, dim):
+    """A mean, and a map that is far from orthogonal, with its inverse."""
+    apply = torch.eye(dim) + 0.5 * torch.randn(heads, dim, dim, generator=draw) / dim**0.5
+    apply = apply * torch.exp(0.3 * torch.randn(heads, 1, dim, generator=draw))
+    return {"mean": torch.randn(heads, dim, generator=draw), "map": apply, "inverse": torch.linalg.inv(apply)}
+
+
 def tables(method, draw, heads, dim, network=False):
     """One layer's, by name."""
     if isinstance(method, CommVQ):
@@ -63,6 +71,8 @@ def tables(method, draw, heads, dim, network=False):
             }
             for side, bits in (("key", method.key_bits), ("value", method.value_bits))
         }
+        if method.maps_keys:
+            sides["key"] |= map_tables(draw, heads, dim)
     else:
         sides = {
             side: {
@@ -93,14 +103,31 @@ def artefact(spec, path, heads, dim, layers=1, rotary=None, config=None, network
 
 @lru_cache(maxsize=16)
 def layer(spec, dim=64, heads=2, per_head=2, rotary=None, network=False, dtype=torch.float32, device="cpu"):
-    """A layer's formats and maps (:class:`kvfold.engines.vllm.settings.Stored`)."""
+    """A layer's formats and maps (:class:`kvfold.engines.vllm.settings.Stored`); of ``KEYS + VALUES``, those of two.
+    What nothing is learned of is packed for tensor cores."""
+    if " + " in spec:
+        return Sides(*(layer(part, dim, heads, per_head, rotary, network, dtype, device) for part in spec.split(" + ")))
     rotary = rotary or dim
     rope = Rope(10000.0 ** (-torch.arange(0, rotary, 2).float() / rotary))
     path = Path(_folder().name) / f"{len(list(Path(_folder().name).iterdir()))}.safetensors"
-    method = methods.get(artefact(spec, path, heads, dim, rotary=rotary, network=network))
-    found = stored(method, LayerSpec(0, 1, heads * per_head, heads, dim, dtype, rope, fragments=False))
+    learned = isinstance(methods.get(spec), LearnedMethod)
+    method = methods.get(artefact(spec, path, heads, dim, rotary=rotary, network=network) if learned else spec)
+    found = stored(method, LayerSpec(0, 1, heads * per_head, heads, dim, dtype, rope, fragments=not learned))
     assert found is not None
     return found
+
+
+class Sides:
+    """Keys as one layer stores them and values as another one does (:class:`kvfold.engines.vllm.settings.Stored`)."""
+
+    def __init__(self, keys, values):
+        self.keys, self.values, self.method = keys, values, keys.method
+        self.formats = keys.formats[0], values.formats[1]
+
+    def maps(self, device):
+        of_keys, of_values = self.keys.maps(device), self.values.maps(device)
+        found = {name: of_keys[name] for name in ("rope", "encode_keys") if name in of_keys}
+        return found | {name: of_values[name] for name in ("encode_values", "unproject", "bits") if name in of_values}
 
 
 @lru_cache

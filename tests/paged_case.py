@@ -137,8 +137,8 @@ class Server:
         of_pages = (
             isinstance(form, PagedFormat) and form.page_fields()
         )  # statistics are of what is packed, without the sink
-        if self.on_cpu and not of_pages:
-            name = "encode_keys" if form is self.formats[0] else "encode_values"
+        name = "encode_keys" if form is self.formats[0] else "encode_values"
+        if name in self.on_cpu and not of_pages:
             return self.on_cpu[name](x[:, :, :closed], torch.arange(closed).view(1, 1, -1), None)
         if not of_pages:
             return form.encode(x[:, :, :closed])

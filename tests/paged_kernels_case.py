@@ -10,6 +10,7 @@ from books_case import layer
 from interpreter import quicken
 from kvfold.kernels import paged
 from kvfold.kernels.paged import attention, check, work
+from kvfold.kernels.paged import books as storing_of_books
 from kvfold.kernels.paged.storing import store
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.base import Observation
@@ -64,7 +65,21 @@ def storing(method, lengths=(1, 150, 33), most=70, device="cpu", fragments=True,
             assert all(torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in a), (i, source)
             x, y = form.decode(a), form.decode(want)
             error = float((x - y).norm() / y.norm())
-            assert error < 0.02, (i, source, error)
+            assert error < 0.02 or equally_near(found[0], i, side, a, want), (i, source, error)
+
+
+def equally_near(server, i, side, got, want):
+    """Whether hardly any of a sequence's codes differ, and those that do are as near to rounding."""
+    form = server.formats[side]
+    if not storing_of_books.searches(form):
+        return False
+    closed = server.closed(i)
+    x = (server.keys, server.values)[side][i][:closed].float().transpose(0, 1).unsqueeze(0)
+    if side == 0 and "rope" in server.on_cpu:
+        x = server.on_cpu["rope"].unrotate(x, torch.arange(closed).view(1, 1, -1))
+    missed, least = (float((form.decode(fields) - x).square().sum()) for fields in (got, want))
+    same = float((got["codes"] == want["codes"]).float().mean())
+    return abs(missed - least) < 1e-3 * least and same > 0.998
 
 
 def check_windows(server):
@@ -135,6 +150,18 @@ STORES = {
         "lengths": (40,),
         "heads": 1,
     },
+    "tasq": {"method": "tasq", "learned": {"rotary": 32}, "lengths": (1, 70), "most": 40},
+    "tasq-2": {"method": "tasq:bits=2,mean=false", "learned": {}, "lengths": (40,), "heads": 1},
+    "tasq-plain-scales": {"method": "tasq:refit=false", "learned": {}, "lengths": (40,), "heads": 1},
+    "tasq-fold": {"method": "tasq:bits=2,values=fold", "learned": {}, "lengths": (130, 33), "heads": 1},
+    "tasq-fold-1": {"method": "tasq:bits=2,values=fold,v_bits=1", "learned": {}, "lengths": (140,), "heads": 1},
+    "tasq-affine": {"method": "tasq:bits=2,values=affine", "learned": {}, "lengths": (40,), "heads": 1},
+    "nova": {"method": "nova", "learned": {}, "lengths": (1, 70), "most": 40},
+    "nova-codes": {"method": "nova:values=codes", "learned": {}, "lengths": (40,), "heads": 1},
+    "nova-fold": {"method": "nova:values=fold", "learned": {}, "lengths": (140,), "heads": 1},
+    "affine-and-groups": {"method": "kivi + tasq", "learned": {}, "lengths": (40,), "heads": 1},
+    "groups-and-levels": {"method": "tasq:bits=4 + fold", "learned": {}, "lengths": (140,), "heads": 1},
+    "vectors-and-affine": {"method": "vqllm:bits=1 + kivi", "learned": {}, "lengths": (40,), "heads": 1},
     "fold": {"method": "fold", "lengths": (1, 150), "heads": 1},
     "fold-d128": {"method": "fold", "sink": 0, "head_dim": 128, "lengths": (133,), "dtype": torch.float16, "heads": 1},
     "fold-no-window": {"method": "fold:recent=0", "lengths": (70, 40), "sink": 0, "heads": 1},
@@ -158,6 +185,8 @@ ATTENDS = {
         "lengths": (300, 20),
     },
     "tasq": {"method": "tasq", "learned": {}, "lengths": (1, 170), "steps": 2},
+    "nova": {"method": "nova", "learned": {}, "lengths": (1, 170), "steps": 2},
+    "nova-fold": {"method": "nova:values=fold", "learned": {}, "lengths": (1, 300), "per_head": 4, "steps": 2},
     "turboquant": {"method": "turboquant:bits=3"},
     "fold-d96": {"method": "fold", "head_dim": 96, "lengths": (300, 20)},
     "kivi-sinks": {"method": "kivi", "sinks": True, "per_head": 4},
@@ -275,6 +304,27 @@ def books():
     wrong = replace(maps.given["bits"], tables=tuple(t.flip(-1) for t in maps.given["bits"].tables))
     maps = paged.Maps.of(1, maps.given | {"bits": wrong})
     assert "values stored in pages" in check.self_test.__wrapped__(*made.formats, cpu, torch.float32, maps=maps)
+
+
+def groups():
+    """The same with codes of groups, keys before RoPE; a wrong codebook is seen."""
+    cpu = torch.device("cpu")
+    check.LENGTHS = (140, 40)  # this process runs nothing else of it
+    for method in ("nova", "tasq", "tasq:bits=2,values=fold"):
+        made = layer(method, heads=1)
+        maps = paged.Maps.of(1, made.maps(cpu)) if made.maps(cpu) else None
+        assert check.self_test(*made.formats, cpu, torch.float32, maps=maps) is None
+    own = storing_of_books.tables_of
+
+    def wrong(form, bits, device):
+        tables, constants = own(form, bits, device)
+        return (tables[0].flip(1), *tables[1:]) if form.centred else tables, constants
+
+    storing_of_books.tables_of = wrong
+    try:
+        assert "keys stored in pages" in check.self_test.__wrapped__(*made.formats, cpu, torch.float32, maps=maps)
+    finally:
+        storing_of_books.tables_of = own
 
 
 def steering(head_dim=64, heads=1, device="cpu", seed=3):
@@ -405,6 +455,7 @@ def check_of_following(device="cpu"):
 
 CASES = {
     "books": books,
+    "groups": groups,
     "follows": follows,
     "check-following": check_of_following,
     "steered": steered,

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,12 @@ from kvfold.kernels.paged import attention, tables, work
 from paged_case import Server, formats_of
 from paged_kernels_case import (
     ATTENDS,
-    STORES,
     attending,
     check_of_following,
     check_of_steering,
     follows,
     mixed,
     steered,
-    storing,
 )
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -37,6 +36,22 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
         ("lists", "filling", "mixed", "checks", "attend-turboquant", "attend-kivi-sinks"),
         ("attend-fold-d96", "store-kivi", "follows", "store-fold", "attend-innerq-fragments", "attend-qjl-fragments"),
         ("attend-vqllm", "attend-commvq", "attend-tasq", "store-vqllm", "store-commvq"),
+        ("attend-nova", "store-tasq", "store-tasq-fold", "store-nova", "store-affine-and-groups"),
+        pytest.param(
+            (
+                "store-tasq-2",
+                "store-tasq-plain-scales",
+                "store-tasq-fold-1",
+                "store-tasq-affine",
+                "store-nova-codes",
+                "store-nova-fold",
+                "store-groups-and-levels",
+                "store-vectors-and-affine",
+                "groups",
+                "attend-nova-fold",
+            ),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("attend-commvq-96", "store-commvq-network", "books"), marks=pytest.mark.slow),
         pytest.param(
             (
@@ -90,7 +105,7 @@ def test_updates_of_whole_pages_are_compiled_to_tensor_cores():
     assert aot.compile_follow(64, group=3, heads=3).instructions["HMMA"] > 0
 
 
-@pytest.mark.parametrize("name", ["commvq-96"])
+@pytest.mark.parametrize("name", ["commvq-96", "nova"])
 def test_pieces_compile_as_they_are_launched(name, monkeypatch):
     """The interpreter minds no types: what one name stands for in a loop, say."""
     launched = {}
@@ -192,19 +207,20 @@ def test_attention_with_tables_on_a_gpu(method, monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("per_head", [1, 4, 7])
+@pytest.mark.parametrize("method", ["nova", "nova:values=codes", "nova:values=fold"])
+def test_attention_under_a_map_on_a_gpu(method, per_head):
+    attending(method, (1, 300, 131), steps=3, per_head=per_head, head_dim=128, learned={}, **GPU)
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("method", ["fold", "kivi", "fold:codebook=true"])
 @pytest.mark.parametrize("processors", [1, 5, 12])
 def test_raw_tokens_of_many_sequences_on_a_gpu(method, processors):
     """There are more parts of raw tokens than programs: who is done takes the next one, and the counters are zeros again."""
     options = {"per_head": 4, "head_dim": 128, "fragments": True, "processors": processors, "sinks": True}
     attending(method, (1, 2200, 131, 33, 1025), **options, **GPU)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("name", STORES)
-def test_storing_on_a_gpu(name):
-    storing(**STORES[name] | GPU)
 
 
 @pytest.mark.gpu
@@ -270,6 +286,14 @@ def test_what_kernels_serve(method, fragments, attended, stored):
         ("commvq:bits=1", None),
         ("commvq:bits=1,levels=128", "keys: levels=128; allowed: up to 64"),
         ("vqllm:bits=2,vector=64,codes=16", None),
+        ("tasq", None),
+        ("tasq:bits=2,values=fold", None),
+        ("tasq:bits=8", "keys: vector=1; allowed: 2, 4, 8"),
+        ("nova", None),
+        ("nova:values=codes", None),
+        ("kivi + tasq", None),
+        ("tasq + kivi", None),
+        ("vqllm:bits=1 + fold", None),
     ],
 )
 def test_which_codes_kernels_choose(method, why):
@@ -278,13 +302,19 @@ def test_which_codes_kernels_choose(method, why):
     assert paged.why_not_stored(*made.formats, maps=maps) == why
     if method.startswith("commvq") and why is None:
         assert paged.why_not_stored(*made.formats) == "values: nothing says how bits are chosen"
-    mixed = made.formats[0], formats_of("kivi", 64, fragments=False)[1]
-    assert "values: affine storage beside codes of codebooks" in paged.why_not_stored(*mixed) or why
 
 
-def test_other_keys_before_rope_are_encoded_by_a_function():
-    maps = paged.Maps.of(2, {"rope": None, "encode_keys": None})
-    assert paged.why_not_stored(*formats_of("turboquant", 64), maps=maps) == "encoded by a function"
+def test_what_is_more_than_a_format_is_encoded_by_a_function():
+    forms = formats_of("turboquant", 64)
+    for given, why in (
+        ({"rope": None, "encode_keys": None}, "keys: encoded by a function before RoPE"),
+        ({"encode_keys": None}, "keys: encoded by a function"),
+        ({"encode_values": None}, "values: encoded by a function"),
+        ({}, None),
+    ):
+        assert paged.why_not_stored(*forms, maps=paged.Maps.of(2, given)) == why
+    call = replace(Server("turboquant", (40,)).step([40]), encode_values=lambda *given: {})
+    assert paged.why_not_stored(*forms, call) == "values: encoded by a function"
 
 
 def test_a_workspace_that_is_too_small_is_refused():

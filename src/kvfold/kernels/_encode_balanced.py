@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_groups import _asym, _fma, _max, _min, _sum, _to_fp16
-from kvfold.kernels._encode_pages import _hadamard
+from kvfold.kernels._encode_pages import _hadamard, _load
 from kvfold.kernels._encode_search import _lane, _quotient, _vectors
 
 LEAST = tl.constexpr(1e-3)
@@ -78,6 +78,41 @@ def _store_plain(codes, out, WIDTH: tl.constexpr, TOTAL: tl.constexpr):
     tl.store(out + at[:, None] + tl.arange(0, D)[None, :], codes.to(tl.uint8))
 
 
+@triton.jit
+def store_groups(tile, codes, meta, BITS: tl.constexpr, AXIS: tl.constexpr):
+    """Store the affine groups of a tile, float32 [T, D], in plain order: codes and metadata of its first tokens on; AXIS as in
+    :func:`tile_kernel`."""
+    T: tl.constexpr = tile.shape[0]
+    D: tl.constexpr = tile.shape[1]
+    levels, scale, zero = _asym((tile,), AXIS, BITS)
+    if AXIS == 0:
+        channel = tl.arange(0, D)
+        tl.store(meta + channel, scale)
+        tl.store(meta + channel + D, zero)
+    else:
+        token = tl.arange(0, T)
+        at = meta + token // 32 * 64 + token % 32
+        tl.store(at, scale)
+        tl.store(at + 32, zero)
+    code = levels[0].to(tl.int32)
+    if BITS == 3:
+        _store_plain(code & 3, codes, 2, 3)
+        _store_plain(code >> 2, codes + 8 * D, 1, 3)
+    else:
+        _store_plain(code, codes, BITS, BITS)
+
+
+@triton.jit
+def rotated_tile(
+    source, signs, codes, meta, D: tl.constexpr, BITS: tl.constexpr, ROTATION: tl.constexpr, RING: tl.constexpr
+):  # fmt: skip
+    """Rotate 32 tokens and store each as a group. ``source`` as :func:`kvfold.kernels._encode_tile._tokens_at` takes it."""
+    token, channel = tl.arange(0, 32), tl.arange(0, D)
+    tile = _load(source, token, channel, (token >= 0)[:, None] & (channel >= 0)[None, :], RING)
+    tile = _hadamard(tile * tl.load(signs + channel)[None, :], 32, D, ROTATION)
+    store_groups(tile, codes, meta, BITS, 1)
+
+
 @triton.jit(do_not_specialize=["first_block", "blocks", "heads"])
 def tile_kernel(
     x, stride_b, stride_h, stride_t, rows, signs, codes, meta, factor, first_block, blocks, heads,
@@ -107,22 +142,7 @@ def tile_kernel(
         wide = stored.to(tl.float32)
         inverse = tl.math.div_rn(tl.full((COUNT,), 1.0, tl.float32), wide)
         tile = _quotient(tile, tl.expand_dims(wide, 1 - AXIS), tl.expand_dims(inverse, 1 - AXIS))
-    levels, scale, zero = _asym((tile,), AXIS, BITS)
-    if AXIS == 0:
-        at = meta + block * (2 * D) + channel
-        tl.store(at, scale)
-        tl.store(at + D, zero)
-    else:
-        at = meta + block * (2 * T) + token // 32 * 64 + token % 32
-        tl.store(at, scale)
-        tl.store(at + 32, zero)
-    code = levels[0].to(tl.int32)
-    out = codes + block * (T * D * BITS // 8)
-    if BITS == 3:
-        _store_plain(code & 3, out, 2, 3)
-        _store_plain(code >> 2, out + 8 * D, 1, 3)
-    else:
-        _store_plain(code, out, BITS, BITS)
+    store_groups(tile, codes + block * (T * D * BITS // 8), meta + block * (2 * (D if AXIS == 0 else T)), BITS, AXIS)
 
 
 @triton.jit(do_not_specialize=["tokens", "room"])

@@ -1,4 +1,5 @@
-"""Choosing codes of learned codebooks, a tile at a time: VQLLM's vectors, CommVQ's keys and the bits of CommVQ's values.
+"""Choosing codes of learned codebooks, a tile at a time: VQLLM's vectors, groups of channels (TaSQ, NOVA-KV), CommVQ's keys and
+the bits of CommVQ's values.
 
 What a tile's tokens are read from is a source as :func:`kvfold.kernels._encode_tile._tokens_at` takes it, so that pages and
 slabs can share these functions. Products have float32's precision: of tf32 parts, or of fp16 parts where tables are fp16.
@@ -8,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_groups import _finite, _max, _min, _sum, _to_fp16
+from kvfold.kernels._encode_search import group_code, group_scale
 from kvfold.kernels._encode_tile import _tokens_at
 from kvfold.kernels._encode_words import _log2
 
@@ -117,6 +119,83 @@ def residual_tile(
         tl.store(out[0] + (token * GROUPS + group) * STAGES + stage, best.to(tl.uint8))
         inside = (element < VECTOR)[None, :] & (token >= 0)[:, None]
         rest -= tl.load(table + best[:, None] * VECTOR + element[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+# ---- codes of groups (TaSQ, NOVA-KV) ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pairs_before_rope(source, token, pair, position, rope, ROPE: tl.constexpr, RING: tl.constexpr):
+    """Channels ``pair`` [c], below ROPE / 2, of tokens [n] before RoPE, and then their partners: float32 [n, c] each."""
+    half: tl.constexpr = ROPE // 2
+    at = _tokens_at(source, token, RING) + pair[None, :] * source[2]
+    real = (pair < half)[None, :]
+    x = _finite(tl.load(at, mask=real, other=0.0))
+    y = _finite(tl.load(at + half * source[2], mask=real, other=0.0))
+    frequency = tl.load(rope[0] + pair, mask=pair < half, other=0.0)
+    angle = (position + token).to(tl.float32)[:, None] * frequency[None, :]
+    cosine, sine = tl.cos(angle), tl.sin(angle)
+    return (x * cosine + y * sine) * rope[1], (y * cosine + -x * sine) * rope[1]
+
+
+@triton.jit
+def _keep(x, own, channel, real, mean, CENTRED: tl.constexpr):
+    """Put channels [c] of 32 tokens, less their mean, where :func:`group_tile` finds them; sums of their squares."""
+    if CENTRED:
+        x -= tl.load(mean + channel, mask=real, other=0.0).to(tl.float32)[None, :]
+    token = tl.arange(0, 32)
+    tl.store(own + channel[None, :] * 32 + token[:, None], x, mask=real[None, :] & (token >= 0)[:, None])
+    return _sum(x * x, 1)
+
+
+@triton.jit
+def group_tile(
+    source, position, rope, tables, mean, maps, out, own,
+    D: tl.constexpr, VECTOR: tl.constexpr, CODES: tl.constexpr, STRIDED: tl.constexpr, FIT: tl.constexpr,
+    CENTRED: tl.constexpr, PART: tl.constexpr, MAPPED: tl.constexpr, ROPE: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of 32 tokens.
+
+    ``tables``: of the head, as :func:`kvfold.kernels._encode_search.group_code` takes them; ``mean``: fp16 [D], with CENTRED;
+    ``maps``: with MAPPED, another mean and a matrix under which vectors are brought first, float32 [D] and [D, D]; ``out``: of
+    the tokens, codes uint8 [32, D / VECTOR] and scales fp16 [32]; ``own``: float32 [D, 32], the program's own, where vectors
+    wait until their groups are looked at.
+    """
+    GROUPS: tl.constexpr = D // VECTOR
+    token, member, some = tl.arange(0, 32), tl.arange(0, VECTOR), tl.arange(0, 16)
+    square = tl.zeros([32], tl.float32)
+    tl.debug_barrier()  # of the last tile everything was read
+    if MAPPED:
+        column = tl.arange(0, D)
+        total = tl.zeros([32, D], tl.float32)
+        for k in range(0, D, 16):
+            x = _before_rope(source, token, k + some, position, rope, D, 0, RING) - tl.load(maps[0] + k + some)[None, :]
+            part = tl.load(maps[1] + (k + some)[:, None] * D + column[None, :])
+            total = tl.dot(x, part, total, input_precision="tf32x3")
+        square = _keep(total, own, column, column < D, mean, CENTRED)
+    else:
+        if ROPE > 0:
+            HALF: tl.constexpr = ROPE // 2
+            for k in range(0, HALF, 16):
+                pair = k + some
+                x, y = _pairs_before_rope(source, token, pair, position, rope, ROPE, RING)
+                square += _keep(x, own, pair, pair < HALF, mean, CENTRED)
+                square += _keep(y, own, pair + HALF, pair < HALF, mean, CENTRED)
+        for k in range(ROPE, D, 16):
+            x = _before_rope(source, token, k + some, position, rope, D, 0, RING)
+            square += _keep(x, own, k + some, k + some < D, mean, CENTRED)
+    size = tl.sqrt_rn(square / D)
+    inverse = (1.0 / tl.where(size == 0.0, 1.0, size))[:, None]
+    tl.debug_barrier()  # what these threads stored, others read
+    along, length = tl.zeros([32], tl.float32), tl.zeros([32], tl.float32)
+    for group in range(GROUPS):
+        channel = member * GROUPS + group if STRIDED else group * VECTOR + member
+        unit = tl.load(own + channel[None, :] * 32 + token[:, None]) * inverse
+        best, more, longer = group_code(unit, tables, group * CODES, CODES, PART, FIT)
+        tl.store(out[0] + token * GROUPS + group, best.to(tl.uint8))
+        along += more
+        length += longer
+    tl.store(out[1] + token, group_scale(size, along, length, D, FIT))
 
 
 # ---- additive codes (CommVQ's keys) ----------------------------------------------------------------------------------

@@ -139,6 +139,37 @@ def search_kernel(
     tl.store(rms + lane * room + first_token + each, scale, mask=each < tokens)
 
 
+@triton.jit
+def group_code(unit, tables, at, CODES: tl.constexpr, PART: tl.constexpr, FIT: tl.constexpr):
+    """Nearest codes of a group of channels of unit vectors, float32 [tokens, channels], int32 [tokens]; what they add to the
+    products of vectors with their codes, and to the codes' squared lengths, float32 [tokens], where a fit wants to know.
+
+    ``tables``: as :func:`group_kernel` has them, ``table``, ``halves``, ``book`` and ``sizes``; ``at``: number of the group's
+    first code.
+    """
+    best = _nearest(_halves(unit), tables[0] + at * SLOTS, tables[1] + at, CODES, PART)
+    along, length = tl.full(best.shape, 0.0, tl.float32), tl.full(best.shape, 0.0, tl.float32)
+    if FIT == "unbiased" or FIT == "least":
+        place = (at + best)[:, None] * unit.shape[1] + tl.arange(0, unit.shape[1])[None, :]
+        along = _sum(tl.load(tables[2] + place).to(tl.float32) * unit, 1)
+    if FIT == "size" or FIT == "least":
+        length = tl.load(tables[3] + at + best)
+    return best, along, length
+
+
+@triton.jit
+def group_scale(size, along, length, D: tl.constexpr, FIT: tl.constexpr):
+    """Scales of vectors, fp16 [tokens], of their root mean squares ``size`` and what :func:`group_code` adds up to."""
+    scale = size
+    if FIT == "unbiased":
+        scale = tl.where(along > 0.0, size * D / tl.where(along > 0.0, along, 1.0), 0.0)
+    if FIT == "least":
+        scale = size * along / tl.where(length > 0.0, length, 1.0)
+    if FIT == "size":
+        scale = size * tl.sqrt_rn(D / tl.where(length > 0.0, length, 1.0))
+    return _to_fp16(scale)
+
+
 @triton.jit(do_not_specialize=["tokens", "first_token"])
 def group_kernel(
     x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, table, halves, book, sizes, mean, codes, rms,
@@ -148,8 +179,8 @@ def group_kernel(
     """A code of its own codebook for each group of VECTOR channels. Grid: (parts of T tokens, heads, batch).
 
     ``table`` fp16 [heads, groups, CODES, SLOTS], codes under the metric, negative, as :func:`_nearest` takes them;
-    ``halves`` float32 [heads, groups, CODES] of their squared lengths; ``book`` float32 [heads, groups, CODES, VECTOR] and
-    ``sizes`` float32 [heads, groups, CODES], codes as they are decoded and their squared lengths. ``codes`` uint8 [lanes, room,
+    ``halves`` float32 [heads, groups, CODES] of their squared lengths; ``book`` [heads, groups, CODES, VECTOR] and ``sizes``
+    float32 [heads, groups, CODES], codes as they are decoded and their squared lengths. ``codes`` uint8 [lanes, room,
     groups]; ``rms`` fp16 [lanes, room]; see :func:`search_kernel`. With CENTRED they are of vectors less ``mean``, fp16
     [heads, D].
     """
@@ -176,6 +207,7 @@ def group_kernel(
     inverse = (1.0 / tl.where(size == 0.0, 1.0, size))[:, None]
 
     member = tl.arange(0, VECTOR)
+    tables = (table, halves, book, sizes)
     out = codes + (lane * room + first_token + token) * GROUPS
     along = tl.full((T,), 0.0, tl.float32)
     length = tl.full((T,), 0.0, tl.float32)
@@ -189,23 +221,11 @@ def group_kernel(
         if CENTRED:
             unit -= tl.load(mean + head * D + channel).to(tl.float32)[None, :]
         unit *= inverse
-        at = (head * GROUPS + group) * CODES
-        best = _nearest(_halves(unit), table + at * SLOTS, halves + at, CODES, PART)
+        best, more, longer = group_code(unit, tables, (head * GROUPS + group) * CODES, CODES, PART, FIT)
         tl.store(out + group, best.to(tl.uint8), mask=token < tokens)
-        if FIT == "unbiased" or FIT == "least":
-            place = (at + best)[:, None] * VECTOR + member[None, :]
-            level = tl.load(book + place, mask=inside, other=0.0)
-            along += _sum(level * unit, 1)
-        if FIT == "size" or FIT == "least":
-            length += tl.load(sizes + at + best)
-    scale = size
-    if FIT == "unbiased":
-        scale = tl.where(along > 0.0, size * D / tl.where(along > 0.0, along, 1.0), 0.0)
-    if FIT == "least":
-        scale = size * along / tl.where(length > 0.0, length, 1.0)
-    if FIT == "size":
-        scale = size * tl.sqrt_rn(D / tl.where(length > 0.0, length, 1.0))
-    tl.store(rms + lane * room + first_token + token, _to_fp16(scale), mask=token < tokens)
+        along += more
+        length += longer
+    tl.store(rms + lane * room + first_token + token, group_scale(size, along, length, D, FIT), mask=token < tokens)
 
 
 # ---- outliers --------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def self_test(fmt: Format, device: torch.device) -> str | None:
     if isinstance(fmt, BinaryCodes):  # what bits stand for is the method's
         return bits_test(fmt, device)
     draw = torch.Generator().manual_seed(0)
-    heads = _heads(fmt)
+    heads = heads_of(fmt)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float32, device="cpu").to(device)
@@ -104,14 +104,14 @@ def _channels(fmt: Format, device: torch.device) -> ChannelScales | None:
     return None
 
 
-def _heads(fmt: Format) -> int:
-    """KV heads of what a format has tables of."""
+def heads_of(fmt: Format) -> int:
+    """KV heads of what a format has tables of; 2 where it has none."""
     if isinstance(fmt, Outliers) and isinstance(fmt.inner, Lookup) and fmt.inner.channels is not None:
         return len(fmt.inner.channels.center)
     if isinstance(fmt, AdditiveCodes) and fmt.codebook is not None:
         return fmt.codebook.heads
     if isinstance(fmt, Projected):
-        return _heads(fmt.inner)
+        return heads_of(fmt.inner)
     if isinstance(fmt, GroupCodes) and fmt.book is not None:
         return len(fmt.book.codes)
     return 2
@@ -218,7 +218,7 @@ def _encode_groups(fmt: GroupCodes, source: Source) -> None:
     book = fmt.book.on(source.x.device)
     group_kernel[(triton.cdiv(tokens, part), heads, batch)](
         *source.arguments(),
-        *_group_tables(book),
+        *group_tables(book),
         book.mean if fmt.centred else fields["rms"],
         fields["codes"],
         fields["rms"],
@@ -250,11 +250,19 @@ def _encode_projected(fmt: Projected, source: Source) -> None:
         encode(fmt.inner, replace(source, x=out, first_block=source.first_block + start // fmt.block))
 
 
-def _group_tables(book: GroupBook) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def group_tables(book: GroupBook) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What :func:`group_kernel` reads of a codebook.
 
     A distance is ``|c L|^2 / 2 - x L L' c'``: codes take the metric, vectors do not. Of the numbers that meet a vector the
     first are the codes for its fp16 part, then again for what that misses, then what the codes' own fp16 part misses.
+
+    Returns
+    -------
+    table : Tensor, fp16 [num_kv_heads, groups, codes, SLOTS]
+    halves : Tensor, float32 [num_kv_heads, groups, codes]
+    book : Tensor [num_kv_heads, groups, codes, vector]
+        The codes themselves.
+    sizes : Tensor, float32 [num_kv_heads, groups, codes]
     """
     codes = book.codes.float()
     under = codes if book.metric is None else codes @ book.metric
@@ -266,7 +274,7 @@ def _group_tables(book: GroupBook) -> tuple[torch.Tensor, torch.Tensor, torch.Te
         first = at * codes.shape[-1]
         if first < SLOTS.value:
             table[..., first : first + codes.shape[-1]] = some
-    return table, under.square().sum(-1) / 2, codes.contiguous(), codes.square().sum(-1)
+    return table, under.square().sum(-1) / 2, book.codes.contiguous(), codes.square().sum(-1)
 
 
 @lru_cache(maxsize=64)

@@ -320,7 +320,13 @@ def check_learned():
         model = AutoModelForCausalLM.from_pretrained(path)
         text = Text("".join(f"{TEXT}{i} " for i in range(40)), "prose.txt")
         quick = Schedule(window=128, em_tokens=0, em_steps=3, hard_steps=1, value_rounds=1)
-        for spec in ("vqllm:bits=8", "commvq:bits=1,levels=16,passes=0", "squat:bits=4", "squat:bits=4,lam=2"):
+        for spec in (
+            "vqllm:bits=8",
+            "commvq:bits=1,levels=16,passes=0",
+            "tasq:bits=4,values=fold",
+            "squat:bits=4",
+            "squat:bits=4,lam=2",
+        ):
             out, more = Path(folder) / f"{spec[:5]}.safetensors", {}
             given = model, byte_tokenizer(), "tiny", methods.get(spec), [text], 1024, out
             if spec.endswith("lam=2"):  # pages follow their own queries

@@ -30,7 +30,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "KVFOLD_CHECK": "1",
 }
-LEARNED = ("vqllm:bits=1", "vqllm", "commvq:bits=1", "commvq")
+GROUPS = ("tasq", "tasq:bits=2", "tasq:bits=2,values=fold", "nova")
+LEARNED = ("vqllm:bits=1", "vqllm", "commvq:bits=1", "commvq", *GROUPS)
 SLIDING = "sliding"
 METHODS = ("native", "squat", "calibrated", "innerq", "qjl", "turboquant", "fold", "kivi", SLIDING, *LEARNED)
 LENGTHS = (5, 90, 127, 129, 300, 500, 700)
@@ -188,7 +189,7 @@ def subspace(path, out):
 
 def with_artefact(method, path, out):
     """A method with random tables, where it needs some."""
-    if not method.startswith(("vqllm", "commvq")):
+    if method not in LEARNED:
         return method
     from transformers import AutoConfig
 

@@ -137,10 +137,12 @@ class Stored:
         if not (self.method.pre_rope or self.method.maps_values):
             return {}
         device = torch.empty(0, device=device).device  # with its number, as tensors have it: tables are made once
-        found: dict[str, Any] = {"encode_keys": self._encode_keys, "encode_values": self._encode_values}
+        found: dict[str, Any] = {}
         if self.method.pre_rope:
             found["rope"] = self.spec.rope
+            found["encode_keys"] = self._encode_keys
         if self.method.maps_values:
+            found["encode_values"] = self._encode_values
             found["unproject"] = self.method.value_map(self.spec, device)
             found["bits"] = self.method.value_search(self.spec, device)
         return found

@@ -118,22 +118,34 @@ def why_not_stored(
     maps: Maps | None = None,
 ) -> str | None:
     """Why no kernel encodes pages of these formats (or of a call's), with ``steering`` or ``maps``; None if one does."""
-    from kvfold.kernels.paged import books, storing
+    from kvfold.kernels.paged import storing
 
     width = None if steering is None else steering.width
-    if books.serves(key_format, value_format):
-        bits = maps.given.get("bits") if call is None and maps is not None else getattr(call, "bits", None)
-        if isinstance(value_format, BinaryCodes) and bits is None:
-            return "values: nothing says how bits are chosen"
-    elif maps is not None:
-        return "encoded by a function"
-    elif call is not None:
-        if (call.encode_keys is not None and call.update is None) or call.encode_values is not None:
-            return "encoded by a function"
+    if call is not None:
         steering, width = call.following, storing.width_of(call)
+        names = ("rope", "encode_keys", "encode_values", "bits")
+        given = {name: value for name in names if (value := getattr(call, name)) is not None}
+    else:
+        given = {} if maps is None else dict(maps.given)
+    if why := _by_function(key_format, value_format, given, width is not None):
+        return why
     if isinstance(steering, Following) and (why := storing.unfollowed(key_format, steering)):
         return f"keys: {why}"
     return storing.unsupported(key_format, value_format, width)
+
+
+def _by_function(key_format: Format, value_format: Format, given: Mapping[str, Any], steered: bool) -> str | None:
+    """What of a step's encoding is more than its formats', and than kernels know; None if nothing is."""
+    from kvfold.kernels.paged import books
+
+    if isinstance(value_format, BinaryCodes):
+        if given.get("bits") is None:
+            return "values: nothing says how bits are chosen"
+    elif "encode_values" in given:
+        return "values: encoded by a function"
+    if "rope" in given:
+        return None if isinstance(key_format, books.BEFORE_ROPE) else "keys: encoded by a function before RoPE"
+    return "keys: encoded by a function" if "encode_keys" in given and not steered else None
 
 
 def ready(key_format: Format, value_format: Format, maps: Mapping[str, Any], device: torch.device) -> None:
@@ -150,8 +162,8 @@ def ready(key_format: Format, value_format: Format, maps: Mapping[str, Any], dev
     attention.ready(key_format, value_format, rope, device)
     if rope is not None:
         books.frequencies(rope, device)
-    if books.serves(key_format, value_format):
-        for form in (key_format, value_format):
+    for form in (key_format, value_format):
+        if books.serves(form) and not books.unsupported(form):
             books.tables_of(form, maps.get("bits"), device)
 
 

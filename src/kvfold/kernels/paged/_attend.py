@@ -28,7 +28,7 @@ def _rows(q, begin, count, head, row, rows, tokens):
 
 @triton.jit(do_not_specialize=["heads", "rows", "row_blocks", "tokens", "seqs"])
 def pieces_kernel(
-    q_ptr, q_token, q_head, items_ptr, item_list, table, table_step,
+    q_ptr, q_token, q_head, bias_ptr, items_ptr, item_list, table, table_step,
     k_fields, k_steps, k_tables, k_mean, k_norm, k_basis, k_page_steps,
     v_fields, v_steps, v_tables, v_mean, v_norm, v_basis, v_page_steps,
     freq_ptr, table_ptr, part_out, part_top, part_sum, scratch_ptr,
@@ -42,7 +42,10 @@ def pieces_kernel(
     K_SCRATCH: tl.constexpr, V_SCRATCH: tl.constexpr, K_OF_PAGES: tl.constexpr, V_OF_PAGES: tl.constexpr,
     BY_HEAD: tl.constexpr, K_CENTRED: tl.constexpr, V_CENTRED: tl.constexpr, V_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs; each takes every so many-th (piece, KV head, block of rows)."""
+    """Any number of programs; each takes every so many-th (piece, KV head, block of rows).
+
+    ``bias_ptr`` float32 [tokens, query heads], with HAS_BIAS: what a row's scores of packed tokens have in common.
+    """
     programs = tl.num_programs(0)
     if K_SCRATCH + V_SCRATCH:
         scratch = clean_scratch(scratch_ptr, tl.program_id(0), K_SCRATCH, V_SCRATCH)
@@ -60,15 +63,18 @@ def pieces_kernel(
         begin = tl.load(place + 1) * (PAGE // T)
         end = tl.minimum(tl.load(place + 2) * (PAGE // T), (used + T - 1) // T)
         q_row, inside = _rows((q_ptr, q_token, q_head), tl.load(place + 5), tl.load(place + 6), head, row, rows, tokens)
+        bias = q_row
+        if HAS_BIAS:
+            bias = _rows((bias_ptr, heads * (rows // tokens), 1), tl.load(place + 5), 0, head, row, rows, tokens)[0]
         slot = ((item + seq + 1).to(tl.int64) * heads + head) * rows + row
         attend_tiles(
-            q_row, inside, q_row, begin * 0,
+            q_row, inside, bias, begin * 0,
             (k_steps, v_steps, k_page_steps, v_page_steps), table + seq.to(tl.int64) * table_step,
             begin, end, tl.load(place + 4), used, head,
             k_fields, k_tables, k_mean, k_norm, k_basis, v_fields, v_tables, v_mean, v_norm, v_basis,
             freq_ptr, table_ptr, part_out, part_top, part_sum, slot, factor,
             K_READ, K_SPEC, V_READ, V_SPEC, D, DP, KW, VW, V_OUT, M, T, K_MEAN, K_NORM, K_BASIS, V_MEAN, V_NORM, V_BASIS,
-            ROTARY, K_GROUPS, False, K_OF_PAGES, V_OF_PAGES, K_CENTRED, V_CENTRED, V_ROWS,
+            ROTARY, K_GROUPS, HAS_BIAS, K_OF_PAGES, V_OF_PAGES, K_CENTRED, V_CENTRED, V_ROWS,
         )  # fmt: skip
 
 

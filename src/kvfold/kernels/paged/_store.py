@@ -58,6 +58,73 @@ def _append(new, window, token, slot, heads, D: tl.constexpr, H: tl.constexpr, W
     tl.store(to, x.to(window[0].dtype.element_ty), mask=real)
 
 
+@triton.jit
+def append_step(appended, query_start, seqs, heads, D: tl.constexpr, H: tl.constexpr, WINDOW_BLOCK: tl.constexpr):
+    """A step's tokens to the windows, each by one of the launch's programs; H 0: by another launch.
+
+    ``appended``: new keys, strides of tokens and heads, the same of values; windows of keys, strides of blocks, places and
+    heads, the same of values; where tokens go.
+    """
+    if H > 0:
+        zero = tl.full([], 0, tl.int64)
+        keys, values = (appended[0], appended[1], appended[2]), (appended[3], appended[4], appended[5])
+        to_keys = (appended[6], appended[7], appended[8], appended[9])
+        to_values = (appended[10], appended[11], appended[12], appended[13])
+        for token in range(tl.program_id(0), tl.load(query_start + seqs), tl.num_programs(0)):
+            slot = tl.load(appended[14] + token)
+            if slot >= 0:
+                _append(keys, to_keys, zero + token, slot, heads, D, H, WINDOW_BLOCK)
+                _append(values, to_values, zero + token, slot, heads, D, H, WINDOW_BLOCK)
+
+
+@triton.jit
+def _due(entry, share, shares, seq_lens, before_ptr, close_list, BLOCK: tl.constexpr, SEEN: tl.constexpr):
+    """Of an entry of the list of pages to close: its sequence, the page's number, the sequence's tokens before the step,
+    whether the step closes the page from its beginning, and which tokens of it a program encodes that has one of ``shares``."""
+    seq = tl.load(close_list + 2 * entry).to(tl.int64)
+    number = tl.load(close_list + 2 * entry + 1)
+    before = tl.load(before_ptr + seq)
+    first, last = _closing(before, tl.load(seq_lens + seq), BLOCK, SEEN)
+    size = PAGE // shares
+    start = tl.maximum(first, number * PAGE + share * size)
+    stop = tl.maximum(tl.minimum(last, number * PAGE + share * size + size), start)
+    return seq, number, before, first <= number * PAGE, start, stop
+
+
+@triton.jit(do_not_specialize=["seqs", "heads", "sink"])
+def close_pages_kernel(
+    new, new_token, new_head, window, w_block, w_place, w_head,
+    query_start, seq_lens, window_table, window_step, table, table_step, before_ptr, closes_ptr, close_list,
+    stored, steps, signs, norm_table, update, update_step, appended,
+    seqs, heads, sink,
+    D: tl.constexpr, H: tl.constexpr, FORM: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """What :func:`store_kernel` closes of one side, where the other one's encoder is another kernel."""
+    append_step(appended, query_start, seqs, heads, D, H, WINDOW_BLOCK)
+    zero = tl.full([], 0, tl.int64)
+    programs = tl.num_programs(0)
+    pages = tl.load(closes_ptr + seqs) * heads
+    shares = tl.where(pages * (PAGE // BLOCK) <= programs, PAGE // BLOCK, 1)
+    for task in tl.range(tl.program_id(0), pages * shares, programs, disable_licm=True):
+        entry = task // shares // heads
+        head = zero + task // shares % heads
+        seq, number, before, begins, start, stop = _due(
+            entry, task % shares, shares, seq_lens, before_ptr, close_list, BLOCK, SEEN
+        )
+        page = tl.load(table + seq * table_step + number).to(tl.int64)
+        begin = tl.load(query_start + seq).to(tl.int64)
+        source = (
+            window + head * w_head, w_place, w_block, new + begin * new_token + head * new_head, new_token, before,
+            window_table + seq * window_step, WINDOW_BLOCK,
+        )  # fmt: skip
+        matrix = update + (entry * update_step + head * ((D - WIDTH) * (D - WIDTH)))
+        _close_page(
+            source, stored, steps, norm_table, signs, matrix, page, head, begins, start, stop, sink,
+            D, FORM, VALUE, WIDTH, WARPS,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["seqs", "heads", "sink"])
 def store_kernel(
     key, k_token, k_head, value, v_token, v_head,
@@ -75,22 +142,9 @@ def store_kernel(
     """
     zero = tl.full([], 0, tl.int64)
     programs = tl.num_programs(0)
-    for token in range(tl.program_id(0), tl.load(query_start + seqs), programs):
-        slot = tl.load(slots + token)
-        if slot >= 0:
-            _append(
-                (key, k_token, k_head),
-                (window_k, wk_block, wk_place, wk_head),
-                zero + token,
-                slot,
-                heads,
-                D,
-                H,
-                WINDOW_BLOCK,
-            )
-            _append(
-                (value, v_token, v_head), (window_v, wv_block, wv_place, wv_head), zero + token, slot, heads, D, H, WINDOW_BLOCK
-            )  # fmt: skip
+    keys, values = (key, k_token, k_head), (value, v_token, v_head)
+    windows = (window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head)
+    append_step(keys + values + windows + (slots,), query_start, seqs, heads, D, H, WINDOW_BLOCK)
     # a few pages are shared out block by block, many page by page
     pages = tl.load(closes_ptr + seqs) * heads * 2
     shares = tl.where(pages * (PAGE // BLOCK) <= programs, PAGE // BLOCK, 1)
@@ -100,14 +154,9 @@ def store_kernel(
         side = task // shares % 2
         entry = task // shares // (2 * heads)
         head = zero + task // shares // 2 % heads
-        seq = tl.load(close_list + 2 * entry).to(tl.int64)
-        number = tl.load(close_list + 2 * entry + 1)
-        before = tl.load(before_ptr + seq)
-        first, last = _closing(before, tl.load(seq_lens + seq), BLOCK, SEEN)
-        begins = first <= number * PAGE
-        size = PAGE // shares
-        start = tl.maximum(first, number * PAGE + share * size)
-        stop = tl.maximum(tl.minimum(last, number * PAGE + share * size + size), start)
+        seq, number, before, begins, start, stop = _due(
+            entry, share, shares, seq_lens, before_ptr, close_list, BLOCK, SEEN
+        )
         page = tl.load(table + seq * table_step + number).to(tl.int64)
         begin = tl.load(query_start + seq).to(tl.int64)
         row = window_table + seq * window_step

@@ -1,11 +1,14 @@
-"""A step's share of storing where codes are chosen from learned codebooks: one side of all heads, page by page."""
+"""A step's share of storing where vectors are encoded one by one (codes of learned codebooks, rotated groups): one side of all
+heads, unit by unit."""
 
 import triton
 import triton.language as tl
 
-from kvfold.kernels._encode_books import additive_tile, binary_tile, residual_tile
+from kvfold.kernels._encode_balanced import rotated_tile
+from kvfold.kernels._encode_books import additive_tile, binary_tile, group_tile, residual_tile
+from kvfold.kernels._encode_nearest import SLOTS
 from kvfold.kernels._encode_words import _log2
-from kvfold.kernels.paged._store import _append
+from kvfold.kernels.paged._store import append_step
 from kvfold.kernels.paged.work import _closing
 
 PAGE = tl.constexpr(128)
@@ -16,17 +19,23 @@ def close_kernel(
     new, new_token, new_head, window, w_block, w_place, w_head,
     query_start, seq_lens, window_table, window_step, table, table_step, before_ptr, closes_ptr, close_list,
     codes, codes_page, codes_head, scale, scale_page, scale_head, tables, frequencies, factor, scratch,
-    seqs, heads,
-    FORM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
+    appended, seqs, heads,
+    FORM: tl.constexpr, H: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs; each takes every so many-th share of a unit of 32 tokens that the step completes.
+    """Any number of programs; each takes every so many-th share of a unit of 32 tokens that the step completes, and token for
+    the windows (:func:`kvfold.kernels.paged._store.append_step`).
 
     FORM: 0 and head_dim, vector, codes, stages, whether strided; 1 and head_dim, stages, levels, passes, rotary channels,
-    levels at a time; 2 and head_dim, codes, flips, hidden units of a network. Of ROPE channels the rotation is taken back.
+    levels at a time; 2 and head_dim, codes, flips, hidden units of a network; 3 and head_dim, vector, codes, whether strided,
+    how scales are fitted, whether a mean is taken off, codes at a time, whether there are maps; 4 and head_dim, bits, channels
+    that are rotated together. Of ROPE channels RoPE's rotation is taken back.
     """
     D: tl.constexpr = FORM[1]
-    PARTS: tl.constexpr = FORM[1] // FORM[2] if FORM[0] == 0 else 2  # programs that share a unit
+    # programs that share a unit
+    PARTS: tl.constexpr = FORM[1] // FORM[2] if FORM[0] == 0 else 1 if FORM[0] > 2 else 2
     UNITS: tl.constexpr = 4  # of a page
+    append_step(appended, query_start, seqs, heads, D, H, WINDOW_BLOCK)
     zero = tl.full([], 0, tl.int64)
     pages = tl.load(closes_ptr + seqs)
     for task in tl.range(tl.program_id(0), pages * heads * (UNITS * PARTS), tl.num_programs(0), disable_licm=True):
@@ -38,7 +47,7 @@ def close_kernel(
         seq = tl.load(close_list + 2 * entry).to(tl.int64)
         number = tl.load(close_list + 2 * entry + 1)
         before = tl.load(before_ptr + seq)
-        first, last = _closing(before, tl.load(seq_lens + seq), BLOCK, 0)
+        first, last = _closing(before, tl.load(seq_lens + seq), BLOCK, SEEN)
         position = number * PAGE + unit * 32
         if (position >= first) & (position < last):
             page = tl.load(table + seq * table_step + number).to(tl.int64)
@@ -70,6 +79,26 @@ def close_kernel(
                     source, position, (frequencies, factor), of_head, (place, sizes), part, own,
                     D, STAGES, LEVELS, FORM[4], FORM[5], ROPE, 3, FORM[6],
                 )  # fmt: skip
+            elif FORM[0] == 3:
+                GROUPS: tl.constexpr = D // FORM[2]
+                before_head = head * (GROUPS * FORM[3])  # codes of the heads before
+                of_groups = (
+                    tables[0] + before_head * SLOTS,
+                    tables[1] + before_head,
+                    tables[2] + before_head * FORM[2],
+                    tables[3] + before_head,
+                )
+                group_tile(
+                    source, position, (frequencies, factor), of_groups, tables[4] + head * D,
+                    (tables[5] + head * D, tables[6] + head * (D * D)), (to + unit * (32 * GROUPS), sizes),
+                    scratch + tl.program_id(0) * (32 * D),
+                    D, FORM[2], FORM[3], FORM[4], FORM[5], FORM[6], FORM[7], FORM[8], ROPE, 3,
+                )  # fmt: skip
+            elif FORM[0] == 4:
+                # scale and zero-point of each of a unit's tokens
+                rotated_tile(
+                    source, tables[0], to + unit * (4 * D * FORM[2]), sizes + unit * 32, D, FORM[2], FORM[3], 3
+                )
             else:
                 CODES: tl.constexpr = FORM[2]
                 HIDDEN: tl.constexpr = FORM[4]
@@ -96,20 +125,3 @@ def close_kernel(
                 binary_tile(
                     source, of_encoder + of_flips, (to + unit * (2 * CODES),), part, D, CODES, FORM[3], HIDDEN, 3
                 )
-
-
-@triton.jit
-def append_kernel(
-    key, k_token, k_head, value, v_token, v_head,
-    window_k, wk_block, wk_place, wk_head, window_v, wv_block, wv_place, wv_head,
-    query_start, slots, seqs, heads,
-    D: tl.constexpr, H: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A step's tokens to the windows; any number of programs."""
-    zero = tl.full([], 0, tl.int64)
-    for token in range(tl.program_id(0), tl.load(query_start + seqs), tl.num_programs(0)):
-        slot = tl.load(slots + token)
-        if slot >= 0:
-            to_keys, to_values = (window_k, wk_block, wk_place, wk_head), (window_v, wv_block, wv_place, wv_head)
-            _append((key, k_token, k_head), to_keys, zero + token, slot, heads, D, H, WINDOW_BLOCK)
-            _append((value, v_token, v_head), to_values, zero + token, slot, heads, D, H, WINDOW_BLOCK)

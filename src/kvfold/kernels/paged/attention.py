@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from kvfold.formats import Fields, Format, Paged
+from kvfold.formats import Fields, Format, Paged, Projected
 from kvfold.formats.codebook import BinaryCodes, ValueRows
 from kvfold.kernels import blocks
 from kvfold.kernels.gluon import tables_of
@@ -69,7 +69,25 @@ def serving(key_format: Format, value_format: Format, rope: Rope | None, rows: i
 
 def unsupported(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
     """Why the plain kernel cannot read these formats in pages; None if it can."""
-    return blocks.unsupported(key_format, value_format, pre_rope, any_order=not pre_rope)
+    return blocks.unsupported(_under(key_format), value_format, pre_rope, any_order=not pre_rope)
+
+
+def _under(key_format: Format) -> Format:
+    """What holds the codes of keys: a learned map before it is the queries' affair."""
+    return key_format.inner if isinstance(key_format, Projected) else key_format
+
+
+def _mapped(call: PagedCall, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries as packed keys meet them, [tokens, num_heads, head_dim], and what is added to their scores, float32 [tokens,
+    num_heads]; None: nothing."""
+    if not isinstance(call.key_format, Projected):
+        return query, None
+    assert call.key_format.maps is not None
+    grouped = query.unflatten(1, (call.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)[None]
+    mapped, bias = call.key_format.maps.on(query.device).queries(grouped)
+    tokens = len(query)
+    mapped, bias = (x[0].unflatten(1, (tokens, -1)).transpose(0, 1).flatten(1, 2).contiguous() for x in (mapped, bias))
+    return mapped, bias
 
 
 def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Tensor:
@@ -190,14 +208,15 @@ def _raw(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) 
 
 def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace, out: torch.Tensor) -> None:
     """Write the parts of all pieces of packed tokens."""
-    step, heads = call.step, call.num_kv_heads
+    step, heads, key_format = call.step, call.num_kv_heads, _under(call.key_format)
+    query, bias = _mapped(call, query)
     rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
-    readers = blocks.readers_of(call.key_format, call.value_format, rotary)
+    readers = blocks.readers_of(key_format, call.value_format, rotary)
     most = blocks.resident(readers)
-    plan = _plan(call.key_format, readers, step.seqs * heads, rows, workspace.processors)
-    fixed = blocks.constants(call.key_format, call.value_format, plan, rotary)
+    plan = _plan(key_format, readers, step.seqs * heads, rows, workspace.processors)
+    fixed = blocks.constants(key_format, call.value_format, plan, rotary, bias is not None)
     nothing, device = workspace.top, query.device
-    sides = ((call.key_format, call.keys), (call.value_format, call.values))
+    sides = ((key_format, call.keys), (call.value_format, call.values))
     arguments: list[Any] = []
     for i, ((form, fields), reader) in enumerate(zip(sides, readers, strict=True)):
         stored = reader.fields(fields)
@@ -223,6 +242,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
     pieces_kernel[(programs,)](
         query,
         *query.stride()[:2],
+        nothing if bias is None else bias,
         workspace.items,
         workspace.item_list,
         step.table,
@@ -247,16 +267,22 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
 
 def ready(key_format: Format, value_format: Format, rope: Rope | None, device: torch.device) -> None:
     """Make the tables that :func:`pieces` reads, for any number of query rows."""
-    if why_not(key_format, value_format, rope is not None, device) or rope is None:
+    if why_not(key_format, value_format, rope is not None, device):
+        return
+    if choose(key_format, value_format, rope is not None, device) is not pieces:
         return
     if device.type == "cuda":
         from kvfold.kernels.paged import tables
 
         tables.ready(key_format, value_format, rope, device)
-    rotary = 2 * rope.inv_freq.numel()
-    readers = blocks.readers_of(key_format, value_format, rotary)
+    rotary = 0 if rope is None else 2 * rope.inv_freq.numel()
+    readers = blocks.readers_of(_under(key_format), value_format, rotary)
     for reader in readers:
         reader.tables(device)
+    if isinstance(key_format, Projected) and key_format.maps is not None:
+        key_format.maps.on(device)
+    if rope is None:
+        return
     for rows in (8, 16, 32):
         plan = _plan(key_format, readers, 1, rows, 1)
         fixed = blocks.constants(key_format, value_format, plan, rotary)

@@ -329,6 +329,12 @@ class PagedCall:
     def num_kv_heads(self) -> int:
         return int(self.window_keys.shape[2])
 
+    def side(self, is_key: bool) -> tuple[Format, Fields, torch.Tensor]:
+        """Format, pages and windows of keys or of values."""
+        if is_key:
+            return self.key_format, self.keys, self.window_keys
+        return self.value_format, self.values, self.window_values
+
     @property
     def seen(self) -> int:
         """Tokens of a page that must be there before its first block is closed."""

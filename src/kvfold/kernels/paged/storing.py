@@ -1,4 +1,6 @@
-"""Storing a step by one kernel a layer, where kernels encode the formats."""
+"""Storing a step by kernels: one a layer where both sides' blocks are encoded together, else one for each side."""
+
+from typing import Any
 
 import torch
 import triton
@@ -8,7 +10,7 @@ from kvfold.kernels.encode import unsupported as affine_unsupported
 from kvfold.kernels.encode_pages import Side, _norm_table, addressed, constants, side
 from kvfold.kernels.encode_pages import unsupported as pages_unsupported
 from kvfold.kernels.paged import books
-from kvfold.kernels.paged._store import store_kernel
+from kvfold.kernels.paged._store import close_pages_kernel, store_kernel
 from kvfold.kernels.paged.call import Following, PagedCall
 from kvfold.kernels.paged.follow import follow
 from kvfold.kernels.paged.follow import unsupported as follow_unsupported
@@ -26,10 +28,8 @@ def unsupported(key_format: Format, value_format: Format, width: int | None = No
     width : int or None
         Channels of a slice of SQuat's update, if there is one.
     """
-    if books.serves(key_format, value_format):
-        return books.unsupported(key_format, value_format)
     for name, form in (("keys", key_format), ("values", value_format)):
-        if why := pages_unsupported(form):
+        if why := books.unsupported(form) if books.serves(form) else pages_unsupported(form):
             return f"{name}: {why}"
     if width is not None:
         if not isinstance(key_format, AffineGroups):
@@ -41,16 +41,85 @@ def unsupported(key_format: Format, value_format: Format, width: int | None = No
 
 def store(call: PagedCall, workspace: Workspace) -> None:
     """See :func:`kvfold.kernels.paged.store`; the step was prepared."""
-    step, dim = call.step, call.window_keys.shape[3]
     width = width_of(call)
     if why := unsupported(call.key_format, call.value_format, width):
         raise ValueError(f"store: {why}")
-    assert call.new_keys is not None and call.new_values is not None
-    if books.serves(call.key_format, call.value_format):
-        books.store(call, _new(call, workspace), workspace)
-        return
-    k, v = side(call.key_format), side(call.value_format)
     new = _new(call, workspace)
+    if not (books.serves(call.key_format) or books.serves(call.value_format)):
+        _store_together(call, new, width, workspace)
+        return
+    windows = call.window_keys, call.window_values
+    appended = (
+        *(x for t in new for x in (t, *t.stride()[:2])),
+        *(x for window in windows for x in (window, *window.stride()[:3])),
+        workspace.slots,
+    )
+    for is_key, form in ((True, call.key_format), (False, call.value_format)):
+        lanes = triton.next_power_of_2(call.num_kv_heads) if is_key else 0  # the first launch writes to the windows
+        if books.serves(form):
+            books.close(call, is_key, new[not is_key], appended, lanes, workspace)
+        else:
+            _close_pages(call, is_key, new[not is_key], width if is_key else None, appended, lanes, workspace)
+
+
+def _close_pages(
+    call: PagedCall,
+    is_key: bool,
+    new: torch.Tensor,
+    width: int | None,
+    appended: tuple[Any, ...],
+    lanes: int,
+    workspace: Workspace,
+) -> None:
+    """The blocks of keys or of values that the step completes, into their pages; see :func:`books.close`."""
+    step, (form, fields, window) = call.step, call.side(is_key)
+    of = side(form)
+    stored = addressed(of, fields)
+    update, update_step = _update(call, workspace) if is_key else (workspace.updates, 0)
+    warps = max(of.warps, 1 if width is None else _cut_warps(of))
+    close_pages_kernel[(RESIDENT * workspace.processors,)](
+        new,
+        *new.stride()[:2],
+        window,
+        *window.stride()[:3],
+        *closing_arguments(step, workspace),
+        stored,
+        _steps(stored),
+        constants(form, stored[1]),
+        _norm_table(new.device),
+        update,
+        update_step,
+        appended,
+        step.seqs,
+        call.num_kv_heads,
+        step.sink,
+        D=window.shape[3],
+        H=lanes,
+        FORM=of.form,
+        VALUE=not is_key,
+        BLOCK=step.block,
+        WINDOW_BLOCK=step.window_block,
+        SEEN=call.seen,
+        WIDTH=width or 0,
+        WARPS=warps,
+        **options(warps),
+    )
+
+
+def options(warps: int) -> dict[str, Any]:
+    """How kernels are compiled that make pages with so many warps: two programs of eight fit at a time, without spills."""
+    return {
+        "num_warps": warps,
+        "maxnreg": 128 if warps > 4 else None,
+        "num_stages": 1,
+        "enable_fp_fusion": False,
+    }
+
+
+def _store_together(call: PagedCall, new: list[torch.Tensor], width: int | None, workspace: Workspace) -> None:
+    """Both sides, and the windows, by one kernel."""
+    step, dim = call.step, call.window_keys.shape[3]
+    k, v = side(call.key_format), side(call.value_format)
     update, update_step = _update(call, workspace)
     k_stored, v_stored = addressed(k, call.keys), addressed(v, call.values)
     warps = max(k.warps, v.warps, 1 if width is None else _cut_warps(k))
@@ -86,10 +155,7 @@ def store(call: PagedCall, workspace: Workspace) -> None:
         SEEN=call.seen,
         WIDTH=width or 0,
         WARPS=warps,
-        num_warps=warps,
-        maxnreg=128 if warps > 4 else None,  # two programs of eight warps at a time, without spills
-        num_stages=1,
-        enable_fp_fusion=False,
+        **options(warps),
     )
 
 
