@@ -65,7 +65,7 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
         sums = kernel.attend_rows(
             base, lane, warp, zero, scalar(-(-blocks // 4)), scalar(blocks), stored, (zero, zero, zero), None, None,
             Pointer(at, np.float16, "fp16"), scalar(0, np.int64), zero, rows, scale * math.log2(math.e), None,
-            Pointer(k[4], np.float32), Pointer(v[3], np.float32), *(fixed[n] for n in NAMES),
+            Pointer(k[4], np.float32), Pointer(v[3], np.float32), *(fixed[n] for n in NAMES), (),
         )  # fmt: skip
         outputs = (Pointer(p, np.float32) for p in parts)
         kernel.finish_rows(base, lane, warp, *(sums[i] for i in (0, 1, 2)), signs, *outputs, slot, zero, rows, 128,

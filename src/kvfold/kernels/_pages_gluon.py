@@ -82,8 +82,8 @@ def attend_pages(
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
-    NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, K_WORDS: gl.constexpr = 0, V_WORDS: gl.constexpr = 0,
-    held=(),
+    NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr,
+    held,
 ):  # fmt: skip
     """Attention of ``8 NT`` query rows over pages ``lo`` to ``hi``, which the program's warps share; of ``blocks`` blocks the
     scores count. All warps are done with shared memory at the end.

@@ -80,8 +80,8 @@ def attend_rows(
     v_signs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
-    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr, K_WORDS: gl.constexpr = 0,
-    V_WORDS: gl.constexpr = 0, held=(),
+    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr, K_WORDS: gl.constexpr,
+    V_WORDS: gl.constexpr, held,
 ):  # fmt: skip
     """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns: lanes (g, t) have the maximum
     of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`.

@@ -100,7 +100,7 @@ def fold_pieces_kernel(
             top, out, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps,
                 q_ptr, row0, column0, rows, scale * LOG2E, varlen, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, K_WORDS, V_WORDS,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, K_WORDS, V_WORDS, (),
             )  # fmt: skip
             _prefetch_next(following, table, table_step, warp)
             finish_rows(base0, lane, warp, top, out, total, signs, *slots, D, V_BITS, V_MIX, V_WORDS)
@@ -108,7 +108,7 @@ def fold_pieces_kernel(
             top, out, total = attend_pages(
                 base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps,
                 q_ptr, row0, column0, rows, scale * LOG2E, varlen, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR, K_WORDS, V_WORDS,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR, K_WORDS, V_WORDS, (),
             )  # fmt: skip
             _prefetch_next(following, table, table_step, warp)
             side = ()

@@ -88,11 +88,12 @@ def close_kernel(
                     tables[2] + before_head * FORM[2],
                     tables[3] + before_head,
                 )
+                FIT: tl.constexpr = FORM[5]  # text in a tuple is no constant by itself
                 group_tile(
                     source, position, (frequencies, factor), of_groups, tables[4] + head * D,
                     (tables[5] + head * D, tables[6] + head * (D * D)), (to + unit * (32 * GROUPS), sizes),
                     scratch + tl.program_id(0) * (32 * D),
-                    D, FORM[2], FORM[3], FORM[4], FORM[5], FORM[6], FORM[7], FORM[8], ROPE, 3,
+                    D, FORM[2], FORM[3], FORM[4], FIT, FORM[6], FORM[7], FORM[8], ROPE, 3,
                 )  # fmt: skip
             elif FORM[0] == 4:
                 # scale and zero-point of each of a unit's tokens
