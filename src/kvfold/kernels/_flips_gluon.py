@@ -16,8 +16,9 @@ Of 32 tokens a warp has those whose bits are packed in the same words: lanes rea
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._stream import load_words4
 from kvfold.kernels._tables_gluon import _shuffled
-from kvfold.kernels._warp import as_float, as_int, load_global4, load_words4, mul_half2, unpack_half2
+from kvfold.kernels._warp import as_float, as_int, load_global4, mul_half2, unpack_half2
 
 FLIPPED = gl.constexpr(32768.0)
 """In place of a code's product with itself. Gains are below it; see :func:`kvfold.formats.codebook.bit_gains`."""

@@ -150,8 +150,10 @@ def page_place(stored, place, table, steps, number, id, NB: gl.constexpr):
 def fetch_page(
     base, lane, codes, scale, mean, norm, block, page, valid, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
     NORM: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr, SWAP: gl.constexpr = 0,
+    WHAT: gl.constexpr = 0,
 ):  # fmt: skip
-    """One side of a page, whose first block is number ``block``; blocks from number ``valid`` on become zeros.
+    """One side of a page, whose first block is number ``block``; blocks from number ``valid`` on become zeros. WHAT: 1, codes
+    and scales alone; 2, the page's statistics alone.
 
     SWAP, so that lanes use all banks where codes lie token by token: 1, tokens 4 and 5, and 6 and 7, of each eight change
     places, for lanes that read those of every other token; 2, so do halves of tokens 4 to 7, for lanes that read halves.
@@ -167,12 +169,13 @@ def fetch_page(
         EACH: gl.constexpr = CODE // 512  # of 16 bytes, of a token
         token = lane // EACH
         here = base + ((token ^ (token // 4 % 2)) * EACH + lane % EACH) * 16
-    _fetch(here, codes + at * CODE + lane * 16, lane, valid, TO, CODE, NB, 32)
-    _fetch(to, scale + at * 64 + lane * 16, lane, valid, SCALE, 64, NB, 32)
+    if WHAT != 2:
+        _fetch(here, codes + at * CODE + lane * 16, lane, valid, TO, CODE, NB, 32)
+        _fetch(to, scale + at * 64 + lane * 16, lane, valid, SCALE, 64, NB, 32)
     at = page.to(gl.int64)
-    if MEAN:
+    if MEAN and WHAT != 1:
         _fetch(to, mean + at * (2 * D) + lane * 16, lane, valid, TO + mean_at(D, BITS, NB), 2 * D, 1, 32)
-    if NORM:
+    if NORM and WHAT != 1:
         _fetch(to, norm + at * D + lane * 16, lane, valid, TO + norm_at(D, BITS, NB, MEAN), D, 1, 32)
 
 

@@ -4,18 +4,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._warp import (
-    as_float,
-    as_int,
-    copy_async,
-    load_word,
-    load_words2,
-    load_words4,
-    pack_half2,
-    shuffle_xor,
-    store_shared1,
-    store_shared4,
-)
+from kvfold.kernels._stream import load_word, load_words2, load_words4
+from kvfold.kernels._warp import as_float, as_int, copy_async, pack_half2, shuffle_xor, store_shared1, store_shared4
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from kvfold.kernels._affine_codes import _field, _main, _operand, code_bytes
 from kvfold.kernels._fragment_codes import LEVELS, UNIFORM, level_operands, masked_words
 from kvfold.kernels._fragment_lookup import fma_half2
 from kvfold.kernels._registers import _item, _replace, _zero4
+from kvfold.kernels._stream import load_word, load_words2, load_words4
 from kvfold.kernels._tables_gluon import _dynamic_base, _weighted_bytes, held_table, leave_table, reserved
 from kvfold.kernels._warp import (
     copy_async,
@@ -25,9 +26,6 @@ from kvfold.kernels._warp import (
     copy_wait_all,
     exp2_fast,
     load_shared,
-    load_word,
-    load_words2,
-    load_words4,
     mma,
     pack_half2,
     prefetch,

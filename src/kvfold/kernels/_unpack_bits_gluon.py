@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._registers import _replace, _zero4
+from kvfold.kernels._stream import load_words4
 from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels._turned_gluon import store_words4
 from kvfold.kernels._unpack_mixed_gluon import finite_half2
@@ -18,7 +19,6 @@ from kvfold.kernels._warp import (
     copy_wait_all,
     load_shared,
     load_shared4f,
-    load_words4,
     mma,
     pack_half2,
     prefetch,

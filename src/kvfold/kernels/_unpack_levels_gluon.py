@@ -15,6 +15,7 @@ from kvfold.kernels._fragment_codes import masked_words
 from kvfold.kernels._fragment_lookup import _replaced, _seen, load_outlier
 from kvfold.kernels._fragment_mixed import _store_short
 from kvfold.kernels._registers import ONES, _zero4
+from kvfold.kernels._stream import load_words4
 from kvfold.kernels._tables_gluon import _dynamic_base, fetch_turns, reserved
 from kvfold.kernels._turned_gluon import KIND_LEVELS, bounded_half2, load_half, operands, store_words4, transposed
 from kvfold.kernels._unpack_tables_gluon import FAR, TURNS, _turns_at, leave_turn
@@ -22,7 +23,6 @@ from kvfold.kernels._warp import (
     copy_commit,
     copy_wait_all,
     load_shared,
-    load_words4,
     mma,
     pack_half2,
     program_sync,

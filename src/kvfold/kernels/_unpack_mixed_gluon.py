@@ -13,14 +13,13 @@ from kvfold.kernels._affine_codes import _operand, code_bytes, weight
 from kvfold.kernels._fragment_lookup import fma_half2
 from kvfold.kernels._fragment_mixed import _ones_of
 from kvfold.kernels._registers import _item
+from kvfold.kernels._stream import load_word, load_words4
 from kvfold.kernels._tables_gluon import _dynamic_base, reserved
 from kvfold.kernels._turned_gluon import _half_pair, byte_number, store_words4, transposed
 from kvfold.kernels._warp import (
     exp2_fast,
     high_halves,
     load_shared,
-    load_word,
-    load_words4,
     low_halves,
     mul_half2,
     pack_half2,
