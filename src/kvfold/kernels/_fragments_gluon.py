@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
 from kvfold.kernels._fragment_ahead import bring_first
-from kvfold.kernels._fragment_codes import fetch_side, held_levels
+from kvfold.kernels._fragment_codes import bring_pages, fetch_side, held_levels
 from kvfold.kernels._fragment_layout import _lift, _lightened, column_share, layout, matrix_bytes, shared_bytes
 from kvfold.kernels._fragment_levels import attend_levels, finish_levels
 from kvfold.kernels._fragment_lookup import (
@@ -46,7 +46,7 @@ from kvfold.kernels._fragment_queries import (
     sum_operands,
 )
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
-from kvfold.kernels._fragment_signs import attend_signs, bring_matrix, bring_signs
+from kvfold.kernels._fragment_signs import attend_signs, bring_matrix
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
 from kvfold.kernels._mixed_bytes import attend_mixed
 from kvfold.kernels._page_codes import weight
@@ -258,9 +258,9 @@ def fragments_kernel(
         if WIDE:
             lo = pages * split // splits
             hi = pages * (split + 1) // splits
-            bring_signs(
-                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored[:2]), head * capacity, head * k_pages, D, K,
-                K_WIDTH, V, PLACES, NB, PER, PAIR, True,
+            bring_pages(
+                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
+                (head * k_pages, head * v_pages), D, K, K_WIDTH, V, PLACES, NB, PER, PAIR, True,
             )  # fmt: skip
         else:
             lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
@@ -279,13 +279,13 @@ def fragments_kernel(
         if len(LEVELS) > 0:
             best, sums, total = attend_levels(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
-                (head * k_pages, head * v_pages), k_lane, far, up[0], D, K, V, LEVELS, PLACES, NB,
+                (head * k_pages, head * v_pages), k_lane, far, up[0], D, K, V, LEVELS, PLACES, NB, WIDE,
             )  # fmt: skip
             program_sync(lane)
             slot0 = head.to(gl.int64) * parts + (part0 + split)
             finish_levels(
                 base0, lane, warp, best, sums, total, v_table.to(gl.int64) + lane * 16, part_out, part_top, part_sum, slot0,
-                column0, rows, D, K_BITS, LEVELS[3], V_MEAN, MEANS, STAGE,
+                column0, rows, D, K_BITS, LEVELS[3], V_MEAN, MEANS, STAGE, MATRIX,
             )  # fmt: skip
         elif K_KIND == 4:
             best, sums, total = attend_mixed(
@@ -306,7 +306,7 @@ def fragments_kernel(
             )
         else:
             best, out, side = attend_signs(
-                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored[:2]),
+                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored),
                 head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR, WIDE,
             )  # fmt: skip
             program_sync(lane)

@@ -247,7 +247,7 @@ def _table(
         return None
     matrix = of.basis.restore(torch.eye(of.width, dtype=torch.float32, device=device)) * of.table_scale
     if wide:
-        return settled(wide_tiles(matrix))
+        return settled(wide_tiles(matrix, of.constants[1]))
     if back:
         matrix = matrix.T
     elif of.constants[0] == UNIFORM and not even:  # codes of a tile count 2^k times
@@ -382,7 +382,7 @@ def make_plan(
     resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
     jobs = batch_heads * columns
     levels = narrow and (mixed or bool(linear_levels(key_format, value_format)))
-    if warpgroups and narrow and not levels and not full and (plan := wide_plan(blocks, jobs, pages, processors)):
+    if warpgroups and narrow and not mixed and not full and (plan := wide_plan(blocks, jobs, pages, processors)):
         return plan
     least = min(1.0, (8 if mixed else 9) / (resident * warps))
 
