@@ -42,6 +42,7 @@ MODULES = (
     "_fragment_mixed",
     "_fragment_layout",
     "_fragment_queries",
+    "_fragment_ahead",
     "_fragment_wide",
     "_fragment_levels",
     "_level_bytes",

@@ -239,7 +239,10 @@ def test_four_warps_that_multiply_levels_together_compile_without_spills(bits, r
     assert report.instructions["HGMMA"] == 8 * 2 and report.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("batch_heads, capacity", [(8, 4096), (16, 4096), (8, 2048), (4, 8192), (32, 4096), (7, 4096)])
+@pytest.mark.parametrize(
+    "batch_heads, capacity",
+    [(8, 4096), (16, 4096), (8, 2048), (4, 8192), (32, 4096), (7, 4096), (8, 1024)],
+)
 def test_programs_with_a_matrix_each_run_at_once(batch_heads, capacity):
     plan = fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, 132, True)
     assert plan.wide and plan.dense_splits == 1
@@ -250,8 +253,18 @@ def test_programs_with_a_matrix_each_run_at_once(batch_heads, capacity):
     assert not fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, 132).wide
 
 
-@pytest.mark.parametrize("batch_heads, rows, capacity", [(8, 4, 1024), (8, 8, 4096), (128, 4, 4096), (20, 4, 512)])
-def test_few_pages_or_many_heads_have_programs_without_a_matrix(batch_heads, rows, capacity):
+@pytest.mark.parametrize(
+    "batch_heads, capacity, splits", [(128, 1024, 1), (64, 1024, 2), (256, 1024, 1), (66, 2048, 2)]
+)
+@pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])
+def test_programs_of_many_heads_attend_to_their_windows_themselves(method, batch_heads, capacity, splits):
+    plan = fragments.make_plan(*formats(method), batch_heads, 4, capacity, 160, 132, True)
+    assert plan.wide and (plan.splits, plan.dense_splits, plan.window_heads) == (splits, 0, 0)
+    assert fragments.parts(plan) == 2 * splits
+
+
+@pytest.mark.parametrize("batch_heads, rows, capacity", [(8, 4, 512), (8, 8, 4096), (160, 4, 1024), (20, 4, 256)])
+def test_few_pages_and_multiprocessors_that_would_be_idle_have_programs_without_a_matrix(batch_heads, rows, capacity):
     one, other = (
         fragments.make_plan(*formats(), batch_heads, rows, capacity, 160, 132, wide) for wide in (False, True)
     )

@@ -36,6 +36,7 @@ from kvfold.kernels._warp import (
     load_shared4f,
     mma,
     pack_half2,
+    prefetch_bulk,
     program_sync,
     shuffle,
     shuffle_xor,
@@ -167,7 +168,7 @@ def _joined(side, row):
 @gluon.jit
 def attend_levels(
     base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, table, far, up, D: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, LEVELS: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, WIDE: gl.constexpr = False,
+    V: gl.constexpr, LEVELS: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, WIDE: gl.constexpr = False, soon=(),
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count; see :func:`finish_levels`.
@@ -177,6 +178,7 @@ def attend_levels(
     shared memory, as :func:`kvfold.kernels._fragment_signs.attend_signs` has it. ``far``: of the queries as operands, row h in
     columns 2h and 2h + 1; ``up``: what turns their products into scores. LEVELS: bend and unit of keys, and of values
     (:func:`kvfold.kernels.fragments.linear_levels`), and of eight levels the bytes.
+    ``soon``: what comes to L2 with the last page, as :func:`kvfold.kernels._fragment_ahead.windows_at` has it, or nothing.
     Returns maxima of row t, sums of values (channels g and g + 8 of each tile) and of probabilities.
     """
     W: gl.constexpr = gl.num_warps()
@@ -233,6 +235,9 @@ def attend_levels(
                     copy_wait_1(lane)
                 turn_pages(base, scratch, far, table, base + PLACES[6], lane, D, D, BITS, K_BEND, K_AT[3])
                 now = turned_page(base + PLACES[6], scratch, lane, 0, D, BITS, BITS == 2)
+        if len(soon) > 0:
+            if i == each - 1:
+                prefetch_bulk(soon[0], soon[1], soon[2])
         copy_wait_1(lane)  # keys of this page
         if not WIDE:
             if i % 2 == 0:

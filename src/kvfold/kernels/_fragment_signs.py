@@ -29,6 +29,7 @@ from kvfold.kernels._warp import (
     mma,
     pack_half2,
     prefetch,
+    prefetch_bulk,
     reciprocal,
     shuffle,
     shuffle_xor,
@@ -166,7 +167,7 @@ def _rescale_rows(accs, factor):
 def attend_signs(
     base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, D: gl.constexpr, K: gl.constexpr,
     WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, LIFT: gl.constexpr,
-    PAGES: gl.constexpr = 2, WIDE: gl.constexpr = False,
+    PAGES: gl.constexpr = 2, WIDE: gl.constexpr = False, soon=(),
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count. PER stages of NB blocks are a page.
@@ -175,7 +176,9 @@ def attend_signs(
     ``page0``: where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1;
     ``up``: what turns their products into scores; PAGES, 2 or 4, go through the matrix at once. ``table``: a lane's address of
     the matrix, or (WIDE) where tiles of it begin in shared memory, all of which all warps see; :func:`bring_pages` has begun,
-    norms apart, and norms have come. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
+    norms apart, and norms have come. ``soon``: what comes to L2 with the last stage, as
+    :func:`kvfold.kernels._fragment_ahead.windows_at` has it, or nothing. Returns the maxima of row t, sums of values and of
+    probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -221,6 +224,9 @@ def attend_signs(
                     copy_wait_1(lane)
                 turn_pages(base, scratch, far, table, base + PLACES[6], lane, D, WIDTH, 1, 0.0, K_AT[3])
                 now = turned_page(base + PLACES[6], scratch, lane, 0, WIDTH, 1)
+        if len(soon) > 0:
+            if ahead == each * PER:
+                prefetch_bulk(soon[0], soon[1], soon[2])
         copy_wait_1(lane)  # keys of this stage
         if PAGES == 2:
             if i % (2 * PER) == 0:

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
-from kvfold.kernels._fragment_ahead import bring_first
+from kvfold.kernels._fragment_ahead import bring_first, windows_at
 from kvfold.kernels._fragment_codes import bring_pages, fetch_side, held_levels
 from kvfold.kernels._fragment_layout import _lift, _lightened, column_share, layout, matrix_bytes, shared_bytes
 from kvfold.kernels._fragment_levels import attend_levels, finish_levels
@@ -158,9 +158,10 @@ def fragments_kernel(
 
     Grid: (batch * heads * columns, splits + dense_splits); a split writes PAIR parts, of even and of odd pages, or (BYTES,
     products of bytes: see :func:`kvfold.kernels._fragment_signs.attend_signs`, and :mod:`kvfold.kernels._fragment_levels` where
-    there are LEVELS) one. PER stages
-    of NB blocks of 32 tokens are a page. ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its
-    pages. K and V: (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level table, rank).
+    there are LEVELS) one. Windows are attended to by the programs after splits, each those of up to SHARE heads; or, SHARE 0,
+    each split attends to a part of its head's, after its pages, and writes one more. PER stages of NB blocks of 32 tokens are a
+    page. ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. K and V: (kind, bits, mode,
+    group, mean, norm, through a matrix, factor of codes, level table, rank).
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -226,17 +227,17 @@ def fragments_kernel(
     packed_len = gl.load(packed_len_ptr + batch)
     row0 = head.to(gl.int64) * rows
 
+    dense = (sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64))
+    lens = (sink_len_ptr, recent_len_ptr)
+    to = (part_out, part_top, part_sum)
     if split >= splits:
-        dense = (sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64))
-        lens = (sink_len_ptr, recent_len_ptr)
-        to = (part_out, part_top, part_sum)
         at = part0 + (PARTS - 1) * splits + split
         if SHARE == 1:
             attend_windows(
                 base0, lane, warp, split - splits, dense_splits, head, batch, column0, rows, tokens, q_ptr, dense, sinks, slots,
                 packed_len, lens, scale, to, at, parts, D, BF16, LIFT,
             )  # fmt: skip
-        else:
+        elif SHARE > 1:
             jobs = gl.num_programs(0)
             step = (jobs + SHARE - 1) // SHARE
             own = gl.program_id(0)
@@ -273,13 +274,16 @@ def fragments_kernel(
             copy_wait_2(lane)  # the matrix, and norms
             show_copies(lane)
         program_sync(lane)
+        soon = ()
+        if SHARE == 0:
+            soon = windows_at(lane, warp + split, head, dense, sinks, slots, D)
         k_lane = k_table.to(gl.int64) + lane * 16
         if WIDE:
             k_lane = base0 - MATRIX
         if len(LEVELS) > 0:
             best, sums, total = attend_levels(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
-                (head * k_pages, head * v_pages), k_lane, far, up[0], D, K, V, LEVELS, PLACES, NB, WIDE,
+                (head * k_pages, head * v_pages), k_lane, far, up[0], D, K, V, LEVELS, PLACES, NB, WIDE, soon,
             )  # fmt: skip
             program_sync(lane)
             slot0 = head.to(gl.int64) * parts + (part0 + split)
@@ -308,6 +312,7 @@ def fragments_kernel(
             best, out, side = attend_signs(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored),
                 head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR, WIDE,
+                soon,
             )  # fmt: skip
             program_sync(lane)
             slot0 = head.to(gl.int64) * parts + (part0 + split)
@@ -317,6 +322,12 @@ def fragments_kernel(
             finish_rows(
                 base0, lane, warp, best - LIFT, sums, side[0][2], lane, part_out, part_top, part_sum, slot0, column0, rows, D,
                 0, 1,
+            )  # fmt: skip
+        if SHARE == 0:
+            program_sync(lane)
+            attend_windows(
+                base0, lane, warp, split, splits, head, batch, column0, rows, tokens, q_ptr, dense, sinks, slots, packed_len,
+                lens, scale, to, part0 + splits + split, parts, D, BF16, LIFT,
             )  # fmt: skip
     else:
         # pages of this split, then of this warp: contiguous, so that every warp streams

@@ -65,3 +65,15 @@ def wide_tiles(matrix: torch.Tensor, bits: int) -> torch.Tensor:
     lines = blocks.reshape(-1, 64, 2, 8, 8).transpose(1, 2)  # [tile, part, row, place, 8]
     row, place = torch.arange(64, device=matrix.device)[:, None], torch.arange(8, device=matrix.device)
     return lines[:, :, row, place ^ row % 8].flatten(-2).contiguous()
+
+
+@lru_cache
+def whole_levels(levels: tuple[float, ...]) -> tuple[float, tuple[int, int]] | None:
+    """Unit in which eight levels are whole numbers of seven bits and a sign, and these as bytes of two words; None without."""
+    for most in range(127, 7, -1):
+        unit = levels[-1] / most
+        if all(abs(x / unit - round(x / unit)) < 1e-6 for x in levels):
+            bytes_ = torch.tensor([round(x / unit) for x in levels], dtype=torch.int8, device="cpu")
+            low, high = bytes_.view(torch.int32).tolist()
+            return unit, (low, high)
+    return None
