@@ -263,6 +263,14 @@ def test_programs_of_many_heads_attend_to_their_windows_themselves(method, batch
     assert fragments.parts(plan) == 2 * splits
 
 
+@pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])
+def test_programs_that_attend_to_their_windows_compile_without_spills(method):
+    plan = fragments.make_plan(*formats(method), 128, 4, 1024, 160, 132, True)
+    report = aot.compile_fragments(*formats(method), plan=plan)
+    assert plan.window_heads == 0 and report.spills_in_loop == 0
+    assert report.registers <= 255 and report.loop <= 2040  # which fit the instruction cache
+
+
 @pytest.mark.parametrize("batch_heads, rows, capacity", [(8, 4, 512), (8, 8, 4096), (160, 4, 1024), (20, 4, 256)])
 def test_few_pages_and_multiprocessors_that_would_be_idle_have_programs_without_a_matrix(batch_heads, rows, capacity):
     one, other = (

@@ -58,6 +58,7 @@ METHODS = pytest.mark.parametrize("method", ["qjl", "turboquant", "turboquant:bi
         ({"context": 160 + 7 * 32, "num_heads": 6, "num_kv_heads": 2, "batch": 2}, 2, 4),
         ({"context": 160 + 19 * 32, "num_heads": 6, "num_kv_heads": 2, "batch": 2}, 1, 0),
         ({"context": 160 + 33 * 32, "num_heads": 4, "num_kv_heads": 1}, 3, 0),
+        ({"context": 160 + 9 * 32, "num_heads": 4, "num_kv_heads": 2, "query_tokens": 2}, 1, 0),
     ],
     ids=str,
 )
