@@ -103,7 +103,7 @@ def error(
         elif levels:
             best, sums, side = kernel.attend_levels(
                 base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), matrix, lane * 8 + far, up[0],
-                128, k.constants, v.constants, levels, places, stage, wide,
+                (), 128, k.constants, v.constants, levels, places, stage, wide,
             )  # fmt: skip
             machine.program_sync(lane)
             kernel.finish_levels(
@@ -113,7 +113,7 @@ def error(
         else:
             best, out, side = kernel.attend_signs(
                 base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, matrix,
-                lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
+                lane * 8 + far, up[0], (), 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
                 at_once, wide,
             )  # fmt: skip
             machine.program_sync(lane)

@@ -167,8 +167,8 @@ def _joined(side, row):
 
 @gluon.jit
 def attend_levels(
-    base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, table, far, up, D: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, LEVELS: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, WIDE: gl.constexpr = False, soon=(),
+    base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, table, far, up, soon, D: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, LEVELS: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, WIDE: gl.constexpr = False,
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count; see :func:`finish_levels`.

@@ -165,9 +165,9 @@ def _rescale_rows(accs, factor):
 
 @gluon.jit
 def attend_signs(
-    base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, D: gl.constexpr, K: gl.constexpr,
-    WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, LIFT: gl.constexpr,
-    PAGES: gl.constexpr = 2, WIDE: gl.constexpr = False, soon=(),
+    base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, soon, D: gl.constexpr,
+    K: gl.constexpr, WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr,
+    LIFT: gl.constexpr, PAGES: gl.constexpr = 2, WIDE: gl.constexpr = False,
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count. PER stages of NB blocks are a page.

@@ -283,7 +283,7 @@ def fragments_kernel(
         if len(LEVELS) > 0:
             best, sums, total = attend_levels(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
-                (head * k_pages, head * v_pages), k_lane, far, up[0], D, K, V, LEVELS, PLACES, NB, WIDE, soon,
+                (head * k_pages, head * v_pages), k_lane, far, up[0], soon, D, K, V, LEVELS, PLACES, NB, WIDE,
             )  # fmt: skip
             program_sync(lane)
             slot0 = head.to(gl.int64) * parts + (part0 + split)
@@ -311,8 +311,8 @@ def fragments_kernel(
         else:
             best, out, side = attend_signs(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored),
-                head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR, WIDE,
-                soon,
+                head * capacity, head * k_pages, k_lane, far, up[0], soon, D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR,
+                WIDE,
             )  # fmt: skip
             program_sync(lane)
             slot0 = head.to(gl.int64) * parts + (part0 + split)
