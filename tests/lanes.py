@@ -42,7 +42,10 @@ MODULES = (
     "_fragment_mixed",
     "_fragment_layout",
     "_fragment_queries",
+    "_fragment_ahead",
     "_fragment_wide",
+    "_fragment_levels",
+    "_level_bytes",
     "_fragment_signs",
     "_fragments_gluon",
     "_turned_gluon",
@@ -147,6 +150,12 @@ def unsigned(x):
 
 def signed(x):
     return ((x + (WORD >> 1)) % WORD - (WORD >> 1)).to(torch.int32)
+
+
+def chosen_bytes(a, b, selector):
+    """PRMT of two words by the lower three bits of four nibbles."""
+    both = unsigned(b) << 32 | unsigned(a)
+    return signed(sum((both >> 8 * (selector.long() >> 4 * i & 7) & 255) << 8 * i for i in range(4)))
 
 
 def permuted(x, selector):
@@ -393,12 +402,8 @@ class Program:
             "start_wide": lambda words, tile: self.mma_wide((torch.zeros(32 * self.warps),) * 32, words, tile),
             "wait_wide": lambda sums, _: sums, "sqrt_fast": torch.sqrt, "reciprocal": torch.reciprocal,
             "shuffle": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),
-            "either_bytes": lambda a, b, which: signed(
-                sum(
-                    (((unsigned(b) << 32) | unsigned(a)) >> 8 * (int(which, 16) >> 4 * i & 7) & 255) << 8 * i
-                    for i in range(4)
-                )
-            ),
+            "either_bytes": lambda a, b, which: chosen_bytes(a, b, torch.tensor(int(which, 16))),
+            "look_up": chosen_bytes, "_halves_of": chosen_bytes,
             "load_fragment": self.load_words4,
             "transpose8": self.transpose8,
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
@@ -419,12 +424,6 @@ class Program:
             "high_halves": of_word(lambda a, b: torch.stack((a[..., 1], b[..., 1]), -1)),
             "unpack_half2": lambda x: tuple(halves(x).float().unbind(-1)),
             "_funnel": funnel, "_turn": self.turn, "_byte_twice": lambda x, i: permuted(x, 0x4040 | i | i << 8),
-            "_halves_of": lambda a, b, selector: signed(
-                sum(
-                    (((unsigned(b) << 32) | unsigned(a)) >> 8 * (selector.long() >> 4 * i & 7) & 255) << 8 * i
-                    for i in range(4)
-                )
-            ),
             "_shuffled": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),
             "_weighted_bytes": lambda x, weight, more: more + sum(
                 (x >> 8 * i & 255) * (weight >> 8 * i & 255) for i in range(4)

@@ -55,7 +55,8 @@ def error(
     kernel, zero, far = on_cpu(_fragments_gluon, machine), scalar(0), 3 << 15
     base = scalar(1 << 16 if wide else 0)
     mixed = method.startswith("zipcache")
-    pages_at_once = 1 if mixed else 2 if fragments.linear_levels(*forms) else at_once
+    levels = fragments.linear_levels(*forms)
+    pages_at_once = 1 if mixed else at_once if wide or not levels else 2
     places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, pages_at_once, stage, True, wide)
     if wide:
         far = (1 << 16) + warps * places[5]
@@ -63,10 +64,9 @@ def error(
     at = machine.put(q)
     parts = [machine.put(torch.full(shape, math.nan)) for shape in ((2, rows, 128), (2, rows), (2, rows))]
     addresses = [[scalar(a, np.int64) for a in side] for side in arrays]
-    levels = fragments.linear_levels(*forms)
     stored = (
         tuple(addresses[0][i] for i in ((0, 1, 2, 3) if mixed else (0, 1, 3, 4))),
-        tuple(addresses[1][i] for i in (range(5) if mixed else (0, 1, 3) if levels else (0, 1))),
+        tuple(addresses[1][i] for i in (range(5) if mixed else (0, 1, 3))),
     )
 
     def program(warp):
@@ -79,6 +79,18 @@ def error(
         machine.program_sync(lane)
         pages = scalar(-(-blocks // 4))
         to = [Pointer(p, np.float32) for p in parts]
+        matrix = addresses[0][5] + lane * 16
+        if wide:
+            for i in range(warp, k.width // 2, warps):
+                machine.copy_async(lane * 16 + 512 * i, matrix + 512 * i, 16, 1, 0, 0, False)
+            machine.copy_commit(lane)
+            matrix = zero
+            kernel.bring_pages(
+                base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), 128, k.constants, k.width,
+                v.constants, places, stage, 4 // stage, at_once, True,
+            )  # fmt: skip
+            machine.copy_wait_2(lane)
+            machine.program_sync(lane)
         if mixed:
             best, sums, side = kernel.attend_mixed(
                 zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), lane * 8 + far, up[0], 128,
@@ -90,30 +102,18 @@ def error(
             )  # fmt: skip
         elif levels:
             best, sums, side = kernel.attend_levels(
-                zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), addresses[0][5] + lane * 16,
-                lane * 8 + far, up[0], 128, k.constants, v.constants, levels, places, stage,
+                base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), matrix, lane * 8 + far, up[0],
+                (), 128, k.constants, v.constants, levels, places, stage, wide,
             )  # fmt: skip
             machine.program_sync(lane)
             kernel.finish_levels(
-                zero, lane, warp, best, sums, side, addresses[1][5] + lane * 16, *to, scalar(1, np.int64), zero, rows, 128,
-                k.constants[1], levels[3], v.constants[4], places[4], places[5],
+                base, lane, warp, best, sums, side, addresses[1][5] + lane * 16, *to, scalar(1, np.int64), zero, rows, 128,
+                k.constants[1], levels[3], v.constants[4], places[4], places[5], 1 << 16 if wide else 0,
             )  # fmt: skip
         else:
-            matrix = addresses[0][5] + lane * 16
-            if wide:
-                for i in range(warp, 128, warps):
-                    machine.copy_async(lane * 16 + 512 * i, matrix + 512 * i, 16, 1, 0, 0, False)
-                machine.copy_commit(lane)
-                matrix = zero
-                kernel.bring_signs(
-                    base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, 128, k.constants, k.width,
-                    v.constants, places, stage, 4 // stage, at_once, True,
-                )  # fmt: skip
-                machine.copy_wait_2(lane)
-                machine.program_sync(lane)
             best, out, side = kernel.attend_signs(
                 base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, matrix,
-                lane * 8 + far, up[0], 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
+                lane * 8 + far, up[0], (), 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
                 at_once, wide,
             )  # fmt: skip
             machine.program_sync(lane)
@@ -161,6 +161,15 @@ def test_every_number_of_pages_that_go_through_the_matrix_at_once(at_once):
 )
 def test_four_warps_that_multiply_together(method, rows, blocks, warps, stage, late):
     assert error(method, rows, blocks, warps, stage, late=late, wide=True) < 1.2e-3
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize(
+    "how, rows, blocks, warps", [("", 1, 1, 4), ("", 4, 16 * 7 + 3, 4), ("", 3, 41, 8), (",center=false", 4, 80, 4)]
+)
+def test_four_warps_that_multiply_levels_together(how, bits, rows, blocks, warps, late):
+    assert error(f"turboquant:bits={bits}{how}", rows, blocks, warps, late=late, wide=True) < 1e-3
 
 
 @pytest.mark.parametrize("method", ["turboquant", "turboquant:bits=3"])
@@ -219,7 +228,21 @@ def test_four_warps_that_multiply_together_compile_without_spills():
     assert report.instructions["HGMMA"] == 8 * 4 and report.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("batch_heads, capacity", [(8, 4096), (16, 4096), (8, 2048), (4, 8192), (32, 4096), (7, 4096)])
+@pytest.mark.parametrize("bits, registers, loop", [(2, 224, 1990), (3, 192, 2020)])
+def test_four_warps_that_multiply_levels_together_compile_without_spills(bits, registers, loop):
+    forms = formats(f"turboquant:bits={bits}")
+    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, 132, True)
+    assert plan.wide and plan.registers is None
+    report = aot.compile_fragments(*forms, plan=plan)
+    assert report.registers <= registers and report.spills_in_loop == 0
+    assert report.loop <= loop  # of a page, of which 450 serve four
+    assert report.instructions["HGMMA"] == 8 * 2 and report.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    "batch_heads, capacity",
+    [(8, 4096), (16, 4096), (8, 2048), (4, 8192), (32, 4096), (7, 4096), (8, 1024)],
+)
 def test_programs_with_a_matrix_each_run_at_once(batch_heads, capacity):
     plan = fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, 132, True)
     assert plan.wide and plan.dense_splits == 1
@@ -230,8 +253,26 @@ def test_programs_with_a_matrix_each_run_at_once(batch_heads, capacity):
     assert not fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, 132).wide
 
 
-@pytest.mark.parametrize("batch_heads, rows, capacity", [(8, 4, 1024), (8, 8, 4096), (128, 4, 4096), (20, 4, 512)])
-def test_few_pages_or_many_heads_have_programs_without_a_matrix(batch_heads, rows, capacity):
+@pytest.mark.parametrize(
+    "batch_heads, capacity, splits", [(128, 1024, 1), (64, 1024, 2), (256, 1024, 1), (66, 2048, 2)]
+)
+@pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])
+def test_programs_of_many_heads_attend_to_their_windows_themselves(method, batch_heads, capacity, splits):
+    plan = fragments.make_plan(*formats(method), batch_heads, 4, capacity, 160, 132, True)
+    assert plan.wide and (plan.splits, plan.dense_splits, plan.window_heads) == (splits, 0, 0)
+    assert fragments.parts(plan) == 2 * splits
+
+
+@pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])
+def test_programs_that_attend_to_their_windows_compile_without_spills(method):
+    plan = fragments.make_plan(*formats(method), 128, 4, 1024, 160, 132, True)
+    report = aot.compile_fragments(*formats(method), plan=plan)
+    assert plan.window_heads == 0 and report.spills_in_loop == 0
+    assert report.registers <= 255 and report.loop <= 2040  # which fit the instruction cache
+
+
+@pytest.mark.parametrize("batch_heads, rows, capacity", [(8, 4, 512), (8, 8, 4096), (160, 4, 1024), (20, 4, 256)])
+def test_few_pages_and_multiprocessors_that_would_be_idle_have_programs_without_a_matrix(batch_heads, rows, capacity):
     one, other = (
         fragments.make_plan(*formats(), batch_heads, rows, capacity, 160, 132, wide) for wide in (False, True)
     )

@@ -1,4 +1,5 @@
-"""Attention over pages of signs whose sketch is multiplied by warpgroups: the whole kernel run on a CPU, and on a GPU."""
+"""Attention over pages whose queries go through a matrix by products of warpgroups, signs of a sketch and levels: the whole
+kernel run on a CPU, and on a GPU."""
 
 from dataclasses import replace
 
@@ -25,6 +26,11 @@ class Emulated:
         return launch
 
 
+def shaped(splits, window_heads):
+    plan = wide_plan(4, 8, 1024, 132)
+    return replace(plan, splits=splits, dense_splits=min(window_heads, 1), window_heads=window_heads)
+
+
 def error(work, plan, dtype, device):
     given, forms = attention.make_inputs(work, dtype, device), work.formats
     want = torch.stack([attention.reference(work, given, b) for b in range(work.batch)])
@@ -41,29 +47,40 @@ def error(work, plan, dtype, device):
     return float((got.view(want.shape) - want).norm() / want.norm())
 
 
+METHODS = pytest.mark.parametrize("method", ["qjl", "turboquant", "turboquant:bits=3"])
+
+
+@METHODS
 @pytest.mark.parametrize(
     "how, splits, window_heads",
     [
         ({"context": 160 + 33 * 128, "num_heads": 12, "num_kv_heads": 3}, 1, 2),
         ({"context": 160 + 7 * 32, "num_heads": 6, "num_kv_heads": 2, "batch": 2}, 2, 4),
+        ({"context": 160 + 19 * 32, "num_heads": 6, "num_kv_heads": 2, "batch": 2}, 1, 0),
+        ({"context": 160 + 33 * 32, "num_heads": 4, "num_kv_heads": 1}, 3, 0),
+        ({"context": 160 + 9 * 32, "num_heads": 4, "num_kv_heads": 2, "query_tokens": 2}, 1, 0),
     ],
     ids=str,
 )
-def test_the_kernel_equals_the_reference(how, splits, window_heads, monkeypatch):
-    work = attention.Work(**{"method": "qjl", "bits": 0, "batch": 1} | how)
+def test_the_kernel_equals_the_reference(method, how, splits, window_heads, monkeypatch):
+    work = attention.Work(**{"method": method, "bits": 0, "batch": 1} | how)
     monkeypatch.setattr(fragments, "fragments_kernel", Emulated())
-    plan = replace(wide_plan(4, 8, 1024, 132), splits=splits, window_heads=window_heads)
+    plan = shaped(splits, window_heads)
     assert error(work, plan, torch.float16, torch.device("cpu")) < 2e-3
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@METHODS
 @pytest.mark.parametrize("dtype, limit", [(torch.float16, 2e-3), (torch.bfloat16, 6e-3)], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("context", [160, 192, 5000, 65536])
-@pytest.mark.parametrize("batch, splits, window_heads", [(1, 16, 2), (2, 8, 4), (3, 1, 24), (1, 3, 1)])
-def test_numbers_on_a_gpu(batch, splits, window_heads, context, dtype, limit):
-    work, device = attention.Work("qjl", 0, batch, context), torch.device("cuda")
+@pytest.mark.parametrize(
+    "batch, splits, window_heads",
+    [(1, 16, 2), (2, 8, 4), (3, 1, 24), (1, 3, 1), (1, 16, 0), (3, 1, 0), (2, 5, 0)],
+)
+def test_numbers_on_a_gpu(method, batch, splits, window_heads, context, dtype, limit):
+    work, device = attention.Work(method, 0, batch, context), torch.device("cuda")
     if not fragments.multiplies_wide(device):
         pytest.skip("needs warpgroups that multiply")
-    plan = replace(wide_plan(4, 8, 1024, 132), splits=splits, window_heads=window_heads)
+    plan = shaped(splits, window_heads)
     assert error(work, plan, dtype, device) < limit

@@ -38,6 +38,17 @@ def _ask_side(
 
 
 @gluon.jit
+def windows_at(lane, warp, head, dense, sinks, slots, D: gl.constexpr):
+    """Where a head's windows begin, their bytes, and whether this lane brings them: sink and ring, keys and values of each."""
+    of_sink = lane % 2 == 0
+    size = gl.where(of_sink, sinks, slots) * (2 * D)
+    keys = gl.where(of_sink, dense[0], dense[2])
+    values = gl.where(of_sink, dense[1], dense[3])
+    at = gl.where(lane < 2, keys, values) + head.to(gl.int64) * size
+    return at, size, ((lane < 4) & (warp == 0) & (size > 0)).to(gl.int32)
+
+
+@gluon.jit
 def bring_first(
     lane, warp, split, head, packed_len, first_token, capacity, k_pages, v_pages, splits, sinks, slots, dense, k_side, v_side,
     D: gl.constexpr, K: gl.constexpr, K_WIDTH: gl.constexpr, V: gl.constexpr, PAIR: gl.constexpr, PAGE: gl.constexpr,
@@ -46,12 +57,8 @@ def bring_first(
     says what to bring, and nothing else. ``dense``: addresses of sink and ring, keys and values of each."""
     W: gl.constexpr = gl.num_warps()
     if split >= splits:
-        of_sink = lane % 2 == 0
-        size = gl.where(of_sink, sinks, slots) * (2 * D)
-        keys = gl.where(of_sink, dense[0], dense[2])
-        values = gl.where(of_sink, dense[1], dense[3])
-        at = gl.where(lane < 2, keys, values) + head.to(gl.int64) * size
-        prefetch_bulk(at, size, ((lane < 4) & (warp == 0) & (size > 0)).to(gl.int32))
+        at, size, live = windows_at(lane, warp, head, dense, sinks, slots, D)
+        prefetch_bulk(at, size, live)
     else:
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
         pages = (blocks + PAGE - 1) // PAGE

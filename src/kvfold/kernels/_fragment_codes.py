@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import _fetch, _load_codes, code_bytes, meta_bytes
 from kvfold.kernels._page_codes import nibble_words
+from kvfold.kernels._warp import copy_commit
 
 CHANNELS, TOKENS, UNIFORM, LEVELS, MIXED, CONSTANTS, RANGES = range(7)
 
@@ -75,6 +76,42 @@ def fetch_side(
         _fetch(to, mean + at * EACH + lane * 16, lane, stats, TO + AT[2], EACH, 1, 32)
     if NORMS > 0:
         _fetch(to, norm + at * D + lane * 16, lane, norms, TO + AT[3], D, NORMS, 32)
+
+
+@gluon.jit
+def bring_pages(
+    base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, D: gl.constexpr, K: gl.constexpr, WIDTH: gl.constexpr,
+    V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, PAGES: gl.constexpr, APART: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy a warp's first stage, keys with norms of PAGES pages and then values; APART: norms before both. Sides have
+    neither sign words nor low ranks. See :func:`kvfold.kernels._fragment_signs.attend_signs`."""
+    W: gl.constexpr = gl.num_warps()
+    K_AT: gl.constexpr = PLACES[0]
+    V_IN: gl.constexpr = PLACES[1]
+    V_AT: gl.constexpr = PLACES[2]
+    each = (hi - lo + W - 1) // W
+    first = lo + warp * each
+    count = gl.minimum(hi - first, each)
+    base = base0 + warp * PLACES[5]
+    start = first * (PER * NB)
+    left = gl.where(count > 0, blocks - start, 0)
+    norms = gl.where(count > 0, pages - first, 0)
+    kc, km, kp, kn = stored[0]
+    vc, vm, vp = stored[1]
+    if APART:
+        at = kn + (pages0[0] + first).to(gl.int64) * D
+        _fetch(base + lane * 16, at + lane * 16, lane, norms, K_AT[3], D, PAGES, 32)
+        copy_commit(lane)
+    fetch_side(
+        base, lane, kc, km, kc, kp, kn, block0 + start, pages0[0] + first, left, left, norms, K_AT, K[0], D, WIDTH, K[1], K[2],
+        K[3], 0, K[4], 0 if APART else PAGES, NB, 0,
+    )  # fmt: skip
+    copy_commit(lane)
+    fetch_side(
+        base, lane, vc, vm, vc, vp, vc, block0 + start, pages0[1] + first, left, left, 0, V_IN, V[0], D, D, V[1], V[2], V[3], 0,
+        V[4], 0, NB, V_AT,
+    )  # fmt: skip
+    copy_commit(lane)
 
 
 # ---- levels as operands ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from kvfold.kernels._affine_keys import query_exponent
 from kvfold.kernels._fragment_codes import places
 from kvfold.kernels._fragment_lookup import PLACES_BYTES
 from kvfold.kernels._fragment_mixed import scratch_bytes
-from kvfold.kernels._fragment_wide import operand_bytes
+from kvfold.kernels._fragment_wide import bent, operand_bytes
 from kvfold.kernels._mixed_bytes import byte_scratch
 
 
@@ -22,7 +22,7 @@ def layout(k, v, dim, k_width, pair, blocks, bytewise=False, wide=False):
     replaced = PLACES_BYTES.value + 512 if k[0] == 5 or v[0] == 6 else 0
     own = byte_scratch if bytewise else scratch_bytes
     weights = means + ((16 if bytewise else 32) * dim if v[4] else own(k[9])[0] if k[0] == 4 else replaced)
-    more = own(v[9])[1] if v[0] == 4 else operand_bytes(k_width) if wide else 0
+    more = own(v[9])[1] if v[0] == 4 else operand_bytes(k_width, bent(k[0], k[1])) if wide else 0
     return keys, values, keys[-1], scratch, means, weights + more, weights
 
 

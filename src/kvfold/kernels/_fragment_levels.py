@@ -6,17 +6,19 @@ codes' two bits: ``(a + b) / 2 * ((u - 3/2) + bend * (u % 2 - 1/2))``. So a prod
 their lowest bits, whose queries (or probabilities) are ``bend`` times as large, in the same sums. Eight levels that are whole
 numbers are looked up (:mod:`kvfold.kernels._level_bytes`).
 
-Queries go through the rotation for two pages at once, as in :mod:`kvfold.kernels._fragment_signs`. Sums of values are turned
-back once; those of their means, which are not rotated, wait in shared memory.
+Queries go through the rotation for two pages at once, as in :mod:`kvfold.kernels._fragment_signs`, or, with the rotation in
+shared memory, for 16 pages of four warps (:mod:`kvfold.kernels._fragment_wide`). Sums of values are turned back once; those of
+their means, which are not rotated, wait in shared memory.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._fragment_codes import fetch_side
+from kvfold.kernels._fragment_codes import bring_pages, fetch_side
 from kvfold.kernels._fragment_queries import load_fragment
 from kvfold.kernels._fragment_signs import byte_query_pages
+from kvfold.kernels._fragment_wide import turn_pages, turned_page
 from kvfold.kernels._level_bytes import level_byte_scores, level_byte_values, level_query_pages
 from kvfold.kernels._page_bytes import byte_scores, byte_values, byte_weights, page_scales
 from kvfold.kernels._page_codes import weight
@@ -34,6 +36,7 @@ from kvfold.kernels._warp import (
     load_shared4f,
     mma,
     pack_half2,
+    prefetch_bulk,
     program_sync,
     shuffle,
     shuffle_xor,
@@ -71,20 +74,23 @@ def take_row_means(base, lane, before, share, D: gl.constexpr, AT: gl.constexpr,
 def finish_levels(
     base0, lane, warp, top, out, total, table, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr,
     BITS: gl.constexpr, UNIT: gl.constexpr, MEAN: gl.constexpr, MEANS: gl.constexpr, STAGE: gl.constexpr,
+    FREE: gl.constexpr = 0,
 ):  # fmt: skip
     """Join the warps' sums of values, turn them back, add those of means and store one partial result per query row; each warp
-    does so for its share of the channels. Rows are columns of the product that turns them, each scaled by a power of two."""
+    does so for its share of the channels. Rows are columns of the product that turns them, each scaled by a power of two. FREE:
+    bytes before the stages that sums may lie in; else they lie in the first one, before its means."""
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
     ROW: gl.constexpr = 4 * D + 32  # bytes, so that lanes use all banks
     g = lane // 4
     t = lane % 4
-    to = base0 + (warp * 4 + t) * ROW + g * 4
+    room = base0 - FREE
+    to = room + (warp * 4 + t) * ROW + g * 4
     for ct in gl.static_range(CT):
         f = UNIT * 2.0 ** (8 - (weight(D, 2, ct % (CT // 2)) if BITS == 2 else 0))
         store_shared1(to + 64 * ct, as_int(out[2 * ct] * f))
         store_shared1(to + (64 * ct + 32), as_int(out[2 * ct + 1] * f))
-    side = base0 + 4 * W * ROW
+    side = room + 4 * W * ROW
     store_shared2(side + (warp * 4 + t) * 8, as_int(top), as_int(total))
     program_sync(lane)
     column = g % 4  # this lane's row as an operand
@@ -95,7 +101,7 @@ def finish_levels(
         low = _zero4(lane)[0]
         high = low
         for w in gl.static_range(W):
-            y = load_shared(base0 + column * ROW + t * 8, 4 * w * ROW + 32 * i, 2)
+            y = load_shared(room + column * ROW + t * 8, 4 * w * ROW + 32 * i, 2)
             low = gl.fma(as_float(y[0]), share[w], low)
             high = gl.fma(as_float(y[1]), share[w], high)
         big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
@@ -161,22 +167,25 @@ def _joined(side, row):
 
 @gluon.jit
 def attend_levels(
-    base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, table, far, up, D: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, LEVELS: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr,
+    base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, table, far, up, soon, D: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, LEVELS: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, WIDE: gl.constexpr = False,
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count; see :func:`finish_levels`.
 
     ``stored``: addresses of codes, scales, means and norms of keys, and of codes, scales and means of values; ``block0`` and
-    ``pages0``: where the head's begin. ``tables``: a lane's addresses of both rotations as operands. ``far``: of the queries as
-    operands, row h in columns 2h and 2h + 1; ``up``: what turns their products into scores. LEVELS: bend and
-    unit of keys, and of values (:func:`kvfold.kernels.fragments.linear_levels`), and of eight levels the bytes.
+    ``pages0``: where the head's begin. ``table``: a lane's address of keys' rotation as operands, or (WIDE) where it begins in
+    shared memory, as :func:`kvfold.kernels._fragment_signs.attend_signs` has it. ``far``: of the queries as operands, row h in
+    columns 2h and 2h + 1; ``up``: what turns their products into scores. LEVELS: bend and unit of keys, and of values
+    (:func:`kvfold.kernels.fragments.linear_levels`), and of eight levels the bytes.
+    ``soon``: what comes to L2 with the last page, as :func:`kvfold.kernels._fragment_ahead.windows_at` has it, or nothing.
     Returns maxima of row t, sums of values (channels g and g + 8 of each tile) and of probabilities.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
     BITS: gl.constexpr = K[1]
     STEPS: gl.constexpr = D // 8 if BITS == 2 else D // 16 - 4
+    PAGES: gl.constexpr = 4 if WIDE else 2
     K_AT: gl.constexpr = PLACES[0]
     V_IN: gl.constexpr = PLACES[1]
     V_AT: gl.constexpr = PLACES[2]
@@ -188,20 +197,12 @@ def attend_levels(
     count = gl.minimum(hi - first, each)
     base = base0 + warp * PLACES[5]
     scratch = base + PLACES[3]
-    left = gl.where(count > 0, blocks - first * NB, 0)
-    norms = gl.where(count > 0, pages - first, 0)
     kc, km, kp, kn = stored[0]
     vc, vm, vp = stored[1]
-    fetch_side(
-        base, lane, kc, km, kc, kp, kn, block0 + first * NB, pages0[0] + first, left, left, norms, K_AT, 3, D, D, BITS, 0, 0, 0,
-        K[4], 2, NB, 0,
-    )  # fmt: skip
-    copy_commit(lane)
-    fetch_side(
-        base, lane, vc, vm, vc, vp, vc, block0 + first * NB, pages0[1] + first, left, left, 0, V_IN, 3, D, D, BITS, 0, 0, 0,
-        V[4], 0, NB, V_AT,
-    )  # fmt: skip
-    copy_commit(lane)
+    if not WIDE:
+        bring_pages(
+            base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, D, K, D, V, PLACES, NB, 1, PAGES, False
+        )
 
     zero = _zero4(lane)[0]
     top = zero + LOWEST
@@ -227,15 +228,25 @@ def attend_levels(
         following = first + i + 1
         left = gl.where(i < count, blocks - (following - 1) * NB, 0)
         next_left = gl.where(i + 1 < count, blocks - following * NB, 0)
-        next_norms = gl.where((i + 1 < count) & (i % 2 == 1), pages - following, 0)
+        next_norms = gl.where((i + 1 < count) & ((i + 1) % PAGES == 0), pages - following, 0)
+        if WIDE:
+            if i % 4 == 0:
+                if i > 0:  # else norms have come before keys
+                    copy_wait_1(lane)
+                turn_pages(base, scratch, far, table, base + PLACES[6], lane, D, D, BITS, K_BEND, K_AT[3])
+                now = turned_page(base + PLACES[6], scratch, lane, 0, D, BITS, BITS == 2)
+        if len(soon) > 0:
+            if i == each - 1:
+                prefetch_bulk(soon[0], soon[1], soon[2])
         copy_wait_1(lane)  # keys of this page
-        if i % 2 == 0:
-            if BITS == 2:
-                now, later = byte_query_pages(base, scratch, far, table, lane, D, D, K_AT[3], 2, K_BEND)
+        if not WIDE:
+            if i % 2 == 0:
+                if BITS == 2:
+                    now, later = byte_query_pages(base, scratch, far, table, lane, D, D, K_AT[3], 2, K_BEND)
+                else:
+                    now, later = level_query_pages(base, scratch, far, table, lane, D, K_AT[3])
             else:
-                now, later = level_query_pages(base, scratch, far, table, lane, D, K_AT[3])
-        else:
-            now = later
+                now = later
         if K[4]:
             bias = _mean_scores(far, base, lane, (zero + 1.0,), D, 1, K_AT[2], True)[0] * up
         if BITS == 2:
@@ -246,15 +257,18 @@ def attend_levels(
             scores = byte_scores(base, lane, now, begin, left, None, D, 2, NB, True)
         else:
             scores = level_byte_scores(base, lane, now, k_levels, left, D, NB)
+        unit = now[len(now) - 1]
+        if WIDE:  # what the next page takes is there when it begins
+            now = turned_page(base + PLACES[6], scratch, lane, (i + 1) % 4, D, BITS, BITS == 2)
         warp_sync(lane)
         fetch_side(
             base, lane, kc, km, kc, kp, kn, block0 + following * NB, pages0[0] + following, next_left, next_left, next_norms,
-            K_AT, 3, D, D, BITS, 0, 0, 0, K[4], 2, NB, 0,
+            K_AT, 3, D, D, BITS, 0, 0, 0, K[4], PAGES, NB, 0,
         )  # fmt: skip
         copy_commit(lane)
         copy_wait_1(lane)  # values of this page
         scale = page_scales(base, lane, NB, V_AT + V_IN[0])
-        p, page_top, page_total = byte_weights(scores, now[STEPS + 4] * (up * LEVELS[1]), bias, scale, NB, V_BEND)
+        p, page_top, page_total = byte_weights(scores, unit * (up * LEVELS[1]), bias, scale, NB, V_BEND)
         new_top = gl.maximum(top, page_top)
         before = exp2_fast(top - new_top)
         share = exp2_fast(page_top - new_top)

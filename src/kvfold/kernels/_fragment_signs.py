@@ -13,11 +13,10 @@ in column 2t and nothing in 2t + 1.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch
 from kvfold.kernels._affine_values import _values_operand, _whole_values
-from kvfold.kernels._fragment_codes import fetch_side
+from kvfold.kernels._fragment_codes import bring_pages, fetch_side
 from kvfold.kernels._fragment_queries import load_fragment, norm_words, normed_queries, through
-from kvfold.kernels._fragment_wide import sketch_pages, sketched_page
+from kvfold.kernels._fragment_wide import turn_pages, turned_page
 from kvfold.kernels._page_bytes import FULL, byte_queries, byte_query_tile, byte_scores, byte_starts
 from kvfold.kernels._page_sums import _mean_scores
 from kvfold.kernels._registers import _replace, _two, _zero4
@@ -30,6 +29,7 @@ from kvfold.kernels._warp import (
     mma,
     pack_half2,
     prefetch,
+    prefetch_bulk,
     reciprocal,
     shuffle,
     shuffle_xor,
@@ -135,14 +135,6 @@ def sketched_pages(base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.c
 
 
 @gluon.jit
-def _own_page(operands, scratch, lane, page, WIDTH: gl.constexpr):
-    """Operands of one of four pages, where its products begin, and its unit."""
-    q, unit = sketched_page(operands, scratch, lane, page, WIDTH)
-    start = byte_starts(q, lane, WIDTH, 1)
-    return q + (start[0][0], start[0][1], start[1][0], start[1][1], unit)
-
-
-@gluon.jit
 def row_weights(scores, unit, bias, top, NB: gl.constexpr, LIFT: gl.constexpr):
     """Running maximum of row t, factor of what was summed before, and 2^LIFT exp2(score - maximum) as B operands, row t in
     column 2t. Scores are without their unit, as :func:`kvfold.kernels._page_bytes.byte_scores` returns them."""
@@ -172,54 +164,21 @@ def _rescale_rows(accs, factor):
 
 
 @gluon.jit
-def bring_signs(
-    base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, D: gl.constexpr, K: gl.constexpr, WIDTH: gl.constexpr,
-    V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, PAGES: gl.constexpr, APART: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy a warp's first stage, keys and then values; APART: norms before both. See :func:`attend_signs`."""
-    W: gl.constexpr = gl.num_warps()
-    K_AT: gl.constexpr = PLACES[0]
-    V_IN: gl.constexpr = PLACES[1]
-    V_AT: gl.constexpr = PLACES[2]
-    each = (hi - lo + W - 1) // W
-    first = lo + warp * each
-    count = gl.minimum(hi - first, each)
-    base = base0 + warp * PLACES[5]
-    start = first * (PER * NB)
-    left = gl.where(count > 0, blocks - start, 0)
-    norms = gl.where(count > 0, pages - first, 0)
-    kc, km, kp, kn = stored[0]
-    vc, vm = stored[1]
-    if APART:
-        at = kn + (page0 + first).to(gl.int64) * D
-        _fetch(base + lane * 16, at + lane * 16, lane, norms, K_AT[3], D, PAGES, 32)
-        copy_commit(lane)
-    fetch_side(
-        base, lane, kc, km, kc, kp, kn, block0 + start, page0 + first, left, left, norms, K_AT, 2, D, WIDTH, 1, 0, 0, 0,
-        K[4], 0 if APART else PAGES, NB, 0,
-    )  # fmt: skip
-    copy_commit(lane)
-    fetch_side(
-        base, lane, vc, vm, vc, vc, vc, block0 + start, page0, left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], 0, False, 0, NB,
-        V_AT,
-    )  # fmt: skip
-    copy_commit(lane)
-
-
-@gluon.jit
 def attend_signs(
-    base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, D: gl.constexpr, K: gl.constexpr,
-    WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, LIFT: gl.constexpr,
-    PAGES: gl.constexpr = 2, WIDE: gl.constexpr = False,
+    base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, table, far, up, soon, D: gl.constexpr,
+    K: gl.constexpr, WIDTH: gl.constexpr, V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr,
+    LIFT: gl.constexpr, PAGES: gl.constexpr = 2, WIDE: gl.constexpr = False,
 ):  # fmt: skip
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count. PER stages of NB blocks are a page.
 
-    ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and ``page0``:
-    where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1; ``up``: what
-    turns their products into scores; PAGES, 2 or 4, go through the matrix at once. ``table``: a lane's address of the matrix,
-    or (WIDE) where tiles of it begin in shared memory, all of which all warps see; :func:`bring_signs` has begun, norms apart,
-    and norms have come. Returns the maxima of row t, sums of values and of probabilities: row t in column 2t.
+    ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes, metadata and means; ``block0`` and
+    ``page0``: where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1;
+    ``up``: what turns their products into scores; PAGES, 2 or 4, go through the matrix at once. ``table``: a lane's address of
+    the matrix, or (WIDE) where tiles of it begin in shared memory, all of which all warps see; :func:`bring_pages` has begun,
+    norms apart, and norms have come. ``soon``: what comes to L2 with the last stage, as
+    :func:`kvfold.kernels._fragment_ahead.windows_at` has it, or nothing. Returns the maxima of row t, sums of values and of
+    probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -234,29 +193,12 @@ def attend_signs(
     scratch = base + PLACES[3]
     start = first * (PER * NB)
     kc, km, kp, kn = stored[0]
-    vc, vm = stored[1]
+    vc, vm, _vp = stored[1]
     if not WIDE:
-        bring_signs(
-            base0,
-            lane,
-            warp,
-            lo,
-            hi,
-            pages,
-            blocks,
-            stored,
-            block0,
-            page0,
-            D,
-            K,
-            WIDTH,
-            V,
-            PLACES,
-            NB,
-            PER,
-            PAGES,
+        bring_pages(
+            base0, lane, warp, lo, hi, pages, blocks, stored, block0, (page0, page0), D, K, WIDTH, V, PLACES, NB, PER, PAGES,
             False,
-        )
+        )  # fmt: skip
 
     top = _zero4(lane)[0] + LOWEST
     _tops, out, side = _nothing(lane, CT, 1)
@@ -280,8 +222,11 @@ def attend_signs(
             if i % (4 * PER) == 0:
                 if i > 0:  # else norms have come before keys
                     copy_wait_1(lane)
-                sketch_pages(base, scratch, far, table, base + PLACES[6], lane, D, WIDTH, K_AT[3])
-                now = _own_page(base + PLACES[6], scratch, lane, 0, WIDTH)
+                turn_pages(base, scratch, far, table, base + PLACES[6], lane, D, WIDTH, 1, 0.0, K_AT[3])
+                now = turned_page(base + PLACES[6], scratch, lane, 0, WIDTH, 1)
+        if len(soon) > 0:
+            if ahead == each * PER:
+                prefetch_bulk(soon[0], soon[1], soon[2])
         copy_wait_1(lane)  # keys of this stage
         if PAGES == 2:
             if i % (2 * PER) == 0:
@@ -308,9 +253,9 @@ def attend_signs(
         unit = now[STEPS + 4]
         if WIDE:
             if PER == 1:  # what the next page takes is there when it begins
-                now = _own_page(base + PLACES[6], scratch, lane, ahead % 4, WIDTH)
+                now = turned_page(base + PLACES[6], scratch, lane, ahead % 4, WIDTH, 1)
             elif ahead % PER == 0:
-                now = _own_page(base + PLACES[6], scratch, lane, ahead // PER % 4, WIDTH)
+                now = turned_page(base + PLACES[6], scratch, lane, ahead // PER % 4, WIDTH, 1)
         warp_sync(lane)
         fetch_side(
             base, lane, kc, km, kc, kp, kn, next_block, page0 + next_page, next_left, next_stats, next_norms, K_AT, 2, D,

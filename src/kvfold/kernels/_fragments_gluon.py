@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
-from kvfold.kernels._fragment_ahead import bring_first
-from kvfold.kernels._fragment_codes import fetch_side, held_levels
+from kvfold.kernels._fragment_ahead import bring_first, windows_at
+from kvfold.kernels._fragment_codes import bring_pages, fetch_side, held_levels
 from kvfold.kernels._fragment_layout import _lift, _lightened, column_share, layout, matrix_bytes, shared_bytes
 from kvfold.kernels._fragment_levels import attend_levels, finish_levels
 from kvfold.kernels._fragment_lookup import (
@@ -46,7 +46,7 @@ from kvfold.kernels._fragment_queries import (
     sum_operands,
 )
 from kvfold.kernels._fragment_ranks import rank_scores, rank_values
-from kvfold.kernels._fragment_signs import attend_signs, bring_matrix, bring_signs
+from kvfold.kernels._fragment_signs import attend_signs, bring_matrix
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
 from kvfold.kernels._mixed_bytes import attend_mixed
 from kvfold.kernels._page_codes import weight
@@ -158,9 +158,10 @@ def fragments_kernel(
 
     Grid: (batch * heads * columns, splits + dense_splits); a split writes PAIR parts, of even and of odd pages, or (BYTES,
     products of bytes: see :func:`kvfold.kernels._fragment_signs.attend_signs`, and :mod:`kvfold.kernels._fragment_levels` where
-    there are LEVELS) one. PER stages
-    of NB blocks of 32 tokens are a page. ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its
-    pages. K and V: (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level table, rank).
+    there are LEVELS) one. Windows are attended to by the programs after splits, each those of up to SHARE heads; or, SHARE 0,
+    each split attends to a part of its head's, after its pages, and writes one more. PER stages of NB blocks of 32 tokens are a
+    page. ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. K and V: (kind, bits, mode,
+    group, mean, norm, through a matrix, factor of codes, level table, rank).
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -226,17 +227,17 @@ def fragments_kernel(
     packed_len = gl.load(packed_len_ptr + batch)
     row0 = head.to(gl.int64) * rows
 
+    dense = (sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64))
+    lens = (sink_len_ptr, recent_len_ptr)
+    to = (part_out, part_top, part_sum)
     if split >= splits:
-        dense = (sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64))
-        lens = (sink_len_ptr, recent_len_ptr)
-        to = (part_out, part_top, part_sum)
         at = part0 + (PARTS - 1) * splits + split
         if SHARE == 1:
             attend_windows(
                 base0, lane, warp, split - splits, dense_splits, head, batch, column0, rows, tokens, q_ptr, dense, sinks, slots,
                 packed_len, lens, scale, to, at, parts, D, BF16, LIFT,
             )  # fmt: skip
-        else:
+        elif SHARE > 1:
             jobs = gl.num_programs(0)
             step = (jobs + SHARE - 1) // SHARE
             own = gl.program_id(0)
@@ -258,9 +259,9 @@ def fragments_kernel(
         if WIDE:
             lo = pages * split // splits
             hi = pages * (split + 1) // splits
-            bring_signs(
-                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored[:2]), head * capacity, head * k_pages, D, K,
-                K_WIDTH, V, PLACES, NB, PER, PAIR, True,
+            bring_pages(
+                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
+                (head * k_pages, head * v_pages), D, K, K_WIDTH, V, PLACES, NB, PER, PAIR, True,
             )  # fmt: skip
         else:
             lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
@@ -273,19 +274,22 @@ def fragments_kernel(
             copy_wait_2(lane)  # the matrix, and norms
             show_copies(lane)
         program_sync(lane)
+        soon = ()
+        if SHARE == 0:
+            soon = windows_at(lane, warp + split, head, dense, sinks, slots, D)
         k_lane = k_table.to(gl.int64) + lane * 16
         if WIDE:
             k_lane = base0 - MATRIX
         if len(LEVELS) > 0:
             best, sums, total = attend_levels(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
-                (head * k_pages, head * v_pages), k_lane, far, up[0], D, K, V, LEVELS, PLACES, NB,
+                (head * k_pages, head * v_pages), k_lane, far, up[0], soon, D, K, V, LEVELS, PLACES, NB, WIDE,
             )  # fmt: skip
             program_sync(lane)
             slot0 = head.to(gl.int64) * parts + (part0 + split)
             finish_levels(
                 base0, lane, warp, best, sums, total, v_table.to(gl.int64) + lane * 16, part_out, part_top, part_sum, slot0,
-                column0, rows, D, K_BITS, LEVELS[3], V_MEAN, MEANS, STAGE,
+                column0, rows, D, K_BITS, LEVELS[3], V_MEAN, MEANS, STAGE, MATRIX,
             )  # fmt: skip
         elif K_KIND == 4:
             best, sums, total = attend_mixed(
@@ -306,8 +310,9 @@ def fragments_kernel(
             )
         else:
             best, out, side = attend_signs(
-                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored[:2]),
-                head * capacity, head * k_pages, k_lane, far, up[0], D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR, WIDE,
+                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored),
+                head * capacity, head * k_pages, k_lane, far, up[0], soon, D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR,
+                WIDE,
             )  # fmt: skip
             program_sync(lane)
             slot0 = head.to(gl.int64) * parts + (part0 + split)
@@ -317,6 +322,12 @@ def fragments_kernel(
             finish_rows(
                 base0, lane, warp, best - LIFT, sums, side[0][2], lane, part_out, part_top, part_sum, slot0, column0, rows, D,
                 0, 1,
+            )  # fmt: skip
+        if SHARE == 0:
+            program_sync(lane)
+            attend_windows(
+                base0, lane, warp, split, splits, head, batch, column0, rows, tokens, q_ptr, dense, sinks, slots, packed_len,
+                lens, scale, to, part0 + splits + split, parts, D, BF16, LIFT,
             )  # fmt: skip
     else:
         # pages of this split, then of this warp: contiguous, so that every warp streams

@@ -19,7 +19,6 @@ from kvfold.kernels._warp import (
     as_float,
     load_shared,
     load_shared_short,
-    minus_product_half2,
     mma,
     mul_half2,
     pack_half2,
@@ -37,6 +36,19 @@ MEAN = gl.constexpr(TURNS.value + 8192)
 MATRIX = gl.constexpr(MEAN.value + 256)
 RAW = gl.constexpr(MATRIX.value + 512)
 OWN = gl.constexpr(RAW.value + 4096)
+
+
+@gluon.jit
+def minus_product_half2(a, b, c):
+    """c - a b in one instruction."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 n; neg.f16x2 n, $1; fma.rn.f16x2 $0, n, $2, $3; }",
+        "=r,r,r,r",
+        [a, b, c],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.constexpr_function

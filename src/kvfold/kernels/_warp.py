@@ -319,19 +319,6 @@ def product_less_half2(a, b, c):
 
 
 @gluon.jit
-def minus_product_half2(a, b, c):
-    """c - a b in one instruction."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 n; neg.f16x2 n, $1; fma.rn.f16x2 $0, n, $2, $3; }",
-        "=r,r,r,r",
-        [a, b, c],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def add_half2(a, b):
     return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 

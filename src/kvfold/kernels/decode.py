@@ -93,7 +93,8 @@ class Plan:
     wide : bool
         The matrix that queries go through lies in shared memory, and four warps multiply with it together (fragments alone).
     window_heads : int
-        KV heads whose windows a program attends to, one after the other (fragments alone).
+        KV heads whose windows a program attends to, one after the other; 0: a program for packed tokens attends to a part of
+        its own head's windows as well, and there are none for windows alone (fragments alone).
     """
 
     warps: int

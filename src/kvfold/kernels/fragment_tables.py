@@ -55,10 +55,25 @@ def lane_tiles(matrix: torch.Tensor) -> torch.Tensor:
     return tiles.permute(0, 3, 2, 5, 4, 1, 6).contiguous()
 
 
-def wide_tiles(matrix: torch.Tensor) -> torch.Tensor:
+def wide_tiles(matrix: torch.Tensor, bits: int) -> torch.Tensor:
     """A matrix [rows, 128] as products of warpgroups read it: fp16 [rows / 64, 2, 64, 64], tiles of 64 rows in parts of 64
     channels; rows in the order of :mod:`kvfold.kernels._fragment_wide`, a row's 16 bytes in another by its last three bits."""
-    blocks = matrix.half().unflatten(0, (2, -1, 2, 8))  # [first or second half, row tile, block, row]
-    lines = blocks.permute(1, 2, 0, 3, 4).reshape(-1, 64, 2, 8, 8).transpose(1, 2)  # [tile, part, row, place, 8]
+    if bits == 3:
+        blocks = matrix.half().unflatten(0, (4, 2, 2, 8)).permute(1, 2, 0, 3, 4)  # [field, parity, block, row]
+    else:
+        blocks = matrix.half().unflatten(0, (2, -1, 2, 8)).permute(1, 2, 0, 3, 4)  # [half, row tile, block, row]
+    lines = blocks.reshape(-1, 64, 2, 8, 8).transpose(1, 2)  # [tile, part, row, place, 8]
     row, place = torch.arange(64, device=matrix.device)[:, None], torch.arange(8, device=matrix.device)
     return lines[:, :, row, place ^ row % 8].flatten(-2).contiguous()
+
+
+@lru_cache
+def whole_levels(levels: tuple[float, ...]) -> tuple[float, tuple[int, int]] | None:
+    """Unit in which eight levels are whole numbers of seven bits and a sign, and these as bytes of two words; None without."""
+    for most in range(127, 7, -1):
+        unit = levels[-1] / most
+        if all(abs(x / unit - round(x / unit)) < 1e-6 for x in levels):
+            bytes_ = torch.tensor([round(x / unit) for x in levels], dtype=torch.int8, device="cpu")
+            low, high = bytes_.view(torch.int32).tolist()
+            return unit, (low, high)
+    return None

@@ -29,7 +29,7 @@ from kvfold.kernels._page_codes import weight
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.decode import MAX_TOKENS, MODES, STATIC_SHARED, Plan
 from kvfold.kernels.device import multiplies_wide, multiprocessors, settled
-from kvfold.kernels.fragment_tables import STILL, channel_constants, lane_tiles, rope_turns, wide_tiles
+from kvfold.kernels.fragment_tables import STILL, channel_constants, lane_tiles, rope_turns, whole_levels, wide_tiles
 from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
 from kvfold.rope import Rope
 
@@ -247,7 +247,7 @@ def _table(
         return None
     matrix = of.basis.restore(torch.eye(of.width, dtype=torch.float32, device=device)) * of.table_scale
     if wide:
-        return settled(wide_tiles(matrix))
+        return settled(wide_tiles(matrix, of.constants[1]))
     if back:
         matrix = matrix.T
     elif of.constants[0] == UNIFORM and not even:  # codes of a tile count 2^k times
@@ -298,18 +298,6 @@ def linear_levels(key_format: Format, value_format: Format) -> tuple[Any, ...]:
         unit = (a + b) / 2
         out += (2 * (b - 1.5 * unit) / unit, unit)
     return out + words
-
-
-@lru_cache
-def whole_levels(levels: tuple[float, ...]) -> tuple[float, tuple[int, int]] | None:
-    """Unit in which eight levels are whole numbers of seven bits and a sign, and these as bytes of two words; None without."""
-    for most in range(127, 7, -1):
-        unit = levels[-1] / most
-        if all(abs(x / unit - round(x / unit)) < 1e-6 for x in levels):
-            bytes_ = torch.tensor([round(x / unit) for x in levels], dtype=torch.int8, device="cpu")
-            low, high = bytes_.view(torch.int32).tolist()
-            return unit, (low, high)
-    return None
 
 
 def stage_blocks(key_format: Format, value_format: Format, rows: int = 5) -> int:
@@ -382,7 +370,7 @@ def make_plan(
     resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
     jobs = batch_heads * columns
     levels = narrow and (mixed or bool(linear_levels(key_format, value_format)))
-    if warpgroups and narrow and not levels and not full and (plan := wide_plan(blocks, jobs, pages, processors)):
+    if warpgroups and narrow and not mixed and (plan := wide_plan(blocks, jobs, pages, processors)):
         return plan
     least = min(1.0, (8 if mixed else 9) / (resident * warps))
 
@@ -411,21 +399,31 @@ def make_plan(
 
 
 def wide_plan(blocks: int, jobs: int, pages: int, processors: int) -> Plan | None:
-    """A program of eight warps on a multiprocessor, with the matrix in shared memory, for ``jobs`` KV heads of ``pages`` pages;
-    windows on those that are left, some heads' one after the other. None where that would take longer than pages, where few
-    multiprocessors are used, or a warp has less pages than go through the matrix at once."""
-    splits = (processors - 1) // jobs
-    if jobs * splits < 0.9 * processors or pages < 4 * 8 * splits:
+    """A program of eight warps on a multiprocessor, with the matrix in shared memory, for ``jobs`` KV heads of ``pages`` pages.
+
+    Windows are left to multiprocessors that have no pages, some heads' one after the other, where that takes no longer than
+    pages. Else programs attend to them after their pages. None where smaller programs would take less time: where few
+    multiprocessors are used, or a warp has few pages.
+    """
+    plan = Plan(8, blocks, 4, 1, (processors - 1) // jobs, 1, bytewise=True, ahead=True, wide=True)
+    if jobs * plan.splits >= 0.9 * processors:
+        heads, each = math.ceil(jobs / (processors - jobs * plan.splits)), pages // (8 * plan.splits)
+        if each >= max(
+            2, 2 * heads - 2
+        ):  # a head's windows take as long as two pages, beginning and ending as two more
+            return replace(plan, window_heads=heads)
+    splits = max(1, processors // jobs)
+    waves, each = math.ceil(jobs * splits / processors), math.ceil(pages / (8 * splits))
+    # of pages' time beginning and ending take 4, windows included, and smaller programs 1.4 for a page
+    if each < 4 or waves * (each + 4) > 1.4 * jobs * pages / (8 * processors) + 2:
         return None
-    heads = math.ceil(jobs / (processors - jobs * splits))
-    if heads > pages // (8 * splits):
-        return None
-    return Plan(8, blocks, 4, 1, splits, 1, bytewise=True, ahead=True, wide=True, window_heads=heads)
+    return replace(plan, splits=splits, dense_splits=0, window_heads=0)
 
 
 def parts(plan: Plan) -> int:
     """Partial results that a launch writes."""
-    return (1 if plan.bytewise else plan.tiles) * plan.splits + plan.dense_splits
+    windows = plan.dense_splits if plan.window_heads else plan.splits
+    return (1 if plan.bytewise else plan.tiles) * plan.splits + windows
 
 
 def decode_attention(
@@ -465,7 +463,7 @@ def decode_attention(
         for s in spans
     ]
     plans[0] = plan or plans[0]
-    plans[1:] = [replace(p, dense_splits=0) for p in plans[1:]]
+    plans[1:] = [replace(p, dense_splits=0, window_heads=1) for p in plans[1:]]
     q = q.contiguous()
     early = overlaps_launches(q.device)
     partials = Partials.empty(batch * heads, sum(map(parts, plans)), rows, dim, q.device)
