@@ -8,6 +8,7 @@ import torch
 
 from books_case import layer
 from interpreter import quicken
+from kvfold.formats import Projected
 from kvfold.kernels import paged
 from kvfold.kernels.paged import attention, check, work
 from kvfold.kernels.paged import books as storing_of_books
@@ -77,6 +78,9 @@ def equally_near(server, i, side, got, want):
     x = (server.keys, server.values)[side][i][:closed].float().transpose(0, 1).unsqueeze(0)
     if side == 0 and "rope" in server.on_cpu:
         x = server.on_cpu["rope"].unrotate(x, torch.arange(closed).view(1, 1, -1))
+    if isinstance(form, Projected):  # codes are compared where the map has taken keys
+        x = (x - form.maps.mean.unsqueeze(-2)) @ form.maps.apply
+        form = form.inner
     missed, least = (float((form.decode(fields) - x).square().sum()) for fields in (got, want))
     same = float((got["codes"] == want["codes"]).float().mean())
     assert abs(missed - least) < 1e-3 * least, (missed, least)
