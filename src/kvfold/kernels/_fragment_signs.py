@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_values import _values_operand, _whole_values
 from kvfold.kernels._fragment_codes import bring_pages, fetch_side
 from kvfold.kernels._fragment_queries import load_fragment, norm_words, normed_queries, through
-from kvfold.kernels._fragment_wide import turn_pages, turned_page
+from kvfold.kernels._fragment_wide import length, turn_pages, turned_page
 from kvfold.kernels._page_bytes import FULL, byte_queries, byte_query_tile, byte_scores, byte_starts
 from kvfold.kernels._page_sums import _mean_scores
 from kvfold.kernels._registers import _replace, _two, _zero4
@@ -33,9 +33,7 @@ from kvfold.kernels._warp import (
     reciprocal,
     shuffle,
     shuffle_xor,
-    sqrt_fast,
     transpose8,
-    unpack_half2,
     warp_sync,
 )
 
@@ -72,15 +70,9 @@ def byte_query_pages(
 @gluon.jit
 def _lengths(x, lane, COUNT: gl.constexpr):
     """How long the vectors are whose COUNT operand pairs x are, those of a lane's two columns of a product."""
-    square = _zero4(lane)[0]
-    for i in gl.static_range(2 * COUNT):
-        a, b = unpack_half2(x[i])
-        square = gl.fma(a, a, square)
-        square = gl.fma(b, b, square)
-    square = square + shuffle_xor(square, 1)
-    square = sqrt_fast(square + shuffle_xor(square, 2))  # of column g
+    own = length(x, lane, COUNT)  # of column g
     t = lane % 4
-    return shuffle(square, 8 * t), shuffle(square, 8 * t + 4)
+    return shuffle(own, 8 * t), shuffle(own, 8 * t + 4)
 
 
 @gluon.jit

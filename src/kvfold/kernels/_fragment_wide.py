@@ -68,7 +68,7 @@ def _light(width, bits, tile, word):
 
 
 @gluon.jit
-def _length(x, lane, COUNT: gl.constexpr):
+def length(x, lane, COUNT: gl.constexpr):
     """How long the vector is whose COUNT operand pairs x four lanes have."""
     square = _zero4(lane)[0]
     for i in gl.static_range(2 * COUNT):
@@ -141,7 +141,7 @@ def turn_pages(
         y = normed_queries(far, scratch, lane, D, 2, True)
         x = x + y
         if TILES > 2:
-            size = size + (_length(y, lane, CT) * 1.01,)  # rows are rounded
+            size = size + (length(y, lane, CT) * 1.01,)  # rows are rounded
     words = ()
     for c in gl.static_range(CT):
         words = words + (x[2 * c], x[2 * CT + 2 * c], x[2 * c + 1], x[2 * CT + 2 * c + 1])

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.formats import gaussian
 from kvfold.kernels._hadamard import _entry
-from kvfold.kernels._page_bytes import FULL, MAGIC, MAGIC_BITS, _whole, byte_query_tile
+from kvfold.kernels._page_bytes import FULL, MAGIC, MAGIC_BITS, _whole, byte_query_tile, largest
 from kvfold.kernels._page_codes import scale_at
 from kvfold.kernels._page_lookups import codes_of, own_row, row_weights
 from kvfold.kernels._registers import _query, _replace, _zero4
@@ -31,7 +31,6 @@ from kvfold.kernels._warp import (
     mma,
     mma_bytes,
     reciprocal,
-    shuffle_xor,
     store_shared4,
     unpack_half2,
 )
@@ -76,14 +75,7 @@ def lookup_row_means(q, base, lane, D: gl.constexpr, AT: gl.constexpr):
 def lookup_byte_queries(x, lane, D: gl.constexpr):
     """Queries turned by :func:`pair_matrix` as operands of bytes, and their unit, which counts the table's steps."""
     HALF: gl.constexpr = D // 32
-    big = gl.abs(x[0][0])
-    for ct in gl.static_range(HALF):
-        for e in gl.static_range(4):
-            if ct + e > 0:
-                big = gl.maximum(big, gl.abs(x[ct][e]))
-    big = gl.maximum(big, shuffle_xor(big, 4))
-    big = gl.maximum(big, shuffle_xor(big, 8))
-    big = gl.maximum(gl.maximum(big, shuffle_xor(big, 16)), 1e-3)
+    big = largest(x, HALF)
     s = reciprocal(big) * FULL
     q = ()
     for j in gl.static_range(HALF):

@@ -205,20 +205,27 @@ def byte_starts(q, lane, D: gl.constexpr, BITS: gl.constexpr, BENT: gl.constexpr
 
 
 @gluon.jit
-def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr, BEND: gl.constexpr = 0.0):
-    """Turned queries as operands of bytes, where their products begin so that codes need no zero-point, and their unit.
-
-    BEND: behind the operands those of the codes' lowest bits, as :mod:`kvfold.kernels._fragment_levels` has them.
-    """
-    HALF: gl.constexpr = D // 32
+def largest(x, COUNT: gl.constexpr):
+    """The largest size of row t in COUNT accumulators; at least 1e-3."""
     big = gl.abs(x[0][0])
-    for ct in gl.static_range(HALF):
+    for ct in gl.static_range(COUNT):
         for e in gl.static_range(4):
             if ct + e > 0:
                 big = gl.maximum(big, gl.abs(x[ct][e]))
     big = gl.maximum(big, shuffle_xor(big, 4))
     big = gl.maximum(big, shuffle_xor(big, 8))
     big = gl.maximum(gl.maximum(big, shuffle_xor(big, 16)), 1e-3)
+    return big
+
+
+@gluon.jit
+def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr, BEND: gl.constexpr = 0.0):
+    """Turned queries as operands of bytes, where their products begin so that codes need no zero-point, and their unit.
+
+    BEND: behind the operands those of the codes' lowest bits, as :mod:`kvfold.kernels._fragment_levels` has them.
+    """
+    HALF: gl.constexpr = D // 32
+    big = largest(x, HALF)
     s = reciprocal(big) * FULL
     q = ()
     for part in gl.static_range(2 if BEND != 0.0 else 1):
