@@ -1,10 +1,16 @@
 """``python -m kvfold``, and the command ``kvfold``."""
 
+import _thread
 import os
 import signal
 import sys
+import threading
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 
 class _Interrupt:
@@ -15,6 +21,15 @@ class _Interrupt:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.at = time.monotonic()
         signal.default_int_handler(number, frame)
+
+    def lost(self, what: "UnraisableHookArgs") -> None:
+        """Python drops what a destructor raises. An interrupt comes again then, when the destructor has ended."""
+        if issubclass(what.exc_type, KeyboardInterrupt):
+            again = threading.Timer(0.01, _thread.interrupt_main)
+            again.daemon = True
+            again.start()
+        else:
+            sys.__unraisablehook__(what)
 
     @property
     def came(self) -> bool:
@@ -27,6 +42,7 @@ def main() -> int:
     interrupt = _Interrupt()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
+        sys.unraisablehook = interrupt.lost
     said = False
     try:
         from kvfold.cli import main as run
