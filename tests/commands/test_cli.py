@@ -463,30 +463,6 @@ def test_an_interrupt_exits_with_130(run, tiny, monkeypatch):
     assert (status, out, err) == (130, "", "\nkvfold: interrupted\n")
 
 
-LOST = """
-import os, signal, sys, time
-from kvfold import __main__, cli
-
-class Held:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
-
-def work():
-    Held()
-    time.sleep(20)
-    return 0
-
-cli.main = work
-sys.exit(__main__.main())
-"""
-
-
-def test_an_interrupt_within_a_destructor_is_not_lost():
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nkvfold: interrupted\n")
-
-
 @pytest.mark.slow
 def test_a_real_interrupt_keeps_finished_rows_and_the_next_run_goes_on(tiny, tmp_path):
     command = [sys.executable, "-m", "kvfold", "compare", "--model", tiny, "--prefix", "512", "--tokens", "200"]
