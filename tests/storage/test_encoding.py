@@ -225,15 +225,14 @@ def test_nothing_is_concatenated_or_widened(interpreted, monkeypatch):
 # ---- statistics per page ---------------------------------------------------------------------------------------------
 
 
-def assert_near(a, b, row=0, most=2e-3):
-    """Packed bytes as Torch leaves them but for rounding, and what they decode to, up to ``most``: of codes of vectors one that
-    is as near as another moves eight channels."""
+def assert_near(a, b, row=0):
+    """Packed bytes as Torch leaves them but for rounding, and what they decode to."""
     assert (a.lens[row], a.packed[row]) == (b.lens[row], b.packed[row]) and a.packed[row]
     for got, want in zip(packed_fields(a, row), packed_fields(b, row), strict=True):
         for name in want:
             assert (got[name] != want[name]).float().mean() < (2e-3 if name == "codes" else 2e-2), name
     for got, want in zip(a.decoded(row), b.decoded(row), strict=True):
-        assert (got - want).norm() < most * want.norm()
+        assert (got - want).norm() < 2e-3 * want.norm()
 
 
 @pytest.mark.parametrize(
@@ -284,7 +283,7 @@ def test_a_page_goes_on_after_a_cut(pages_interpreted, monkeypatch):
 def test_a_layers_steps_close_pages(pages_interpreted, monkeypatch, method):
     """What a decode graph replays, step by step: the content is that of a layer that decides on the host."""
     by_kernel, by_torch, _ = pair(method, monkeypatch, SMALL, max_length=512)
-    new = tokens(1, 300, shape=SMALL)
+    new = tokens(1, 300, seed=1, shape=SMALL)  # of seed 0 two codes are equally near to 15 bits, which kernels compare
     for one in (by_kernel, by_torch):
         feed(one, tuple(t[:, :, :250] for t in new))
     lengths = pages_interpreted.Lengths.of(by_kernel.lens, by_kernel.packed, 32, "cpu", True)
@@ -294,7 +293,7 @@ def test_a_layers_steps_close_pages(pages_interpreted, monkeypatch, method):
     by_kernel.writer.by_kernel.close(None, None, lengths, None)
     feed(by_torch, tuple(t[:, :, 250:300] for t in new), [10] * 5, start=250)
     by_kernel.sequences.lens[0], by_kernel.sequences.packed[0] = 300, int(lengths.packed[0])
-    assert_near(by_kernel, by_torch, most=2e-2 if "codebook" in method else 2e-3)
+    assert_near(by_kernel, by_torch)
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

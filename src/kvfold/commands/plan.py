@@ -72,6 +72,8 @@ def plan(
         for name in chosen
         if shapes.unstored(shape, name)
     ]
+    if not shapes.knows_kernels():
+        notes.append("methods: not checked for what encodes them on a GPU, for Triton is not installed here")
     if shape.context is not None and context > shape.context:
         notes.append(f"context: the model's ends at {shape.context:,} tokens; vLLM refuses a longer one")
     plain = {row["context"]: row["tokens"] for row in rows if row["method"] == "none"}

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.formats import gaussian
 from kvfold.kernels._hadamard import _entry
 from kvfold.kernels._page_bytes import FULL, MAGIC, MAGIC_BITS, _whole, byte_query_tile, largest
-from kvfold.kernels._page_codes import scale_at
+from kvfold.kernels._page_codes import hidden_block, scale_at
 from kvfold.kernels._page_lookups import codes_of, own_row, row_weights
 from kvfold.kernels._registers import _query, _replace, _zero4
 from kvfold.kernels._tables_gluon import _weighted_bytes
@@ -97,10 +97,7 @@ def lookup_byte_scores(base, lane, q, left, skip, table, D: gl.constexpr, BITS: 
     for j in gl.static_range(NB):
         if j % 2 == 0:  # of tokens g and g + 8 of four tiles, as pairs
             scale = load_matrix4(base + lane // 8 * 32 + lane % 2 * 16, scale_at(D, BITS, NB) + 64 * j, True)
-        if skip is None:
-            hidden = gl.where(left > j, 0.0, float("-inf"))
-        else:
-            hidden = gl.where((left > j) & (skip <= j), 0.0, float("-inf"))
+        hidden = hidden_block(left, skip, j)
         for tt in gl.static_range(2):
             own = load_matrix4(codes, (32 * j + 16 * tt) * (D // 4), False)
             acc = (begin, begin, begin, begin)

@@ -17,12 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import code_bytes
 from kvfold.kernels._hadamard import mix_tiles
-from kvfold.kernels._page_codes import (
-    _place,
-    page_words,
-    scale_at,
-    weight,
-)
+from kvfold.kernels._page_codes import _place, hidden_block, page_words, scale_at, weight
 from kvfold.kernels._registers import _kind, _query, _zero4, query_at
 from kvfold.kernels._warp import (
     as_float,
@@ -262,10 +257,7 @@ def byte_scores(
         if j % 2 == 0:  # of tokens g and g + 8 of four tiles, as pairs
             scale = load_matrix4(base + lane // 8 * 32 + lane % 2 * 16, scale_at(D, BITS, NB) + 64 * j, True)
         words = page_words(base, lane, j * code_bytes(D, BITS), D, BITS)
-        if skip is None:
-            hidden = gl.where(left > j, 0.0, float("-inf"))
-        else:
-            hidden = gl.where((left > j) & (skip <= j), 0.0, float("-inf"))
+        hidden = hidden_block(left, skip, j)
         for tt in gl.static_range(2):
             sums = ()
             for s in gl.static_range(SETS):

@@ -147,6 +147,16 @@ def page_place(stored, place, table, steps, number, id, NB: gl.constexpr):
 
 
 @gluon.jit
+def hidden_block(left, skip, J: gl.constexpr):
+    """What scores of a page's block J are added to: 0, or minus infinity, of blocks from number ``left`` on, and of the first
+    ``skip``, if it is not None."""
+    if skip is None:
+        return gl.where(left > J, 0.0, float("-inf"))
+    else:
+        return gl.where((left > J) & (skip <= J), 0.0, float("-inf"))
+
+
+@gluon.jit
 def fetch_page(
     base, lane, codes, scale, mean, norm, block, page, valid, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
     NORM: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr, SWAP: gl.constexpr = 0,

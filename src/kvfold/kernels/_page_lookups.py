@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._hadamard import _entry
 from kvfold.kernels._page_bytes import mix_lanes
-from kvfold.kernels._page_codes import scale_at
+from kvfold.kernels._page_codes import hidden_block, scale_at
 from kvfold.kernels._page_sums import _sums
 from kvfold.kernels._registers import _replace, _zero4
 from kvfold.kernels._tables_gluon import _dynamic_base, _weighted_bytes, held_table, leave_table, reserved
@@ -111,10 +111,7 @@ def lookup_scores(
     for j in gl.static_range(NB):
         if j % 2 == 0:  # of tokens g and g + 8 of four tiles, as pairs
             scale = load_matrix4(base + lane // 8 * 32 + lane % 2 * 16, scale_at(D, BITS, NB) + 64 * j, True)
-        if skip is None:
-            hidden = gl.where(left > j, 0.0, float("-inf"))
-        else:
-            hidden = gl.where((left > j) & (skip <= j), 0.0, float("-inf"))
+        hidden = hidden_block(left, skip, j)
         for tt in gl.static_range(2):
             near = load_shared(codes, (32 * j + 16 * tt) * (D // 4), D // 16)
             far = load_shared(codes, (32 * j + 16 * tt + 8) * (D // 4), D // 16)

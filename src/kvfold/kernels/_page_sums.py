@@ -7,15 +7,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_codes import code_bytes
 from kvfold.kernels._affine_values import _lighten
 from kvfold.kernels._hadamard import turned_tiles, with_signs
-from kvfold.kernels._page_codes import (
-    mean_at,
-    page_operand,
-    page_words,
-    scale_at,
-    step,
-    unit,
-    weight,
-)
+from kvfold.kernels._page_codes import hidden_block, mean_at, page_operand, page_words, scale_at, step, unit, weight
 from kvfold.kernels._registers import _kind, _query, _replace, _zero4, query_at
 from kvfold.kernels._softmax import _headroom
 from kvfold.kernels._warp import (
@@ -196,10 +188,7 @@ def _page_scores(
         if j % 2 == 0:  # of tokens g and g + 8 of four tiles, as pairs
             scale = load_matrix4(base + lane // 8 * 32 + lane % 2 * 16, scale_at(D, BITS, NB) + 64 * j, True)
         words = page_words(base, lane, j * code_bytes(D, BITS), D, BITS)
-        if skip is None:
-            hidden = gl.where(left > j, 0.0, float("-inf"))
-        else:
-            hidden = gl.where((left > j) & (skip <= j), 0.0, float("-inf"))
+        hidden = hidden_block(left, skip, j)
         accs = ()
         for _i in gl.static_range(2 * NT):
             accs = accs + (_zero4(lane),)

@@ -6,6 +6,12 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
+def _sums():
+    """Types of a lane's 32 sums."""
+    return (gl.float32,) * 32
+
+
+@gluon.constexpr_function
 def _wide_asm():
     """Eight products of a warpgroup's 64 tokens, 16 channels each, with 64 codes; a tile has two parts of 64 channels."""
     sums = ", ".join(f"${i}" for i in range(32))
@@ -35,12 +41,7 @@ def mma_wide(sums, words, tile):
         asm,
         constraints,
         sums + words + (place,),
-        dtype=(
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-        ),
+        dtype=_sums(),
         is_pure=False,
         pack=1,
     )  # fmt: skip
@@ -86,12 +87,7 @@ def start_wide(words, tile):
         asm,
         constraints,
         words + (place,),
-        dtype=(
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-        ),
+        dtype=_sums(),
         is_pure=False,
         pack=1,
     )  # fmt: skip
@@ -106,12 +102,7 @@ def wait_wide(sums, PENDING: gl.constexpr):
         asm,
         constraints,
         sums,
-        dtype=(
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-            gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32,
-        ),
+        dtype=_sums(),
         is_pure=False,
         pack=1,
     )  # fmt: skip

@@ -141,12 +141,18 @@ def test_the_plan_is_printed(folder, capsys):
     assert "4,096" in shown and "an estimate" in shown and "x" in shown
 
 
+def test_a_plan_without_triton_says_that_kernels_were_not_asked(folder, capsys, monkeypatch):
+    monkeypatch.setattr(shapes, "find_spec", lambda _: None)
+    assert cli.main(["plan", "--model", folder, "--context", "64", "--kv-bytes", "100000000", "--methods", "gear"]) == 0
+    assert "Triton is not installed" in capsys.readouterr().out
+
+
 def test_the_plan_says_what_a_server_refuses(folder, capsys):
     arguments = ["plan", "--model", folder, "--context", "1000000", "--kv-bytes", "1000", "--json", "-"]
     assert cli.main([*arguments, "--methods", "fold", "gear"]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
     assert [note.split(":")[0] for note in notes][-1] == "context"
-    assert [note.split(":")[0] for note in notes][:-1] == (["gear"] if find_spec("triton") else [])
+    assert [note.split(":")[0] for note in notes][:-1] == (["gear"] if find_spec("triton") else ["methods"])
     assert cli.main([*arguments[:-2], "--methods", "fold"]) == 0
     shown = capsys.readouterr().out
     assert "0.00x" not in shown and "vLLM refuses a longer one" in shown

@@ -84,9 +84,14 @@ def layers_of(shape: Shape, spec: str) -> list[Stored]:
     return [replace(layer, follows=layer.follows and not calibrated) for layer in found if layer is not None]
 
 
+def knows_kernels() -> bool:
+    """Whether :func:`unstored` can tell: kernels are read of, which needs Triton."""
+    return find_spec("triton") is not None
+
+
 def unstored(shape: Shape, spec: str) -> str | None:
-    """Why a GPU does not encode a method's pages; None if it does, or if that is not known here, without Triton."""
-    if find_spec("triton") is None:
+    """Why a GPU does not encode a method's pages; None if it does, or if that is not known here (:func:`knows_kernels`)."""
+    if not knows_kernels():
         return None
     device = torch.device("cpu")  # tables are made there; the answer is a GPU's
     return next((why for layer in layers_of(shape, spec) if (why := layer.why_not_stored(device))), None)
