@@ -18,6 +18,7 @@ from kvfold.kernels import _page_codes
 MODULES = (
     "_registers",
     "_softmax",
+    "_merge_gluon",
     "_tables_gluon",
     "_steps_gluon",
     "_codebook_gluon",

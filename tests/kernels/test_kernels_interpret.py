@@ -29,7 +29,7 @@ def merged(splits, sinks=None, flat=True, part=32):
     got = torch.full((heads, rows, dim), float("nan"))
     merge_kernel[(heads * rows, dim // part) if flat else (heads, dim // part, rows)](
         out, top, total, got, total if sinks is None else sinks, rows, splits, 2, tokens,
-        D=dim, PART=part, N=64, EARLY=False, HAS_SINKS=sinks is not None, SOON=False, FLAT=flat,
+        D=dim, PART=part, N=64, HAS_SINKS=sinks is not None, FLAT=flat,
     )
     if sinks is not None:  # a part more
         more = (sinks.float() / 0.6931471805599453).view(1, 2, 2, 1).expand(2, 2, 2, tokens).reshape(heads, 1, rows)

@@ -23,6 +23,7 @@ from kvfold.kernels._dense import dense_kernel
 from kvfold.kernels._encode_step import _step_kernel
 from kvfold.kernels._encode_tile import _encode_kernel
 from kvfold.kernels._fragments_gluon import fragments_kernel
+from kvfold.kernels._merge_gluon import merge_rows_kernel
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._tiles import tiles_kernel
 from kvfold.kernels._unpack import unpack_kernel
@@ -35,7 +36,7 @@ from kvfold.kernels.decode import Plan, constants, make_plan
 from kvfold.kernels.paged import PageLayout, follow
 from kvfold.kernels.paged import gluon as paged_gluon
 from kvfold.kernels.paged._follow import follow_kernel
-from kvfold.kernels.partials import FEW, merge_kernel
+from kvfold.kernels.partials import merge_kernel, merge_shape
 from kvfold.kernels.tiles import Plan as TilesPlan
 from kvfold.kernels.tiles import constants as tiles_constants
 from kvfold.kernels.tiles import make_plan as make_tiles_plan
@@ -360,14 +361,19 @@ def compile_dense_encoding(
     return _compile(source, capability, num_warps=4)
 
 
-def compile_merge(head_dim: int = 128, capability: int = 90, has_sinks: bool = False, flat: bool = False) -> Report:
-    """Compile the kernel that merges splits, of few rows or (flat) many."""
-    part, warps = (min(head_dim, 256), 1) if flat else FEW
-    fixed = {"D": head_dim, "PART": part, "N": 8 if flat else 64, "EARLY": capability >= 90, "HAS_SINKS": has_sinks}
-    fixed |= {"SOON": True, "FLAT": flat}
+def compile_merge(
+    head_dim: int = 128, capability: int = 90, has_sinks: bool = False, rows: int = 32, splits: int = 32
+) -> Report:
+    """Compile the kernel that merges ``splits`` parts of ``rows`` query rows of all heads."""
+    shape = merge_shape(rows, splits, head_dim)
+    fixed: dict[str, Any] = {"D": head_dim, "PART": shape.part, "HAS_SINKS": has_sinks, "FLAT": shape.flat}
     types = {"part_out": "*fp32", "part_top": "*fp32", "part_sum": "*fp32", "out": "*fp16", "sinks": "*bf16"}
+    if capability >= 90:
+        gluon = GluonASTSource(merge_rows_kernel, *_signature(merge_rows_kernel, fixed | {"SOON": True}, types), {})
+        return _compile(gluon, capability, num_warps=shape.warps)
+    fixed["N"] = 8 if shape.flat else 64
     source = ASTSource(merge_kernel, *_signature(merge_kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=warps)
+    return _compile(source, capability, num_warps=shape.warps)
 
 
 def compile_windows(

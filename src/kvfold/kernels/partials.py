@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,8 @@ from kvfold.kernels.call import AttentionCall, Span
 LOG2E = 1.4426950408889634
 MANY_ROWS = 4096
 """Query rows from which on the merge has programs enough without cutting rows to pieces."""
+FEW_ROWS = 256
+"""Query rows below which a program merges few channels of one."""
 FEW = (32, 4)
 """Channels of such a piece, and warps of its program."""
 
@@ -64,24 +66,15 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     PART: tl.constexpr,
     N: tl.constexpr,
-    EARLY: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    SOON: tl.constexpr,
     FLAT: tl.constexpr,
 ):
     """Merge the splits of one query row, PART channels at a time.
 
     Grid: (heads * rows, pieces), or (heads, pieces, rows) where FLAT is not set, so that nothing is divided.
 
-    SOON: the next kernel may begin while the one before still runs.
-
     A learned sink (HAS_SINKS; one per query head, in natural units) is what the sum begins with.
     """
-    if EARLY and SOON:
-        tl.extra.cuda.gdc_launch_dependents()
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if FLAT:
         row = tl.program_id(0) % rows
         kv_head = tl.program_id(0) // rows
@@ -283,10 +276,8 @@ class Partials:
             Query tokens of a call with sinks: rows are query heads times these.
         """
         heads, splits, rows, dim = self.out.shape
-        whole = dim & -dim  # the largest power of two that divides it
-        many = heads * rows >= MANY_ROWS
-        part = min(whole, 256 if many else FEW[0])
-        merge_kernel[(heads * rows, dim // part) if many else (heads, dim // part, rows)](
+        shape = merge_shape(heads * rows, splits, dim)
+        arguments = (
             self.out,
             self.top,
             self.total,
@@ -296,17 +287,36 @@ class Partials:
             splits,
             1 if sinks is None else sinks.numel() * tokens // rows,
             tokens,
-            D=dim,
-            PART=part,
-            N=min(64, triton.next_power_of_2(splits)) if many else 64,
-            EARLY=early,
-            HAS_SINKS=sinks is not None,
-            SOON=_product_follows[-1],
-            FLAT=many,
-            num_warps=(1 if splits <= 8 else 4) if many else FEW[1],
-            **early_launch(early),
         )
+        grid = (heads * rows, dim // shape.part) if shape.flat else (heads, dim // shape.part, rows)
+        same = {"D": dim, "PART": shape.part, "HAS_SINKS": sinks is not None, "FLAT": shape.flat, "num_warps": shape.warps}
+        if early and shape.part % 16 == 0:
+            from kvfold.kernels._merge_gluon import merge_rows_kernel
+
+            merge_rows_kernel[grid](*arguments, SOON=_product_follows[-1], **same, **early_launch(True))
+        else:
+            n = min(64, triton.next_power_of_2(splits)) if shape.flat else 64
+            merge_kernel[grid](*arguments, N=n, **same)
         return out
+
+
+class MergeShape(NamedTuple):
+    """Channels of a merging program and its warps; ``flat``: a grid whose first dimension counts rows."""
+
+    part: int
+    warps: int
+    flat: bool
+
+
+def merge_shape(rows: int, splits: int, head_dim: int) -> MergeShape:
+    """How ``rows`` query rows of all heads are merged. A warp has at most 128 channels."""
+    whole = head_dim & -head_dim  # the largest power of two that divides it
+    if rows >= MANY_ROWS:
+        part = min(whole, 256)
+        return MergeShape(part, max(1, part // 128) if splits <= 8 else 4, True)
+    if rows >= FEW_ROWS:
+        return MergeShape(min(whole, 128), 4, False)
+    return MergeShape(min(whole, FEW[0]), FEW[1], False)
 
 
 def span_arguments(
