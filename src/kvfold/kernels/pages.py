@@ -63,8 +63,6 @@ def _no_lookups(form: Paged, name: str) -> str | None:
     codes = form.inner
     assert isinstance(codes, ResidualCodes)
     allowed = (4,) if name == "keys" else (4, 8)
-    if form.head_dim != 128:
-        return f"{name}: {codes.kind} storage at head_dim={form.head_dim}; allowed: 128"
     if (codes.codes, codes.stages, codes.strided) != (256, 1, False) or codes.vector not in allowed:
         return f"{name}: {codes.describe()}; allowed: one stage of 256 codes for {' or '.join(map(str, allowed))} neighbours"
     if codes.book is None:
