@@ -166,8 +166,8 @@ def fetch_page(
     and scales alone; 2, the page's statistics alone.
 
     SWAP, so that lanes use all banks where codes lie token by token: 1, tokens 4 and 5, and 6 and 7, of each eight change
-    places, for lanes that read those of every other token (of 64 bytes, so do halves of tokens 2, 3, 6 and 7; of 8 bytes, nothing
-    does); 2, so do halves of tokens 4 to 7, for lanes that read halves.
+    places, for lanes that read those of every other token (of 64 bytes, so do halves of tokens 2, 3, 6 and 7; of 8 bytes,
+    nothing does); 2, so do halves of tokens 4 to 7, for lanes that read halves.
     """
     CODE: gl.constexpr = code_bytes(D, BITS)
     SCALE: gl.constexpr = TO + scale_at(D, BITS, NB)
