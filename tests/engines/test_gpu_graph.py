@@ -67,13 +67,14 @@ def test_steps_over_plain_order_are_replayed(method, head_dim, start):
 
 
 @pytest.mark.parametrize("start", [3, 400])
-@pytest.mark.parametrize(
-    "method", ["fold:bits=2,codebook=true", "fold:codebook=true", "tasq:bits=2,values=fold", "tasq"]
-)
-def test_steps_over_tables_are_replayed(method, start):
+@pytest.mark.parametrize("method, head_dim", [
+    ("fold:bits=2,codebook=true", 128), ("fold:codebook=true", 128), ("fold:codebook=true", 64), ("fold:codebook=true", 256),
+    ("tasq:bits=2,values=fold", 128), ("tasq", 128),
+])  # fmt: skip
+def test_steps_over_tables_are_replayed(method, head_dim, start):
     """Codes of vectors; blocks of learned keys are closed between steps, those of ``fold`` in the step."""
-    made = storage.with_tables(methods.get(method), 2, 128, torch.device("cuda"))
-    replays(made, start, 128)
+    made = storage.with_tables(methods.get(method), 2, head_dim, torch.device("cuda"))
+    replays(made, start, head_dim)
 
 
 @pytest.mark.parametrize("method", ["fold", "fold:bits=2,sink=0,recent=0", "turboquant:bits=3"])

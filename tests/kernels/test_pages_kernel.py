@@ -23,7 +23,11 @@ def formats(method, dim=128, **spec):
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(
-    "method", ["fold", "fold:bits=1", "fold:bits=4", "fold:center=false", "fold:normalize=false,rotation=1"]
+    "method",
+    [
+        *("fold", "fold:bits=1", "fold:bits=4", "fold:center=false", "fold:normalize=false,rotation=1"),
+        *("fold:codebook=true", "fold:bits=2,codebook=true", "fold:k_bits=2,v_bits=1,codebook=true"),
+    ],
 )
 def test_it_takes_what_fold_stores(method, dim):
     assert pages.unsupported(*formats(method, dim)) is None
@@ -35,6 +39,10 @@ def test_it_takes_what_fold_stores(method, dim):
     ("kivi", 128, "keys: affine storage; allowed: paged"),
     ("innerq", 128, "keys: affine storage in pages; allowed: uniform, codes into fold's table"),
     ("turboquant", 128, "keys: lookup storage in pages; allowed: uniform, codes into fold's table"),
+    ("fold:codebook=true", 96, "keys: head_dim=96; allowed: 64, 128, 256"),
+    ("fold:bits=1,codebook=true", 64,
+     "keys: 256 codes for 8 channels (1.25 bits); allowed: one stage of 256 codes for 4 neighbours"),
+    ("fold:codebook=true,rotation=8", 64, "values: codes of channels that no Hadamard rotation of 16 or more mixes"),
 ])  # fmt: skip
 def test_what_it_refuses_is_named(method, dim, reason):
     assert pages.unsupported(*formats(method, dim)) == reason
@@ -47,10 +55,14 @@ def test_codes_in_plain_order_are_refused():
 @pytest.mark.parametrize("batch_heads", [1, 8, 128, 1024])
 @pytest.mark.parametrize("rows", [1, 4, 8, 64])
 @pytest.mark.parametrize("capacity", [1, 4, 64, 1024, 4096])
-@pytest.mark.parametrize("method, dim", [("fold", 128), ("fold", 64), ("fold", 256), ("fold:bits=8", 128)])
+@pytest.mark.parametrize("method, dim", [
+    ("fold", 128), ("fold", 64), ("fold", 256), ("fold:bits=8", 128), ("fold:codebook=true", 64), ("fold:codebook=true", 256),
+    ("fold:k_bits=8,v_bits=2,codebook=true", 256),
+])  # fmt: skip
 def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
     plan = pages.make_plan(*formats(method, dim), batch_heads, rows, capacity, 160, 132)
-    assert pages.program_bytes(*formats(method, dim), plan) <= STATIC_SHARED
+    most = pages.MOST_BYTES if "codebook" in method else STATIC_SHARED
+    assert pages.program_bytes(*formats(method, dim), plan) <= most
     assert plan.columns * plan.tiles * 8 >= rows
     assert 1 <= plan.splits <= 256 and plan.dense_splits >= 1
 
@@ -108,7 +120,8 @@ def test_products_of_bytes_take_fewer_instructions(method, most, sums):
     ("fold", 128, 4, True), ("fold", 128, 5, False), ("fold", 64, 4, False), ("fold", 256, 1, False),
     ("fold:bits=4", 128, 2, True), ("fold:bits=1", 128, 4, False), ("fold:rotation=1", 128, 4, True),
     ("fold:codebook=true", 128, 4, True), ("fold:bits=2,codebook=true", 128, 5, False),
-    ("fold:k_bits=2,v_bits=1,codebook=true", 128, 1, True),
+    ("fold:k_bits=2,v_bits=1,codebook=true", 128, 1, True), ("fold:codebook=true", 64, 4, False),
+    ("fold:codebook=true", 256, 1, False),
 ])  # fmt: skip
 def test_where_products_of_bytes_serve(method, dim, rows, whether):
     assert pages.make_plan(*formats(method, dim), 8, rows, 1024, 160, 132).bytewise is whether

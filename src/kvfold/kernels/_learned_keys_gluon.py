@@ -207,7 +207,7 @@ def _page_values(out, codes, p, near, far, row, V: gl.constexpr, C: gl.constexpr
                 codes_of(codes[0], AT + (32 * h + 16 * pair + 8) * V, WORDS),
                 codes_of(codes[1], AT + (32 * h + 16 * pair + 8) * V, WORDS),
             )
-            out = sum_rows(words, weights, row, b0, b1, out, 0, WORDS)
+            out = sum_rows(words, weights, row, (b0, b1), out, 0, WORDS)
     return out
 
 

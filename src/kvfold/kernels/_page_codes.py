@@ -166,7 +166,8 @@ def fetch_page(
     and scales alone; 2, the page's statistics alone.
 
     SWAP, so that lanes use all banks where codes lie token by token: 1, tokens 4 and 5, and 6 and 7, of each eight change
-    places, for lanes that read those of every other token; 2, so do halves of tokens 4 to 7, for lanes that read halves.
+    places, for lanes that read those of every other token (of 64 bytes, so do halves of tokens 2, 3, 6 and 7; of 8 bytes,
+    nothing does); 2, so do halves of tokens 4 to 7, for lanes that read halves.
     """
     CODE: gl.constexpr = code_bytes(D, BITS)
     SCALE: gl.constexpr = TO + scale_at(D, BITS, NB)
@@ -175,10 +176,13 @@ def fetch_page(
     here = to
     if SWAP == 2:
         here = base + (lane ^ (lane // 8 % 2)) * 16
-    elif SWAP:
+    elif SWAP and CODE >= 512:
         EACH: gl.constexpr = CODE // 512  # of 16 bytes, of a token
         token = lane // EACH
-        here = base + ((token ^ (token // 4 % 2)) * EACH + lane % EACH) * 16
+        piece = lane % EACH
+        if EACH == 4:
+            piece = piece ^ (token // 2 % 2 * 2)
+        here = base + ((token ^ (token // 4 % 2)) * EACH + piece) * 16
     if WHAT != 2:
         _fetch(here, codes + at * CODE + lane * 16, lane, valid, TO, CODE, NB, 32)
         _fetch(to, scale + at * 64 + lane * 16, lane, valid, SCALE, 64, NB, 32)

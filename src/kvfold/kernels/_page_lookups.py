@@ -6,7 +6,8 @@ fills 128 bytes, and each lane reads its own copy, so that lanes never meet in a
 * Keys. A row of a token's group is part of an operand: lane (g, t) reads those of groups 4 c + t, which are channels 4 t to
   4 t + 3 of tile c. The query is turned by a Hadamard matrix whose rows are in that order.
 * Values. A lane reads rows of tokens 2t and 2t + 1, and one word of each makes an operand. Lane (g, t) has channels 16 g to
-  16 g + 15; :func:`in_tiles` gives sums the places that they have elsewhere, once, at the end.
+  16 g + 15, at head size 256 of either half, at 64 channels 8 g to 8 g + 7; :func:`in_tiles` gives sums the places that they
+  have elsewhere, once, at the end.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -14,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._hadamard import _entry
-from kvfold.kernels._page_bytes import mix_lanes
+from kvfold.kernels._page_bytes import mean_signs, mix_lanes
 from kvfold.kernels._page_codes import hidden_block, scale_at
 from kvfold.kernels._page_sums import _sums
 from kvfold.kernels._registers import _replace, _zero4
@@ -140,20 +141,36 @@ def lookup_scores(
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
+@gluon.constexpr_function
+def _half(dim):
+    """Channels that a warp's lanes have side by side."""
+    return min(dim, 128)
+
+
+@gluon.constexpr_function
+def _swaps(dim, bits):
+    """Whether tokens change places where they are fetched: eight of them fill all banks at least once."""
+    return dim * bits >= 128
+
+
 @gluon.jit
-def row_weights(lane, WORDS: gl.constexpr):
+def row_weights(lane, WORDS: gl.constexpr, D: gl.constexpr = 128):
     """What picks each code of a lane's channels and multiplies it by a row's bytes."""
     out = ()
-    for i in gl.static_range(8 // WORDS):
-        out = out + ((lane * 0 + 128) << 8 * i,)
+    if D == 64 and WORDS == 4:  # 16 bits are codes of two lanes
+        out = out + ((lane * 0 + 128) << lane // 4 % 2 * 8,)
+    else:
+        for i in gl.static_range(_half(D) // 16 // WORDS):
+            out = out + ((lane * 0 + 128) << 8 * i,)
     return out
 
 
 @gluon.jit
-def sum_rows(words, weights, row, b0, b1, out, FIRST: gl.constexpr, WORDS: gl.constexpr):
-    """``out`` and the products of rows of 16 tokens with b0 and b1, of query rows whose accumulators are those from FIRST on.
-    ``words``: codes of a lane's channels, of tokens 2t and 2t + 1, and of those eight further on."""
-    for i in gl.static_range(8 // WORDS):
+def sum_rows(words, weights, row, b, out, FIRST: gl.constexpr, WORDS: gl.constexpr, NEXT: gl.constexpr = 0):
+    """``out`` and the products of rows of 16 tokens with ``b``: an operand's two registers of each eight query rows, whose
+    accumulators are those from FIRST, FIRST + NEXT and so on. ``words``: codes of a lane's channels, of tokens 2t and 2t + 1,
+    and of those eight further on."""
+    for i in gl.static_range(len(weights)):
         x = ()
         for e in gl.static_range(4):
             x = x + (load_shared(_weighted_bytes(words[e], weights[i], row), 0, WORDS),)
@@ -162,8 +179,9 @@ def sum_rows(words, weights, row, b0, b1, out, FIRST: gl.constexpr, WORDS: gl.co
             a1 = high_halves(x[0][j], x[1][j])
             a2 = low_halves(x[2][j], x[3][j])
             a3 = high_halves(x[2][j], x[3][j])
-            acc = mma(a0, a1, a2, a3, b0, b1, out[FIRST + WORDS * i + j], False)
-            out = _replace(out, FIRST + WORDS * i + j, acc)
+            for n in gl.static_range(len(b) // 2):
+                acc = mma(a0, a1, a2, a3, b[2 * n], b[2 * n + 1], out[FIRST + NEXT * n + WORDS * i + j], False)
+                out = _replace(out, FIRST + NEXT * n + WORDS * i + j, acc)
     return out
 
 
@@ -177,32 +195,57 @@ def codes_of(address, AT: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def turned_mean(base, scratch, lane, signs, matrix, AT: gl.constexpr, SCRATCH: gl.constexpr, MIX: gl.constexpr):
-    """The mean of a page's values in the rotated basis (without the factor), of channels 16 g to 16 g + 15; ``signs`` as
-    :func:`kvfold.kernels._page_bytes.mean_signs` has them."""
+def row_signs(signs, g, t, D: gl.constexpr):
+    """:func:`kvfold.kernels._page_bytes.mean_signs` for :func:`turned_mean`; of channels 128 and further in bits 13 and 29, and
+    12 and 28."""
+    if D == 64:
+        return mean_signs(signs, g % 4, t)
+    elif D == 256:
+        return mean_signs(signs, g, t) | ((mean_signs(signs + 128, g, t) >> 2) & 0x30003000)
+    else:
+        return mean_signs(signs, g, t)
+
+
+@gluon.jit
+def turned_mean(
+    base, scratch, lane, signs, matrix, AT: gl.constexpr, SCRATCH: gl.constexpr, MIX: gl.constexpr, D: gl.constexpr = 128
+):  # fmt: skip
+    """The mean of a page's values in the rotated basis (without the factor), of a lane's channels; ``signs`` are those of
+    :func:`row_signs`."""
+    TILES: gl.constexpr = _half(D) // 16
     g = lane // 4
     t = lane % 4
     m = load_shared(matrix, 0, 4)
-    at = base + (g * 32 + t * 4)
-    b0 = load_shared(at, AT, 1)[0] ^ (signs & (-2147450880))
-    b1 = load_shared(at, AT + 16, 1)[0] ^ ((signs << 1) & (-2147450880))
-    x = mix_lanes(mma(m[0], m[1], m[2], m[3], b0, b1, _zero4(lane), False), t, MIX)
-    to = scratch + (SCRATCH + t * 128 + g * 4)
-    for e in gl.static_range(4):
-        store_shared1(to + (e % 2 * 64 + e // 2 * 32), as_int(x[e]))
+    at = base + (g % TILES * 32 + t * 4)
+    x = ()
+    for h in gl.static_range((D + 127) // 128):
+        b0 = load_shared(at, AT + 256 * h, 1)[0] ^ ((signs << 2 * h) & (-2147450880))
+        b1 = load_shared(at, AT + (256 * h + 16), 1)[0] ^ ((signs << 2 * h + 1) & (-2147450880))
+        x = x + (mix_lanes(mma(m[0], m[1], m[2], m[3], b0, b1, _zero4(lane), False), t, MIX),)
+    if MIX == 256:
+        a = x[0]
+        b = x[1]
+        x = (
+            (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]), (a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3]),
+        )  # fmt: skip
+    to = scratch + (SCRATCH + t % (TILES // 2) * 128 + g * 4)
+    for h in gl.static_range((D + 127) // 128):
+        for e in gl.static_range(4):
+            store_shared1(to + (512 * h + e % 2 * 64 + e // 2 * 32), as_int(x[h][e]))
     warp_sync(lane)
     out = ()
-    for i in gl.static_range(4):
-        y = load_shared(scratch + g * 64, SCRATCH + 16 * i, 4)
-        out = out + (as_float(y[0]), as_float(y[1]), as_float(y[2]), as_float(y[3]))
+    for h in gl.static_range((D + 127) // 128):
+        for i in gl.static_range(TILES // 2):
+            y = load_shared(scratch + g * (TILES * 8), SCRATCH + 512 * h + 16 * i, 4)
+            out = out + (as_float(y[0]), as_float(y[1]), as_float(y[2]), as_float(y[3]))
     return out
 
 
 @gluon.jit
 def with_mean(out, factor, mean, share, FIRST: gl.constexpr):
-    """Eight accumulators of two query rows times their factors, and a page's mean times ``share``."""
+    """Accumulators of two query rows, as many as the mean has pairs, times their factors, and a page's mean times ``share``."""
     new = ()
-    for c in gl.static_range(8):
+    for c in gl.static_range(len(mean) // 2):
         x = out[FIRST + c]
         a = mean[2 * c]
         b = mean[2 * c + 1]
@@ -218,13 +261,33 @@ def with_mean(out, factor, mean, share, FIRST: gl.constexpr):
 
 
 @gluon.jit
+def _row_places(base, g, t, D: gl.constexpr, BITS: gl.constexpr, ODD: gl.constexpr):
+    """Where codes of a lane's channels begin, of token 2t (ODD: 2t + 1) of eight, one for each half of 128 channels: as
+    :func:`kvfold.kernels._page_codes.fetch_page` leaves them with SWAP 1."""
+    token = 2 * t + ODD
+    if _swaps(D, BITS):
+        token = token ^ (t // 2)
+    at = base + token * (D * BITS // 8)
+    if D == 64:
+        return (at + (g * BITS & -2),)
+    elif D == 128:
+        return (at + g * (2 * BITS),)
+    elif BITS == 2:
+        return (at + (g * 4 + t % 2 * 32), at + (g * 4 + (1 - t % 2) * 32))
+    else:
+        return (at + g * 2, at + (g * 2 + 16))
+
+
+@gluon.jit
 def lookup_values(
     base, scratch, lane, p, total, factor, out, signs, matrix, table, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
     MIX: gl.constexpr, NT: gl.constexpr, NB: gl.constexpr, AT: gl.constexpr, MEAN_AT: gl.constexpr,
 ):  # fmt: skip
     """Sums of values, in the rotated basis, and of probabilities, a page further."""
+    CT: gl.constexpr = D // 16
     WORDS: gl.constexpr = 4 // BITS
-    BYTES: gl.constexpr = 16 * BITS  # of a token
+    BYTES: gl.constexpr = D * BITS // 8  # of a token
+    SHORT: gl.constexpr = 4 if D == 64 else WORDS
     g = lane // 4
     t = lane % 4
     scale = ()
@@ -232,9 +295,9 @@ def lookup_values(
         scale = scale + load_matrix4(base + lane // 8 * 16, AT + scale_at(D, BITS, NB) + 64 * j, False)
     mean = ()
     if MEAN:
-        mean = turned_mean(base, scratch, lane, signs, matrix, MEAN_AT, 0, MIX)
+        mean = turned_mean(base, scratch, lane, signs, matrix, MEAN_AT, 0, MIX, D)
     else:
-        for _c in gl.static_range(16):
+        for _c in gl.static_range(2 * CT):
             mean = mean + (_zero4(lane)[0],)
     new = ()
     sums = ()
@@ -242,43 +305,47 @@ def lookup_values(
         p0, p1 = _sums(p, lane, n, 2 * NB, NT)
         f = (factor[2 * n], factor[2 * n + 1])
         new = new + (gl.fma(total[2 * n], f[0], p0), gl.fma(total[2 * n + 1], f[1], p1))
-        sums = sums + with_mean(out, f, mean, (p0 * MIX**-0.5, p1 * MIX**-0.5), 8 * n)
+        sums = sums + with_mean(out, f, mean, (p0 * MIX**-0.5, p1 * MIX**-0.5), CT * n)
     out = sums
-    even = base + ((2 * t ^ (t // 2)) * BYTES + g * (2 * BITS))
-    odd = base + ((2 * t ^ (t // 2) ^ 1) * BYTES + g * (2 * BITS))
-    weights = row_weights(lane, WORDS)
+    even = _row_places(base, g, t, D, BITS, 0)
+    odd = _row_places(base, g, t, D, BITS, 1)
+    weights = row_weights(lane, WORDS, D)
     row = own_row(table, lane, WORDS)
     for i in gl.static_range(2 * NB):
-        words = (
-            codes_of(even, AT + 16 * i * BYTES, WORDS), codes_of(odd, AT + 16 * i * BYTES, WORDS),
-            codes_of(even, AT + (16 * i + 8) * BYTES, WORDS), codes_of(odd, AT + (16 * i + 8) * BYTES, WORDS),
-        )  # fmt: skip
+        b = ()
         for n in gl.static_range(NT):
-            b0 = mul_half2(p[(i * NT + n) * 2], scale[2 * i])
-            b1 = mul_half2(p[(i * NT + n) * 2 + 1], scale[2 * i + 1])
-            out = sum_rows(words, weights, row, b0, b1, out, 8 * n, WORDS)
+            b = b + (
+                mul_half2(p[(i * NT + n) * 2], scale[2 * i]), mul_half2(p[(i * NT + n) * 2 + 1], scale[2 * i + 1]),
+            )  # fmt: skip
+        for h in gl.static_range(len(even)):
+            words = (
+                codes_of(even[h], AT + 16 * i * BYTES, SHORT), codes_of(odd[h], AT + 16 * i * BYTES, SHORT),
+                codes_of(even[h], AT + (16 * i + 8) * BYTES, SHORT), codes_of(odd[h], AT + (16 * i + 8) * BYTES, SHORT),
+            )  # fmt: skip
+            out = sum_rows(words, weights, row, b, out, 8 * h, WORDS, CT)
     return out, new
 
 
 @gluon.jit
-def in_tiles(out, base, lane, NT: gl.constexpr):
-    """Accumulators of eight query rows and 128 channels, so that lane (g, t) has channels g and g + 8 of each tile; by way of
-    4,352 bytes of shared memory of the warp."""
-    ROW: gl.constexpr = 4 * 128 + 32  # so that lanes use all banks
+def in_tiles(out, base, lane, D: gl.constexpr, NT: gl.constexpr):
+    """Accumulators of eight query rows and D channels, so that lane (g, t) has channels g and g + 8 of each tile; by way of
+    ``32 D + 256`` bytes of shared memory of the warp."""
+    CT: gl.constexpr = D // 16
+    ROW: gl.constexpr = 4 * D + 32  # so that lanes use all banks
     g = lane // 4
     t = lane % 4
     tiles = ()
     for n in gl.static_range(NT):
         warp_sync(lane)
         for e in gl.static_range(2):
-            to = base + (2 * t + e) * ROW + g * 64
-            for i in gl.static_range(4):
-                a = out[8 * n + 2 * i]
-                b = out[8 * n + 2 * i + 1]
-                store_shared4(to + 16 * i, a[e], a[2 + e], b[e], b[2 + e])
+            to = base + (2 * t + e) * ROW + g * (_half(D) // 2)
+            for i in gl.static_range(CT // 2):
+                a = out[CT * n + 2 * i]
+                b = out[CT * n + 2 * i + 1]
+                store_shared4(to + (i // 4 * 512 + i % 4 * 16), a[e], a[2 + e], b[e], b[2 + e])
         warp_sync(lane)
         at = base + 2 * t * ROW + g * 4
-        for c in gl.static_range(8):
+        for c in gl.static_range(CT):
             x = ()
             for e in gl.static_range(4):
                 x = x + (as_float(load_shared(at, 64 * c + e % 2 * ROW + e // 2 * 32, 1)[0]),)

@@ -21,7 +21,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._hadamard import hadamard, sign_bits, turned_back
-from kvfold.kernels._page_bytes import mean_signs
 from kvfold.kernels._page_codes import (
     fetch_page,
     mean_at,
@@ -41,6 +40,7 @@ from kvfold.kernels._page_lookups import (
     lookup_matrix,
     lookup_scores,
     lookup_values,
+    row_signs,
     tables_bytes,
     with_tables,
 )
@@ -148,7 +148,7 @@ def attend_pages(
         k_sign = sign_bits(k_signs, lane, D)
     if V_WORDS:
         if V_MEAN:
-            v_sign = mean_signs(v_signs, g, t)
+            v_sign = row_signs(v_signs, g, t, D)
     elif SAME:
         v_sign = k_sign
     elif V_MIX > 1:
@@ -229,7 +229,7 @@ def attend_pages(
     copy_wait_all(lane)
     program_sync(lane)
     if V_WORDS:
-        out = in_tiles(out, base, lane, NT)
+        out = in_tiles(out, base, lane, D, NT)
         program_sync(lane)
     out = turned_back(out, lane, v_signs, D, 0 if V_WORDS else V_BITS, V_MIX, NT)
     return top, out, total

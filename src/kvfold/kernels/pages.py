@@ -63,8 +63,6 @@ def _no_lookups(form: Paged, name: str) -> str | None:
     codes = form.inner
     assert isinstance(codes, ResidualCodes)
     allowed = (4,) if name == "keys" else (4, 8)
-    if form.head_dim != 128:
-        return f"{name}: {codes.kind} storage at head_dim={form.head_dim}; allowed: 128"
     if (codes.codes, codes.stages, codes.strided) != (256, 1, False) or codes.vector not in allowed:
         return f"{name}: {codes.describe()}; allowed: one stage of 256 codes for {' or '.join(map(str, allowed))} neighbours"
     if codes.book is None:
@@ -156,7 +154,7 @@ def make_plan(
     shapes = [Plan(warps, BLOCKS, tiles, columns, 1, 1, bytewise=narrow) for warps in (4, 2, 1)]
     most = most_bytes(key_format, value_format)
     shape = next(s for s in shapes if program_bytes(key_format, value_format, s) <= most)
-    warps, registers = shape.warps, REGISTERS.get(dim)
+    warps, registers = shape.warps, most_registers(key_format, value_format, tiles)
     threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
     size = program_bytes(key_format, value_format, shape)
     resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
@@ -178,8 +176,18 @@ def make_plan(
     return replace(shape, splits=splits, dense_splits=dense, registers=registers, ahead=few, windows_first=few)
 
 
+def most_registers(key_format: Paged, value_format: Paged, tiles: int) -> int | None:
+    """Most registers of a thread; None leaves it to the compiler."""
+    if key_format.head_dim == 64 and tiles == 1 and (_words(key_format) or _words(value_format)):
+        return TABLE_REGISTERS
+    return REGISTERS.get(key_format.head_dim)
+
+
 REGISTERS: dict[int, int] = {128: 168}
 """Most registers of a thread, by ``head_dim``; as measured on an H200."""
+TABLE_REGISTERS = 160
+"""The same where codes are looked up at head size 64: the compiler's choice, up to 190, leaves a multiprocessor two programs
+instead of three; with 160 nothing is spilled in the loop."""
 MOST_BYTES = 99 * 1024
 """Bytes of shared memory of a program with tables: what any GPU from sm_80 on has."""
 SHORT, ALONE, ALONE_REGISTERS = 64, 12, 128

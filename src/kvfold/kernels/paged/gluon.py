@@ -124,7 +124,7 @@ def paged_plan(key_format: Paged, value_format: Paged, rows: int) -> tuple[Plan,
     dim = key_format.head_dim
     tiles = 2 if rows > 8 and dim < 128 else 1
     columns = math.ceil(rows / (8 * tiles))
-    registers = pages.REGISTERS.get(dim)
+    registers = pages.most_registers(key_format, value_format, tiles)
     narrow = pages.bytewise(key_format, value_format, rows)
     shapes = [Plan(w, pages.BLOCKS, tiles, columns, 1, 0, False, registers, bytewise=narrow) for w in (4, 2, 1)]
     most = pages.most_bytes(key_format, value_format)
