@@ -72,10 +72,10 @@ def error(
     def program(warp):
         lane, warp = register(np.arange(32, dtype=np.int32)), scalar(warp)
         factor = scale * math.log2(math.e)
-        up = kernel._raw_queries(
-            Pointer(at, np.float16, "fp16"), lane * 8 + far, lane // 4, lane % 4, scalar(0, np.int64), zero, rows, factor,
-            128, 2, 8, 0, 1, True,
-        )  # fmt: skip
+        row = kernel.column_row(zero, lane // 4, 2, True)
+        query = Pointer(at, np.float16, "fp16")
+        raw = kernel.ask_queries(query, lane % 4, scalar(0, np.int64), row, rows, None, 128)
+        up = kernel._raw_queries(raw, lane * 8 + far, lane % 4, factor, 128, 8, 0, 1)
         machine.program_sync(lane)
         pages = scalar(-(-blocks // 4))
         to = [Pointer(p, np.float32) for p in parts]

@@ -6,12 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import _bytes, _load_codes, _operand, _own_zero, _signed, code_bytes, step, weight
-from kvfold.kernels._registers import _axpy4, _kind, _query, _replace, _two, _unit_half2, _zero4, query_at
+from kvfold.kernels._registers import _axpy4, _query, _replace, _two, _unit_half2, _zero4, ask_queries
 from kvfold.kernels._warp import (
     abs_halves,
     as_float,
     as_int,
-    load_pair,
     load_shared,
     mma,
     mma_tf32,
@@ -258,30 +257,27 @@ def query_exponent(bits, on_operand):
 
 @gluon.jit
 def _queries(
-    q_ptr, lane, g, t, row0, column0, rows, factor, varlen, D: gl.constexpr, BITS: gl.constexpr, AXIS: gl.constexpr,
+    asked, q_ptr, lane, g, t, row0, column0, rows, factor, varlen, D: gl.constexpr, BITS: gl.constexpr, AXIS: gl.constexpr,
     NT: gl.constexpr,
 ):  # fmt: skip
     """Queries as B operands: scaled per row (see :func:`query_exponent`), times 2^-k of the channel tile.
 
-    Also what turns products into ``factor`` times the score: for codes, and for zero-points. ``varlen``: see
-    :func:`query_at`.
+    Also what turns products into ``factor`` times the score: for codes, and for zero-points. ``asked``: of
+    :func:`kvfold.kernels._registers.ask_queries` for the first eight rows, or nothing; ``varlen``: see :func:`query_at`.
     """
     CT: gl.constexpr = D // 16
-    KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
-    SIZE: gl.constexpr = 4 if KIND == 2 else 2
     E: gl.constexpr = query_exponent(BITS, AXIS == 0)
     q = ()
     code_factor = ()
     zero_factor = ()
     for n in gl.static_range(NT):
-        row = column0 + n * 8 + g
-        address, live = query_at(q_ptr, row0, row, rows, 2 * t, varlen, D, SIZE)
-        raw = ()
-        big = _zero4(lane)[0]
-        for i in gl.static_range(2 * CT):
-            low, high = load_pair(address + 8 * i * SIZE, live, KIND)
-            raw = raw + (low, high)
-            big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
+        if n == 0 and len(asked) > 0:
+            raw = asked
+        else:
+            raw = ask_queries(q_ptr, t, row0, column0 + n * 8 + g, rows, varlen, D)
+        big = gl.abs(raw[0])
+        for i in gl.static_range(1, 4 * CT):
+            big = gl.maximum(big, gl.abs(raw[i]))
         big = gl.maximum(big, shuffle_xor(big, 1))
         big = gl.maximum(big, shuffle_xor(big, 2))
         exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 252)

@@ -27,7 +27,7 @@ from kvfold.kernels._affine_values import (
     _whole_values,
     carried,
 )
-from kvfold.kernels._registers import _item, _zero4
+from kvfold.kernels._registers import _item, _zero4, ask_queries
 from kvfold.kernels._softmax import LIFT, LOG2E, _finish, _nothing, _probabilities, _rescale, _softmax, _store_own
 from kvfold.kernels._warp import (
     copy_commit,
@@ -59,8 +59,20 @@ def _place(stored, unit, table, steps, number, id):
 
 
 @gluon.jit
+def asked_queries(
+    q_ptr, lane, row0, column0, rows, varlen, D: gl.constexpr, NT: gl.constexpr, SHARED: gl.constexpr = False
+):
+    """Queries of up to eight rows, asked for before blocks are; of more, which registers do not hold, nothing."""
+    if NT == 1 and not SHARED:
+        return ask_queries(q_ptr, lane % 4, row0, column0 + lane // 4, rows, varlen, D)
+    else:
+        return ()
+
+
+@gluon.jit
 def attend_blocks(
-    base0, lane, thread, warp, lo, hi, stored, unit, table, steps, q_ptr, bias_ptr, row0, column0, rows, to_log2, varlen,
+    base0, lane, thread, warp, lo, hi, stored, unit, table, steps, asked, q_ptr, bias_ptr, row0, column0, rows, to_log2,
+    varlen,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_AXIS: gl.constexpr, K_MODE: gl.constexpr, K_GROUP: gl.constexpr,
     V_BITS: gl.constexpr, V_AXIS: gl.constexpr, V_MODE: gl.constexpr, V_GROUP: gl.constexpr,
@@ -72,8 +84,8 @@ def attend_blocks(
     In a slab, ``stored`` are the addresses of both sides' codes, metadata and sign words, and the head's storage begins at
     block ``unit``. With a ``table``, which points to the numbers of pages, ``stored`` is where the head's share of page 0
     begins, with the keys' codes, and bytes from there to the other fields; ``steps`` are bytes from a page to the next, and
-    blocks at the beginning whose scores do not count. ``to_log2``: the scale times log2(e); ``varlen``: see
-    :func:`query_at`.
+    blocks at the beginning whose scores do not count. ``asked``: what :func:`asked_queries` asked for; ``to_log2``: the scale
+    times log2(e); ``varlen``: see :func:`query_at`.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -118,7 +130,7 @@ def attend_blocks(
         id = gl.load(table + (first + NB) // PAGE_BLOCKS, mask=count > NB, other=0)
 
     q, code_factor, zero_factor = _queries(
-        q_ptr, lane, g, t, row0, column0, rows, to_log2, varlen, D, K_BITS, K_AXIS, NT
+        asked, q_ptr, lane, g, t, row0, column0, rows, to_log2, varlen, D, K_BITS, K_AXIS, NT
     )  # fmt: skip
     qsum = _query_sums(q, lane, g, t, D, K_BITS, K_AXIS, K_MODE, K_GROUP, NT)
     if SHARED:  # registers are for sums
@@ -283,6 +295,8 @@ def decode_kernel(
     batch = head // heads
     packed_len = gl.load(packed_len_ptr + batch)
     row0 = head.to(gl.int64) * rows
+    live = gl.where(split < splits, rows, 0)
+    asked = asked_queries(packed_q_ptr, lane, row0, column0, live, None, D, NT, SHARED)
     slot0 = head.to(gl.int64) * parts + (part0 + split)
 
     if (not SHARED) and split >= splits:
@@ -308,9 +322,9 @@ def decode_kernel(
             (v_codes.to(gl.int64), v_meta.to(gl.int64), v_aux.to(gl.int64)),
         )
         top, out, side = attend_blocks(
-            base0, lane, thread, warp, lo, hi, stored, head * capacity, None, None, packed_q_ptr, bias_ptr, row0, column0,
-            rows, scale * LOG2E, None, D, K_BITS, K_AXIS, K_MODE, K_GROUP, V_BITS, V_AXIS, V_MODE, V_GROUP, NT, NB, HAS_BIAS,
-            CENTER, SHARED,
+            base0, lane, thread, warp, lo, hi, stored, head * capacity, None, None, asked, packed_q_ptr, bias_ptr, row0,
+            column0, rows, scale * LOG2E, None, D, K_BITS, K_AXIS, K_MODE, K_GROUP, V_BITS, V_AXIS, V_MODE, V_GROUP, NT, NB,
+            HAS_BIAS, CENTER, SHARED,
         )  # fmt: skip
         if SHARED:
             _store_own(lane, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, D, NT, CARRIED)

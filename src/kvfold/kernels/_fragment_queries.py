@@ -11,13 +11,12 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import weight
 from kvfold.kernels._page_sums import NORM_STEP
-from kvfold.kernels._registers import _kind, _replace, _unit_half2, _zero4
+from kvfold.kernels._registers import _replace, _unit_half2, _zero4
 from kvfold.kernels._warp import (
     as_float,
     as_int,
     exp2_fast,
     load_matrix4,
-    load_pair,
     load_shared,
     load_shared_short,
     mma,
@@ -78,27 +77,22 @@ def norm_words(base, scratch, lane, D: gl.constexpr, NORM: gl.constexpr, AT: gl.
 
 
 @gluon.jit
-def _raw_queries(
-    q_ptr, far, g, t, row0, column0, rows, factor, D: gl.constexpr, PAIR: gl.constexpr, E: gl.constexpr,
-    LIGHT: gl.constexpr, BITS: gl.constexpr, BY_ROW: gl.constexpr = False,
-):  # fmt: skip
-    """Leave the queries of eight columns in shared memory, as B operands, the largest element of each scaled to [2^E,
-    2^(E + 1)); LIGHT: behind them again, times 2^-k of their channel's codes. What turns products into ``factor`` times the
-    score, for a lane's two columns. Columns of a row are four apart, or (BY_ROW) side by side."""
-    KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
-    SIZE: gl.constexpr = 4 if KIND == 2 else 2
+def column_row(column0, g, PAIR: gl.constexpr, BY_ROW: gl.constexpr):
+    """Query row of a lane's column: PAIR columns of a row are ``8 / PAIR`` apart, or (BY_ROW) side by side."""
     if BY_ROW:
-        row = column0 + g // PAIR
+        return column0 + g // PAIR
     else:
-        row = column0 + g % (8 // PAIR)
-    live = (row < rows).to(gl.int32)
-    address = q_ptr.to(gl.int64) + ((row0 + row) * D + 2 * t) * SIZE
-    raw = ()
-    big = (g * 0).to(gl.float32)
+        return column0 + g % (8 // PAIR)
+
+
+@gluon.jit
+def _raw_queries(raw, far, t, factor, D: gl.constexpr, E: gl.constexpr, LIGHT: gl.constexpr, BITS: gl.constexpr):
+    """Leave the queries of eight columns, ``raw`` of :func:`kvfold.kernels._registers.ask_queries`, in shared memory, as B
+    operands, the largest element of each scaled to [2^E, 2^(E + 1)); LIGHT: behind them again, times 2^-k of their channel's
+    codes. What turns products into ``factor`` times the score, for a lane's two columns."""
+    big = (t * 0).to(gl.float32)
     for i in gl.static_range(D // 8):
-        low, high = load_pair(address + 8 * i * SIZE, live, KIND)
-        raw = raw + (low, high)
-        big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
+        big = gl.maximum(big, gl.maximum(gl.abs(raw[2 * i]), gl.abs(raw[2 * i + 1])))
     big = gl.maximum(big, shuffle_xor(big, 1))
     big = gl.maximum(big, shuffle_xor(big, 2))
     exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)

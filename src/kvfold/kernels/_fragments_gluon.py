@@ -36,6 +36,7 @@ from kvfold.kernels._fragment_mixed import mixed_scores, mixed_values, no_weight
 from kvfold.kernels._fragment_queries import (
     _raw_queries,
     brought_back,
+    column_row,
     group_sums,
     middle_sums,
     norm_words,
@@ -52,7 +53,7 @@ from kvfold.kernels._mixed_bytes import attend_mixed
 from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _room
 from kvfold.kernels._pages_rows_gluon import finish_rows
-from kvfold.kernels._registers import _zero4
+from kvfold.kernels._registers import _zero4, ask_queries
 from kvfold.kernels._softmax import LOG2E, _finish, _nothing, _probabilities, _rescale, _softmax
 from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels._warp import (
@@ -226,6 +227,10 @@ def fragments_kernel(
         launch_dependents(lane)
     packed_len = gl.load(packed_len_ptr + batch)
     row0 = head.to(gl.int64) * rows
+    asked = ()
+    if WIDE or not BYTES:  # before the first pages: loads come back in order
+        asker = column_row(column0, g, 2 if BYTES else SHARED, BYTES)
+        asked = ask_queries(q_ptr, t, row0, asker, gl.where(split < splits, rows, 0), None, D)
 
     dense = (sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64))
     lens = (sink_len_ptr, recent_len_ptr)
@@ -267,9 +272,12 @@ def fragments_kernel(
             lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
             hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
         far = base0 + W * STAGE + lane * 8
-        up = _raw_queries(
-            q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, 2, 8, _lightened(K), K_BITS, True
-        )  # fmt: skip
+        if WIDE:
+            up = _raw_queries(asked, far, t, scale * LOG2E, D, 8, _lightened(K), K_BITS)
+        else:
+            row = column_row(column0, g, 2, True)
+            own = ask_queries(q_ptr, t, row0, row, rows, None, D)
+            up = _raw_queries(own, far, t, scale * LOG2E, D, 8, _lightened(K), K_BITS)
         if WIDE:
             copy_wait_2(lane)  # the matrix, and norms
             show_copies(lane)
@@ -372,9 +380,7 @@ def fragments_kernel(
 
         EXPONENT: gl.constexpr = query_exponent(K_BITS, True) if K_KIND == 1 else -1 if K_KIND == 4 else 8
         far = base0 + W * STAGE + lane * 8
-        up = _raw_queries(
-            q_ptr, far, g, t, row0, column0, rows, scale * LOG2E, D, SHARED, EXPONENT, _lightened(K), K_BITS
-        )
+        up = _raw_queries(asked, far, t, scale * LOG2E, D, EXPONENT, _lightened(K), K_BITS)
         UNIT: gl.constexpr = K[7] * (16777216.0 if K_KIND < 3 else 1.0)
         code_factor = (up[0] * UNIT, up[1] * UNIT)
         program_sync(lane)

@@ -5,7 +5,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._warp import load_shared
+from kvfold.kernels._warp import load_pair, load_shared
 
 ONES = gl.constexpr(0x3C003C00)  # two fp16 ones
 
@@ -71,6 +71,20 @@ def _axpy4(low, high, x, y, FIRST: gl.constexpr):
             gl.fma(high, x[2], y[2]),
             gl.fma(high, x[3], y[3]),
         )
+
+
+@gluon.jit
+def ask_queries(q_ptr, t, row0, row, rows, varlen, D: gl.constexpr):
+    """Channels 2t, 2t + 1, 2t + 8, ... of a query row, fp32; for ``varlen`` see :func:`query_at`.
+
+    To be asked for before a kernel's first pages are: loads come back in order, and would wait for their bytes."""
+    KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
+    SIZE: gl.constexpr = 4 if KIND == 2 else 2
+    address, live = query_at(q_ptr, row0, row, rows, 2 * t, varlen, D, SIZE)
+    raw = ()
+    for i in gl.static_range(D // 8):
+        raw = raw + load_pair(address + 8 * i * SIZE, live, KIND)
+    return raw
 
 
 @gluon.jit

@@ -289,7 +289,13 @@ class Partials:
             tokens,
         )
         grid = (heads * rows, dim // shape.part) if shape.flat else (heads, dim // shape.part, rows)
-        same = {"D": dim, "PART": shape.part, "HAS_SINKS": sinks is not None, "FLAT": shape.flat, "num_warps": shape.warps}
+        same = {
+            "D": dim,
+            "PART": shape.part,
+            "HAS_SINKS": sinks is not None,
+            "FLAT": shape.flat,
+            "num_warps": shape.warps,
+        }
         if early and shape.part % 16 == 0:
             from kvfold.kernels._merge_gluon import merge_rows_kernel
 

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import code_bytes, meta_bytes
 from kvfold.kernels._affine_values import carried
-from kvfold.kernels._decode_gluon import attend_blocks
+from kvfold.kernels._decode_gluon import asked_queries, attend_blocks
 from kvfold.kernels._registers import _item
 from kvfold.kernels._softmax import LOG2E, _finish
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
@@ -69,9 +69,11 @@ def affine_pieces_kernel(
         steps = (page_step, gl.load(place + 4) // 32)
         row0 = gl.load(place + 5).to(gl.int64) * q_token + head * (rows // tokens) * D
         slot0 = (item + raw_parts * (seq + 1)).to(gl.int64) * heads + head
+        varlen = (q_token, tokens, count)
+        asked = asked_queries(q_ptr, lane, row0, column0, rows, varlen, D, NT)
         top, out, side = attend_blocks(
             base0, lane, thread, warp, lo, hi, stored, head * 0, table + seq.to(gl.int64) * table_step, steps,
-            q_ptr, q_ptr, row0, column0, rows, scale * LOG2E, (q_token, tokens, count),
+            asked, q_ptr, q_ptr, row0, column0, rows, scale * LOG2E, varlen,
             D, K_BITS, K_AXIS, K_MODE, K_GROUP, V_BITS, V_AXIS, V_MODE, V_GROUP, NT, NB, False, CENTER, False,
         )  # fmt: skip
         first = gl.load(following + 1) + warp * ((gl.load(following + 2) - gl.load(following + 1) + W - 1) // W)
