@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import aot, pages
+from kvfold.kernels import Span, Windows, aot, pages
 from kvfold.kernels.decode import STATIC_SHARED, Plan
 from kvfold.kernels.paged import gluon
 from kvfold.methods import LayerSpec, get
@@ -104,14 +104,25 @@ def test_products_of_bytes_take_fewer_instructions(method, most, sums):
     assert report.instructions["IMMA"] == 64 + sums
 
 
-@pytest.mark.parametrize("method, dim, rows, whether", [
-    ("fold", 128, 4, True), ("fold", 128, 5, False), ("fold", 64, 4, False), ("fold", 256, 1, False),
-    ("fold:bits=4", 128, 2, True), ("fold:bits=1", 128, 4, False), ("fold:rotation=1", 128, 4, True),
-    ("fold:codebook=true", 128, 4, True), ("fold:bits=2,codebook=true", 128, 5, False),
-    ("fold:k_bits=2,v_bits=1,codebook=true", 128, 1, True),
+@pytest.mark.parametrize("method, dim, rows, sets", [
+    ("fold", 128, 4, 1), ("fold", 128, 5, 0), ("fold", 64, 4, 0), ("fold", 256, 1, 0),
+    ("fold:bits=4", 128, 2, 1), ("fold:bits=1", 128, 4, 0), ("fold:rotation=1", 128, 4, 1),
+    ("fold:codebook=true", 128, 4, 1), ("fold:bits=2,codebook=true", 128, 5, 2), ("fold:codebook=true", 128, 8, 2),
+    ("fold:codebook=true", 128, 9, 0), ("fold:k_bits=2,v_bits=1,codebook=true", 128, 1, 1),
+    ("fold:k_bits=2,v_bits=1,codebook=true", 128, 7, 2),
 ])  # fmt: skip
-def test_where_products_of_bytes_serve(method, dim, rows, whether):
-    assert pages.make_plan(*formats(method, dim), 8, rows, 1024, 160, 132).bytewise is whether
+def test_where_products_of_bytes_serve(method, dim, rows, sets):
+    assert pages.make_plan(*formats(method, dim), 8, rows, 1024, 160, 132).bytewise == sets
+
+
+@pytest.mark.parametrize("sets, rows", [(1, 5), (1, 16), (True, 8)])
+def test_a_plan_of_too_few_sets_is_refused(sets, rows):
+    forms, none, count = formats("fold"), torch.zeros(1, 2, 32, 128), torch.zeros(1, dtype=torch.int32)
+    spans = [Span(0, *(form.allocate(1, 2, 4, "cpu") for form in forms))]
+    windows = Windows((none, none), (none, none), count, count, count)
+    plan = Plan(4, pages.BLOCKS, 1, 1, 1, 1, bytewise=sets)
+    with pytest.raises(ValueError, match=f"{rows} query rows of a KV head"):
+        pages.decode_attention(torch.zeros(1, 2 * rows, 1, 128), *forms, spans, windows, 1.0, plan=plan)
 
 
 def test_it_compiles_before_hopper():
@@ -123,16 +134,29 @@ def test_it_compiles_before_hopper():
     ("fold:bits=2,codebook=true", True), ("fold:bits=2,codebook=true", False), ("fold:codebook=true", True),
     ("fold:k_bits=2,v_bits=1,codebook=true", False), ("fold:k_bits=2,v_bits=3,codebook=true", True),
 ])  # fmt: skip
-@pytest.mark.parametrize("per_head", [4, 5])
-def test_lanes_read_pages_of_tables(method, fragments, per_head, monkeypatch):
-    """Codes of either side or both, of keys in either order (which is no order: they lie token by token). Up to four query rows
-    of a KV head are products of bytes, five of halves."""
+@pytest.mark.parametrize("per_head, tokens, sets", [(2, 2, 1), (4, 2, 2), (5, 1, 2), (5, 2, 0)])
+def test_lanes_read_pages_of_tables(method, fragments, per_head, tokens, sets, monkeypatch):
+    """Codes of either side or both, of keys in either order (which is no order: they lie token by token). Up to eight query
+    rows of a KV head are products of bytes, in sets of four; ten of halves."""
+    assert pages.bytewise(*formats(method, fragments=fragments), per_head * tokens) == sets
+    assert error_of_lanes(method, per_head, tokens, monkeypatch, fragments) < 1e-3
+
+
+@pytest.mark.parametrize("method", ["fold", "fold:bits=2", "fold:bits=4"])
+@pytest.mark.parametrize("per_head, tokens, sets", [(2, 2, 1), (3, 2, 2), (7, 1, 2), (4, 2, 0)])
+def test_lanes_read_pages_of_uniform_codes(method, per_head, tokens, sets, monkeypatch):
+    monkeypatch.setattr(pages, "bytewise", lambda *_: sets)
+    assert error_of_lanes(method, per_head, tokens, monkeypatch) < 1e-3
+
+
+def error_of_lanes(method, per_head, tokens, monkeypatch, fragments=True):
     monkeypatch.setattr(gluon, "fold_pieces_kernel", Emulated(gluon.fold_pieces_kernel))
     gluon.shape.cache_clear()  # it holds the kernel
-    server = Server(method, (210, 300), 128, per_head=per_head, fragments=fragments)
-    error = error_of_pieces(server, 2, gluon.pieces)
+    error = error_of_pieces(
+        Server(method, (210, 300), 128, per_head=per_head, fragments=fragments), tokens, gluon.pieces
+    )
     gluon.shape.cache_clear()
-    assert error < 1e-3
+    return error
 
 
 def test_one_table_serves_both_sides_only_where_it_is_the_same():
