@@ -150,13 +150,17 @@ def make_plan(
     capacity: int,
     window_slots: int,
     processors: int,
+    sets: int | None = None,
 ) -> Plan:
-    """Choose a launch shape; parameters are those of :func:`kvfold.kernels.decode.make_plan`, ``capacity`` in blocks."""
+    """Choose a launch shape; parameters are those of :func:`kvfold.kernels.decode.make_plan`, ``capacity`` in blocks.
+
+    ``sets``: of four rows that products of bytes take, 0 for those of halves; None: as :func:`bytewise` says.
+    """
     dim = key_format.head_dim
     tiles = 2 if rows > 8 and dim < 128 else 1
     columns = math.ceil(rows / (8 * tiles))
     pages = math.ceil(capacity / BLOCKS)
-    narrow = bytewise(key_format, value_format, rows)
+    narrow = bytewise(key_format, value_format, rows) if sets is None else sets
     jobs = batch_heads * columns
     uniform = not (_words(key_format) or _words(value_format))  # a table is too large for programs of a warp
     if narrow == 1 and uniform and capacity <= SHORT and jobs >= ALONE * processors:
