@@ -11,6 +11,7 @@ from kvfold.formats.residual import Codebook
 from kvfold.kernels import Span, Windows, aot, pages
 from kvfold.kernels.decode import STATIC_SHARED, Plan
 from kvfold.kernels.paged import gluon
+from kvfold.kernels.partials import Partials
 from kvfold.methods import LayerSpec, get
 from paged_case import Server
 from pieces_case import Emulated, error_of_pieces
@@ -196,3 +197,46 @@ def test_a_table_of_no_bytes_is_refused(factor, refused):
     keys, values = (replace(form, inner=replace(form.inner, book=book)) for form in forms)
     why = "keys: a codebook whose numbers are no bytes; allowed: whole steps of 0.03125, up to 3.96875"
     assert pages.unsupported(keys, values) == (why if refused else None)
+
+
+@pytest.mark.parametrize("method, heads, tokens, sets", [
+    ("fold", 7, 1, 2), ("fold:codebook=true", 7, 1, 2), ("fold:bits=2,codebook=true", 4, 2, 2),
+    ("fold:bits=2,codebook=true", 6, 2, 2), ("fold:codebook=true", 4, 1, 1), ("fold:codebook=true", 7, 1, 0),
+])  # fmt: skip
+def test_lanes_attend_over_a_slab_and_its_windows(method, heads, tokens, sets, monkeypatch):
+    """Whole launches: two splits, and the windows' program; twelve rows are those of two programs."""
+    draw, packed, sinks, slots = torch.Generator().manual_seed(0), 416, 32, 64
+
+    def random(n):
+        return torch.randn(1, 2, n, 128, generator=draw)
+
+    sides, spans = [], []
+    windows = [random(n).half() for n in (sinks, sinks, slots, slots)]
+    age = torch.arange(slots - 16)
+    for form, sink, ring in zip(formats(method), windows[:2], windows[2:], strict=True):
+        fields = form.allocate(1, 2, packed // 32 + 3, "cpu")
+        for name, x in form.encode(random(packed)).items():
+            fields[name][:, :, : x.shape[2]] = x
+        spans.append(fields)
+        decoded = form.decode(form.take(fields, packed // 32))
+        sides.append(torch.cat([sink.float(), decoded.float(), ring[:, :, (packed + age) % slots].float()], 2)[0])
+    keys, values = sides
+    counts = [torch.tensor([n], dtype=torch.int32) for n in (sinks, packed, slots - 16)]
+    given = Windows((windows[0], windows[1]), (windows[2], windows[3]), *counts)
+    q = torch.randn(1, 2 * heads, tokens, 128, generator=draw).half()
+    monkeypatch.setattr(pages, "pages_kernel", Emulated(pages.pages_kernel))
+    monkeypatch.setattr(Partials, "merge", merged)
+    plan = pages.make_plan(*formats(method), 2, heads * tokens, packed // 32 + 3, sinks + slots, 132, sets=sets)
+    plan = replace(plan, splits=2, dense_splits=1)
+    got = pages.decode_attention(q, *formats(method), [Span(0, *spans)], given, 128**-0.5, plan=plan)
+    sees = torch.ones(tokens, keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - tokens)
+    rows = q[0].float().unflatten(0, (2, -1))
+    scores = (rows @ keys.mT.unsqueeze(1) * 128**-0.5).masked_fill(~sees, float("-inf"))
+    want = (scores.softmax(-1) @ values.unsqueeze(1)).flatten(0, 1)
+    assert float((got[0].float() - want).norm() / want.norm()) < 1e-3
+
+
+def merged(parts, out, *_):
+    weight = torch.exp2(parts.top - parts.top.amax(1, True))
+    x = (parts.out * weight.unsqueeze(-1)).sum(1) / (parts.total * weight).sum(1).unsqueeze(-1)
+    return out.copy_(x.view(out.shape))
