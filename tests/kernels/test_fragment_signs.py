@@ -98,7 +98,7 @@ def error(
             )  # fmt: skip
             machine.program_sync(lane)
             kernel.finish_rows(
-                zero, lane, warp, best, sums, side, lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
+                zero, lane, warp, (best,), sums, (side,), lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
             )  # fmt: skip
         elif levels:
             best, sums, side = kernel.attend_levels(
@@ -119,7 +119,7 @@ def error(
             machine.program_sync(lane)
             sums = tuple(x for c in out for x in (c[0], c[2]))
             kernel.finish_rows(
-                base, lane, warp, best - lift, sums, side[0][2], lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
+                base, lane, warp, (best - lift,), sums, (side[0][2],), lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
             )  # fmt: skip
 
     machine.run(program)

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from kvfold.kernels import pages
 from kvfold.kernels.decode import Plan
 from kvfold.kernels.pages import BLOCKS, program_bytes
-from pages_case import LIMIT, Case
+from pages_case import LIMIT, RECENT, SINK, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -38,9 +38,9 @@ def test_codes_into_a_table(method, more, dim, dtype):
     assert Case(method + more.replace("=d", f"={dim}"), dim=dim, dtype=dtype).error() < LIMIT[dtype]
 
 
-@pytest.mark.parametrize(
-    "heads, kv_heads, tokens", [(2, 2, 1), (32, 8, 1), (16, 2, 1), (24, 1, 1), (8, 2, 5), (32, 2, 16)]
-)
+@pytest.mark.parametrize("heads, kv_heads, tokens", [
+    (2, 2, 1), (32, 8, 1), (10, 2, 1), (12, 2, 1), (14, 2, 1), (16, 2, 1), (8, 2, 2), (24, 1, 1), (8, 2, 5), (32, 2, 16),
+])  # fmt: skip
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("method", CODED)
 def test_query_rows_of_every_number_and_a_table(method, heads, kv_heads, tokens, dim):
@@ -53,6 +53,64 @@ def test_query_rows_of_every_number_and_a_table(method, heads, kv_heads, tokens,
 @pytest.mark.parametrize("dim", [64, 128])
 def test_query_rows_of_every_number(heads, kv_heads, tokens, dim):
     assert Case("fold", heads=heads, kv_heads=kv_heads, tokens=tokens, dim=dim).error() < LIMIT[torch.float16]
+
+
+def planned(case, sets):
+    """The plan with so many sets of four query rows for products of bytes, 0: of halves."""
+    batch, heads, tokens, _ = case.q.shape
+    kv_heads, blocks = case.windows.sink[0].shape[1], pages.capacity(case.spans[0])
+    return pages.make_plan(
+        *case.formats, batch * kv_heads, heads // kv_heads * tokens, blocks, SINK + RECENT + 32, 132, sets=sets
+    )
+
+
+FORMS = (
+    "fold", "fold:bits=2", "fold:bits=4", "fold:k_bits=4,v_bits=3", "fold:normalize=false", "fold:center=false",
+    "fold:rotation=1", "fold:rotation=16", *CODED, "fold:k_bits=2,v_bits=3,codebook=true",
+    "fold:bits=2,codebook=true,rotation=128", "fold:bits=2,codebook=true,normalize=false,center=false",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("sets", [0, 2], ids=["halves", "bytes"])
+@pytest.mark.parametrize(
+    "heads, kv_heads, tokens", [(10, 2, 1), (12, 2, 1), (14, 2, 1), (16, 2, 1), (8, 2, 2), (24, 2, 1)]
+)
+@pytest.mark.parametrize("method", FORMS)
+def test_two_sets_of_four_rows(method, heads, kv_heads, tokens, sets, dtype):
+    """Twelve rows are those of two programs."""
+    case = Case(method, heads=heads, kv_heads=kv_heads, tokens=tokens, dtype=dtype)
+    assert case.error(planned(case, sets)) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("method", ["fold", "fold:bits=2", *CODED])
+@pytest.mark.parametrize(
+    "how",
+    [{"size": 1e-3}, {"size": 1e-5, "dtype": torch.bfloat16}, {"size": 300.0}, {"mean": 30.0}, {"query": 8.0},
+     {"query": 1e-3}, {"size": 1e-3, "query": 8.0}, {"lens": (20000 // 32 * 32,)}, {"lens": (0,)}, {"lens": (32,)}],
+    ids=str,
+)  # fmt: skip
+def test_two_sets_of_numbers_of_every_size(method, how):
+    case = Case(method, heads=14, **{"lens": (2048, 96), **how})
+    assert case.error(planned(case, 2)) < LIMIT[how.get("dtype", torch.float16)]
+
+
+@pytest.mark.parametrize("method", ["fold", *CODED])
+def test_two_sets_of_queries_of_very_different_size(method):
+    case = Case(method, heads=14)
+    case.q *= 4.0 ** -torch.arange(case.q.shape[1], device="cuda").to(case.q.dtype).view(1, -1, 1, 1)
+    assert case.error(planned(case, 2)) < LIMIT[torch.float16]
+
+
+@pytest.mark.parametrize("name", ["fold", "fold:bits=2", *CODED])
+def test_launches_of_two_sets(name):
+    case = Case(name, heads=14, lens=(3000 // 32 * 32, 512))
+    for warps in (1, 2, 4):
+        for splits in (1, 7, 64):
+            for registers in (168, 255):
+                plan = Plan(warps, BLOCKS, 1, 1, splits, 2, registers=registers, bytewise=2)
+                if program_bytes(*case.formats, plan) <= pages.most_bytes(*case.formats):
+                    assert case.error(plan) < LIMIT[torch.float16]
 
 
 @pytest.mark.parametrize("lens", [(0,), (32,), (96, 128), (160,), (4096, 64), (20000 // 32 * 32,)])

@@ -14,7 +14,7 @@ from kvfold.kernels.decode import Plan
 from kvfold.methods import LayerSpec, get
 from warps import Machine, Pointer, on_cpu, register, scalar
 
-NAMES = "D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB", "K_WORDS", "V_WORDS"
+NAMES = "D", "K_BITS", "K_MEAN", "K_NORM", "K_MIX", "V_BITS", "V_MEAN", "V_MIX", "NB", "K_WORDS", "V_WORDS", "BYTES"
 
 
 def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, scale=128**-0.5, late=False):
@@ -31,6 +31,7 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
     keys = random(1, 1, 32 * blocks, 128) * torch.exp(spread * random(1, 1, 1, 128)) + random(1, 1, 1, 128)
     values = value * (random(1, 1, 32 * blocks, 128) + random(1, 1, 1, 128))
     q = (query * random(rows, 128)).half()
+    fours = 1 if rows <= 4 else 2
     machine, decoded, arrays = Machine(warps, late=late), [], []
     for form, x, norm in zip(formats, (keys, values), (True, False), strict=True):
         fields = form.allocate(1, 1, blocks + 2, "cpu")
@@ -44,7 +45,7 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
     weights = (q.double() @ decoded[0].T * scale).softmax(-1)
     want = weights @ decoded[1]
 
-    fixed = pages.constants(*formats, Plan(warps, pages.BLOCKS, 1, 1, 1, 0, bytewise=True), False, True)
+    fixed = pages.constants(*formats, Plan(warps, pages.BLOCKS, 1, 1, 1, 0, bytewise=fours), False, True)
     (k, v), zero = arrays, scalar(0)
     words = fixed["K_WORDS"], fixed["V_WORDS"]
     base = scalar(tables_bytes(*words))
@@ -120,3 +121,23 @@ def test_looked_up_codes_of_fewer_rows_and_pages(method, rows, blocks, warps):
 @pytest.mark.parametrize("given", [{"query": 100.0}, {"query": 1e-4}, {"value": 1e-3}, {"value": 1e3}, {"scale": 0.5}])
 def test_looked_up_numbers_of_every_size(given):
     assert error("fold:bits=2,codebook=true", **given) < 8e-4
+
+
+@pytest.mark.parametrize("method", [
+    "fold", "fold:bits=2", "fold:bits=4", "fold:normalize=false", "fold:center=false", "fold:rotation=1", *CODED,
+    "fold:k_bits=2,v_bits=3,codebook=true", "fold:bits=2,codebook=true,rotation=128",
+])  # fmt: skip
+def test_eight_rows_are_two_sets_of_four(method):
+    assert error(method, 8) < 3e-4
+
+
+@pytest.mark.parametrize("method", ["fold:center=false", "fold:bits=4", *CODED])
+@pytest.mark.parametrize("rows, blocks, warps", [(5, 1, 2), (6, 4, 1), (7, 13, 4), (8, 19, 2)])
+def test_two_sets_of_fewer_rows_and_pages_than_warps(method, rows, blocks, warps):
+    assert error(method, rows, blocks, warps, late=True) < 3e-4
+
+
+@pytest.mark.parametrize("method", ["fold", "fold:codebook=true", "fold:bits=2,codebook=true"])
+@pytest.mark.parametrize("given", [{"query": 100.0}, {"query": 1e-4}, {"value": 1e-3}, {"value": 1e3}, {"scale": 0.5}])
+def test_two_sets_of_numbers_of_every_size(method, given):
+    assert error(method, 7, **given) < 8e-4

@@ -172,7 +172,7 @@ def test_attention_for_tensor_cores_on_a_gpu(method, head_dim):
 @pytest.mark.parametrize(
     "method", ["fold:bits=2,codebook=true", "fold:codebook=true", "fold:k_bits=2,v_bits=1,codebook=true"]
 )
-@pytest.mark.parametrize("per_head", [1, 4, 7])
+@pytest.mark.parametrize("per_head", [1, 4, 5, 7, 8])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_attention_with_a_fixed_table_on_a_gpu(method, head_dim, per_head):
     attending(method, (1, 2200, 131, 33, 1025), per_head=per_head, head_dim=head_dim, fragments=True, **GPU)

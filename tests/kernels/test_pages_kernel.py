@@ -8,9 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import aot, pages
+from kvfold.kernels import Span, Windows, aot, pages
 from kvfold.kernels.decode import STATIC_SHARED, Plan
 from kvfold.kernels.paged import gluon
+from kvfold.kernels.partials import Partials
 from kvfold.methods import LayerSpec, get
 from paged_case import Server
 from pieces_case import Emulated, error_of_pieces
@@ -116,15 +117,45 @@ def test_products_of_bytes_take_fewer_instructions(method, most, sums):
     assert report.instructions["IMMA"] == 64 + sums
 
 
-@pytest.mark.parametrize("method, dim, rows, whether", [
-    ("fold", 128, 4, True), ("fold", 128, 5, False), ("fold", 64, 4, False), ("fold", 256, 1, False),
-    ("fold:bits=4", 128, 2, True), ("fold:bits=1", 128, 4, False), ("fold:rotation=1", 128, 4, True),
-    ("fold:codebook=true", 128, 4, True), ("fold:bits=2,codebook=true", 128, 5, False),
-    ("fold:k_bits=2,v_bits=1,codebook=true", 128, 1, True), ("fold:codebook=true", 64, 4, False),
-    ("fold:codebook=true", 256, 1, False),
+@pytest.mark.parametrize("method, most, registers, spills, words", [
+    ("fold", 1660, 168, 16, 95), ("fold:bits=2", 1640, 168, 16, 95), ("fold:bits=4", 1600, 168, 4, 95),
+    ("fold:codebook=true", 2010, 255, 0, 240), ("fold:bits=2,codebook=true", 2010, 168, 48, 375),
+    ("fold:k_bits=2,v_bits=1,codebook=true", 1800, 255, 0, 310),
 ])  # fmt: skip
-def test_where_products_of_bytes_serve(method, dim, rows, whether):
-    assert pages.make_plan(*formats(method, dim), 8, rows, 1024, 160, 132).bytewise is whether
+def test_two_sets_of_rows_share_operands_of_codes(method, most, registers, spills, words):
+    """Twice the products of one set, and no more reads of codes and rows of tables. Where three programs fit, what two sets
+    have more than 168 registers waits in local memory."""
+    forms = formats(method)
+    plan = pages.make_plan(*forms, 128, 8, 1024, 160, 132, sets=2)
+    assert plan.bytewise == 2 and plan.columns == 1 and plan.registers == registers
+    report = aot.compile_pages(*forms, rows=8, plan=plan)
+    assert report.registers <= registers and report.spills_in_loop <= spills and report.loop <= most
+    assert report.shared <= pages.most_bytes(*forms) + 1024
+    one = aot.compile_pages(*forms, rows=4)
+    assert report.instructions["IMMA"] == 2 * one.instructions["IMMA"]
+    assert report.instructions["LDS"] <= min(words, one.instructions["LDS"] + 32)
+
+
+@pytest.mark.parametrize("method, dim, rows, sets", [
+    ("fold", 128, 4, 1), ("fold", 128, 5, 0), ("fold", 64, 4, 0), ("fold", 256, 1, 0),
+    ("fold:bits=4", 128, 2, 1), ("fold:bits=1", 128, 4, 0), ("fold:rotation=1", 128, 4, 1),
+    ("fold:codebook=true", 128, 4, 1), ("fold:bits=2,codebook=true", 128, 5, 2), ("fold:codebook=true", 128, 8, 2),
+    ("fold:codebook=true", 128, 9, 0), ("fold:k_bits=2,v_bits=1,codebook=true", 128, 1, 1),
+    ("fold:k_bits=2,v_bits=1,codebook=true", 128, 7, 2), ("fold:codebook=true", 64, 4, 0),
+    ("fold:codebook=true", 256, 1, 0),
+])  # fmt: skip
+def test_where_products_of_bytes_serve(method, dim, rows, sets):
+    assert pages.make_plan(*formats(method, dim), 8, rows, 1024, 160, 132).bytewise == sets
+
+
+@pytest.mark.parametrize("sets, rows", [(1, 5), (1, 16), (True, 8)])
+def test_a_plan_of_too_few_sets_is_refused(sets, rows):
+    forms, none, count = formats("fold"), torch.zeros(1, 2, 32, 128), torch.zeros(1, dtype=torch.int32)
+    spans = [Span(0, *(form.allocate(1, 2, 4, "cpu") for form in forms))]
+    windows = Windows((none, none), (none, none), count, count, count)
+    plan = Plan(4, pages.BLOCKS, 1, 1, 1, 1, bytewise=sets)
+    with pytest.raises(ValueError, match=f"{rows} query rows of a KV head"):
+        pages.decode_attention(torch.zeros(1, 2 * rows, 1, 128), *forms, spans, windows, 1.0, plan=plan)
 
 
 def test_it_compiles_before_hopper():
@@ -136,16 +167,29 @@ def test_it_compiles_before_hopper():
     ("fold:bits=2,codebook=true", True), ("fold:bits=2,codebook=true", False), ("fold:codebook=true", True),
     ("fold:k_bits=2,v_bits=1,codebook=true", False), ("fold:k_bits=2,v_bits=3,codebook=true", True),
 ])  # fmt: skip
-@pytest.mark.parametrize("per_head", [4, 5])
-def test_lanes_read_pages_of_tables(method, fragments, per_head, monkeypatch):
-    """Codes of either side or both, of keys in either order (which is no order: they lie token by token). Up to four query rows
-    of a KV head are products of bytes, five of halves."""
+@pytest.mark.parametrize("per_head, tokens, sets", [(2, 2, 1), (4, 2, 2), (5, 1, 2), (5, 2, 0)])
+def test_lanes_read_pages_of_tables(method, fragments, per_head, tokens, sets, monkeypatch):
+    """Codes of either side or both, of keys in either order (which is no order: they lie token by token). Up to eight query
+    rows of a KV head are products of bytes, in sets of four; ten of halves."""
+    assert pages.bytewise(*formats(method, fragments=fragments), per_head * tokens) == sets
+    assert error_of_lanes(method, per_head, tokens, monkeypatch, fragments) < 1e-3
+
+
+@pytest.mark.parametrize("method", ["fold", "fold:bits=2", "fold:bits=4"])
+@pytest.mark.parametrize("per_head, tokens, sets", [(2, 2, 1), (3, 2, 2), (7, 1, 2), (4, 2, 0)])
+def test_lanes_read_pages_of_uniform_codes(method, per_head, tokens, sets, monkeypatch):
+    monkeypatch.setattr(pages, "bytewise", lambda *_: sets)
+    assert error_of_lanes(method, per_head, tokens, monkeypatch) < 1e-3
+
+
+def error_of_lanes(method, per_head, tokens, monkeypatch, fragments=True):
     monkeypatch.setattr(gluon, "fold_pieces_kernel", Emulated(gluon.fold_pieces_kernel))
     gluon.shape.cache_clear()  # it holds the kernel
-    server = Server(method, (210, 300), 128, per_head=per_head, fragments=fragments)
-    error = error_of_pieces(server, 2, gluon.pieces)
+    error = error_of_pieces(
+        Server(method, (210, 300), 128, per_head=per_head, fragments=fragments), tokens, gluon.pieces
+    )
     gluon.shape.cache_clear()
-    assert error < 1e-3
+    return error
 
 
 def test_one_table_serves_both_sides_only_where_it_is_the_same():
@@ -166,3 +210,46 @@ def test_a_table_of_no_bytes_is_refused(factor, refused):
     keys, values = (replace(form, inner=replace(form.inner, book=book)) for form in forms)
     why = "keys: a codebook whose numbers are no bytes; allowed: whole steps of 0.03125, up to 3.96875"
     assert pages.unsupported(keys, values) == (why if refused else None)
+
+
+@pytest.mark.parametrize("method, heads, tokens, sets", [
+    ("fold", 7, 1, 2), ("fold:codebook=true", 7, 1, 2), ("fold:bits=2,codebook=true", 4, 2, 2),
+    ("fold:bits=2,codebook=true", 6, 2, 2), ("fold:codebook=true", 4, 1, 1), ("fold:codebook=true", 7, 1, 0),
+])  # fmt: skip
+def test_lanes_attend_over_a_slab_and_its_windows(method, heads, tokens, sets, monkeypatch):
+    """Whole launches: two splits, and the windows' program; twelve rows are those of two programs."""
+    draw, packed, sinks, slots = torch.Generator().manual_seed(0), 416, 32, 64
+
+    def random(n):
+        return torch.randn(1, 2, n, 128, generator=draw)
+
+    sides, spans = [], []
+    windows = [random(n).half() for n in (sinks, sinks, slots, slots)]
+    age = torch.arange(slots - 16)
+    for form, sink, ring in zip(formats(method), windows[:2], windows[2:], strict=True):
+        fields = form.allocate(1, 2, packed // 32 + 3, "cpu")
+        for name, x in form.encode(random(packed)).items():
+            fields[name][:, :, : x.shape[2]] = x
+        spans.append(fields)
+        decoded = form.decode(form.take(fields, packed // 32))
+        sides.append(torch.cat([sink.float(), decoded.float(), ring[:, :, (packed + age) % slots].float()], 2)[0])
+    keys, values = sides
+    counts = [torch.tensor([n], dtype=torch.int32) for n in (sinks, packed, slots - 16)]
+    given = Windows((windows[0], windows[1]), (windows[2], windows[3]), *counts)
+    q = torch.randn(1, 2 * heads, tokens, 128, generator=draw).half()
+    monkeypatch.setattr(pages, "pages_kernel", Emulated(pages.pages_kernel))
+    monkeypatch.setattr(Partials, "merge", merged)
+    plan = pages.make_plan(*formats(method), 2, heads * tokens, packed // 32 + 3, sinks + slots, 132, sets=sets)
+    plan = replace(plan, splits=2, dense_splits=1)
+    got = pages.decode_attention(q, *formats(method), [Span(0, *spans)], given, 128**-0.5, plan=plan)
+    sees = torch.ones(tokens, keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - tokens)
+    rows = q[0].float().unflatten(0, (2, -1))
+    scores = (rows @ keys.mT.unsqueeze(1) * 128**-0.5).masked_fill(~sees, float("-inf"))
+    want = (scores.softmax(-1) @ values.unsqueeze(1)).flatten(0, 1)
+    assert float((got[0].float() - want).norm() / want.norm()) < 1e-3
+
+
+def merged(parts, out, *_):
+    weight = torch.exp2(parts.top - parts.top.amax(1, True))
+    x = (parts.out * weight.unsqueeze(-1)).sum(1) / (parts.total * weight).sum(1).unsqueeze(-1)
+    return out.copy_(x.view(out.shape))

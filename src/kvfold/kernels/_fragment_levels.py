@@ -275,7 +275,9 @@ def attend_levels(
         top = new_top
         total = gl.fma(total, before, page_total * share)
         if BITS == 2:
-            out = byte_values(base, lane, p, before, share, page_total, (), out, D, 2, False, 1, NB, V_AT, True)
+            out = byte_values(
+                base, lane, p, (before,), (share,), (page_total,), (), out, D, 2, False, 1, NB, V_AT, True
+            )  # fmt: skip
         else:
             out = level_byte_values(base, lane, p, v_levels, before, share, out, D, NB, V_AT)
         if V[4]:

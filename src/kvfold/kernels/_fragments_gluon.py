@@ -314,8 +314,8 @@ def fragments_kernel(
             program_sync(lane)
             slot0 = head.to(gl.int64) * parts + (part0 + split)
             finish_rows(
-                base0, lane, warp, best, sums, total, lane, part_out, part_top, part_sum, slot0, column0, rows, D, 0, 1
-            )
+                base0, lane, warp, (best,), sums, (total,), lane, part_out, part_top, part_sum, slot0, column0, rows, D, 0, 1,
+            )  # fmt: skip
         else:
             best, out, side = attend_signs(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored),
@@ -328,8 +328,8 @@ def fragments_kernel(
             for c in gl.static_range(CT):
                 sums = sums + (out[c][0], out[c][2])
             finish_rows(
-                base0, lane, warp, best - LIFT, sums, side[0][2], lane, part_out, part_top, part_sum, slot0, column0, rows, D,
-                0, 1,
+                base0, lane, warp, (best - LIFT,), sums, (side[0][2],), lane, part_out, part_top, part_sum, slot0, column0,
+                rows, D, 0, 1,
             )  # fmt: skip
         if SHARE == 0:
             program_sync(lane)

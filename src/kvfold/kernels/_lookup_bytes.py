@@ -1,4 +1,4 @@
-"""Scores and sums of values of one page of codes into a fixed table by products of bytes, for up to four query rows.
+"""Scores and sums of values of one page of codes into a fixed table by products of bytes, for sets of four query rows.
 
 As :mod:`kvfold.kernels._page_bytes`, with rows of a table for codes: numbers of the table are whole steps, bytes with a sign.
 In shared memory a row is repeated until it fills 128 bytes, and each lane reads its own copy, so that lanes never meet in a
@@ -18,21 +18,28 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.formats import gaussian
 from kvfold.kernels._hadamard import _entry
-from kvfold.kernels._page_bytes import FULL, MAGIC, MAGIC_BITS, _whole, byte_query_tile, largest
+from kvfold.kernels._page_bytes import (
+    FULL,
+    MAGIC,
+    MAGIC_BITS,
+    both_halves,
+    byte_query_tile,
+    largest,
+    mean_products,
+    products,
+    scaled_scores,
+    zeros,
+)
 from kvfold.kernels._page_codes import hidden_block, scale_at
 from kvfold.kernels._page_lookups import codes_of, own_row, row_weights
-from kvfold.kernels._registers import _query, _replace, _zero4
 from kvfold.kernels._tables_gluon import _weighted_bytes
 from kvfold.kernels._warp import (
     as_float,
     either_bytes,
     load_matrix4,
     load_shared,
-    mma,
-    mma_bytes,
     reciprocal,
     store_shared4,
-    unpack_half2,
 )
 
 STEP = gl.constexpr(gaussian.STEP)
@@ -57,18 +64,17 @@ def pair_matrix(g, t, MIX: gl.constexpr):
 
 
 @gluon.jit
-def lookup_row_means(q, base, lane, D: gl.constexpr, AT: gl.constexpr):
+def lookup_row_means(q, base, lane, D: gl.constexpr, AT: gl.constexpr, FOURS: gl.constexpr):
     """As :func:`kvfold.kernels._page_bytes.row_means`, with channels in this order."""
     t = lane % 4
     at = base + (t // 2 * 32 + t % 2 * 4)
-    acc = _zero4(lane)
+    accs = zeros(lane, FOURS)
     for c in gl.static_range(D // 32):
         m = ()
         for r in gl.static_range(4):
             m = m + load_shared(at, AT + 8 * c + r % 2 * D + r // 2 * 64, 1)
-        b0, b1 = _query(q, c, True)
-        acc = mma(m[0], m[1], m[2], m[3], b0, b1, acc, False)
-    return acc[0] + acc[3]
+        accs = mean_products(m, q, accs, c, D // 32, FOURS)
+    return both_halves(accs, FOURS)
 
 
 @gluon.jit
@@ -85,8 +91,10 @@ def lookup_byte_queries(x, lane, D: gl.constexpr):
 
 
 @gluon.jit
-def lookup_byte_scores(base, lane, q, left, skip, table, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr):
-    """Scores of row t without its unit: two of each of the 2 NB tiles of 16 tokens."""
+def lookup_byte_scores(
+    base, lane, q, left, skip, table, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr, FOURS: gl.constexpr
+):  # fmt: skip
+    """Scores of row t without its unit: two of each of the 2 NB tiles of 16 tokens, each of all sets."""
     HALF: gl.constexpr = D // 32
     weights = row_weights(lane, 2)
     row = own_row(table, lane, 1)
@@ -100,16 +108,15 @@ def lookup_byte_scores(base, lane, q, left, skip, table, D: gl.constexpr, BITS: 
         hidden = hidden_block(left, skip, j)
         for tt in gl.static_range(2):
             own = load_matrix4(codes, (32 * j + 16 * tt) * (D // 4), False)
-            acc = (begin, begin, begin, begin)
+            accs = ()
+            for _n in gl.static_range(FOURS):
+                accs = accs + ((begin, begin, begin, begin),)
             for c in gl.static_range(HALF):
                 a = ()
                 for r in gl.static_range(4):
                     a = a + load_shared(_weighted_bytes(own[r], weights[c], row), 0, 1)
-                acc = mma_bytes(a[0], a[1], a[2], a[3], q[2 * c], q[2 * c + 1], acc, True, True)
-            low, high = unpack_half2(scale[2 * (j % 2) + tt])
-            scores = scores + (
-                gl.fma(_whole((acc,), 0, 1), low, hidden), gl.fma(_whole((acc,), 2, 1), high, hidden),
-            )  # fmt: skip
+                accs = products(a, q, accs, 0, c, HALF, FOURS, True, True)
+            scores = scores + scaled_scores(accs, scale[2 * (j % 2) + tt], hidden, 1, FOURS)
     return scores
 
 
@@ -140,16 +147,17 @@ def lookup_byte_values(
     base, lane, p, before, now, total, mean, out, table, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
     MIX: gl.constexpr, NB: gl.constexpr, AT: gl.constexpr,
 ):  # fmt: skip
-    """Sums of values of row t, channels 16 g to 16 g + 15, in the rotated basis, in units of 256 steps, a page further. ``p``:
-    :func:`kvfold.kernels._page_bytes.byte_weights`; ``total``: the page's probabilities; ``mean``: the page's, of the same
-    channels, without the rotation's factor."""
+    """Sums of values of each set's row t, channels 16 g to 16 g + 15, in the rotated basis, in units of 256 steps, a page
+    further. ``p``, ``before``, ``now``, ``total``: as :func:`kvfold.kernels._page_bytes.byte_values` takes them; ``mean``: the
+    page's, of the same channels, without the rotation's factor."""
+    FOURS: gl.constexpr = len(now)
     WORDS: gl.constexpr = 2 // BITS  # of a row
     BYTES: gl.constexpr = 16 * BITS  # of a token's codes
     g = lane // 4
     t = lane % 4
     begin = lane * 0 + MAGIC_BITS  # sums have a sign
     accs = ()
-    for _c in gl.static_range(8):
+    for _c in gl.static_range(8 * FOURS):
         accs = accs + ((begin, begin, begin, begin),)
     even = base + ((2 * t ^ (t // 2)) * BYTES + g * (2 * BITS))
     odd = base + ((2 * t ^ (t // 2) ^ 1) * BYTES + g * (2 * BITS))
@@ -168,28 +176,28 @@ def lookup_byte_values(
                 a = four_channels(x[0][w], x[1][w], x[2][w], x[3][w])
                 b = four_channels(y[0][w], y[1][w], y[2][w], y[3][w])
                 for e in gl.static_range(2):
-                    acc = mma_bytes(
-                        a[2 * e], a[2 * e + 1], b[2 * e], b[2 * e + 1], p[2 * j], p[2 * j + 1],
-                        accs[2 * (WORDS * i + w) + e], False, True,
-                    )  # fmt: skip
-                    accs = _replace(accs, 2 * (WORDS * i + w) + e, acc)
-    share = total * now * (MIX**-0.5 / (256 * STEP))
+                    four = (a[2 * e], a[2 * e + 1], b[2 * e], b[2 * e + 1])
+                    accs = products(four, p, accs, (2 * (WORDS * i + w) + e) * FOURS, j, NB, FOURS, False, True)
     sums = ()
-    for c in gl.static_range(8):
-        for h in gl.static_range(2):
-            x = as_float(accs[c][2 * h]) - (MAGIC * (1 + 1 / 256))
-            x = gl.fma(as_float(accs[c][2 * h + 1]), 1 / 256, x) * now
-            if MEAN:
-                x = gl.fma(mean[2 * c + h], share, x)
-            sums = sums + (gl.fma(out[2 * c + h], before, x),)
+    for n in gl.static_range(FOURS):
+        share = total[n] * now[n] * (MIX**-0.5 / (256 * STEP))
+        for c in gl.static_range(8):
+            acc = accs[c * FOURS + n]
+            for h in gl.static_range(2):
+                x = as_float(acc[2 * h]) - (MAGIC * (1 + 1 / 256))
+                x = gl.fma(as_float(acc[2 * h + 1]), 1 / 256, x) * now[n]
+                if MEAN:
+                    x = gl.fma(mean[2 * c + h], share, x)
+                sums = sums + (gl.fma(out[16 * n + 2 * c + h], before[n], x),)
     return sums
 
 
 @gluon.jit
-def leave_channels(to, g, out):
-    """Store a lane's sums, :func:`lookup_byte_values`, where channels begin at ``to``."""
+def leave_channels(to, g, out, FIRST: gl.constexpr):
+    """Store a lane's 16 sums of a row, :func:`lookup_byte_values`, from number FIRST on, where channels begin at ``to``."""
     f = 256.0 * STEP
     for i in gl.static_range(4):
         store_shared4(
-            to + (g * 64 + 16 * i), out[4 * i] * f, out[4 * i + 1] * f, out[4 * i + 2] * f, out[4 * i + 3] * f
-        )
+            to + (g * 64 + 16 * i), out[FIRST + 4 * i] * f, out[FIRST + 4 * i + 1] * f, out[FIRST + 4 * i + 2] * f,
+            out[FIRST + 4 * i + 3] * f,
+        )  # fmt: skip

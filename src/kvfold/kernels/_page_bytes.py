@@ -1,8 +1,9 @@
-"""Scores and sums of values of one page by products of bytes, for up to four query rows of a KV head.
+"""Scores and sums of values of one page by products of bytes, for sets of four query rows of a KV head.
 
 ``mma.m16n8k32`` multiplies bytes: one mask makes an operand register of four codes, and half as many products do. Its eight
 columns are four query rows twice. A query (or a probability) is a number of 16 bits, whose high byte is in column 2h and whose
-low byte is in column 2h + 1. So lane (g, t) holds both parts of row t, of tokens (or channels) g and g + 8.
+low byte is in column 2h + 1. So lane (g, t) holds both parts of row t, of tokens (or channels) g and g + 8. Of more rows
+(FOURS: sets of four), operands of codes are made once and meet those of one set after the other.
 
 * Words of codes have channels of tile ct in even bytes and those of tile ct + D / 32 in odd ones. Words of keys are operands
   with masks alone; of values two are put together first, so that a register has one channel's codes of four tokens.
@@ -18,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_codes import code_bytes
 from kvfold.kernels._hadamard import mix_tiles
 from kvfold.kernels._page_codes import _place, hidden_block, page_words, scale_at, weight
-from kvfold.kernels._registers import _kind, _query, _zero4, query_at
+from kvfold.kernels._registers import _every, _kind, _query, _replace, _zero4, query_at
 from kvfold.kernels._warp import (
     as_float,
     as_int,
@@ -84,16 +85,38 @@ def _word(dim, bits, tile):
 
 
 @gluon.jit
+def _operand(
+    words, TILE: gl.constexpr, STEP: gl.constexpr, NEXT: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr,
+    BITS: gl.constexpr, KEPT: gl.constexpr = 0,
+):  # fmt: skip
+    """A tile's codes: two words from FIRST on, and two of the next tile (NEXT) or STEP further; KEPT: so many of their lower
+    bits."""
+    A: gl.constexpr = _word(D, BITS, TILE) + FIRST
+    B: gl.constexpr = _word(D, BITS, TILE + NEXT) + FIRST + STEP
+    MASK: gl.constexpr = _byte_mask(KEPT if KEPT else BITS, weight(D, BITS, TILE // 2))
+    return words[A] & MASK, words[A + 1] & MASK, words[B] & MASK, words[B + 1] & MASK
+
+
+@gluon.jit
 def _product(
     words, TILE: gl.constexpr, STEP: gl.constexpr, NEXT: gl.constexpr, FIRST: gl.constexpr, b0, b1, acc, D: gl.constexpr,
     BITS: gl.constexpr, SIGNED: gl.constexpr, KEPT: gl.constexpr = 0,
 ):  # fmt: skip
-    """acc and the product of a tile's codes: two words from FIRST on, and two of the next tile (NEXT) or STEP further; KEPT:
-    of so many of the codes' lower bits."""
-    A: gl.constexpr = _word(D, BITS, TILE) + FIRST
-    B: gl.constexpr = _word(D, BITS, TILE + NEXT) + FIRST + STEP
-    MASK: gl.constexpr = _byte_mask(KEPT if KEPT else BITS, weight(D, BITS, TILE // 2))
-    return mma_bytes(words[A] & MASK, words[A + 1] & MASK, words[B] & MASK, words[B + 1] & MASK, b0, b1, acc, SIGNED)
+    """acc and the product of :func:`_operand`."""
+    a = _operand(words, TILE, STEP, NEXT, FIRST, D, BITS, KEPT)
+    return mma_bytes(a[0], a[1], a[2], a[3], b0, b1, acc, SIGNED)
+
+
+@gluon.jit
+def products(a, b, accs, I: gl.constexpr, J: gl.constexpr, EACH: gl.constexpr, FOURS: gl.constexpr, SIGNED: gl.constexpr,
+             CODES: gl.constexpr = False):  # fmt: skip
+    """``accs`` with the products of one operand and pair J of every set's EACH pairs added to those from number I on."""
+    for n in gl.static_range(FOURS):
+        acc = mma_bytes(
+            a[0], a[1], a[2], a[3], b[2 * (n * EACH + J)], b[2 * (n * EACH + J) + 1], accs[I + n], SIGNED, CODES
+        )  # fmt: skip
+        accs = _replace(accs, I + n, acc)
+    return accs
 
 
 @gluon.constexpr_function
@@ -231,25 +254,52 @@ def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr, BEND: gl.constexp
 
 
 @gluon.jit
-def row_means(q, base, lane, D: gl.constexpr, AT: gl.constexpr, FAR: gl.constexpr):
-    """q . mean of the page for row t: one half of its channels in rows 0 to 7, the other one in rows 8 to 15."""
+def row_means(q, base, lane, D: gl.constexpr, AT: gl.constexpr, FOURS: gl.constexpr):
+    """q . mean of the page for each set's row t: one half of its channels in rows 0 to 7, the other one in rows 8 to 15."""
     HALF: gl.constexpr = D // 32
     address = base + lane // 8 % 2 * D + lane // 16 * 16
-    acc = _zero4(lane)
+    accs = zeros(lane, FOURS)
     for ct in gl.static_range(HALF):
-        m = load_matrix4(address, AT + 32 * ct, False)
-        b0, b1 = _query(q, ct, FAR)
-        acc = mma(m[0], m[1], m[2], m[3], b0, b1, acc, False)
-    return acc[0] + acc[3]
+        accs = mean_products(load_matrix4(address, AT + 32 * ct, False), q, accs, ct, HALF, FOURS)
+    return both_halves(accs, FOURS)
+
+
+@gluon.jit
+def zeros(lane, COUNT: gl.constexpr):
+    """So many accumulators of zeros."""
+    out = ()
+    for _n in gl.static_range(COUNT):
+        out = out + (_zero4(lane),)
+    return out
+
+
+@gluon.jit
+def mean_products(m, q, accs, C: gl.constexpr, HALF: gl.constexpr, FOURS: gl.constexpr):
+    """``accs`` with the products of a part of the page's mean and part C of each set's queries, which lie at ``q``, added."""
+    for n in gl.static_range(FOURS):
+        b0, b1 = _query(q, n * HALF + C, True)
+        accs = _replace(accs, n, mma(m[0], m[1], m[2], m[3], b0, b1, accs[n], False))
+    return accs
+
+
+@gluon.jit
+def both_halves(accs, FOURS: gl.constexpr):
+    """Of each set's accumulators, row t's sum of both halves of its channels."""
+    out = ()
+    for n in gl.static_range(FOURS):
+        out = out + (accs[n][0] + accs[n][3],)
+    return out
 
 
 @gluon.jit
 def byte_scores(
     base, lane, q, start, left, skip, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr, BENT: gl.constexpr = False,
+    FOURS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Scores of row t without its unit: two of each of the 2 NB tiles of 16 tokens. BENT: queries are of :func:`byte_queries`
-    with BEND."""
+    """Scores of row t without its unit: two of each of the 2 NB tiles of 16 tokens, each of all sets. BENT: queries are of
+    :func:`byte_queries` with BEND."""
     HALF: gl.constexpr = D // 32
+    EACH: gl.constexpr = HALF * (2 if BENT else 1)
     SETS: gl.constexpr = sets(D, BITS)
     scores = ()
     scale = ()
@@ -261,31 +311,30 @@ def byte_scores(
         for tt in gl.static_range(2):
             sums = ()
             for s in gl.static_range(SETS):
-                acc = start[s]
+                accs = _every(start, s, SETS)
                 for c in gl.static_range(HALF):
                     if _set(D, BITS, c) == s:
-                        acc = _product(words, 2 * c + tt, 2, 0, 0, q[2 * c], q[2 * c + 1], acc, D, BITS, True)
+                        a = _operand(words, 2 * c + tt, 2, 0, 0, D, BITS)
+                        accs = products(a, q, accs, 0, c, EACH, FOURS, True)
                         if BENT:
-                            acc = _product(
-                                words,
-                                2 * c + tt,
-                                2,
-                                0,
-                                0,
-                                q[2 * (HALF + c)],
-                                q[2 * (HALF + c) + 1],
-                                acc,
-                                D,
-                                BITS,
-                                True,
-                                1,
-                            )
-                sums = sums + (acc,)
-            low, high = unpack_half2(scale[2 * (j % 2) + tt])
-            scores = scores + (
-                gl.fma(_whole(sums, 0, SETS), low, hidden), gl.fma(_whole(sums, 2, SETS), high, hidden),
-            )  # fmt: skip
+                            a = _operand(words, 2 * c + tt, 2, 0, 0, D, BITS, 1)
+                            accs = products(a, q, accs, 0, HALF + c, EACH, FOURS, True)
+                sums = sums + accs
+            scores = scores + scaled_scores(sums, scale[2 * (j % 2) + tt], hidden, SETS, FOURS)
     return scores
+
+
+@gluon.jit
+def scaled_scores(sums, scale, hidden, SETS: gl.constexpr, FOURS: gl.constexpr):
+    """Scores of a tile's tokens g, of all sets of rows, then those of tokens g + 8; ``scale``: of both tokens."""
+    low, high = unpack_half2(scale)
+    near = ()
+    far = ()
+    for n in gl.static_range(FOURS):
+        own = _every(sums, n, FOURS)
+        near = near + (gl.fma(_whole(own, 0, SETS), low, hidden),)
+        far = far + (gl.fma(_whole(own, 2, SETS), high, hidden),)
+    return near + far
 
 
 @gluon.jit
@@ -307,15 +356,25 @@ def byte_weights(scores, unit, bias, scale, NB: gl.constexpr, BEND: gl.constexpr
     """Probabilities times values' scales as operands of bytes, the exponent they are relative to, and their sum. BEND: behind
     the operands those of the codes' lowest bits.
 
-    The exponent is the page's own maximum less what the largest scale leaves to 16 bits. ``scale``: pairs of tokens g and g + 8
-    of a tile.
+    The exponent is the page's own maximum less :func:`byte_room`. ``scale``: pairs of tokens g and g + 8 of a tile.
     """
+    return set_weights(scores, unit, bias, scale, byte_room(scale, NB), NB, BEND)
+
+
+@gluon.jit
+def byte_room(scale, NB: gl.constexpr):
+    """log2 of what the largest scale of a page leaves to 16 bits."""
     most = scale[0]
     for i in gl.static_range(1, 2 * NB):
         most = max_half2(most, scale[i])
     for i in gl.static_range(3):
         most = max_half2(most, as_int(shuffle_xor(as_float(most), 4 << i)))
-    room = (30 - (gl.maximum(most & 0x7FFF, (most >> 16) & 0x7FFF) >> 10)).to(gl.float32)
+    return (30 - (gl.maximum(most & 0x7FFF, (most >> 16) & 0x7FFF) >> 10)).to(gl.float32)
+
+
+@gluon.jit
+def set_weights(scores, unit, bias, scale, room, NB: gl.constexpr, BEND: gl.constexpr = 0.0):
+    """As :func:`byte_weights`, with the page's ``room``."""
     m = scores[0]
     for i in gl.static_range(1, 4 * NB):
         m = gl.maximum(m, scores[i])
@@ -412,22 +471,30 @@ def byte_values(
     base, lane, p, before, now, total, mean, out, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
     MIX: gl.constexpr, NB: gl.constexpr, AT: gl.constexpr, BENT: gl.constexpr = False,
 ):  # fmt: skip
-    """Sums of values of row t, channels g and g + 8 of each tile, in the rotated basis, in units of 256 times codes (times
-    2^k), a page further; ``total``: the page's probabilities. BENT: ``p`` is of :func:`byte_weights` with BEND."""
+    """Sums of values of each set's row t, channels g and g + 8 of each tile, in the rotated basis, in units of 256 times codes
+    (times 2^k), a page further. ``before``, ``now``, ``total``: of each set, what sums so far count, what those of the page
+    count, and its probabilities. BENT: ``p`` is of :func:`byte_weights` with BEND."""
     CT: gl.constexpr = D // 16
+    FOURS: gl.constexpr = len(now)
+    EACH: gl.constexpr = NB * (2 if BENT else 1)
     none = lane * 0
     begin = none + BIG_BITS
-    acc = (none, none, none, none)
     top = none + _byte_mask(BITS, 0)
-    for j in gl.static_range(NB):
-        acc = mma_bytes(top, top, top, top, p[2 * j], p[2 * j + 1], acc, False)
-        if BENT:
-            low = none + _byte_mask(1, 0)
-            acc = mma_bytes(low, low, low, low, p[2 * (NB + j)], p[2 * (NB + j) + 1], acc, False)
-    middle = (acc[0].to(gl.float32) + acc[1].to(gl.float32) * (1 / 256)) * (-0.5 * now)
-    share = total * now * (MIX**-0.5 / 256)
+    middle = ()
+    share = ()
+    for n in gl.static_range(FOURS):
+        acc = (none, none, none, none)
+        for j in gl.static_range(NB):
+            acc = mma_bytes(top, top, top, top, p[2 * (n * EACH + j)], p[2 * (n * EACH + j) + 1], acc, False)
+            if BENT:
+                low = none + _byte_mask(1, 0)
+                acc = mma_bytes(
+                    low, low, low, low, p[2 * (n * EACH + NB + j)], p[2 * (n * EACH + NB + j) + 1], acc, False
+                )
+        middle = middle + ((acc[0].to(gl.float32) + acc[1].to(gl.float32) * (1 / 256)) * (-0.5 * now[n]),)
+        share = share + (total[n] * now[n] * (MIX**-0.5 / 256),)
     accs = ()
-    for _ct in gl.static_range(CT):
+    for _ct in gl.static_range(CT * FOURS):
         accs = accs + ((begin, begin, begin, begin),)
     for j in gl.static_range(NB):
         words = page_words(base, lane, AT + j * code_bytes(D, BITS), D, BITS)
@@ -440,37 +507,23 @@ def byte_values(
             ready = ready + (
                 either_bytes(a, c, EVEN), either_bytes(b, d, EVEN), either_bytes(a, c, ODD), either_bytes(b, d, ODD),
             )  # fmt: skip
-        new = ()
         for ct in gl.static_range(CT):
-            acc = _product(
-                ready,
-                2 * (ct % (CT // 2)),
-                0,
-                1,
-                2 * (ct // (CT // 2)),
-                p[2 * j],
-                p[2 * j + 1],
-                accs[ct],
-                D,
-                BITS,
-                False,
-            )
+            a = _operand(ready, 2 * (ct % (CT // 2)), 0, 1, 2 * (ct // (CT // 2)), D, BITS)
+            accs = products(a, p, accs, ct * FOURS, j, EACH, FOURS, False)
             if BENT:
-                acc = _product(
-                    ready, 2 * (ct % (CT // 2)), 0, 1, 2 * (ct // (CT // 2)), p[2 * (NB + j)], p[2 * (NB + j) + 1], acc, D,
-                    BITS, False, 1,
-                )  # fmt: skip
-            new = new + (acc,)
-        accs = new
+                a = _operand(ready, 2 * (ct % (CT // 2)), 0, 1, 2 * (ct // (CT // 2)), D, BITS, 1)
+                accs = products(a, p, accs, ct * FOURS, NB + j, EACH, FOURS, False)
     sums = ()
-    for ct in gl.static_range(CT):
-        f = 2.0 ** weight(D, BITS, ct % (CT // 2))
-        z = middle * f
-        for h in gl.static_range(2):
-            y = z
-            if MEAN:
-                y = gl.fma(mean[ct][h], share * f, z)
-            x = as_float(accs[ct][2 * h]) - (BIG * (1 + 1 / 256))
-            x = gl.fma(as_float(accs[ct][2 * h + 1]), 1 / 256, x)
-            sums = sums + (gl.fma(out[2 * ct + h], before, gl.fma(x, now, y)),)
+    for n in gl.static_range(FOURS):
+        for ct in gl.static_range(CT):
+            f = 2.0 ** weight(D, BITS, ct % (CT // 2))
+            z = middle[n] * f
+            acc = accs[ct * FOURS + n]
+            for h in gl.static_range(2):
+                y = z
+                if MEAN:
+                    y = gl.fma(mean[ct][h], share[n] * f, z)
+                x = as_float(acc[2 * h]) - (BIG * (1 + 1 / 256))
+                x = gl.fma(as_float(acc[2 * h + 1]), 1 / 256, x)
+                sums = sums + (gl.fma(out[2 * (n * CT + ct) + h], before[n], gl.fma(x, now[n], y)),)
     return sums

@@ -293,8 +293,9 @@ def pages_kernel(
     Grid and parts are those of :func:`kvfold.kernels._decode_gluon.decode_kernel`. A stage is a page: NB blocks of 32 tokens.
     ``k_rows`` and ``v_rows``: repeated rows of tables, where codes are looked up; read whatever the kernel before does.
     ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. MIX is the rotation's block,
-    1: none. FAR: the queries lie in shared memory, not in registers. BYTES: see :func:`attend_rows`. AHEAD: what is read
-    first comes to L2 before this kernel waits. FIRST: programs for the windows come before the others.
+    1: none. FAR: the queries lie in shared memory, not in registers. BYTES: sets of four query rows, see
+    :func:`attend_rows`; 0: :func:`attend_pages`. AHEAD: what is read first comes to L2 before this kernel waits. FIRST:
+    programs for the windows come before the others.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -304,7 +305,7 @@ def pages_kernel(
     warp = thread // 32
     memory = ()
     BYTES_OF: gl.constexpr = (
-        row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W, K_WORDS)
+        row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W, K_WORDS, BYTES)
         if BYTES
         else shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W, K_WORDS, V_WORDS)
     )
@@ -366,7 +367,7 @@ def pages_kernel(
             best, sums, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
                 q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, K_WORDS, V_WORDS, held,
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, K_WORDS, V_WORDS, BYTES, held,
             )  # fmt: skip
             finish_rows(
                 base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,

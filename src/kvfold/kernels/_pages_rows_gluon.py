@@ -1,4 +1,5 @@
-"""The loop over pages of :mod:`kvfold.kernels._pages_gluon` for up to four query rows of a KV head, by products of bytes."""
+"""The loop over pages of :mod:`kvfold.kernels._pages_gluon` by products of bytes: for up to four query rows of a KV head,
+or (FOURS: 2) up to eight as two sets of four. What is made of codes and of a page's statistics serves both sets."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
 from triton.experimental import gluon
@@ -15,14 +16,15 @@ from kvfold.kernels._lookup_bytes import (
 )
 from kvfold.kernels._page_bytes import (
     byte_queries,
+    byte_room,
     byte_scores,
     byte_values,
-    byte_weights,
     mean_signs,
     mix_lanes,
     page_scales,
     row_means,
     row_queries,
+    set_weights,
     turned_mean,
     turned_rows,
 )
@@ -38,7 +40,7 @@ from kvfold.kernels._page_codes import (
 from kvfold.kernels._page_lookups import ROWS, leave_rows, tables_bytes
 from kvfold.kernels._page_lookups import turned_mean as turned_mean_in_rows
 from kvfold.kernels._page_sums import _exponent, _norm_words
-from kvfold.kernels._registers import _zero4
+from kvfold.kernels._registers import _every, _zero4
 from kvfold.kernels._softmax import LOWEST
 from kvfold.kernels._warp import (
     as_float,
@@ -67,12 +69,13 @@ def row_stage(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks):
 
 
 @gluon.constexpr_function
-def row_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, warps, k_words=0):
+def row_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, warps, k_words=0, fours=1):
     """Bytes of shared memory of a program: stages, the Hadamard matrix as an operand, the queries, and (where codes of keys are
     looked up) the matrix in another order; and, later, sums."""
     stage = row_stage(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks)
-    more = 512 + dim * 8 + (512 if k_words else 0)
-    return max(warps * stage + more, warps * dim * 32)  # sums of windows need more than those of pages
+    more = 512 + fours * dim * 8 + (512 if k_words else 0)
+    sums = warps * max(dim * 32, 4 * fours * (row_stride(dim) + 8))  # of windows, and of pages
+    return max(warps * stage + more, sums)
 
 
 @gluon.jit
@@ -82,10 +85,11 @@ def attend_rows(
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr, K_WORDS: gl.constexpr,
-    V_WORDS: gl.constexpr, held,
+    V_WORDS: gl.constexpr, FOURS: gl.constexpr, held,
 ):  # fmt: skip
-    """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of four query rows in eight columns: lanes (g, t) have the maximum
-    of row t, its sum of probabilities, and sums of values in the rotated basis; see :func:`finish_rows`.
+    """As :func:`kvfold.kernels._pages_gluon.attend_pages`, of FOURS sets of four query rows in eight columns: of each set lanes
+    (g, t) have the maximum of row t, its sum of probabilities, and sums of values in the rotated basis; see
+    :func:`finish_rows`.
 
     WORDS: of a row of the table of bytes in which a side's codes are looked up; 0: they are uniform. Tables lie before
     ``base0``; those that do not yet are ``held`` by threads."""
@@ -119,17 +123,20 @@ def attend_rows(
     if table is not None:  # the numbers of pages are a page ahead of their bytes
         id = gl.load(table + first + 1, mask=count > 1, other=0)
 
-    q, up = row_queries(q_ptr, g, t, row0, column0, rows, to_log2, varlen, D, _exponent(K_MIX), K_WORDS > 0)
-    far = base0 + W * STAGE + 512 + lane * 8
-    for i in gl.static_range(CT // 2):  # all warps have the same
-        store_shared2(far + 256 * i, q[2 * i], q[2 * i + 1])
+    ups = ()
+    for n in gl.static_range(FOURS):
+        q, up = row_queries(q_ptr, g, t, row0, column0 + 4 * n, rows, to_log2, varlen, D, _exponent(K_MIX), K_WORDS > 0)
+        ups = ups + (up,)
+        far = base0 + W * STAGE + 512 + lane * 8
+        for i in gl.static_range(CT // 2):  # all warps have the same
+            store_shared2(far + (n * (8 * D) + 256 * i), q[2 * i], q[2 * i + 1])
     # the Hadamard matrix waits in shared memory, which all warps fill alike
     matrix = base0 + W * STAGE + lane * 16
     m = hadamard(g, t, K_MIX, False)
     store_shared4(matrix, as_float(m[0]), as_float(m[1]), as_float(m[2]), as_float(m[3]))
     k_matrix = matrix
     if K_WORDS:
-        k_matrix = matrix + (512 + D * 8)
+        k_matrix = matrix + (512 + FOURS * D * 8)
         m = pair_matrix(g, t, K_MIX)
         store_shared4(k_matrix, as_float(m[0]), as_float(m[1]), as_float(m[2]), as_float(m[3]))
     k_sign = lane * 0
@@ -142,17 +149,19 @@ def attend_rows(
     if len(held) > 0:
         leave_rows(k_table, lane + 32 * warp, held, K_WORDS, V_WORDS)
     program_sync(lane)
-    up = up * (K_MIX**-0.5)
+    ups = _times(ups, K_MIX**-0.5)
     if not K_NORM:  # what codes meet is the same for all pages
         _norm_words(base, scratch, lane, k_sign, D, False, 0, K_WORDS > 0)
-        turned, start, unit = _met_queries(far, scratch, lane, k_matrix, D, K_BITS, K_MIX, K_WORDS)
-        unit = unit * up
+        turned, start, unit = _met_queries(far, scratch, lane, k_matrix, ups, D, K_BITS, K_MIX, K_WORDS)
     zero = _zero4(lane)[0]
-    top = zero + LOWEST
-    total = zero
+    top = ()
+    total = ()
     out = ()
-    for _i in gl.static_range(2 * CT):
-        out = out + (zero,)
+    for _n in gl.static_range(FOURS):
+        top = top + (zero + LOWEST,)
+        total = total + (zero,)
+        for _i in gl.static_range(2 * CT):
+            out = out + (zero,)
 
     for i in range(each):
         following = first + i + 1
@@ -166,41 +175,57 @@ def attend_rows(
         _wait(lane, APART)  # statistics of this page's keys
         if K_NORM:
             _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT, K_WORDS > 0)
-            turned, start, unit = _met_queries(far, scratch, lane, k_matrix, D, K_BITS, K_MIX, K_WORDS)
-            unit = unit * up
-        bias = zero
+            turned, start, unit = _met_queries(far, scratch, lane, k_matrix, ups, D, K_BITS, K_MIX, K_WORDS)
+        bias = ()
         if K_MEAN:
             if K_WORDS:
-                bias = lookup_row_means(far, base, lane, D, K_MEAN_AT) * (up * K_MIX**0.5)
+                means = lookup_row_means(far, base, lane, D, K_MEAN_AT, FOURS)
             else:
-                bias = row_means(far, base, lane, D, K_MEAN_AT, True) * (up * K_MIX**0.5)
+                means = row_means(far, base, lane, D, K_MEAN_AT, FOURS)
+            for n in gl.static_range(FOURS):
+                bias = bias + (means[n] * (ups[n] * K_MIX**0.5),)
+        else:
+            for _n in gl.static_range(FOURS):
+                bias = bias + (zero,)
         if APART:
             copy_wait_1(lane)  # their codes
         if K_WORDS:
-            scores = lookup_byte_scores(base, lane, turned, left, skip, k_table, D, K_BITS, NB)
+            scores = lookup_byte_scores(base, lane, turned, left, skip, k_table, D, K_BITS, NB, FOURS)
         else:
-            scores = byte_scores(base, lane, turned, start, left, skip, D, K_BITS, NB)
+            scores = byte_scores(base, lane, turned, start, left, skip, D, K_BITS, NB, False, FOURS)
         warp_sync(lane)
         _fetch_keys(base, lane, k_at, k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, K_WORDS, APART)
         _wait(lane, APART)  # values of this page
         scale = page_scales(base, lane, NB, V_AT + scale_at(D, V_BITS, NB))
-        p, page_top, page_total = byte_weights(scores, unit, bias, scale, NB)
-        new_top = gl.maximum(top, page_top)
-        before = exp2_fast(top - new_top)
-        now = exp2_fast(page_top - new_top)
+        room = byte_room(scale, NB)
+        p = ()
+        before = ()
+        now = ()
+        new_top = ()
+        new_total = ()
+        page_totals = ()
+        for n in gl.static_range(FOURS):
+            own, page_top, page_total = set_weights(_every(scores, n, FOURS), unit[n], bias[n], scale, room, NB)
+            best = gl.maximum(top[n], page_top)
+            p = p + own
+            before = before + (exp2_fast(top[n] - best),)
+            now = now + (exp2_fast(page_top - best),)
+            new_top = new_top + (best,)
+            page_totals = page_totals + (page_total,)
+            new_total = new_total + (gl.fma(total[n], before[n], page_total * now[n]),)
         top = new_top
-        total = gl.fma(total, before, page_total * now)
+        total = new_total
         mean = ()
         if V_WORDS:
             if V_MEAN:
                 mean = turned_mean_in_rows(base, scratch, lane, v_sign, matrix, V_MEAN_AT, 0, V_MIX)
             out = lookup_byte_values(
-                base, lane, p, before, now, page_total, mean, out, base0 - ROWS, D, V_BITS, V_MEAN, V_MIX, NB, V_AT
+                base, lane, p, before, now, page_totals, mean, out, base0 - ROWS, D, V_BITS, V_MEAN, V_MIX, NB, V_AT
             )
         else:
             if V_MEAN:
                 mean = turned_mean(base, scratch, lane, v_sign, matrix, D, V_MIX, V_MEAN_AT)
-            out = byte_values(base, lane, p, before, now, page_total, mean, out, D, V_BITS, V_MEAN, V_MIX, NB, V_AT)
+            out = byte_values(base, lane, p, before, now, page_totals, mean, out, D, V_BITS, V_MEAN, V_MIX, NB, V_AT)
         warp_sync(lane)
         fetch_page(
             base,
@@ -254,16 +279,32 @@ def _wait(lane, APART: gl.constexpr):
 
 
 @gluon.jit
+def _times(x, factor):
+    out = ()
+    for n in gl.static_range(len(x)):
+        out = out + (x[n] * factor,)
+    return out
+
+
+@gluon.jit
 def _met_queries(
-    far, scratch, lane, matrix, D: gl.constexpr, BITS: gl.constexpr, MIX: gl.constexpr, WORDS: gl.constexpr
+    far, scratch, lane, matrix, ups, D: gl.constexpr, BITS: gl.constexpr, MIX: gl.constexpr, WORDS: gl.constexpr
 ):  # fmt: skip
-    """Queries as codes meet them, where products begin, and their unit."""
-    x = turned_rows(far, scratch, lane, matrix, D, MIX, True, WORDS > 0)
-    if WORDS:
-        q, unit = lookup_byte_queries(x, lane, D)
-        return q, (), unit
-    else:
-        return byte_queries(x, lane, D, BITS)
+    """Queries of all sets as codes meet them, where products begin, and what turns those into scores; ``ups``: factors of
+    queries."""
+    q = ()
+    start = ()
+    unit = ()
+    for n in gl.static_range(len(ups)):
+        x = turned_rows(far + n * (8 * D), scratch, lane, matrix, D, MIX, True, WORDS > 0)
+        if WORDS:
+            own, of_own = lookup_byte_queries(x, lane, D)
+        else:
+            own, begin, of_own = byte_queries(x, lane, D, BITS)
+            start = start + begin
+        q = q + own
+        unit = unit + (of_own * ups[n],)
+    return q, start, unit
 
 
 @gluon.jit
@@ -287,23 +328,26 @@ def finish_rows(
     base0, lane, warp, top, out, total, signs, part_out, part_top, part_sum, slot0, column0, rows, D: gl.constexpr,
     BITS: gl.constexpr, MIX: gl.constexpr, WORDS: gl.constexpr = 0,
 ):  # fmt: skip
-    """Leave the warps' sums in shared memory, and :func:`join_rows` them. BITS: of codes in whose units sums are; 0: they are
-    in those of values. WORDS: codes were looked up."""
+    """Leave the warps' sums, of each set of four rows, in shared memory, and :func:`join_rows` them. BITS: of codes in whose
+    units sums are; 0: they are in those of values. WORDS: codes were looked up."""
     W: gl.constexpr = gl.num_warps()
+    R: gl.constexpr = 4 * len(top)
     CT: gl.constexpr = D // 16
     ROW: gl.constexpr = row_stride(D)
     g = lane // 4
     t = lane % 4
-    to = base0 + (warp * 4 + t) * ROW + g * 4
-    if WORDS:
-        leave_channels(base0 + (warp * 4 + t) * ROW, g, out)
-    else:
-        for ct in gl.static_range(CT):
-            f = 2.0 ** (8 - weight(D, BITS, ct % (CT // 2))) if BITS else 1.0
-            store_shared1(to + 64 * ct, as_int(out[2 * ct] * f))
-            store_shared1(to + (64 * ct + 32), as_int(out[2 * ct + 1] * f))
-    store_shared2(base0 + 4 * W * ROW + (warp * 4 + t) * 8, as_int(top), as_int(total))
-    join_rows(base0, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, D, MIX)
+    for n in gl.static_range(R // 4):
+        row = warp * R + 4 * n + t
+        to = base0 + row * ROW + g * 4
+        if WORDS:
+            leave_channels(base0 + row * ROW, g, out, 16 * n)
+        else:
+            for ct in gl.static_range(CT):
+                f = 2.0 ** (8 - weight(D, BITS, ct % (CT // 2))) if BITS else 1.0
+                store_shared1(to + 64 * ct, as_int(out[2 * (n * CT + ct)] * f))
+                store_shared1(to + (64 * ct + 32), as_int(out[2 * (n * CT + ct) + 1] * f))
+        store_shared2(base0 + R * W * ROW + row * 8, as_int(top[n]), as_int(total[n]))
+    join_rows(base0, lane, warp, signs, part_out, part_top, part_sum, slot0, column0, rows, D, MIX, R)
 
 
 @gluon.jit

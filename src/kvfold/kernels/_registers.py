@@ -60,6 +60,15 @@ def _replace(x, I: gl.constexpr, value):
 
 
 @gluon.jit
+def _every(x, FIRST: gl.constexpr, STEP: gl.constexpr):
+    """Every STEP-th register from number FIRST on."""
+    out = ()
+    for i in gl.static_range(FIRST, len(x), STEP):
+        out = out + (x[i],)
+    return out
+
+
+@gluon.jit
 def _axpy4(low, high, x, y, FIRST: gl.constexpr):
     """y + (low, low, high, high) x."""
     if FIRST:

@@ -83,8 +83,8 @@ class Plan:
         Most registers of a thread; None leaves it to the compiler.
     shared : bool
         The warps of a program read the same tokens for query rows of their own: for calls of many rows.
-    bytewise : bool
-        Products of bytes, four query rows in eight columns (pages alone).
+    bytewise : int
+        Products of bytes: sets of four query rows, which are eight columns (of pages 1 or 2, of fragments 1); 0: of halves.
     ahead : bool
         What is read first comes nearer while the kernel before still runs: a warp's first page (pages, and fragments whose
         windows come first), or a matrix (other fragments).
@@ -106,7 +106,7 @@ class Plan:
     center: bool = False
     registers: int | None = None
     shared: bool = False
-    bytewise: bool = False
+    bytewise: int = 0
     ahead: bool = False
     windows_first: bool = False
     wide: bool = False

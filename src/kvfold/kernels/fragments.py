@@ -536,7 +536,7 @@ def _launch(
         tables = rope_turns(STILL, q.device)
     fragments_kernel[(partials.out.shape[0] * plan.columns, plan.splits + plan.dense_splits)](
         q,
-        *_arrays(key_format, span.keys, False, plan.bytewise, plan.wide),
+        *_arrays(key_format, span.keys, False, plan.bytewise > 0, plan.wide),
         *_arrays(value_format, span.values, True),
         windows.packed_len,
         position,

@@ -106,11 +106,13 @@ def _bits(form: Paged) -> int:
 
 def program_bytes(key_format: Paged, value_format: Paged, plan: Plan, far: bool = True) -> int:
     """Bytes of shared memory of a program."""
-    words = _words(key_format, plan.bytewise), _words(value_format, plan.bytewise)
+    words = _words(key_format, plan.bytewise > 0), _words(value_format, plan.bytewise > 0)
     if plan.bytewise:
         norm, sides = bool(key_format.norm), (key_format, value_format)
         bits, means = [_bits(form) for form in sides], [form.mean for form in sides]
-        own = row_bytes(key_format.head_dim, bits[0], means[0], norm, bits[1], means[1], BLOCKS, plan.warps, words[0])
+        own = row_bytes(
+            key_format.head_dim, bits[0], means[0], norm, bits[1], means[1], BLOCKS, plan.warps, words[0], plan.bytewise
+        )
         return int(tables_bytes(*words) + own)
     size = shared_bytes(
         key_format.head_dim, _bits(key_format), key_format.mean, bool(key_format.norm), _bits(value_format),
@@ -119,15 +121,22 @@ def program_bytes(key_format: Paged, value_format: Paged, plan: Plan, far: bool 
     return int(tables_bytes(*words) + size)
 
 
-def bytewise(key_format: Paged, value_format: Paged, rows: int) -> bool:
-    """Whether products of bytes serve: eight columns are then four query rows."""
+def bytewise(key_format: Paged, value_format: Paged, rows: int) -> int:
+    """Sets of four query rows that a program serves with products of bytes, where eight columns are four rows; 0: halves do.
+
+    Two sets make operands of codes once, which is worth it where codes are looked up.
+    """
     sides = (key_format, value_format)
-    return (
-        rows <= 4
-        and key_format.head_dim == 128
+    able = (
+        key_format.head_dim == 128
         and all(_bits(form) in (2, 3, 4) or _words(form) for form in sides)
         and len({min(16, _mix(form)) for form in sides}) == 1
     )
+    if not able or rows > 8:
+        return 0
+    if rows <= 4:
+        return 1
+    return 2 if any(_words(form) for form in sides) else 0
 
 
 @lru_cache
@@ -139,25 +148,27 @@ def make_plan(
     capacity: int,
     window_slots: int,
     processors: int,
+    sets: int | None = None,
 ) -> Plan:
-    """Choose a launch shape; parameters are those of :func:`kvfold.kernels.decode.make_plan`, ``capacity`` in blocks."""
+    """Choose a launch shape; parameters are those of :func:`kvfold.kernels.decode.make_plan`, ``capacity`` in blocks.
+
+    ``sets``: of four rows that products of bytes take, 0 for those of halves; None: as :func:`bytewise` says.
+    """
     dim = key_format.head_dim
     tiles = 2 if rows > 8 and dim < 128 else 1
     columns = math.ceil(rows / (8 * tiles))
     pages = math.ceil(capacity / BLOCKS)
-    narrow = bytewise(key_format, value_format, rows)
+    narrow = bytewise(key_format, value_format, rows) if sets is None else sets
     jobs = batch_heads * columns
     uniform = not (_words(key_format) or _words(value_format))  # a table is too large for programs of a warp
-    if narrow and uniform and capacity <= SHORT and jobs >= ALONE * processors:
+    if narrow == 1 and uniform and capacity <= SHORT and jobs >= ALONE * processors:
         dense = math.ceil(window_slots / (16 * 12))
-        return Plan(1, BLOCKS, tiles, columns, 1, dense, registers=ALONE_REGISTERS, bytewise=True)
+        return Plan(1, BLOCKS, tiles, columns, 1, dense, registers=ALONE_REGISTERS, bytewise=1)
     shapes = [Plan(warps, BLOCKS, tiles, columns, 1, 1, bytewise=narrow) for warps in (4, 2, 1)]
     most = most_bytes(key_format, value_format)
     shape = next(s for s in shapes if program_bytes(key_format, value_format, s) <= most)
-    warps, registers = shape.warps, most_registers(key_format, value_format, tiles)
-    threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
-    size = program_bytes(key_format, value_format, shape)
-    resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
+    warps = shape.warps
+    registers, resident = residence(key_format, value_format, shape)
     least = min(1.0, 9 / (resident * warps))
 
     def cost(n: int) -> float:
@@ -176,11 +187,19 @@ def make_plan(
     return replace(shape, splits=splits, dense_splits=dense, registers=registers, ahead=few, windows_first=few)
 
 
-def most_registers(key_format: Paged, value_format: Paged, tiles: int) -> int | None:
-    """Most registers of a thread; None leaves it to the compiler."""
-    if key_format.head_dim == 64 and tiles == 1 and (_words(key_format) or _words(value_format)):
-        return TABLE_REGISTERS
-    return REGISTERS.get(key_format.head_dim)
+def residence(key_format: Paged, value_format: Paged, plan: Plan) -> tuple[int | None, int]:
+    """Most registers of a thread (None leaves them to the compiler), and how many programs a multiprocessor holds.
+
+    Two sets of rows need more than 168 registers, and have them where shared memory holds no more than eight warps.
+    """
+    dim, fit = key_format.head_dim, 227 * 1024 // (program_bytes(key_format, value_format, plan) + 1024)
+    registers = REGISTERS.get(dim)
+    if plan.bytewise == 2 and fit * plan.warps <= 8:
+        registers = 255
+    elif dim == 64 and plan.tiles == 1 and (_words(key_format) or _words(value_format)):
+        registers = TABLE_REGISTERS
+    threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
+    return registers, max(1, min(threads // (32 * plan.warps), fit))
 
 
 REGISTERS: dict[int, int] = {128: 168}
@@ -221,6 +240,8 @@ def decode_attention(
         for s in spans
     ]
     plans[0] = plan or plans[0]
+    if 4 * plans[0].bytewise < min(rows, 8) and plans[0].bytewise:
+        raise ValueError(f"bytewise={plans[0].bytewise}: so many sets of four are not {rows} query rows of a KV head")
     plans[1:] = [replace(p, dense_splits=0) for p in plans[1:]]
     q = q.contiguous()
     early = overlaps_launches(q.device)
@@ -293,7 +314,7 @@ def _launch(
         q,
         *_arrays(key_format, span.keys, _signs(key_format, partials.top), True),
         *_arrays(value_format, span.values, _signs(value_format, partials.top), False),
-        *(rows_of(form, partials.top, plan.bytewise) for form in (key_format, value_format)),
+        *(rows_of(form, partials.top, plan.bytewise > 0) for form in (key_format, value_format)),
         windows.packed_len,
         *sink,
         windows.sink_len,
@@ -341,9 +362,9 @@ def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, ea
         "FAR": True,
         "BF16": bf16,
         "EARLY": early,
-        "BYTES": plan.bytewise,
+        "BYTES": int(plan.bytewise),
         "AHEAD": plan.ahead,
         "FIRST": plan.windows_first,
-        "K_WORDS": _words(key_format, plan.bytewise),
-        "V_WORDS": _words(value_format, plan.bytewise),
+        "K_WORDS": _words(key_format, plan.bytewise > 0),
+        "V_WORDS": _words(value_format, plan.bytewise > 0),
     }

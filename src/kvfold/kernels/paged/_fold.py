@@ -56,7 +56,7 @@ def fold_pieces_kernel(
     warp = thread // 32
     memory = ()
     BYTES_OF: gl.constexpr = (
-        row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W, K_WORDS)
+        row_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB, W, K_WORDS, BYTES)
         if BYTES
         else shared_bytes(D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NT, NB, FAR, W, K_WORDS, V_WORDS)
     )
@@ -100,7 +100,7 @@ def fold_pieces_kernel(
             top, out, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps,
                 q_ptr, row0, column0, rows, scale * LOG2E, varlen, k_signs, v_signs,
-                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, K_WORDS, V_WORDS, (),
+                D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, K_WORDS, V_WORDS, BYTES, (),
             )  # fmt: skip
             _prefetch_next(following, table, table_step, warp)
             finish_rows(base0, lane, warp, top, out, total, signs, *slots, D, V_BITS, V_MIX, V_WORDS)

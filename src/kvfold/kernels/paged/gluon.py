@@ -61,7 +61,7 @@ def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace
     stored: tuple[torch.Tensor | int, ...] = (k[0], *steps)
     if isinstance(keys, Paged) and isinstance(values, Paged):
         stored = (*stored, *(pages._signs(form, workspace.top) for form in (keys, values)))
-        stored = (*stored, *(pages.rows_of(form, workspace.top, chosen.plan.bytewise) for form in (keys, values)))
+        stored = (*stored, *(pages.rows_of(form, workspace.top, chosen.plan.bytewise > 0) for form in (keys, values)))
     step, w = call.step, workspace
     if query.stride(1) != query.shape[2]:
         query = query.contiguous()
@@ -124,14 +124,12 @@ def paged_plan(key_format: Paged, value_format: Paged, rows: int) -> tuple[Plan,
     dim = key_format.head_dim
     tiles = 2 if rows > 8 and dim < 128 else 1
     columns = math.ceil(rows / (8 * tiles))
-    registers = pages.most_registers(key_format, value_format, tiles)
     narrow = pages.bytewise(key_format, value_format, rows)
-    shapes = [Plan(w, pages.BLOCKS, tiles, columns, 1, 0, False, registers, bytewise=narrow) for w in (4, 2, 1)]
+    shapes = [Plan(w, pages.BLOCKS, tiles, columns, 1, 0, bytewise=narrow) for w in (4, 2, 1)]
     most = pages.most_bytes(key_format, value_format)
     plan = next(s for s in shapes if pages.program_bytes(key_format, value_format, s) <= most)
-    threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
-    size = pages.program_bytes(key_format, value_format, plan)
-    return plan, max(1, min(threads // (32 * plan.warps), 227 * 1024 // (size + 1024)))
+    registers, resident = pages.residence(key_format, value_format, plan)
+    return replace(plan, registers=registers), resident
 
 
 def affine_plan(key_format: AffineGroups, value_format: AffineGroups, rows: int) -> tuple[Plan, int]:
