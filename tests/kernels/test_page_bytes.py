@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import _pages_rows_gluon, pages
+from kvfold.kernels import _page_bytes, _pages_rows_gluon, pages
 from kvfold.kernels._page_lookups import ROWS, tables_bytes
 from kvfold.kernels.decode import Plan
 from kvfold.methods import LayerSpec, get
@@ -62,14 +62,23 @@ def error(method, rows=4, blocks=6, warps=1, query=1.0, value=1.0, spread=0.7, s
 
     def program(warp):
         lane, warp = register(np.arange(32, dtype=np.int32)), scalar(warp)
-        signs = kernel.turn_signs(Pointer(v[3], np.float32), lane // 4, lane % 4) if fixed["V_MIX"] > 1 else lane * 0
+        signs = kernel.rotation_signs(
+            Pointer(k[4], np.float32),
+            Pointer(v[3], np.float32),
+            lane,
+            128,
+            *(fixed[n] for n in ("K_MIX", "V_MEAN", "V_MIX")),
+        )
+        query = Pointer(at, np.float16, "fp16")
+        asked = on_cpu(_page_bytes, machine).ask_rows(
+            query, lane, warp, scalar(0, np.int64), zero, rows, None, 128, 4 * fours
+        )
         sums = kernel.attend_rows(
             base, lane, warp, zero, scalar(-(-blocks // 4)), scalar(blocks), stored, (zero, zero, zero), None, None,
-            Pointer(at, np.float16, "fp16"), scalar(0, np.int64), zero, rows, scale * math.log2(math.e), None,
-            Pointer(k[4], np.float32), Pointer(v[3], np.float32), *(fixed[n] for n in NAMES), (),
+            asked, scale * math.log2(math.e), signs[0], signs[1], *(fixed[n] for n in NAMES), (),
         )  # fmt: skip
         outputs = (Pointer(p, np.float32) for p in parts)
-        kernel.finish_rows(base, lane, warp, *(sums[i] for i in (0, 1, 2)), signs, *outputs, slot, zero, rows, 128,
+        kernel.finish_rows(base, lane, warp, *(sums[i] for i in (0, 1, 2)), signs[2], *outputs, slot, zero, rows, 128,
                            fixed["V_BITS"], fixed["V_MIX"], fixed["V_WORDS"])  # fmt: skip
 
     machine.run(program)

@@ -135,7 +135,7 @@ def test_programs_at_head_size_256(method):
     forms = formats(method, 256)
     report = aot.compile_pages(*forms, rows=8)
     assert pages.make_plan(*forms, 128, 8, 1024, 160, 132).warps == 2
-    assert report.spills_in_loop <= 8 and report.shared <= pages.MOST_BYTES + 1024
+    assert report.spills_in_loop <= 12 and report.shared <= pages.MOST_BYTES + 1024
 
 
 @pytest.mark.parametrize("method, dim", [(THREE, 64), (TWO, 64), (ONE, 64), (TWO, 256)])

@@ -36,6 +36,7 @@ from kvfold.kernels._warp import (
     pack_half2,
     reciprocal,
     shuffle_xor,
+    store_shared1,
     store_shared4,
     transpose8,
     unpack_half2,
@@ -119,40 +120,49 @@ def products(a, b, accs, I: gl.constexpr, J: gl.constexpr, EACH: gl.constexpr, F
     return accs
 
 
-@gluon.constexpr_function
-def _further(i, lookup):
-    """Channels from a lane's first pair to its pair number ``i``, two of each tile."""
-    return i // 2 * 4 + i % 2 * 32 if lookup else 8 * i
+@gluon.jit
+def ask_rows(q_ptr, lane, warp, row0, column0, rows, varlen, D: gl.constexpr, R: gl.constexpr):
+    """A warp's share of R query rows of D = 128 channels, fp32: of each channels 4 lane to 4 lane + 3.
+
+    To be asked for before a kernel's first pages are: loads come back in order, and would wait for their bytes."""
+    W: gl.constexpr = gl.num_warps()
+    KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
+    SIZE: gl.constexpr = 4 if KIND == 2 else 2
+    asked = ()
+    for i in gl.static_range(R // W):
+        address, live = query_at(q_ptr, row0, column0 + warp * (R // W) + i, rows, 4 * lane, varlen, D, SIZE)
+        asked = asked + (load_pair(address, live, KIND) + load_pair(address + 2 * SIZE, live, KIND),)
+    return asked
 
 
 @gluon.jit
-def row_queries(
-    q_ptr, g, t, row0, column0, rows, factor, varlen, D: gl.constexpr, E: gl.constexpr, LOOKUP: gl.constexpr = False
+def leave_rows(
+    asked, far, ups, lane, warp, STEP: gl.constexpr, D: gl.constexpr, E: gl.constexpr, LOOKUP: gl.constexpr = False
 ):  # fmt: skip
-    """Four queries as B operands, tiles 0 to D / 32 of row h in column 2h and the others in column 2h + 1, scaled by a power of
-    two, and what turns products into ``factor`` times the score. LOOKUP: channels of each half are in the order of
+    """Leave what a warp asked for in shared memory, for all warps: of each set of four rows B operands, at ``far``, tiles 0 to
+    D / 32 of row h in column 2h and the others in column 2h + 1, scaled by a power of two; and of each row and warp, from
+    ``ups`` on in steps of STEP bytes, what undoes it. LOOKUP: channels of each half are in the order of
     :mod:`kvfold.kernels._lookup_bytes`."""
-    HALF: gl.constexpr = D // 32
-    KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
-    SIZE: gl.constexpr = 4 if KIND == 2 else 2
-    first = g % 2 * (D // 2) + 2 * t
+    W: gl.constexpr = gl.num_warps()
+    low = lane % 16
     if LOOKUP:
-        first = g % 2 * (D // 2) + t // 2 * 16 + t % 2 * 2
-    address, live = query_at(q_ptr, row0, column0 + g // 2, rows, first, varlen, D, SIZE)
-    raw = ()
-    big = (g * 0).to(gl.float32)
-    for i in gl.static_range(2 * HALF):
-        low, high = load_pair(address + _further(i, LOOKUP) * SIZE, live, KIND)
-        raw = raw + (low, high)
-        big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
-    for i in gl.static_range(5):
-        big = gl.maximum(big, shuffle_xor(big, 1 << i))
-    exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
-    down = as_float((254 + E - exponent) << 23)
-    q = ()
-    for i in gl.static_range(2 * HALF):
-        q = q + (pack_half2(raw[2 * i] * down, raw[2 * i + 1] * down, False),)
-    return q, as_float((exponent - E) << 23) * factor
+        column = low // 4 % 2 * 2
+        pair = low % 4 * 2 + low // 8
+    else:
+        column = low % 2 * 2
+        pair = low // 2
+    for i in gl.static_range(len(asked)):
+        a, b, c, d = asked[i]
+        big = gl.maximum(gl.maximum(gl.abs(a), gl.abs(b)), gl.maximum(gl.abs(c), gl.abs(d)))
+        for k in gl.static_range(5):
+            big = gl.maximum(big, shuffle_xor(big, 1 << k))
+        exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
+        down = as_float((254 + E - exponent) << 23)
+        row = warp * len(asked) + i
+        to = far + row // 4 * (8 * D) + pair // 2 * 256 + (row % 4 * 8 + lane // 16 * 4 + column) * 8 + pair % 2 * 4
+        store_shared1(to, pack_half2(a * down, b * down, False))
+        store_shared1(to + 8, pack_half2(c * down, d * down, False))
+        store_shared1(ups + lane % W * STEP + 4 * row, (exponent - E) << 23)
 
 
 @gluon.jit

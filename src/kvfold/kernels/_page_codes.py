@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import _fetch, _field, _load_codes, _main, _operand, _pair_mask, code_bytes
 from kvfold.kernels._registers import _item
-from kvfold.kernels._warp import prefetch_bulk, select
+from kvfold.kernels._warp import select
 
 # ---- codes as operands ----------------------------------------------------------------------------------------------
 
@@ -191,38 +191,3 @@ def fetch_page(
         _fetch(to, mean + at * (2 * D) + lane * 16, lane, valid, TO + mean_at(D, BITS, NB), 2 * D, 1, 32)
     if NORM and WHAT != 1:
         _fetch(to, norm + at * D + lane * 16, lane, valid, TO + norm_at(D, BITS, NB, MEAN), D, 1, 32)
-
-
-@gluon.jit
-def prefetch_page(
-    lane, k, v, k_place, v_place, valid, D: gl.constexpr, K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr,
-    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, NB: gl.constexpr,
-):  # fmt: skip
-    """Bring both sides of a page nearer, a field per lane; see :func:`fetch_page`. ``k``, ``v``: the fields' addresses."""
-    K: gl.constexpr = code_bytes(D, K_BITS)
-    V: gl.constexpr = code_bytes(D, V_BITS)
-    k_block = k_place[0].to(gl.int64)
-    k_page = k_place[1].to(gl.int64)
-    v_block = v_place[0].to(gl.int64)
-    v_page = v_place[1].to(gl.int64)
-    at = k[0] + k_block * K + lane.to(gl.int64) * 0
-    size = lane * 0 + gl.minimum(valid, NB) * K
-    at = gl.where(lane == 1, k[1] + k_block * 64, at)
-    at = gl.where(lane == 2, v[0] + v_block * V, at)
-    at = gl.where(lane == 3, v[1] + v_block * 64, at)
-    size = gl.where(lane == 2, gl.minimum(valid, NB) * V, size)
-    size = gl.where(lane % 2 == 1, gl.minimum(valid, NB) * 64, size)
-    fields = lane < 4
-    if K_MEAN:
-        at = gl.where(lane == 4, k[2] + k_page * (2 * D), at)
-        size = gl.where(lane == 4, 2 * D, size)
-        fields = fields | (lane == 4)
-    if K_NORM:
-        at = gl.where(lane == 5, k[3] + k_page * D, at)
-        size = gl.where(lane == 5, D, size)
-        fields = fields | (lane == 5)
-    if V_MEAN:
-        at = gl.where(lane == 6, v[2] + v_page * (2 * D), at)
-        size = gl.where(lane == 6, 2 * D, size)
-        fields = fields | (lane == 6)
-    prefetch_bulk(at, size, (fields & (valid > 0)).to(gl.int32))

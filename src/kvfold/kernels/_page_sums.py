@@ -8,7 +8,7 @@ from kvfold.kernels._affine_codes import code_bytes
 from kvfold.kernels._affine_values import _lighten
 from kvfold.kernels._hadamard import turned_tiles, with_signs
 from kvfold.kernels._page_codes import hidden_block, mean_at, page_operand, page_words, scale_at, step, unit, weight
-from kvfold.kernels._registers import _kind, _query, _replace, _zero4, query_at
+from kvfold.kernels._registers import _query, _replace, _zero4, ask_queries
 from kvfold.kernels._softmax import _headroom
 from kvfold.kernels._warp import (
     abs_halves,
@@ -16,7 +16,6 @@ from kvfold.kernels._warp import (
     as_int,
     exp2_fast,
     load_matrix4,
-    load_pair,
     load_shared,
     load_shared_short,
     max_half2,
@@ -44,28 +43,27 @@ def _exponent(mix):
 
 
 @gluon.jit
-def _raw_queries(
-    q_ptr, g, t, row0, column0, rows, factor, varlen, D: gl.constexpr, MIX: gl.constexpr, NT: gl.constexpr
-):
-    """Eight queries as B operands, scaled by a power of two, and what turns products into ``factor`` times the score.
+def ask_tiles(q_ptr, lane, row0, column0, rows, varlen, D: gl.constexpr, NT: gl.constexpr):
+    """Of NT tiles of eight query rows what :func:`kvfold.kernels._registers.ask_queries` asks for."""
+    asked = ()
+    for n in gl.static_range(NT):
+        asked = asked + (ask_queries(q_ptr, lane % 4, row0, column0 + n * 8 + lane // 4, rows, varlen, D),)
+    return asked
 
-    ``varlen``: see :func:`query_at`.
-    """
+
+@gluon.jit
+def _raw_queries(asked, factor, D: gl.constexpr, MIX: gl.constexpr):
+    """Tiles of :func:`ask_tiles` as B operands, scaled by a power of two, and what turns products into ``factor`` times the
+    score."""
     CT: gl.constexpr = D // 16
-    KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
-    SIZE: gl.constexpr = 4 if KIND == 2 else 2
     E: gl.constexpr = _exponent(MIX)
     q = ()
     up = ()
-    for n in gl.static_range(NT):
-        row = column0 + n * 8 + g
-        address, live = query_at(q_ptr, row0, row, rows, 2 * t, varlen, D, SIZE)
-        raw = ()
-        big = (g * 0).to(gl.float32)
-        for i in gl.static_range(2 * CT):
-            low, high = load_pair(address + 8 * i * SIZE, live, KIND)
-            raw = raw + (low, high)
-            big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
+    for n in gl.static_range(len(asked)):
+        raw = asked[n]
+        big = gl.abs(raw[0])
+        for i in gl.static_range(1, 4 * CT):
+            big = gl.maximum(big, gl.abs(raw[i]))
         for i in gl.static_range(5):
             big = gl.maximum(big, shuffle_xor(big, 1 << i))
         exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)

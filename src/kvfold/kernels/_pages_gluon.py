@@ -21,13 +21,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._hadamard import hadamard, sign_bits, turned_back
+from kvfold.kernels._page_bytes import ask_rows
 from kvfold.kernels._page_codes import (
     fetch_page,
     mean_at,
     norm_at,
     page_bytes,
     page_place,
-    prefetch_page,
     scale_at,
     shared_bytes,
     stage_bytes,
@@ -52,8 +52,9 @@ from kvfold.kernels._page_sums import (
     _raw_queries,
     _room,
     _turned_queries,
+    ask_tiles,
 )
-from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, row_bytes, turn_signs
+from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, rotation_signs, row_bytes
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LIFT, LOG2E, _finish, _nothing, _probabilities
 from kvfold.kernels._warp import (
@@ -62,7 +63,6 @@ from kvfold.kernels._warp import (
     copy_wait_1,
     copy_wait_all,
     launch_dependents,
-    prefetch_bulk,
     program_sync,
     shared_base,
     store_shared2,
@@ -77,8 +77,7 @@ from kvfold.kernels._windows_gluon import _dense
 
 @gluon.jit
 def attend_pages(
-    base0, lane, warp, lo, hi, blocks, stored, place, table, steps, q_ptr, row0, column0, rows, to_log2, varlen, k_signs,
-    v_signs,
+    base0, lane, warp, lo, hi, blocks, stored, place, table, steps, asked, to_log2, k_sign, v_sign, v_signs,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
@@ -91,8 +90,8 @@ def attend_pages(
     In a slab, ``stored`` are the addresses of both sides' fields, and ``place`` says where the head's storage begins: first
     block, first page of keys and of values. With a ``table``, which points to the numbers of pages, ``stored`` is where the
     head's share of page 0 begins, with the keys' codes, and bytes from there to the other fields; ``steps`` are bytes from a
-    page to the next, and blocks at the beginning whose scores do not count. ``to_log2``: the scale times log2(e);
-    ``varlen``: see :func:`_raw_queries`.
+    page to the next, and blocks at the beginning whose scores do not count. ``asked``: the queries, of :func:`ask_tiles`;
+    ``to_log2``: the scale times log2(e); signs are those of :func:`tile_signs`.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -123,7 +122,7 @@ def attend_pages(
     if table is not None:  # the numbers of pages are a page ahead of their bytes
         id = gl.load(table + first + 1, mask=count > 1, other=0)
 
-    q, up = _raw_queries(q_ptr, g, t, row0, column0, rows, to_log2, varlen, D, K_MIX, NT)
+    q, up = _raw_queries(asked, to_log2, D, K_MIX)
     if FAR:
         far = base0 + W * STAGE + 512 + lane * 8
         for i in gl.static_range(NT * CT):  # all warps have the same
@@ -142,17 +141,6 @@ def attend_pages(
         k_matrix = matrix + (512 + (NT * D * 16 if FAR else 0))
         m = lookup_matrix(g, t, K_MIX)
         store_shared4(k_matrix, as_float(m[0]), as_float(m[1]), as_float(m[2]), as_float(m[3]))
-    k_sign = lane * 0
-    v_sign = lane * 0
-    if K_MIX > 1:
-        k_sign = sign_bits(k_signs, lane, D)
-    if V_WORDS:
-        if V_MEAN:
-            v_sign = row_signs(v_signs, g, t, D)
-    elif SAME:
-        v_sign = k_sign
-    elif V_MIX > 1:
-        v_sign = sign_bits(v_signs, lane, D)
     k_table = base0 - tables_bytes(K_WORDS, V_WORDS)
     if len(held) > 0:  # tables that are not in shared memory yet
         leave_rows(k_table, lane + 32 * warp, held, K_WORDS, V_WORDS)
@@ -236,34 +224,23 @@ def attend_pages(
 
 
 @gluon.jit
-def _prefetch_first(
-    lane, warp, split, head, packed_len, first_token, capacity, k_pages, v_pages, splits, sinks, slots, sink_k, sink_v,
-    ring_k, ring_v, k, v, D: gl.constexpr, K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr,
-    V_BITS: gl.constexpr, V_MEAN: gl.constexpr, NB: gl.constexpr,
+def tile_signs(
+    k_signs, v_signs, lane, D: gl.constexpr, K_MIX: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
+    V_WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Bring a warp's first page, or a head's windows, to L2 while the kernel before this one still runs. ``packed_len`` may be
-    older than that kernel: it says what to bring, and nothing else."""
-    W: gl.constexpr = gl.num_warps()
-    if split >= splits:
-        of_sink = lane % 2 == 0
-        bytes = gl.where(of_sink, sinks, slots) * (2 * D)
-        ks = gl.where(of_sink, sink_k.to(gl.int64), ring_k.to(gl.int64))
-        vs = gl.where(of_sink, sink_v.to(gl.int64), ring_v.to(gl.int64))
-        at = gl.where(lane < 2, ks, vs) + head.to(gl.int64) * bytes
-        prefetch_bulk(at, bytes, ((lane < 4) & (warp == 0) & (bytes > 0)).to(gl.int32))
-    else:
-        blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
-        pages = (blocks + NB - 1) // NB
-        lo = pages * split // splits
-        hi = pages * (split + 1) // splits
-        each = (hi - lo + W - 1) // W
-        first = lo + warp * each
-        block = head * capacity + first * NB
-        valid = gl.where(first < hi, blocks - first * NB, 0)
-        prefetch_page(
-            lane, k, v, (block, head * k_pages + first), (block, head * v_pages + first), valid,
-            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
-        )  # fmt: skip
+    """Signs of the rotations as queries meet them, and as means of values do. No kernel before writes them."""
+    k_sign = lane * 0
+    v_sign = lane * 0
+    if K_MIX > 1:
+        k_sign = sign_bits(k_signs, lane, D)
+    if V_WORDS:
+        if V_MEAN:
+            v_sign = row_signs(v_signs, lane // 4, lane % 4, D)
+    elif SAME:
+        v_sign = k_sign
+    elif V_MIX > 1:
+        v_sign = sign_bits(v_signs, lane, D)
+    return k_sign, v_sign
 
 
 # ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -286,7 +263,7 @@ def pages_kernel(
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, SAME: gl.constexpr,
     NT: gl.constexpr, NB: gl.constexpr, FAR: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr,
-    AHEAD: gl.constexpr, FIRST: gl.constexpr, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr,
+    FIRST: gl.constexpr, K_WORDS: gl.constexpr, V_WORDS: gl.constexpr,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 NT`` query rows.
 
@@ -294,8 +271,8 @@ def pages_kernel(
     ``k_rows`` and ``v_rows``: repeated rows of tables, where codes are looked up; read whatever the kernel before does.
     ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. MIX is the rotation's block,
     1: none. FAR: the queries lie in shared memory, not in registers. BYTES: sets of four query rows, see
-    :func:`attend_rows`; 0: :func:`attend_pages`. AHEAD: what is read first comes to L2 before this kernel waits. FIRST:
-    programs for the windows come before the others.
+    :func:`attend_rows`; 0: :func:`attend_pages`. FIRST: programs for the
+    windows come before the others.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -320,20 +297,21 @@ def pages_kernel(
         split = gl.where(split < dense_splits, split + splits, split - dense_splits)
     head = gl.program_id(0) // columns
     batch = head // heads
-    if EARLY and AHEAD:
-        _prefetch_first(
-            lane, warp, split, head, gl.load(packed_len_ptr + batch, cache_modifier=".cg"), first_token, capacity,
-            k_pages, v_pages, splits, sinks, slots, sink_k, sink_v, ring_k, ring_v,
-            (k_codes.to(gl.int64), k_scale.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
-            (v_codes.to(gl.int64), v_scale.to(gl.int64), v_mean.to(gl.int64)),
-            D, K_BITS, K_MEAN, K_NORM, V_BITS, V_MEAN, NB,
-        )  # fmt: skip
+    if BYTES:
+        signs = rotation_signs(k_signs, v_signs, lane, D, K_MIX, V_MEAN, V_MIX)
+    else:
+        signs = tile_signs(k_signs, v_signs, lane, D, K_MIX, V_MEAN, V_MIX, SAME, V_WORDS)
     if EARLY:
         wait_for_previous(lane)
         launch_dependents(lane)
     column0 = (gl.program_id(0) % columns) * (8 * NT)
     packed_len = gl.load(packed_len_ptr + batch)
     row0 = head.to(gl.int64) * rows
+    live = gl.where(split < splits, rows, 0)
+    if BYTES:
+        asked = ask_rows(q_ptr, lane, warp, row0, column0, live, None, D, 4 * BYTES)
+    else:
+        asked = ask_tiles(q_ptr, lane, row0, column0, live, None, D, NT)
     slot0 = head.to(gl.int64) * parts + (part0 + split)
 
     if split >= splits:
@@ -361,22 +339,19 @@ def pages_kernel(
         )
         at = (head * capacity, head * k_pages, head * v_pages)
         if BYTES:
-            signs = lane * 0
-            if V_MIX > 1:
-                signs = turn_signs(v_signs, lane // 4, lane % 4)
             best, sums, total = attend_rows(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
-                q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
+                asked, scale * LOG2E, signs[0], signs[1],
                 D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, K_WORDS, V_WORDS, BYTES, held,
             )  # fmt: skip
             finish_rows(
-                base0, lane, warp, best, sums, total, signs, part_out, part_top, part_sum, slot0, column0, rows,
+                base0, lane, warp, best, sums, total, signs[2], part_out, part_top, part_sum, slot0, column0, rows,
                 D, V_BITS, V_MIX, V_WORDS,
             )  # fmt: skip
         else:
             top, out, total = attend_pages(
                 base0, lane, warp, lo, hi, blocks, stored, at, None, None,
-                q_ptr, row0, column0, rows, scale * LOG2E, None, k_signs, v_signs,
+                asked, scale * LOG2E, signs[0], signs[1], v_signs,
                 D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR, K_WORDS, V_WORDS, held,
             )  # fmt: skip
             side = ()

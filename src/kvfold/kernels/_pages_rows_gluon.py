@@ -19,11 +19,11 @@ from kvfold.kernels._page_bytes import (
     byte_room,
     byte_scores,
     byte_values,
+    leave_rows,
     mean_signs,
     mix_lanes,
     page_scales,
     row_means,
-    row_queries,
     set_weights,
     turned_mean,
     turned_rows,
@@ -37,7 +37,8 @@ from kvfold.kernels._page_codes import (
     scale_at,
     weight,
 )
-from kvfold.kernels._page_lookups import ROWS, leave_rows, tables_bytes
+from kvfold.kernels._page_lookups import ROWS, tables_bytes
+from kvfold.kernels._page_lookups import leave_rows as leave_table_rows
 from kvfold.kernels._page_lookups import turned_mean as turned_mean_in_rows
 from kvfold.kernels._page_sums import _exponent, _norm_words
 from kvfold.kernels._registers import _every, _zero4
@@ -80,8 +81,7 @@ def row_bytes(dim, k_bits, k_mean, k_norm, v_bits, v_mean, blocks, warps, k_word
 
 @gluon.jit
 def attend_rows(
-    base0, lane, warp, lo, hi, blocks, stored, at, table, steps, q_ptr, row0, column0, rows, to_log2, varlen, k_signs,
-    v_signs,
+    base0, lane, warp, lo, hi, blocks, stored, at, table, steps, asked, to_log2, k_sign, v_sign,
     D: gl.constexpr,
     K_BITS: gl.constexpr, K_MEAN: gl.constexpr, K_NORM: gl.constexpr, K_MIX: gl.constexpr,
     V_BITS: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr, NB: gl.constexpr, K_WORDS: gl.constexpr,
@@ -91,8 +91,9 @@ def attend_rows(
     (g, t) have the maximum of row t, its sum of probabilities, and sums of values in the rotated basis; see
     :func:`finish_rows`.
 
-    WORDS: of a row of the table of bytes in which a side's codes are looked up; 0: they are uniform. Tables lie before
-    ``base0``; those that do not yet are ``held`` by threads."""
+    ``asked``: a warp's share of the queries, of :func:`kvfold.kernels._page_bytes.ask_rows`; signs are the first two of
+    :func:`rotation_signs`. WORDS: of a row of the table of bytes in which a side's codes are looked up; 0: they are uniform.
+    Tables lie before ``base0``; those that do not yet are ``held`` by threads."""
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
     V_AT: gl.constexpr = page_bytes(D, K_BITS, NB, K_MEAN, K_NORM)
@@ -123,13 +124,9 @@ def attend_rows(
     if table is not None:  # the numbers of pages are a page ahead of their bytes
         id = gl.load(table + first + 1, mask=count > 1, other=0)
 
-    ups = ()
-    for n in gl.static_range(FOURS):
-        q, up = row_queries(q_ptr, g, t, row0, column0 + 4 * n, rows, to_log2, varlen, D, _exponent(K_MIX), K_WORDS > 0)
-        ups = ups + (up,)
-        far = base0 + W * STAGE + 512 + lane * 8
-        for i in gl.static_range(CT // 2):  # all warps have the same
-            store_shared2(far + (n * (8 * D) + 256 * i), q[2 * i], q[2 * i + 1])
+    far = base0 + W * STAGE + 512
+    leave_rows(asked, far, base0 + SCRATCH, lane, warp, STAGE, D, _exponent(K_MIX), K_WORDS > 0)
+    far = far + lane * 8
     # the Hadamard matrix waits in shared memory, which all warps fill alike
     matrix = base0 + W * STAGE + lane * 16
     m = hadamard(g, t, K_MIX, False)
@@ -139,17 +136,13 @@ def attend_rows(
         k_matrix = matrix + (512 + FOURS * D * 8)
         m = pair_matrix(g, t, K_MIX)
         store_shared4(k_matrix, as_float(m[0]), as_float(m[1]), as_float(m[2]), as_float(m[3]))
-    k_sign = lane * 0
-    v_sign = lane * 0
-    if K_MIX > 1:
-        k_sign = sign_bits(k_signs, lane, D)
-    if V_MEAN and V_MIX > 1:
-        v_sign = mean_signs(v_signs, g, t)
     k_table = base0 - tables_bytes(K_WORDS, V_WORDS)
     if len(held) > 0:
-        leave_rows(k_table, lane + 32 * warp, held, K_WORDS, V_WORDS)
+        leave_table_rows(k_table, lane + 32 * warp, held, K_WORDS, V_WORDS)
     program_sync(lane)
-    ups = _times(ups, K_MIX**-0.5)
+    ups = ()
+    for n in gl.static_range(FOURS):
+        ups = ups + (as_float(load_shared(scratch + t * 4, 16 * n, 1)[0]) * (to_log2 * K_MIX**-0.5),)
     if not K_NORM:  # what codes meet is the same for all pages
         _norm_words(base, scratch, lane, k_sign, D, False, 0, K_WORDS > 0)
         turned, start, unit = _met_queries(far, scratch, lane, k_matrix, ups, D, K_BITS, K_MIX, K_WORDS)
@@ -279,14 +272,6 @@ def _wait(lane, APART: gl.constexpr):
 
 
 @gluon.jit
-def _times(x, factor):
-    out = ()
-    for n in gl.static_range(len(x)):
-        out = out + (x[n] * factor,)
-    return out
-
-
-@gluon.jit
 def _met_queries(
     far, scratch, lane, matrix, ups, D: gl.constexpr, BITS: gl.constexpr, MIX: gl.constexpr, WORDS: gl.constexpr
 ):  # fmt: skip
@@ -305,6 +290,24 @@ def _met_queries(
         q = q + own
         unit = unit + (of_own * ups[n],)
     return q, start, unit
+
+
+@gluon.jit
+def rotation_signs(
+    k_signs, v_signs, lane, D: gl.constexpr, K_MIX: gl.constexpr, V_MEAN: gl.constexpr, V_MIX: gl.constexpr
+):
+    """Signs of both rotations: as queries meet them, as means of values do, and as :func:`finish_rows` takes them. No kernel
+    before writes them."""
+    k_sign = lane * 0
+    v_sign = lane * 0
+    signs = lane * 0
+    if K_MIX > 1:
+        k_sign = sign_bits(k_signs, lane, D)
+    if V_MEAN and V_MIX > 1:
+        v_sign = mean_signs(v_signs, lane // 4, lane % 4)
+    if V_MIX > 1:
+        signs = turn_signs(v_signs, lane // 4, lane % 4)
+    return k_sign, v_sign, signs
 
 
 @gluon.jit

@@ -184,7 +184,7 @@ def make_plan(
     few = (
         jobs * (splits + dense) <= 2 * processors
     )  # beyond, windows at the end fill multiprocessors that have nothing else
-    return replace(shape, splits=splits, dense_splits=dense, registers=registers, ahead=few, windows_first=few)
+    return replace(shape, splits=splits, dense_splits=dense, registers=registers, windows_first=few)
 
 
 def residence(key_format: Paged, value_format: Paged, plan: Plan) -> tuple[int | None, int]:
@@ -363,7 +363,6 @@ def constants(key_format: Paged, value_format: Paged, plan: Plan, bf16: bool, ea
         "BF16": bf16,
         "EARLY": early,
         "BYTES": int(plan.bytewise),
-        "AHEAD": plan.ahead,
         "FIRST": plan.windows_first,
         "K_WORDS": _words(key_format, plan.bytewise > 0),
         "V_WORDS": _words(value_format, plan.bytewise > 0),

@@ -3,10 +3,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._page_bytes import ask_rows
 from kvfold.kernels._page_codes import shared_bytes
 from kvfold.kernels._page_lookups import held_rows, leave_rows, tables_bytes, with_tables
-from kvfold.kernels._pages_gluon import attend_pages
-from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, row_bytes, turn_signs
+from kvfold.kernels._page_sums import ask_tiles
+from kvfold.kernels._pages_gluon import attend_pages, tile_signs
+from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, rotation_signs, row_bytes
 from kvfold.kernels._softmax import LOG2E, _finish
 from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
 from kvfold.kernels.paged._arrive import arrive
@@ -69,9 +71,8 @@ def fold_pieces_kernel(
     else:
         base = shared_base(gl.program_id(0), BYTES_OF)
     base0 = lane * 0 + base
-    signs = lane * 0
-    if BYTES and V_MIX > 1:
-        signs = turn_signs(v_signs, lane // 4, lane % 4)
+    if BYTES:
+        signs = rotation_signs(k_signs, v_signs, lane, D, K_MIX, V_MEAN, V_MIX)
     if EARLY:
         wait_for_previous(lane)
         launch_dependents(lane)
@@ -97,17 +98,20 @@ def fold_pieces_kernel(
         varlen = (q_token, tokens, count)
         numbers = table + seq.to(gl.int64) * table_step
         if BYTES:
+            asked = ask_rows(q_ptr, lane, warp, row0, column0, rows, varlen, D, 4 * BYTES)
             top, out, total = attend_rows(
-                base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps,
-                q_ptr, row0, column0, rows, scale * LOG2E, varlen, k_signs, v_signs,
+                base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps, asked, scale * LOG2E, signs[0], signs[1],
                 D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, NB, K_WORDS, V_WORDS, BYTES, (),
             )  # fmt: skip
             _prefetch_next(following, table, table_step, warp)
-            finish_rows(base0, lane, warp, top, out, total, signs, *slots, D, V_BITS, V_MIX, V_WORDS)
+            finish_rows(base0, lane, warp, top, out, total, signs[2], *slots, D, V_BITS, V_MIX, V_WORDS)
         else:
+            # made anew for each task, or registers would hold them while windows are read
+            signs = tile_signs(k_signs, v_signs, lane, D, K_MIX, V_MEAN, V_MIX, SAME, V_WORDS)
+            asked = ask_tiles(q_ptr, lane, row0, column0, rows, varlen, D, NT)
             top, out, total = attend_pages(
                 base0, lane, warp, lo, hi, blocks, stored, None, numbers, steps,
-                q_ptr, row0, column0, rows, scale * LOG2E, varlen, k_signs, v_signs,
+                asked, scale * LOG2E, signs[0], signs[1], v_signs,
                 D, K_BITS, K_MEAN, K_NORM, K_MIX, V_BITS, V_MEAN, V_MIX, SAME, NT, NB, FAR, K_WORDS, V_WORDS, (),
             )  # fmt: skip
             _prefetch_next(following, table, table_step, warp)

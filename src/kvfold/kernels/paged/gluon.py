@@ -44,7 +44,7 @@ def shape(key_format: Format, value_format: Format, rows: int, bf16: bool, early
         assert isinstance(value_format, Paged)
         plan, resident = paged_plan(key_format, value_format, rows)
         fixed = pages.constants(key_format, value_format, plan, bf16, early)
-        of_slabs = ("AHEAD", "FIRST")
+        of_slabs = ("FIRST",)
         return Shape(fold_pieces_kernel, plan, resident, {n: x for n, x in fixed.items() if n not in of_slabs})
     assert isinstance(key_format, AffineGroups) and isinstance(value_format, AffineGroups)
     plan, resident = affine_plan(key_format, value_format, rows)
