@@ -149,6 +149,22 @@ class ByteCodes(LearnedMethod):
         learned: dict[str, object] = {"k_bits": self.key_bits}
         return learned | ({"v_bits": self.value_bits} if self.values == "codes" else {})
 
+    def blank(self, num_kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+        heads, d = num_kv_heads, head_dim
+        sides = [("key", self.key_bits), *([("value", self.value_bits)] if self.values == "codes" else [])]
+        found = {}
+        for side, bits in sides:
+            vector = 8 // bits
+            found[f"{side}.codes"] = torch.ones(heads, d // vector, CODES, vector, dtype=torch.float16)
+            if side == "value" or not self.maps_keys:  # a map's coordinates have the plain distance
+                found[f"{side}.metric"] = torch.ones(heads, d // vector, vector, vector)
+            if self.centres(side):
+                found[f"{side}.mean"] = torch.ones(heads, d, dtype=torch.float16)
+        if self.maps_keys:
+            found["key.mean"] = torch.ones(heads, d)
+            found |= {f"key.{name}": torch.ones(heads, d, d) for name in ("map", "inverse")}
+        return found
+
     def build(self, parts: dict[str, torch.Tensor], rotary: int) -> Tables:
         books = {
             operand: GroupBook(
