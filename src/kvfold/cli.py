@@ -95,7 +95,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _settle(arguments: Sequence[str]) -> None:
-    """Have threads wait without spinning, in commands that compute, unless torch is there already; said once a model is loaded."""
+    """Have threads wait without spinning, in commands that compute, unless torch is there already; it is said later."""
     if (
         not arguments
         or arguments[0] not in COMPUTE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +18,9 @@ from kvfold.commands.scoring import (
     check_chunk,
     chunk_option,
     counts,
+    force_option,
     prefix_option,
+    say_earlier,
     say_kept,
     untested,
 )
@@ -74,6 +77,7 @@ if TYPE_CHECKING:
 )
 @seed_option("Seed given to torch.")
 @click.option("--json", "json_path", metavar="FILE", help=RESUME)
+@force_option
 def compare(
     model: str | None,
     dtype: str | None,
@@ -87,6 +91,7 @@ def compare(
     new_tokens: int,
     seed: int,
     json_path: str | None,
+    force: bool,
 ) -> None:
     """Read the same text under every method; print quality, size and speed.
 
@@ -122,7 +127,9 @@ def compare(
                 chunk=chunk,
                 seed=seed,
                 json_path=target,
+                force=force,
                 on_method=Checking(progress.bar),
+                on_earlier=partial(say_earlier, target),
                 on_start=progress.start,
                 on_tokens=progress.tokens,
                 on_row=progress.row,

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from kvfold.evaluation.schema import Row
 
 MORE = "a wider terminal, a pipe or --json has them"
-RESUME = JSON_HELP + " A killed run with a FILE goes on where it stopped."
+RESUME = (
+    JSON_HELP
+    + " A killed run with a FILE goes on where it stopped. Rows of the same settings stay in it; a FILE of others is refused."
+)
+force_option = click.option("--force", is_flag=True, help="Replace --json's FILE, whatever it holds.")
 
 
 chunk_option = click.option(
@@ -80,6 +84,15 @@ def artefact_methods(folder: str | None, model: Any) -> list[Any]:
 
 def with_artefact(spec: str, file: Path) -> str:
     return f"{spec}{',' if ':' in spec else ':'}artefact={file}"
+
+
+def say_earlier(target: Path | None, stay: int, anew: int) -> None:
+    """What becomes of the rows that a result's file holds."""
+    from kvfold.evaluation.schema import number
+
+    said = [f"{number(stay)} of other methods or prefixes kept"] if stay else []
+    said += [f"{number(anew)} measured anew"] if anew else []
+    print(f"kvfold: {target} has rows of the same settings: {', '.join(said)}", file=sys.stderr)
 
 
 def say_kept(kind: type[BaseException] | None, target: Path | None) -> None:

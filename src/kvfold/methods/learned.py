@@ -50,10 +50,10 @@ class LearnedMethod(Method):
 
     @abstractmethod
     def blank(self, num_kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
-        """A layer's tensors as an artefact of ``kvfold calibrate`` has them, in shapes and dtypes; their numbers mean nothing."""
+        """A layer's tensors as ``kvfold calibrate`` makes them, in shapes and dtypes; their numbers mean nothing."""
 
     def by_shapes(self) -> Self:
-        """The same method with :meth:`blank` tables in place of an artefact's: it has sizes, and nothing may be stored with it."""
+        """The same method with :meth:`blank` tables in place of an artefact's, for sizes: nothing is to be stored with it."""
         found = copy.copy(self)
         object.__setattr__(found, "shapes_only", True)
         return found

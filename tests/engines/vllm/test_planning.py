@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from books_case import artefact
 
+from books_case import artefact
 from kvfold import cli, methods
 from kvfold.engines.vllm import capacity, shapes
 from kvfold.engines.vllm.settings import layer_spec, method_of, stored, unservable
