@@ -81,6 +81,14 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     assert len(lines) == 5 and "settings" in json.loads(lines[0])
 
 
+def test_rows_of_one_recipe_under_two_names_are_one_methods(tmp_path):
+    pair, name = "k=tasq:bits=2+v=fold:bits=2,codebook=true", "tasq:bits=2,values=fold"
+    file = filled(tmp_path, [result(pair), result(name, index=1), result(name)])
+    found = ResultFile.read(file.path)
+    assert {row.method for row in found.rows.values()} == {name} and len(found.rows) == 2
+    assert all(found.has(name, row.item, row.prompt_sha256) for row in found.rows.values())
+
+
 def test_every_setting_has_a_file_of_its_own(tmp_path):
     changes = [
         {"dtype": "bfloat16"},

@@ -146,7 +146,8 @@ class Row:
 
 
 def read_row(kind: type[RowType], fields: dict[str, Any]) -> RowType:
-    """Read a row that `dataclasses.asdict` wrote; fields that have a default may be missing, as they are in older files.
+    """Read a row that `dataclasses.asdict` wrote; fields that have a default may be missing, as they are in older files. Methods
+    get the names that they have now.
 
     Raises
     ------
@@ -157,6 +158,10 @@ def read_row(kind: type[RowType], fields: dict[str, Any]) -> RowType:
     optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
     if wrong := (names - optional - set(fields)) | (set(fields) - names):
         raise KVFoldError(f"row: fields {sorted(wrong)} are missing or unknown")
+    if "+v=" in str(fields.get("method")):
+        from kvfold.methods import canonical
+
+        fields = {**fields, "method": canonical(fields["method"])}
     return kind(**fields)
 
 
