@@ -123,7 +123,7 @@ def _of_domains(model: str, stem: str, folder: str) -> Run | None:
 
 
 def plain(spec: str) -> str:
-    """A method, or a recipe of several, without the places of artefacts, which differ from machine to machine; by today's name."""
+    """A method, or a recipe of several, without the places of artefacts, which differ between machines; by today's name."""
     return canonical("+".join(_plain(part) for part in spec.split("+")))
 
 

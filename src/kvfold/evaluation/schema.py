@@ -146,8 +146,8 @@ class Row:
 
 
 def read_row(kind: type[RowType], fields: dict[str, Any]) -> RowType:
-    """Read a row that `dataclasses.asdict` wrote; fields that have a default may be missing, as they are in older files. Methods
-    get the names that they have now.
+    """Read a row that `dataclasses.asdict` wrote; fields that have a default may be missing, as they are in older files. A
+    method gets the name that it has now.
 
     Raises
     ------
