@@ -69,16 +69,20 @@ class LearnedMethod(Method):
         if self.shapes_only:
             return _of_shapes(self, spec.layer_idx, spec.num_kv_heads, spec.head_dim, rotary_dim(spec))
         if not self.artefact:
-            raise MethodError(
-                f"{self.name}: artefact is missing: what it needs is learned per model; make it with 'kvfold calibrate "
-                f'--method "{self}" --text FILE --out FILE.safetensors\' and give artefact=FILE.safetensors'
-            )
+            raise self.missing()
         loaded = load_cached(self.artefact)
         shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, rotary_dim(spec))
         try:
             return _built(loaded, self, spec.layer_idx, *shape)
         except MethodError as error:
             raise MethodError(f"{self.name}: artefact={self.artefact}: {error}") from None
+
+    def missing(self) -> MethodError:
+        """The error of a method without its artefact."""
+        return MethodError(
+            f"{self.name}: artefact is missing: what it needs is learned per model; make it with 'kvfold calibrate "
+            f'--method "{self}" --text FILE --out FILE.safetensors\' and give artefact=FILE.safetensors'
+        )
 
     def check_model(self, config: object) -> None:
         """Refuse a model that the artefact was not made for, and warn of what :meth:`notes` says."""
