@@ -277,7 +277,8 @@ def test_of_learned_keys_the_bits_of_values_are_chosen(spec, least, run, folder,
     result = json.loads((tmp_path / "r").read_text())
     found = methods.get(result["proposal"])
     assert result["proposal"] in out.splitlines() and result["effective_bits"] <= float(budget)
-    assert {part.key_bits for part in found.parts()} == {keys}
+    assert {part.key_bits for part in found.parts()} == {keys} and "k_bits" not in result["proposal"]
+    assert "tables that all sequences share aside" in out
     assert {part.artefact for part in found.parts()} == {str(tmp_path / "a.safetensors")}
     assert {(of["side"], of["bits"]) for of in result["together"]} == {("k", keys), *(("v", b) for b in BITS)}
     assert ("probe_bits_of_keys" in result) == (keys != PROBE)

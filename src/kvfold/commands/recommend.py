@@ -95,6 +95,7 @@ def recommend(
     from kvfold.evaluation.results import check_folder, weights_sha256
     from kvfold.evaluation.text import load_text
     from kvfold.evaluation.windows import load_texts
+    from kvfold.methods.learned import places
 
     asked = r.Budget.read(budget)
     method = methods.get(spec)
@@ -154,8 +155,9 @@ def recommend(
             say(f"all layers' {name}: {shown}")
         click.echo()
         click.echo(names[0])
+        tables = ", tables that all sequences share aside" if any(places(method)) else ""
         say(
-            f"{found.bits_of(choice):.3f} effective bits, {as_bytes(sizes[0])} of {horizon:,} tokens; expected to lose "
+            f"{found.bits_of(choice):.3f} effective bits{tables}, {as_bytes(sizes[0])} of {horizon:,} tokens; expected to lose "
             f"{r.total_loss(found, choice):.3g} nats per token"
         )
         say(

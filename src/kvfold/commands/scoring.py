@@ -90,7 +90,7 @@ def say_earlier(target: Path | None, stay: int, anew: int) -> None:
     """What becomes of the rows that a result's file holds."""
     from kvfold.evaluation.schema import number
 
-    said = [f"{number(stay)} of other methods or prefixes kept"] if stay else []
+    said = [f"{number(stay)} of other methods kept"] if stay else []
     said += [f"{number(anew)} measured anew"] if anew else []
     print(f"kvfold: {target} has rows of the same settings: {', '.join(said)}", file=sys.stderr)
 

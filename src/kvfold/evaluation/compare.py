@@ -142,9 +142,8 @@ def compare(
             on_row(row)
     found = Comparison(header, [done[job] for job in jobs], origins)
     if json_path is not None:
-        whole = Comparison(
-            *earlier.joined(header, found.rows, [r for r in kept.values() if r.key not in asked], origins)
-        )
+        rest = [row for row in kept.values() if row.key not in asked]
+        whole = Comparison(header, *earlier.joined(found.rows, rest, origins))
         write_json(json_path, whole.to_dict(), found)
     if sidecar is not None:
         sidecar.remove()

@@ -175,8 +175,8 @@ def run(
             on_row(done[_key(result.method, window_of[result.item])], len(done), len(wanted))
     rows = [done[key] for key in wanted]
     if json_path is not None:
-        whole = earlier.joined(header, rows, [row for key, row in kept.items() if key not in asked], origins)
-        write_json(json_path, to_dict(*whole), (header, rows))
+        whole = earlier.joined(rows, [row for key, row in kept.items() if key not in asked], origins)
+        write_json(json_path, to_dict(header, *whole), (header, rows))
     if sidecar is not None:
         sidecar.remove()
     return header, rows

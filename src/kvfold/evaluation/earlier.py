@@ -25,15 +25,12 @@ class Earlier(Generic[RowType]):
         That this run does not make: they stay in the file.
     anew
         How many it makes again.
-    prefixes
-        Of all of its rows.
     artefacts
         Hashes of what the methods of `rows` learned, by place.
     """
 
     rows: list[RowType]
     anew: int
-    prefixes: list[int]
     artefacts: dict[str, str]
 
     @classmethod
@@ -65,7 +62,7 @@ class Earlier(Generic[RowType]):
             It holds rows of other settings, weights or artefacts, or something else: those would be lost, or stand in one
             table with others.
         """
-        nothing = cls([], 0, [], {})
+        nothing = cls([], 0, {})
         if path is None or force or files.is_stream(path) or not path.is_file():
             return nothing
         try:
@@ -73,18 +70,18 @@ class Earlier(Generic[RowType]):
             if not text.strip():
                 return nothing
             held = json.loads(text)
-            theirs, rows = dict(held["header"]), [read_row(kind, row) for row in held["rows"]]
+            theirs, rows = {**held["header"]}, [read_row(kind, row) for row in held["rows"]]
         except (OSError, ValueError, KeyError, TypeError, KVFoldError):
             raise KVFoldError(f"json: {path} holds something else than rows of this command; {REMEDY}") from None
-        prefixes = theirs.get("prefixes", [])
-        why = differing(_settings(theirs), _settings(header.identity()), NOW)
+        theirs.pop("date", None)
+        why = differing(theirs, header.identity(), NOW)
         rest = [row for row in rows if row.key not in asked]
         origins = held.get("made_of", {})
         if rest and not why:
             why = differing_origins(origins, made_of) if origins else ["its weights are not written down"]
         if why:
             raise KVFoldError(f"json: {path} holds {number(len(rows))} of other settings ({'; '.join(why)}); {REMEDY}")
-        return cls(rest, len(rows) - len(rest), prefixes, origins.get("artefacts", {}) if rest else {})
+        return cls(rest, len(rows) - len(rest), origins.get("artefacts", {}) if rest else {})
 
     def tell(self, on_earlier: Callable[[int, int], None] | None) -> None:
         """Call with how many rows stay and how many are made anew, where the file holds any."""
@@ -92,9 +89,9 @@ class Earlier(Generic[RowType]):
             on_earlier(len(self.rows), self.anew)
 
     def joined(
-        self, header: Header, made: Sequence[RowType], kept: Sequence[RowType], made_of: dict[str, Any]
-    ) -> tuple[Header, list[RowType], dict[str, Any]]:
-        """What the file holds in the end.
+        self, made: Sequence[RowType], kept: Sequence[RowType], made_of: dict[str, Any]
+    ) -> tuple[list[RowType], dict[str, Any]]:
+        """Rows that the file holds in the end, and the hashes of what they were made of.
 
         Parameters
         ----------
@@ -103,11 +100,5 @@ class Earlier(Generic[RowType]):
         """
         late = {row.key for row in kept}
         rest = [*(row for row in self.rows if row.key not in late), *kept]
-        prefixes = sorted({*header.prefixes, *(self.prefixes if self.rows else ())})
         origins = {**made_of, "artefacts": self.artefacts | made_of["artefacts"]} if made_of else {}
-        return dataclasses.replace(header, prefixes=prefixes) if rest else header, [*made, *rest], origins
-
-
-def _settings(header: dict[str, Any]) -> dict[str, Any]:
-    """A header without what its rows say themselves."""
-    return {name: value for name, value in header.items() if name not in ("date", "prefixes")}
+        return [*made, *rest], origins

@@ -120,7 +120,10 @@ class Sensitivity:
 
 
 def variant(method: Method, bits: tuple[int, int]) -> Method:
-    """The method with other bits for keys and values."""
+    """The method with other bits for keys and values; of what is learned, by its shortest name."""
+    if isinstance(method, LearnedMethod):
+        k_bits, v_bits = (None if width == method.bits else width for width in bits)
+        return dataclasses.replace(method, k_bits=k_bits, v_bits=v_bits)
     return dataclasses.replace(method, k_bits=bits[0], v_bits=bits[1])
 
 
