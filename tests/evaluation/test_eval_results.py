@@ -241,3 +241,13 @@ def test_a_killed_process_keeps_its_rows_and_holds_no_lock(tmp_path):
     again = ResultFile.of(tmp_path, SETTINGS)
     again.lock().release(force=True)
     assert len(again.rows) == 5
+
+
+def test_bits_that_are_tables_for_the_most_part_are_explained(tmp_path):
+    file = filled(
+        tmp_path, [result("none"), result("fold"), result("vqllm", bits_without_tables=2.25, effective_bits=8.0)]
+    )
+    cells = summarize(file, "none", ["none", "fold", "vqllm"], ["needle/512/0"])
+    (line,) = (line for line in notes([file], cells, "none") if "share" in line)
+    assert line.startswith("bits count tables") and line.endswith("without them: vqllm 2.25")
+    assert not any("share" in line for line in notes([file], cells[:2], "none"))

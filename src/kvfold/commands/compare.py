@@ -22,6 +22,7 @@ from kvfold.commands.scoring import (
     prefix_option,
     say_earlier,
     say_kept,
+    tables_aside,
     untested,
 )
 from kvfold.commands.terminal import (
@@ -241,6 +242,7 @@ def _compare_notes(header: Header, rows: Sequence[Row]) -> list[str]:
         f"{header.model}, {header.dtype}, {header.device}, {header.threads} threads; text {header.text} "
         f"(sha256 {header.text_sha256[:12]}): {counts(header.prefixes)} tokens prefilled, {header.tokens} scored",
         "bits: per cached value of the packed part, everything included; cache: all of it, full-precision windows too",
+        *tables_aside(rows),
         "kld, top-1: against the same model with a full-precision cache",
     ]
     if bits == 32:

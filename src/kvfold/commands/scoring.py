@@ -17,6 +17,7 @@ from kvfold.files import expanded
 if TYPE_CHECKING:
     from kvfold.evaluation.domains import DomainRow
     from kvfold.evaluation.schema import Row
+    from kvfold.evaluation.summary import Cell
 
 MORE = "a wider terminal, a pipe or --json has them"
 RESUME = (
@@ -101,6 +102,25 @@ def say_kept(kind: type[BaseException] | None, target: Path | None) -> None:
 
     if kind is not None and target is not None and (kept := Sidecar.kept(target)):
         print(f"kvfold: {kept} rows are kept; the same command goes on from there", file=sys.stderr)
+
+
+WEIGHTY = 1.1
+"""Times the bits without tables from which on bits with them are explained."""
+
+
+def tables_aside(rows: Sequence[Row] | Sequence[Cell]) -> list[str]:
+    """A line that says which methods' bits are shared tables for the most part, and what they are without."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        bits, counted = row.bits_without_tables, row.effective_bits
+        if bits is not None and counted is not None and counted >= WEIGHTY * bits:
+            found.setdefault(row.method, []).append(bits)
+    if not found:
+        return []
+    said = ", ".join(f"{method} {sum(bits) / len(bits):.2f}" for method, bits in found.items())
+    return [
+        f"bits count tables that all sequences share, which weigh most where few tokens are packed; without them: {said}"
+    ]
 
 
 def untested(rows: Sequence[Row] | Sequence[DomainRow], chosen: Sequence[Any], tokens: int | None = None) -> list[str]:
