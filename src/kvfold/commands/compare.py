@@ -16,6 +16,7 @@ from kvfold.commands.scoring import (
     RESUME,
     artefact_methods,
     check_chunk,
+    check_force,
     chunk_option,
     counts,
     force_option,
@@ -108,6 +109,7 @@ def compare(
     chosen = [methods.get(spec) for spec in specs or methods.DEFAULT]
     text = load_text(text_path)
     target = json_target(json_path)
+    check_force(force, target)
     check_chunk(chunk)
     loaded, tokenizer, info = load(model, dtype, device)
     chosen += artefact_methods(artefacts, loaded)

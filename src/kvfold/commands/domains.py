@@ -15,6 +15,7 @@ from kvfold.commands.scoring import (
     RESUME,
     artefact_methods,
     check_chunk,
+    check_force,
     chunk_option,
     counts,
     force_option,
@@ -119,6 +120,7 @@ def domains(
         raise KVFoldError(f"windows: {windows}; give at most {MOST_WINDOWS}")
     check_chunk(chunk)
     target = json_target(json_path)
+    check_force(force, target)
     chosen = [methods.get(spec) for spec in specs or ("none", "kivi:bits=1", "kivi:bits=2")]
     texts = load_texts([name for part in names for name in part.split(",") if name], given)
     loaded, tokenizer, info = load(model, dtype, device)

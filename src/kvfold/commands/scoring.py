@@ -46,6 +46,12 @@ def prefix_option(text: str) -> Any:
     )
 
 
+def check_force(force: bool, target: Path | None) -> None:
+    """Refuse to replace nothing."""
+    if force and target is None:
+        raise KVFoldError("force: there is no file to replace; give --json FILE, or leave it out")
+
+
 def check_chunk(chunk: int) -> None:
     if chunk < 1:
         raise KVFoldError(f"chunk: {chunk}; give at least 1")
