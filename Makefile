@@ -79,7 +79,7 @@ artefacts/%.safetensors: | $(STAMP)
 # The rows behind README.md and docs/.
 ARTEFACTS := --artefacts artefacts
 table: $(STAMP) artefacts
-	$(BIN)/kvfold compare $(ARTEFACTS) --json benchmarks/compare-smollm2-135m.json
+	$(BIN)/kvfold compare $(ARTEFACTS) --json benchmarks/compare-smollm2-135m.json --force
 	$(BIN)/python scripts/tables.py
 
 # Does it hold when more is folded? On a GPU: make lengths MODEL=folder NAME=qwen2.5-coder-1.5b WIKI=wiki.txt PROSE=novel.txt
@@ -94,7 +94,7 @@ lengths: $(STAMP)
 	$(if $(and $(WIKI),$(PROSE),$(MODEL),$(NAME)),,$(error give MODEL, NAME, WIKI and PROSE))
 	$(BIN)/kvfold domains --model $(MODEL) --dtype bfloat16 --methods $(EQUAL) $(PUBLISHED) --text encyclopedia=$(WIKI) \
 		--text prose=$(PROSE) --domains code --prefix $(PREFIX) --tokens 1024 --windows 1 --chunk 64 \
-		--json benchmarks/lengths/$(NAME).json
+		--json benchmarks/lengths/$(NAME).json --force
 	$(BIN)/python scripts/tables.py
 
 # What learned methods do to texts that they did not learn from: also NOVEL=novel.txt, which the artefacts are made of
@@ -110,7 +110,7 @@ learned: $(STAMP)
 		--method $${name%-*}:bits=$${name#*-} --text $(NOVEL) --out $(A)/$$name.safetensors || exit; done
 	$(BIN)/kvfold domains --model $(MODEL) --dtype bfloat16 --methods none kivi kivi:bits=1 fold fold:bits=1 $(FROM_ARTEFACTS) \
 		--text encyclopedia=$(WIKI) --text prose=$(PROSE) --domains code --prefix $(PREFIX) --tokens 1024 --windows 1 --chunk 64 \
-		--json benchmarks/learned/$(NAME).json
+		--json benchmarks/learned/$(NAME).json --force
 	$(BIN)/python scripts/tables.py
 
 ablation: $(STAMP)

@@ -17,6 +17,7 @@ from kvfold.evaluation.domains import read_rows
 from kvfold.evaluation.report import figures
 from kvfold.evaluation.results import ResultFile
 from kvfold.evaluation.statistics import paired
+from kvfold.methods import canonical
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
 MODELS = {
@@ -122,8 +123,8 @@ def _of_domains(model: str, stem: str, folder: str) -> Run | None:
 
 
 def plain(spec: str) -> str:
-    """A method, or a recipe of several, without the places of artefacts, which differ from machine to machine."""
-    return "+".join(_plain(part) for part in spec.split("+"))
+    """A method, or a recipe of several, without the places of artefacts, which differ between machines; by today's name."""
+    return canonical("+".join(_plain(part) for part in spec.split("+")))
 
 
 def _plain(spec: str) -> str:
@@ -278,13 +279,13 @@ def ranked() -> list[tuple[str, float, Pair]]:
 NEWEST = ("nova", "tasq", "gsrq", "vqllm", "kvarn")
 """The newest papers' methods, and what one of them builds on."""
 OURS = tuple(f"fold{options}{book}" for options in (":bits=1", ":bits=2") for book in ("", ",codebook=true"))
-LEARNED_KEYS = "k=tasq:bits=2+v=fold:bits=2,codebook=true"
+LEARNED_KEYS = "tasq:bits=2,values=fold"
 """Keys of one method and values of another, which is ahead of both."""
 
 
 def newest() -> str:
     """The newest methods beside fold at their bits."""
-    return everything(lambda name: name in (*OURS, LEARNED_KEYS) or name.partition(":")[0] in NEWEST)
+    return everything(lambda name: name in (*OURS, LEARNED_KEYS) or family(name) in NEWEST)
 
 
 def everything(of: Callable[[str], bool] = bool) -> str:
@@ -338,7 +339,7 @@ def main() -> str:
 
 
 KEYS_AND_VALUES = (
-    *("tasq", "k=tasq+v=fold:bits=1,codebook=true", "k=tasq:bits=2+v=fold:bits=1,codebook=true", "tasq:bits=2"),
+    *("tasq", "tasq:values=fold", "tasq:bits=2,v_bits=1,values=fold", "tasq:bits=2"),
     *(LEARNED_KEYS, "k=fold:bits=2,codebook=true+v=tasq:bits=2", "fold:bits=2,codebook=true", "fold"),
 )
 
@@ -349,8 +350,8 @@ def learned_keys() -> str:
 
 
 def family(name: str) -> str:
-    """Methods of one idea: SQuat before RoPE is SQuat."""
-    return name.partition(":")[0].removesuffix("_pre")
+    """Methods of one idea: SQuat before RoPE is SQuat, and keys of one with values of another are neither's."""
+    return "pairs" if "values=fold" in name else name.partition(":")[0].removesuffix("_pre")
 
 
 def equal_bytes() -> str:

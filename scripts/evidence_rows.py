@@ -68,14 +68,14 @@ PLAIN = (
 )
 """What learns nothing."""
 LEARNED = {
-    "tasq": ("tasq", "k=tasq+v=fold:bits=1,codebook=true", "k=fold:bits=1,codebook=true+v=tasq"),
+    "tasq": ("tasq", "tasq:values=fold", "k=fold:bits=1,codebook=true+v=tasq"),
     "tasq-2": (
         "tasq:bits=2",
-        *(f"k=tasq:bits=2+v=fold:{values}" for values in ("bits=2,codebook=true", "bits=1,codebook=true", "bits=3")),
+        *(f"tasq:bits=2,{values}values=fold" for values in ("", "v_bits=1,", "v_bits=3,")),
         *(f"k=fold:{keys}+v=tasq:bits=2" for keys in ("bits=2,codebook=true", "bits=3")),
     ),
     "tasq-21": ("tasq:k_bits=2,v_bits=1",),
-    "nova": ("nova:values=codes", "nova", "k=nova:values=codes+v=fold:bits=2,codebook=true"),
+    "nova": ("nova:values=codes", "nova", "nova:values=fold"),
     "gsrq": ("gsrq",),
     "gsrq-1": ("gsrq:bits=1",),
     "vqllm": ("vqllm",),

@@ -240,23 +240,18 @@ def worst(
 
 
 def result(*specs: str) -> Callable[[], str]:
-    """The first sentence of a method's page: divergences over KIVI-2's on all models, at all lengths."""
+    """The first sentence of a method's page: divergences over KIVI-2's, of the rows that README and evidence speak of."""
 
     def sentence() -> str:
-        said = []
+        said, items = [], 0
         for spec in specs:
-            found: list[float] = []
-            bits: list[float] = []
-            for stem, columns in MODELS.values():
-                rows = runs(stem)
-                by = by_length(rows)
-                mine = {prefix: kld for prefix, kld in by.get(spec, {}).items() if prefix in columns}
-                found += [kld / by[BASE][prefix] for prefix, kld in mine.items()]
-                last = (r for r in rows if r.method == spec and r.prefix == max(mine, default=0))
-                bits += [row.bits_without_tables for row in last if row.bits_without_tables is not None]
-            said.append(f"{method(spec)} at {between(bits)} bits has {between(found)} times")
+            bits, ratio = evidence.bits_of(spec), evidence.pair(spec, evidence.BASE)
+            assert bits is not None and ratio is not None
+            said.append(f"{method(spec)} at {bits:.2f} bits has {between(ratio.by_model.values())} times")
+            items = ratio.items
         said[0] += " the divergence of KIVI at 3.00 bits"
-        return f"**Result.** {', '.join(said)}, on three models, up to 16,384 tokens ([below](#measured-result))."
+        where = f"on three models, {items} windows of five kinds of text, up to 30,000 tokens"
+        return f"**Result.** {', '.join(said)}, {where} ([all](../evidence.md); [earlier rows](#measured-result))."
 
     return sentence
 

@@ -115,3 +115,14 @@ def test_commands_are_commands(name):
 def test_commands_are_found():
     assert sum(len(commands_of(name)) for name in NAMES) > 20
     assert any("--prefix 1024 4096" in line for line in commands_of("docs/results.md"))
+
+
+def test_folds_headline_is_the_same_wherever_it_is_said():
+    """README, the method's page and evidence once had ranges of different rows."""
+    said = {
+        "README.md": r"\*\*([\d.]+ to [\d.]+) of the divergence of KIVI\*\*.* with ([\d.]+) bits",
+        "docs/methods/fold.md": r"`fold` at ([\d.]+) bits has ([\d.]+ to [\d.]+) times",
+        "docs/evidence.md": r"`fold` at ([\d.]+) bits has ([\d.]+ to [\d.]+) of KIVI-2's",
+    }
+    found = {name: set(re.search(pattern, text_of(name)).groups()) for name, pattern in said.items()}
+    assert len(set(map(frozenset, found.values()))) == 1, found

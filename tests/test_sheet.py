@@ -184,11 +184,13 @@ def test_wrapping(text, width, lines):
 # ---- explain as an object --------------------------------------------------------------------------------------------
 
 
-def test_an_explanation_prints_as_a_table_and_its_repr_stays_a_dataclass():
+def test_an_explanation_prints_a_line_per_field_where_there_is_no_terminal_and_its_repr_stays_a_dataclass():
     plan = kvfold.explain(tiny_llama(), "kivi")
     shown = str(plan)
-    first = next(line for line in shown.splitlines() if line.startswith("0-1"))
-    assert "full attention" in first and "3.00" in first and "cpu" in first
+    lines = shown.splitlines()
+    assert lines[:4] == ["kivi", "layers 0-1", "  kind: full attention", "  folded: yes"]
+    assert {"  bits: 3.00", "  kernel: cpu"} <= set(lines)
+    assert sum(line.startswith("  ") for line in lines) == len(plan.sheet().columns) - 1
     assert "bytes per token once packed" in shown and "in float32" in shown and "not folded: nothing" in shown
     assert repr(plan).startswith("Explanation(method='kivi', layers=[LayerReport(layer_idx=0")
     assert plan.to_dict()["dtype"] == "float32"

@@ -29,7 +29,7 @@ from kvfold.commands.recommend import recommend
 from kvfold.commands.report import report
 from kvfold.commands.terminal import spread
 from kvfold.errors import KVFoldError, OutputError
-from kvfold.threads import settle
+from kvfold.threads import note, settle
 
 COMPUTE = ("ablate", "calibrate", "chat", "compare", "domains", "eval", "generate", "lm-eval", "recommend")
 """Commands whose threads are told how to wait; benchmarks measure what they find."""
@@ -95,7 +95,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _settle(arguments: Sequence[str]) -> None:
-    """Have threads wait without spinning, in commands that compute, unless torch is there already; say so."""
+    """Have threads wait without spinning, in commands that compute, unless torch is there already; it is said later."""
     if (
         not arguments
         or arguments[0] not in COMPUTE
@@ -104,7 +104,7 @@ def _settle(arguments: Sequence[str]) -> None:
     ):
         return
     if said := settle(os.environ):
-        print(f"kvfold: {said}", file=sys.stderr)
+        note(said)
 
 
 def _fail(message: str, status: int = 2) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold import threads
 from kvfold.errors import KVFoldError, UnsupportedModelError
 from kvfold.files import expanded
 
@@ -122,6 +123,7 @@ def load(
     kind = _dtype(dtype, place)
     source, local = _source(model)
     name = model or DEFAULT_MODEL
+    threads.tell()
     with _telling(f"loading {name}"), _as_model_error(name):
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=local)

@@ -1,6 +1,7 @@
 """Tables that fit where they are shown: names wrap, the least important columns go, and what went is said.
 
-Nothing is cut off. Where there is no terminal there is no width, and a table is as wide as it has to be.
+Nothing is cut off. Where there is no terminal there is no width, and a table is as wide as it has to be, or, of long texts, a
+line per field.
 """
 
 from __future__ import annotations
@@ -64,10 +65,18 @@ class Sheet:
     title : str
     more : str
         Where to find what is left out, said with what it is.
+    fields : bool
+        Whether rows are shown by :meth:`listing` where there is no terminal: their texts are long.
     """
 
-    def __init__(self, columns: Sequence[Column], title: str = "", more: str = "a wider terminal shows them") -> None:
-        self.columns, self.title, self.more = list(columns), title, more
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        title: str = "",
+        more: str = "a wider terminal shows them",
+        fields: bool = False,
+    ) -> None:
+        self.columns, self.title, self.more, self.fields = list(columns), title, more, fields
         self.rows: list[tuple[str, ...]] = []
         self.sections: set[int] = set()
 
@@ -132,13 +141,25 @@ class Sheet:
         for line in self.lines_below(left):
             yield Text("\n".join(wrap(line, options.max_width)))
 
+    def listing(self) -> str:
+        """A line for what names a row, and below it a line per field: ``layers 0-29``, ``  bits: 2.91``."""
+        lines = [self.title] if self.title else []
+        for row in self.rows:
+            cells = list(zip(self.columns, row, strict=True))
+            lines.append(", ".join(f"{column.name} {cell}" for column, cell in cells if column.key))
+            lines += [f"  {column.name}: {cell}" for column, cell in cells if not column.key]
+        return "\n".join(lines)
+
     def text(self, width: int | None = None) -> str:
         """Without colours, at ``width``; None: of the terminal that standard output is, or in full."""
         from rich.console import Console
 
         if width is None:
             here = Console()
-            width = here.width if here.is_terminal and sys.stdout.isatty() else self.natural_width
+            wide = here.is_terminal and sys.stdout.isatty()
+            if self.fields and not wide:
+                return self.listing()
+            width = here.width if wide else self.natural_width
         out = Console(file=io.StringIO(), width=max(width, 1), color_system=None, force_terminal=False, highlight=False)
         with out.capture() as captured:
             out.print(self)

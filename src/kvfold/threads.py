@@ -8,6 +8,7 @@ docs/notes/busy-machines.md has the measurements. A library does not decide this
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -15,6 +16,20 @@ SPINS = 1000
 """Turns of a waiting thread before it sleeps: microseconds, as libgomp has it where there are more threads than cores."""
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Who sets one of these has decided."""
+
+_unsaid: list[str] = []
+"""What was set and is said once the work begins: wrong input is answered by its error alone."""
+
+
+def note(said: str) -> None:
+    """Keep a line for :func:`tell`."""
+    _unsaid[:] = [said]
+
+
+def tell() -> None:
+    """Say on standard error, once, what was set; where work begins."""
+    while _unsaid:
+        print(f"kvfold: {_unsaid.pop()}", file=sys.stderr)
 
 
 def settle(environment: MutableMapping[str, str]) -> str | None:

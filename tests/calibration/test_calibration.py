@@ -265,6 +265,11 @@ def test_what_has_hardly_any_directions_can_be_learned(spec, what, tmp_path):
     out = tmp_path / "a.safetensors"
     found = calibrate(model, byte_tokenizer(), "tiny", get(spec), [text], 1024, out, schedule=schedule)
     assert all(t.isfinite().all() for t in found.tensors.values())
+    blank = get(spec).blank(2, 64)  # what sizes are counted from where there is no artefact
+    assert {name: t.shape for name, t in blank.items()} == {name: t.shape for name, t in found.layer(0).items()}
+    assert math.isclose(
+        sum(t.nbytes for t in blank.values()), sum(t.nbytes for t in found.layer(0).values()), rel_tol=0.1
+    )
     assert all(math.isfinite(value) for row in found.errors.values() for value in row.values())
     cache = kvfold.fold(model, dataclasses.replace(get(spec), artefact=str(out)))
     with torch.inference_mode():

@@ -94,6 +94,8 @@ BAD = [
     ("explain --method commvq:artefact=~nobody-here/a", "artefact: there is no file, folder or hub id ~nobody-here/a"),
     ("compare --text ~nobody-here/a.txt", "text: cannot read '~nobody-here/a.txt': No such file"),
     ("compare --artefacts ~nobody-here", "artefacts: ~nobody-here is not a folder"),
+    ("compare --force", "force: there is no file to replace"),
+    ("domains --force --json -", "force: there is no file to replace"),
     ("compare --json ~nobody-here/a.json", "json: there is no folder .*~nobody-here"),
     ("report ~nobody-here", "results: there is no ~nobody-here"),
     ("calibrate --text word --out ~nobody-here/a", "out: there is no folder .*~nobody-here"),

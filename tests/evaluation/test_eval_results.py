@@ -81,6 +81,14 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     assert len(lines) == 5 and "settings" in json.loads(lines[0])
 
 
+def test_rows_of_one_recipe_under_two_names_are_one_methods(tmp_path):
+    pair, name = "k=tasq:bits=2+v=fold:bits=2,codebook=true", "tasq:bits=2,values=fold"
+    file = filled(tmp_path, [result(pair), result(name, index=1), result(name)])
+    found = ResultFile.read(file.path)
+    assert {row.method for row in found.rows.values()} == {name} and len(found.rows) == 2
+    assert all(found.has(name, row.item, row.prompt_sha256) for row in found.rows.values())
+
+
 def test_every_setting_has_a_file_of_its_own(tmp_path):
     changes = [
         {"dtype": "bfloat16"},
@@ -233,3 +241,13 @@ def test_a_killed_process_keeps_its_rows_and_holds_no_lock(tmp_path):
     again = ResultFile.of(tmp_path, SETTINGS)
     again.lock().release(force=True)
     assert len(again.rows) == 5
+
+
+def test_bits_that_are_tables_for_the_most_part_are_explained(tmp_path):
+    file = filled(
+        tmp_path, [result("none"), result("fold"), result("vqllm", bits_without_tables=2.25, effective_bits=8.0)]
+    )
+    cells = summarize(file, "none", ["none", "fold", "vqllm"], ["needle/512/0"])
+    (line,) = (line for line in notes([file], cells, "none") if "share" in line)
+    assert line.startswith("bits count tables") and line.endswith("without them: vqllm 2.25")
+    assert not any("share" in line for line in notes([file], cells[:2], "none"))

@@ -6,8 +6,10 @@ from itertools import product
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import kvfold
+from books_case import artefact
 from kvfold import methods
 from kvfold.cli import main
 from kvfold.errors import KVFoldError
@@ -85,7 +87,7 @@ def test_a_proposal_is_near_the_best_there_is(seed):
 def test_too_small_a_budget_is_refused():
     with pytest.raises(KVFoldError, match=r"^budget: 1\.2 bits per value; the least is 1\.4"):
         propose(sensitivity([1e-3]), 1.2)
-    with pytest.raises(KVFoldError, match=r"^budget: 1\.2 bits per value; even all at 1 bit"):
+    with pytest.raises(KVFoldError, match=r"^budget: 1\.2 bits per value; even the fewest bits take more"):
         uniform(sensitivity([1e-3]), 1.2)
 
 
@@ -150,12 +152,12 @@ def test_each_side_of_each_layer_is_measured_alone(measured):
 def test_fewer_bits_lose_more_and_cost_less(measured):
     *_, found, _ = measured
     for side in "kv":
-        losses = [found.together[side, b] for b in found.bits]
+        losses = [found.together[side, b] for b in found.bits(side)]
         assert losses == sorted(losses, reverse=True)
         for layer in found.layers:
-            costs = [found.cost[layer, side, b] for b in found.bits]
-            assert costs == sorted(costs) and all(b < c < b + 1 for b, c in zip(found.bits, costs, strict=True))
-            losses = [found.loss(layer, side, b) for b in found.bits]
+            costs = [found.cost[layer, side, b] for b in found.bits(side)]
+            assert costs == sorted(costs) and all(b < c < b + 1 for b, c in zip(found.bits(side), costs, strict=True))
+            losses = [found.loss(layer, side, b) for b in found.bits(side)]
             assert losses == sorted(losses, reverse=True)
             assert found.loss(layer, side, PROBE) == pytest.approx(found.alone[layer, side])
 
@@ -262,6 +264,28 @@ def test_the_command_proposes_and_checks(run, tmp_path):
     assert layers.held == result
 
 
+@pytest.mark.parametrize(("spec", "least"), [("tasq:bits=2,values=fold", 1), ("tasq:values=fold", 1), ("nova", 1)])
+def test_of_learned_keys_the_bits_of_values_are_chosen(spec, least, run, folder, tmp_path):
+    """An artefact is for one number of bits of keys."""
+    config = AutoConfig.from_pretrained(folder)
+    given = artefact(spec, tmp_path / "a.safetensors", 2, 64, layers=2, config=config)
+    keys = methods.get(spec).key_bits
+    budget = str(keys / 2 + 1.7)
+    status, out, err = run("--method", given, "--budget", budget, "--check", "0", "--json", str(tmp_path / "r"))
+    assert status == 0, err
+    assert "kvfold: measuring 9 times" in err  # keys as they are, values at four numbers of bits, and two layers' sides
+    result = json.loads((tmp_path / "r").read_text())
+    found = methods.get(result["proposal"])
+    assert result["proposal"] in out.splitlines() and result["effective_bits"] <= float(budget)
+    assert {part.key_bits for part in found.parts()} == {keys} and "k_bits" not in result["proposal"]
+    assert "tables that all sequences share aside" in out
+    assert {part.artefact for part in found.parts()} == {str(tmp_path / "a.safetensors")}
+    assert {(of["side"], of["bits"]) for of in result["together"]} == {("k", keys), *(("v", b) for b in BITS)}
+    assert ("probe_bits_of_keys" in result) == (keys != PROBE)
+    status, _, err = run("--method", given, "--budget", "1.2")
+    assert status == 2 and (f"keys at {keys} and values at {least} bit" in err or f"everything at {least} bit" in err)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -279,6 +303,15 @@ def test_the_command_proposes_and_checks(run, tmp_path):
         (("--budget", "2.5", "--check", "-1"), "check: -1"),
         (("--budget", "2.5", "--method", "fold+keep=0"), "has no bits of its own"),
         (("--budget", "2.5", "--method", "kiwi"), "'kiwi' is not known"),
+        (
+            ("--budget", "2.5", "--method", "commvq"),
+            "so that there are none to choose; allowed: fold",
+        ),
+        (("--budget", "2.5", "--method", "tasq:artefact=x"), "learned for one number of bits"),
+        (
+            ("--budget", "2.5", "--method", "tasq:bits=2,values=fold"),
+            'kvfold calibrate --method "tasq:bits=2,values=fold"',
+        ),
         ((), "Missing option '--budget'"),
     ],
 )

@@ -55,21 +55,28 @@ def test_a_text_carries_its_hash():
 
 
 def test_rows_of_other_weights_or_artefacts_under_the_same_names_are_not_taken_over(tmp_path):
-    """A checkpoint that was trained on, or an artefact made anew, while a run was killed: one table would hold both."""
+    """A checkpoint that was trained on, or an artefact made anew, while a run was killed: one table would hold both. They are
+    lost only where that is asked for."""
     header = Header({}, "m", 1, "float32", "cpu", 1, "t", "", {}, [64], 32, 32, 0, 0, "now")
     row = domains.DomainRow("kivi", "prose", 0, 64, 32, 2.0, 2.0, 1.0, 0.1, 0.9, None, 1.0)
     sidecar = Sidecar.of(tmp_path / "out.json", domains.DomainRow)
 
-    def kept(weights, **artefacts):
-        return list(sidecar.start(header, {"weights": weights, "artefacts": artefacts}).values())
+    def kept(weights, force=False, **artefacts):
+        return list(sidecar.start(header, {"weights": weights, "artefacts": artefacts}, force).values())
 
     assert kept("w", a="1") == []
     sidecar.add(row)
     assert kept("w", a="1") == kept("w", b="1") == kept("w", a="1", b="1") == [row]  # of other methods, too
-    assert kept("w", a="2") == []
+    with pytest.raises(
+        KVFoldError, match=r"1 row of a stopped run of other settings \(artefact a 1, now 2\); .* --force"
+    ):
+        kept("w", a="2")
+    assert kept("w", force=True, a="2") == []
     sidecar.add(row)
     with sidecar.path.open("a") as file:
         file.write('{"method": "kiv')  # a kill; the next row gets a line of its own
     sidecar.add(dataclasses.replace(row, window=1))
     assert len(kept("w", a="2")) == 2
-    assert kept("v", a="2") == []
+    with pytest.raises(KVFoldError, match="weights w, now v"):
+        kept("v", a="2")
+    assert kept("v", force=True, a="2") == kept("x") == []  # without rows nothing is lost

@@ -493,6 +493,8 @@ def test_learned_methods_from_text_to_generation(name, model, tmp_path):
         again = calibrate(model, byte_tokenizer(), "tiny", method, [text], 1024, tmp_path / "b.safetensors")
         assert all(torch.equal(t, again.tensors[n]) for n, t in made.tensors.items())
     assert made.tensors.keys() == read(out).tensors.keys()
+    blank = method.blank(2, 64)  # what sizes are counted from where there is no artefact
+    assert {n: t.shape for n, t in blank.items()} == {n: t.shape for n, t in made.layer(0).items()}
     assert [d.layer_idx for d in done] == [0, 1] and 0 < made.mean_errors()["key"] < 1
 
     ready = dataclasses.replace(method, artefact=str(out))

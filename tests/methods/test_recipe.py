@@ -18,7 +18,7 @@ from kvfold.engines.transformers.graph import _check_alike
 from kvfold.errors import MethodError, UnsupportedModelError
 from kvfold.formats import PagedFormat
 from kvfold.formats.paged import plain
-from kvfold.methods import DEFAULT, PRESETS, REGISTRY, Method, get
+from kvfold.methods import DEFAULT, PRESETS, REGISTRY, Method, canonical, get
 from kvfold.methods.recipe import BETWEEN
 from tiny_model import save, tiny_llama
 
@@ -415,3 +415,38 @@ def test_shapes_are_refused_for_the_side_that_has_them():
 def test_specs_of_a_layer_that_is_kept_are_refused():
     with pytest.raises(MethodError, match="layer 0: it stays in full precision"):
         Recipe("fold", 0).key_format(spec())
+
+
+@pytest.mark.parametrize(
+    ("pair", "name"),
+    [
+        ("k=tasq:bits=2+v=fold:bits=2,codebook=true", "tasq:bits=2,values=fold"),
+        ("k=tasq:bits=2+v=fold:codebook=true", "tasq:bits=2,values=fold"),
+        ("k=tasq:bits=2,artefact=a.s+v=fold:bits=1,codebook=true", "tasq:bits=2,v_bits=1,artefact=a.s,values=fold"),
+        ("k=tasq+v=fold:bits=3+keep=0", "tasq:v_bits=3,values=fold+keep=0"),
+        ("k=nova:values=codes+v=fold:bits=2,codebook=true", "nova:values=fold"),
+        ("kivi+0-3.k=tasq+0-3.v=fold:bits=1,codebook=true", "kivi+0-3=tasq:values=fold"),
+        ("tasq:values=fold+3.k=kivi", "tasq:values=fold+3.k=kivi+3.v=fold:bits=1,codebook=true"),
+        ("k=kivi+v=nova:values=fold", "k=kivi+v=fold:bits=2,codebook=true"),
+    ],
+)
+def test_keys_with_folds_values_have_one_name(pair, name):
+    assert str(get(pair)) == name == str(get(name)) and get(pair) == get(name)
+
+
+@pytest.mark.parametrize(
+    "pair", ["k=tasq:bits=2+v=fold:bits=2", "k=tasq+v=fold:bits=1,seed=1,codebook=true", "k=tasq+v=kivi"]
+)
+def test_pairs_that_store_something_else_keep_their_name(pair):
+    assert str(get(pair)) == pair and isinstance(get(pair), Pair)
+
+
+def test_a_pair_made_in_python_has_the_same_name():
+    pair = Pair("tasq:bits=2", "fold:bits=2,codebook=true")
+    assert str(pair) == "tasq:bits=2,values=fold"
+    assert str(Recipe("kivi", layers={3: pair})) == "kivi+3=tasq:bits=2,values=fold"
+
+
+def test_rows_of_before_are_read_by_the_name_of_now():
+    assert canonical("k=tasq:bits=2+v=fold:bits=2,codebook=true") == "tasq:bits=2,values=fold"
+    assert canonical("k=once:known=1+v=fold") == "k=once:known=1+v=fold" and canonical("kivi") == "kivi"

@@ -18,7 +18,7 @@ from kvfold.formats.gaussian import gaussian_codes
 from kvfold.formats.grouped import GroupBook, choose
 from kvfold.formats.residual import Codebook
 from kvfold.kernels import encode_search, readers, unpack
-from kvfold.methods import get
+from kvfold.methods import Pair, get
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -350,7 +350,6 @@ def test_bits_of_byte_codes_are_those_of_their_sources():
 
 @pytest.mark.parametrize(("bits", "options"), [(1, "bits=1,codebook=true"), (2, "bits=2,codebook=true"), (4, "bits=4")])
 def test_values_of_fold_are_those_of_a_recipe(bits, options):
-    """Docs give rows of ``k=tasq:...+v=fold:...`` for them."""
     one, other, shape = get(f"tasq:bits={bits},values=fold"), get(f"fold:{options}"), spec()
     keys, values = one.formats(shape)
     assert keys == get(f"tasq:bits={bits}").formats(shape)[0] and values == other.value_format(shape)
@@ -436,6 +435,18 @@ def test_content_does_not_depend_on_how_calls_were_cut(name, learned):
     assert whole.packed[0] == 256
     for cuts in ([300, 100], [150, 1, 1, 98, 150], [1] * 16 + [384]):
         assert difference(whole, feed(layer(learned[name]), new, cuts)) is None
+
+
+def test_keys_with_folds_values_are_one_method_under_both_names(learned):
+    """A recipe has one name, so what is stored under both must be the same; and rows and sizes are."""
+    one = get(learned["tasq:values=fold"])
+    pair = Pair(one, "fold:bits=1,codebook=true")
+    assert str(pair) == str(one) == str(get(f"k={one}+v=fold:bits=1,codebook=true")) and not isinstance(pair, type(one))
+    held, other = (feed(layer(method), tokens(1, 400)) for method in (one, pair))
+    assert difference(held, other) is None
+    assert sum(t.nbytes for t in one.tables(spec(), "cpu").values()) == sum(
+        t.nbytes for t in pair.tables(spec(), "cpu").values()
+    )
 
 
 @pytest.mark.parametrize("name", ["nova", "tasq", "gsrq", "kvarn"])

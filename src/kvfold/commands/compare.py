@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,10 +16,14 @@ from kvfold.commands.scoring import (
     RESUME,
     artefact_methods,
     check_chunk,
+    check_force,
     chunk_option,
     counts,
+    force_option,
     prefix_option,
+    say_earlier,
     say_kept,
+    tables_aside,
     untested,
 )
 from kvfold.commands.terminal import (
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
 )
 @seed_option("Seed given to torch.")
 @click.option("--json", "json_path", metavar="FILE", help=RESUME)
+@force_option
 def compare(
     model: str | None,
     dtype: str | None,
@@ -87,6 +93,7 @@ def compare(
     new_tokens: int,
     seed: int,
     json_path: str | None,
+    force: bool,
 ) -> None:
     """Read the same text under every method; print quality, size and speed.
 
@@ -102,6 +109,7 @@ def compare(
     chosen = [methods.get(spec) for spec in specs or methods.DEFAULT]
     text = load_text(text_path)
     target = json_target(json_path)
+    check_force(force, target)
     check_chunk(chunk)
     loaded, tokenizer, info = load(model, dtype, device)
     chosen += artefact_methods(artefacts, loaded)
@@ -122,7 +130,9 @@ def compare(
                 chunk=chunk,
                 seed=seed,
                 json_path=target,
+                force=force,
                 on_method=Checking(progress.bar),
+                on_earlier=partial(say_earlier, target),
                 on_start=progress.start,
                 on_tokens=progress.tokens,
                 on_row=progress.row,
@@ -234,6 +244,7 @@ def _compare_notes(header: Header, rows: Sequence[Row]) -> list[str]:
         f"{header.model}, {header.dtype}, {header.device}, {header.threads} threads; text {header.text} "
         f"(sha256 {header.text_sha256[:12]}): {counts(header.prefixes)} tokens prefilled, {header.tokens} scored",
         "bits: per cached value of the packed part, everything included; cache: all of it, full-precision windows too",
+        *tables_aside(rows),
         "kld, top-1: against the same model with a full-precision cache",
     ]
     if bits == 32:

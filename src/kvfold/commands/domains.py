@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,9 +15,12 @@ from kvfold.commands.scoring import (
     RESUME,
     artefact_methods,
     check_chunk,
+    check_force,
     chunk_option,
     counts,
+    force_option,
     prefix_option,
+    say_earlier,
     say_kept,
     untested,
 )
@@ -75,6 +79,7 @@ MOST_WINDOWS = 10_000
 @click.option("--tokens", metavar="N", type=int, default=256, show_default=True, help="Tokens scored after them.")
 @chunk_option
 @click.option("--json", "json_path", metavar="FILE", help=RESUME)
+@force_option
 def domains(
     model: str | None,
     dtype: str | None,
@@ -88,6 +93,7 @@ def domains(
     tokens: int,
     chunk: int,
     json_path: str | None,
+    force: bool,
 ) -> None:
     """Score methods on texts of several kinds: does what was learned on one hold on another?
 
@@ -114,6 +120,7 @@ def domains(
         raise KVFoldError(f"windows: {windows}; give at most {MOST_WINDOWS}")
     check_chunk(chunk)
     target = json_target(json_path)
+    check_force(force, target)
     chosen = [methods.get(spec) for spec in specs or ("none", "kivi:bits=1", "kivi:bits=2")]
     texts = load_texts([name for part in names for name in part.split(",") if name], given)
     loaded, tokenizer, info = load(model, dtype, device)
@@ -131,7 +138,9 @@ def domains(
                 texts=texts,
                 chunk=chunk,
                 json_path=target,
+                force=force,
                 on_method=Checking(),
+                on_earlier=partial(say_earlier, target),
                 on_start=progress.start,
                 on_row=progress.row,
             )

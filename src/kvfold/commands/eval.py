@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvfold.commands.scoring import tables_aside
 from kvfold.commands.terminal import (
     JSON_HELP,
     Checking,
@@ -433,6 +434,7 @@ def notes(found: Sequence[ResultFile], cells: Sequence[Cell], baseline: str) -> 
         f"means over items with 95% intervals; against {baseline}: mean difference on the same items (perplexity: ratio), and "
         "what it shows",
     ]
+    lines += tables_aside(cells)
     for cell in cells:
         where = f"{cell.suite} {cell.task}" + ("" if cell.length is None else f" of {cell.length:,} tokens")
         if cell.broken:

@@ -8,6 +8,7 @@ import click
 
 from kvfold.commands.terminal import JSON_HELP, json_target, publish, say, show
 from kvfold.errors import KVFoldError
+from kvfold.sheet import Column, Sheet, as_bytes
 
 if TYPE_CHECKING:
     from kvfold.engines.vllm.capacity import Capacity
@@ -48,7 +49,8 @@ def plan(
     """Say how many tokens and sequences fit, method by method, when vLLM serves a model with folded caches (docs/serving.md).
 
     With --kv-bytes the numbers are those that vLLM logs; with --gpu-memory an estimate. Shorter contexts follow, since a
-    request's window takes the same room however short it is.
+    request's window takes the same room however short it is. Methods that learn need no artefact here: their codebooks are
+    counted from their shapes.
     """
     if (kv_bytes is None) == (gpu_memory is None):
         raise click.UsageError("give one of --kv-bytes and --gpu-memory")
@@ -59,18 +61,27 @@ def plan(
     room = kv_bytes if kv_bytes is not None else _room(shape, gpu_memory or 0.0, tp)
     chosen = methods or tuple(m for m in METHODS if shapes.fits(shape, m))
     lengths = sorted({context, *(n for n in (1024, 4096, 8192) if n < context)}, reverse=True)
+    tables = {name: shapes.tables(shape, name) for name in chosen}
     rows = [
-        {"method": name, "context": n, **_row(found, n, shape)}
+        {"method": name, "context": n, "table_bytes": held, **_row(found, n, shape)}
         for n in lengths
-        for name, found in [
-            ("none", shapes.dense(shape, room, n)),
-            *((m, shapes.folded(shape, room, n, m)) for m in chosen),
+        for name, held, found in [
+            ("none", 0, shapes.dense(shape, room, n)),
+            *((m, tables[m][0], shapes.folded(shape, room, n, m)) for m in chosen),
         ]
     ]
     notes = [
-        f"{name}: no kernel encodes its pages, so that a server on a GPU does not start with it; one on a CPU does"
+        f"{name}: {as_bytes(held)} of learned tables"
+        + (", counted from their shapes (no artefact is named)," if by_shapes else "")
+        + " and what kernels make of them lie beside the caches"
+        + (", not in the estimate" if kv_bytes is None else "")
+        for name, (held, by_shapes) in tables.items()
+        if held
+    ]
+    notes += [
+        f"{name}: no kernel encodes its pages ({why}), so that a server on a GPU does not start with it; one on a CPU does"
         for name in chosen
-        if shapes.unstored(shape, name)
+        if (why := shapes.unstored(shape, name))
     ]
     if not shapes.knows_kernels():
         notes.append("methods: not checked for what encodes them on a GPU, for Triton is not installed here")
@@ -79,8 +90,6 @@ def plan(
     plain = {row["context"]: row["tokens"] for row in rows if row["method"] == "none"}
 
     def table() -> None:
-        from kvfold.sheet import Column, Sheet
-
         names = ("tokens", "sequences", "bytes per token", "window per sequence", "against none")
         sheet = Sheet(
             [Column("context", right=True, key=True), Column("method", key=True, wraps=True)]

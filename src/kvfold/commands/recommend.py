@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 CHECKED = 1024
 """Tokens before those of the check, where the model's context has room."""
+EVERY = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
+FEW = 2.3
+"""Bits per value up to which learned keys with fold's values lost least on three models (docs/recipes.md)."""
 MOST = 1 << 40
 """Tokens of a cache that a size may be for."""
 
@@ -79,6 +84,7 @@ def recommend(
 ) -> None:
     """Measure what a model loses when one layer's keys, or values, are folded alone; propose bits for each within a budget.
 
+    Of a method whose keys are learned (tasq:bits=2,values=fold,artefact=FILE) the bits of values are chosen.
     The proposal is a method's string, which every command takes. It is then compared with the same bits for all layers, at
     equal effective bits, on texts and windows that were not measured on. float32, the default, shows small losses best: 16 bits
     have noise of their own.
@@ -89,6 +95,7 @@ def recommend(
     from kvfold.evaluation.results import check_folder, weights_sha256
     from kvfold.evaluation.text import load_text
     from kvfold.evaluation.windows import load_texts
+    from kvfold.methods.learned import places
 
     asked = r.Budget.read(budget)
     method = methods.get(spec)
@@ -97,7 +104,7 @@ def recommend(
             raise KVFoldError(f"{name}: {value}; give at least {least}")
     if context is not None and not 1 <= context <= MOST:
         raise KVFoldError(f"context: {context}; allowed: 1 to {MOST:,} tokens")
-    r._bits(method)
+    r.choices(method)
     target = json_target(json_path)
     folder = expanded(out) if out else None
     if folder:
@@ -107,14 +114,14 @@ def recommend(
     r.check(loaded, method, asked, horizon)
     texts = [load_text(file) for file in files] or [t for t in load_texts(("prose", "code"), {}).values() if t]
     with progress_bar(_count()) as bar:
-        task = bar.add_task("", total=None)
+        steps = _Steps(bar)
         found = r.measure(
             loaded,
             method,
             [_ids(tokenizer, text, length, tokens, info.max_context) for text in texts],
             length,
-            on_start=lambda count: bar.update(task, total=count),
-            on_done=lambda what: bar.update(task, advance=1, description=what),
+            on_start=steps.start,
+            on_done=steps.done,
         )
     bits = r.within(loaded, method, found, asked, horizon)
     choice, same = r.propose(found, bits), r.uniform(found, bits)
@@ -137,23 +144,31 @@ def recommend(
     result |= {"context": horizon, "bytes": sizes[0], "uniform_bytes": sizes[1], "at_equal_bits": names[2]}
     if json_path != "-":
         show(_table(found, choice))
+        k, v = found.probe("k"), found.probe("v")
+        probed = f"{k}" if k == v else f"{k} (keys) and {v} (values)"
         say(
-            f"measured at {r.PROBE} bits, one layer's keys or values at a time, on {tokens} tokens after {length} of "
+            f"measured at {probed} bits, one layer's keys or values at a time, on {tokens} tokens after {length} of "
             f"{' and '.join(text.source for text in texts)}: KL divergence, nats per token"
         )
         for side, name in (("k", "keys"), ("v", "values")):
-            shown = ", ".join(f"{b} bits {found.together[side, b]:.3g}" for b in found.bits)
+            shown = ", ".join(f"{b} bits {found.together[side, b]:.3g}" for b in found.bits(side))
             say(f"all layers' {name}: {shown}")
         click.echo()
         click.echo(names[0])
+        tables = ", tables that all sequences share aside" if any(places(method)) else ""
         say(
-            f"{found.bits_of(choice):.3f} effective bits, {as_bytes(sizes[0])} of {horizon:,} tokens; expected to lose "
+            f"{found.bits_of(choice):.3f} effective bits{tables}, {as_bytes(sizes[0])} of {horizon:,} tokens; expected to lose "
             f"{r.total_loss(found, choice):.3g} nats per token"
         )
         say(
             f"uniform within the same budget: {names[1]} ({found.bits_of(alike):.3f} bits, {as_bytes(sizes[1])}); expected to "
             f"lose {r.total_loss(found, alike):.3g}"
         )
+        if method.name == "fold" and bits <= FEW:
+            say(
+                f"up to {FEW} bits learned keys lost less on three models: kvfold calibrate --method tasq:bits=2,values=fold, "
+                "then --method tasq:bits=2,values=fold,artefact=FILE here"
+            )
         click.echo()
     if check:
         result["check"] = _check(loaded, tokenizer, info, names, check, tokens, folder, json_path != "-")
@@ -162,6 +177,28 @@ def recommend(
         click.echo(f"written: {target}")
     if json_path == "-":
         print_json(result)
+
+
+class _Steps:
+    """What was measured, in the bar; where there is none, a line when it begins and one every half minute."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar, self.task = bar, bar.add_task("", total=None)
+        self.count = self.at = 0
+        self.said = time.monotonic()
+
+    def start(self, count: int) -> None:
+        self.count = count
+        self.bar.update(self.task, total=count)
+        if self.bar.disable:
+            print(f"kvfold: measuring {count} times, one layer's keys or values after the other ...", file=sys.stderr)
+
+    def done(self, what: str) -> None:
+        self.at += 1
+        self.bar.update(self.task, advance=1, description=what)
+        if self.bar.disable and time.monotonic() - self.said >= EVERY:
+            self.said = time.monotonic()
+            print(f"kvfold: [{self.at}/{self.count}] {what}", file=sys.stderr, flush=True)
 
 
 def _count() -> Any:

@@ -17,9 +17,14 @@ from kvfold.files import expanded
 if TYPE_CHECKING:
     from kvfold.evaluation.domains import DomainRow
     from kvfold.evaluation.schema import Row
+    from kvfold.evaluation.summary import Cell
 
 MORE = "a wider terminal, a pipe or --json has them"
-RESUME = JSON_HELP + " A killed run with a FILE goes on where it stopped."
+RESUME = (
+    JSON_HELP
+    + " A killed run with a FILE goes on where it stopped. Rows of the same settings stay in it; a FILE of others is refused."
+)
+force_option = click.option("--force", is_flag=True, help="Replace --json's FILE, whatever it holds.")
 
 
 chunk_option = click.option(
@@ -39,6 +44,12 @@ def prefix_option(text: str) -> Any:
         show_default="1024",
         help=text,
     )
+
+
+def check_force(force: bool, target: Path | None) -> None:
+    """Refuse to replace nothing."""
+    if force and target is None:
+        raise KVFoldError("force: there is no file to replace; give --json FILE, or leave it out")
 
 
 def check_chunk(chunk: int) -> None:
@@ -82,12 +93,40 @@ def with_artefact(spec: str, file: Path) -> str:
     return f"{spec}{',' if ':' in spec else ':'}artefact={file}"
 
 
+def say_earlier(target: Path | None, stay: int, anew: int) -> None:
+    """What becomes of the rows that a result's file holds."""
+    from kvfold.evaluation.schema import number
+
+    said = [f"{number(stay)} of other methods kept"] if stay else []
+    said += [f"{number(anew)} measured anew"] if anew else []
+    print(f"kvfold: {target} has rows of the same settings: {', '.join(said)}", file=sys.stderr)
+
+
 def say_kept(kind: type[BaseException] | None, target: Path | None) -> None:
     """After a failure, what the next run will take over."""
     from kvfold.evaluation.schema import Sidecar
 
     if kind is not None and target is not None and (kept := Sidecar.kept(target)):
         print(f"kvfold: {kept} rows are kept; the same command goes on from there", file=sys.stderr)
+
+
+WEIGHTY = 1.1
+"""Times the bits without tables from which on bits with them are explained."""
+
+
+def tables_aside(rows: Sequence[Row] | Sequence[Cell]) -> list[str]:
+    """A line that says which methods' bits are shared tables for the most part, and what they are without."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        bits, counted = row.bits_without_tables, row.effective_bits
+        if bits is not None and counted is not None and counted >= WEIGHTY * bits:
+            found.setdefault(row.method, []).append(bits)
+    if not found:
+        return []
+    said = ", ".join(f"{method} {sum(bits) / len(bits):.2f}" for method, bits in found.items())
+    return [
+        f"bits count tables that all sequences share, which weigh most where few tokens are packed; without them: {said}"
+    ]
 
 
 def untested(rows: Sequence[Row] | Sequence[DomainRow], chosen: Sequence[Any], tokens: int | None = None) -> list[str]:

@@ -343,8 +343,12 @@ def console(width: int | None = None) -> Console:
 
 
 def show(sheet: Sheet) -> None:
-    """Print a table, fitted to the terminal; in full where there is none."""
-    console(sheet.natural_width).print(sheet)
+    """Print a table, fitted to the terminal; in full where there is none, of long texts a line per field."""
+    here = console(sheet.natural_width)
+    if sheet.fields and not here.is_terminal:
+        click.echo(sheet.listing())
+    else:
+        here.print(sheet)
     click.echo()
 
 

@@ -13,6 +13,7 @@ from kvfold.errors import KVFoldError
 from kvfold.evaluation import loop
 from kvfold.evaluation.beside import Beside
 from kvfold.evaluation.checked import OnMethod, checked
+from kvfold.evaluation.earlier import Earlier
 from kvfold.evaluation.machine import make_header
 from kvfold.evaluation.perplexity import CHUNK, perplexity_of
 from kvfold.evaluation.results import Result, made_of
@@ -34,13 +35,15 @@ Job = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Header and rows: prefix by prefix, in the order of the methods."""
+    """Header and rows: prefix by prefix, in the order of the methods; where a file is written, hashes of what was read."""
 
     header: Header
     rows: list[Row]
+    made_of: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"header": dataclasses.asdict(self.header), "rows": [dataclasses.asdict(row) for row in self.rows]}
+        held = {"header": dataclasses.asdict(self.header), "rows": [dataclasses.asdict(row) for row in self.rows]}
+        return held | ({"made_of": self.made_of} if self.made_of else {})
 
 
 def compare(
@@ -56,7 +59,9 @@ def compare(
     chunk: int = CHUNK,
     seed: int = 0,
     json_path: Path | None = None,
+    force: bool = False,
     on_method: OnMethod | None = None,
+    on_earlier: Callable[[int, int], None] | None = None,
     on_start: Callable[[list[Job], dict[Job, Row]], None] | None = None,
     on_tokens: Callable[[str, int], None] | None = None,
     on_row: Callable[[Row], None] | None = None,
@@ -82,15 +87,19 @@ def compare(
         Given to torch before each row. The methods carry their own seeds; this one is for the rest.
     json_path
         Where the result goes, written at the end in one step. Rows are kept beside it meanwhile, and a later call with
-        the same header takes them over.
-    on_method, on_start, on_tokens, on_row
-        For progress: each method that was checked (see :func:`~kvfold.evaluation.checked.checked`); all rows to be made, as
-        (method, prefix), and those taken over; (what runs, tokens done); each new row.
+        the same header takes them over. Other rows of the same settings that the file holds stay in it.
+    force
+        Replace the file, and rows beside it, whatever they are of.
+    on_method, on_earlier, on_start, on_tokens, on_row
+        For progress: each method that was checked (see :func:`~kvfold.evaluation.checked.checked`); how many rows of the file
+        stay and how many are made anew, where it holds any; all rows to be made, as (method, prefix), and those taken over;
+        (what runs, tokens done); each new row.
 
     Raises
     ------
     KVFoldError
-        A method, the text or a count does not fit the model. All are tried before the first is run.
+        A method, the text or a count does not fit the model, or `json_path` holds rows of other settings. All are tried before
+        the first is run.
     OutputError
         The result cannot be written; it carries the :class:`Comparison`, and the rows stay beside the file.
     """
@@ -112,9 +121,13 @@ def compare(
         new_tokens=new_tokens,
         seed=seed,
     )
-    sidecar = Sidecar.of(json_path, Row)
-    kept = sidecar.start(header, made_of(model, specs.values())) if sidecar else {}
     jobs: list[Job] = [(name, length) for length in pieces for name in specs]
+    sidecar = Sidecar.of(json_path, Row)
+    origins = made_of(model, specs.values()) if sidecar else {}
+    asked = {f"{name}|{length}" for name, length in jobs}
+    earlier = Earlier.of(json_path, Row, header, origins, asked, force)
+    earlier.tell(on_earlier)
+    kept = sidecar.start(header, origins, force) if sidecar else {}
     done = {(row.method, row.prefix): row for row in kept.values() if (row.method, row.prefix) in jobs}
     if on_start is not None:
         on_start(jobs, done)
@@ -127,9 +140,11 @@ def compare(
         done[result.method, result.prefilled] = row = row_of(result)
         if on_row is not None:
             on_row(row)
-    found = Comparison(header, [done[job] for job in jobs])
+    found = Comparison(header, [done[job] for job in jobs], origins)
     if json_path is not None:
-        write_json(json_path, found.to_dict(), found)
+        rest = [row for row in kept.values() if row.key not in asked]
+        whole = Comparison(header, *earlier.joined(found.rows, rest, origins))
+        write_json(json_path, whole.to_dict(), found)
     if sidecar is not None:
         sidecar.remove()
     return found

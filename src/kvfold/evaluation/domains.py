@@ -18,6 +18,7 @@ from kvfold.errors import KVFoldError
 from kvfold.evaluation import loop
 from kvfold.evaluation.beside import Beside
 from kvfold.evaluation.checked import OnMethod, checked
+from kvfold.evaluation.earlier import Earlier
 from kvfold.evaluation.machine import make_header
 from kvfold.evaluation.perplexity import CHUNK, perplexity_of
 from kvfold.evaluation.results import Result, made_of
@@ -90,7 +91,9 @@ def run(
     chunk: int = CHUNK,
     seed: int = 0,
     json_path: Path | None = None,
+    force: bool = False,
     on_method: OnMethod | None = None,
+    on_earlier: Callable[[int, int], None] | None = None,
     on_start: Callable[[int, int], None] | None = None,
     on_row: Callable[[DomainRow, int, int], None] | None = None,
 ) -> tuple[Header, list[DomainRow]]:
@@ -110,8 +113,13 @@ def run(
         Query tokens per scoring call.
     json_path
         Where the result goes, in one step at the end; a killed run with the same arguments goes on where it stopped.
+        Other rows of the same settings that the file holds stay in it.
+    force
+        Replace the file, and rows beside it, whatever they are of.
     on_method
         For progress; see :func:`~kvfold.evaluation.checked.checked`.
+    on_earlier
+        Called with how many rows of the file stay and how many are made anew, where it holds any.
     on_start
         Called with the number of rows taken over from a killed run, and of all.
     on_row
@@ -120,7 +128,7 @@ def run(
     Raises
     ------
     KVFoldError
-        A method does not fit the model. All are tried before the first is run.
+        A method does not fit the model, or `json_path` holds rows of other settings. All are tried before the first is run.
     OutputError
         The result cannot be written; it carries header and rows, and the rows stay beside the file.
     """
@@ -145,9 +153,13 @@ def run(
         seed=seed,
     )
     sidecar = Sidecar.of(json_path, DomainRow)
-    done = sidecar.start(header, made_of(model, specs.values())) if sidecar else {}
+    origins = made_of(model, specs.values()) if sidecar else {}
     wanted = [_key(name, window) for window in windows for name in specs]
-    done = {key: row for key, row in done.items() if key in set(wanted)}
+    asked = set(wanted)
+    earlier = Earlier.of(json_path, DomainRow, header, origins, asked, force)
+    earlier.tell(on_earlier)
+    kept = sidecar.start(header, origins, force) if sidecar else {}
+    done = {key: row for key, row in kept.items() if key in asked}
     if on_start is not None:
         on_start(len(done), len(wanted))
     suite = Domains(None, texts or {}, header.tokens)
@@ -163,7 +175,8 @@ def run(
             on_row(done[_key(result.method, window_of[result.item])], len(done), len(wanted))
     rows = [done[key] for key in wanted]
     if json_path is not None:
-        write_json(json_path, to_dict(header, rows), (header, rows))
+        whole = earlier.joined(rows, [row for key, row in kept.items() if key not in asked], origins)
+        write_json(json_path, to_dict(header, *whole), (header, rows))
     if sidecar is not None:
         sidecar.remove()
     return header, rows
@@ -189,9 +202,10 @@ def row_of(result: Result, window: Window) -> DomainRow:
     )
 
 
-def to_dict(header: Header, rows: Sequence[DomainRow]) -> dict[str, Any]:
-    """Header and rows for JSON."""
-    return {"header": dataclasses.asdict(header), "rows": [dataclasses.asdict(row) for row in rows]}
+def to_dict(header: Header, rows: Sequence[DomainRow], made_of: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Header and rows for JSON; with hashes of weights and artefacts, where they are known."""
+    held = {"header": dataclasses.asdict(header), "rows": [dataclasses.asdict(row) for row in rows]}
+    return held | ({"made_of": made_of} if made_of else {})
 
 
 def read_rows(result: dict[str, Any]) -> list[DomainRow]:

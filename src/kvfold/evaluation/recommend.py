@@ -2,7 +2,8 @@
 
 Measured on a short text, by KL divergence: one layer's keys, or its values, at ``PROBE`` bits while all else is in full
 precision; and the keys, or the values, of all layers at every number of bits. A layer at other bits is taken to lose what it
-lost at ``PROBE`` bits, scaled as all layers together are. Losses are taken to add up. The proposal is then evaluated on text
+lost at ``PROBE`` bits, scaled as all layers together are. Where an artefact says how many bits keys have, those of values alone
+are chosen. Losses are taken to add up. The proposal is then evaluated on text
 that it has not seen.
 """
 
@@ -22,6 +23,7 @@ from kvfold.errors import KVFoldError, MethodError
 from kvfold.evaluation.decoding import room
 from kvfold.evaluation.perplexity import CHUNK, Reference, reference, score
 from kvfold.methods import Method, Pair, Recipe, get
+from kvfold.methods.learned import LearnedMethod
 
 BITS = (1, 2, 3, 4)
 PROBE = 2
@@ -86,15 +88,23 @@ class Sensitivity:
         """Those that can be folded."""
         return list(self.elements)
 
+    def bits(self, side: Side) -> list[int]:
+        """Those of keys, or of values, that were tried."""
+        return sorted(bits for of, bits in self.together if of == side)
+
     @property
-    def bits(self) -> list[int]:
-        """Those that were tried."""
-        return sorted({bits for _, bits in self.together})
+    def least(self) -> tuple[int, int]:
+        """Fewest bits of keys and of values."""
+        return self.bits("k")[0], self.bits("v")[0]
+
+    def probe(self, side: Side) -> int:
+        """The bits at which layers were compared."""
+        return _probe(self.bits(side))
 
     def loss(self, layer: int, side: Side, bits: int) -> float:
         """What a layer's side is taken to lose at some bits; never more than at fewer."""
-        scale = min(max(self.together[side, b], 0.0) for b in self.bits if b <= bits)
-        probe = max(self.together[side, PROBE], 1e-12)
+        scale = min(max(self.together[side, b], 0.0) for b in self.bits(side) if b <= bits)
+        probe = max(self.together[side, self.probe(side)], 1e-12)
         return max(self.alone[layer, side], 0.0) * scale / probe
 
     def bits_of(self, choice: Choice) -> float:
@@ -110,7 +120,10 @@ class Sensitivity:
 
 
 def variant(method: Method, bits: tuple[int, int]) -> Method:
-    """The method with other bits for keys and values."""
+    """The method with other bits for keys and values; of what is learned, by its shortest name."""
+    if isinstance(method, LearnedMethod):
+        k_bits, v_bits = (None if width == method.bits else width for width in bits)
+        return dataclasses.replace(method, k_bits=k_bits, v_bits=v_bits)
     return dataclasses.replace(method, k_bits=bits[0], v_bits=bits[1])
 
 
@@ -155,15 +168,16 @@ def measure(
     KVFoldError
         The method takes no bits of its own for keys and values, or nothing is packed after so few tokens.
     """
-    tried = _bits(method)
+    tried = choices(method)
     texts = [text.to(model.device) for text in ([ids] if isinstance(ids, torch.Tensor) else ids)]
     truths = [reference(model, text, length, chunk) for text in texts]
-    found = kvfold.fold(model, variant(method, (PROBE, PROBE)))
+    probes = {side: _probe(bits) for side, bits in tried.items()}
+    found = kvfold.fold(model, variant(method, (probes["k"], probes["v"])))
     kvfold.unfold(model)
     layers = [layer.spec.layer_idx for layer in found.folded]
     elements = {layer.spec.layer_idx: layer.spec.num_kv_heads * layer.spec.head_dim for layer in found.folded}
     if on_start is not None:
-        on_start(2 * (len(tried) + len(layers)))
+        on_start(sum(map(len, tried.values())) + 2 * len(layers))
     together, cost, alone = {}, {}, {}
 
     def mean(folded: Method) -> tuple[float, kvfold.FoldedCache]:
@@ -173,16 +187,16 @@ def measure(
         return math.fsum(kld for kld, _ in each) / len(each), each[-1][1]
 
     for side in ("k", "v"):
-        for bits in tried:
-            together[side, bits], cache = mean(_one_side(method, side, bits))
+        for bits in tried[side]:
+            together[side, bits], cache = mean(_one_side(method, side, bits, probes))
             for layer in cache.folded:
                 form = layer.key_format if side == "k" else layer.value_format
                 cost[layer.spec.layer_idx, side, bits] = float(form.bits)
             _say(on_done, f"all layers' {_NAMES[side]} at {bits} bits")
         for index in layers:
             others = [other for other in layers if other != index]
-            alone[index, side], _ = mean(Recipe(_one_side(method, side, PROBE), others))
-            _say(on_done, f"layer {index}'s {_NAMES[side]} at {PROBE} bits")
+            alone[index, side], _ = mean(Recipe(_one_side(method, side, probes[side], probes), others))
+            _say(on_done, f"layer {index}'s {_NAMES[side]} at {probes[side]} bits")
     return Sensitivity(alone, together, cost, elements)
 
 
@@ -194,27 +208,49 @@ def _say(on_done: Callable[[str], None] | None, what: str) -> None:
         on_done(what)
 
 
-def _bits(method: Method) -> list[int]:
-    """Bits that the method has for keys and values alike."""
+def _probe(bits: Sequence[int]) -> int:
+    return PROBE if PROBE in bits else bits[0]
 
-    def fits(bits: int) -> bool:
+
+def choices(method: Method) -> dict[Side, list[int]]:
+    """Bits of keys and of values that the method has to choose from; of what is learned, those of its artefact.
+
+    Raises
+    ------
+    KVFoldError
+        There is nothing to choose, layers cannot be compared, or an artefact is missing.
+    """
+    if isinstance(method, Pair | Recipe) or {"k_bits", "v_bits"} & set(method.unused):
+        raise KVFoldError(f"method: {method} has no bits of its own for keys and values; give fold, kivi or innerq")
+    learned = method.learned_shape() if isinstance(method, LearnedMethod) else {}
+    if {"k_bits", "v_bits"} <= learned.keys():
+        raise KVFoldError(
+            f"method: {method}: its tables are learned for one number of bits, so that there are none to choose; allowed: "
+            "fold, kivi, innerq, and, for bits of values, tasq:bits=2,values=fold,artefact=FILE and nova:artefact=FILE"
+        )
+    if isinstance(method, LearnedMethod) and not method.artefact:
+        raise method.missing()
+    now = {"k": method.key_bits, "v": method.value_bits}
+
+    def fits(side: Side, bits: int) -> bool:
+        other = bits if not learned else now["k"]
         try:
-            variant(method, (bits, bits))
+            variant(method, (other, bits) if side == "v" else (bits, other))
         except MethodError:
             return False
         return True
 
-    if isinstance(method, Pair | Recipe) or {"k_bits", "v_bits"} & set(method.unused):
-        raise KVFoldError(f"method: {method} has no bits of its own for keys and values; give fold, kivi or innerq")
-    found = [bits for bits in BITS if fits(bits)]
-    if PROBE not in found:
+    found: dict[Side, list[int]] = {
+        side: [now[side]] if f"{side}_bits" in learned else [bits for bits in BITS if fits(side, bits)] for side in now
+    }
+    if any(PROBE not in found[side] for side in now if f"{side}_bits" not in learned):
         raise KVFoldError(f"method: {method} cannot store {PROBE} bits, at which layers are compared")
     return found
 
 
-def _one_side(method: Method, side: Side, bits: int) -> Method:
+def _one_side(method: Method, side: Side, bits: int, probes: Mapping[Side, int]) -> Method:
     """Keys alone, or values alone."""
-    folded = variant(method, (bits, bits))
+    folded = variant(method, (bits, probes["v"]) if side == "k" else (probes["k"], bits))
     return Pair(folded, "none") if side == "k" else Pair("none", folded)
 
 
@@ -249,10 +285,9 @@ def propose(found: Sensitivity, bits: float) -> Choice:
     KVFoldError
         Fewer than the least there are.
     """
-    least = found.bits[0]
-    choice: Choice = dict.fromkeys(found.layers, (least, least))
+    choice: Choice = dict.fromkeys(found.layers, found.least)
     least_bits = found.bits_of(choice)
-    _enough(bits, least_bits, least)
+    _enough(bits, least_bits, found.least)
     left = (bits - least_bits) * 2 * sum(found.elements.values()) + 1e-6
     while steps := [
         s for layer in found.layers for s in _steps(found, layer, choice[layer]) if s[0] > 0 and s[1] <= left
@@ -264,9 +299,11 @@ def propose(found: Sensitivity, bits: float) -> Choice:
     return min((choice, alike), key=lambda c: total_loss(found, c))
 
 
-def _enough(bits: float, least: float, width: int) -> None:
+def _enough(bits: float, least: float, widths: tuple[int, int]) -> None:
     if bits < least - 1e-9:
-        raise KVFoldError(f"budget: {bits:.4g} bits per value; the least is {least:.4g}, everything at {width} bit(s)")
+        k, v = widths
+        what = f"everything at {k} bit(s)" if k == v else f"keys at {k} and values at {v} bit(s)"
+        raise KVFoldError(f"budget: {bits:.4g} bits per value; the least is {least:.4g}, {what}")
 
 
 def _uniform_bits(model: PreTrainedModel, method: Method) -> float:
@@ -288,10 +325,10 @@ def _steps(
     size = found.elements[layer]
     loss = found.loss(layer, "k", k), found.loss(layer, "v", v)
     cost = found.cost[layer, "k", k], found.cost[layer, "v", v]
-    for more in found.bits:
+    for more in BITS:
         for side, at, other in (("k", k, (more, v)), ("v", v, (k, more))):
             i = "kv".index(side)
-            if more > at:
+            if more > at and (side, more) in found.together:
                 gain = loss[i] - found.loss(layer, side, more)
                 yield gain, size * (found.cost[layer, side, more] - cost[i]), layer, other
     yield sum(loss), size * (2 * FULL_BITS - sum(cost)), layer, None
@@ -306,11 +343,11 @@ def uniform(found: Sensitivity, bits: float) -> tuple[int, int]:
         None are so few.
     """
     every: Mapping[tuple[int, int], Choice] = {
-        (k, v): dict.fromkeys(found.layers, (k, v)) for k in found.bits for v in found.bits
+        (k, v): dict.fromkeys(found.layers, (k, v)) for k in found.bits("k") for v in found.bits("v")
     }
     fitting = [own for own, choice in every.items() if found.bits_of(choice) <= bits + 1e-9]
     if not fitting:
-        raise KVFoldError(f"budget: {bits:.4g} bits per value; even all at {found.bits[0]} bit(s) takes more")
+        raise KVFoldError(f"budget: {bits:.4g} bits per value; even the fewest bits take more")
     return min(fitting, key=lambda own: total_loss(found, every[own]))
 
 
@@ -342,16 +379,17 @@ def check(model: PreTrainedModel, method: Method, budget: Budget, tokens: int) -
     KVFoldError
         The least that there is takes more, or no layer needs to be folded.
     """
-    few = _bits(method)[0]
+    allowed = choices(method)
+    few = allowed["k"][0], allowed["v"][0]
     if budget.bits is not None:
         if budget.bits >= FULL_BITS:
             raise KVFoldError(
                 f"budget: {budget.bits:.4g} bits per value; full precision takes {FULL_BITS}, nothing is folded; give fewer"
             )
-        _enough(budget.bits, _uniform_bits(model, variant(method, (few, few))), few)
+        _enough(budget.bits, _uniform_bits(model, variant(method, few)), few)
         return
     assert budget.bytes is not None
-    least = bytes_of(model, variant(method, (few, few)), tokens)
+    least = bytes_of(model, variant(method, few), tokens)
     if least > budget.bytes:
         raise KVFoldError(
             f"budget: {budget.bytes:,.0f} bytes; a cache of {tokens:,} tokens takes at least {least:,}; give a larger budget "
@@ -371,7 +409,7 @@ def within(model: PreTrainedModel, method: Method, found: Sensitivity, budget: B
     if budget.bits is not None:
         return budget.bits
     assert budget.bytes is not None
-    low, high = found.bits_of(dict.fromkeys(found.layers, (found.bits[0],) * 2)), float(FULL_BITS)
+    low, high = found.bits_of(dict.fromkeys(found.layers, found.least)), float(FULL_BITS)
     for _ in range(22):  # sizes go in steps of pages, so they are tried
         middle = (low + high) / 2
         fits = bytes_of(model, as_method(method, propose(found, middle)), tokens) <= budget.bytes
@@ -387,7 +425,8 @@ def rows(found: Sensitivity, choice: Choice) -> list[tuple[int, float, float, tu
 def to_dict(found: Sensitivity, choice: Choice, names: Sequence[str]) -> dict[str, object]:
     """For JSON: what was measured and what is proposed."""
     return {
-        "probe_bits": PROBE,
+        "probe_bits": found.probe("v"),
+        **({"probe_bits_of_keys": found.probe("k")} if found.probe("k") != found.probe("v") else {}),
         "alone": [
             {"layer": i, "keys": k, "values": v, "proposed": None if own is None else list(own)}
             for i, k, v, own in rows(found, choice)

@@ -13,13 +13,13 @@ import datetime
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold import files
 from kvfold.errors import KVFoldError
+from kvfold.evaluation import schema
 from kvfold.evaluation.schema import read_row
 
 if TYPE_CHECKING:
@@ -96,22 +96,8 @@ class Settings:
 
 def differing(a: Settings, b: Settings) -> list[str]:
     """What differs between two sets of settings: ``dtype float32 and bfloat16``, most telling first."""
-    lines = []
-    for field in dataclasses.fields(Settings):
-        left, right = getattr(a, field.name), getattr(b, field.name)
-        if left == right:
-            continue
-        if isinstance(left, dict) and isinstance(right, dict):
-            for key in dict.fromkeys((*left, *right)):
-                if left.get(key) != right.get(key):
-                    lines.append(f"{field.name} {key} {_short(left.get(key))} and {_short(right.get(key))}")
-        else:
-            lines.append(f"{field.name} {_short(left)} and {_short(right)}")
-    return lines
-
-
-def _short(value: Any) -> str:
-    return value[:12] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else str(value)
+    left, right = ({field.name: getattr(of, field.name) for field in dataclasses.fields(Settings)} for of in (a, b))
+    return schema.differing(left, right)
 
 
 @dataclasses.dataclass(frozen=True)

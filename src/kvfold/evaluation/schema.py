@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -145,7 +146,8 @@ class Row:
 
 
 def read_row(kind: type[RowType], fields: dict[str, Any]) -> RowType:
-    """Read a row that `dataclasses.asdict` wrote; fields that have a default may be missing, as they are in older files.
+    """Read a row that `dataclasses.asdict` wrote; fields that have a default may be missing, as they are in older files. A
+    method gets the name that it has now.
 
     Raises
     ------
@@ -156,6 +158,10 @@ def read_row(kind: type[RowType], fields: dict[str, Any]) -> RowType:
     optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
     if wrong := (names - optional - set(fields)) | (set(fields) - names):
         raise KVFoldError(f"row: fields {sorted(wrong)} are missing or unknown")
+    if "+v=" in str(fields.get("method")):
+        from kvfold.methods import canonical
+
+        fields = {**fields, "method": canonical(fields["method"])}
     return kind(**fields)
 
 
@@ -180,16 +186,41 @@ def write_json(path: Path, value: Any, result: object = None) -> None:
         raise OutputError(why, value if result is None else result) from error
 
 
-def _alike(kept: dict[str, Any], first: dict[str, Any]) -> bool:
-    """Whether two runs' first lines are of one run; takes over the artefacts of methods that only the earlier one has."""
-    old, new = kept.get("made_of", {}), first["made_of"]
-    tables = old.get("artefacts", {}) | new["artefacts"]
-    if {**kept, "made_of": {**old, "artefacts": tables}} != {**first, "made_of": {**new, "artefacts": tables}}:
-        return False
-    if any(tables[place] != digest for place, digest in old.get("artefacts", {}).items()):
-        return False
-    new["artefacts"] = tables
-    return True
+NOW = ", now "
+
+
+def differing(old: dict[str, Any], new: dict[str, Any], then: str = " and ") -> list[str]:
+    """What differs between what two runs say of themselves: ``tokens 256 and 512``, with ``then`` between them."""
+    lines = []
+    for name in dict.fromkeys((*old, *new)):
+        left, right = old.get(name), new.get(name)
+        if left == right:
+            continue
+        if isinstance(left, dict) and isinstance(right, dict):
+            lines += [f"{name} {line}" for line in differing(left, right, then)]
+        else:
+            lines.append(f"{name} {brief(left)}{then}{brief(right)}")
+    return lines
+
+
+def differing_origins(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The same of hashes of weights and artefacts, old and ``now`` new; what only one of them read is no difference."""
+    shared = old.get("artefacts", {}).keys() & new["artefacts"].keys()
+    weights = differing({"weights": old.get("weights")}, {"weights": new.get("weights")}, NOW)
+    artefacts: list[str] = []
+    for place in sorted(shared):
+        artefacts += differing({place: old["artefacts"][place]}, {place: new["artefacts"][place]}, NOW)
+    return weights + [f"artefact {line}" for line in artefacts]
+
+
+def number(rows: int) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{rows} row{'' if rows == 1 else 's'}"
+
+
+def brief(value: Any) -> str:
+    """For a sentence: of a hash the first digits."""
+    return value[:12] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else str(value)
 
 
 class Sidecar(Generic[RowType]):
@@ -217,7 +248,7 @@ class Sidecar(Generic[RowType]):
             return 0
         return max(0, len(lines) - 1)
 
-    def start(self, header: Header, made_of: dict[str, Any]) -> dict[str, RowType]:
+    def start(self, header: Header, made_of: dict[str, Any], force: bool = False) -> dict[str, RowType]:
         """Rows kept from a run with the same header, by key; starts afresh when there are none.
 
         A line that was cut short by the kill is dropped.
@@ -226,14 +257,15 @@ class Sidecar(Generic[RowType]):
         ----------
         made_of
             Hashes of weights and artefacts, which may be others under the same names: rows of both are no one table.
+        force
+            Drop rows of a run with another header.
 
         Raises
         ------
         KVFoldError
-            Nothing can be written there, or a file is that no run left.
+            Nothing can be written there, or there are rows of a run with another header, or a file that no run left.
         """
         rows: dict[str, RowType] = {}
-        first = {**header.identity(), "made_of": made_of}
         held = b""
         with contextlib.suppress(OSError):
             held = self.path.read_bytes()
@@ -241,13 +273,25 @@ class Sidecar(Generic[RowType]):
             raise KVFoldError(
                 f"json: {self.path}, where rows are kept, is another file; move it away, or give another name"
             )
+        why: list[str] = []
         with contextlib.suppress(ValueError, TypeError):
             lines = held.decode("utf-8").splitlines()
-            if lines and _alike(json.loads(lines[0]), first):
-                for line in lines[1:]:
-                    with contextlib.suppress(json.JSONDecodeError):
-                        row = read_row(self.kind, json.loads(line))
-                        rows[row.key] = row
+            begun: dict[str, Any] = json.loads(lines[0]) if lines else {}
+            origins = begun.pop("made_of", {})
+            why = differing(begun, header.identity(), NOW) + differing_origins(origins, made_of) if begun else []
+            for line in lines[1:]:
+                with contextlib.suppress(json.JSONDecodeError):
+                    row = read_row(self.kind, json.loads(line))
+                    rows[row.key] = row
+            made_of = {**made_of, "artefacts": origins.get("artefacts", {}) | made_of["artefacts"]}
+        if why and rows and not force:
+            raise KVFoldError(
+                f"json: {self.path} holds {number(len(rows))} of a stopped run of other settings ({'; '.join(why)}); finish "
+                "that run, give another name, move them away, or drop them with --force"
+            )
+        if why:
+            rows = {}
+        first = {**header.identity(), "made_of": made_of}
         kept = [first, *(dataclasses.asdict(row) for row in rows.values())]
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept)
         try:

@@ -12,7 +12,7 @@ from kvfold.methods.kvquant import KVQuant
 from kvfold.methods.none import NoFolding
 from kvfold.methods.nova import NOVA, TaSQ
 from kvfold.methods.qjl import QJL
-from kvfold.methods.recipe import Pair, Recipe, get
+from kvfold.methods.recipe import Pair, Recipe, canonical, get
 from kvfold.methods.specs import PRESETS, REGISTRY, options_of
 from kvfold.methods.squat import SQuat, SQuatPre
 from kvfold.methods.turboquant import TurboQuant
@@ -91,6 +91,7 @@ __all__ = [
     "Pair",
     "Recipe",
     "State",
+    "canonical",
     "get",
     "options_of",
 ]

@@ -353,6 +353,15 @@ class Method(ABC):
         """The methods that this one is made of: itself, where it is not made of others."""
         yield self
 
+    def joined(self, values: "Method") -> "Method | None":
+        """This method's keys and another's values as one method, where an option of it says the same; None if none does."""
+        return None
+
+    @property
+    def of_values(self) -> "Method":
+        """What stores values: another method, where an option names one."""
+        return self
+
     def mapped(self, change: "Callable[[Method], Method]") -> "Method":
         """The same with every part changed."""
         return change(self)

@@ -118,6 +118,25 @@ class CommVQ(LearnedMethod):
         values = {name.removeprefix("value."): t for name, t in parts.items() if name.startswith("value.")}
         return KeyCodebook.rounded(keys["centres"], keys["metric"], rotary), ValueCodebook(values)
 
+    def blank(self, num_kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+        """With the scalar encoder of values, which is the default."""
+        d, half, short = head_dim, torch.float16, torch.int16
+        heads, dim = (1, num_kv_heads * d) if self.joint else (num_kv_heads, d)
+        codes = self.value_codes(d) * (num_kv_heads if self.joint else 1)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "key.centres": ((num_kv_heads, self.stages(d), self.levels, d), half),
+            "key.metric": ((num_kv_heads, d, d), half),
+            "value.codebook": ((heads, codes, dim), half),
+            "value.offset": ((heads, dim), half),
+            "value.metric": ((heads, dim, dim), half),
+            "value.axes": ((heads, dim, dim), half),
+            "value.shift": ((heads, dim), half),
+            "value.top": ((heads, dim), half),
+            "value.component": ((heads, codes), short),
+            "value.place": ((heads, codes), short),
+        }
+        return {name: torch.ones(size, dtype=dtype) for name, (size, dtype) in shapes.items()}
+
     # ---- maps --------------------------------------------------------------------------------------------------------
 
     def transform_keys(

@@ -91,6 +91,13 @@ class KVQuant(LearnedMethod):
         key_levels, value_levels = (tuple(parts[f"{operand}.levels"].tolist()) for operand in ("key", "value"))
         return Learned(key_levels, value_levels, ChannelScales(parts["key.center"], parts["key.spread"]))
 
+    def blank(self, num_kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+        levels = {
+            f"{side}.levels": torch.arange(1 << bits, dtype=torch.float32)
+            for side, bits in (("key", self.key_bits), ("value", self.value_bits))
+        }
+        return levels | {f"key.{name}": torch.ones(num_kv_heads, head_dim) for name in ("center", "spread")}
+
     # ---- maps --------------------------------------------------------------------------------------------------------
 
     def transform_keys(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -28,6 +29,9 @@ class LearnedMethod(Method):
 
     artefact: str = ""
 
+    shapes_only: ClassVar[bool] = False
+    """Whether tables have the right shapes and no meaning; see :meth:`by_shapes`."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if "," in self.artefact or self.artefact != self.artefact.strip() or BETWEEN.search(self.artefact):
@@ -44,6 +48,16 @@ class LearnedMethod(Method):
     def build(self, parts: dict[str, torch.Tensor], rotary: int) -> Any:
         """A layer's tables from its tensors in the artefact; ``rotary`` channels are turned by RoPE."""
 
+    @abstractmethod
+    def blank(self, num_kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+        """A layer's tensors as ``kvfold calibrate`` makes them, in shapes and dtypes; their numbers mean nothing."""
+
+    def by_shapes(self) -> Self:
+        """The same method with :meth:`blank` tables in place of an artefact's, for sizes: nothing is to be stored with it."""
+        found = copy.copy(self)
+        object.__setattr__(found, "shapes_only", True)
+        return found
+
     def learned(self, spec: LayerSpec) -> Any:
         """What :meth:`build` made of a layer's tensors; made once.
 
@@ -52,17 +66,23 @@ class LearnedMethod(Method):
         MethodError
             If there is no artefact, or it is for other options or another shape of model.
         """
+        if self.shapes_only:
+            return _of_shapes(self, spec.layer_idx, spec.num_kv_heads, spec.head_dim, rotary_dim(spec))
         if not self.artefact:
-            raise MethodError(
-                f"{self.name}: artefact is missing: what it needs is learned per model; make it with 'kvfold calibrate "
-                f'--method "{self}" --text FILE --out FILE.safetensors\' and give artefact=FILE.safetensors'
-            )
+            raise self.missing()
         loaded = load_cached(self.artefact)
         shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, rotary_dim(spec))
         try:
             return _built(loaded, self, spec.layer_idx, *shape)
         except MethodError as error:
             raise MethodError(f"{self.name}: artefact={self.artefact}: {error}") from None
+
+    def missing(self) -> MethodError:
+        """The error of a method without its artefact."""
+        return MethodError(
+            f"{self.name}: artefact is missing: what it needs is learned per model; make it with 'kvfold calibrate "
+            f'--method "{self}" --text FILE --out FILE.safetensors\' and give artefact=FILE.safetensors'
+        )
 
     def check_model(self, config: object) -> None:
         """Refuse a model that the artefact was not made for, and warn of what :meth:`notes` says."""
@@ -130,3 +150,9 @@ def _built(
     if not parts:
         raise MethodError(f"it holds nothing for layer {layer}")
     return method.build(parts, rotary)
+
+
+@lru_cache(maxsize=256)
+def _of_shapes(method: LearnedMethod, layer: int, num_kv_heads: int, head_dim: int, rotary: int) -> Any:
+    """A layer's own, as an artefact has them, so that they are counted alike."""
+    return method.build(method.blank(num_kv_heads, head_dim), rotary)

@@ -1,7 +1,7 @@
 """NOVA-KV (arXiv 2608.04074) and TaSQ (arXiv 2610.03027): a byte for a few channels, codes learned for queries' distance."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from kvfold.artefact import load_cached
 from kvfold.formats import AffineGroups, Format, GroupCodes, Hadamard, Projected
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
-from kvfold.methods.base import LayerSpec, State
+from kvfold.methods.base import LayerSpec, Method, State
 from kvfold.methods.fold import CODED, Fold
 from kvfold.methods.learned import SHORTEST, LearnedMethod, span
 from kvfold.methods.options import Problem
@@ -91,6 +91,19 @@ class ByteCodes(LearnedMethod):
         bits = self.value_bits
         return Fold(bits=bits, sink=self.sink, recent=self.recent, group=self.group, codebook=bits in CODED)
 
+    def joined(self, values: Method) -> Method | None:
+        if not isinstance(values, Fold):
+            return None
+        bits = values.value_bits
+        own = None if bits == self.bits else bits
+        found = replace(self, v_bits=own, values="fold")
+        same = replace(values, bits=bits, k_bits=None, v_bits=None) == found._fold
+        return found if same else None
+
+    @property
+    def of_values(self) -> Method:
+        return self._fold if self.values == "fold" else self
+
     @property
     def kernel_encodes(self) -> bool:
         return True
@@ -148,6 +161,22 @@ class ByteCodes(LearnedMethod):
     def learned_shape(self) -> dict[str, object]:
         learned: dict[str, object] = {"k_bits": self.key_bits}
         return learned | ({"v_bits": self.value_bits} if self.values == "codes" else {})
+
+    def blank(self, num_kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+        heads, d = num_kv_heads, head_dim
+        sides = [("key", self.key_bits), *([("value", self.value_bits)] if self.values == "codes" else [])]
+        found = {}
+        for side, bits in sides:
+            vector = 8 // bits
+            found[f"{side}.codes"] = torch.ones(heads, d // vector, CODES, vector, dtype=torch.float16)
+            if side == "value" or not self.maps_keys:  # a map's coordinates have the plain distance
+                found[f"{side}.metric"] = torch.ones(heads, d // vector, vector, vector)
+            if self.centres(side):
+                found[f"{side}.mean"] = torch.ones(heads, d, dtype=torch.float16)
+        if self.maps_keys:
+            found["key.mean"] = torch.ones(heads, d)
+            found |= {f"key.{name}": torch.ones(heads, d, d) for name in ("map", "inverse")}
+        return found
 
     def build(self, parts: dict[str, torch.Tensor], rotary: int) -> Tables:
         books = {

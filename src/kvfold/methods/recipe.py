@@ -78,7 +78,7 @@ class Pair(_Composed):
     summary = "one method for keys, another for values"
 
     def __init__(self, keys: Method | str, values: Method | str) -> None:
-        keys, values = _single(keys, "keys"), _single(values, "values")
+        keys, values = _single(keys, "keys"), _single(values, "values").of_values
         keys, values = _windowed(keys, values), _windowed(values, keys)
         if values.values_need_keys:
             raise MethodError(
@@ -103,7 +103,12 @@ class Pair(_Composed):
         return f"k={self.keys.name}+v={self.values.name}"
 
     def __str__(self) -> str:
-        return f"k={self.keys}+v={self.values}"
+        one = self.as_one()
+        return f"k={self.keys}+v={self.values}" if one is self else str(one)
+
+    def as_one(self) -> Method:
+        """The same as one method, where one has an option for such values (``tasq:values=fold``): a recipe has one name."""
+        return self.keys.joined(self.values) or self
 
     def parts(self) -> Iterator[Method]:
         yield from (self.keys, self.values)
@@ -344,6 +349,19 @@ def get(spec: str | Method) -> Method:
     return parse(spec) if is_recipe(spec) else single(spec)
 
 
+def canonical(name: str) -> str:
+    """A method's name as results show it now: older rows may have a pair's for what one method does (``tasq:values=fold``).
+
+    What is not known any more keeps its name.
+    """
+    if "+v=" not in name:
+        return name
+    try:
+        return str(get(name))
+    except MethodError:
+        return name
+
+
 def is_recipe(text: str) -> bool:
     """Whether a spec has parts or selectors."""
     return bool(SELECTOR.match(text.strip()) or BETWEEN.search(text))
@@ -402,7 +420,7 @@ def _joined(base: Method | None, sides: Mapping[str, Method], where: str) -> Met
         other = "v" if "k" in sides else "k"
         raise MethodError(f"{where}{other}= is missing; write k=METHOD+v=METHOD")
     mine, theirs = (base.keys, base.values) if isinstance(base, Pair) else (base, base)
-    return Pair(sides.get("k") or mine, sides.get("v") or theirs)  # type: ignore[arg-type]
+    return Pair(sides.get("k") or mine, sides.get("v") or theirs).as_one()  # type: ignore[arg-type]
 
 
 def numbers(layers: Layers, what: str) -> list[int]:
@@ -451,7 +469,7 @@ def _plain(method: Method | str, what: str) -> Method:
     found = get(method)
     if isinstance(found, Recipe):
         raise MethodError(f"{what}: {found} speaks of layers itself; allowed: a method, or k=METHOD+v=METHOD")
-    return found
+    return found.as_one() if isinstance(found, Pair) else found
 
 
 def _single(method: Method | str, what: str) -> Method:

@@ -99,6 +99,13 @@ class VQLLM(LearnedMethod):
     def build(self, parts: dict[str, torch.Tensor], rotary: int) -> dict[str, Codebook]:
         return {operand: Codebook.rounded(parts[f"{operand}.codes"]) for operand in ("key", "value")}
 
+    def blank(self, num_kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
+        sides = (("key", self.key_bits), ("value", self.value_bits))
+        return {
+            f"{side}.codes": torch.ones(self.stages(bits), self.codes, self.vector, dtype=torch.float16)
+            for side, bits in sides
+        }
+
     @property
     def kernel_encodes(self) -> bool:
         return True

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from books_case import artefact
 from kvfold import cli, methods
 from kvfold.engines.vllm import capacity, shapes
 from kvfold.engines.vllm.settings import layer_spec, method_of, stored, unservable
@@ -145,6 +146,33 @@ def test_a_plan_without_triton_says_that_kernels_were_not_asked(folder, capsys, 
     monkeypatch.setattr(shapes, "find_spec", lambda _: None)
     assert cli.main(["plan", "--model", folder, "--context", "64", "--kv-bytes", "100000000", "--methods", "gear"]) == 0
     assert "Triton is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("spec", ["tasq:bits=2,values=fold", "nova", "commvq:bits=1", "vqllm", "gsrq", "kvquant"])
+def test_a_plan_needs_no_artefact_and_counts_as_with_one(spec, folder, tmp_path, capsys):
+    """Codebooks are counted from their shapes: numbers are those of an artefact, and a note says where they are from."""
+    arguments = ["plan", "--model", folder, "--context", "2048", "--kv-bytes", "100000000", "--json", "-", "--methods"]
+    assert cli.main([*arguments, spec]) == 0
+    without = json.loads(capsys.readouterr().out)
+    assert f"{spec}: " in without["notes"][0] and "counted from their shapes" in without["notes"][0]
+    if not spec.startswith(("gsrq", "kvquant")):  # a server on a GPU takes these
+        assert not any("no kernel" in note for note in without["notes"])
+    if spec == "kvquant":
+        return
+    given = artefact(spec, tmp_path / "a.safetensors", 2, 64, layers=4)
+    assert cli.main([*arguments, given]) == 0
+    with_one = json.loads(capsys.readouterr().out)
+    assert "counted from their shapes" not in with_one["notes"][0]
+    for ours, theirs in zip(without["rows"], with_one["rows"], strict=True):
+        kept = {name: value for name, value in theirs.items() if name not in ("method", "table_bytes")}
+        assert {name: ours[name] for name in kept} == kept
+        assert (ours["table_bytes"] > 0) == (ours["method"] != "none")
+
+
+def test_an_artefact_that_is_named_is_read_for_a_plan(folder, capsys):
+    arguments = ["plan", "--model", folder, "--context", "64", "--kv-bytes", "10000000", "--methods"]
+    assert cli.main([*arguments, "tasq:artefact=not-there.safetensors"]) == 2
+    assert "not-there.safetensors" in capsys.readouterr().err
 
 
 def test_the_plan_says_what_a_server_refuses(folder, capsys):

@@ -73,7 +73,7 @@ class Explanation:
             Column("kernel", rank=1, below=True),
             Column("why", wraps=True, rank=5, below=True),
         ]
-        sheet = Sheet(columns, title or self.method)
+        sheet = Sheet(columns, title or self.method, fields=True)
         for first, last, row in _runs(self.layers):
             layers = str(first) if first == last else f"{first}-{last}"
             folded, bits = "yes" if row.folded else "no", f"{row.effective_bits:.2f}"

@@ -12,6 +12,7 @@ from kvfold.engines.vllm.capacity import Capacity
 from kvfold.engines.vllm.rotation import rope_of_config
 from kvfold.engines.vllm.settings import Stored, layer_spec, stored, unservable
 from kvfold.errors import KVFoldError, MethodError
+from kvfold.methods import Method
 from kvfold.methods.learned import LearnedMethod
 
 
@@ -61,6 +62,25 @@ def of_model(model: str | None, tp: int) -> Shape:
     )
 
 
+def sized(spec: str) -> Method:
+    """A method, with tables of the right shapes where one is to be learned and no artefact is named: a plan needs sizes."""
+
+    def change(part: Method) -> Method:
+        return part.by_shapes() if isinstance(part, LearnedMethod) and not part.artefact else part
+
+    return methods.get(spec).mapped(change)
+
+
+def tables(shape: Shape, spec: str) -> tuple[int, bool]:
+    """Bytes of learned tables that lie beside the caches on a GPU, and whether they are counted from their shapes alone."""
+    method = sized(spec)
+    parts = [part for part in method.parts() if isinstance(part, LearnedMethod)]
+    if not parts:
+        return 0, False
+    held = {id(x): x for layer in layers_of(shape, spec) for x in layer.method.tables(layer.spec, "cpu").values()}
+    return sum(x.nbytes for x in held.values()), any(part.shapes_only for part in parts)
+
+
 def layers_of(shape: Shape, spec: str) -> list[Stored]:
     """What every layer stores.
 
@@ -69,7 +89,7 @@ def layers_of(shape: Shape, spec: str) -> list[Stored]:
     KVFoldError
         If the method cannot be served, or does not suit the model.
     """
-    method = methods.get(spec)
+    method = sized(spec)
     calibrated = "any" if unservable(method) and any(part.name == "squat" for part in method.parts()) else ""
     if why := unservable(method, calibrated):
         raise KVFoldError(why)
@@ -94,7 +114,13 @@ def unstored(shape: Shape, spec: str) -> str | None:
     if not knows_kernels():
         return None
     device = torch.device("cpu")  # tables are made there; the answer is a GPU's
-    return next((why for layer in layers_of(shape, spec) if (why := layer.why_not_stored(device))), None)
+    for layer in layers_of(shape, spec):
+        if layer.why_not_stored(device) is None:
+            continue
+        plain = stored(layer.method, replace(layer.spec, fragments=False))  # what a server takes then
+        if plain is not None and (why := plain.why_not_stored(device)):
+            return why
+    return None
 
 
 def fits(shape: Shape, spec: str) -> bool:
