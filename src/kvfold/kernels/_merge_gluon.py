@@ -92,9 +92,9 @@ def merge_rows_kernel(
         best = best * 0.0 + sink * LOG2E
         total = gl.where(group == 0, 1.0, 0.0)
     wait_for_previous(lane)
-    asked = _ask(x, part_top, part_sum, first, group, rows, splits, D, EACH, GROUPS)
-    if not SOON:
+    if not SOON:  # here or at the very end: in between, the next kernel's programs lie unevenly on multiprocessors
         launch_dependents(lane)
+    asked = _ask(x, part_top, part_sum, first, group, rows, splits, D, EACH, GROUPS)
     best, total, acc = _join(asked, best, total, _zero4(lane))
     for i in range(EACH * GROUPS, splits, EACH * GROUPS):
         asked = _ask(x, part_top, part_sum, first, i + group, rows, splits, D, EACH, GROUPS)

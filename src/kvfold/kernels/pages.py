@@ -190,13 +190,15 @@ def make_plan(
 def residence(key_format: Paged, value_format: Paged, plan: Plan) -> tuple[int | None, int]:
     """Most registers of a thread (None leaves them to the compiler), and how many programs a multiprocessor holds.
 
-    Two sets of rows need more than 168 registers, and have them where shared memory holds no more than eight warps.
+    Two sets of rows need more than 168 registers. They have them where codes are looked up, or where shared memory holds no
+    more than eight warps.
     """
     dim, fit = key_format.head_dim, 227 * 1024 // (program_bytes(key_format, value_format, plan) + 1024)
     registers = REGISTERS.get(dim)
-    if plan.bytewise == 2 and fit * plan.warps <= 8:
+    tables = _words(key_format) or _words(value_format)
+    if plan.bytewise == 2 and (tables or fit * plan.warps <= 8):
         registers = 255
-    elif dim == 64 and plan.tiles == 1 and (_words(key_format) or _words(value_format)):
+    elif dim == 64 and plan.tiles == 1 and tables:
         registers = TABLE_REGISTERS
     threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
     return registers, max(1, min(threads // (32 * plan.warps), fit))
