@@ -80,3 +80,25 @@ def test_rows_of_other_weights_or_artefacts_under_the_same_names_are_not_taken_o
     with pytest.raises(KVFoldError, match="weights w, now v"):
         kept("v", a="2")
     assert kept("v", force=True, a="2") == kept("x") == []  # without rows nothing is lost
+
+
+def test_rows_of_other_fields_are_not_dropped_without_a_word(tmp_path):
+    """Those of another command, say; and of one's own a row that cannot be read costs none behind it."""
+    header = Header({}, "m", 1, "float32", "cpu", 1, "t", "", {}, [64], 32, 32, 0, 0, "now")
+    row = domains.DomainRow("kivi", "prose", 0, 64, 32, 2.0, 2.0, 1.0, 0.1, 0.9, None, 1.0)
+    hashes = {"weights": "w", "artefacts": {"a": "1"}}
+    sidecar = Sidecar.of(tmp_path / "out.json", domains.DomainRow)
+    sidecar.start(header, hashes)
+    with sidecar.path.open("a") as file:
+        file.write('{"method": "kivi", "what": 1}\n')
+    sidecar.add(row)
+    assert list(sidecar.start(header, hashes).values()) == [row]
+    other = dataclasses.replace(header, tokens=16)
+    with sidecar.path.open("a") as file:
+        file.write('{"method": "kivi", "what": 1}\n')
+    held = sidecar.path.read_bytes()
+    with pytest.raises(KVFoldError, match="2 rows of a stopped run of other settings"):
+        sidecar.start(other, {"weights": "w", "artefacts": {"a": "2"}})
+    assert sidecar.path.read_bytes() == held
+    assert sidecar.start(other, {"weights": "w", "artefacts": {}}, force=True) == {}
+    assert '"artefacts": {}' in sidecar.path.read_text()  # what was dropped leaves no hash behind

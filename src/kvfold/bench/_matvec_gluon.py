@@ -65,7 +65,7 @@ def scores_kernel(
     a = aux.to(gl.int64)
     _fetch_stage(base, lane, c, m, a, unit, first, count, D, BITS, AXIS, MODE, GROUP, NB, 0, 32)
     copy_commit(lane)
-    q, code_factor, zero_factor = _queries(q_ptr, lane, g, t, row0, 0, rows, scale, None, D, BITS, AXIS, NT)
+    q, code_factor, zero_factor = _queries((), q_ptr, lane, g, t, row0, 0, rows, scale, None, D, BITS, AXIS, NT)
     qsum = _query_sums(q, lane, g, t, D, BITS, AXIS, MODE, GROUP, NT)
     extra = ()
     for _i in gl.static_range(2 * NT * NB):

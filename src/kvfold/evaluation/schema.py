@@ -274,23 +274,23 @@ class Sidecar(Generic[RowType]):
                 f"json: {self.path}, where rows are kept, is another file; move it away, or give another name"
             )
         why: list[str] = []
+        lines: list[str] = []
         with contextlib.suppress(ValueError, TypeError):
             lines = held.decode("utf-8").splitlines()
             begun: dict[str, Any] = json.loads(lines[0]) if lines else {}
             origins = begun.pop("made_of", {})
             why = differing(begun, header.identity(), NOW) + differing_origins(origins, made_of) if begun else []
-            for line in lines[1:]:
-                with contextlib.suppress(json.JSONDecodeError):
+            for line in [] if why else lines[1:]:
+                with contextlib.suppress(json.JSONDecodeError, KVFoldError, TypeError):
                     row = read_row(self.kind, json.loads(line))
                     rows[row.key] = row
-            made_of = {**made_of, "artefacts": origins.get("artefacts", {}) | made_of["artefacts"]}
-        if why and rows and not force:
+            if not why:
+                made_of = {**made_of, "artefacts": origins.get("artefacts", {}) | made_of["artefacts"]}
+        if why and len(lines) > 1 and not force:  # of whatever command: its rows may have other fields
             raise KVFoldError(
-                f"json: {self.path} holds {number(len(rows))} of a stopped run of other settings ({'; '.join(why)}); finish "
-                "that run, give another name, move them away, or drop them with --force"
+                f"json: {self.path} holds {number(len(lines) - 1)} of a stopped run of other settings ({'; '.join(why)}); "
+                "finish that run, give another name, move them away, or drop them with --force"
             )
-        if why:
-            rows = {}
         first = {**header.identity(), "made_of": made_of}
         kept = [first, *(dataclasses.asdict(row) for row in rows.values())]
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept)

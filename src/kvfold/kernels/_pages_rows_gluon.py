@@ -144,6 +144,7 @@ def attend_rows(
     for n in gl.static_range(FOURS):
         ups = ups + (as_float(load_shared(scratch + t * 4, 16 * n, 1)[0]) * (to_log2 * K_MIX**-0.5),)
     if not K_NORM:  # what codes meet is the same for all pages
+        warp_sync(lane)  # all lanes have read what lay in the scratch
         _norm_words(base, scratch, lane, k_sign, D, False, 0, K_WORDS > 0)
         turned, start, unit = _met_queries(far, scratch, lane, k_matrix, ups, D, K_BITS, K_MIX, K_WORDS)
     zero = _zero4(lane)[0]

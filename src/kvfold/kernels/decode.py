@@ -86,8 +86,8 @@ class Plan:
     bytewise : int
         Products of bytes: sets of four query rows, which are eight columns (of pages 1 or 2, of fragments 1); 0: of halves.
     ahead : bool
-        What is read first comes nearer while the kernel before still runs: a warp's first page (pages, and fragments whose
-        windows come first), or a matrix (other fragments).
+        What is read first comes nearer while the kernel before still runs: a warp's first page (fragments whose windows
+        come first), or a matrix (other fragments).
     windows_first : bool
         The programs for the windows are launched first (pages and fragments alone).
     wide : bool
