@@ -57,8 +57,8 @@ class Report:
         Instructions of the longest loop; those of them that read or write the stack.
     shared : int
         Bytes of shared memory per program: what the machine code declares, and what the launch asks for.
-    instructions : Counter
-        Static count by mnemonic.
+    instructions, code : Counter, tuple
+        Mnemonics: how many of each, and all in order.
     """
 
     registers: int
@@ -67,6 +67,7 @@ class Report:
     spills_in_loop: int
     shared: int
     instructions: Counter[str]
+    code: tuple[str, ...] = ()
 
 
 def _report(cubin: bytes, dynamic: int) -> Report:
@@ -88,7 +89,8 @@ def _report(cubin: bytes, dynamic: int) -> Report:
     loop = [name for at, name, _ in code if first <= at <= last]
     spills = sum(name in ("LDL", "STL") for name in loop)
     shared = found["SHARED"] + dynamic
-    return Report(found["REG"], found["STACK"], len(loop), spills, shared, Counter(name for _, name, _ in code))
+    names = tuple(name for _, name, _ in code)
+    return Report(found["REG"], found["STACK"], len(loop), spills, shared, Counter(names), names)
 
 
 def compile_decode(
@@ -368,12 +370,9 @@ def compile_merge(
     shape = merge_shape(rows, splits, head_dim)
     fixed: dict[str, Any] = {"D": head_dim, "PART": shape.part, "HAS_SINKS": has_sinks, "FLAT": shape.flat}
     types = {"part_out": "*fp32", "part_top": "*fp32", "part_sum": "*fp32", "out": "*fp16", "sinks": "*bf16"}
-    if capability >= 90:
-        gluon = GluonASTSource(merge_rows_kernel, *_signature(merge_rows_kernel, fixed | {"SOON": True}, types), {})
-        return _compile(gluon, capability, num_warps=shape.warps)
-    fixed["N"] = 8 if shape.flat else 64
-    source = ASTSource(merge_kernel, *_signature(merge_kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=shape.warps)
+    fixed |= {"SOON": True} if capability >= 90 else {"N": 8 if shape.flat else 64}
+    kernel, build = (merge_rows_kernel, GluonASTSource) if capability >= 90 else (merge_kernel, ASTSource)
+    return _compile(build(kernel, *_signature(kernel, fixed, types), {}), capability, num_warps=shape.warps)
 
 
 def compile_windows(
