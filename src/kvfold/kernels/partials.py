@@ -296,7 +296,7 @@ class Partials:
             "FLAT": shape.flat,
             "num_warps": shape.warps,
         }
-        if early and shape.part % 16 == 0:
+        if early and shape.part % 16 == 0:  # four warps of four channels at least
             from kvfold.kernels._merge_gluon import merge_rows_kernel
 
             merge_rows_kernel[grid](*arguments, SOON=_product_follows[-1], **same, **early_launch(True))
