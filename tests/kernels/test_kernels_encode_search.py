@@ -10,12 +10,17 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
 from helpers import ENCODING, assert_same_content, interpreted_module, packed_fields, relative, spec, tokens
 from kvfold import kernels as package
 from kvfold.bench.storage import with_tables
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.formats import GroupCodes
+from kvfold.formats.codebook import AdditiveCodes, choices
 from kvfold.formats.grouped import GroupBook
+from kvfold.kernels.encode_pairs import order
 from kvfold.kernels.encode_source import Source, angles
 from kvfold.methods import get
 from kvfold.plan import Encoder, choose_encoder
@@ -40,7 +45,7 @@ EXACT = "kvquant:bits=3", "kvquant:bits=2,outliers=0.03", "kvquant:bits=1"
 NEAR = (
     *("vqllm:bits=1", "vqllm:vector=16,codes=32", "gsrq:bits=1", "gsrq:vector=16,codes=32"),
     *("tasq:mean=false", "tasq:bits=2,refit=false"),
-    *("commvq:bits=1", "commvq:levels=16,passes=0,flips=3"),
+    *("commvq:bits=1", "commvq:levels=16,passes=0,flips=3", "commvq:levels=32,passes=2"),
 )
 
 
@@ -120,6 +125,26 @@ def test_nearest_codes_miss_as_little_as_those_of_the_format(method, side, devic
     for name in want:
         assert (got[name] != want[name]).float().mean() < 0.1, name
     assert missed(made, form, got, x.float(), side, shape) < 1.004 * missed(made, form, want, x.float(), side, shape)
+
+
+def stages_kernel(
+    out, STAGES: tl.constexpr, COUNT: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr, LATE: tl.constexpr
+):
+    for choice in range(COUNT):
+        stage, again = _stage_at(choice, STAGES, MIDDLE, LOW, LATE)  # noqa: F821
+        tl.store(out + 2 * choice, stage)
+        tl.store(out + 2 * choice + 1, tl.where(again, 1, 0))
+
+
+@pytest.mark.parametrize("passes", [0, 1, 2, 3])
+def test_kernels_choose_stages_in_the_order_of_the_format(passes, interpreted, monkeypatch):
+    found = sys.modules["kvfold_kernels__encode_search_interpreted"]
+    monkeypatch.setitem(globals(), "_stage_at", found._stage_at)
+    for stages in (1, 2, 3, 5, 11, 21, 32):
+        form, wanted = AdditiveCodes(DIM, 32, "key", stages, 64, passes), choices(stages, passes)
+        out = torch.zeros(len(wanted), 2, dtype=torch.int32)
+        InterpretedFunction(stages_kernel)[(1,)](out, STAGES=stages, **order(form))
+        assert out.tolist() == [[stage, int(stage in wanted[:i])] for i, stage in enumerate(wanted)]
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(1, torch.bfloat16), (2, torch.float32)], ids=["1-bf16", "2-float32"])

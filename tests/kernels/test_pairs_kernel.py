@@ -1,6 +1,7 @@
 """The kernel that finds pairs of codes of keys among few (CommVQ): its lanes run by PyTorch, compiled ahead, and on a GPU."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ INTERPRETED = (
     "kvfold.kernels.encode_pairs",
 )
 HEADS, DIM = 2, 128
-NEAREST = codebook.nearest
+CHOOSE = {name: getattr(codebook, name) for name in ("nearest", "first_pair", "next_pair")}
 
 
 class Emulated:
@@ -118,15 +119,21 @@ def by_pytorch(fmt, source):
         source.fields[name].copy_(stored)
 
 
+def in_fp16(find, *given):
+    return find(*(t.half().float() if t.is_floating_point() else t for t in given))
+
+
 @pytest.mark.parametrize("rounded", [False, True])
 def test_a_self_test_sees_what_is_lost_where_keys_share_most_of_themselves(rounded, monkeypatch):
     """Scores in fp16 of keys whose mean was not taken off: of random numbers they choose as well."""
 
     def search(fmt, source):
         if rounded:
-            monkeypatch.setattr(codebook, "nearest", lambda *given: NEAREST(*(t.half().float() for t in given)))
+            for name, find in CHOOSE.items():
+                monkeypatch.setattr(codebook, name, partial(in_fp16, find))
         by_pytorch(fmt, source)
-        monkeypatch.setattr(codebook, "nearest", NEAREST)
+        for name, find in CHOOSE.items():
+            monkeypatch.setattr(codebook, name, find)
 
     monkeypatch.setitem(encode_search._LAUNCH, AdditiveCodes, search)
     encode_search.self_test.cache_clear()

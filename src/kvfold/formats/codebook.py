@@ -86,7 +86,16 @@ def unpack_codes(words: torch.Tensor, bits: int) -> torch.Tensor:
 # ---- keys --------------------------------------------------------------------------------------------------------------
 
 
-def nearest(scores_a: torch.Tensor, scores_b: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def lines(table: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+    """Lines of ``table`` [heads, N, n] by ``code``, int64 [heads, tokens]: [heads, tokens, n]."""
+    first = torch.arange(len(table), device=code.device).unsqueeze(1) * table.shape[1]
+    return torch.nn.functional.embedding(code + first, table.flatten(0, 1))
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def nearest(scores_a: torch.Tensor, scores_b: torch.Tensor, table: torch.Tensor) -> Pair:
     """Index (a, b) of the largest ``scores_a[a] + scores_b[b] - table[a, b]``, by maximizing over b first.
 
     Parameters
@@ -103,10 +112,49 @@ def nearest(scores_a: torch.Tensor, scores_b: torch.Tensor, table: torch.Tensor)
     for one_a, one_b in zip(scores_a.split(chunk, 1), scores_b.split(chunk, 1), strict=True):
         over_b = (one_b.unsqueeze(-2) - table.unsqueeze(1)).amax(-1)  # [heads, tokens, N]
         a = (one_a + over_b).argmax(-1)
-        row = table.gather(1, a.unsqueeze(-1).expand(-1, -1, table.shape[-1]))
         best_a.append(a)
-        best_b.append((one_b - row).argmax(-1))
+        best_b.append((one_b - lines(table, a)).argmax(-1))
     return torch.cat(best_a, 1), torch.cat(best_b, 1)
+
+
+def first_pair(scores_a: torch.Tensor, scores_b: torch.Tensor, table: torch.Tensor) -> Pair:
+    """The better of two pairs: the b of the largest score and the best a beside it, or the other way round.
+
+    Parameters and results are those of :func:`nearest`, whose sum it may miss: of N^2 pairs it compares 2N.
+    """
+    most_a, a = scores_a.max(-1)
+    most_b, b = scores_b.max(-1)
+    of_a, best_a = (scores_a - lines(table.mT, b)).max(-1)
+    of_b, best_b = (scores_b - lines(table, a)).max(-1)
+    from_b = most_b + of_a >= most_a + of_b
+    return torch.where(from_b, best_a, a), torch.where(from_b, b, best_b)
+
+
+def next_pair(scores_a: torch.Tensor, scores_b: torch.Tensor, table: torch.Tensor, b: torch.Tensor) -> Pair:
+    """The best a beside a token's own ``b``, int64 [heads, tokens], then the best b beside that; never worse than the pair with
+    that b which there was. Other parameters and results are those of :func:`nearest`."""
+    a = (scores_a - lines(table.mT, b)).argmax(-1)
+    return a, (scores_b - lines(table, a)).argmax(-1)
+
+
+def turning_points(stages: int) -> tuple[int, int, int]:
+    """Where :func:`choices` turns back: before which stage, to which, and to which after the last one."""
+    middle = 2 * stages // 3
+    return middle, min(2 * stages // 7, middle), 2 * stages // 5
+
+
+def choices(stages: int, passes: int) -> tuple[int, ...]:
+    """Stages in the order in which codes are chosen; a stage that occurs again is chosen again, given all others so far.
+
+    Without passes each stage occurs once. The first pass goes back twice, when two thirds of the stages are chosen and at the
+    end (:func:`turning_points`); each further one is the end's once more. The first stages are long, and hardly any code of
+    theirs would change.
+    """
+    if passes == 0:
+        return tuple(range(stages))
+    middle, low, late = turning_points(stages)
+    again = tuple(range(late, stages)) * passes
+    return (*range(middle), *range(low, middle), *range(middle, stages), *again)
 
 
 @dataclass(frozen=True)
@@ -228,15 +276,16 @@ class KeyCodebook:
         return Search(seen, seen.square().sum(-1), cross)
 
     def assign(self, x: torch.Tensor, passes: int, search: Search | None = None) -> torch.Tensor:
-        """Codes of vectors: stage by stage on residuals, then each stage but the first fifth again, given all others.
+        """Codes of vectors: stages in the order of :func:`choices`, each given the others that are chosen by then.
 
         Parameters
         ----------
         x : Tensor, float32 [num_kv_heads, tokens, head_dim]
             Under the metric, divided by its norm.
         passes : int
-            Times that stages from :func:`again_from` on are gone through again; the error never grows from one pass to the
-            next.
+            0: every stage is chosen once, among all pairs of codes. Otherwise only the first stage is; others take
+            :func:`first_pair`, and :func:`next_pair` when they are chosen again. From one pass to two, and so on, the error
+            never grows.
 
         Returns
         -------
@@ -245,21 +294,25 @@ class KeyCodebook:
         search = self.search() if search is None else search
         codes = x.new_zeros(*x.shape[:2], self.stages, 2, dtype=torch.int64)
         rest = x.clone()
-        for turn in range(passes + 1):
-            for r in range(again_from(self.stages) if turn else 0, self.stages):
-                halves = search.halves[:, r]
-                if turn:
-                    rest += self._part(halves, codes[:, :, r])
-                scores = 2 * rest @ halves.transpose(-1, -2) - search.squares[:, r].unsqueeze(1)
-                a, b = nearest(scores[..., : self.levels], scores[..., self.levels :], search.cross[:, r])
-                codes[:, :, r] = torch.stack((a, b), -1)
-                rest -= self._part(halves, codes[:, :, r])
+        chosen = set()
+        for r in choices(self.stages, passes):
+            halves, had = search.halves[:, r], codes[:, :, r]
+            if r in chosen:
+                rest += self._part(halves, had)
+            scores = 2 * rest @ halves.transpose(-1, -2) - search.squares[:, r].unsqueeze(1)
+            given = scores[..., : self.levels], scores[..., self.levels :], search.cross[:, r]
+            if r in chosen:
+                pair = next_pair(*given, had[..., 1])
+            else:
+                pair = nearest(*given) if r == 0 or passes == 0 else first_pair(*given)
+            codes[:, :, r] = torch.stack(pair, -1)
+            rest -= self._part(halves, codes[:, :, r])
+            chosen.add(r)
         return codes
 
     def _part(self, halves: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         """Sum of a stage's two halves, float32 [heads, tokens, d]; ``halves`` [heads, 2N, d], ``codes`` [heads, tokens, 2]."""
-        a, b = (c.unsqueeze(-1).expand(-1, -1, halves.shape[-1]) for c in codes.unbind(-1))
-        return halves.gather(1, a) + halves.gather(1, b + self.levels)
+        return lines(halves, codes[..., 0]) + lines(halves, codes[..., 1] + self.levels)
 
     def sum(self, codes: torch.Tensor, halves: torch.Tensor | None = None) -> torch.Tensor:
         """Sum of all stages' centres.
@@ -295,8 +348,8 @@ class AdditiveCodes(Format):
     levels : int
         N_c' of the paper: a power of two from 2 to 256.
     passes : int
-        How often stages from :func:`again_from` on are assigned again, each given the others; 0 is the paper's greedy
-        assignment.
+        How often stages are chosen again, each given the others (:func:`choices`, :meth:`KeyCodebook.assign`); 0 is the
+        paper's greedy assignment.
     codebook : KeyCodebook or None
         None: sizes are known, but nothing can be encoded.
 
@@ -463,11 +516,6 @@ class BitSearch:
     tables: tuple[torch.Tensor, ...]
     flips: int
     hidden: int
-
-
-def again_from(stages: int) -> int:
-    """The first stage that later passes choose again: the ones before it are long, and of real keys hardly any would change."""
-    return stages // 5
 
 
 FLIPPED = 32768.0

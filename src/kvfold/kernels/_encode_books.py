@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_groups import _finite, _max, _min, _sum, _to_fp16
-from kvfold.kernels._encode_search import group_code, group_scale
+from kvfold.kernels._encode_search import _pair, _stage_at, group_code, group_scale
 from kvfold.kernels._encode_tile import _tokens_at
 from kvfold.kernels._encode_words import _log2
 
@@ -240,27 +240,18 @@ def _scores(rest, table, sizes, ROTARY: tl.constexpr, TURNED: tl.constexpr, D: t
 
 
 @triton.jit
-def _nearest(
-    rest, table, sizes, cross, scratch, ROTARY: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr, EACH: tl.constexpr
-):  # fmt: skip
-    """Places (a, b), int32 [tokens], of the centres ``z_a + i z_b`` that are nearest to ``rest``, EACH of a side by side.
-
-    ``scratch``: float32 [levels, tokens], the program's own. Warps share no token, so what is compared stays in one.
-    """
+def _nearest(of_a, of_b, cross, LEVELS: tl.constexpr, EACH: tl.constexpr):
+    """Places (a, b), int32 [tokens], of the best of all pairs, by scores (:func:`_scores`) of both sides: ``of_a`` points to
+    [levels, tokens], of which EACH levels are compared side by side. Warps share no token, so what is compared stays in one."""
     NP: tl.constexpr = max(16, LEVELS)
-    T: tl.constexpr = rest.shape[0]
+    T: tl.constexpr = of_b.shape[0]
     level, slot = tl.arange(0, NP), tl.arange(0, T)
-    tl.debug_barrier()
-    of_a = _scores(rest, table, sizes, ROTARY, False, D, LEVELS)
-    tl.store(scratch + level[None, :] * T + slot[:, None], of_a)
-    of_b = _scores(rest, table, sizes, ROTARY, True, D, LEVELS)
-    tl.debug_barrier()
     best = tl.full([T], float("-inf"), tl.float32)
     a = tl.zeros([T], tl.int32)
     for first in range(0, LEVELS, EACH):
         for i in tl.static_range(EACH):
             between = tl.load(cross + (first + i) * LEVELS + level, mask=level < LEVELS, other=0.0)
-            some = _max(of_b - between[None, :], 1) + tl.load(scratch + (first + i) * T + slot)
+            some = _max(of_b - between[None, :], 1) + tl.load(of_a + (first + i) * T + slot)
             a = tl.where(some > best, first + i, a)
             best = tl.maximum(some, best)
     inside = (level < LEVELS)[None, :] & (a >= 0)[:, None]
@@ -271,36 +262,45 @@ def _nearest(
 @triton.jit
 def additive_tile(
     source, position, rope, tables, out, half, scratch,
-    D: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, PASSES: tl.constexpr, ROTARY: tl.constexpr,
-    ROPE: tl.constexpr, RING: tl.constexpr, EACH: tl.constexpr,
+    D: tl.constexpr, STAGES: tl.constexpr, LEVELS: tl.constexpr, ROTARY: tl.constexpr, EACH: tl.constexpr,
+    COUNT: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr, LATE: tl.constexpr, ROPE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Codes and norms of tokens ``16 half`` to ``16 half + 15`` of a unit.
+    """Codes and norms of tokens ``16 half`` to ``16 half + 15`` of a unit, in COUNT choices
+    (:func:`kvfold.kernels.encode_pairs.order`).
 
     ``tables``: of the head, float32: the metric [D, D]; centres z under it [STAGES, LEVELS, D]; their squared lengths; and
     ``2 <z_a, i z_b>`` [STAGES, LEVELS, LEVELS]. ``out``: of the unit, words int16 and norms fp16 [32];
-    ``scratch``: see :func:`_nearest`.
+    ``scratch``: float32 [LEVELS, 16] or, of fewer levels, [16, 16], the program's own, where scores wait.
     """
     T: tl.constexpr = 16
     DP: tl.constexpr = max(16, triton.next_power_of_2(D))
     SP: tl.constexpr = triton.next_power_of_2(STAGES)
     token, channel = half * T + tl.arange(0, T), tl.arange(0, DP)
     stages = tl.arange(0, SP)[None, :]
+    own = scratch + tl.arange(0, max(16, LEVELS))[None, :] * T + tl.arange(0, T)[:, None]
     unit = _projected(source, token, position, rope, tables[0], channel, D, D, ROPE, RING)
     rms = tl.sqrt_rn(_sum(unit * unit, 1) * (1.0 / D))
     unit = tl.math.div_rn(unit, tl.maximum(rms, 1.1754944e-38)[:, None] + tl.zeros([T, DP], tl.float32))
     rest = unit
     codes = tl.zeros([T, SP], tl.int32)
-    for turn in range(PASSES + 1):
-        for r in range((STAGES // 5) if turn > 0 else 0, STAGES):  # kvfold.formats.codebook.again_from
-            table = tables[1] + r * (LEVELS * D)
-            if turn > 0:
-                old = _sum(tl.where(stages == r, codes, 0), 1)
-                rest += _centre(table, old % LEVELS, old // LEVELS, channel, D, ROTARY)
-            a, b = _nearest(
-                rest, table, tables[2] + r * LEVELS, tables[3] + r * (LEVELS * LEVELS), scratch, ROTARY, D, LEVELS, EACH
-            )  # fmt: skip
-            codes = tl.where(stages == r, (a + LEVELS * b)[:, None], codes)
-            rest -= _centre(table, a, b, channel, D, ROTARY)
+    for choice in range(COUNT):
+        r, again = _stage_at(choice, STAGES, MIDDLE, LOW, LATE)
+        table, sizes, cross = tables[1] + r * (LEVELS * D), tables[2] + r * LEVELS, tables[3] + r * (LEVELS * LEVELS)
+        old = _sum(tl.where(stages == r, codes, 0), 1)
+        if again:
+            rest += _centre(table, old % LEVELS, old // LEVELS, channel, D, ROTARY)
+        tl.debug_barrier()
+        tl.store(own, _scores(rest, table, sizes, ROTARY, False, D, LEVELS))
+        of_b = _scores(rest, table, sizes, ROTARY, True, D, LEVELS)
+        tl.debug_barrier()
+        if COUNT == STAGES:
+            a, b = _nearest(scratch, of_b, cross, LEVELS, EACH)
+        elif choice == 0:
+            a, b = _nearest(scratch, of_b, cross, LEVELS, EACH)
+        else:
+            a, b = _pair(tl.load(own), of_b, cross, old // LEVELS, again, LEVELS)
+        codes = tl.where(stages == r, (a + LEVELS * b)[:, None], codes)
+        rest -= _centre(table, a, b, channel, D, ROTARY)
     centre = unit - rest
     gain = tl.math.div_rn(_sum(unit * centre, 1), tl.maximum(_sum(centre * centre, 1), 1e-12))
     tl.store(out[1] + token, _to_fp16(rms * gain))

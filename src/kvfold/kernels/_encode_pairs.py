@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kvfold.kernels._encode_codes import _store_plane
 from kvfold.kernels._encode_groups import _fma, _max, _negative, _sum, _to_fp16
-from kvfold.kernels._encode_search import _first_largest, _lane, _lowest, _vectors
+from kvfold.kernels._encode_search import _first_largest, _lane, _lowest, _pair, _stage_at, _vectors
 
 STEP = tl.constexpr(32)
 """Channels that are multiplied by the metric at a time."""
@@ -156,14 +156,36 @@ def units_kernel(
     tl.store(units + place[:, None] * D + channel[None, :], under.to(tl.float16), mask=inside[:, None])
 
 
+@triton.jit
+def _best_pair(of_a, of_b, cross, scores, N: tl.constexpr):
+    """Places (a, b), int32 [tokens], of the best of all N^2 pairs, scores float32 [tokens, N]; ``scores``: float32 [N, tokens],
+    the program's own."""
+    T: tl.constexpr = of_a.shape[0]
+    slot, code = tl.arange(0, T), tl.arange(0, N)
+    tl.debug_barrier()
+    tl.store(scores + code[None, :] * T + slot[:, None], of_a)
+    tl.debug_barrier()
+    most = tl.full((T,), float("-inf"), tl.float32)
+    a = tl.full((T,), 0, tl.int32)
+    for first in range(0, N, AHEAD):
+        for i in tl.static_range(AHEAD):
+            line = tl.load(cross + (first + i) * N + code)[None, :]
+            best = _max(of_b - line, 1) + tl.load(scores + (first + i) * T + slot)
+            better = best > most
+            most = tl.where(better, best, most)
+            a = tl.where(better, first + i, a)
+    _, b = _first_largest(of_b - tl.load(cross + a[:, None] * N + code[None, :]), N)
+    return a, b
+
+
 @triton.jit(do_not_specialize=["tokens", "first_token", "room"])
 def pairs_kernel(
     x, stride_b, stride_h, stride_t, rows, cosines, sines, turns, factor, metric, shift, halves, squares, cross, scratch,
     chosen, codes, rms, tokens, first_token, room, heads, D: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    TURNS: tl.constexpr, SKIPPED: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, T: tl.constexpr, METRIC: tl.constexpr,
-    PICKED: tl.constexpr,
+    COUNT: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr, LATE: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
+    T: tl.constexpr, METRIC: tl.constexpr, PICKED: tl.constexpr,
 ):  # fmt: skip
-    """Codes of keys, stage by stage, TURNS times over, later from stage SKIPPED on. Grid: (parts of T tokens, heads, batch).
+    """Codes of keys, in COUNT choices (:func:`kvfold.kernels.encode_pairs.order`). Grid: (parts of T tokens, heads, batch).
 
     ``metric`` float32 [heads, D, D]; ``shift`` float32 [heads, D], taken off keys; ``halves`` fp16 [heads, STAGES, 2N, D] and
     ``squares`` float32 [heads, STAGES, 2N] under the metric; ``cross`` float32 [heads, STAGES, N, N]. ``scratch`` float32
@@ -181,35 +203,30 @@ def pairs_kernel(
     rest = tl.math.div_rn(rest, tl.broadcast_to(tl.maximum(size, TINY)[:, None], (T, D)))
     rest -= tl.load(shift + head * D + channel)[None, :]
     scores, own = scratch + program * (N * T), chosen + program * (STAGES * 2 * T) + slot
-    for turn in range(TURNS):
-        for stage in range(SKIPPED if turn > 0 else 0, STAGES):
-            number = head * STAGES + stage
-            table = halves + number * (2 * N * D)
-            place = own + stage * (2 * T)
-            if turn > 0:
-                rest += _centres(table, tl.load(place).to(tl.int32), tl.load(place + T).to(tl.int32), channel, N, D)
-            near = rest.to(tl.float16)
-            known_a = tl.load(table + code[None, :] * D + channel[:, None])
-            score_a = 2 * tl.dot(near, known_a) - tl.load(squares + number * (2 * N) + code)[None, :]
-            known_b = tl.load(table + (N + code)[None, :] * D + channel[:, None])
-            score_b = 2 * tl.dot(near, known_b) - tl.load(squares + number * (2 * N) + N + code)[None, :]
-            tl.debug_barrier()
-            tl.store(scores + code[None, :] * T + slot[:, None], score_a)
-            tl.debug_barrier()
-            mixed = cross + number * (N * N)
-            most = tl.full((T,), float("-inf"), tl.float32)
-            a = tl.full((T,), 0, tl.int32)
-            for first in range(0, N, AHEAD):
-                for i in tl.static_range(AHEAD):
-                    line = tl.load(mixed + (first + i) * N + code)[None, :]
-                    best = _max(score_b - line, 1) + tl.load(scores + (first + i) * T + slot)
-                    better = best > most
-                    most = tl.where(better, best, most)
-                    a = tl.where(better, first + i, a)
-            _, b = _first_largest(score_b - tl.load(mixed + a[:, None] * N + code[None, :]), N)
-            rest -= _centres(table, a, b, channel, N, D)
-            tl.store(place, a.to(tl.uint8))
-            tl.store(place + T, b.to(tl.uint8))
+    for choice in range(COUNT):
+        stage, again = _stage_at(choice, STAGES, MIDDLE, LOW, LATE)
+        number = head * STAGES + stage
+        table = halves + number * (2 * N * D)
+        place = own + stage * (2 * T)
+        tl.debug_barrier()  # codes that other lanes stored
+        had = tl.load(place + T, mask=again & (slot >= 0), other=0).to(tl.int32)
+        if again:
+            rest += _centres(table, tl.load(place).to(tl.int32), had, channel, N, D)
+        near = rest.to(tl.float16)
+        known_a = tl.load(table + code[None, :] * D + channel[:, None])
+        score_a = 2 * tl.dot(near, known_a) - tl.load(squares + number * (2 * N) + code)[None, :]
+        known_b = tl.load(table + (N + code)[None, :] * D + channel[:, None])
+        score_b = 2 * tl.dot(near, known_b) - tl.load(squares + number * (2 * N) + N + code)[None, :]
+        mixed = cross + number * (N * N)
+        if COUNT == STAGES:
+            a, b = _best_pair(score_a, score_b, mixed, scores, N)
+        elif choice == 0:
+            a, b = _best_pair(score_a, score_b, mixed, scores, N)
+        else:
+            a, b = _pair(score_a, score_b, mixed, had, again, N)
+        rest -= _centres(table, a, b, channel, N, D)
+        tl.store(place, a.to(tl.uint8))
+        tl.store(place + T, b.to(tl.uint8))
     tl.debug_barrier()
     whole = _under(source, metric + head * (D * D), token, inside, HALF, D, T, METRIC)
     whole = tl.math.div_rn(whole, tl.broadcast_to(tl.maximum(size, TINY)[:, None], (T, D)))

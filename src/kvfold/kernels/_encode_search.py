@@ -253,6 +253,41 @@ def _first_largest(x, N: tl.constexpr):
 
 
 @triton.jit
+def _stage_at(number, STAGES: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr, LATE: tl.constexpr):
+    """Stage of choice ``number``, and whether it was chosen before (:func:`kvfold.formats.codebook.choices`)."""
+    BACK: tl.constexpr = MIDDLE - LOW
+    END: tl.constexpr = STAGES + BACK
+    stage = tl.where(number < MIDDLE, number, number - BACK)
+    stage = tl.where(number < END, stage, LATE + (number - END) % (STAGES - LATE))
+    return stage, (number >= MIDDLE) & (number < MIDDLE + BACK) | (number >= END)
+
+
+@triton.jit
+def _pair(of_a, of_b, cross, had, again, N: tl.constexpr):
+    """Pairs (a, b), int32 [tokens], by scores float32 [tokens, N or more] of both sides: beside each token's code b ``had``
+    where ``again`` (:func:`kvfold.formats.codebook.next_pair`), else as :func:`kvfold.formats.codebook.first_pair`.
+
+    ``cross``: float32 [N, N]; scores beyond N are minus infinity.
+    """
+    P: tl.constexpr = of_a.shape[1]
+    code = tl.arange(0, P)
+    most_a, a = _first_largest(of_a, P)
+    most_b, b = _first_largest(of_b, P)
+    a, b = tl.minimum(a, N - 1), tl.minimum(b, N - 1)
+    inside = (code < N)[None, :] & (a >= 0)[:, None]
+    begin = tl.where(again, had, b)
+    top_a, best_a = _first_largest(
+        of_a - tl.load(cross + code[None, :] * N + begin[:, None], mask=inside, other=0.0), P
+    )
+    best_a = tl.minimum(best_a, N - 1)
+    line = cross + tl.where(again, best_a, a)[:, None] * N + code[None, :]
+    top_b, best_b = _first_largest(of_b - tl.load(line, mask=inside, other=0.0), P)
+    best_b = tl.minimum(best_b, N - 1)
+    from_b = most_b + top_a >= most_a + top_b
+    return tl.where(again | from_b, best_a, a), tl.where(again | ~from_b, best_b, b)
+
+
+@triton.jit
 def _unordered(order):
     return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
 

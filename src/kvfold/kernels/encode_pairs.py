@@ -8,7 +8,16 @@ from typing import Any
 import torch
 import triton
 
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitGains, KeyCodebook, Search, again_from, bit_gains
+from kvfold.formats.codebook import (
+    AdditiveCodes,
+    BinaryCodes,
+    BitGains,
+    KeyCodebook,
+    Search,
+    bit_gains,
+    choices,
+    turning_points,
+)
 from kvfold.kernels._bits_gluon import value_bits_kernel
 from kvfold.kernels._encode_groups import INTERPRETED
 from kvfold.kernels._encode_pairs import (
@@ -95,14 +104,22 @@ def encode_pairs(fmt: AdditiveCodes, source: Source) -> None:
         heads,
         N=fmt.levels,
         STAGES=fmt.stages,
-        TURNS=fmt.passes + 1,
-        SKIPPED=again_from(fmt.stages),
+        **order(fmt),
         BITS=fmt.code_bits,
         METRIC=True,
         **source.constants(),
         **PAIRS,
         num_stages=1,
     )
+
+
+def order(fmt: AdditiveCodes) -> dict[str, int]:
+    """Constants of kernels that choose stages one by one: how many choices, and where they turn back
+    (:func:`kvfold.formats.codebook.choices`). As many choices as stages: all pairs are compared in each."""
+    middle, low, late = turning_points(fmt.stages)
+    if fmt.passes == 0:
+        middle = low = fmt.stages
+    return {"COUNT": len(choices(fmt.stages, fmt.passes)), "MIDDLE": middle, "LOW": low, "LATE": late}
 
 
 def is_quick(fmt: AdditiveCodes) -> bool:
@@ -188,7 +205,7 @@ def is_wide(device: torch.device) -> bool:
 
 def constants(fmt: AdditiveCodes, wide: bool | None = None) -> tuple[dict[str, Any], dict[str, int]]:
     """Constants of :func:`pairs_search_kernel`, and how it is launched; ``wide``: None, or in place of what is the default."""
-    fixed = {"STAGES": fmt.stages, "TURNS": fmt.passes + 1, "SKIPPED": again_from(fmt.stages)}
+    fixed = {"STAGES": fmt.stages, "TURNS": fmt.passes + 1, "SKIPPED": turning_points(fmt.stages)[2]}
     fixed |= {name: QUADS[name] for name in ("M", "FIRST", "LATER")}
     fixed["WIDE"] = QUADS["WIDE"] if wide is None else wide
     return fixed, {name: QUADS[name] for name in ("num_warps", "maxnreg")}

@@ -35,7 +35,8 @@ class CommVQ(LearnedMethod):
     levels : int
         N_c' of the paper: vectors per key codebook. R follows from the bits: the nearest to ``bits * head_dim / (2 log2 N)``.
     passes : int
-        Times that stages of a key, but for the first fifth of them, are chosen again, each given the others; 0 as published.
+        Times that stages of a key are chosen again, each given the others (:func:`kvfold.formats.codebook.choices`); 0 as
+        published.
     flips : int
         Greedy bit flips that may improve a value's code after the encoder; 0 as published.
     joint : bool

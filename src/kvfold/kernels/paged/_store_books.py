@@ -26,10 +26,10 @@ def close_kernel(
     """Any number of programs; each takes every so many-th share of a unit of 32 tokens that the step completes, and token for
     the windows (:func:`kvfold.kernels.paged._store.append_step`).
 
-    FORM: 0 and head_dim, vector, codes, stages, whether strided; 1 and head_dim, stages, levels, passes, rotary channels,
-    levels at a time; 2 and head_dim, codes, flips, hidden units of a network; 3 and head_dim, vector, codes, whether strided,
-    how scales are fitted, whether a mean is taken off, codes at a time, whether there are maps; 4 and head_dim, bits, channels
-    that are rotated together. Of ROPE channels RoPE's rotation is taken back.
+    FORM: 0 and head_dim, vector, codes, stages, whether strided; 1 and head_dim, stages, levels, rotary channels, levels at a
+    time, how many choices, and three stages where they turn back; 2 and head_dim, codes, flips, hidden units of a network; 3
+    and head_dim, vector, codes, whether strided, how scales are fitted, whether a mean is taken off, codes at a time, whether
+    there are maps; 4 and head_dim, bits, channels that are rotated together. Of ROPE channels RoPE's rotation is taken back.
     """
     D: tl.constexpr = FORM[1]
     # programs that share a unit
@@ -77,7 +77,7 @@ def close_kernel(
                 )
                 additive_tile(
                     source, position, (frequencies, factor), of_head, (place, sizes), part, own,
-                    D, STAGES, LEVELS, FORM[4], FORM[5], ROPE, 3, FORM[6],
+                    D, STAGES, LEVELS, FORM[4], FORM[5], FORM[6], FORM[7], FORM[8], FORM[9], ROPE, 3,
                 )  # fmt: skip
             elif FORM[0] == 3:
                 GROUPS: tl.constexpr = D // FORM[2]

@@ -13,7 +13,7 @@ from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitSearch, KeyCo
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import encode_search
+from kvfold.kernels import encode_pairs, encode_search
 from kvfold.kernels.paged._store_books import close_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace, closing_arguments
@@ -195,8 +195,8 @@ def tables_of(form: Format, bits: BitSearch | None, device: torch.device) -> Tab
     if isinstance(form, AdditiveCodes):
         assert form.codebook is not None
         book = form.codebook.on(device)
-        sizes = form.head_dim, form.stages, form.levels, form.passes, book.rotary
-        return _once(book, _of_keys), (1, *sizes, min(EACH, form.levels))
+        sizes = form.head_dim, form.stages, form.levels, book.rotary, min(EACH, form.levels)
+        return _once(book, _of_keys), (1, *sizes, *encode_pairs.order(form).values())
     assert isinstance(form, BinaryCodes)
     if bits is None:
         raise ValueError("bits: None; allowed: how a value's bits are chosen")
