@@ -1,31 +1,41 @@
-"""How much more CommVQ's keys miss where few pairs of codes are compared, on a codebook learned from a model's own keys.
+"""How much CommVQ's keys miss by the rules of which pairs of codes are compared, on codebooks learned from a model's own keys.
 
-usage: python scripts/commvq_pairs.py LEARNED.txt OTHER.txt --model MODEL --layer 2 --bits 1 2
+usage: python scripts/commvq_pairs.py LEARNED.txt OTHER.txt --model MODEL --layers 2 10 20 [--rows benchmarks/commvq-search.csv]
 
-The codebook is learned from 4,096 tokens of the first text. Ratios of squared errors under the metric, on 1,024 tokens of the
-other one, to those of the format, which compares all pairs. Rules are run in float32; that of the GPU kernel is the one "with
-the code at hand".
+Codebooks are learned from 4,096 tokens of the first text. Rows are squared errors under the metric, on 1,024 tokens of the
+other one, as multiples of those of all pairs in two turns. The first stages of a codebook of 2 bits are one of 1 bit. Rules are
+run in float32.
 """
 
 import argparse
-from collections.abc import Callable
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
 from kvfold import models
-from kvfold.calibration.collect import Collector
+from kvfold.calibration.collect import Collector, LayerSample
 from kvfold.calibration.commvq_keys import learn_keys
 from kvfold.calibration.commvq_schedule import Schedule
 from kvfold.calibration.run import windows_of
 from kvfold.evaluation.text import load_text
-from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, Search, again_from, nearest, stages_for
+from kvfold.formats.codebook import (
+    AdditiveCodes,
+    KeyCodebook,
+    choices,
+    first_pair,
+    nearest,
+    next_pair,
+    stages_for,
+)
 from kvfold.kernels.encode_pairs import shifted
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of all codes a and b, float32 [heads, tokens, 64], and what a pair takes off, [heads, 64, 64]."""
 Codes = tuple[torch.Tensor, torch.Tensor]
-Rule = Callable[[int, int, Scores, Codes | None], Codes]
-"""Chooses codes by the turn, the stage, scores, and the codes of the turn before."""
+Rule = Callable[[int, Scores, Codes | None], Codes]
+"""Chooses codes by the stage, scores, and the codes that there are if the stage is chosen again."""
 
 
 def beside(scores: torch.Tensor, table: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
@@ -51,51 +61,77 @@ def best_of_lanes(scores: torch.Tensor, count: int) -> torch.Tensor:
     return (found + 16 * torch.arange(4)[:, None]).flatten(-2)
 
 
-def few(given: Scores, had: Codes | None, of_lane_b: int, of_lane_a: int) -> Codes:
-    """The rule of :mod:`kvfold.kernels._pairs_gluon`; ``had``: the code at hand, if the search begins with it."""
+def few(given: Scores) -> Codes:
+    """A GPU kernel's rule for the first stage: pairs begin with each lane's two best codes b, or with its best code a."""
     of_a, of_b, by_a = given
-    starts = best_of_lanes(of_b, of_lane_b)
-    if had is not None:
-        starts = torch.cat((starts, had[1].unsqueeze(-1)), -1)
-    a, b = from_starts(of_a, of_b, by_a.mT, starts)
-    if of_lane_a:
-        d, c = from_starts(of_b, of_a, by_a, best_of_lanes(of_a, of_lane_a))
-        better = at(of_a, c) + at(beside(of_b, by_a, c), d) > at(of_a, a) + at(beside(of_b, by_a, a), b)
-        a, b = torch.where(better, c, a), torch.where(better, d, b)
-    return a, b
+    a, b = from_starts(of_a, of_b, by_a.mT, best_of_lanes(of_b, 2))
+    d, c = from_starts(of_b, of_a, by_a, best_of_lanes(of_a, 1))
+    better = at(of_a, c) + at(beside(of_b, by_a, c), d) > at(of_a, a) + at(beside(of_b, by_a, a), b)
+    return torch.where(better, c, a), torch.where(better, d, b)
 
 
-def error(unit: torch.Tensor, search: Search, shift: torch.Tensor | float, find: Rule) -> float:
-    """Squared error of vectors [heads, tokens, d], of which ``shift`` is taken off for the search, in two turns."""
-    rest: torch.Tensor = unit - shift
+def error(book: KeyCodebook, unit: torch.Tensor, order: tuple[int, ...], find: Rule) -> float:
+    """Squared error of vectors [heads, tokens, d] whose stages are chosen in this order."""
+    search, shift = shifted(book.search())
+    rest: torch.Tensor = unit - shift.unsqueeze(1)
     chosen: dict[int, Codes] = {}
-    stages = search.halves.shape[1]
-    for turn in range(2):
-        for stage in range(again_from(stages) if turn else 0, stages):
-            halves = search.halves[:, stage]
-            had = chosen.get(stage)
-            if had is not None:
-                rest += sum(beside(torch.zeros_like(rest), -halves, c + 64 * i) for i, c in enumerate(had))
-            scores = 2 * rest @ halves.mT - search.squares[:, stage].unsqueeze(1)
-            a, b = find(turn, stage, (scores[..., :64], scores[..., 64:], search.cross[:, stage]), had)
-            chosen[stage] = a, b
-            rest -= sum(beside(torch.zeros_like(rest), -halves, c + 64 * i) for i, c in enumerate((a, b)))
-    centre = unit - rest
+    for stage in order:
+        halves, had = search.halves[:, stage], chosen.get(stage)
+        if had is not None:
+            rest += sum(beside(torch.zeros_like(rest), -halves, c + 64 * i) for i, c in enumerate(had))
+        scores = 2 * rest @ halves.mT - search.squares[:, stage].unsqueeze(1)
+        found = find(stage, (scores[..., :64], scores[..., 64:], search.cross[:, stage]), had)
+        chosen[stage] = found
+        rest -= sum(beside(torch.zeros_like(rest), -halves, c + 64 * i) for i, c in enumerate(found))
+    return missed(unit, unit - rest)
+
+
+def missed(unit: torch.Tensor, centre: torch.Tensor) -> float:
     gain = (unit * centre).sum(-1, keepdim=True) / centre.square().sum(-1, keepdim=True).clamp_min(1e-12)
     return float((unit - gain * centre).square().sum())
 
 
-OLD: Rule = lambda turn, stage, given, had: few(given, None, 2 - turn, 1)  # noqa: E731
-RULES: dict[str, Rule] = {
-    "all pairs": lambda turn, stage, given, had: nearest(*given),
-    "few pairs in both turns": OLD,
-    "and all of the first stage": lambda turn, stage, given, had: (
-        nearest(*given) if turn + stage == 0 else few(given, None, 2 - turn, 1)
-    ),
-    "with the code at hand": lambda turn, stage, given, had: (
-        nearest(*given) if turn + stage == 0 else few(given, had, 2 - turn, 1 - turn)
-    ),
-}
+def all_pairs(stage: int, given: Scores, had: Codes | None) -> Codes:
+    return nearest(*given)
+
+
+def as_the_format(stage: int, given: Scores, had: Codes | None) -> Codes:
+    if had is not None:
+        return next_pair(*given, had[1])
+    return nearest(*given) if stage == 0 else first_pair(*given)
+
+
+def as_the_kernel(stage: int, given: Scores, had: Codes | None) -> Codes:
+    return few(given) if stage == 0 and had is None else as_the_format(stage, given, had)
+
+
+def compared(book: KeyCodebook, unit: torch.Tensor) -> Iterator[tuple[str, float]]:
+    """Rules and what they miss of vectors, float32 [heads, tokens, d] under the metric, of unit root mean square."""
+    stages, search = book.stages, book.search()
+    order, turns = choices(stages, 1), (*range(stages), *range(stages // 5, stages))
+    yield "all pairs in two turns", error(book, unit, turns, all_pairs)
+    yield "all pairs in today's order", error(book, unit, order, all_pairs)
+    yield "the format", missed(unit, book.sum(book.assign(unit, 1, search), search.halves))
+    yield "few pairs of the first stage", error(book, unit, order, as_the_kernel)
+    yield "all stages again at the end", error(book, unit, (*range(stages), *range(stages)), as_the_format)
+    yield "all pairs once (passes=0)", missed(unit, book.sum(book.assign(unit, 0, search), search.halves))
+
+
+def of_layer(sample: LayerSample, held: torch.Tensor) -> Iterator[tuple[int, str, float]]:
+    """Bits, rules and multiples of the first rule's error."""
+    head_dim = sample.keys.shape[-1]
+    form = AdditiveCodes(head_dim, 32, "plain", stages_for(2, head_dim, 64), 64, 1)
+    made, _ = learn_keys(sample, held, form, Schedule(), torch.Generator().manual_seed(0))
+    yield from of_book(made["centres"], made["metric"], sample.keys[:, held])
+
+
+def of_book(centres: torch.Tensor, metric: torch.Tensor, keys: torch.Tensor) -> Iterator[tuple[int, str, float]]:
+    head_dim = keys.shape[-1]
+    for bits in (1, 2):
+        book = KeyCodebook.rounded(centres[:, : stages_for(bits, head_dim, 64)], metric, head_dim)
+        seen = keys @ book.metric.float()
+        rows = list(compared(book, seen / seen.square().mean(-1, keepdim=True).sqrt()))
+        yield from ((bits, name, found / rows[0][1]) for name, found in rows)
 
 
 def main() -> None:
@@ -103,28 +139,24 @@ def main() -> None:
     parser.add_argument("text")
     parser.add_argument("other")
     parser.add_argument("--model")
-    parser.add_argument("--layer", type=int, default=2, help="from 1")
-    parser.add_argument("--bits", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 10, 20], help="from 1")
+    parser.add_argument("--rows", type=Path, help="a file to write")
     given = parser.parse_args()
-    model, tokenizer, _ = models.load(given.model, None, "cpu")
+    model, tokenizer, info = models.load(given.model, None, "cpu")
     parts = [windows_of(tokenizer, [load_text(p)], n, 512) for p, n in ((given.text, 4096), (given.other, 1024))]
     held = torch.cat([torch.full(part.shape, i == 1) for i, part in enumerate(parts)]).flatten()
     collector = Collector(model, torch.cat(parts), 4)
     collector.start()
-    while collector.done < given.layer:
+    rows = [("model", "layer", "bits", "rule", "error")]
+    while collector.done < max(given.layers):
         sample = collector.step()
-    head_dim = sample.keys.shape[-1]
-    for bits in given.bits:
-        form = AdditiveCodes(head_dim, 32, "plain", stages_for(bits, head_dim, 64), 64, 1)
-        made, _ = learn_keys(sample, held, form, Schedule(), torch.Generator().manual_seed(0))
-        book = KeyCodebook.rounded(made["centres"], made["metric"], head_dim)
-        seen = sample.keys[:, held] @ book.metric.float()
-        unit, exact = seen / seen.square().mean(-1, keepdim=True).sqrt(), book.search()
-        least = error(unit, exact, 0.0, RULES["all pairs"])
-        search, shift = shifted(exact)
-        for name, rule in RULES.items():
-            print(f"{bits} bits, {name}: {error(unit, search, shift.unsqueeze(1), rule) / least:.4f}", flush=True)
-        print(f"{bits} bits, few pairs in both turns, nothing taken off: {error(unit, exact, 0.0, OLD) / least:.4f}")
+        if collector.done in given.layers:
+            for bits, rule, ratio in of_layer(sample, held):
+                rows.append((info.name, str(collector.done), str(bits), rule, f"{ratio:.4f}"))
+                print(*rows[-1], sep=", ", flush=True)
+    if given.rows:
+        with given.rows.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 if __name__ == "__main__":
