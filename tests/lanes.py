@@ -54,6 +54,7 @@ MODULES = (
     "_unpack_levels_gluon",
     "_unpack_mixed_gluon",
     "_unpack_bits_gluon",
+    "_pair_codes",
     "_pairs_gluon",
     "_flips_gluon",
     "_bits_gluon",
@@ -289,6 +290,40 @@ class Program:
             out.append(x + products[:, g + 8 * (kind // 2), 8 * n + 2 * t + kind % 2].reshape(-1))
         return tuple(out)
 
+    def products_of_pairs(self, words, tile):
+        """Products with codes z and i z, summed in fp16 after each 16 channels, as the tensor cores may at worst."""
+        zero, out = (torch.zeros(32 * self.warps),) * 32, ()
+        for side in range(2):
+            sums = zero
+            for step in range(8):
+                # <x, i z> is <-i x, z>
+                source = words[4 * ((step + 4 * side) % 8) :][:4]
+                if side and step >= 4:
+                    source = tuple(w ^ -2147450880 for w in source)
+                empty = (torch.zeros_like(words[0]),) * 4
+                part = self.mma_wide(zero, empty * step + tuple(source) + empty * (7 - step), tile)
+                sums = tuple((x + y).half().float() for x, y in zip(sums, part, strict=True))
+            out += tuple(joined(torch.stack((sums[2 * i], sums[2 * i + 1]), -1), torch.float16) for i in range(16))
+        return out
+
+    def copy_all(self, to, source, size, barrier, active):
+        lead = active.nonzero().flatten()
+        assert len(lead) == 1
+        at, begin, count = (int(tensor(x).expand(active.shape)[lead[0]]) for x in (to, source, size))
+        self.shared.bytes[at : at + count] = self.memory.bytes[begin : begin + count]
+
+    def exchange(self, x, new, old, changed, of_b):
+        on, out = (changed != 0).expand(32 * self.warps), list(x)
+        for c in range(4):
+            rows = [
+                self.load_shared(torch.where(on, at[c % 2], 1024), 64 * ((c + 2) % 4 if of_b else c), 4) for at in (new, old)
+            ]  # fmt: skip
+            for i, (n, o) in enumerate(zip(*rows, strict=True)):
+                less = halves(o) - halves(n)
+                moved = halves(x[4 * c + i]) + (-less if of_b and c < 2 else less)
+                out[4 * c + i] = torch.where(on, joined(moved), x[4 * c + i])
+        return tuple(out)
+
     def mma_bytes(self, a0, a1, a2, a3, b0, b1, c, is_signed, levels=False):
         g, t = torch.arange(32) // 4, torch.arange(32) % 4
 
@@ -400,6 +435,8 @@ class Program:
             "load_shared4f": self.load_shared4f, "store_shared4": self.store_shared4,
             "load_shared_short": self.load_shared_short, "store_shared1": lambda to, x: self.shared.write(to, x.int()),
             "copy_async": self.copy_async, "mma": self.mma, "mma_bytes": self.mma_bytes, "mma_wide": self.mma_wide,
+            "products_of_pairs": self.products_of_pairs, "exchange": self.exchange, "copy_all": self.copy_all,
+            **dict.fromkeys(("begin_barrier", "wait_at", "arrive_at"), nothing),
             "start_wide": lambda words, tile: self.mma_wide((torch.zeros(32 * self.warps),) * 32, words, tile),
             "wait_wide": lambda sums, _: sums, "sqrt_fast": torch.sqrt, "reciprocal": torch.reciprocal,
             "shuffle": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),

@@ -51,27 +51,27 @@ def _bounded(x):
 
 
 @triton.jit
-def _store_rows(rows, out, SIDE: tl.constexpr, WIDE: tl.constexpr):
-    """Store a side's 64 rows fp16 [64, 128], and tiles of them."""
+def _store_rows(rows, out, WIDE: tl.constexpr):
+    """Store a stage's 64 rows fp16 [64, 128], and tiles of them."""
     code, channel = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
-    tl.store(out + (64 * SIDE + code) * 128 + (channel ^ code % 2 * 32), rows)
+    tl.store(out + code * 128 + (channel ^ code % 2 * 32), rows)
     if WIDE:
         # a lane's sums are of 16 codes in a row; channels 32 c + 8 t + 2 j lie in word t of 16 bytes number 4 c + j
         line = code // 2 % 8 * 8 + code // 16 * 2 + code % 2
         place = (channel // 32 % 2 * 4 + channel // 2 % 4) ^ line % 8
         at = channel // 64 * 4096 + line * 64 + place * 8 + channel // 8 % 4 * 2 + channel % 2
-        tl.store(out + (25088 + 8192 * SIDE) + at, rows)
+        tl.store(out + 12800 + at, rows)
 
 
 @triton.jit
 def tables_kernel(
-    centres, metric, out, shift, near_shift, high, low, scale, STAGES: tl.constexpr, ROTARY: tl.constexpr,
-    BYTES: tl.constexpr, WIDE: tl.constexpr,
+    centres, metric, out, shift, near_shift, high, low, scale, STAGES: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Tables of a stage as :mod:`kvfold.kernels._pairs_gluon` reads them, of ``centres`` [heads, STAGES, 64, 128] under
     ``metric`` [heads, 128, 128]; ``out`` fp16 [heads, STAGES, BYTES / 2]. Grid: (STAGES + 1, heads).
 
-    The first stage's are of centres less their means, ``shift`` float32 and ``near_shift`` fp16 [heads, 128], as
+    RoPE is to rotate all channels: channels j and j + 64 are a pair, and the metric commutes with multiplication by i. The
+    first stage's are of centres less their means, ``shift`` float32 and ``near_shift`` fp16 [heads, 128], as
     :func:`kvfold.kernels.encode_pairs.shifted` takes them off. The last program cuts the metric in two: ``high`` and ``low``
     fp16 [heads, 128, 128], which count ``scale`` times, float32 [heads].
     """
@@ -90,34 +90,35 @@ def tables_kernel(
         tl.store(scale + head, power.to(tl.float32, bitcast=True))
     else:
         number = head * STAGES + stage
-        a, b = tl.full((64, 128), 0.0, tl.float32), tl.full((64, 128), 0.0, tl.float32)
+        z = tl.full((64, 128), 0.0, tl.float32)
         for first in range(0, 128, STEP):
             row = first + tl.arange(0, STEP)
-            # multiplied by i: channels of RoPE, and the others among themselves (kvfold.formats.codebook.times_i)
-            inner = row < ROTARY
-            half = tl.where(inner, ROTARY // 2, (128 - ROTARY) // 2)
-            real = row - tl.where(inner, 0, ROTARY) < half
-            line = centres + (number * 64 + code[:, None]) * 128
-            z = tl.load(line + row[None, :]).to(tl.float32)
-            w = tl.load(line + tl.where(real, row + half, row - half)[None, :]).to(tl.float32)
-            w = tl.where(real[None, :], -w, w)
+            known = tl.load(centres + (number * 64 + code[:, None]) * 128 + row[None, :]).to(tl.float32)
             part = tl.load(matrix + row[:, None] * 128 + channel[None, :]).to(tl.float32)
-            a = tl.dot(z, part, a, input_precision="tf32x3")
-            b = tl.dot(w, part, b, input_precision="tf32x3")
+            z = tl.dot(known, part, z, input_precision="tf32x3")
         if stage == 0:
-            mean_a, mean_b = _sum(a, 0) / 64, _sum(b, 0) / 64
-            a, b = a - mean_a[None, :], b - mean_b[None, :]
-            tl.store(shift + head * 128 + channel, mean_a + mean_b)
-            tl.store(near_shift + head * 128 + channel, _bounded(mean_a + mean_b))
+            mean = _sum(z, 0) / 64
+            z = z - mean[None, :]
+            tl.store(shift + head * 128 + channel, mean)
+            tl.debug_barrier()
+            # with i times the mean, whose real channels are minus the imaginary ones
+            turned = tl.load(shift + head * 128 + (channel ^ 64))
+            mean += tl.where(channel < 64, -turned, turned)
+            tl.debug_barrier()
+            tl.store(shift + head * 128 + channel, mean)
+            tl.store(near_shift + head * 128 + channel, _bounded(mean))
         to = out + number * (BYTES // 2)
-        _store_rows(_bounded(a), to, 0, WIDE)
-        _store_rows(_bounded(b), to, 1, WIDE)
-        less = (to + 24576).to(tl.pointer_type(tl.float32), bitcast=True)
-        tl.store(less + code, -0.5 * _sum(a * a, 1))
-        tl.store(less + 64 + code, -0.5 * _sum(b * b, 1))
-        between = _bounded(-tl.dot(a, tl.trans(b), input_precision="tf32x3"))
-        tl.store(to + 16384 + code[:, None] * 64 + code[None, :], between)
-        tl.store(to + 20480 + code[:, None] + code[None, :] * 64, between)
+        rounded = _bounded(z)
+        _store_rows(rounded, to, WIDE)
+        tl.debug_barrier()
+        # rows are taken off as they are stored, so their products are of these
+        opposite = tl.load(to + code[:, None] * 128 + (channel[None, :] ^ 64 ^ code[:, None] % 2 * 32))
+        opposite = tl.where((channel < 64)[None, :], -opposite, opposite)
+        less = 0.5 * _sum(z * z, 1)
+        tl.store(to + 12288 + code, _bounded(-less))
+        line = code[:, None] * 64 + code[None, :]
+        tl.store(to + 8192 + line, _bounded(-tl.dot(rounded, tl.trans(opposite))))
+        tl.store(to + (BYTES // 2 - 4096) + line, _bounded(tl.dot(rounded, tl.trans(rounded)) - less[None, :]))
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -77,7 +77,7 @@ def compile_pair_tables(stages: int, bf16: bool = False, capability: int = 90) -
         ("out", "near_shift", "high", "low"), "*fp16"
     )
     types |= dict.fromkeys(("shift", "scale"), "*fp32")
-    fixed = {"STAGES": stages, "ROTARY": 128, "BYTES": stage_bytes(True), "WIDE": True}
+    fixed = {"STAGES": stages, "BYTES": stage_bytes(True), "WIDE": True}
     source = ASTSource(tables_kernel, *_signature(tables_kernel, fixed, types), _aligned(tables_kernel, list(types)))
     return _compile(source, capability, **encode_pairs.TABLES)
 

@@ -37,10 +37,8 @@ PAIRS = {"T": 64, "num_warps": 4}
 """Tokens of a program of :func:`pairs_kernel`, and its warps."""
 UNITS = {"T": 64, "num_warps": 4, "maxnreg": 255}
 """The same of :func:`units_kernel`."""
-QUADS = {"M": 1, "FIRST": 3, "LATER": 1, "WIDE": True, "num_warps": 16, "maxnreg": 128}
-"""Sixteens of tokens of a warp of :func:`pairs_search_kernel`, codes that a lane begins with in the first turn and in later
-ones, whether four warps multiply together (:func:`is_wide`), and its warps. What the first turn misses is hardly made good by
-later ones."""
+QUADS = {"WIDE": True, "num_warps": 16, "maxnreg": 128}
+"""Whether four warps of :func:`pairs_search_kernel` multiply together (:func:`is_wide`), and its warps."""
 VALUES = {"T": 32, "CODES": 64, "num_stages": 2}
 """Tokens of a program of :func:`values_kernel`, and codes of a warp."""
 FLIPS = {"T": 2, "num_warps": 1}
@@ -50,7 +48,7 @@ FLIP = {64: 64, 128: 96, 256: 168}
 """Registers of :func:`flip_kernel` by codes, for as many as it has."""
 MOST = 32
 """Stages whose codes of a program's tokens lie in shared memory beside two stages' tables."""
-TABLES = {"num_warps": 8, "num_stages": 1}
+TABLES = {"num_warps": 4, "num_stages": 1}
 """How :func:`tables_kernel` is launched."""
 TOGETHER: dict[str, Any] = {"codes": (64, 128, 256), "EVERY": 1, "num_warps": 1}
 """Codes whose bits one kernel chooses and flips; flips after which that asks whether there are more, and its warps."""
@@ -124,7 +122,9 @@ def order(fmt: AdditiveCodes) -> dict[str, int]:
 
 def is_quick(fmt: AdditiveCodes) -> bool:
     """Whether the kernel serves that compares few of the pairs."""
-    return fmt.levels == 64 and fmt.head_dim == 128 and fmt.stages <= MOST
+    book = fmt.codebook
+    whole = book is not None and book.rotary == fmt.head_dim
+    return whole and fmt.levels == 64 and fmt.head_dim == 128 and fmt.stages <= MOST
 
 
 def shifted(search: Search) -> tuple[Search, torch.Tensor]:
@@ -190,7 +190,6 @@ def pair_tables(book: KeyCodebook, wide: bool) -> PairTables:
         book.metric.contiguous(),
         *vars(made).values(),
         STAGES=stages,
-        ROTARY=book.rotary,
         BYTES=size,
         WIDE=wide,
         **TABLES,
@@ -205,8 +204,7 @@ def is_wide(device: torch.device) -> bool:
 
 def constants(fmt: AdditiveCodes, wide: bool | None = None) -> tuple[dict[str, Any], dict[str, int]]:
     """Constants of :func:`pairs_search_kernel`, and how it is launched; ``wide``: None, or in place of what is the default."""
-    fixed = {"STAGES": fmt.stages, "TURNS": fmt.passes + 1, "SKIPPED": turning_points(fmt.stages)[2]}
-    fixed |= {name: QUADS[name] for name in ("M", "FIRST", "LATER")}
+    fixed: dict[str, Any] = {"STAGES": fmt.stages} | order(fmt)
     fixed["WIDE"] = QUADS["WIDE"] if wide is None else wide
     return fixed, {name: QUADS[name] for name in ("num_warps", "maxnreg")}
 
@@ -234,7 +232,7 @@ def _search_quads(fmt: AdditiveCodes, source: Source, tables: PairTables) -> Non
     units, sizes = under_metric(source, tables)
     codes = source.fields["codes"]
     fixed, options = constants(fmt, is_wide(source.x.device))
-    pairs_search_kernel[(triton.cdiv(tokens, 16 * QUADS["M"] * QUADS["num_warps"]), heads, batch)](
+    pairs_search_kernel[(triton.cdiv(tokens, 16 * QUADS["num_warps"]), heads, batch)](
         units,
         sizes,
         tables.near_shift,
