@@ -92,7 +92,22 @@ def test_gains_are_those_of_flips(codes, dim, dtype, module):
         assert relative(found[same[head]], gain[head][same[head]]) < 2e-3
 
 
-@pytest.mark.parametrize("codes, dim, flips", [(128, 128, 32), (256, 128, 32), (64, 64, 32), (64, 64, 3), (64, 64, 0)])
+def test_products_of_codes_are_those_of_what_bits_miss():
+    """So ``x @ along - bits @ gram`` is ``(x - bits @ codebook) @ along``, under metrics that are not the identity."""
+    book, _ = case(128, 64, 32)
+    tables, metric = book.gains(), book.tensors["metric"].float()
+    square = metric @ metric.mT
+    off = square - torch.diag_embed(square.diagonal(dim1=-1, dim2=-2))
+    assert (off.norm(dim=(-1, -2)) > 0.1 * square.norm(dim=(-1, -2))).all()
+    for head in range(HEADS):
+        codes = book.tensors["codebook"][head].float() * tables.scale[head]
+        assert relative(codes @ tables.along[head].float(), tables.gram[head].float()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "codes, dim, flips",
+    [(128, 128, 32), (256, 128, 32), (256, 256, 32), (128, 64, 32), (64, 64, 32), (64, 64, 3), (64, 64, 0)],
+)
 def test_lanes_flip_bits_as_well_as_the_method(codes, dim, flips, module):
     book, x = case(codes, dim, 32)
     fmt = BinaryCodes(dim, 32, "value", codes, 1)
@@ -171,11 +186,11 @@ def test_flips_compile_without_spills(codes):
     assert report.instructions["VIMNMX3"]  # three numbers by one instruction
 
 
-@pytest.mark.parametrize("codes, spilled", [(64, 0), (128, 32), (256, 256)])
+@pytest.mark.parametrize("codes, spilled", [(64, 0), (128, 32), (256, 96)])
 def test_bits_chosen_and_flipped_compile_within_their_registers(codes, spilled):
     report = compile_value_bits(codes, 64 if codes == 64 else 128)
     assert report.registers <= encode_pairs.CHOSEN[codes]
-    assert report.spilled <= spilled
+    assert report.spilled <= spilled and report.spills_in_loop == 0
 
 
 @pytest.mark.parametrize("codes", [128, 256])

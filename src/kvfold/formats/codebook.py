@@ -528,8 +528,9 @@ class BitGains:
 
     Numbers of a KV head are scaled by powers of two, so that the largest product of a code with itself is 8 to 16 and elements
     of ``along`` are 3 at most. Of ``y = clamp((x - offset) * scale, -64, 64)`` in fp16 the first bits are as in
-    :class:`BitSearch`, with ``matrix`` and ``shift``; flipping bit c lowers the error by twice
-    ``d (y @ along - bits @ gram)_c - half_c``, where d is 1 for a bit that is 0 and -1 for one that is 1.
+    :class:`BitSearch`, with ``matrix`` and ``shift``. Flipping bit c lowers the error by twice
+    ``d (y @ along - bits @ gram)_c - half_c``, where d is 1 for a bit that is 0 and -1 for one that is 1. With the codes
+    themselves, scaled as y is, the difference is ``(y - bits @ codebook) @ along``, for ``gram = codebook @ along``.
 
     Attributes
     ----------
@@ -539,8 +540,9 @@ class BitGains:
     matrix, along : Tensor, float16 [num_kv_heads, d, codes]
     gram, rows : Tensor, float16 [num_kv_heads, codes, codes], [num_kv_heads, codes + 1, codes]
         Products of codes; the same with :data:`FLIPPED` in place of a code's with itself, and last a row of zeros.
-    operands : Tensor, float16 [num_kv_heads, (2 d + codes) * codes]
-        ``matrix``, ``along`` and ``gram`` in the order of :mod:`kvfold.kernels._bits_gluon`; none if d is no multiple of 32.
+    operands : Tensor, float16 [num_kv_heads, 3 * d * codes]
+        ``matrix``, ``codebook`` [codes, d] and ``along`` in the order of :mod:`kvfold.kernels._bits_gluon`; none if d is no
+        multiple of 32.
     vectors : Tensor, float32 [num_kv_heads, 4, codes]
         ``shift``, ``top``, ``place`` as the bits of integers, and ``half``.
     """
@@ -561,15 +563,25 @@ class BitGains:
     vectors: torch.Tensor
 
 
-def _operand(table: torch.Tensor) -> torch.Tensor:
-    """A table [num_kv_heads, n, codes] as second operand of ``mma.m16n8k16``: a lane's eight numbers of a code side by side,
-    columns in such an order that a lane's sums are of eight codes in a row."""
-    parts = table.mT.unflatten(-1, (-1, 4, 8)).unflatten(1, (-1, 4, 4, 2))  # codes: part, g / 2, column, g % 2
-    return parts.permute(0, 1, 3, 5, 2, 4, 6, 7).flatten(1)
+def _operand(table: torch.Tensor, rows_first: bool = False) -> torch.Tensor:
+    """A table [num_kv_heads, n, columns] as second operand of ``mma.m16n8k16``.
+
+    A lane's eight numbers of a column stand side by side, and columns in such an order that a lane's sums are of eight columns
+    in a row. ``rows_first``: all columns of 32 rows together, instead of all rows of 32 columns.
+    """
+    parts = table.mT.unflatten(-1, (-1, 4, 8)).unflatten(1, (-1, 4, 4, 2))  # columns: part, g / 2, tile, g % 2
+    order = (5, 1, 3) if rows_first else (1, 3, 5)
+    return parts.permute(0, *order, 2, 4, 6, 7).flatten(1)
 
 
-def bit_gains(tables: tuple[torch.Tensor, ...], offset: torch.Tensor) -> BitGains:
-    """From the seven tables of levels that :class:`BitSearch` has, and the offset of values, float32 [num_kv_heads, d]."""
+def bit_gains(tables: tuple[torch.Tensor, ...], codebook: torch.Tensor, offset: torch.Tensor) -> BitGains:
+    """From the seven tables of levels that :class:`BitSearch` has, float32.
+
+    Parameters
+    ----------
+    codebook, offset : Tensor, float32 [num_kv_heads, codes, d], [num_kv_heads, d]
+        Values are sums of codes and the offset.
+    """
     matrix, shift, top, place, along, _, gram = tables
     square = gram.diagonal(dim1=-1, dim2=-2)
     size = torch.exp2(4 - square.amax(-1).clamp_min(1e-30).log2().ceil())
@@ -583,15 +595,15 @@ def bit_gains(tables: tuple[torch.Tensor, ...], offset: torch.Tensor) -> BitGain
     vectors = {"offset": offset, "scale": scale, "size": size, "shift": shift, "top": top, "place": place, "half": half}
     vectors["least"] = 1e-6 * half.amax(-1)
     limit = torch.finfo(torch.float16).max
-    products = {"matrix": matrix.clamp(-limit, limit), "along": along.clamp(-limit, limit), "gram": gram, "rows": rows}
+    matrix, codes, along = (x.clamp(-limit, limit).half() for x in (matrix, codebook * scale[:, None, None], along))
     whole = offset.shape[-1] % 32 == 0
-    parts = [_operand(products[name].half()) for name in ("matrix", "along", "gram")] if whole else [gram[:, :0, 0]]
-    products["operands"] = torch.cat(parts, -1)
+    parts = [_operand(matrix), _operand(codes, True), _operand(along)] if whole else [gram[:, :0, 0]]
+    products = {"matrix": matrix, "along": along, "gram": gram, "rows": rows, "operands": torch.cat(parts, -1)}
     digits = place.to(torch.int32).view(torch.float32)
     vectors["vectors"] = torch.stack((vectors["shift"].float(), top.float(), digits, vectors["half"].float()), 1)
     return BitGains(
         **{name: x.float().contiguous() for name, x in vectors.items()},
-        **{name: x.half().contiguous() for name, x in products.items()},
+        **{name: x.contiguous() for name, x in products.items()},
     )
 
 

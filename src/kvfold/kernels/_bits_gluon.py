@@ -1,9 +1,10 @@
 """Bits of values (CommVQ), chosen, flipped and packed by one Gluon kernel, for 64, 128 and 256 codes.
 
 A warp has sixteen tokens, as ``mma.m16n8k16`` does: lane (g, t) has channels, and codes, 8t to 8t + 7 of every 32, of tokens g
-and g + 8. Three products say what bits a token begins with, how its error falls along each code, and what the bits take off;
-columns stand in such an order that sums are a lane's own codes, and what they are is never written to memory. Eight tokens'
-gains wait in shared memory while the others' bits are flipped (:mod:`kvfold.kernels._flips_gluon`).
+and g + 8. Three products say what bits a token begins with, what these bits miss of it, and how its error falls along each
+code. Columns stand in such an order that sums are of a lane's own codes and channels. So what is missed, packed to fp16, is the
+next product's operand as it lies, and no sum is written to memory. Eight tokens' gains wait in shared memory while the others'
+bits are flipped (:mod:`kvfold.kernels._flips_gluon`).
 
 Warps of a program read the same operands at about the same time, so that most come from the multiprocessor's own cache.
 """
@@ -110,7 +111,7 @@ def _plus_product(accs, x, y, at):
 
 
 @gluon.jit
-def _first_bits(x, y, at, vectors, on, C: gl.constexpr):
+def _first_bits(x, y, at, vectors, on, four, C: gl.constexpr):
     """Bits by levels of a lane's codes, of both of its tokens: one word or two each. ``vectors``: address of the lane's part of
     what is added, of largest levels and of digits."""
     bits = ()
@@ -118,7 +119,7 @@ def _first_bits(x, y, at, vectors, on, C: gl.constexpr):
     for w in gl.static_range((C + 127) // 128):
         word = on * 0
         other = on * 0
-        for i in range(4 if C > 64 else 2):
+        for i in range(four if C > 64 else 2):
             c = 4 * w + i
             here = vectors + 128 * c
             more = _floats8(here, on)
@@ -165,21 +166,45 @@ def minus_ones(x, K: gl.constexpr):
 
 
 @gluon.jit
-def _minus_bits(accs, bits, others, at, C: gl.constexpr):
-    """The same less a product with bits, of which even and odd ones lie in halves of words (:func:`_apart`)."""
-    K: gl.constexpr = C // 32
-    out = accs
-    for m in gl.static_range(K):
-        x = ()
-        for w in gl.static_range(4):
-            x = x + (minus_ones(bits[m // 4], m % 4 * 4 + w), minus_ones(others[m // 4], m % 4 * 4 + w))
-        new = ()
-        for i in gl.static_range(4):
-            z = operand_words(at, 512 * (i * K + m))
-            acc = mma(x[0], x[1], x[2], x[3], z[0], z[1], out[i], False)
-            new = new + (mma(x[4], x[5], x[6], x[7], z[2], z[3], acc, False),)
-        out = new
-    return out
+def _missed_part(x, y, bits, others, at, four, C: gl.constexpr, FIRST: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
+    """What bits miss of a lane's words ``x`` and ``y``: N words of each, of channels from FIRST on."""
+    accs = ()
+    for n in gl.static_range(N):
+        near = unpack_half2(x[FIRST // 8 + n])
+        far = unpack_half2(y[FIRST // 8 + n])
+        accs = accs + ((near[0], near[1], far[0], far[1]),)
+    for w in gl.static_range(len(bits)):
+        for i in range(four if C > 64 else 2):
+            a = ()
+            for k in gl.static_range(4):
+                a = a + (minus_ones(bits[w] >> 4 * i, k), minus_ones(others[w] >> 4 * i, k))
+            here = at + (4 * w + i) * (64 * D)
+            new = ()
+            for n in gl.static_range(N):
+                z = operand_words(here, 64 * FIRST + 512 * n)
+                acc = mma(a[0], a[1], a[2], a[3], z[0], z[1], accs[n], False)
+                new = new + (mma(a[4], a[5], a[6], a[7], z[2], z[3], acc, False),)
+            accs = new
+    near = ()
+    far = ()
+    for n in gl.static_range(N):
+        near = near + (pack_half2(accs[n][0], accs[n][1], False),)
+        far = far + (pack_half2(accs[n][2], accs[n][3], False),)
+    return near, far
+
+
+@gluon.jit
+def _missed(x, y, bits, others, at, four, C: gl.constexpr, D: gl.constexpr):
+    """Words ``x`` and ``y`` of a lane's channels, of two tokens, less the codes of their bits, of which even and odd ones are
+    in halves of words (:func:`_apart`). Sums are in fp32, as many at a time as registers hold; what is missed is fp16 again."""
+    out = ()
+    others_out = ()
+    WIDTH: gl.constexpr = 128 if C > 128 else 64
+    for first in gl.static_range(0, D, WIDTH):
+        near, far = _missed_part(x, y, bits, others, at, four, C, first, min(WIDTH, D - first) // 8, D)
+        out = out + near
+        others_out = others_out + far
+    return out, others_out
 
 
 @gluon.jit
@@ -228,15 +253,18 @@ def value_bits_kernel(
     offsets = offset_ptr.to(gl.int64) + head * (4 * D) + t * 32
     x = _scaled(own + first.to(gl.int64) * stride_t * SIZE, offsets, scale, on, D, KIND)
     y = _scaled(own + second.to(gl.int64) * stride_t * SIZE, offsets, scale, on, D, KIND)
-    at = operands_ptr.to(gl.int64) + head.to(gl.int64) * (2 * C * (2 * D + C)) + lane * 16
+    at = operands_ptr.to(gl.int64) + head.to(gl.int64) * (6 * C * D) + lane * 16
     vectors = vectors_ptr.to(gl.int64) + head * (16 * C) + t * 32
-    bits, others = _first_bits(x, y, at, vectors, on, C)
+    # which the compiler does not know: it would unroll loops, whose operands take more registers than there are
+    four = gl.minimum(tokens // 8, 4)
+    bits, others = _first_bits(x, y, at, vectors, on, four, C)
 
     apart = ()
     others_apart = ()
     for w in gl.static_range(len(bits)):
         apart = apart + (_apart(bits[w]),)
         others_apart = others_apart + (_apart(others[w]),)
+    x, y = _missed(x, y, apart, others_apart, at + 2 * C * D, four, C, D)
     gains = ()
     for w in gl.static_range(len(bits)):
         held = ()
@@ -247,8 +275,7 @@ def value_bits_kernel(
             accs = ()
             for _i in gl.static_range(4):
                 accs = accs + ((lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0),)
-            accs = _plus_product(accs, x, y, at + 2 * C * D + c * (64 * D))
-            accs = _minus_bits(accs, apart, others_apart, at + 4 * C * D + c * (64 * C), C)
+            accs = _plus_product(accs, x, y, at + 4 * C * D + c * (64 * D))
             half = _floats8(vectors + (12 * C + 128 * c), on)
             now = ()
             later = ()

@@ -547,7 +547,7 @@ def _lanes_test(fmt: BinaryCodes, random: Callable[..., torch.Tensor]) -> str | 
     )
     rest, gram, three = random(2, 64, fmt.head_dim) * fmt.codes**0.5 / 2, book @ book.mT, random(2, fmt.codes) * 0 + 3
     shift = 1.5 - (offset.unsqueeze(1) @ matrix).squeeze(1)
-    tables = bit_gains((matrix, shift, three, three * 0, book.mT, three, gram), offset)
+    tables = bit_gains((matrix, shift, three, three * 0, book.mT, three, gram), book, offset)
     x = (rest + offset.unsqueeze(1)).unsqueeze(0)
     fields = fmt.allocate(1, 2, 2, x.device)
     source = Source(x, fields, 0)

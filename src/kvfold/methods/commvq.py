@@ -273,7 +273,7 @@ class ValueCodebook:
         """What kernels multiply to find the bits that flips begin with, of levels; made once."""
         if self._gains is not None:
             return self._gains
-        made = bit_gains(self.level_tables(), self._get("offset"))
+        made = bit_gains(self.level_tables(), self._get("codebook"), self._get("offset"))
         on_gpu = made.gram.device.type == "cuda"
         if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # what a graph makes holds nothing until it runs
             self._gains = made
