@@ -473,6 +473,22 @@ def test_values_are_learned_and_flips_lower_the_error(encoder, joint):
     assert (error[1] <= error[0] + 1e-3).all() and (error[2] <= error[1] + 1e-3).all()
 
 
+def test_a_codebook_of_values_means_whole_steps_everywhere():
+    """At most half a step from what is given; the offset makes up for what half of the codes lose."""
+    tensors, _ = learn_values(sample(), held_out(), 32, False, QUICK, torch.Generator().manual_seed(0))
+    book, given = ValueCodebook(tensors), tensors["codebook"].float()
+    c = book.steps.codebook
+    assert ((c - given).abs() <= 0.501 * book.steps.step.unsqueeze(1)).all() and book.steps.numbers.abs().max() == 127
+    rows = book.rows(len(c))
+    assert torch.equal(rows[:, :-1], c)
+    half = torch.full((len(c), 1, 32), 0.5)
+    plain = half @ given + tensors["offset"].float().unsqueeze(1)
+    assert torch.allclose(book.decode(half), plain, atol=1e-4 * float(plain.abs().max()))
+    assert torch.equal(book.value_map(len(c)).rows, rows) and book.value_map(len(c)).steps is book.steps
+    joint = ValueCodebook(learn_values(sample(), held_out(), 32, True, QUICK, torch.Generator().manual_seed(0))[0])
+    assert joint.value_map(len(c)).steps is None
+
+
 def test_values_beat_asymmetric_quantization_of_equal_bits():
     """Table 11's shape, on synthetic values: at 1 and 2 bits the learned code has the lower error."""
     layer = sample()

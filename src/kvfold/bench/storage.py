@@ -11,7 +11,7 @@ import torch
 from kvfold import methods
 from kvfold.errors import KVFoldError
 from kvfold.formats import Fields, Format, PagedFormat
-from kvfold.formats.codebook import KeyCodebook, ValueRows
+from kvfold.formats.codebook import KeyCodebook
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.projected import HeadMaps
@@ -51,7 +51,7 @@ def formats(
     first = replace(spec, fragments=fused)
     if isinstance(made, CommVQ):
         book, values = tables(made, heads, head_dim, device)
-        return *made.formats(spec, book), ValueRows(values.rows(heads))
+        return *made.formats(spec, book), values.value_map(heads)
     if isinstance(made, VQLLM):
         books = tables(made, heads, head_dim, device)
         return made.format(spec, "key", books["key"]), made.format(spec, "value", books["value"]), None

@@ -139,15 +139,14 @@ def next_pair(scores_a: torch.Tensor, scores_b: torch.Tensor, table: torch.Tenso
 
 def turning_points(stages: int) -> tuple[int, int, int]:
     """Where :func:`choices` turns back: before which stage, to which, and to which after the last one."""
-    middle = 2 * stages // 3
-    return middle, min(2 * stages // 7, middle), 2 * stages // 5
+    return 4 * stages // 7, stages // 4, 3 * stages // 7
 
 
 def choices(stages: int, passes: int) -> tuple[int, ...]:
     """Stages in the order in which codes are chosen; a stage that occurs again is chosen again, given all others so far.
 
-    Without passes each stage occurs once. The first pass goes back twice, when two thirds of the stages are chosen and at the
-    end (:func:`turning_points`); each further one is the end's once more. The first stages are long, and hardly any code of
+    Without passes each stage occurs once. The first pass goes back twice, when four sevenths of the stages are chosen and at
+    the end (:func:`turning_points`); each further one is the end's once more. The first stages are long, and hardly any code of
     theirs would change.
     """
     if passes == 0:
@@ -486,10 +485,47 @@ class BinaryCodes(Format):
 
 
 @dataclass(frozen=True)
+class ValueSteps:
+    """A codebook of values in whole steps, ``numbers * step``.
+
+    Attributes
+    ----------
+    numbers : Tensor, int8 [heads, codes, d]
+        -127 to 127.
+    step : Tensor, float32 [heads, d]
+        Of a channel.
+    rest : Tensor, float32 [heads, d]
+        What half of all codes lose by it in sum: values' offset makes up for that, for about half of their bits are set.
+    """
+
+    numbers: torch.Tensor
+    step: torch.Tensor
+    rest: torch.Tensor
+
+    @classmethod
+    def of(cls, codebook: torch.Tensor) -> ValueSteps:
+        """The nearest to ``codebook``, float [heads, codes, d]."""
+        book = codebook.float()
+        step = book.abs().amax(1).clamp_min(2.0**-100) / 127
+        numbers = (book / step.unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
+        return cls(numbers, step, (book - numbers.float() * step.unsqueeze(1)).sum(1) / 2)
+
+    @property
+    def codebook(self) -> torch.Tensor:
+        """float32, as it was."""
+        return self.numbers.float() * self.step.unsqueeze(1)
+
+    def to(self, device: torch.device) -> ValueSteps:
+        return ValueSteps(self.numbers.to(device), self.step.to(device), self.rest.to(device))
+
+
+@dataclass(frozen=True)
 class ValueRows:
-    """Turns sums of decoded values, float32 [..., num_kv_heads, n, width], to outputs by ``rows`` [num_kv_heads, width, d]."""
+    """Turns sums of decoded values, float32 [..., num_kv_heads, n, width], to outputs by ``rows`` [num_kv_heads, width, d];
+    ``steps``: all rows but the last, of each KV head, where kernels may read those instead."""
 
     rows: torch.Tensor
+    steps: ValueSteps | None = None
 
     def __call__(self, sums: torch.Tensor) -> torch.Tensor:
         return sums @ self.rows

@@ -56,7 +56,9 @@ def compile_unpack_mixed(form: Format, bf16: bool = False, capability: int = 90)
 
 def compile_unpack_bits(codes: int, bf16: bool = False, capability: int = 90) -> Report:
     """Compile the kernel that :func:`kvfold.kernels.unpack_bits.unpack_bits` runs."""
-    fixed: dict[str, Any] = {"CODES": codes, "BF16": bf16}
-    types = {"bits": "*i16", "tables": "*u8", "sizes": "*fp32", "out": _width(bf16)}
+    wide = unpack_bits.WIDE and capability == 90
+    fixed: dict[str, Any] = {"CODES": codes, "BF16": bf16, "WIDE": wide}
+    types = {"bits": "*i16", "tables": "*u8", "out": _width(bf16)}
     source = GluonASTSource(unpack_bits_kernel, *_signature(unpack_bits_kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=unpack_bits.WARPS, maxnreg=unpack_bits.REGISTERS)
+    registers = unpack_bits.REGISTERS if wide else unpack_bits.APART[1]
+    return _compile(source, capability, num_warps=unpack_bits.WARPS, maxnreg=registers)

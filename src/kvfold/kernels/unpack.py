@@ -89,7 +89,8 @@ class Turn:
         Factor of the products.
     offset : Tensor, float32 [heads, head_dim]
     operands : Tensor or None
-        Matrices and offsets as :func:`kvfold.kernels.unpack_bits.operands` makes them, where that kernel serves.
+        Matrices in whole steps, and offsets, as :func:`kvfold.kernels.unpack_bits.operands` makes them, where that kernel
+        serves and the map has such steps.
     """
 
     matrix: torch.Tensor
@@ -105,8 +106,9 @@ class Turn:
         size = rows.abs().flatten(1).amax(1).clamp_min(2.0**-100)
         matrix = (rows / size.view(-1, 1, 1)).half().contiguous()
         own = None
-        if unpack_bits.serves(form, device) and offset.shape[-1] == 128:
-            own = unpack_bits.operands(matrix, offset)
+        steps = unproject.steps if isinstance(unproject, ValueRows) else None
+        if steps is not None and unpack_bits.serves(form, device) and offset.shape[-1] == 128:
+            own = unpack_bits.operands(steps, offset)
         return cls(matrix, size, offset.contiguous(), own)
 
 
@@ -239,7 +241,7 @@ def unpack(
             unpack_mixed.unpack_mixed(form, fields, first, out)
             return whole
     if turn is not None and turn.operands is not None and tokens % UNIT == 0:
-        unpack_bits.unpack_bits(form, fields, first, out, turn.operands, turn.size)
+        unpack_bits.unpack_bits(form, fields, first, out, turn.operands)
         return whole
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read
     if isinstance(form, Paged):

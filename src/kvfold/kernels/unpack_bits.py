@@ -6,13 +6,18 @@ from typing import Any
 import torch
 
 from kvfold.formats import Fields, Format
-from kvfold.formats.codebook import BinaryCodes
+from kvfold.formats.codebook import BinaryCodes, ValueSteps
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.stored import room_between
 
-WARPS, RESIDENT, REGISTERS = 4, 2, 255
-"""Of a program; programs of a multiprocessor at a time; registers that these have."""
+WARPS, RESIDENT, REGISTERS = 4, 1, 136
+"""Of a program, a multiple of four; programs of a multiprocessor, where keys' program has the rest of its memory; registers
+that these have."""
+APART = 2, 255
+"""The last two where every warp multiplies by itself."""
+WIDE = True
+"""Whether four warps multiply together where GPUs have such products."""
 CODES = (128, 256)
 """Bits of a vector."""
 
@@ -26,38 +31,37 @@ def serves(form: Format, device: torch.device) -> bool:
     return form.joint == 1 and form.codes in CODES and form.operand == "plain" and form.head_dim == 128
 
 
-def operands(matrix: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Matrices as second operands, and offsets behind them.
+def is_wide(device: torch.device) -> bool:
+    """Whether four warps multiply together on this device: GPUs of sm_90 do, those before and after have no such products."""
+    return WIDE and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9)
+
+
+def operands(steps: ValueSteps, offset: torch.Tensor) -> torch.Tensor:
+    """Matrices as second operands, steps and offsets behind them.
 
     Parameters
     ----------
-    matrix : Tensor, float16 [heads, codes, 128]
-        No number is larger than 1.
+    steps : ValueSteps
+        Of [heads, codes, 128].
     offset : Tensor, float32 [heads, 128]
 
     Returns
     -------
-    Tensor, uint8 [heads, 256 codes + 512]
-        fp16 [4, codes / 16, 2, 32 lanes, 2, 2, 2] of a head: blocks of 32 channels, steps of 16 bits, tiles of columns 2i and
-        2i + 1, which of these, registers, pairs. Registers have bits of different weight.
+    Tensor, uint8 [heads, 128 codes + 1024]
+        Of a head int8 [codes / 128, 128, 8, 16]: blocks of 128 codes, columns, and of each column eight times 16 codes, number
+        i at place ``i ^ column % 8``. Then fp32 [2, 128].
     """
-    codes, place = matrix.shape[1], matrix.device
-    lane, pair, half = torch.arange(32, device=place), torch.arange(2, device=place), torch.arange(2, device=place)
-    g, t = lane // 4, lane % 4
-    step = torch.arange(codes // 16, device=place)
-    first = step // 4 * 64 + step % 4 * 4
-    row = (first[:, None] + 16 * t)[:, :, None, None] + half[:, None] + 2 * pair  # [steps, 32, 2, 2]
-    tile, block = torch.arange(4, device=place).view(2, 2), torch.arange(4, device=place)
-    column = 32 * block[:, None, None, None] + 8 * (g // 2) + g % 2 + 2 * tile[:, :, None]  # [4, 2, 2, 32]
-    scaled = matrix.float().unsqueeze(-1) * (2.0**15 / 256.0**half)
-    found = scaled[
-        :,
-        row[None, :, None, :, None],
-        column.permute(0, 1, 3, 2)[:, None, :, :, :, None, None],
-        half[:, None],
-    ]
-    raw = found.half().flatten(1).contiguous().view(torch.uint8)
-    return torch.cat((raw, offset.float().contiguous().view(torch.uint8)), 1).contiguous()
+    heads, codes, _ = steps.numbers.shape
+    place = steps.numbers.device
+    column, code = torch.arange(128, device=place), torch.arange(codes, device=place)
+    channel = column // 32 * 32 + column % 8 // 2 * 8 + column // 8 % 4 * 2 + column % 2
+    # 32 codes of a product: those of a lane's two words, 4 of each; lanes have 16 of 64 in a row
+    near = code // 64 * 64 + code % 16 // 4 * 16 + code // 32 % 2 * 8 + code // 16 % 2 * 4 + code % 4
+    matrix = steps.numbers[:, near][:, :, channel].mT.unflatten(-1, (-1, 8, 16)).transpose(1, 2)
+    order = torch.arange(8, device=place) ^ column.unsqueeze(1) % 8  # what is at a place: swapping is its own inverse
+    matrix = matrix.gather(3, order.view(1, 1, 128, 8, 1).expand_as(matrix)).contiguous()
+    rest = torch.stack((steps.step, offset.float()), 1).contiguous()
+    return torch.cat([x.view(torch.uint8).reshape(heads, -1) for x in (matrix, rest)], 1).contiguous()
 
 
 def _kernel() -> Any:
@@ -66,26 +70,22 @@ def _kernel() -> Any:
     return unpack_bits_kernel
 
 
-def unpack_bits(
-    form: Format, fields: Fields, first: int, out: torch.Tensor, tables: torch.Tensor, sizes: torch.Tensor
-) -> None:
+def unpack_bits(form: Format, fields: Fields, first: int, out: torch.Tensor, tables: torch.Tensor) -> None:
     """Decode tokens of a span to ``out`` [batch, num_kv_heads, tokens, 128], from number ``first`` on: whole units of 32.
 
     Parameters
     ----------
     tables : Tensor
         Of :func:`operands`.
-    sizes : Tensor, float32 [heads]
-        What products are multiplied with.
     """
     assert isinstance(form, BinaryCodes)
     batch, heads, tokens, _ = out.shape
-    units = tokens // UNIT
-    programs = min(units, max(1, multiprocessors(out.device) * RESIDENT // (batch * heads)))
+    units, wide = tokens // UNIT, is_wide(out.device)
+    resident, registers = (RESIDENT, REGISTERS) if wide else APART
+    programs = min(-(-units // (WARPS // 2)), max(1, multiprocessors(out.device) * resident // (batch * heads)))
     _kernel()[(programs, batch * heads)](
         fields["bits"],
         tables,
-        sizes,
         out,
         heads,
         first // UNIT,
@@ -94,6 +94,7 @@ def unpack_bits(
         out.stride(1) // out.stride(2),
         CODES=form.codes,
         BF16=out.dtype == torch.bfloat16,
+        WIDE=wide,
         num_warps=WARPS,
-        maxnreg=REGISTERS,
+        maxnreg=registers,
     )

@@ -16,6 +16,7 @@ from kvfold.formats.codebook import (
     BitSearch,
     KeyCodebook,
     ValueRows,
+    ValueSteps,
     bit_gains,
     stages_for,
 )
@@ -168,7 +169,7 @@ class CommVQ(LearnedMethod):
         return self._layer(spec)[1].on(device), self.flips
 
     def value_map(self, spec: LayerSpec, device: torch.device) -> ValueRows:
-        return ValueRows(self._layer(spec)[1].on(device).rows(spec.num_kv_heads))
+        return self._layer(spec)[1].on(device).value_map(spec.num_kv_heads)
 
     def value_search(self, spec: LayerSpec, device: torch.device) -> BitSearch:
         return self._layer(spec)[1].on(device).search(self.flips)
@@ -187,10 +188,14 @@ class ValueCodebook:
         ``codebook`` [heads, codes, dim], ``offset`` [heads, dim], ``metric`` [heads, dim, dim]; the paper's encoder ``w1``,
         ``b1``, ``w2``, ``b2``, or scalar codes of principal components ``axes``, ``shift``, ``top``, ``component``, ``place``.
         A joint code has heads = 1 and dim = num_kv_heads * head_dim.
+    steps : ValueSteps or None
+        The codebook in whole steps, which all methods mean by it, as they mean the offset with ``rest``; None: the nearest to
+        that of ``tensors``.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], steps: ValueSteps | None = None) -> None:
         self.tensors = tensors
+        self.steps = ValueSteps.of(tensors["codebook"]) if steps is None else steps
         self._devices: dict[torch.device, ValueCodebook] = {tensors["codebook"].device: self}
         self._rows: dict[int, torch.Tensor] = {}
         self._searches: dict[int, BitSearch] = {}
@@ -199,11 +204,14 @@ class ValueCodebook:
     def on(self, device: torch.device) -> ValueCodebook:
         """The same tables on another device; moved once."""
         if device not in self._devices:
-            self._devices[device] = ValueCodebook({name: t.to(device) for name, t in self.tensors.items()})
+            held = {name: t.to(device) for name, t in self.tensors.items()}
+            self._devices[device] = ValueCodebook(held, self.steps.to(device))
         return self._devices[device]
 
     def _get(self, name: str) -> torch.Tensor:
-        return self.tensors[name].float()
+        if name == "codebook":
+            return self.steps.codebook
+        return self.tensors[name].float() + self.steps.rest if name == "offset" else self.tensors[name].float()
 
     def rows(self, num_kv_heads: int) -> torch.Tensor:
         """Codebook and, last, offset, as each KV head's decoded columns meet them: float32 [num_kv_heads, codes + 1, d].
@@ -216,6 +224,11 @@ class ValueCodebook:
                 rows = rows[0].unflatten(-1, (num_kv_heads, -1)).transpose(0, 1)
             self._rows[num_kv_heads] = rows
         return self._rows[num_kv_heads]
+
+    def value_map(self, num_kv_heads: int) -> ValueRows:
+        """:meth:`rows` as a map; with steps where each KV head has a code of its own."""
+        own = len(self.steps.numbers) == num_kv_heads
+        return ValueRows(self.rows(num_kv_heads), self.steps if own else None)
 
     def first_bits(self, y: torch.Tensor) -> torch.Tensor:
         """What the encoder says, without noise: float32 [heads, tokens, codes] of 0 and 1; ``y`` lies under the metric."""
