@@ -488,6 +488,9 @@ class Program:
                 (x >> 8 * i & 255) * (weight >> 8 * i & 255) for i in range(4)
             ),
             "_odd_bytes": lambda x: permuted(x, 0x4341),
+            "_above_1024": lambda x, order, odd: chosen_bytes(x, order, torch.tensor(0x7371 if odd else 0x7270)),
+            "_with_difference": lambda x, a, b: signed(unsigned(x) + unsigned(a) - unsigned(b)),
+            "_with_sum": lambda x, a, b: signed(unsigned(x) + unsigned(a) + unsigned(b)),
             "_swapped": lambda x, selector: permuted(x, selector),
             "_load_again": lambda at: self.memory.read(at, torch.int32).squeeze(-1),
             "_dynamic_base": lambda lane: lane * 0 + 1024, "shared_base": lambda lane, size: lane * 0 + 1024,

@@ -178,48 +178,82 @@ class Search:
     cross: torch.Tensor
 
 
+def sharing(stages: int) -> tuple[int, ...]:
+    """How many stages share their steps, one group after the other: the first none, the last ones in fours."""
+    first, rest = min(stages, 1), (stages - 1) % 4
+    return (first, *((rest,) if rest else ()), *(4,) * ((stages - 1) // 4))
+
+
+def largest(together: int) -> int:
+    """Largest number of a stage, where so many share their steps: with it, sums of two numbers a stage fill a byte."""
+    return 255 // (2 * together)
+
+
 @dataclass(frozen=True)
 class KeySteps:
-    """Centres in whole steps: ``(numbers - 64) * step``, of stage 0 ``(numbers - 64 + shift) * step``.
+    """Centres in steps, of which every group of stages (:func:`sharing`) and every pair of channels have one of their own.
+
+    A centre is ``(number - top / 2) * step``, with the group's :func:`largest` number as top; steps of groups behind the first
+    are ``ratio * step``, and centres of stage 0 have ``shift * step`` more.
 
     Attributes
     ----------
     numbers : Tensor, uint8 [num_kv_heads, stages, N, head_dim]
-        0 to 127.
+        0 to 127 in stage 0; to 63, 42 or 31 where two, three or four stages share steps.
     step : Tensor, float32 [num_kv_heads, head_dim / 2]
-        Of a pair, channels j and j + head_dim / 2.
+        Of a pair, channels j and j + head_dim / 2, in stage 0.
+    ratio : Tensor, float16 [num_kv_heads, groups - 1, head_dim / 2]
+        2^-10 to 16.
     shift : Tensor, float32 [num_kv_heads, head_dim]
         Whole numbers from -256 to 256.
     """
 
     numbers: torch.Tensor
     step: torch.Tensor
+    ratio: torch.Tensor
     shift: torch.Tensor
 
     @classmethod
     def of(cls, centres: torch.Tensor) -> KeySteps:
-        """The nearest to ``centres``, float [num_kv_heads, stages, N, head_dim]."""
+        """The nearest to ``centres``, float [num_kv_heads, stages, N, head_dim], in the shortest steps that reach them."""
         z = centres.float()
+        groups = sharing(z.shape[1])
         low, high = z[:, 0].amin(1), z[:, 0].amax(1)
-        need = torch.maximum((high - low) / 126, (high + low).abs() / 512)
-        if z.shape[1] > 1:
-            need = torch.maximum(need, z[:, 1:].abs().amax((1, 2)) / 63)
-        step = need.unflatten(-1, (2, -1)).amax(-2).clamp_min(2.0**-20)
-        each = torch.cat((step, step), -1)
-        shift = ((low + high) / 2 / each).round()
-        whole = z / each[:, None, None]
+        reach = [torch.maximum((high - low) / 126, (high + low).abs() / 512)]
+        for part, together in zip(z.split(groups, 1)[1:], groups[1:], strict=True):
+            reach.append(part.abs().amax((1, 2)) * (2 / largest(together)))
+        need = torch.stack(reach, 1).unflatten(-1, (2, -1)).amax(-2)  # [num_kv_heads, groups, head_dim / 2]
+        step = torch.maximum(need[:, 0], need.amax(1) / 16).clamp_min(2.0**-20)
+        longer = need[:, 1:] / step.unsqueeze(1) * (1 + 2.0**-11)  # so that fp16 does not make it shorter
+        ratio = longer.clamp(2.0**-10, 16).to(torch.float16)
+        shift = ((low + high) / 2 / torch.cat((step, step), -1)).round()
+        found = cls(z, step, ratio, shift)
+        whole = z / found._each()
         whole[:, 0] -= shift[:, None]
-        return cls((whole.round() + 64).clamp(0, 127).to(torch.uint8), step, shift)
+        top = found._top()
+        return cls((whole + top / 2).round().clamp_min(0).minimum(top).to(torch.uint8), step, ratio, shift)
+
+    def _each(self) -> torch.Tensor:
+        """Steps of every stage and channel, float32 [num_kv_heads, stages, 1, head_dim]."""
+        steps = torch.cat((self.step.unsqueeze(1), self.ratio.float() * self.step.unsqueeze(1)), 1)
+        groups = torch.tensor(sharing(self.numbers.shape[1]), device=steps.device)
+        each = steps.repeat_interleave(groups, 1)
+        return torch.cat((each, each), -1).unsqueeze(2)
+
+    def _top(self) -> torch.Tensor:
+        """Largest numbers of every stage, float32 [stages, 1, 1]."""
+        tops = [largest(together) for together in sharing(self.numbers.shape[1]) for _ in range(together)]
+        return torch.tensor(tops, dtype=torch.float32, device=self.step.device).view(-1, 1, 1)
 
     @property
     def centres(self) -> torch.Tensor:
         """float32, as they were."""
-        whole = self.numbers.float() - 64
+        whole = self.numbers.float() - self._top() / 2
         whole[:, 0] += self.shift[:, None]
-        return whole * torch.cat((self.step, self.step), -1)[:, None, None]
+        return whole * self._each()
 
     def to(self, device: torch.device) -> KeySteps:
-        return KeySteps(self.numbers.to(device), self.step.to(device), self.shift.to(device))
+        return KeySteps(*(x.to(device) for x in (self.numbers, self.step, self.ratio, self.shift)))
 
 
 class KeyCodebook:
@@ -243,7 +277,7 @@ class KeyCodebook:
 
     @classmethod
     def rounded(cls, centres: torch.Tensor, metric: torch.Tensor, rotary: int) -> KeyCodebook:
-        """Of the nearest centres in whole steps, where all channels are rotated: kernels read those, a byte a channel."""
+        """Of the nearest centres in steps, where all channels are rotated: kernels read those, a byte a channel."""
         if rotary != centres.shape[-1]:
             return cls(centres, metric, rotary)
         steps = KeySteps.of(centres)
@@ -263,7 +297,7 @@ class KeyCodebook:
     def halves(self, exact: bool = False) -> torch.Tensor:
         """Both halves of all codes, ``z_a`` and then ``i z_b``: float32 [num_kv_heads, stages, 2N, head_dim].
 
-        ``exact``: of whole steps, which are decoded; what is compared when codes are chosen is of the centres' own dtype.
+        ``exact``: of steps, which are decoded; what is compared when codes are chosen is of the centres' own dtype.
         """
         plain = self.steps.centres if exact and self.steps is not None else self.centres.float()
         return torch.cat((plain, times_i(plain, self.rotary)), -2)

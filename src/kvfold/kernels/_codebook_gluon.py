@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST, _finish
-from kvfold.kernels._steps_gluon import shifts_of, tile_steps
+from kvfold.kernels._steps_gluon import head_bytes, kept_bytes, steps_of_pairs, tile_steps
 from kvfold.kernels._tables_gluon import (
     _chosen,
     _dynamic_base,
@@ -30,14 +30,12 @@ from kvfold.kernels._tables_gluon import (
     unit_queries,
 )
 from kvfold.kernels._warp import (
-    as_float,
     copy_async,
     copy_commit,
     copy_wait_1,
     copy_wait_all,
     exp2_fast,
     launch_dependents,
-    load_global4,
     load_shared,
     load_shared_short,
     mma,
@@ -64,15 +62,9 @@ def stage_bytes(stages, bits):
 
 
 @gluon.constexpr_function
-def head_bytes(stages):
-    """Bytes of a head's rows, and of what lies beside them: see :mod:`kvfold.kernels._steps_gluon`."""
-    return stages * 8192 + 512
-
-
-@gluon.constexpr_function
 def shared_bytes(stages, bits, columns, warps):
     """Bytes of shared memory of a program."""
-    size = (stages + 1) * 8192 + warps * (2 * stage_bytes(stages, bits) + 272 * columns)
+    size = kept_bytes(stages) + 8192 + warps * (2 * stage_bytes(stages, bits) + 272 * columns)
     return (max(size, warps * bits * 32) + 1023) // 1024 * 1024
 
 
@@ -100,18 +92,14 @@ def _shared_turns(address):
 
 
 @gluon.jit
-def _rotated(x, turns, C: gl.constexpr = 4):
-    """Keys of one token of every lane, rotated by its place in the unit. With eight query rows a mask for the sign takes two
-    registers less, which would go to the stack."""
+def _rotated(x, turns):
+    """Keys of one token of every lane, rotated by its place in the unit."""
     real = ()
     imaginary = ()
     for i in gl.static_range(8):
         a = x[i]
         b = x[i + 8]
-        if C == 8:
-            real = real + (_fma_half2(a, turns[i], mul_half2(b ^ -2147450880, turns[i + 8])),)
-        else:
-            real = real + (product_less_half2(a, turns[i], mul_half2(b, turns[i + 8])),)
+        real = real + (product_less_half2(a, turns[i], mul_half2(b, turns[i + 8])),)
         imaginary = imaginary + (_fma_half2(b, turns[i], mul_half2(a, turns[i + 8])),)
     return real + imaginary
 
@@ -195,7 +183,7 @@ def _bit_sums(address, p, factor, out, side, lane, V: gl.constexpr):
 
 @gluon.jit
 def _over_units(
-    top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, shifts, turns, lane_query, raw, freq0, freq1, gain,
+    top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, turns, lane_query, raw, freq0, freq1, gain,
     position, factor0, factor1, codes, norms, bits, unit0, where, each, count, STAGES: gl.constexpr, V: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
@@ -211,9 +199,9 @@ def _over_units(
         copy_wait_1(lane)
         scores = ()
         for tile in gl.static_range(2):
-            x, y = tile_steps(lane, odd, here + word, begin, base, shifts, tile, STAGES)
-            x = _rotated(x, _shared_turns(turns + tile * 4096), C)
-            y = _rotated(y, _shared_turns(turns + (tile * 4096 + 2048)), C)
+            x, y = tile_steps(lane, odd, here + word, begin, base, tile, STAGES)
+            x = _rotated(x, _shared_turns(turns + tile * 4096))
+            y = _rotated(y, _shared_turns(turns + (tile * 4096 + 2048)))
             q = ()  # read again, for registers are few while centres are added up
             for j in gl.static_range(4):
                 q = q + load_shared(lane_query, 64 * j, 4)
@@ -232,17 +220,6 @@ def _over_units(
         top, factor, p = _weights(scores, top, odd)
         out, side = _bit_sums(here + (48 * STAGES + 64) + t * V + g * (V // 8), p, factor, out, side, lane, V)
     return top, out, side
-
-
-@gluon.jit
-def _steps(tables, lane, STAGES: gl.constexpr):
-    """Steps of a lane's two pairs."""
-    at = tables + (STAGES * 8192 + 256)
-    words = load_global4(at + lane // 2 * 16, lane * 0 + 1)
-    return (
-        as_float(gl.where(lane % 2 == 1, words[2], words[0])),
-        as_float(gl.where(lane % 2 == 1, words[3], words[1])),
-    )
 
 
 @gluon.jit
@@ -268,7 +245,7 @@ def attend_units(
 
     pair = 2 * lane
     # pairs of channels have steps of their own, which rotation does not mix
-    raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 1, C, _steps(tables, lane, STAGES))
+    raw, ups = _pairs_of_queries(q, rows, column0, lane, pair, 1, C, steps_of_pairs(tables, lane, STAGES))
     factor0 = _chosen(ups, 2 * t % C) * unit_factor
     factor1 = _chosen(ups, (2 * t + 1) % C) * unit_factor
     freq0 = gl.load(freq_ptr + pair)
@@ -278,7 +255,6 @@ def attend_units(
     token = 4 * (g % 2) + g // 2  # of every eight, a lane's
     begin = token * 12 % 32
     word = token * 12 // 32 * 4 + t * 48
-    shifts = shifts_of(tables, odd, t, STAGES)
     lane_query = query + g % C * 272 + t * 16
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
     side = _zero4(lane)
@@ -289,8 +265,8 @@ def attend_units(
     copy_wait_1(lane)
     program_sync(lane)
     top, out, side = _over_units(
-        top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, shifts, turns + token * 256 + t * 16,
-        lane_query, raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, each, count,
+        top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, turns + token * 256 + t * 16, lane_query,
+        raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, each, count,
         STAGES, V, C,
     )  # fmt: skip
     copy_wait_all(lane)
@@ -316,7 +292,7 @@ def codebook_kernel(
     memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
     program_sync(lane)
-    turns = base + STAGES * 8192
+    turns = base + kept_bytes(STAGES)
 
     split = gl.program_id(1)
     column0 = (gl.program_id(0) % columns) * C
@@ -325,7 +301,7 @@ def codebook_kernel(
     tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * head_bytes(STAGES)
 
     fetch_turns(turns, turns_ptr, thread, lane, W)
-    _fetch_rows(base, tables, thread, STAGES * 8192, W)
+    _fetch_rows(base, tables, thread, kept_bytes(STAGES), W)
     copy_commit(lane)
     if EARLY:  # tables are nobody's results
         wait_for_previous(lane)

@@ -27,7 +27,7 @@ from kvfold.kernels._residual_gluon import (
     table_bytes,
 )
 from kvfold.kernels._residual_gluon import _rotated as _rotated_by_fours
-from kvfold.kernels._steps_gluon import shifts_of, tile_steps
+from kvfold.kernels._steps_gluon import head_bytes, kept_bytes, steps_of_pairs, tile_steps
 from kvfold.kernels._tables_gluon import (
     _dynamic_base,
     _fetch_rows,
@@ -45,7 +45,6 @@ from kvfold.kernels._warp import (
     copy_wait_1,
     copy_wait_all,
     high_halves,
-    load_global4,
     load_shared,
     low_halves,
     mul_half2,
@@ -72,10 +71,21 @@ def code_bytes(stages, steps):
 @gluon.constexpr_function
 def shared_bytes(stages, steps, keys, warps, groups=0):
     """Bytes of shared memory of a program: tables, cosines and sines, and of every warp codes of two units."""
-    size = (
-        table_bytes(stages, groups) + (TURNS.value if keys else 0) + warps * (2 * code_bytes(stages, steps) + FAR.value)
-    )
+    size = kept_bytes(stages) if steps else table_bytes(stages, groups)
+    size += (TURNS.value if keys else 0) + warps * warp_bytes(stages, steps)
     return (size + 1023) // 1024 * 1024
+
+
+@gluon.constexpr_function
+def buffer_bytes(stages, steps):
+    """Bytes from a warp's codes of a unit to those of the next one; with steps, a unit's position has room there."""
+    return max(code_bytes(stages, steps), FAR.value) if steps else code_bytes(stages, steps)
+
+
+@gluon.constexpr_function
+def warp_bytes(stages, steps):
+    """Bytes of a warp's own shared memory."""
+    return 2 * buffer_bytes(stages, steps) + (0 if steps else FAR.value)
 
 
 @gluon.jit
@@ -151,16 +161,6 @@ def _fetch_codes(to, lane, source, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def steps_of_pairs(tables, lane, STAGES: gl.constexpr):
-    """Steps of pairs 2 lane and 2 lane + 1 of a head's tables."""
-    words = load_global4(tables + (STAGES * 8192 + 256) + lane // 2 * 16, lane * 0 + 1)
-    return (
-        as_float(gl.where(lane % 2 == 1, words[2], words[0])),
-        as_float(gl.where(lane % 2 == 1, words[3], words[1])),
-    )
-
-
-@gluon.jit
 def leave_turn(to, lane, position, turns, gains):
     """Leave cosines and sines of a position, times ``gains``, in shared memory: of 64 pairs, two of every lane."""
     at = position.to(gl.float32)
@@ -172,11 +172,11 @@ def leave_turn(to, lane, position, turns, gains):
 
 @gluon.jit
 def put_unit(
-    codes, base, near, far, lane, own, norms, out,
+    codes, base, near, turn, lane, own, norms, out,
     STAGES: gl.constexpr, STEPS: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr,
 ):  # fmt: skip
     """Decode 32 tokens, whose codes lie in shared memory. ``own``: what a lane knows of the tables; ``norms``: address of the
-    tokens' fp16 norms; ``near``, ``far``: addresses of cosines and sines."""
+    tokens' fp16 norms; ``near``: address of cosines and sines; ``turn``: those of the unit's position."""
     g = lane // 4
     t = lane % 4
     odd = g % 2 == 1
@@ -186,14 +186,11 @@ def put_unit(
     place = t * 32
     if STEPS or not KEYS:
         place = t * 16
-    turn = ()
-    if KEYS:
-        turn = _turns_at(far + place, STEPS)
     for tile in gl.static_range(2):
         if STEPS:
             begin = token * 12 % 32
             word = token * 12 // 32 * 4 + t * 48
-            x, y = tile_steps(lane, odd, codes + word, begin, base, own, tile, STAGES)
+            x, y = tile_steps(lane, odd, codes + word, begin, base, tile, STAGES)
         else:
             x = _token_sums(codes + (g * (4 * STAGES) + tile * (64 * STAGES)), own, 0, STAGES)
             y = _token_sums(codes + (g * (4 * STAGES) + (tile * (64 * STAGES) + 32 * STAGES)), own, 0, STAGES)
@@ -454,8 +451,9 @@ def unpack_tables_kernel(
     """
     W: gl.constexpr = gl.num_warps()
     BYTES: gl.constexpr = shared_bytes(STAGES, STEPS, KEYS, W, GROUPS)
-    TABLES: gl.constexpr = table_bytes(STAGES, GROUPS)
+    TABLES: gl.constexpr = kept_bytes(STAGES) if STEPS else table_bytes(STAGES, GROUPS)
     CODES: gl.constexpr = code_bytes(STAGES, STEPS)
+    BUFFER: gl.constexpr = buffer_bytes(STAGES, STEPS)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
@@ -465,18 +463,18 @@ def unpack_tables_kernel(
     head = gl.program_id(1)
     tables = rows.to(gl.int64)
     if STEPS:
-        tables = tables + (head % heads).to(gl.int64) * (STAGES * 8192 + 512)
+        tables = tables + (head % heads).to(gl.int64) * head_bytes(STAGES)
     if GROUPS:
         tables = tables + (head % heads).to(gl.int64) * TABLES
     near = base + TABLES
-    stage = near + warp * (2 * CODES + FAR)
+    stage = near + warp * warp_bytes(STAGES, STEPS)
     if KEYS:
         stage = stage + TURNS
         if GROUPS:
             _fetch_rows(near, near_ptr.to(gl.int64), thread, TURNS, W)
         else:
             fetch_turns(near, near_ptr, thread, lane, W)
-    far = stage + 2 * CODES
+    far = stage + 2 * BUFFER
     if GROUPS and KEYS and STAGES == 4:
         _fetch_groups(base, tables, thread, W)
     else:
@@ -502,10 +500,10 @@ def unpack_tables_kernel(
                 turns = turns + (gl.load(turns_ptr + (2 * lane + (64 * i + j))),)
         position = (gl.load(position_ptr + head // heads) + start).to(gl.int32) + first * 32
         gains = (lane.to(gl.float32) * 0.0 + gain, lane.to(gl.float32) * 0.0 + gain)
+    own = ()
     if STEPS:
         step = steps_of_pairs(tables, lane, STAGES)
         gains = (gains[0] * step[0], gains[1] * step[1])
-        own = shifts_of(tables, lane // 4 % 2 == 1, lane % 4, STAGES)
     elif GROUPS and STAGES == 4:
         own = _group_places(base, lane // 4, lane % 4)
     elif GROUPS:
@@ -523,18 +521,27 @@ def unpack_tables_kernel(
         unit = gl.minimum(begin + i, hi - 1)
         after = gl.minimum(begin + i + 1, hi - 1)
         warp_sync(lane)
-        _fetch_codes(stage + (i + 1) % 2 * CODES, lane, source + after.to(gl.int64) * CODES, CODES)
+        there = stage + (i + 1) % 2 * BUFFER
+        turn = ()
+        if STEPS:  # until codes arrive there
+            leave_turn(there, lane, position + unit * 32, turns, gains)
+            warp_sync(lane)
+            turn = _turns_at(there + lane % 4 * 16, STEPS)
+            warp_sync(lane)
+        _fetch_codes(there, lane, source + after.to(gl.int64) * CODES, CODES)
         copy_commit(lane)
-        if KEYS:
+        if KEYS and not STEPS:
             leave_turn(far, lane, position + unit * 32, turns, gains)
         copy_wait_1(lane)
-        here = stage + i % 2 * CODES
+        if KEYS and not STEPS and not GROUPS:
+            turn = _turns_at(far + lane % 4 * 32, STEPS)
+        here = stage + i % 2 * BUFFER
         norms_here = norm_at + unit.to(gl.int64) * 64
-        there = to + unit.to(gl.int64) * 8192
+        out_here = to + unit.to(gl.int64) * 8192
         if GROUPS:
-            put_group_unit(here, near, far, lane, own, means, largest, norms_here, there, STAGES, KEYS, BF16, GROUPS)
+            put_group_unit(here, near, far, lane, own, means, largest, norms_here, out_here, STAGES, KEYS, BF16, GROUPS)
         else:
-            put_unit(here, base, near, far, lane, own, norms_here, there, STAGES, STEPS, KEYS, BF16)
+            put_unit(here, base, near, turn, lane, own, norms_here, out_here, STAGES, STEPS, KEYS, BF16)
     copy_wait_all(lane)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

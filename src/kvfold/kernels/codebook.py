@@ -35,7 +35,7 @@ class CodebookTables(Tables):
             return f"keys: levels={key_format.levels}; allowed: 64"
         book = key_format.codebook
         if book is None or book.steps is None:
-            return "keys: centres that are not in whole steps"
+            return "keys: centres that are not in steps"
         if book.rotary != 128:
             return f"keys: RoPE of {book.rotary} channels; allowed: 128"
         if value_format.operand != "plain":
@@ -74,7 +74,8 @@ _made: WeakKeyDictionary[KeyCodebook, tuple[torch.Tensor, torch.Tensor]] = WeakK
 def rows_of(book: KeyCodebook) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as lanes read them, and what scores are multiplied with by head; made once: graphs know where they are.
 
-    Of every head uint8 [stages, 64, 2, 4, 16], then fp16 [128] what sums of numbers lack, and float32 [64] steps.
+    Of every head uint8 [stages, 64, 2, 4, 16], then fp16 [groups - 1, 64] ratios of steps, fp16 [128] what sums of numbers
+    lack, and float32 [64] steps of stage 0.
     """
     if book not in _made:
         steps = book.steps
@@ -86,6 +87,7 @@ def rows_of(book: KeyCodebook) -> tuple[torch.Tensor, torch.Tensor]:
         rows = steps.numbers[..., torch.cat((channel, channel + 64))].flatten(1)
         real, imaginary = steps.shift.unflatten(-1, (2, -1)).unbind(1)
         more = torch.cat((real - imaginary, real + imaginary), -1).to(torch.float16)
-        whole = torch.cat((rows, more.view(torch.uint8), steps.step.contiguous().view(torch.uint8)), -1)
+        beside = (steps.ratio.flatten(1), more, steps.step)
+        whole = torch.cat((rows, *(x.contiguous().view(torch.uint8) for x in beside)), -1)
         _made[book] = whole.view(torch.float16).contiguous(), torch.ones_like(steps.step[:, 0])
     return _made[book]

@@ -17,7 +17,7 @@ pytest.importorskip("numba")
 
 from cpu_case import decoded, missed
 from kvfold.formats import GroupCodes, ResidualCodes
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook, KeySteps
+from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook, KeySteps, largest, sharing
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.residual import Codebook
 from kvfold.kernels.cpu._numbers import has_halves
@@ -174,14 +174,14 @@ def test_additive_codes(of, stages, levels, heads, block, dtype):
     heads_of,
     blocks,
 )
-def test_additive_codes_in_whole_steps(dim, stages, levels, heads, block):
+def test_additive_codes_in_steps(dim, stages, levels, heads, block):
     form = additive(dim, stages, levels, heads, None, True, block, torch.float32)
     assert form.codebook.steps is not None
     assert missed(form, anything(form, heads)) < LIMIT
 
 
 @pytest.mark.parametrize("stages", [1, 21])
-def test_whole_steps_are_read_where_centres_are_rounded_to_fp16(stages):
+def test_steps_are_read_where_centres_are_rounded_to_fp16(stages):
     """Not the centres: those miss the steps by fp16's rounding."""
     form = additive(128, stages, 64, 2, None, True)
     fields, book = anything(form, 2), form.codebook
@@ -191,11 +191,16 @@ def test_whole_steps_are_read_where_centres_are_rounded_to_fp16(stages):
     assert missed(form, fields) < 5e-4
 
 
-@pytest.mark.parametrize("stages", [128, 129, 300])
-def test_sums_of_the_largest_steps(stages):
-    """Of 128 stages they fit 16 bits; of more, centres are read."""
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 11, 300])
+def test_sums_of_the_largest_numbers(stages):
+    """Sums of a group's stages are bytes."""
+    groups = sharing(stages)
+    top = torch.tensor([largest(together) for together in groups for _ in range(together)], dtype=torch.uint8)
     steps = KeySteps(
-        torch.full((1, stages, 2, 64), 127, dtype=torch.uint8), torch.full((1, 32), 0.5), torch.full((1, 64), 200.0)
+        top.view(1, -1, 1, 1).repeat(1, 1, 2, 64),
+        torch.full((1, 32), 0.5),
+        torch.linspace(0.25, 1.5, len(groups) - 1).view(1, -1, 1).expand(1, -1, 32).half(),
+        torch.full((1, 64), 200.0),
     )
     steps.numbers[:, :, 1, 32:] = 0
     book = KeyCodebook(steps.centres, torch.eye(64).expand(1, -1, -1), 64, steps)

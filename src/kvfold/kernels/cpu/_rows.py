@@ -10,7 +10,7 @@ from numba import types
 
 from kvfold.kernels.cpu._numbers import F32, I32, I64, TILE, has_halves, intrinsic
 
-I8, I16, F16 = ir.IntType(8), ir.IntType(16), ir.HalfType()
+I8, F16 = ir.IntType(8), ir.HalfType()
 
 BYTE, HALF, SINGLE = range(3)
 """How numbers of a table are stored; halves only where the processor converts them itself."""
@@ -155,13 +155,13 @@ def find_pairs(typing, words, stages, bits, dim, rows):
 
 
 @intrinsic
-def add_pairs(typing, kind, pairs, rows, count, table, out):
-    """Write a sum of complex vectors ``a + i b``, real parts and then imaginary ones.
+def add_pairs(typing, kind, pairs, rows, count, table, steps, out):
+    """Write a sum of complex vectors ``a + i b``, real parts and then imaginary ones: float32 [2, pairs].
 
     Parameters
     ----------
     kind : int64
-        Of :data:`BYTE`, whose numbers are 0 to 127, sums are int16; others' are float32.
+        :data:`BYTE`: numbers are those of :class:`kvfold.formats.codebook.KeySteps`.
     pairs : int64
         Complex numbers of a vector, at least 1.
     rows : int64
@@ -171,15 +171,17 @@ def add_pairs(typing, kind, pairs, rows, count, table, out):
         Vectors to sum, at least 1.
     table : int64
         Address; a vector's imaginary parts follow its real ones.
+    steps : int64
+        Address of steps of each group of vectors, float32 [groups, pairs]; not read for other kinds.
     out : int64
-        Address of what is written, [2, pairs].
+        Address of what is written.
     """
 
     def build(context, builder, signature, args):
-        kind, pairs, rows, count, table, out = args
+        kind, pairs, rows, count, table, steps, out = args
 
         def cut(stored, width, first):
-            wide = ir.VectorType(I16 if stored == BYTE else F32, width)
+            wide = ir.VectorType(F32, width)
             imaginary = builder.add(first, pairs)
 
             def parts(index):
@@ -191,20 +193,51 @@ def add_pairs(typing, kind, pairs, rows, count, table, out):
             def one(index, sums):
                 first_row = builder.mul(index, _number(2 * TILE))
                 (a, ai), (b, bi) = parts(first_row), parts(builder.add(first_row, _number(TILE)))
-                if stored == BYTE:  # a difference is a byte with a sign, a sum one without
-                    terms = builder.sext(builder.sub(a, bi), wide), builder.zext(builder.add(ai, b), wide)
+                if stored == BYTE:
+                    terms = builder.sub(a, bi), builder.add(ai, b)
                     return [builder.add(x, term) for x, term in zip(sums, terms, strict=True)]
                 terms = builder.fsub(a, bi), builder.fadd(ai, b)
                 return [builder.fadd(x, term) for x, term in zip(sums, terms, strict=True)]
 
-            sums = _loop(builder, count, [ir.Constant(wide, None)] * 2, one)
+            if stored == BYTE:
+                fours = builder.sdiv(builder.sub(count, _number(1)), _number(4))
+                rest = builder.srem(builder.sub(count, _number(1)), _number(4))
+
+                def group(number, begin, together, sums):
+                    """Numbers are bytes with a sign once the middle is off, whatever their sums are before."""
+                    fixed = isinstance(together, int)
+                    some = _number(together) if fixed else together
+                    middle = builder.mul(builder.udiv(_number(255), builder.mul(some, _number(2))), some)
+                    less = _spread(builder, builder.trunc(builder.neg(middle), I8), width)
+                    numbers = [ir.Constant(less.type, None), less]
+                    for i in range(together if fixed else 0):
+                        numbers = one(builder.add(begin, _number(i)), numbers)
+                    if not fixed:
+                        numbers = _loop(builder, some, numbers, lambda i, x: one(builder.add(begin, i), x))
+                    at = builder.add(builder.mul(number, pairs), first)
+                    step = _load(builder, SINGLE, width, _after(builder, steps, at, 4))
+                    terms = (builder.fmul(builder.sitofp(x, wide), step, ("contract",)) for x in numbers)
+                    return [builder.fadd(x, term, ("contract",)) for x, term in zip(sums, terms, strict=True)]
+
+                def four(index, sums):
+                    before = builder.add(_number(1), builder.add(rest, builder.mul(index, _number(4))))
+                    return group(builder.add(builder.add(index, _number(1)), some_rest), before, 4, sums)
+
+                sums = group(_number(0), _number(0), 1, [ir.Constant(wide, None)] * 2)
+                has_rest = builder.icmp_signed(">", rest, _number(0))
+                some_rest = builder.zext(has_rest, I64)
+                sums = _if(builder, has_rest, sums, lambda x: group(_number(1), _number(1), rest, x))
+                has_fours = builder.icmp_signed(">", fours, _number(0))
+                sums = _if(builder, has_fours, sums, lambda x: _loop(builder, fours, x, four))
+            else:
+                sums = _loop(builder, count, [ir.Constant(wide, None)] * 2, one)
             for x, part in zip(sums, (first, imaginary), strict=True):
-                _store(builder, x, _after(builder, out, part, 2 if stored == BYTE else 4))
+                _store(builder, x, _after(builder, out, part, 4))
 
         _cuts(builder, kind, pairs, {BYTE: (64, 32, 8, 1), **_floating((32, 8, 1), (32, 8, 1))}, cut)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), build
+    return types.void(*[types.int64] * 7), build
 
 
 def _number(x: int) -> ir.Constant:
@@ -227,7 +260,7 @@ def _floats(builder, stored, width, at):
 
 
 def _store(builder, x, at):
-    builder.store(x, builder.inttoptr(at, ir.PointerType(x.type)), align=2 if x.type.element == I16 else 4)
+    builder.store(x, builder.inttoptr(at, ir.PointerType(x.type)), align=4)
 
 
 def _spread(builder, x, width):
@@ -263,6 +296,18 @@ def _transposed(builder, rows):
 def _picked(builder, a, b, which):
     """Some numbers of two vectors, one after the other."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(which)), list(which)))
+
+
+def _if(builder, condition, values, change):
+    """``change(values)`` under a condition, ``values`` otherwise."""
+    before = builder.block
+    with builder.if_then(condition):
+        changed, inside = change(values), builder.block
+    found = [builder.phi(x.type) for x in values]
+    for phi, x, y in zip(found, values, changed, strict=True):
+        phi.add_incoming(x, before)
+        phi.add_incoming(y, inside)
+    return found
 
 
 def _loop(builder, count, first, step):

@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._codebook_gluon import attend_units as attend_sums
-from kvfold.kernels._codebook_gluon import head_bytes
 from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
 from kvfold.kernels._learned_keys_gluon import attend_pages, fetch_tables
 from kvfold.kernels._learned_scores import KEYS
@@ -14,6 +13,7 @@ from kvfold.kernels._learned_scores import shared_bytes as learned_bytes
 from kvfold.kernels._pages_rows_gluon import join_rows, turn_signs
 from kvfold.kernels._residual_gluon import attend_units, shared_bytes, table_bytes
 from kvfold.kernels._softmax import _finish
+from kvfold.kernels._steps_gluon import head_bytes, kept_bytes
 from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, fetch_turns, reserved
 from kvfold.kernels._warp import as_float, copy_commit, load_global4, program_sync
 
@@ -184,7 +184,7 @@ def codebook_pieces_kernel(
     warp = thread // 32
     memory = reserved(thread, BYTES)
     base = _dynamic_base(lane)
-    turns = base + STAGES * 8192
+    turns = base + kept_bytes(STAGES)
     program = gl.program_id(0).to(gl.int64)
     own_sums = sums_ptr + program * (8 * V)
     zero = gl.program_id(0) * 0
@@ -195,7 +195,7 @@ def codebook_pieces_kernel(
         tables = rows_ptr.to(gl.int64) + head.to(gl.int64) * head_bytes(STAGES)
         program_sync(lane)
         fetch_turns(turns, turns_ptr, thread, lane, W)
-        _fetch_rows(base, tables, thread, STAGES * 8192, W)
+        _fetch_rows(base, tables, thread, kept_bytes(STAGES), W)
         copy_commit(lane)
         stored = region.to(gl.int64) + head.to(gl.int64) * head_step
         where = (table + seq.to(gl.int64) * table_step, page_step)

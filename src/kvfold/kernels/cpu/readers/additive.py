@@ -9,9 +9,6 @@ from kvfold.kernels.cpu._rows import BYTE, add_pairs, find_pairs
 from kvfold.kernels.cpu.readers.base import ROW, CPUReader, made, places
 from kvfold.kernels.cpu.readers.tables import stored
 
-MOST_STAGES = 128
-"""Stages whose sums of whole steps, at most 254 a stage, are below 2^15."""
-
 
 @loops
 def _decode(row, batch, head, unit, tile, scratch):
@@ -19,21 +16,22 @@ def _decode(row, batch, head, unit, tile, scratch):
     table = row[13] + head * row[14]
     words = halves_at(row, 0, batch, head, unit, stages * 2 * bits)
     scale = halves_at(row, 4, batch, head, unit, TILE)
-    first, whole = scratch.ctypes.data, scratch[2 * TILE * stages :].view(np.int16)
+    first = scratch.ctypes.data
     find_pairs(words.ctypes.data, stages, bits, dim, first)
-    steps = carray(address(row[16] + head * dim * 8), (2, dim), np.float32) if kind == BYTE else tile
+    steps = row[16] + head * row[17]
+    offset = carray(address(steps + row[17] - dim * 4), dim, np.float32) if kind == BYTE else tile[0]
     for t in range(TILE):
         x, factor, rows = tile[t], half(scale[t]), first + 4 * t
         if kind == BYTE:
-            add_pairs(kind, dim // 2, rows, stages, table, whole.ctypes.data)
+            add_pairs(kind, dim // 2, rows, stages, table, steps, x.ctypes.data)
             for i in range(dim):
-                x[i] = (np.float32(whole[i]) + steps[1, i]) * (steps[0, i] * factor)
+                x[i] = (x[i] + offset[i]) * factor
             continue
         if rotary > 0:
-            add_pairs(kind, rotary // 2, rows, stages, table, x.ctypes.data)
+            add_pairs(kind, rotary // 2, rows, stages, table, 0, x.ctypes.data)
         if rotary < dim:
             rest = (dim - rotary) // 2
-            add_pairs(kind, rest, rows, stages, table + row[15], x[rotary:].ctypes.data)
+            add_pairs(kind, rest, rows, stages, table + row[15], 0, x[rotary:].ctypes.data)
         for i in range(dim):
             x[i] *= factor
 
@@ -41,7 +39,7 @@ def _decode(row, batch, head, unit, tile, scratch):
 @decoder
 def _read(row, batch, head, unit, tile, width, scratch):
     numbers = carray(row, ROW)
-    space = carray(scratch, 2 * TILE * numbers[9] + (numbers[8] + 1) // 2)
+    space = carray(scratch, 2 * TILE * numbers[9])
     _decode(numbers, batch, head, unit, carray(tile, (TILE, width)), space)
 
 
@@ -50,23 +48,23 @@ class AdditiveReader(CPUReader[AdditiveCodes]):
 
     @property
     def scratch(self) -> int:
-        return 2 * TILE * self.form.stages + (self.form.head_dim + 1) // 2
+        return 2 * TILE * self.form.stages
 
     def row(self, fields: Fields, keep: list[torch.Tensor]) -> list[int]:
         """Codes, scales, both by units; channels, stages, bits of a code, rotated channels; kind, address and bytes
-        per head of centres, bytes of rotated channels; address of steps."""
+        per head of centres, bytes of rotated channels; address and bytes per head of steps."""
         form, units = self.form, self.form.block // TILE
         assert form.codebook is not None
         book = form.codebook.on(torch.device("cpu"))
         row = places(form, fields, ("codes", "rms"), keep)
         row[3], row[7] = row[3] // units, row[7] // units
         row += [form.head_dim, form.stages, form.code_bits, book.rotary]
-        steps = book.steps if form.stages <= MOST_STAGES else None
+        steps = book.steps
         if steps is None:
             kind, table = stored(book, "centres")
             return [*row, kind, *_place(table), book.rotary * table.itemsize]
-        numbers, scales = made(book, "steps", lambda: _of_steps(steps))
-        return [*row, BYTE, *_place(numbers), book.rotary, scales.data_ptr()]
+        numbers, beside = made(book, "steps", lambda: _of_steps(steps))
+        return [*row, BYTE, *_place(numbers), book.rotary, *_place(beside)]
 
 
 def _place(table: torch.Tensor) -> tuple[int, int]:
@@ -75,8 +73,7 @@ def _place(table: torch.Tensor) -> tuple[int, int]:
 
 
 def _of_steps(steps: KeySteps) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers, and of each channel the step and what is added to sums of them: float32 [heads, 2, channels]."""
-    real, imaginary = steps.shift.float().chunk(2, -1)
-    middle = 2 * 64 * steps.numbers.shape[1]  # both parts of every stage; of real parts they cancel
-    offset = torch.cat((real - imaginary, real + imaginary - middle), -1)
-    return steps.numbers.contiguous(), torch.stack((torch.cat((steps.step, steps.step), -1).float(), offset), 1)
+    """Whole numbers; and of each head groups' steps, float32 [groups, pairs], and then what each channel's sums lack."""
+    each = torch.cat((steps.step.unsqueeze(1), steps.ratio.float() * steps.step.unsqueeze(1)), 1)
+    real, imaginary = (steps.shift * torch.cat((steps.step, steps.step), -1)).chunk(2, -1)
+    return steps.numbers.contiguous(), torch.cat((each.flatten(1), real - imaginary, real + imaginary), -1)
