@@ -100,7 +100,7 @@ def test_products_of_codes_are_those_of_what_bits_miss():
     off = square - torch.diag_embed(square.diagonal(dim1=-1, dim2=-2))
     assert (off.norm(dim=(-1, -2)) > 0.1 * square.norm(dim=(-1, -2))).all()
     for head in range(HEADS):
-        codes = book.tensors["codebook"][head].float() * tables.scale[head]
+        codes = book.steps.codebook[head] * tables.scale[head]
         assert relative(codes @ tables.along[head].float(), tables.gram[head].float()) < 1e-3
 
 
