@@ -121,6 +121,8 @@ def main() -> None:
         seen = sample.keys[:, held] @ book.metric.float()
         unit, exact = seen / seen.square().mean(-1, keepdim=True).sqrt(), book.search()
         least = error(unit, exact, 0.0, RULES["all pairs"])
+        plain = error(unit, KeyCodebook(made["centres"], made["metric"], head_dim).search(), 0.0, RULES["all pairs"])
+        print(f"{bits} bits, all pairs, centres not rounded to steps: {plain / least:.4f}")
         search, shift = shifted(exact)
         for name, rule in RULES.items():
             print(f"{bits} bits, {name}: {error(unit, search, shift.unsqueeze(1), rule) / least:.4f}", flush=True)
