@@ -52,12 +52,13 @@ def settled(table: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 class Aside:
-    """Launches beside those of the current stream of a GPU, on a second one; elsewhere one after the other.
+    """Launches beside those of the current stream of a GPU, on another one; elsewhere one after the other. Those of each
+    ``number`` have a stream of their own.
 
     What is launched in :meth:`launches` waits for what was launched before it, and :meth:`wait` lets what comes next wait for
     it. Tensors that are made there and used after have to be named to :meth:`wait`. A block that fails waits as well::
@@ -68,8 +69,8 @@ class Aside:
             aside.wait(result)
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = _second_stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, number: int = 0) -> None:
+        self._stream = _stream(device, number) if device.type == "cuda" else None
         self._began = False
 
     def __enter__(self) -> "Aside":
@@ -80,7 +81,7 @@ class Aside:
 
     @contextmanager
     def launches(self) -> Iterator[None]:
-        """Within it the second stream is the current one."""
+        """Within it the other stream is the current one."""
         if self._stream is None:
             yield
             return
