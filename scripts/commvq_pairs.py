@@ -20,15 +20,7 @@ from kvfold.calibration.commvq_keys import learn_keys
 from kvfold.calibration.commvq_schedule import Schedule
 from kvfold.calibration.run import windows_of
 from kvfold.evaluation.text import load_text
-from kvfold.formats.codebook import (
-    AdditiveCodes,
-    KeyCodebook,
-    choices,
-    first_pair,
-    nearest,
-    next_pair,
-    stages_for,
-)
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, choices, first_pair, nearest, next_pair, stages_for
 from kvfold.kernels.encode_pairs import shifted
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

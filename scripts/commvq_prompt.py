@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvfold.bench.prefill import Prompt
 from kvfold.formats import Fields
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.binary import BinaryCodes
+from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels import encode_pairs, encode_search
 from kvfold.kernels.encode_source import Source
 

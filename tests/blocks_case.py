@@ -21,7 +21,8 @@ from kvfold.formats import (
     Paged,
     ResidualCodes,
 )
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook
+from kvfold.formats.binary import BinaryCodes
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook
 from kvfold.formats.gaussian import gaussian_codes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales

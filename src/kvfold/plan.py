@@ -20,7 +20,8 @@ from kvfold.formats import (
     Paged,
     Projected,
 )
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.binary import BinaryCodes
+from kvfold.formats.codebook import AdditiveCodes
 from kvfold.formats.paged import plain
 from kvfold.formats.residual import ResidualCodes
 from kvfold.kernels import Choice

@@ -13,9 +13,9 @@ from kvfold.calibration.commvq_keys import fit_together, key_metric, learn_keys,
 from kvfold.calibration.commvq_schedule import Schedule
 from kvfold.calibration.commvq_values import fit_codebook, learn_values
 from kvfold.errors import KVFoldError, MethodError
+from kvfold.formats.binary import BinaryCodes
 from kvfold.formats.codebook import (
     AdditiveCodes,
-    BinaryCodes,
     KeyCodebook,
     choices,
     first_pair,
@@ -257,17 +257,17 @@ def test_more_passes_never_raise_the_error(stages):
     ("stages", "order"),
     [
         (1, [*range(1), *range(1)]),
-        (2, [0, 0, 1, 0, 1]),
-        (3, [0, 1, 0, 1, 2, 1, 2]),
-        (11, [*range(7), *range(3, 7), *range(7, 11), *range(4, 11)]),
-        (21, [*range(14), *range(6, 14), *range(14, 21), *range(8, 21)]),
+        (2, [0, 0, 1, 1]),
+        (3, [0, 0, 1, 2, 1, 2]),
+        (11, [*range(6), *range(2, 6), *range(6, 11), *range(5, 11)]),
+        (21, [*range(13), *range(5, 13), *range(13, 21), *range(11, 21)]),
     ],
 )
-def test_stages_are_chosen_again_when_two_thirds_are_and_at_the_end(stages, order):
+def test_stages_are_chosen_again_when_five_eighths_are_and_at_the_end(stages, order):
     assert choices(stages, 0) == tuple(range(stages))
     assert choices(stages, 1) == tuple(order)
     for passes in (2, 3):
-        assert choices(stages, passes) == choices(stages, passes - 1) + tuple(range(2 * stages // 5, stages))
+        assert choices(stages, passes) == choices(stages, passes - 1) + tuple(range(8 * stages // 15, stages))
 
 
 def test_a_pair_begins_with_the_best_code_of_one_side():

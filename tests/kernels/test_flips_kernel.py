@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import lanes
 from books_case import value_tables
 from helpers import ENCODING, interpreted_module, relative
-from kvfold.formats.codebook import BinaryCodes
+from kvfold.formats.binary import BinaryCodes
 from kvfold.kernels import encode_pairs
 from kvfold.kernels.aot_tables import compile_flips, compile_gains, compile_value_bits
 from kvfold.kernels.encode_source import Source

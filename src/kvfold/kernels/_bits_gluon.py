@@ -221,7 +221,7 @@ def value_bits_kernel(
 ):  # fmt: skip
     """Bits of values by levels, flipped up to ``flips`` times each, and packed. Grid: (16 tokens a warp, heads, batch).
 
-    Tables as :class:`kvfold.formats.codebook.BitGains` has them; ``gram``: its ``rows``. ``bits`` int32 [lanes, blocks, C].
+    Tables as :class:`kvfold.formats.binary.BitGains` has them; ``gram``: its ``rows``. ``bits`` int32 [lanes, blocks, C].
     """
     W: gl.constexpr = gl.num_warps()
     N: gl.constexpr = C // 4

@@ -328,7 +328,7 @@ def binary_tile(
     D: tl.constexpr, CODES: tl.constexpr, FLIPS: tl.constexpr, HIDDEN: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Bits of half of a unit's tokens: of those whose number has remainder ``2 half`` or ``2 half + 1`` modulo 4, whose bits
-    share bytes. ``tables``: of the head, as :class:`kvfold.formats.codebook.BitSearch` has them; ``out``: the unit's bytes.
+    share bytes. ``tables``: of the head, as :class:`kvfold.formats.binary.BitSearch` has them; ``out``: the unit's bytes.
     """
     CP: tl.constexpr = max(16, triton.next_power_of_2(CODES))
     row, code = tl.arange(0, 16), tl.arange(0, CP)

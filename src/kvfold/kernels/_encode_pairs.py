@@ -291,7 +291,7 @@ def values_kernel(
 ):  # fmt: skip
     """Values' bits by levels, and how fast the error falls with each. Grid: (parts of T tokens, heads, batch).
 
-    Seven tables as :class:`kvfold.formats.codebook.BitSearch` has them. ``bits`` and (with FLIPS) ``slope``, float32 [heads,
+    Seven tables as :class:`kvfold.formats.binary.BitSearch` has them. ``bits`` and (with FLIPS) ``slope``, float32 [heads,
     batch, tokens, C]: what :func:`flips_kernel` begins with.
     """
     EXACT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth == 16
@@ -328,7 +328,7 @@ def gains_kernel(
 ):  # fmt: skip
     """Values' bits by levels, and what flipping each gains. Grid: (parts of T tokens, heads, batch).
 
-    Tables as :class:`kvfold.formats.codebook.BitGains` has them. ``bits`` uint8 [heads, batch, tokens, C] is written for the
+    Tables as :class:`kvfold.formats.binary.BitGains` has them. ``bits`` uint8 [heads, batch, tokens, C] is written for the
     program's own use; ``gains`` float32 of that shape: what :func:`kvfold.kernels._flips_gluon.flip_kernel` begins with.
     """
     head = tl.program_id(1).to(tl.int64)

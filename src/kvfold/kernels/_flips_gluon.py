@@ -21,7 +21,7 @@ from kvfold.kernels._tables_gluon import _shuffled
 from kvfold.kernels._warp import as_float, as_int, load_global4, mul_half2, unpack_half2
 
 FLIPPED = gl.constexpr(32768.0)
-"""In place of a code's product with itself. Gains are below it; see :func:`kvfold.formats.codebook.bit_gains`."""
+"""In place of a code's product with itself. Gains are below it; see :func:`kvfold.formats.binary.bit_gains`."""
 ONES = gl.constexpr(0x3C003C00)
 """Two fp16 ones."""
 MINUS_ONE = gl.constexpr(-1082130432)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvfold.formats import Fields, Format, Paged
-from kvfold.formats.codebook import BinaryCodes, ValueRows
+from kvfold.formats.binary import BinaryCodes, ValueRows
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows

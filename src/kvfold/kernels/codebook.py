@@ -6,7 +6,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvfold.formats import Format
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook
+from kvfold.formats.binary import BinaryCodes
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook
 from kvfold.formats.packing import UNIT
 from kvfold.kernels._codebook_gluon import codebook_kernel, shared_bytes
 from kvfold.kernels.stored import rotation_of

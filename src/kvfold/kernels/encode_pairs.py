@@ -8,16 +8,8 @@ from typing import Any
 import torch
 import triton
 
-from kvfold.formats.codebook import (
-    AdditiveCodes,
-    BinaryCodes,
-    BitGains,
-    KeyCodebook,
-    Search,
-    bit_gains,
-    choices,
-    turning_points,
-)
+from kvfold.formats.binary import BinaryCodes, BitGains, bit_gains
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, Search, choices, turning_points
 from kvfold.kernels._bits_gluon import value_bits_kernel
 from kvfold.kernels._encode_groups import INTERPRETED
 from kvfold.kernels._encode_pairs import (
@@ -467,7 +459,7 @@ def first_bits(
     ----------
     values : Tensor [batch, num_kv_heads, tokens, head_dim]
     tables : tuple of Tensor
-        Seven, of levels: :class:`kvfold.formats.codebook.BitSearch`.
+        Seven, of levels: :class:`kvfold.formats.binary.BitSearch`.
 
     Returns
     -------

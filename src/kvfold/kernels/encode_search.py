@@ -13,7 +13,8 @@ import torch
 import triton
 
 from kvfold.formats import Fields, Format, GroupCodes, Lookup, Outliers, Projected
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.binary import BinaryCodes
+from kvfold.formats.codebook import AdditiveCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.residual import ResidualCodes

@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kvfold.formats import Fields, Format, Lookup, MixedTokens, Outliers, Paged, ResidualCodes
-from kvfold.formats.codebook import BinaryCodes, ValueRows
+from kvfold.formats.binary import BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels import unpack_bits, unpack_levels, unpack_mixed, unpack_tables

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kvfold.formats import Fields, Format
-from kvfold.formats.codebook import BinaryCodes, ValueSteps
+from kvfold.formats.binary import BinaryCodes, ValueSteps
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.stored import room_between

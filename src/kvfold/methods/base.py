@@ -14,7 +14,7 @@ import torch
 
 from kvfold.errors import MethodError
 from kvfold.formats import PAGE, AffineGroups, Basis, Fields, Format, Paged, PagedFormat
-from kvfold.formats.codebook import BitSearch
+from kvfold.formats.binary import BitSearch
 from kvfold.formats.packing import PLANES, UNIT
 from kvfold.methods.eigenpairs import Eigh
 from kvfold.methods.options import SEEDS, Numbers, Problem, kinds, listed, misfit, shown

@@ -9,17 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from kvfold.formats import Fields
-from kvfold.formats.codebook import (
-    AdditiveCodes,
-    BinaryCodes,
-    BitGains,
-    BitSearch,
-    KeyCodebook,
-    ValueRows,
-    ValueSteps,
-    bit_gains,
-    stages_for,
-)
+from kvfold.formats.binary import BinaryCodes, BitGains, BitSearch, ValueRows, ValueSteps, bit_gains
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, stages_for
 from kvfold.methods.base import LayerSpec, State
 from kvfold.methods.learned import LearnedMethod
 from kvfold.methods.options import Numbers, Problem
@@ -293,7 +284,7 @@ class ValueCodebook:
         return made
 
     def level_tables(self) -> tuple[torch.Tensor, ...]:
-        """Seven tables of :class:`kvfold.formats.codebook.BitSearch`, of levels."""
+        """Seven tables of :class:`kvfold.formats.binary.BitSearch`, of levels."""
         metric, component = self._get("metric"), self.tensors["component"].long()
         every = component.unsqueeze(1).expand(-1, metric.shape[1], -1)
         matrix = (metric @ self._get("axes").mT).gather(-1, every)

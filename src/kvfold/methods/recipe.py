@@ -23,7 +23,7 @@ import torch
 
 from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format
-from kvfold.formats.codebook import BitSearch
+from kvfold.formats.binary import BitSearch
 from kvfold.methods.base import LayerSpec, Method, Observation, State
 from kvfold.methods.specs import ARTEFACT, BETWEEN, SELECTOR, WRONG, single
 

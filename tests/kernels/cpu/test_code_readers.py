@@ -17,7 +17,8 @@ pytest.importorskip("numba")
 
 from cpu_case import decoded, missed
 from kvfold.formats import GroupCodes, ResidualCodes
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, KeyCodebook, KeySteps, largest, sharing
+from kvfold.formats.binary import BinaryCodes
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, KeySteps, largest, sharing
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.residual import Codebook
 from kvfold.kernels.cpu._numbers import has_halves

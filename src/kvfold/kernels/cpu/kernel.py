@@ -18,7 +18,7 @@ import torch
 from kvfold.errors import KVFoldError
 from kvfold.formats import PAGE, Dense, Fields, Format, Hadamard, Paged
 from kvfold.formats.basis import Basis
-from kvfold.formats.codebook import ValueRows
+from kvfold.formats.binary import ValueRows
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, DensePart, Span
 from kvfold.kernels.cpu import readers

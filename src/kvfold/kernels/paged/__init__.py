@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvfold.formats import Format
-from kvfold.formats.codebook import BinaryCodes
+from kvfold.formats.binary import BinaryCodes
 from kvfold.kernels.paged import long, reference
 from kvfold.kernels.paged.call import Following, Maps, PagedCall, PagedStep, Steering, unsupported
 from kvfold.kernels.paged.layout import PageLayout

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from kvfold.formats import Fields, Format, Paged, Projected
-from kvfold.formats.codebook import BinaryCodes, ValueRows
+from kvfold.formats.binary import BinaryCodes, ValueRows
 from kvfold.kernels import blocks
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged._attend import merge_pieces_kernel, pieces_kernel, raw_kernel

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvfold.formats import AffineGroups, Fields, Format, GroupCodes, Hadamard, Paged, Projected, ResidualCodes
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes, BitSearch, KeyCodebook, times_i
+from kvfold.formats.binary import BinaryCodes, BitSearch
+from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, times_i
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
 from kvfold.formats.residual import Codebook

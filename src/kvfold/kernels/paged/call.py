@@ -9,7 +9,7 @@ import torch
 
 from kvfold.errors import KVFoldError
 from kvfold.formats import Fields, Format
-from kvfold.formats.codebook import BitSearch
+from kvfold.formats.binary import BitSearch
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged.layout import PageLayout, closed_from
 from kvfold.rope import Rope

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from kvfold.formats import Format
-from kvfold.formats.codebook import AdditiveCodes, ValueRows
+from kvfold.formats.binary import ValueRows
+from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels.codebook import CodebookTables
 from kvfold.kernels.gluon import TABLED, tables_of
 from kvfold.kernels.learned_keys import LearnedKeyTables

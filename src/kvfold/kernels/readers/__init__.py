@@ -19,7 +19,8 @@ from kvfold.formats import (
     SignSketch,
     UniformTokens,
 )
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.binary import BinaryCodes
+from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels.readers import fragments
 from kvfold.kernels.readers.additive import AdditiveReader
 from kvfold.kernels.readers.affine import AffineReader

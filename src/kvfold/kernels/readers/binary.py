@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvfold.formats.codebook import BinaryCodes
+from kvfold.formats.binary import BinaryCodes
 from kvfold.kernels.readers._codes import PLAIN, codes
 from kvfold.kernels.readers.base import Reader
 

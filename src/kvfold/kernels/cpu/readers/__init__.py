@@ -24,7 +24,8 @@ from kvfold.formats import (
     SplitSketch,
     UniformTokens,
 )
-from kvfold.formats.codebook import AdditiveCodes, BinaryCodes
+from kvfold.formats.binary import BinaryCodes
+from kvfold.formats.codebook import AdditiveCodes
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.cpu.readers.base import CPUReader, made
 

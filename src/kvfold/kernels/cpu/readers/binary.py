@@ -3,7 +3,7 @@
 import torch
 
 from kvfold.formats import Fields
-from kvfold.formats.codebook import BinaryCodes
+from kvfold.formats.binary import BinaryCodes
 from kvfold.kernels.cpu._numbers import TILE, bytes_at, carray, decoder, field, loops, np
 from kvfold.kernels.cpu.readers.base import ROW, CPUReader, places
 
