@@ -40,7 +40,7 @@ from kvfold.kernels.partials import merge_kernel, merge_shape
 from kvfold.kernels.tiles import Plan as TilesPlan
 from kvfold.kernels.tiles import constants as tiles_constants
 from kvfold.kernels.tiles import make_plan as make_tiles_plan
-from kvfold.kernels.windows import stages, tile_sizes, windows_kernel
+from kvfold.kernels.windows import ROWS, stages, tile_sizes, windows_kernel
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ def compile_windows(
 ) -> Report:
     """Compile the kernel over full-precision tokens for ``rows`` query rows per KV head, and programs that may have
     ``shared_memory`` bytes."""
-    m, n, warps = tile_sizes(rows, head_dim)
+    m, n, warps = tile_sizes(rows, head_dim, ROWS)
     padded = triton.next_power_of_2(head_dim)
     fixed = {"D": head_dim, "DP": padded, "M": m, "N": n, "HAS_NEW": has_new, "HAS_VALID": has_valid, "EARLY": False}
     types = dict.fromkeys(("q_ptr", "sink_k", "sink_v", "ring_k", "ring_v", "new_k", "new_v"), _width(bf16))

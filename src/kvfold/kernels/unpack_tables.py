@@ -83,7 +83,9 @@ def constants(form: Tabled, bf16: bool) -> dict[str, Any]:
 
 
 def resident(form: Tabled, device: torch.device) -> int:
-    """Programs of a multiprocessor at a time."""
+    """Programs of a multiprocessor at a time. Values of bits are unpacked beside CommVQ's keys, and need a place."""
+    if isinstance(form, AdditiveCodes):
+        return 1
     return 2 if 2 * bytes_of(form) <= program_memory(device) else 1
 
 

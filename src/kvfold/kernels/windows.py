@@ -132,10 +132,13 @@ def windows_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
 
 
-def tile_sizes(rows: int, head_dim: int) -> tuple[int, int, int]:
-    """Query rows and tokens of a tile, and warps of a program."""
-    most = 128 if head_dim <= 128 else 64
-    m = min(most, max(16, triton.next_power_of_2(rows)))
+ROWS = 64
+"""Query rows of a program of windows, at most: one of 128 has a multiprocessor of its own, and waits for itself."""
+
+
+def tile_sizes(rows: int, head_dim: int, most: int = 128) -> tuple[int, int, int]:
+    """Query rows, at most ``most``, and tokens of a tile, and warps of a program."""
+    m = min(most if head_dim <= 128 else 64, max(16, triton.next_power_of_2(rows)))
     return m, 64 if head_dim <= 128 else 32, 8 if m == 128 else 4
 
 
@@ -206,7 +209,7 @@ def attend_windows(
     else:
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (new_keys, new_values))
     valid = windows.sink_len if new_valid is None else new_valid.contiguous().view(torch.uint8)
-    m, n, warps = tile_sizes(rows, dim)
+    m, n, warps = tile_sizes(rows, dim, ROWS)
     windows_kernel[(triton.cdiv(rows, m), batch * heads)](
         q,
         *sink,
