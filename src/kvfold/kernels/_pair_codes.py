@@ -103,32 +103,24 @@ def _best_of(x, lane, first, flip):
 
 
 @gluon.jit
-def _more(x, line, near, far):
-    """Scores and a line of a table, which begins at address ``line``."""
-    w = load_shared(line + near, 0, 4) + load_shared(line + far, 0, 4)
-    out = ()
-    for k in gl.static_range(8):
-        out = out + (add_half2(x[k], w[k]),)
-    return out
+def line_of(line, near, far):
+    """A lane's eight words of a line of 64 numbers, which begins at address ``line``."""
+    return load_shared(line + near, 0, 4) + load_shared(line + far, 0, 4)
 
 
 @gluon.jit
-def _less(x, line, near, far):
-    """Scores less a line of a table."""
-    w = load_shared(line + near, 0, 4) + load_shared(line + far, 0, 4)
+def more(x, w, LESS: gl.constexpr = False):
+    """Eight words of scores and those of a line, or (LESS) less them."""
     out = ()
     for k in gl.static_range(8):
-        out = out + (sub_half2(x[k], w[k]),)
+        out = out + (sub_half2(x[k], w[k]) if LESS else add_half2(x[k], w[k]),)
     return out
 
 
 @gluon.jit
 def _given(x, lines, code, near, far, OF_B: gl.constexpr):
     """Scores of codes a beside code b, or (OF_B) of codes b beside code a, of what lines of both sides say."""
-    if OF_B:
-        return _more(x, lines + code * 128, near, far)
-    else:
-        return _less(x, lines + code * 128, near, far)
+    return more(x, line_of(lines + code * 128, near, far), not OF_B)
 
 
 @gluon.jit
@@ -220,7 +212,9 @@ def _from_two(of_a, of_b, lines, lane, first, flip, near, far):
 @gluon.jit
 def _once_more(of_a, of_b, had_a, had_b, lines, common, lane, first, flip, near, far):
     """The best a beside the b that a token has, and the best b beside that."""
-    _, a = _best_of(_more(of_a, common + had_a * 128, near, far), lane, first, flip)
-    y = _less(_more(of_b, common + had_b * 128, near, far), lines + had_a * 128, near, far)
-    _, b = _best_of(_more(y, lines + a * 128, near, far), lane, first, flip)
+    _, a = _best_of(more(of_a, line_of(common + had_a * 128, near, far)), lane, first, flip)
+    y = more(of_b, line_of(common + had_b * 128, near, far))
+    y = more(y, line_of(lines + had_a * 128, near, far), True)
+    y = more(y, line_of(lines + a * 128, near, far))
+    _, b = _best_of(y, lane, first, flip)
     return a, b

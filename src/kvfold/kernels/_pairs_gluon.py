@@ -23,7 +23,7 @@ them once for 64 tokens; ``<z_c, z_a> - |z_a|^2 / 2`` fp16 [c, a].
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._pair_codes import _from_many, _from_two, _once_more, sub_half2
+from kvfold.kernels._pair_codes import _from_many, _from_two, _once_more, line_of, more, sub_half2
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels._warp import (
@@ -199,15 +199,6 @@ def _token(rest, R: gl.constexpr):
 
 
 @gluon.jit
-def _of_scores(x, less):
-    """Products less what lengths take off."""
-    out = ()
-    for k in gl.static_range(8):
-        out = out + (add_half2(x[k], less[k]),)
-    return out
-
-
-@gluon.jit
 def _stage(rest, table, codes, lane, g, t, AGAIN: gl.constexpr, MANY: gl.constexpr, WIDE: gl.constexpr):
     """One stage of a warp's tokens; ``codes``: address of its first token's word. AGAIN: it has been chosen before. MANY: the
     search begins with many codes."""
@@ -219,7 +210,7 @@ def _stage(rest, table, codes, lane, g, t, AGAIN: gl.constexpr, MANY: gl.constex
     of_a, of_b = _scores(rest, table, lane, g, t, WIDE)
     less = ()
     if not AGAIN:
-        less = load_shared(table + LESS + near, 0, 4) + load_shared(table + LESS + far, 0, 4)
+        less = line_of(table + LESS, near, far)
     out = ()
     for r in gl.static_range(2):
         x = _token(rest, r)
@@ -231,8 +222,8 @@ def _stage(rest, table, codes, lane, g, t, AGAIN: gl.constexpr, MANY: gl.constex
             x = exchange(x, _places(table, a, t), _places(table, word & 63, t), a ^ word & 63, False)
             x = exchange(x, _places(table, b, t), _places(table, word >> 6, t), b ^ word >> 6, True)
         else:
-            x_a = _of_scores(of_a[r], less)
-            x_b = _of_scores(of_b[r], less)
+            x_a = more(of_a[r], less)
+            x_b = more(of_b[r], less)
             if MANY:
                 a, b = _from_many(x_a, x_b, lines, lane, first, flip, near, far)
             else:

@@ -36,8 +36,8 @@ def _wait_asm(pending):
 
 
 @gluon.constexpr_function
-def _wait_constraints():
-    return ",".join(["=f"] * 32 + [str(i) for i in range(32)])
+def _wait_constraints(kind):
+    return ",".join([f"={kind}"] * 32 + [str(i) for i in range(32)])
 
 
 @gluon.jit
@@ -66,7 +66,7 @@ def start_wide(words, tile):
 def wait_wide(sums, PENDING: gl.constexpr):
     """What :func:`start_wide` began, once all but the newest PENDING of the warpgroup's products are there."""
     asm: gl.constexpr = _wait_asm(PENDING)
-    constraints: gl.constexpr = _wait_constraints()
+    constraints: gl.constexpr = _wait_constraints("f")
     return gl.inline_asm_elementwise(
         asm,
         constraints,
@@ -122,16 +122,11 @@ def start_bytes(words, tile, BEGIN: gl.constexpr):
     )  # fmt: skip
 
 
-@gluon.constexpr_function
-def _wait_bytes_constraints():
-    return ",".join(["=r"] * 32 + [str(i) for i in range(32)])
-
-
 @gluon.jit
 def wait_bytes(sums, PENDING: gl.constexpr):
     """What :func:`start_bytes` began, once all but the newest PENDING of the warpgroup's products are there."""
     asm: gl.constexpr = _wait_asm(PENDING)
-    constraints: gl.constexpr = _wait_bytes_constraints()
+    constraints: gl.constexpr = _wait_constraints("r")
     return gl.inline_asm_elementwise(
         asm,
         constraints,

@@ -214,23 +214,23 @@ def _pieces(
                 shape = (stored.shape[0], stored.shape[1], room, form.head_dim)
                 key_room, value_room = (torch.empty(shape, dtype=dtype, device=rows.device) for _ in range(2))
             values = None
-            beside = Aside(rows.device, 1)  # of keys, whatever else waits for a place there
-            if unpacks and aside is not None and _beside(turn):
-                with beside.launches():
-                    values = _side(
-                        call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
-                    )
-            keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place, whole=key_room)
-            if value_room is not None and aside is not None:
-                with aside.launches() if values is None else nullcontext():  # beside values that come after keys
-                    fill(keys, value_room, count)
-                    more = excess(rows.contiguous(), keys, count, call.scale)
+            with Aside(rows.device, 1) as beside:  # values beside keys, whatever else waits for a place there
+                if unpacks and aside is not None and _beside(turn):
+                    with beside.launches():
+                        values = _side(
+                            call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
+                        )
+                keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place, whole=key_room)
+                if value_room is not None and aside is not None:
+                    with aside.launches() if values is None else nullcontext():  # beside values that come after keys
+                        fill(keys, value_room, count)
+                        more = excess(rows.contiguous(), keys, count, call.scale)
+                if values is not None:
+                    beside.wait(values)
             if values is None:
                 values = _side(
                     call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
                 )
-            else:
-                beside.wait(values)
             yield keys, values, more
 
 
