@@ -23,6 +23,7 @@ from kvfold.kernels._encode_pairs import (
 )
 from kvfold.kernels._flips_gluon import flip_kernel
 from kvfold.kernels._pairs_gluon import pairs_search_kernel, stage_bytes
+from kvfold.kernels.device import multiplies_wide
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
 PAIRS = {"T": 64, "num_warps": 4}
@@ -190,8 +191,8 @@ def pair_tables(book: KeyCodebook, wide: bool) -> PairTables:
 
 
 def is_wide(device: torch.device) -> bool:
-    """Whether four warps multiply together on this device: GPUs of sm_90 do, those before and after have no such products."""
-    return bool(QUADS["WIDE"]) and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9)
+    """Whether four warps multiply together on this device."""
+    return bool(QUADS["WIDE"]) and (device.type != "cuda" or multiplies_wide(device))
 
 
 def constants(fmt: AdditiveCodes, wide: bool | None = None) -> tuple[dict[str, Any], dict[str, int]]:

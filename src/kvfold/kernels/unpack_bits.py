@@ -8,7 +8,7 @@ import torch
 from kvfold.formats import Fields, Format
 from kvfold.formats.binary import BinaryCodes, ValueSteps
 from kvfold.formats.packing import UNIT
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import multiplies_wide, multiprocessors
 from kvfold.kernels.stored import room_between
 
 WARPS, RESIDENT, REGISTERS = 4, 1, 136
@@ -32,8 +32,8 @@ def serves(form: Format, device: torch.device) -> bool:
 
 
 def is_wide(device: torch.device) -> bool:
-    """Whether four warps multiply together on this device: GPUs of sm_90 do, those before and after have no such products."""
-    return WIDE and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9)
+    """Whether four warps multiply together on this device."""
+    return WIDE and (device.type != "cuda" or multiplies_wide(device))
 
 
 def operands(steps: ValueSteps, offset: torch.Tensor) -> torch.Tensor:
