@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._page_bytes import MAGIC, MAGIC_BITS
 from kvfold.kernels._registers import _replace
-from kvfold.kernels._stream import load_again4f, load_words4
+from kvfold.kernels._stream import load_words4
 from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels._turned_gluon import store_words4
 from kvfold.kernels._warp import (
@@ -27,6 +27,7 @@ from kvfold.kernels._warp import (
     pack_finite_half2,
     prefetch,
     program_sync,
+    unpack_half2,
     warp_sync,
 )
 from kvfold.kernels._warpgroup import show_copies, start_bytes, wait_bytes
@@ -91,21 +92,35 @@ def products(words, matrix, lane):
 
 
 @gluon.jit
-def put_sums(sums, share, less, steps, out, BF16: gl.constexpr):
-    """Store 64 channels of a lane's two tokens. ``share``: what their sums are multiplied with, ``less`` what that makes of
-    where they began; ``steps``: address of a lane's steps, 512 bytes further offsets; ``out``: where the first token goes."""
+def load_steps(address):
+    """A lane's 32 steps, and as many offsets as fp16 in 16 words."""
+    steps = ()
+    offsets = ()
+    for i in gl.static_range(4):
+        for j in gl.static_range(2):
+            s = load_words4(address, 128 * i + 16 * j)
+            o = load_words4(address, 128 * i + 16 * j + 512)
+            for k in gl.static_range(4):
+                steps = steps + (as_float(s[k]),)
+            for k in gl.static_range(2):
+                offsets = offsets + (pack_finite_half2(as_float(o[2 * k]), as_float(o[2 * k + 1]), False),)
+    return steps, offsets
+
+
+@gluon.jit
+def put_sums(sums, share, less, steps, offsets, out, PART: gl.constexpr, BF16: gl.constexpr):
+    """Store 64 channels of a lane's two tokens, the first or (PART 1) the last ones. ``share``: what their sums are multiplied
+    with, ``less`` what that makes of where they began; ``steps``, ``offsets``: see :func:`load_steps`; ``out``: where the first
+    token goes."""
     for i in gl.static_range(2):
         y = ()
         for j in gl.static_range(4):
-            if j % 2 == 0:
-                s = load_again4f(steps, 128 * i + 8 * j)
-                o = load_again4f(steps, 128 * i + 8 * j + 512)
+            low, high = unpack_half2(offsets[8 * PART + 4 * i + j])
+            s = (steps[16 * PART + 8 * i + 2 * j], steps[16 * PART + 8 * i + 2 * j + 1])
             for h in gl.static_range(2):
                 a = gl.fma(as_float(sums[16 * i + 4 * j + 2 * h]), share, less)
                 b = gl.fma(as_float(sums[16 * i + 4 * j + 2 * h + 1]), share, less)
-                a = gl.fma(a, s[j % 2 * 2], o[j % 2 * 2])
-                b = gl.fma(b, s[j % 2 * 2 + 1], o[j % 2 * 2 + 1])
-                y = y + (pack_finite_half2(a, b, BF16),)
+                y = y + (pack_finite_half2(gl.fma(a, s[0], low), gl.fma(b, s[1], high), BF16),)
         for h in gl.static_range(2):
             store_words4(out + (256 * h + 64 * i), y[h], y[2 + h], y[4 + h], y[6 + h])
 
@@ -134,7 +149,7 @@ def unpack_bits_kernel(
     table = tables.to(gl.int64) + (head % heads).to(gl.int64) * table_bytes(CODES)
     _fetch_rows(base, table, thread, BYTES, W)
     copy_commit(lane)
-    steps = table + BYTES + t.to(gl.int64) * 32
+    steps, offsets = load_steps(table + BYTES + t.to(gl.int64) * 32)
     mask = (lane * 0 + 0x01010101) << g
     share = as_float((127 - g) << 23)
     less = share * (-MAGIC)
@@ -159,14 +174,14 @@ def unpack_bits_kernel(
         if WIDE:
             near = start_bytes(a, base, MAGIC_BITS)
             far = start_bytes(a, base + 8192, MAGIC_BITS)
-            put_sums(wait_bytes(near, 1), share, less, steps, here, BF16)
+            put_sums(wait_bytes(near, 1), share, less, steps, offsets, here, 0, BF16)
             warp_sync(lane)  # or the compiler waits here for both
             sums = wait_bytes(far, 0)
         else:
-            put_sums(products(a, base, lane), share, less, steps, here, BF16)
+            put_sums(products(a, base, lane), share, less, steps, offsets, here, 0, BF16)
             sums = products(a, base + 8192, lane)
         words = load_bits(at + after.to(gl.int64) * (4 * CODES), CODES)
-        put_sums(sums, share, less, steps + 256, here + 128, BF16)
+        put_sums(sums, share, less, steps, offsets, here + 128, 1, BF16)
         unit = after
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

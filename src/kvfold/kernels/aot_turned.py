@@ -31,9 +31,8 @@ def compile_unpack_tables(form: unpack_tables.Tabled, bf16: bool = False, capabi
     types |= {"near_ptr": "*fp16", "position_ptr": "*i64", "mean_ptr": "*fp16", "out": _width(bf16)}
     types["gain"] = "fp32"
     source = GluonASTSource(unpack_tables_kernel, *_signature(unpack_tables_kernel, fixed, types), {})
-    return _compile(
-        source, capability, **unpack_tables.options(form, 2 if unpack_tables.bytes_of(form) < 116 << 10 else 1)
-    )
+    programs = 2 if unpack_tables.bytes_of(form) < 116 << 10 else 1
+    return _compile(source, capability, **unpack_tables.options(form, programs))
 
 
 def compile_unpack_levels(form: Outliers, rotated: bool, bf16: bool = False, capability: int = 90) -> Report:

@@ -11,7 +11,7 @@ from kvfold.formats.packing import UNIT
 from kvfold.kernels.device import multiplies_wide, multiprocessors
 from kvfold.kernels.stored import room_between
 
-WARPS, RESIDENT, REGISTERS = 4, 1, 136
+WARPS, RESIDENT, REGISTERS = 4, 1, 168
 """Of a program, a multiple of four; programs of a multiprocessor, where keys' program has the rest of its memory; registers
 that these have."""
 APART = 2, 255

@@ -23,6 +23,8 @@ WARPS = 8
 PAIRS = 64
 REGISTERS = 65536
 """Of a multiprocessor."""
+BESIDE = 168
+"""Registers of CommVQ's keys, beside which a program of its values has a place."""
 Tabled = AdditiveCodes | ResidualCodes | GroupCodes
 
 
@@ -91,7 +93,7 @@ def resident(form: Tabled, device: torch.device) -> int:
 
 def options(form: Tabled, programs: int) -> dict[str, int]:
     """Launch options where a multiprocessor has so many programs."""
-    most = REGISTERS // (32 * WARPS * programs) // 8 * 8
+    most = BESIDE if isinstance(form, AdditiveCodes) else REGISTERS // (32 * WARPS * programs) // 8 * 8
     return {"num_warps": WARPS} | ({"maxnreg": most} if most < 256 else {})
 
 
