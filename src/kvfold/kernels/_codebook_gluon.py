@@ -26,6 +26,7 @@ from kvfold.kernels._tables_gluon import (
     _pairs_of_queries,
     fetch_turns,
     reserved,
+    shared_turns,
     unit_place,
     unit_queries,
 )
@@ -78,17 +79,6 @@ def _byte_twice(x, I: gl.constexpr):
     """Byte I of x in the low byte of each half."""
     asm: gl.constexpr = _byte_asm(I)
     return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _shared_turns(address):
-    """Of a token of a unit, which has 64 cosines and then 64 sines: 8 words of cosines, and 8 of sines, of the lane's pairs."""
-    return (
-        load_shared(address, 0, 4)
-        + load_shared(address, 64, 4)
-        + load_shared(address, 128, 4)
-        + load_shared(address, 192, 4)
-    )
 
 
 @gluon.jit
@@ -200,8 +190,8 @@ def _over_units(
         scores = ()
         for tile in gl.static_range(2):
             x, y = tile_steps(lane, odd, here + word, begin, base, tile, STAGES)
-            x = _rotated(x, _shared_turns(turns + tile * 4096))
-            y = _rotated(y, _shared_turns(turns + (tile * 4096 + 2048)))
+            x = _rotated(x, shared_turns(turns + tile * 4096))
+            y = _rotated(y, shared_turns(turns + (tile * 4096 + 2048)))
             q = ()  # read again, for registers are few while centres are added up
             for j in gl.static_range(4):
                 q = q + load_shared(lane_query, 64 * j, 4)
@@ -256,6 +246,7 @@ def attend_units(
     begin = token * 12 % 32
     word = token * 12 // 32 * 4 + t * 48
     lane_query = query + g % C * 272 + t * 16
+    lane_turns = turns + token * 256 + t * 16 + g % 2 * 64  # as of fetch_turns
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
     side = _zero4(lane)
     out = ()
@@ -265,7 +256,7 @@ def attend_units(
     copy_wait_1(lane)
     program_sync(lane)
     top, out, side = _over_units(
-        top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, turns + token * 256 + t * 16, lane_query,
+        top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, lane_turns, lane_query,
         raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, each, count,
         STAGES, V, C,
     )  # fmt: skip
@@ -300,7 +291,7 @@ def codebook_kernel(
     batch = head // heads
     tables = rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * head_bytes(STAGES)
 
-    fetch_turns(turns, turns_ptr, thread, lane, W)
+    fetch_turns(turns, turns_ptr, thread, lane, W, True)
     _fetch_rows(base, tables, thread, kept_bytes(STAGES), W)
     copy_commit(lane)
     if EARLY:  # tables are nobody's results

@@ -29,6 +29,7 @@ from kvfold.kernels._tables_gluon import (
     _pairs_of_queries,
     _weighted_bytes,
     reserved,
+    shared_turns,
     unit_place,
     unit_queries,
 )
@@ -151,18 +152,6 @@ def _group_places(base, g, t):
 
 
 @gluon.jit
-def _shared_turns(address):
-    """Of a token of a tile: of every group two words of cosines and two of sines of the lane's pairs."""
-    other = address ^ 64
-    return (
-        load_shared(address, 0, 4)
-        + load_shared(other, 0, 4)
-        + load_shared(address, 128, 4)
-        + load_shared(other, 128, 4)
-    )
-
-
-@gluon.jit
 def _rotated(x, turns):
     """Keys of one token of every lane, rotated by its place in the tile."""
     out = ()
@@ -273,8 +262,8 @@ def _over_units(
         for tile in gl.static_range(2):
             x = _token_sums(here + g * (4 * K) + tile * (64 * K), k_places, 0, K, GROUPS)
             y = _token_sums(here + g * (4 * K) + (tile * (64 * K) + 32 * K), k_places, 0, K, GROUPS)
-            x_turns = _shared_turns(turns + tile * 4096)
-            y_turns = _shared_turns(turns + (tile * 4096 + 2048))
+            x_turns = shared_turns(turns + tile * 4096)
+            y_turns = shared_turns(turns + (tile * 4096 + 2048))
             x = _rotated(x, x_turns)
             y = _rotated(y, y_turns)
             products = products + (_tile_scores(x, y, q, _zero4(lane)),)

@@ -5,7 +5,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._stream import load_word, load_words2, load_words4
-from kvfold.kernels._warp import as_float, as_int, copy_async, pack_half2, shuffle_xor, store_shared1, store_shared4
+from kvfold.kernels._warp import (
+    as_float,
+    as_int,
+    copy_async,
+    load_shared,
+    pack_half2,
+    shuffle_xor,
+    store_shared1,
+    store_shared4,
+)
 
 
 @gluon.jit
@@ -230,9 +239,26 @@ def _chosen(values, index):
 
 
 @gluon.jit
-def fetch_turns(turns, turns_ptr, thread, lane, W: gl.constexpr):
-    """Begin to copy cosines and sines: a token's 64 cosines, then its sines."""
+def fetch_turns(turns, turns_ptr, thread, lane, W: gl.constexpr, APART: gl.constexpr = False):
+    """Begin to copy cosines and sines: a token's 64 cosines, then its sines. APART: halves of both, 64 bytes, change places in
+    tokens 4 to 7 of every eight, so that lanes that read a token and the fourth one after it never meet in a bank."""
     for i in gl.static_range((512 + 32 * W - 1) // (32 * W)):
         piece = thread + i * (32 * W)
         source = turns_ptr.to(gl.int64) + (piece // 8 % 2 * 4096 + piece // 16 * 128 + piece % 8 * 16)
-        copy_async(turns + piece * 16, source, lane * 0 + 16, (piece < 512).to(gl.int32), 0, 0, True)
+        place = piece
+        if APART:
+            place = piece ^ (piece // 64 % 2 * 4)
+        copy_async(turns + place * 16, source, lane * 0 + 16, (piece < 512).to(gl.int32), 0, 0, True)
+
+
+@gluon.jit
+def shared_turns(address):
+    """Of a token 8 words of cosines and 8 of sines of the lane's pairs, 64 bytes apart. ``address``: of the first of them; 128
+    bytes whose halves have changed places are read as they were."""
+    other = address ^ 64
+    return (
+        load_shared(address, 0, 4)
+        + load_shared(other, 0, 4)
+        + load_shared(address, 128, 4)
+        + load_shared(other, 128, 4)
+    )

@@ -22,7 +22,6 @@ from kvfold.kernels._codebook_gluon import _rotated
 from kvfold.kernels._residual_gluon import (
     _group_places,
     _places,
-    _shared_turns,
     _token_sums,
     table_bytes,
 )
@@ -35,6 +34,7 @@ from kvfold.kernels._tables_gluon import (
     _weighted_bytes,
     fetch_turns,
     reserved,
+    shared_turns,
 )
 from kvfold.kernels._turned_gluon import bounded_half2, load_half, store_words2, store_words4
 from kvfold.kernels._warp import (
@@ -200,7 +200,9 @@ def put_unit(
         for e in gl.static_range(2):
             z = x if e == 0 else y
             at = token + (16 * tile + 8 * e)
-            if KEYS:
+            if STEPS:
+                z = _rotated(_rotated(z, shared_turns(near + at * 256 + place + g % 2 * 64)), turn)
+            elif KEYS:
                 z = _rotated(_rotated(z, _turns_at(near + at * 256 + place, STEPS)), turn)
             norm = load_half(norms + at * 2)
             _put(out + (at * 256 + place), z, norm, pack_half2(norm, norm, False), STEPS, KEYS, BF16)
@@ -422,7 +424,7 @@ def put_group_unit(
                 for i in gl.static_range(16):
                     y = y + (_fma_half2(means[i], down, mul_half2(x[i], size)),)
                 x = y
-            x = _rotated_by_fours(x, _shared_turns(near + at * 256 + (g % 2 ^ first) * 64 + t * 16))
+            x = _rotated_by_fours(x, shared_turns(near + at * 256 + (g % 2 ^ first) * 64 + t * 16))
             x = _rotated_by_fours(x, turn)
             _put_group_keys(to, x, up, 2048 * e, BF16)
         else:
@@ -473,7 +475,7 @@ def unpack_tables_kernel(
         if GROUPS:
             _fetch_rows(near, near_ptr.to(gl.int64), thread, TURNS, W)
         else:
-            fetch_turns(near, near_ptr, thread, lane, W)
+            fetch_turns(near, near_ptr, thread, lane, W, STEPS)
     far = stage + 2 * BUFFER
     if GROUPS and KEYS and STAGES == 4:
         _fetch_groups(base, tables, thread, W)

@@ -194,7 +194,7 @@ def codebook_pieces_kernel(
         seq, first, each, count, begin, own = _piece(item_list, item, warp, W)
         tables = rows_ptr.to(gl.int64) + head.to(gl.int64) * head_bytes(STAGES)
         program_sync(lane)
-        fetch_turns(turns, turns_ptr, thread, lane, W)
+        fetch_turns(turns, turns_ptr, thread, lane, W, True)
         _fetch_rows(base, tables, thread, kept_bytes(STAGES), W)
         copy_commit(lane)
         stored = region.to(gl.int64) + head.to(gl.int64) * head_step
