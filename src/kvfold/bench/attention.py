@@ -203,7 +203,8 @@ PLAIN = tuple(
 
 @dataclass
 class Inputs:
-    """Tensors of one call; see :mod:`kvfold.kernels.decode`. ``new`` and ``valid``: of long calls."""
+    """Tensors of one call; see :mod:`kvfold.kernels.decode`. ``new`` and ``valid``: of long calls; ``rope`` and
+    ``first_position`` where keys are stored before RoPE, as a cache keeps them."""
 
     q: torch.Tensor
     span: Span
@@ -211,6 +212,7 @@ class Inputs:
     new: tuple[torch.Tensor, torch.Tensor] | None = None
     valid: torch.Tensor | None = None
     rope: Rope | None = None
+    first_position: torch.Tensor | None = None
 
     def copy(self) -> "Inputs":
         """The same numbers at other addresses, sequences in another order."""
@@ -271,6 +273,7 @@ def make_inputs(work: Work, dtype: torch.dtype, device: torch.device, seed: int 
     )  # fmt: skip
     if work.method.partition(":")[0] in ("squat_pre", "commvq", "vqllm", "gsrq", "tasq", "kvquant"):
         inputs.rope = Rope(10000.0 ** (-torch.arange(0, dim, 2, device=device).float() / dim))
+        inputs.first_position = inputs.windows.sink_len.long()
     if work.long:
         keys, values = (random(batch, tokens, heads, dim).to(dtype).transpose(1, 2) for _ in range(2))
         inputs.new = keys, values
@@ -363,7 +366,7 @@ def _given(work: Work, inputs: Inputs, scale: float) -> AttentionCall:
         None if inputs.new is None else NewTokens(*inputs.new, inputs.valid),
         uniform=True,
         rope=inputs.rope,
-        first_position=windows.sink_len.long(),
+        first_position=inputs.first_position,
         unproject=_unproject(work),
     )
 

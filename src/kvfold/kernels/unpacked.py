@@ -6,7 +6,6 @@ the inner loop do. Every query sees every packed token: no mask is needed, and q
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import groupby
 
 import torch
@@ -149,11 +148,10 @@ def _attend_alike(
         call, part, tokens, rows, turn, over=None if wide is None else False, aside=aside
     ):
         if more is not None:  # what is taken off is that of the last result of those joined
-            aside.wait(more)
             partials.join(results, bias, excess=more)
             results = []
         more = excessive
-        if more is not None:
+        if more is not None and not _beside(turn):  # keys were filled up aside
             aside.wait()
         for result in _attend(rows, wide, keys, values, call.scale):
             if len(results) >= most:
@@ -161,11 +159,12 @@ def _attend_alike(
                 partials.join(results, bias)
                 results = []
             results.append(result)
+        if more is not None:  # before what it reads is another piece's
+            aside.wait(more)
     if more is not None and over:
-        aside.wait(more)
         partials.join(results, bias, excess=more)
         results, more = [], None
-    aside.wait(*([] if more is None else [more]), *(tensor for result in over for tensor in result))
+    aside.wait(*(tensor for result in over for tensor in result))
     for result in over:
         if len(results) >= most:
             partials.join(results, bias)
@@ -221,12 +220,15 @@ def _pieces(
                             call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
                         )
                 keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place, whole=key_room)
-                if value_room is not None and aside is not None:
-                    with aside.launches() if values is None else nullcontext():  # beside values that come after keys
-                        fill(keys, value_room, count)
-                        more = excess(rows.contiguous(), keys, count, call.scale)
                 if values is not None:
                     beside.wait(values)
+                if value_room is not None and aside is not None:
+                    if values is not None:  # nothing aside has to end before attention over them begins
+                        fill(keys, value_room, count)
+                    with aside.launches():
+                        if values is None:  # beside values that come after keys
+                            fill(keys, value_room, count)
+                        more = excess(rows.contiguous(), keys, count, call.scale)
             if values is None:
                 values = _side(
                     call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
