@@ -25,6 +25,7 @@ from kvfold.kernels._tables_gluon import (
     _fma_half2,
     _pairs_of_queries,
     fetch_turns,
+    query_pitch,
     reserved,
     shared_turns,
     unit_place,
@@ -52,8 +53,6 @@ from kvfold.kernels._warp import (
 )
 
 UNIT = gl.constexpr(32)
-QUERY = gl.constexpr(272)
-"""Bytes from a turned query to the next: rows begin in different banks."""
 
 
 @gluon.constexpr_function
@@ -65,7 +64,7 @@ def stage_bytes(stages, bits):
 @gluon.constexpr_function
 def shared_bytes(stages, bits, columns, warps):
     """Bytes of shared memory of a program."""
-    size = kept_bytes(stages) + 8192 + warps * (2 * stage_bytes(stages, bits) + 272 * columns)
+    size = kept_bytes(stages) + 8192 + warps * (2 * stage_bytes(stages, bits) + query_pitch(columns) * columns)
     return (max(size, warps * bits * 32) + 1023) // 1024 * 1024
 
 
@@ -228,8 +227,8 @@ def attend_units(
     g = lane // 4
     t = lane % 4
     odd = g % 2 == 1
-    query = turns + 8192 + warp * (C * 272)
-    stage = turns + (8192 + W * C * 272) + warp * (2 * stage_bytes(STAGES, V))
+    query = turns + 8192 + warp * (C * query_pitch(C))
+    stage = turns + (8192 + W * C * query_pitch(C)) + warp * (2 * stage_bytes(STAGES, V))
     _fetch(stage, lane, codes, norms, bits, unit0, (count > 0).to(gl.int32), where, STAGES, V)
     copy_commit(lane)
 
@@ -245,7 +244,7 @@ def attend_units(
     token = 4 * (g % 2) + g // 2  # of every eight, a lane's
     begin = token * 12 % 32
     word = token * 12 // 32 * 4 + t * 48
-    lane_query = query + g % C * 272 + t * 16
+    lane_query = query + g % C * query_pitch(C) + t * 16
     lane_turns = turns + token * 256 + t * 16 + g % 2 * 64  # as of fetch_turns
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
     side = _zero4(lane)

@@ -9,8 +9,9 @@ Words of keys hold 4 real and 4 imaginary parts of RoPE's pairs, so that a lane 
 transposing 8 x 8 matrices.
 
 GROUPS, 1 or 2: codes of 16 groups of 8 channels, of a KV head's own codebooks. A row is 16 bytes of fp16, which a lane reads
-at once: lane (g, t) those of groups 4 i + t, whose rows of one code lie together in 64 bytes. With 2 codes are of vectors less
-a mean. That of keys meets a query by a second product, of a tile's cosines and sines; that of values joins a warp's result.
+at once: lane (g, t) those of groups 4 i + t. Rows of one code of eight groups lie together in 128 bytes, and every other token
+reads the second four of them first: a quarter of a warp, two tokens, never meets in a bank. With 2 codes are of vectors less a
+mean. That of keys meets a query by a second product, of a tile's cosines and sines; that of values joins a warp's result.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -28,6 +29,7 @@ from kvfold.kernels._tables_gluon import (
     _odd_bytes,
     _pairs_of_queries,
     _weighted_bytes,
+    query_pitch,
     reserved,
     shared_turns,
     unit_place,
@@ -73,7 +75,7 @@ def table_bytes(stages, groups):
 @gluon.constexpr_function
 def query_bytes(columns, groups):
     """Bytes of a warp's queries, and of what their products with a mean of keys are made of."""
-    return columns * 272 * max(groups, 1)
+    return columns * query_pitch(columns) * max(groups, 1)
 
 
 @gluon.constexpr_function
@@ -119,14 +121,31 @@ def _token_sums(codes, places, AT: gl.constexpr, STAGES: gl.constexpr, GROUPS: g
     """16 words of one token of every lane: four of each group. ``codes``: address of the token's."""
     words = load_shared(codes, 0, STAGES)
     out = ()
-    for i in gl.static_range(4):
-        if GROUPS:
-            out = out + load_shared(_weighted_bytes(words[i], places[0], places[1]), AT + 16384 * i, 4)
-        elif STAGES == 4:
-            out = out + _group_sums((words[i],), places, AT, STAGES)
-        else:
-            out = out + _group_sums((words[2 * i], words[2 * i + 1]), places, AT, STAGES)
+    if GROUPS:
+        for i in gl.static_range(2):
+            out = out + _two_groups(words[2 * i], words[2 * i + 1], places, AT + 32768 * i)
+    else:
+        for i in gl.static_range(4):
+            if STAGES == 4:
+                out = out + _group_sums((words[i],), places, AT, STAGES)
+            else:
+                out = out + _group_sums((words[2 * i], words[2 * i + 1]), places, AT, STAGES)
     return out
+
+
+@gluon.jit
+def _two_groups(near, far, places, AT: gl.constexpr):
+    """Rows of two groups, whose codes are in words ``near`` and ``far``; ``places``: see :func:`_group_places`. Odd tokens read
+    the second one first."""
+    odd = places[3]
+    a = load_shared(_weighted_bytes(gl.where(odd, far, near), places[0], places[1]), AT, 4)
+    b = load_shared(_weighted_bytes(gl.where(odd, near, far), places[0], places[2]), AT, 4)
+    first = ()
+    second = ()
+    for i in gl.static_range(4):
+        first = first + (gl.where(odd, b[i], a[i]),)
+        second = second + (gl.where(odd, a[i], b[i]),)
+    return first + second
 
 
 @gluon.jit
@@ -146,9 +165,11 @@ def _places(base, rows_ptr, g, t, STAGES: gl.constexpr):
 
 @gluon.jit
 def _group_places(base, g, t):
-    """The same of codes of groups: a weight that picks the lane's code of four, times the 64 bytes of a code; the address of
-    its 16."""
-    return ((g * 0 + 64) << 8 * t, base + t * 16)
+    """The same of codes of groups: a weight that picks the lane's code of four, times the 128 bytes of a code of two groups;
+    the address of its 16 bytes of the group that is read first, and of the other one; whether that is the second."""
+    odd = g % 2 == 1
+    first = base + t * 16 + odd.to(gl.int32) * 64
+    return ((g * 0 + 128) << 8 * t, first, first ^ 64, odd)
 
 
 @gluon.jit
@@ -270,7 +291,7 @@ def _over_units(
             if GROUPS == 2:
                 m = ()
                 for j in gl.static_range(4):
-                    m = m + load_shared(lane_query, C * 272 + 64 * j, 4)
+                    m = m + load_shared(lane_query, C * query_pitch(C) + 64 * j, 4)
                 common = common + (_tile_scores(x_turns, y_turns, m, _zero4(lane)),)
         scores = ()
         norms = ()
@@ -403,7 +424,7 @@ def attend_units(
         k_places = _places(base, rows_of[0], g, t, K)
         v_places = _places(base, rows_of[1], g, t, V)
     lane_turns = turns + g * 256 + g % 2 * 64 + t * 16
-    lane_query = query + g % C * 272 + t * 16
+    lane_query = query + g % C * query_pitch(C) + t * 16
     to_query = query + lane // 8 * 64 + lane // 2 % 4 * 16 + lane % 2 * 4
     top = (_zero4(lane)[0] + LOWEST, _zero4(lane)[0] + LOWEST)
     total = (_zero4(lane)[0], _zero4(lane)[0])

@@ -199,12 +199,20 @@ def _pairs_of_queries(q, rows, column0, lane, pair, NEXT: gl.constexpr, C: gl.co
     return raw, ups
 
 
+@gluon.constexpr_function
+def query_pitch(columns):
+    """Bytes from a turned query to the next. Two tokens of a quarter of a warp read two queries, which lie in other banks where
+    there is room for that."""
+    return 320 if columns <= 4 else 272
+
+
 @gluon.jit
 def unit_queries(to, raw, freq0, freq1, gain, position, lane, FAR: gl.constexpr, C: gl.constexpr, mean=None):
     """Leave the queries, rotated back by ``position``, in shared memory.
 
     ``mean``: None, or of the lane's pairs both channels of what all keys share; behind the C queries then is what cosines, and
     sines, of a key's rotation count in their products."""
+    PITCH: gl.constexpr = query_pitch(C)
     angle = position.to(gl.float32)
     c0, s0 = _turn(angle * freq0)
     c1, s1 = _turn(angle * freq1)
@@ -221,10 +229,10 @@ def unit_queries(to, raw, freq0, freq1, gain, position, lane, FAR: gl.constexpr,
         x1 = a1 * c1 + b1 * s1
         y0 = b0 * c0 - a0 * s0
         y1 = b1 * c1 - a1 * s1
-        store_shared1(to + i * 272, pack_half2(x0, x1, False))
-        store_shared1(to + (i * 272 + FAR), pack_half2(y0, y1, False))
+        store_shared1(to + i * PITCH, pack_half2(x0, x1, False))
+        store_shared1(to + (i * PITCH + FAR), pack_half2(y0, y1, False))
         if mean is not None:
-            at = to + (C + i) * 272
+            at = to + (C + i) * PITCH
             store_shared1(at, pack_half2(x0 * mean[0] + y0 * mean[2], x1 * mean[1] + y1 * mean[3], False))
             store_shared1(at + FAR, pack_half2(y0 * mean[0] - x0 * mean[2], y1 * mean[1] - x1 * mean[3], False))
 

@@ -213,12 +213,12 @@ def put_unit(
 
 @gluon.jit
 def _fetch_groups(base, source, thread, W: gl.constexpr):
-    """Begin to copy a head's rows as of :func:`kvfold.kernels.groups._rows`, [4, codes, 4] of 16 bytes, of group 4 a + b; here
-    b comes first."""
+    """Begin to copy a head's rows as of :func:`kvfold.kernels.groups._rows`, [2, codes, 2, 4] of 16 bytes; here they are [4,
+    codes, 4], of group 4 a + b in [b, code, a]."""
     whole = thread * 0 + 16
     for at in range(0, 4096, 32 * W):
         piece = thread + at
-        to = base + piece % 4 * 16384 + piece // 4 % 256 * 64 + piece // 1024 * 16
+        to = base + piece % 4 * 16384 + piece // 8 % 256 * 64 + (piece // 2048 * 2 + piece // 4 % 2) * 16
         copy_async(to, source + piece * 16, whole, (piece < 4096).to(gl.int32), 0, 0, True)
 
 
@@ -409,7 +409,7 @@ def put_group_unit(
         norm = load_half(norms + at * 2)
         if KEYS:
             if STAGES == 4:
-                x = _keys_of_groups(load_shared(codes + at * 16 + t * 4, 0, 1)[0], own[1])
+                x = _keys_of_groups(load_shared(codes + at * 16 + t * 4, 0, 1)[0], own[0])
             else:
                 x = _keys_of_fours(codes + at * 32, t, first, own)
             up = norm
@@ -506,6 +506,8 @@ def unpack_tables_kernel(
     if STEPS:
         step = steps_of_pairs(tables, lane, STAGES)
         gains = (gains[0] * step[0], gains[1] * step[1])
+    elif GROUPS and STAGES == 4 and KEYS:
+        own = (base + lane % 4 * 16,)
     elif GROUPS and STAGES == 4:
         own = _group_places(base, lane // 4, lane % 4)
     elif GROUPS:

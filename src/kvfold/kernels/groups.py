@@ -67,9 +67,11 @@ _made: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()
 
 
 def _rows(book: GroupBook) -> torch.Tensor:
-    """Rows as lanes read them, made once: graphs know where they are; fp16 [heads, 4, codes, 4, 8], of group 4 i + t."""
+    """Rows as lanes read them, made once: graphs know where they are; fp16 [heads, 2, codes, 2, 4, 8], of group 8 i + 4 e + t
+    in [i, code, e, t]."""
     if book not in _made:
-        _made[book] = settled(book.codes.to(torch.float16).unflatten(1, (4, 4)).transpose(2, 3).contiguous())
+        rows = book.codes.to(torch.float16).unflatten(1, (2, 2, 4)).permute(0, 1, 4, 2, 3, 5)
+        _made[book] = settled(rows.contiguous())
     return _made[book]
 
 
