@@ -442,7 +442,7 @@ def subspaces() -> Table:
 
 
 def h100() -> Table:
-    """Decode attention on an H100; what has no row of its own, by the rows of variants."""
+    """Decode attention on an H100."""
     found = rows("attention-h100", "work", *SHAPE)
     lines = [
         [
@@ -454,13 +454,6 @@ def h100() -> Table:
         ]
         for row in found
     ]
-    known = {row.work.partition(":")[0] for row in found}
-    for row in read(ROWS.parent / "sooner-variants.csv"):
-        method, batch, tokens = row["work"].rsplit(" ", 2)
-        if row["variant"] in ("as it is", "whole words") and method.partition(":")[0] not in known:
-            ms, fp16 = float(row["p50_us"]) / 1e3, float(row["fp16_us"]) / 1e3
-            shape = f"{batch}, {tokens[:2]}{int(tokens[2:]):,}, 32/8 heads, d=128"
-            lines.append([method, shape, f"{ms:.4f}", f"{fp16:.4f}", f"{fp16 / ms:.2f}", row["error"]])
     return ["method", "shape", "ms", "fp16, ms", "times as fast", "relative RMS error"], lines
 
 

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import lanes
 from blocks_case import LIMIT, Case, by_groups, commvq, learned_keys, residuals, unproject
 from books_case import layer as books_layer
 from kvfold import kernels
@@ -98,6 +99,10 @@ def wanted(case):
     ],
 )
 def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
+    agrees(name, per_head, monkeypatch)
+
+
+def agrees(name, per_head, monkeypatch):
     of = module(name)
     kernel = KERNELS.get(of, "residual_kernel")
     monkeypatch.setattr(of, kernel, Emulated(getattr(of, kernel)))
@@ -116,6 +121,24 @@ def test_lanes_agree_with_decoding(name, per_head, monkeypatch):
     assert torch.isfinite(got).all()
     for b in range(len(want)):
         assert float((got[b] - want[b]).norm() / want[b].norm()) < 1e-3
+
+
+@pytest.mark.parametrize(("name", "most"), [("tasq", 0.0), ("commvq-1bit", 0.02)])
+def test_lanes_hardly_ever_meet_in_a_bank(name, most, monkeypatch):
+    """A quarter of a warp reads 16 bytes a lane at once, from eight times as many banks. CommVQ's bits do meet, once a unit."""
+    read, times = lanes.Program.load_shared, {"least": 0, "found": 0}
+
+    def load_shared(self, address, offset, count):
+        if count == 4:
+            for quarter in (address + offset).expand(32 * self.warps).view(-1, 8).tolist():
+                banks = [at // 16 % 8 for at in set(quarter)]
+                times["least"] += 1
+                times["found"] += max(banks.count(bank) for bank in banks)
+        return read(self, address, offset, count)
+
+    monkeypatch.setattr(lanes.Program, "load_shared", load_shared)
+    agrees(name, 4, monkeypatch)
+    assert times["least"] > 1000 and times["found"] <= times["least"] * (1 + most)
 
 
 @pytest.mark.parametrize(
