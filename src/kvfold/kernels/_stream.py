@@ -31,17 +31,3 @@ def load_word(address):
     return gl.inline_asm_elementwise(
         "ld.global.nc.b32 $0, [$1];", "=r,l", [address], dtype=gl.int32, is_pure=True, pack=1
     )
-
-
-@gluon.constexpr_function
-def _again_asm(offset):
-    return f"ld.global.nc.v4.f32 {{$0,$1,$2,$3}}, [$4+{offset}];"
-
-
-@gluon.jit
-def load_again4f(address, OFFSET: gl.constexpr):
-    """Four fp32 numbers, read where they are asked for: not kept in registers from one turn of a loop to the next."""
-    asm: gl.constexpr = _again_asm(OFFSET)
-    return gl.inline_asm_elementwise(
-        asm, "=f,=f,=f,=f,l", [address], dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=1
-    )
