@@ -195,16 +195,21 @@ def call(
         fields = [form.encode(random(batch, kv_heads, n, dim) + random(1, kv_heads, 1, dim)) for form in forms]
         spans.append(Span(start, *fields))
         start += n
-    sides = [random(batch, kv_heads, slots, dim).to(dtype) for slots in (8, 8, 64, 64)]
+    sinks, ring = how.pop("slots", (8, 64))
+    recent = how.pop("recent", 50)
+    sides = [random(batch, kv_heads, slots, dim).to(dtype) for slots in (sinks, sinks, ring, ring)]
 
     def full(n):
         return torch.full((batch,), n, dtype=torch.int32, device=device)
 
-    windows = Windows((sides[0], sides[1]), (sides[2], sides[3]), full(8), full(start), full(50))
+    windows = Windows((sides[0], sides[1]), (sides[2], sides[3]), full(sinks), full(start), full(recent))
     new = NewTokens(*(random(batch, kv_heads, tokens, dim).to(dtype) for _ in range(2)), how.pop("valid", None))
     query = random(batch, heads, tokens, dim).to(dtype)
-    if how.pop("sharp", False):  # most of every other query's attention is on a key of the last packed ones
-        last = forms[0].decode(spans[-1].keys)[:, :, -32:].repeat_interleave(heads // kv_heads, 1)
+    sharp = how.pop("sharp", "")
+    if sharp:  # most of every other query's attention is on a key of those that are copied
+        newest = sides[2][:, :, (start + recent - 32 + torch.arange(32, device=device)) % ring]
+        last = forms[0].decode(spans[-1].keys)[:, :, -32:] if sharp == "packed" else newest
+        last = last.repeat_interleave(heads // kv_heads, 1)
         query[:, :, ::2] = last[:, :, torch.arange(0, tokens, 2, device=device) % 32].to(dtype)
     return AttentionCall(
         query, dim**-0.5, kv_heads, *forms, spans, full(start), windows, new, how.pop("uniform", True), **how
@@ -232,14 +237,20 @@ CALLS = {
         "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], device=device),
     },
     "nothing packed": lambda device: {"packed": ()},
-    "sharp": lambda device: {"sharp": True},
-    "sharp and filled up": lambda device: {
-        "sharp": True,
-        "tokens": 520,
-        "packed": (3200, 288),
-        "dim": 128,
-        "heads": 16,
-        "batch": 4,
+    "sharp": lambda device: {"sharp": "packed"},
+    "sharp without sinks": lambda device: {"sharp": "packed", "slots": (0, 64)},
+    "sharp on recent ones": lambda device: {"sharp": "recent", "packed": (320, 32)},
+    "few in the windows": lambda device: {"packed": (320, 32), "recent": 3},
+    **{
+        f"sharp and filled up: {where}": lambda device, where=where: {
+            "sharp": where,
+            "tokens": 520,
+            "packed": (3200, 288),
+            "dim": 128,
+            "heads": 16,
+            "batch": 4,
+        }
+        for where in ("packed", "recent")
     },
 }
 

@@ -44,7 +44,7 @@ def merged(parts: Partials) -> torch.Tensor:
 
 def check(
     kernels, device, tokens, new=None, first=0, dim=64, heads=2, group=3, sink=8, ring=64, lens=((8, 96, 50), (8, 32, 64)),
-    valid=None, dtype=FP32, seed=0,
+    valid=None, dtype=FP32, seed=0, skip=0, programs=None,
 ):  # fmt: skip
     """``lens``: tokens in the sink, packed, and in the ring, by sequence. ``new``: how many new tokens there are; None: the
     call's tokens are the newest of the windows. Unused slots, and padding, are NaN."""
@@ -67,6 +67,7 @@ def check(
         cached = in_sink + recent
         last = torch.arange(tokens) + (cached + first if new else cached - tokens)
         sees = torch.arange(keys.shape[1]) <= last[:, None]
+        sees[:, : min(skip, cached)] = False
         if valid is not None:
             sees[:, cached:] &= valid[b]
         score = (q[b].float() @ keys.transpose(-1, -2) / math.sqrt(dim)).masked_fill(~sees, -1e30)
@@ -85,7 +86,7 @@ def check(
     added = [x.to(device) for x in fresh] if new else [None, None]
     kernels.attend_windows(
         q.to(device), Windows(*pairs, *counts), 1 / math.sqrt(dim), parts, 1, *added,
-        None if valid is None else valid.to(device), first,
+        None if valid is None else valid.to(device), first, skip=skip, programs=programs,
     )  # fmt: skip
     assert parts.out[:, ::2].isnan().all()  # other splits are not written
     got = merged(Partials(*(x[:, 1:2] for x in (parts.out, parts.top, parts.total)))).cpu()
@@ -135,6 +136,16 @@ def test_windows(kernels, device, options):
 @pytest.mark.parametrize("tokens, first", [(64, 0), (64, 64), (30, 98), (1, 127)])
 def test_queries_in_pieces(kernels, device, tokens, first):
     check(kernels, device, tokens, 128, first, valid=None)
+
+
+@pytest.mark.parametrize("skip", [3, 8, 40, 58, 100])
+def test_tokens_that_others_attend_to(kernels, device, skip):
+    check(kernels, device, 12, 12, skip=skip)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 4, 50])
+def test_programs_that_take_block_after_block(kernels, device, programs):
+    check(kernels, device, 150, 150, programs=programs)
 
 
 @pytest.mark.parametrize("tokens", [3, 70])

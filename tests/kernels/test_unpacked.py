@@ -33,6 +33,10 @@ NAMES += [f"lengths/{n}" for n in LENGTHS] + [
     "cut/none",
     "cut/padding and sinks",
     "cut/sharp",
+    "cut/sharp without sinks",
+    "cut/sharp on recent ones",
+    "cut/few in the windows",
+    "cut/statistics of sequences",
     "tables/commvq",
     "tables/qjl",
 ]
@@ -215,5 +219,5 @@ def test_pieces_are_bounded():
 
 
 def test_an_empty_cache_is_no_span():
-    given, rows = unpacked_case.call(torch.device("cpu"), packed=()), torch.empty(0, dtype=torch.float16)
-    assert isinstance(given, AttentionCall) and list(unpacked._pieces(given, slice(0, 2), None, rows, None)) == []
+    given, rows = unpacked_case.call(torch.device("cpu"), packed=()), torch.empty(2, 2, 40, 64)
+    assert isinstance(given, AttentionCall) and unpacked._cut(given, slice(0, 2), None, rows, None) == []

@@ -5,15 +5,16 @@ the inner loop do. Every query sees every packed token: no mask is needed, and q
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
 from kvfold.formats import Dense, Fields, Format
-from kvfold.kernels.call import AttentionCall, Windows
+from kvfold.kernels.call import AttentionCall, DensePart, Windows
 from kvfold.kernels.device import Aside, multiprocessors
-from kvfold.kernels.padding import OF, excess, fill
+from kvfold.kernels.padding import OF, excess, fill, takes_windows
 from kvfold.kernels.partials import Partials
 from kvfold.kernels.unpack import Turn, make_constants, turn_of, unpack
 from kvfold.kernels.unpack import why_not as no_unpacking
@@ -37,6 +38,23 @@ RESULTS = 64 << 20
 """Bytes of results over pieces that wait to be joined, apart from one piece's."""
 Result = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys [batch, num_kv_heads, rows, head_dim], and its log-sum-exp [batch, num_kv_heads, rows]."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Packed tokens that are unpacked together: ``count`` from number ``first`` of a span on, which begins at ``start``, where
+    ``room`` have a place; ``sides``: fields of the span's keys and values, of some sequences."""
+
+    start: int
+    sides: tuple[Fields, Fields]
+    first: int
+    count: int
+    room: int
+
+    @property
+    def empty(self) -> int:
+        """Places that other keys than those of packed tokens fill."""
+        return self.room - self.count
 
 
 def why_not(key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
@@ -93,14 +111,11 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
         if call.spans and not isinstance(form, Dense):
             make_constants(form, query.device, rope)
     with Aside(query.device) as aside:
-        with aside.launches():
-            new = call.new
-            attend_windows(query, call.windows, call.scale, partials, 0, new.keys, new.values, new.valid)
         for part, tokens in _alike(call, batch):
             some = slice(part.start * heads, part.stop * heads)
             own = Partials(partials.out[some], partials.top[some], partials.total[some])
             shared = None if bias is None else bias[part]
-            _attend_alike(call, part, tokens, rows[part], shared, own, out[part], turn, aside)
+            _attend_alike(call, query[part], part, tokens, rows[part], shared, own, out[part], turn, aside)
     return call.ungrouped(out)
 
 
@@ -120,6 +135,7 @@ def _alike(call: AttentionCall, batch: int) -> list[tuple[slice, int | None]]:
 
 def _attend_alike(
     call: AttentionCall,
+    query: torch.Tensor,
     part: slice,
     tokens: int | None,
     rows: torch.Tensor,
@@ -129,29 +145,57 @@ def _attend_alike(
     turn: Turn | None,
     aside: Aside,
 ) -> None:
-    """Attention of some sequences over their packed tokens, joined with what ``partials`` has of them, to ``out``.
+    """Attention of some sequences over their packed tokens and over everything else, to ``out``.
 
-    What is left over of cuDNN's part is computed aside: it multiplies while the rest is unpacked.
+    Windows, and what is left over of cuDNN's part, are computed aside: these multiply while the rest is unpacked.
     """
     results: list[Result] = []
     most = max(1, min(JOIN, RESULTS // (rows.numel() * rows.itemsize)))
     wide = _widened(rows) if takes_cudnn(rows) else None
+    pieces = _cut(call, part, tokens, rows, over=None if wide is None else False)
+    windows = _of_part(call.windows, part)
+    moved = None  # windows whose tokens, or the first of them, lie behind those of the last piece
+    if pieces and pieces[-1].empty and call.project is None and takes_windows(windows):
+        moved = windows
+    stay = None if moved is None or not _beside(turn) else _stay(rows, query.shape[2], pieces)
+
+    def attend_others() -> None:
+        new = call.new
+        assert new is not None
+        valid = None if new.valid is None else new.valid[part]
+        skip = 0 if moved is None else pieces[-1].empty
+        with aside.launches():
+            attend_windows(
+                query,
+                windows,
+                call.scale,
+                partials,
+                0,
+                new.keys[part],
+                new.values[part],
+                valid,
+                skip=skip,
+                programs=stay,
+            )
+
+    if stay is None:
+        attend_others()
     over: list[Result] = []
     if wide is not None:
         with aside.launches():
             over = [
-                _flash(rows, keys, values, call.scale)
-                for keys, values, _ in _pieces(call, part, tokens, rows, turn, over=True)
+                _flash(rows, *_sides(call, part, piece, rows, turn), call.scale)
+                for piece in _cut(call, part, tokens, rows, over=True)
             ]
     more: torch.Tensor | None = None
-    for keys, values, excessive in _pieces(
-        call, part, tokens, rows, turn, over=None if wide is None else False, aside=aside
-    ):
+    for piece in pieces:
         if more is not None:  # what is taken off is that of the last result of those joined
             partials.join(results, bias, excess=more)
             results = []
-        more = excessive
-        if more is not None and not _beside(turn):  # keys were filled up aside
+        within = moved if piece is pieces[-1] else None
+        then = attend_others if stay is not None and piece is pieces[0] else None
+        keys, values, more = _filled(call, part, piece, rows, turn, aside, within, then)
+        if more is not None and within is None and not _beside(turn):  # keys were filled up aside
             aside.wait()
         for result in _attend(rows, wide, keys, values, call.scale):
             if len(results) >= most:
@@ -173,67 +217,124 @@ def _attend_alike(
     partials.join(results, bias, out, call.sinks, call.tokens, more)
 
 
-def _pieces(
-    call: AttentionCall,
-    part: slice,
-    packed: int | None,
-    rows: torch.Tensor,
-    turn: Turn | None,
-    over: bool | None = None,
-    aside: Aside | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Keys and values of ``packed`` tokens of some sequences (None: of all that spans hold), [sequences, num_kv_heads, tokens,
-    head_dim], piece by piece.
+def _of_part(windows: Iterable[DensePart], part: slice) -> Windows:
+    """Windows of some sequences."""
+    assert isinstance(windows, Windows)
+    (sink_k, sink_v), (ring_k, ring_v) = windows.sink, windows.ring
+    lengths = (windows.sink_len, windows.packed_len, windows.recent_len)
+    return Windows((sink_k[part], sink_v[part]), (ring_k[part], ring_v[part]), *(n[part] for n in lengths))
 
-    ``over`` None: of all tokens. False: those that cuDNN is given, a multiple of ``STEP``, or, where they are unpacked, filled
-    up to one by launches ``aside``; then with what the queries ``rows`` lose by that, :func:`kvfold.kernels.padding.excess`.
-    True: the others.
+
+def _stay(rows: torch.Tensor, tokens: int, pieces: list[Piece]) -> int | None:
+    """How many programs attend to windows on the multiprocessors that neither keys, where tables decode them, nor cuDNN's
+    attention uses; None where there are none, or they would take longer than attention does."""
+    batch, heads, count, _ = rows.shape
+    there = multiprocessors(rows.device)
+    busy = batch * heads * math.ceil(count / ROWS)
+    free = there - max(busy, there // (batch * heads) * (batch * heads))
+    if free <= 0 or 3 * tokens * busy > 2 * free * sum(piece.room for piece in pieces):  # they multiply half as fast
+        return None
+    return 2 * free
+
+
+def _cut(call: AttentionCall, part: slice, packed: int | None, rows: torch.Tensor, over: bool | None) -> list[Piece]:
+    """Pieces of ``packed`` tokens of some sequences (None: of all that spans hold).
+
+    ``over`` None: of all tokens. False: those that cuDNN is given, a multiple of ``STEP``, or, where they are unpacked, with
+    room up to one. True: the others.
     """
-    form, dtype = call.key_format, rows.dtype
+    form = call.key_format
     dense = isinstance(form, Dense) and isinstance(call.value_format, Dense)
-    unpacks = not isinstance(form, Dense) and not isinstance(call.value_format, Dense)
+    once = at_once(rows)
+    found = []
     for span in call.spans:
-        sides = [{name: t[part] for name, t in fields.items()} for fields in (span.keys, span.values)]
-        stored = next(t for name, t in sides[0].items() if name in form.fields())
+        keys, values = ({name: t[part] for name, t in fields.items()} for fields in (span.keys, span.values))
+        stored = next(t for name, t in keys.items() if name in form.fields())
         tokens = stored.shape[2] * form.block
         if packed is not None:
             tokens = max(0, min(tokens, packed - span.start))
         step = max(tokens, 1) if dense else _piece(stored.shape[0] * stored.shape[1] * form.head_dim)
         last = tokens % step or step  # of the last piece
-        once = at_once(rows)
-        filled = over is not None and unpacks and tokens >= FEW and last % OF == 0 and for_cudnn(last, once) > last
-        whole = tokens if filled else tokens // STEP * STEP
+        fills = over is not None and _unpacks(call) and tokens >= FEW
+        fills = fills and last % OF == 0 and for_cudnn(last, once) > last
+        whole = tokens if fills else tokens // STEP * STEP
         begin, end = (0, tokens) if over is None else (whole, tokens) if over else (0, whole)
-        place = None if call.first_position is None else call.first_position[part]
         for first in range(begin, end, step):
             count = min(step, end - first)
-            room = for_cudnn(count, once) if filled else count
-            more = key_room = value_room = None
-            if room > count:
-                shape = (stored.shape[0], stored.shape[1], room, form.head_dim)
-                key_room, value_room = (torch.empty(shape, dtype=dtype, device=rows.device) for _ in range(2))
-            values = None
-            with Aside(rows.device, 1) as beside:  # values beside keys, whatever else waits for a place there
-                if unpacks and aside is not None and _beside(turn):
-                    with beside.launches():
-                        values = _side(
-                            call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
-                        )
-                keys = _side(form, sides[0], span.start, first, count, dtype, call.rope, place, whole=key_room)
-                if values is not None:
-                    beside.wait(values)
-                if value_room is not None and aside is not None:
-                    if values is not None:  # nothing aside has to end before attention over them begins
-                        fill(keys, value_room, count)
-                    with aside.launches():
-                        if values is None:  # beside values that come after keys
-                            fill(keys, value_room, count)
-                        more = excess(rows.contiguous(), keys, count, call.scale)
-            if values is None:
-                values = _side(
-                    call.value_format, sides[1], span.start, first, count, dtype, turn=turn, whole=value_room
-                )
-            yield keys, values, more
+            found.append(Piece(span.start, (keys, values), first, count, for_cudnn(count, once) if fills else count))
+    return found
+
+
+def _unpacks(call: AttentionCall) -> bool:
+    """Whether both sides of packed tokens are unpacked."""
+    return not isinstance(call.key_format, Dense) and not isinstance(call.value_format, Dense)
+
+
+def _sides(
+    call: AttentionCall, part: slice, piece: Piece, rows: torch.Tensor, turn: Turn | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a piece's tokens [sequences, num_kv_heads, tokens, head_dim]."""
+    return _keys(call, part, piece, rows.dtype), _values(call, piece, rows.dtype, turn)
+
+
+def _keys(
+    call: AttentionCall, part: slice, piece: Piece, dtype: torch.dtype, room: torch.Tensor | None = None
+) -> torch.Tensor:
+    place = None if call.first_position is None else call.first_position[part]
+    at = piece.start, piece.first, piece.count
+    return _side(call.key_format, piece.sides[0], *at, dtype, call.rope, place, whole=room)
+
+
+def _values(
+    call: AttentionCall, piece: Piece, dtype: torch.dtype, turn: Turn | None, room: torch.Tensor | None = None
+) -> torch.Tensor:
+    at = piece.start, piece.first, piece.count
+    return _side(call.value_format, piece.sides[1], *at, dtype, turn=turn, whole=room)
+
+
+def _filled(
+    call: AttentionCall,
+    part: slice,
+    piece: Piece,
+    rows: torch.Tensor,
+    turn: Turn | None,
+    aside: Aside,
+    windows: Windows | None,
+    then: Callable[[], None] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys and values of a piece's tokens [sequences, num_kv_heads, room, head_dim], filled up, with ``windows`` where they are
+    given; then also what the queries ``rows`` lose by copies, :func:`kvfold.kernels.padding.excess`.
+
+    ``then`` is launched when values are unpacked, beside keys.
+    """
+    key_room = value_room = values = more = None
+    if piece.empty:
+        shape = (rows.shape[0], rows.shape[1], piece.room, call.key_format.head_dim)
+        key_room, value_room = (torch.empty(shape, dtype=rows.dtype, device=rows.device) for _ in range(2))
+    with Aside(rows.device, 1) as beside:  # beside keys, whatever else waits for a place there
+        if windows is not None and key_room is not None and value_room is not None:
+            with beside.launches():
+                fill(key_room, value_room, piece.count, windows)
+            with aside.launches():
+                more = excess(rows.contiguous(), key_room, piece.count, call.scale, windows)
+        if _unpacks(call) and _beside(turn):
+            with beside.launches():
+                values = _values(call, piece, rows.dtype, turn, value_room)
+                if then is not None:
+                    then()
+        keys = _keys(call, part, piece, rows.dtype, key_room)
+        if values is not None:
+            beside.wait(values)
+        if value_room is not None and windows is None:
+            if values is not None:  # nothing aside has to end before attention over them begins
+                fill(keys, value_room, piece.count)
+            with aside.launches():
+                if values is None:  # beside values that come after keys
+                    fill(keys, value_room, piece.count)
+                more = excess(rows.contiguous(), keys, piece.count, call.scale)
+        if values is None:
+            values = _values(call, piece, rows.dtype, turn, value_room)
+    return keys, values, more
 
 
 def _beside(turn: Turn | None) -> bool:

@@ -50,27 +50,17 @@ def tile_at(q, k_at, v_at, live, sees, channel, factor, top, total, acc, D: tl.c
     return new, total * before + _row_sum(p), acc
 
 
-@triton.jit(do_not_specialize=["factor", "heads", "rows", "tokens", "first", "sinks", "slots", "splits", "split"])
-def windows_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _block(  # type: ignore[no-untyped-def]
     q_ptr,
     sink_k, sink_v, ring_k, ring_v, sink_len_ptr, packed_len_ptr, recent_len_ptr,
     new_k, new_v, k_batch, k_head, k_token, v_batch, v_head, v_token, valid_ptr, valid_batch,
     part_out, part_top, part_sum,
-    factor, heads, rows, tokens, first, sinks, slots, splits, split,
+    factor, block, head, heads, rows, tokens, first, sinks, slots, skip, splits, split,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_NEW: tl.constexpr, HAS_VALID: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: M query rows of one KV head of one sequence. Grid: (blocks of rows, batch * heads).
-
-    ``factor`` is the scale times log2(e). DP is D padded to a power of two. Query number t of the call is number
-    ``first + t`` of the new tokens. Without new tokens (HAS_NEW) the call's own already lie in the windows. EARLY: the kernel
-    before this one, which has waited for those before it, runs beside it, and the next one waits by itself.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(1)
+    """Rows of number ``block`` of ``head``, counted over the batch; see :func:`windows_kernel`."""
     batch = head // heads
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     row = block * M + tl.arange(0, M)
     token = row % tokens
     channel = tl.arange(0, DP)
@@ -90,19 +80,19 @@ def windows_kernel(  # type: ignore[no-untyped-def]
     total = tl.full([M], 0.0, tl.float32)
     acc = tl.full([M, DP], 0.0, tl.float32)
     base = head.to(tl.int64) * sinks * D
-    for i in range(0, sinks, N):
+    for i in range(0, tl.where(sink_len > skip, sinks, 0), N):
         slot = i + tl.arange(0, N)
-        live = slot < sink_len
+        live = (slot < sink_len) & (slot >= skip)
         sees = live[None, :] & (slot[None, :] <= query[:, None])
         top, total, acc = _tile(
             q, sink_k + base, sink_v + base, D, D, slot, live, sees, channel, factor, top, total, acc, D
         )
     base = head.to(tl.int64) * slots * D
-    for i in range(0, slots, N):
+    for i in range(0, tl.where(sink_len + recent_len > skip, slots, 0), N):
         slot = i + tl.arange(0, N)
         age = slot - packed_len % slots
         age = tl.where(age < 0, age + slots, age)
-        live = (age < recent_len) & (slot < slots)
+        live = (age < recent_len) & (age >= skip - sink_len) & (slot < slots)
         sees = live[None, :] & ((sink_len + packed_len + age)[None, :] <= query[:, None])
         top, total, acc = _tile(
             q, ring_k + base, ring_v + base, D, D, slot, live, sees, channel, factor, top, total, acc, D
@@ -128,6 +118,60 @@ def windows_kernel(  # type: ignore[no-untyped-def]
     tl.store(part_top + slot_row, top, mask=row < rows)
     tl.store(part_sum + slot_row, total, mask=row < rows)
     tl.store(part_out + slot_row[:, None] * D + channel[None, :], acc, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "factor",
+        "heads",
+        "rows",
+        "tokens",
+        "first",
+        "sinks",
+        "slots",
+        "skip",
+        "splits",
+        "split",
+        "every",
+    ]
+)
+def windows_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    sink_k, sink_v, ring_k, ring_v, sink_len_ptr, packed_len_ptr, recent_len_ptr,
+    new_k, new_v, k_batch, k_head, k_token, v_batch, v_head, v_token, valid_ptr, valid_batch,
+    part_out, part_top, part_sum,
+    factor, heads, rows, tokens, first, sinks, slots, skip, splits, split, every,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_NEW: tl.constexpr, HAS_VALID: tl.constexpr,
+    EARLY: tl.constexpr, STAYS: tl.constexpr,
+):  # fmt: skip
+    """One program: M query rows of one KV head of one sequence. Grid: (blocks of rows, batch * heads).
+
+    ``factor`` is the scale times log2(e). DP is D padded to a power of two. Query number t of the call is number
+    ``first + t`` of the new tokens. Without new tokens (HAS_NEW) the call's own already lie in the windows. EARLY: the kernel
+    before this one, which has waited for those before it, runs beside it, and the next one waits by itself. STAYS: few
+    programs, in one dimension, take blocks of ``every`` head one after the other, neighbours those of as many tokens.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if STAYS:
+        blocks = (rows + M - 1) // M
+        for i in range(tl.program_id(0), blocks * every, tl.num_programs(0)):
+            _block(
+                q_ptr, sink_k, sink_v, ring_k, ring_v, sink_len_ptr, packed_len_ptr, recent_len_ptr,
+                new_k, new_v, k_batch, k_head, k_token, v_batch, v_head, v_token, valid_ptr, valid_batch,
+                part_out, part_top, part_sum,
+                factor, blocks - 1 - i // every, i % every, heads, rows, tokens, first, sinks, slots, skip, splits, split,
+                D, DP, M, N, HAS_NEW, HAS_VALID,
+            )  # fmt: skip
+    else:
+        _block(
+            q_ptr, sink_k, sink_v, ring_k, ring_v, sink_len_ptr, packed_len_ptr, recent_len_ptr,
+            new_k, new_v, k_batch, k_head, k_token, v_batch, v_head, v_token, valid_ptr, valid_batch,
+            part_out, part_top, part_sum,
+            factor, tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), heads, rows, tokens, first, sinks, slots, skip,
+            splits, split,
+            D, DP, M, N, HAS_NEW, HAS_VALID,
+        )  # fmt: skip
     if EARLY:  # this kernel's end is then that of both
         tl.extra.cuda.gdc_wait()
 
@@ -168,6 +212,8 @@ def attend_windows(
     new_valid: torch.Tensor | None = None,
     first: int = 0,
     early: bool = False,
+    skip: int = 0,
+    programs: int | None = None,
 ) -> None:
     """Attend to everything that is not packed, and write the result to one split of ``partials``.
 
@@ -197,6 +243,10 @@ def attend_windows(
     early : bool
         The kernel launched last allows this one to run beside it once it has waited for those before, and the next one waits
         by itself; see :func:`~kvfold.kernels.partials.overlaps_launches`.
+    skip : int
+        So many tokens of the windows, the oldest ones, are left out: others attend to them.
+    programs : int or None
+        No more of them are launched, which then take one block of rows after the other.
     """
     batch, num_heads, tokens, dim = q.shape
     heads = windows.sink[0].shape[1]
@@ -210,7 +260,9 @@ def attend_windows(
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (new_keys, new_values))
     valid = windows.sink_len if new_valid is None else new_valid.contiguous().view(torch.uint8)
     m, n, warps = tile_sizes(rows, dim, ROWS)
-    windows_kernel[(triton.cdiv(rows, m), batch * heads)](
+    blocks = triton.cdiv(rows, m)
+    stays = programs is not None and programs < blocks * batch * heads
+    windows_kernel[(programs, 1) if stays else (blocks, batch * heads)](
         q,
         *sink,
         *ring,
@@ -233,8 +285,10 @@ def attend_windows(
         first,
         sink[0].shape[2],
         ring[0].shape[2],
+        skip,
         partials.splits,
         split,
+        batch * heads,
         D=dim,
         DP=triton.next_power_of_2(dim),
         M=m,
@@ -242,7 +296,8 @@ def attend_windows(
         HAS_NEW=new_keys is not None,
         HAS_VALID=new_valid is not None,
         EARLY=early,
+        STAYS=stays,
         num_warps=warps,
-        num_stages=stages(dim, program_memory(q.device)),
+        num_stages=stages(dim, program_memory(q.device) // (2 if stays else 1)),
         **early_launch(early),
     )
