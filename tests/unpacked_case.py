@@ -12,7 +12,7 @@ import blocks_case
 from blocks_case import Case, affine, by_groups, commvq, kvquant, lookups, mixed, of_method, residuals, unproject
 from interpreter import quicken
 from kvfold.formats.paged import plain
-from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, unpack, unpacked
+from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, joining, unpack, unpacked
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.kernels.stored import basis_matrix, rotation_of
 from kvfold.methods import LayerSpec, get
@@ -336,7 +336,7 @@ def lengths_error(name, device="cpu", dtype=torch.float16):
 if __name__ == "__main__":
     quicken()
     unpacked.PIECE = 256 * 2 * 4 * 64  # several pieces
-    unpacked.JOIN = 1
+    joining.JOIN = 1
     wrong = {}
     for name in sys.argv[1:]:
         kind, _, case = name.partition("/")

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 
 from helpers import interpreted_module
-from kvfold.kernels import Windows
+from kvfold.kernels import NewTokens, Windows
 from kvfold.kernels import windows as compiled
 from kvfold.kernels.partials import Partials
 
@@ -58,6 +58,7 @@ def check(
     # as models make them: adjacent heads of a token
     fresh = [random(batch, new or 0, heads, dim).transpose(1, 2) for _ in range(2)]
     want = torch.zeros(batch, heads * group, tokens, dim)
+    sums = torch.zeros(batch, heads * group, tokens)
     for b, (in_sink, packed, recent) in enumerate(lens):
         slots = (packed + torch.arange(recent)) % max(ring, 1)
         keys, values = (
@@ -71,6 +72,7 @@ def check(
         if valid is not None:
             sees[:, cached:] &= valid[b]
         score = (q[b].float() @ keys.transpose(-1, -2) / math.sqrt(dim)).masked_fill(~sees, -1e30)
+        sums[b] = score.logsumexp(-1)
         want[b] = score.softmax(-1).masked_fill(~sees, 0.0) @ values
         for s, r in sides:
             s[b, :, in_sink:] = float("nan")
@@ -84,15 +86,23 @@ def check(
     parts = Partials.empty(batch * heads, 3, group * tokens, dim, device)
     parts.out.fill_(float("nan")), parts.top.fill_(float("nan")), parts.total.fill_(float("nan"))
     added = [x.to(device) for x in fresh] if new else [None, None]
-    kernels.attend_windows(
-        q.to(device), Windows(*pairs, *counts), 1 / math.sqrt(dim), parts, 1, *added,
-        None if valid is None else valid.to(device), first, skip=skip, programs=programs,
-    )  # fmt: skip
-    assert parts.out[:, ::2].isnan().all()  # other splits are not written
-    got = merged(Partials(*(x[:, 1:2] for x in (parts.out, parts.top, parts.total)))).cpu()
-    want = want.unflatten(1, (heads, group)).flatten(2, 3).flatten(0, 1)
-    assert got.isfinite().all()
-    assert (got - want).norm() <= LIMIT[dtype] * want.norm()
+    held, scale = Windows(*pairs, *counts), 1 / math.sqrt(dim)
+    given = None if valid is None else valid.to(device)
+    want = want.unflatten(1, (heads, group)).flatten(2, 3)
+    if not skip and programs is None:
+        kernels.attend_windows(q.to(device), held, scale, parts, 1, *added, given, first)
+        assert parts.out[:, ::2].isnan().all()  # other splits are not written
+        got = merged(Partials(*(x[:, 1:2] for x in (parts.out, parts.top, parts.total)))).cpu()
+        assert got.isfinite().all()
+        assert (got - want.flatten(0, 1)).norm() <= LIMIT[dtype] * want.norm()
+    if new and not first:
+        found = kernels.windows_result(q.to(device), held, scale, NewTokens(*added, given), skip, programs)
+        got, total = (x.cpu().float() for x in found)
+        sums = sums.unflatten(1, (heads, group)).flatten(2, 3)
+        assert got.isfinite().all() and total.isfinite().all() and found[0].dtype == dtype
+        assert (got - want).norm() <= LIMIT[dtype] * want.norm()
+        seen = sums > -1e29
+        assert (total - sums)[seen].abs().max() < 2 * LIMIT[dtype] and (total[~seen] < -1e29).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40, 150])

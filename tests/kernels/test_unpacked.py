@@ -219,5 +219,7 @@ def test_pieces_are_bounded():
 
 
 def test_an_empty_cache_is_no_span():
-    given, rows = unpacked_case.call(torch.device("cpu"), packed=()), torch.empty(2, 2, 40, 64)
-    assert isinstance(given, AttentionCall) and unpacked._cut(given, slice(0, 2), None, rows, None) == []
+    given = unpacked_case.call(torch.device("cpu"), packed=())
+    rows = given.grouped(given.query)
+    part = unpacked.Part(slice(0, 2), given.query, rows, given.windows, given.new)
+    assert isinstance(given, AttentionCall) and unpacked._cut(given, part, None, None) == []

@@ -387,10 +387,9 @@ def compile_windows(
 ) -> Report:
     """Compile the kernel over full-precision tokens for ``rows`` query rows per KV head, and programs that may have
     ``shared_memory`` bytes and take one block of rows each or, with ``stays``, many."""
-    m, n, warps = tile_sizes(rows, head_dim, ROWS)
-    padded = triton.next_power_of_2(head_dim)
-    fixed = {"D": head_dim, "DP": padded, "M": m, "N": n, "HAS_NEW": has_new, "HAS_VALID": has_valid}
-    fixed |= {"EARLY": False, "STAYS": stays}
+    (m, n, warps), padded = tile_sizes(rows, head_dim, 2 * ROWS if stays else ROWS), triton.next_power_of_2(head_dim)
+    fixed = {"D": head_dim, "DP": padded, "M": m, "N": n, "HAS_NEW": has_new, "HAS_VALID": has_valid, "EARLY": False}
+    fixed |= dict.fromkeys(("STAYS", "NORMAL"), stays)
     types = dict.fromkeys(("q_ptr", "sink_k", "sink_v", "ring_k", "ring_v", "new_k", "new_v"), _width(bf16))
     types |= dict.fromkeys(("sink_len_ptr", "packed_len_ptr", "recent_len_ptr"), "*i32")
     types |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")

@@ -58,6 +58,11 @@ class Windows:
             age = (ring - self.packed_len.unsqueeze(-1)) % len(ring)
             yield DensePart(*self.ring, age < self.recent_len.unsqueeze(-1))
 
+    def of(self, sequences: slice) -> "Windows":
+        """Those of some sequences."""
+        sink, ring = ((keys[sequences], values[sequences]) for keys, values in (self.sink, self.ring))
+        return Windows(sink, ring, *(n[sequences] for n in (self.sink_len, self.packed_len, self.recent_len)))
+
     def of_newest(self, tokens: int) -> Iterator[DensePart]:
         """The same for the newest ``tokens`` tokens of every sequence, which lie in the windows: each sees those before it and
         itself."""
@@ -78,6 +83,12 @@ class NewTokens:
     keys: torch.Tensor
     values: torch.Tensor
     valid: torch.Tensor | None = None
+
+    def of(self, sequences: slice) -> "NewTokens":
+        """Those of some sequences."""
+        return NewTokens(
+            self.keys[sequences], self.values[sequences], None if self.valid is None else self.valid[sequences]
+        )
 
 
 @dataclass(frozen=True)

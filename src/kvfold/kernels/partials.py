@@ -121,62 +121,6 @@ def merge_parts(  # type: ignore[no-untyped-def]
     tl.store(out + channel, result.to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "kv_heads", "tokens"])
-def join_kernel(  # type: ignore[no-untyped-def]
-    part_out, part_top, part_sum, others, totals, strides, bias_ptr, excess_ptr, sinks, out, heads, rows, kv_heads, tokens,
-    D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_EXCESS: tl.constexpr, HAS_SINKS: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
-    """Add normalized attention over other tokens to R rows of the only partial result; with LAST write all to ``out``.
-
-    Grid: (blocks of rows, batch * heads). ``others``: COUNT tensors [batch, heads, rows, D] with the ``strides`` of their
-    first three dimensions; ``totals``: their log-sum-exps, contiguous, in natural units. ``bias_ptr``, [batch * heads, rows],
-    is added to those. A learned sink (HAS_SINKS) is as in :func:`merge_kernel`. ``excess_ptr`` (HAS_EXCESS): what the last
-    of the normalizers have too much, base-2 logarithms [batch * heads, rows].
-    """
-    head = tl.program_id(1)
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    channel = tl.arange(0, DP)
-    inside = row < rows
-    both = inside[:, None] & (channel < D)[None, :]
-    at = head.to(tl.int64) * rows + row
-    top = tl.load(part_top + at, mask=inside, other=-1.0e30)
-    total = tl.load(part_sum + at, mask=inside, other=0.0)
-    acc = tl.load(part_out + at[:, None] * D + channel[None, :], mask=both, other=0.0)
-    bias = tl.zeros([R], tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    for i in tl.static_range(COUNT):
-        other = tl.load(totals[i] + at, mask=inside, other=0.0) * 1.4426950408889634
-        over = tl.zeros([R], tl.float32) + 1.0
-        if HAS_EXCESS and i == COUNT - 1:
-            # the real part is never less than one part of COPIES + 1: the bound is for rounding alone
-            over = tl.maximum(1.0 - tl.exp2(tl.load(excess_ptr + at, mask=inside, other=-1e30) - other), 1e-4)
-            other += tl.log2(over)
-        other += bias * 1.4426950408889634
-        source = others[i] + (head // heads).to(tl.int64) * strides[3 * i] + (head % heads) * strides[3 * i + 1]
-        x = tl.load(source + row[:, None] * strides[3 * i + 2] + channel[None, :], mask=both, other=0.0)
-        new = tl.maximum(top, other)
-        before, weight = tl.exp2(top - new), tl.exp2(other - new)
-        total = total * before + weight
-        acc = acc * before[:, None] + (weight / over)[:, None] * x.to(tl.float32)
-        top = new
-    if LAST:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head % kv_heads * (rows // tokens) + row // tokens, mask=inside, other=0.0)
-            sink = sink.to(tl.float32) * 1.4426950408889634
-            new = tl.maximum(top, sink)
-            before = tl.exp2(top - new)
-            total = total * before + tl.exp2(sink - new)
-            acc = acc * before[:, None]
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + at[:, None] * D + channel[None, :], acc.to(out.dtype.element_ty), mask=both)
-    else:
-        tl.store(part_top + at, top, mask=inside)
-        tl.store(part_sum + at, total, mask=inside)
-        tl.store(part_out + at[:, None] * D + channel[None, :], acc, mask=both)
-
-
 @dataclass(frozen=True)
 class Partials:
     """Workspace for ``splits`` partial results of every query row.
@@ -205,59 +149,6 @@ class Partials:
     @property
     def splits(self) -> int:
         return self.out.shape[1]
-
-    def join(
-        self,
-        others: list[tuple[torch.Tensor, torch.Tensor]],
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        tokens: int = 1,
-        excess: torch.Tensor | None = None,
-    ) -> None:
-        """Add normalized attention over other tokens to the only split, in one launch.
-
-        Parameters
-        ----------
-        others : list of pairs of Tensor
-            Results [batch, num_kv_heads, rows, head_dim] of any strides but adjacent channels, and the log-sum-exps of their
-            scores, natural units, contiguous float32 [batch, num_kv_heads, rows].
-        bias : Tensor or None, float32 [batch, num_kv_heads, rows]
-            Was left out of every score of a row.
-        out, sinks, tokens
-            As of :meth:`merge`, where these are the last tokens: nothing else is written then.
-        excess : Tensor or None, contiguous float32 [batch, num_kv_heads, rows]
-            Of the last pair: :func:`kvfold.kernels.padding.excess`.
-        """
-        heads, splits, rows, dim = self.out.shape
-        if splits != 1:
-            raise ValueError(f"partial results of {splits} splits; allowed: 1")
-        block = 16
-        join_kernel[(triton.cdiv(rows, block), heads)](
-            self.out,
-            self.top,
-            self.total,
-            tuple(x for x, _ in others),
-            tuple(total for _, total in others),
-            tuple(stride for x, _ in others for stride in x.stride()[:3]),
-            self.total if bias is None else bias.contiguous(),
-            self.total if excess is None else excess,
-            self.total if sinks is None else sinks,
-            self.out if out is None else out,
-            others[0][0].shape[1] if others else 1,
-            rows,
-            1 if sinks is None else sinks.numel() * tokens // rows,
-            tokens,
-            D=dim,
-            DP=triton.next_power_of_2(dim),
-            R=block,
-            COUNT=len(others),
-            HAS_BIAS=bias is not None,
-            HAS_EXCESS=excess is not None,
-            HAS_SINKS=sinks is not None,
-            LAST=out is not None,
-            num_warps=4,
-        )
 
     def merge(
         self, out: torch.Tensor, early: bool = False, sinks: torch.Tensor | None = None, tokens: int = 1

@@ -5,20 +5,20 @@ the inner loop do. Every query sees every packed token: no mask is needed, and q
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
 from kvfold.formats import Dense, Fields, Format
-from kvfold.kernels.call import AttentionCall, DensePart, Windows
+from kvfold.kernels.call import AttentionCall, NewTokens, Windows
 from kvfold.kernels.device import Aside, multiprocessors
+from kvfold.kernels.joining import Joint, Result
 from kvfold.kernels.padding import OF, excess, fill, takes_windows
-from kvfold.kernels.partials import Partials
 from kvfold.kernels.unpack import Turn, make_constants, turn_of, unpack
 from kvfold.kernels.unpack import why_not as no_unpacking
-from kvfold.kernels.windows import attend_windows
+from kvfold.kernels.windows import windows_result
 from kvfold.rope import Rope
 
 PIECE = 64 << 20
@@ -32,21 +32,28 @@ FEW = 256
 """Unpacked keys are filled up to such a number from so many on; fewer go to flash attention."""
 ROWS = 128
 """Query rows of a program of cuDNN's attention."""
-JOIN = 8
-"""Results over pieces that are joined in one launch at most."""
-RESULTS = 64 << 20
-"""Bytes of results over pieces that wait to be joined, apart from one piece's."""
-Result = tuple[torch.Tensor, torch.Tensor]
-"""Attention over some keys [batch, num_kv_heads, rows, head_dim], and its log-sum-exp [batch, num_kv_heads, rows]."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sequences with as many packed tokens: ``where`` they are in the batch, and what is theirs of a call; ``rows``: queries as
+    they meet packed keys, all query heads of a KV head together."""
+
+    where: slice
+    query: torch.Tensor
+    rows: torch.Tensor
+    windows: Windows
+    new: NewTokens
 
 
 @dataclass(frozen=True)
 class Piece:
     """Packed tokens that are unpacked together: ``count`` from number ``first`` of a span on, which begins at ``start``, where
-    ``room`` have a place; ``sides``: fields of the span's keys and values, of some sequences."""
+    ``room`` have a place; ``keys``, ``values``: fields of the span, of some sequences."""
 
     start: int
-    sides: tuple[Fields, Fields]
+    keys: Fields
+    values: Fields
     first: int
     count: int
     room: int
@@ -95,10 +102,7 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
     """
     assert call.new is not None and isinstance(call.windows, Windows)
     query = call.query.to(call.new.keys.dtype).contiguous()
-    rows = call.grouped(query)
-    batch, heads, count, dim = rows.shape
-    partials = Partials.empty(batch * heads, 1, count, dim, query.device)
-    bias = None
+    rows, bias = call.grouped(query), None
     if call.spans and call.project is not None:
         projected, shift = call.projected
         rows = projected.to(rows.dtype)
@@ -111,11 +115,10 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
         if call.spans and not isinstance(form, Dense):
             make_constants(form, query.device, rope)
     with Aside(query.device) as aside:
-        for part, tokens in _alike(call, batch):
-            some = slice(part.start * heads, part.stop * heads)
-            own = Partials(partials.out[some], partials.top[some], partials.total[some])
-            shared = None if bias is None else bias[part]
-            _attend_alike(call, query[part], part, tokens, rows[part], shared, own, out[part], turn, aside)
+        for part, tokens in _alike(call, len(query)):
+            some = Part(part, query[part], rows[part], call.windows.of(part), call.new.of(part))
+            joint = Joint(some.rows, None if bias is None else bias[part])
+            _attend_alike(call, some, tokens, joint, turn, aside, out[part])
     return call.ungrouped(out)
 
 
@@ -135,109 +138,63 @@ def _alike(call: AttentionCall, batch: int) -> list[tuple[slice, int | None]]:
 
 def _attend_alike(
     call: AttentionCall,
-    query: torch.Tensor,
-    part: slice,
+    part: Part,
     tokens: int | None,
-    rows: torch.Tensor,
-    bias: torch.Tensor | None,
-    partials: Partials,
-    out: torch.Tensor,
+    joint: Joint,
     turn: Turn | None,
     aside: Aside,
+    out: torch.Tensor,
 ) -> None:
-    """Attention of some sequences over their packed tokens and over everything else, to ``out``.
+    """Attention of some sequences over their packed tokens, and over everything else, to ``out``.
 
     Windows, and what is left over of cuDNN's part, are computed aside: these multiply while the rest is unpacked.
     """
-    results: list[Result] = []
-    most = max(1, min(JOIN, RESULTS // (rows.numel() * rows.itemsize)))
+    rows = part.rows
     wide = _widened(rows) if takes_cudnn(rows) else None
-    pieces = _cut(call, part, tokens, rows, over=None if wide is None else False)
-    windows = _of_part(call.windows, part)
-    moved = None  # windows whose tokens, or the first of them, lie behind those of the last piece
-    if pieces and pieces[-1].empty and call.project is None and takes_windows(windows):
-        moved = windows
-    stay = None if moved is None or not _beside(turn) else _stay(rows, query.shape[2], pieces)
+    pieces = _cut(call, part, tokens, over=None if wide is None else False)
+    moves = bool(pieces) and pieces[-1].empty > 0 and call.project is None and takes_windows(part.windows)
+    stay = _stay(rows, part.query.shape[2], pieces) if wide is not None and moves else None
+    others: list[Result] = []
 
     def attend_others() -> None:
-        new = call.new
-        assert new is not None
-        valid = None if new.valid is None else new.valid[part]
-        skip = 0 if moved is None else pieces[-1].empty
+        skip = pieces[-1].empty if moves else 0  # tokens of the windows that lie behind those of the last piece
         with aside.launches():
-            attend_windows(
-                query,
-                windows,
-                call.scale,
-                partials,
-                0,
-                new.keys[part],
-                new.values[part],
-                valid,
-                skip=skip,
-                programs=stay,
-            )
+            others.append(windows_result(part.query, part.windows, call.scale, part.new, skip, stay))
 
     if stay is None:
         attend_others()
     over: list[Result] = []
     if wide is not None:
         with aside.launches():
-            over = [
-                _flash(rows, *_sides(call, part, piece, rows, turn), call.scale)
-                for piece in _cut(call, part, tokens, rows, over=True)
-            ]
-    more: torch.Tensor | None = None
+            for piece in _cut(call, part, tokens, over=True):
+                keys, values, _ = _unpacked(call, part, piece, turn)
+                over.append(_flash(rows, keys, values, call.scale))
     for piece in pieces:
-        if more is not None:  # what is taken off is that of the last result of those joined
-            partials.join(results, bias, excess=more)
-            results = []
-        within = moved if piece is pieces[-1] else None
-        then = attend_others if stay is not None and piece is pieces[0] else None
-        keys, values, more = _filled(call, part, piece, rows, turn, aside, within, then)
-        if more is not None and within is None and not _beside(turn):  # keys were filled up aside
-            aside.wait()
+        keys, values, more = _unpacked(call, part, piece, turn, moves and piece is pieces[-1])
+        if stay is not None and not others:
+            attend_others()
         for result in _attend(rows, wide, keys, values, call.scale):
-            if len(results) >= most:
-                aside.wait()
-                partials.join(results, bias)
-                results = []
-            results.append(result)
-        if more is not None:  # before what it reads is another piece's
-            aside.wait(more)
-    if more is not None and over:
-        partials.join(results, bias, excess=more)
-        results, more = [], None
-    aside.wait(*(tensor for result in over for tensor in result))
+            joint.add(result)
+        if more is not None:
+            joint.take_off(more)
+    aside.wait(*(tensor for result in others + over for tensor in result))
     for result in over:
-        if len(results) >= most:
-            partials.join(results, bias)
-            results = []
-        results.append(result)
-    partials.join(results, bias, out, call.sinks, call.tokens, more)
-
-
-def _of_part(windows: Iterable[DensePart], part: slice) -> Windows:
-    """Windows of some sequences."""
-    assert isinstance(windows, Windows)
-    (sink_k, sink_v), (ring_k, ring_v) = windows.sink, windows.ring
-    lengths = (windows.sink_len, windows.packed_len, windows.recent_len)
-    return Windows((sink_k[part], sink_v[part]), (ring_k[part], ring_v[part]), *(n[part] for n in lengths))
+        joint.add(result)
+    joint.end(out, others, call.sinks, call.tokens)
 
 
 def _stay(rows: torch.Tensor, tokens: int, pieces: list[Piece]) -> int | None:
-    """How many programs attend to windows on the multiprocessors that neither keys, where tables decode them, nor cuDNN's
-    attention uses; None where there are none, or they would take longer than attention does."""
+    """How many programs attend to a call's own ``tokens`` beside cuDNN's attention, on multiprocessors that this leaves; None
+    where it leaves none, or they would take longer."""
     batch, heads, count, _ = rows.shape
-    there = multiprocessors(rows.device)
     busy = batch * heads * math.ceil(count / ROWS)
-    free = there - max(busy, there // (batch * heads) * (batch * heads))
-    if free <= 0 or 3 * tokens * busy > 2 * free * sum(piece.room for piece in pieces):  # they multiply half as fast
+    free = multiprocessors(rows.device) - busy
+    if free <= 0 or 2 * tokens * busy > free * sum(piece.room for piece in pieces):  # they multiply a quarter as fast
         return None
-    return 2 * free
+    return free
 
 
-def _cut(call: AttentionCall, part: slice, packed: int | None, rows: torch.Tensor, over: bool | None) -> list[Piece]:
+def _cut(call: AttentionCall, part: Part, packed: int | None, over: bool | None) -> list[Piece]:
     """Pieces of ``packed`` tokens of some sequences (None: of all that spans hold).
 
     ``over`` None: of all tokens. False: those that cuDNN is given, a multiple of ``STEP``, or, where they are unpacked, with
@@ -245,10 +202,10 @@ def _cut(call: AttentionCall, part: slice, packed: int | None, rows: torch.Tenso
     """
     form = call.key_format
     dense = isinstance(form, Dense) and isinstance(call.value_format, Dense)
-    once = at_once(rows)
+    once = at_once(part.rows)
     found = []
     for span in call.spans:
-        keys, values = ({name: t[part] for name, t in fields.items()} for fields in (span.keys, span.values))
+        keys, values = ({name: t[part.where] for name, t in fields.items()} for fields in (span.keys, span.values))
         stored = next(t for name, t in keys.items() if name in form.fields())
         tokens = stored.shape[2] * form.block
         if packed is not None:
@@ -261,7 +218,8 @@ def _cut(call: AttentionCall, part: slice, packed: int | None, rows: torch.Tenso
         begin, end = (0, tokens) if over is None else (whole, tokens) if over else (0, whole)
         for first in range(begin, end, step):
             count = min(step, end - first)
-            found.append(Piece(span.start, (keys, values), first, count, for_cudnn(count, once) if fills else count))
+            room = for_cudnn(count, once) if fills else count
+            found.append(Piece(span.start, keys, values, first, count, room))
     return found
 
 
@@ -270,70 +228,39 @@ def _unpacks(call: AttentionCall) -> bool:
     return not isinstance(call.key_format, Dense) and not isinstance(call.value_format, Dense)
 
 
-def _sides(
-    call: AttentionCall, part: slice, piece: Piece, rows: torch.Tensor, turn: Turn | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a piece's tokens [sequences, num_kv_heads, tokens, head_dim]."""
-    return _keys(call, part, piece, rows.dtype), _values(call, piece, rows.dtype, turn)
-
-
-def _keys(
-    call: AttentionCall, part: slice, piece: Piece, dtype: torch.dtype, room: torch.Tensor | None = None
-) -> torch.Tensor:
-    place = None if call.first_position is None else call.first_position[part]
-    at = piece.start, piece.first, piece.count
-    return _side(call.key_format, piece.sides[0], *at, dtype, call.rope, place, whole=room)
-
-
-def _values(
-    call: AttentionCall, piece: Piece, dtype: torch.dtype, turn: Turn | None, room: torch.Tensor | None = None
-) -> torch.Tensor:
-    at = piece.start, piece.first, piece.count
-    return _side(call.value_format, piece.sides[1], *at, dtype, turn=turn, whole=room)
-
-
-def _filled(
-    call: AttentionCall,
-    part: slice,
-    piece: Piece,
-    rows: torch.Tensor,
-    turn: Turn | None,
-    aside: Aside,
-    windows: Windows | None,
-    then: Callable[[], None] | None,
+def _unpacked(
+    call: AttentionCall, part: Part, piece: Piece, turn: Turn | None, moves: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys and values of a piece's tokens [sequences, num_kv_heads, room, head_dim], filled up, with ``windows`` where they are
-    given; then also what the queries ``rows`` lose by copies, :func:`kvfold.kernels.padding.excess`.
-
-    ``then`` is launched when values are unpacked, beside keys.
-    """
-    key_room = value_room = values = more = None
+    """Keys and values of a piece's tokens, [sequences, num_kv_heads, room, head_dim], filled up, if it ``moves`` with tokens of
+    the windows; then also what queries lose by copies, :func:`kvfold.kernels.padding.excess`."""
+    dtype, device = part.rows.dtype, part.rows.device
+    at = piece.start, piece.first, piece.count
+    place = None if call.first_position is None else call.first_position[part.where]
+    rooms: list[torch.Tensor | None] = [None, None]
     if piece.empty:
-        shape = (rows.shape[0], rows.shape[1], piece.room, call.key_format.head_dim)
-        key_room, value_room = (torch.empty(shape, dtype=rows.dtype, device=rows.device) for _ in range(2))
-    with Aside(rows.device, 1) as beside:  # beside keys, whatever else waits for a place there
-        if windows is not None and key_room is not None and value_room is not None:
-            with beside.launches():
-                fill(key_room, value_room, piece.count, windows)
-            with aside.launches():
-                more = excess(rows.contiguous(), key_room, piece.count, call.scale, windows)
-        if _unpacks(call) and _beside(turn):
-            with beside.launches():
-                values = _values(call, piece, rows.dtype, turn, value_room)
-                if then is not None:
-                    then()
-        keys = _keys(call, part, piece, rows.dtype, key_room)
-        if values is not None:
-            beside.wait(values)
-        if value_room is not None and windows is None:
-            if values is not None:  # nothing aside has to end before attention over them begins
-                fill(keys, value_room, piece.count)
-            with aside.launches():
-                if values is None:  # beside values that come after keys
-                    fill(keys, value_room, piece.count)
-                more = excess(rows.contiguous(), keys, piece.count, call.scale)
+        shape = (*part.rows.shape[:2], piece.room, call.key_format.head_dim)
+        rooms = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
+    more: torch.Tensor | None = None
+
+    def fill_up(windows: Windows | None) -> torch.Tensor:
+        assert rooms[0] is not None and rooms[1] is not None
+        fill(rooms[0], rooms[1], piece.count, windows)
+        return excess(part.rows.contiguous(), rooms[0], piece.count, call.scale, windows)
+
+    values = None
+    with Aside(device, 1) as beside:  # beside keys, whatever else waits for a place there
+        with beside.launches():
+            if _beside(turn) and _unpacks(call):
+                values = _side(call.value_format, piece.values, *at, dtype, turn=turn, whole=rooms[1])
+            if moves:
+                more = fill_up(part.windows)
+        keys = _side(call.key_format, piece.keys, *at, dtype, call.rope, place, whole=rooms[0])
+        if piece.empty and not moves:
+            with beside.launches():  # beside values that come after keys
+                more = fill_up(None)
         if values is None:
-            values = _values(call, piece, rows.dtype, turn, value_room)
+            values = _side(call.value_format, piece.values, *at, dtype, turn=turn, whole=rooms[1])
+        beside.wait(*(tensor for tensor in (values, more) if tensor is not None))
     return keys, values, more
 
 

@@ -1,7 +1,8 @@
 """Attention over the tokens in full precision: sink, ring of recent tokens, and the call's own tokens.
 
 A plain Triton kernel (flash attention with running maxima) that writes one partial result per query row, in the format of
-:class:`kvfold.kernels.partials.Partials`. Kernels that read packed storage write theirs beside it.
+:class:`kvfold.kernels.partials.Partials`. Kernels that read packed storage write theirs beside it. For calls that unpack it
+writes normalized results, as flash attention does.
 """
 
 from functools import lru_cache
@@ -10,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvfold.kernels.call import Windows
+from kvfold.kernels.call import NewTokens, Windows
 from kvfold.kernels.partials import LOG2E, Partials, early_launch
 
 
@@ -58,6 +59,7 @@ def _block(  # type: ignore[no-untyped-def]
     part_out, part_top, part_sum,
     factor, block, head, heads, rows, tokens, first, sinks, slots, skip, splits, split,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_NEW: tl.constexpr, HAS_VALID: tl.constexpr,
+    NORMAL: tl.constexpr,
 ):  # fmt: skip
     """Rows of number ``block`` of ``head``, counted over the batch; see :func:`windows_kernel`."""
     batch = head // heads
@@ -115,9 +117,16 @@ def _block(  # type: ignore[no-untyped-def]
             )
 
     slot_row = (head.to(tl.int64) * splits + split) * rows + row
-    tl.store(part_top + slot_row, top, mask=row < rows)
-    tl.store(part_sum + slot_row, total, mask=row < rows)
-    tl.store(part_out + slot_row[:, None] * D + channel[None, :], acc, mask=inside)
+    if NORMAL:
+        seen = tl.where(total > 0, total, 1.0)
+        tl.store(
+            part_sum + slot_row, tl.where(total > 0, (top + tl.log2(seen)) * 0.6931471805599453, top), mask=row < rows
+        )
+        acc = acc / seen[:, None]
+    else:
+        tl.store(part_top + slot_row, top, mask=row < rows)
+        tl.store(part_sum + slot_row, total, mask=row < rows)
+    tl.store(part_out + slot_row[:, None] * D + channel[None, :], acc.to(part_out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
@@ -142,14 +151,15 @@ def windows_kernel(  # type: ignore[no-untyped-def]
     part_out, part_top, part_sum,
     factor, heads, rows, tokens, first, sinks, slots, skip, splits, split, every,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_NEW: tl.constexpr, HAS_VALID: tl.constexpr,
-    EARLY: tl.constexpr, STAYS: tl.constexpr,
+    EARLY: tl.constexpr, STAYS: tl.constexpr, NORMAL: tl.constexpr,
 ):  # fmt: skip
     """One program: M query rows of one KV head of one sequence. Grid: (blocks of rows, batch * heads).
 
     ``factor`` is the scale times log2(e). DP is D padded to a power of two. Query number t of the call is number
     ``first + t`` of the new tokens. Without new tokens (HAS_NEW) the call's own already lie in the windows. EARLY: the kernel
     before this one, which has waited for those before it, runs beside it, and the next one waits by itself. STAYS: few
-    programs, in one dimension, take blocks of ``every`` head one after the other, neighbours those of as many tokens.
+    programs, in one dimension, take blocks of ``every`` head one after the other, neighbours those of as many tokens. NORMAL:
+    results are divided by their sums, and ``part_sum`` gets log-sum-exps in natural units.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -161,7 +171,7 @@ def windows_kernel(  # type: ignore[no-untyped-def]
                 new_k, new_v, k_batch, k_head, k_token, v_batch, v_head, v_token, valid_ptr, valid_batch,
                 part_out, part_top, part_sum,
                 factor, blocks - 1 - i // every, i % every, heads, rows, tokens, first, sinks, slots, skip, splits, split,
-                D, DP, M, N, HAS_NEW, HAS_VALID,
+                D, DP, M, N, HAS_NEW, HAS_VALID, NORMAL,
             )  # fmt: skip
     else:
         _block(
@@ -170,7 +180,7 @@ def windows_kernel(  # type: ignore[no-untyped-def]
             part_out, part_top, part_sum,
             factor, tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), heads, rows, tokens, first, sinks, slots, skip,
             splits, split,
-            D, DP, M, N, HAS_NEW, HAS_VALID,
+            D, DP, M, N, HAS_NEW, HAS_VALID, NORMAL,
         )  # fmt: skip
     if EARLY:  # this kernel's end is then that of both
         tl.extra.cuda.gdc_wait()
@@ -212,8 +222,6 @@ def attend_windows(
     new_valid: torch.Tensor | None = None,
     first: int = 0,
     early: bool = False,
-    skip: int = 0,
-    programs: int | None = None,
 ) -> None:
     """Attend to everything that is not packed, and write the result to one split of ``partials``.
 
@@ -243,26 +251,71 @@ def attend_windows(
     early : bool
         The kernel launched last allows this one to run beside it once it has waited for those before, and the next one waits
         by itself; see :func:`~kvfold.kernels.partials.overlaps_launches`.
+    """
+    _, num_heads, tokens, dim = q.shape
+    rows = num_heads // windows.sink[0].shape[1] * tokens
+    if not q.is_contiguous() or partials.out.shape[2] != rows or partials.out.shape[3] != dim:
+        raise ValueError(f"attend_windows: q {tuple(q.shape)} must be contiguous and fit partials of {rows} rows")
+    results = partials.out, partials.top, partials.total
+    new = None if new_keys is None or new_values is None else NewTokens(new_keys, new_values, new_valid)
+    _launch(q, windows, scale, new, first, results, (partials.splits, split), early=early)
+
+
+def windows_result(
+    q: torch.Tensor, windows: Windows, scale: float, new: NewTokens, skip: int = 0, programs: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalized attention over everything that is not packed, and its log-sum-exp, of a call whose own tokens are ``new``.
+
+    Parameters
+    ----------
+    q, windows, scale
+        As of :func:`attend_windows`.
+    new : NewTokens
     skip : int
         So many tokens of the windows, the oldest ones, are left out: others attend to them.
     programs : int or None
-        No more of them are launched, which then take one block of rows after the other.
+        No more of them are launched, which then take one block of rows after the other and have a multiprocessor each.
+
+    Returns
+    -------
+    pair of Tensor
+        Like ``q`` [batch, num_kv_heads, rows, head_dim], and float32 [batch, num_kv_heads, rows], in natural units; a row that
+        sees no token has 0 and -1e30.
     """
     batch, num_heads, tokens, dim = q.shape
     heads = windows.sink[0].shape[1]
+    shape = batch, heads, num_heads // heads * tokens
+    out, total = q.new_empty(*shape, dim), torch.empty(shape, dtype=torch.float32, device=q.device)
+    _launch(q, windows, scale, new, 0, (out, total, total), (1, 0), skip, programs, normal=True)
+    return out, total
+
+
+def _launch(
+    q: torch.Tensor,
+    windows: Windows,
+    scale: float,
+    new: NewTokens | None,
+    first: int,
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    splits: tuple[int, int],
+    skip: int = 0,
+    programs: int | None = None,
+    early: bool = False,
+    normal: bool = False,
+) -> None:
+    batch, num_heads, tokens, dim = q.shape
+    heads = windows.sink[0].shape[1]
     rows = num_heads // heads * tokens
-    if not q.is_contiguous() or partials.out.shape[2] != rows or partials.out.shape[3] != dim:
-        raise ValueError(f"attend_windows: q {tuple(q.shape)} must be contiguous and fit partials of {rows} rows")
     sink, ring = windows.sink, windows.ring
-    if new_keys is None or new_values is None:
-        keys, values = sink  # never read
-    else:
-        keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (new_keys, new_values))
-    valid = windows.sink_len if new_valid is None else new_valid.contiguous().view(torch.uint8)
-    m, n, warps = tile_sizes(rows, dim, ROWS)
+    keys, values, valid = *sink, windows.sink_len  # never read
+    if new is not None:
+        keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (new.keys, new.values))
+        if new.valid is not None:
+            valid = new.valid.contiguous().view(torch.uint8)
+    stays = programs is not None
+    m, n, warps = tile_sizes(rows, dim, 2 * ROWS if stays else ROWS)
     blocks = triton.cdiv(rows, m)
-    stays = programs is not None and programs < blocks * batch * heads
-    windows_kernel[(programs, 1) if stays else (blocks, batch * heads)](
+    windows_kernel[(blocks, batch * heads) if programs is None else (programs, 1)](
         q,
         *sink,
         *ring,
@@ -275,9 +328,7 @@ def attend_windows(
         *values.stride()[:3],
         valid,
         valid.stride(0),
-        partials.out,
-        partials.top,
-        partials.total,
+        *results,
         float(scale) * LOG2E,
         heads,
         rows,
@@ -286,18 +337,18 @@ def attend_windows(
         sink[0].shape[2],
         ring[0].shape[2],
         skip,
-        partials.splits,
-        split,
+        *splits,
         batch * heads,
         D=dim,
         DP=triton.next_power_of_2(dim),
         M=m,
         N=n,
-        HAS_NEW=new_keys is not None,
-        HAS_VALID=new_valid is not None,
+        HAS_NEW=new is not None,
+        HAS_VALID=new is not None and new.valid is not None,
         EARLY=early,
         STAYS=stays,
+        NORMAL=normal,
         num_warps=warps,
-        num_stages=stages(dim, program_memory(q.device) // (2 if stays else 1)),
+        num_stages=stages(dim, program_memory(q.device)),
         **early_launch(early),
     )
