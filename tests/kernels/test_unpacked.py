@@ -86,10 +86,14 @@ def test_sequences_of_different_length_on_a_gpu(name):
 @needs_gpu
 @pytest.mark.parametrize("tokens", [40, 520])  # few rows go to flash attention, many to cuDNN's
 @pytest.mark.parametrize("beside", [False, True], ids=["", "values beside keys"])
-def test_launches_aside_are_captured_and_follow_the_streams_that_call(beside, tokens, monkeypatch):
+@pytest.mark.parametrize("stay", [None, 4], ids=["", "windows beside attention"])
+@pytest.mark.parametrize("sinks", [8, 0], ids=["", "windows elsewhere"])
+def test_launches_aside_are_captured_and_follow_the_streams_that_call(sinks, stay, beside, tokens, monkeypatch):
     """Eager calls on streams that take turns, and a replay, give the same numbers: nothing is read before it is there."""
     monkeypatch.setattr(unpacked, "_beside", lambda turn: beside)
-    given = unpacked_case.call(torch.device("cuda"), tokens=tokens, packed=(3200,), dim=128, heads=32, kv_heads=8)
+    monkeypatch.setattr(unpacked, "_stay", lambda *given: stay)
+    heads = {"heads": 32, "kv_heads": 8, "slots": (sinks, 64)}
+    given = unpacked_case.call(torch.device("cuda"), tokens=tokens, packed=(3200,), dim=128, **heads)
     want = unpacked.attend_unpacked(given)
     main = torch.cuda.current_stream()
     for stream in [torch.cuda.Stream() for _ in range(2)] * 4:
@@ -210,6 +214,17 @@ def test_cudnn_meets_few_numbers_of_keys(tokens, parts, once, monkeypatch):
     out = sum(w * part[:, :, :5] for w, (part, _) in zip(weights, found, strict=True))
     want = torch.nn.functional.scaled_dot_product_attention(rows, keys, values, scale=1.0)
     assert (out - want).abs().max() < 1e-5
+
+
+def test_windows_stay_beside_attention_where_it_leaves_multiprocessors_long_enough(monkeypatch):
+    monkeypatch.setattr(unpacked, "multiprocessors", lambda device: 132)
+
+    def stay(tokens, keys, batch=1):
+        pieces = [unpacked.Piece(0, {}, {}, 0, keys // 2, keys // 2)] * 2
+        return unpacked._stay(torch.empty(batch, 8, 4 * tokens, 0), tokens, pieces)
+
+    assert stay(512, 32768) == 4 and stay(256, 32768, 2) == 4 and stay(448, 32768) == 20
+    assert stay(512, 30720) is None and stay(512, 32768, 2) is None and stay(2048, 131072) is None
 
 
 def test_pieces_are_bounded():

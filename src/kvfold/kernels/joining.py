@@ -13,6 +13,8 @@ from kvfold.kernels.partials import Partials
 
 JOIN = 8
 """Results that are joined in one launch at most."""
+ROWS, WARPS = 16, 4
+"""Query rows of a program, and its warps."""
 RESULTS = 64 << 20
 """Bytes of results that wait to be joined, apart from one."""
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -142,10 +144,9 @@ class Joint:
             partials = self._partials = Partials.empty(batch * heads, 1, count, dim, self.rows.device)
         excess = self._excess
         self._waiting, self._excess = [], None
-        block = 16
         nothing = results[0][1]  # stands for what is not read
         parts = (nothing,) * 3 if partials is None else (partials.out, partials.top, partials.total)
-        join_kernel[(triton.cdiv(count, block), batch * heads)](
+        join_kernel[(triton.cdiv(count, ROWS), batch * heads)](
             *parts,
             tuple(x for x, _ in results),
             tuple(total for _, total in results),
@@ -160,7 +161,7 @@ class Joint:
             tokens,
             D=dim,
             DP=triton.next_power_of_2(dim),
-            R=block,
+            R=ROWS,
             COUNT=len(results),
             PLAIN=0 if others is None else len(others),
             HAS_PART=not begins,
@@ -168,5 +169,5 @@ class Joint:
             HAS_EXCESS=excess is not None,
             HAS_SINKS=sinks is not None,
             LAST=out is not None,
-            num_warps=4,
+            num_warps=WARPS,
         )

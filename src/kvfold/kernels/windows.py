@@ -82,19 +82,26 @@ def _block(  # type: ignore[no-untyped-def]
     total = tl.full([M], 0.0, tl.float32)
     acc = tl.full([M, DP], 0.0, tl.float32)
     base = head.to(tl.int64) * sinks * D
-    for i in range(0, tl.where(sink_len > skip, sinks, 0), N):
+    in_sink, in_ring = sinks, slots
+    if NORMAL:  # others attend to the oldest tokens
+        in_sink, in_ring = tl.where(sink_len > skip, sinks, 0), tl.where(sink_len + recent_len > skip, slots, 0)
+    for i in range(0, in_sink, N):
         slot = i + tl.arange(0, N)
-        live = (slot < sink_len) & (slot >= skip)
+        live = slot < sink_len
+        if NORMAL:
+            live = live & (slot >= skip)
         sees = live[None, :] & (slot[None, :] <= query[:, None])
         top, total, acc = _tile(
             q, sink_k + base, sink_v + base, D, D, slot, live, sees, channel, factor, top, total, acc, D
         )
     base = head.to(tl.int64) * slots * D
-    for i in range(0, tl.where(sink_len + recent_len > skip, slots, 0), N):
+    for i in range(0, in_ring, N):
         slot = i + tl.arange(0, N)
         age = slot - packed_len % slots
         age = tl.where(age < 0, age + slots, age)
-        live = (age < recent_len) & (age >= skip - sink_len) & (slot < slots)
+        live = (age < recent_len) & (slot < slots)
+        if NORMAL:
+            live = live & (age >= skip - sink_len)
         sees = live[None, :] & ((sink_len + packed_len + age)[None, :] <= query[:, None])
         top, total, acc = _tile(
             q, ring_k + base, ring_v + base, D, D, slot, live, sees, channel, factor, top, total, acc, D
