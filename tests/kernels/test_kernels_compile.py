@@ -92,6 +92,12 @@ def test_every_windows_kernel(head_dim, rows, architecture):
     check_windows(head_dim, rows, architecture)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_windows_beside_attention(bf16):
+    report = aot.compile_windows(2048, 128, bf16, True, bf16, 90, 227 * 1024, stays=True)
+    assert report.spills_in_loop == 0 and report.shared <= 227 * 1024
+
+
 def check_windows(head_dim, rows, architecture):
     capability, room = architecture[0], SHARED_MEMORY[architecture[1]]
     report = aot.compile_windows(rows, head_dim, True, rows > 1, rows > 64, capability, room)

@@ -389,7 +389,7 @@ def compile_windows(
     ``shared_memory`` bytes and take one block of rows each or, with ``stays``, many."""
     (m, n, warps), padded = tile_sizes(rows, head_dim, 2 * ROWS if stays else ROWS), triton.next_power_of_2(head_dim)
     fixed = {"D": head_dim, "DP": padded, "M": m, "N": n, "HAS_NEW": has_new, "HAS_VALID": has_valid, "EARLY": False}
-    fixed |= dict.fromkeys(("STAYS", "NORMAL"), stays)
+    fixed |= dict.fromkeys(("STAYS", "NORMAL", "SKIPS"), stays)
     types = dict.fromkeys(("q_ptr", "sink_k", "sink_v", "ring_k", "ring_v", "new_k", "new_v"), _width(bf16))
     types |= dict.fromkeys(("sink_len_ptr", "packed_len_ptr", "recent_len_ptr"), "*i32")
     types |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")

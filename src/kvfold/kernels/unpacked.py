@@ -247,13 +247,14 @@ def _unpacked(
         fill(rooms[0], rooms[1], piece.count, windows)
         return excess(part.rows.contiguous(), rooms[0], piece.count, call.scale, windows)
 
-    values = None
+    values, ahead = None, _beside(turn) and _unpacks(call)
     with Aside(device, 1) as beside:  # beside keys, whatever else waits for a place there
-        with beside.launches():
-            if _beside(turn) and _unpacks(call):
-                values = _side(call.value_format, piece.values, *at, dtype, turn=turn, whole=rooms[1])
-            if moves:
-                more = fill_up(part.windows)
+        if ahead or moves:
+            with beside.launches():
+                if ahead:
+                    values = _side(call.value_format, piece.values, *at, dtype, turn=turn, whole=rooms[1])
+                if moves:
+                    more = fill_up(part.windows)
         keys = _side(call.key_format, piece.keys, *at, dtype, call.rope, place, whole=rooms[0])
         if piece.empty and not moves:
             with beside.launches():  # beside values that come after keys

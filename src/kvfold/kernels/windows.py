@@ -59,7 +59,7 @@ def _block(  # type: ignore[no-untyped-def]
     part_out, part_top, part_sum,
     factor, block, head, heads, rows, tokens, first, sinks, slots, skip, splits, split,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_NEW: tl.constexpr, HAS_VALID: tl.constexpr,
-    NORMAL: tl.constexpr,
+    NORMAL: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Rows of number ``block`` of ``head``, counted over the batch; see :func:`windows_kernel`."""
     batch = head // heads
@@ -83,12 +83,12 @@ def _block(  # type: ignore[no-untyped-def]
     acc = tl.full([M, DP], 0.0, tl.float32)
     base = head.to(tl.int64) * sinks * D
     in_sink, in_ring = sinks, slots
-    if NORMAL:  # others attend to the oldest tokens
+    if SKIPS:  # others attend to the oldest tokens
         in_sink, in_ring = tl.where(sink_len > skip, sinks, 0), tl.where(sink_len + recent_len > skip, slots, 0)
     for i in range(0, in_sink, N):
         slot = i + tl.arange(0, N)
         live = slot < sink_len
-        if NORMAL:
+        if SKIPS:
             live = live & (slot >= skip)
         sees = live[None, :] & (slot[None, :] <= query[:, None])
         top, total, acc = _tile(
@@ -100,7 +100,7 @@ def _block(  # type: ignore[no-untyped-def]
         age = slot - packed_len % slots
         age = tl.where(age < 0, age + slots, age)
         live = (age < recent_len) & (slot < slots)
-        if NORMAL:
+        if SKIPS:
             live = live & (age >= skip - sink_len)
         sees = live[None, :] & ((sink_len + packed_len + age)[None, :] <= query[:, None])
         top, total, acc = _tile(
@@ -136,21 +136,10 @@ def _block(  # type: ignore[no-untyped-def]
     tl.store(part_out + slot_row[:, None] * D + channel[None, :], acc.to(part_out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "factor",
-        "heads",
-        "rows",
-        "tokens",
-        "first",
-        "sinks",
-        "slots",
-        "skip",
-        "splits",
-        "split",
-        "every",
-    ]
-)
+VARYING = "factor heads rows tokens first sinks slots skip splits split every".split()
+
+
+@triton.jit(do_not_specialize=VARYING)
 def windows_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     sink_k, sink_v, ring_k, ring_v, sink_len_ptr, packed_len_ptr, recent_len_ptr,
@@ -158,7 +147,7 @@ def windows_kernel(  # type: ignore[no-untyped-def]
     part_out, part_top, part_sum,
     factor, heads, rows, tokens, first, sinks, slots, skip, splits, split, every,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_NEW: tl.constexpr, HAS_VALID: tl.constexpr,
-    EARLY: tl.constexpr, STAYS: tl.constexpr, NORMAL: tl.constexpr,
+    EARLY: tl.constexpr, STAYS: tl.constexpr, NORMAL: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """One program: M query rows of one KV head of one sequence. Grid: (blocks of rows, batch * heads).
 
@@ -166,7 +155,8 @@ def windows_kernel(  # type: ignore[no-untyped-def]
     ``first + t`` of the new tokens. Without new tokens (HAS_NEW) the call's own already lie in the windows. EARLY: the kernel
     before this one, which has waited for those before it, runs beside it, and the next one waits by itself. STAYS: few
     programs, in one dimension, take blocks of ``every`` head one after the other, neighbours those of as many tokens. NORMAL:
-    results are divided by their sums, and ``part_sum`` gets log-sum-exps in natural units.
+    results are divided by their sums, and ``part_sum`` gets log-sum-exps in natural units. SKIPS: the ``skip`` oldest tokens
+    of the windows are left out.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -178,7 +168,7 @@ def windows_kernel(  # type: ignore[no-untyped-def]
                 new_k, new_v, k_batch, k_head, k_token, v_batch, v_head, v_token, valid_ptr, valid_batch,
                 part_out, part_top, part_sum,
                 factor, blocks - 1 - i // every, i % every, heads, rows, tokens, first, sinks, slots, skip, splits, split,
-                D, DP, M, N, HAS_NEW, HAS_VALID, NORMAL,
+                D, DP, M, N, HAS_NEW, HAS_VALID, NORMAL, SKIPS,
             )  # fmt: skip
     else:
         _block(
@@ -187,7 +177,7 @@ def windows_kernel(  # type: ignore[no-untyped-def]
             part_out, part_top, part_sum,
             factor, tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), heads, rows, tokens, first, sinks, slots, skip,
             splits, split,
-            D, DP, M, N, HAS_NEW, HAS_VALID, NORMAL,
+            D, DP, M, N, HAS_NEW, HAS_VALID, NORMAL, SKIPS,
         )  # fmt: skip
     if EARLY:  # this kernel's end is then that of both
         tl.extra.cuda.gdc_wait()
@@ -355,6 +345,7 @@ def _launch(
         EARLY=early,
         STAYS=stays,
         NORMAL=normal,
+        SKIPS=skip > 0,
         num_warps=warps,
         num_stages=stages(dim, program_memory(q.device)),
         **early_launch(early),
