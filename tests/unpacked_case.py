@@ -4,6 +4,7 @@
 """
 
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -195,7 +196,7 @@ def call(
         fields = [form.encode(random(batch, kv_heads, n, dim) + random(1, kv_heads, 1, dim)) for form in forms]
         spans.append(Span(start, *fields))
         start += n
-    sinks, ring = how.pop("slots", (8, 64))
+    sinks, ring = how.pop("slots", (32, 64))
     recent = how.pop("recent", 50)
     sides = [random(batch, kv_heads, slots, dim).to(dtype) for slots in (sinks, sinks, ring, ring)]
 
@@ -240,6 +241,7 @@ CALLS = {
     "sharp": lambda device: {"sharp": "packed"},
     "sharp without sinks": lambda device: {"sharp": "packed", "slots": (0, 64)},
     "sharp on recent ones": lambda device: {"sharp": "recent", "packed": (320, 32)},
+    "few sinks": lambda device: {"slots": (8, 64)},
     "few in the windows": lambda device: {"packed": (320, 32), "recent": 3},
     **{
         f"sharp and filled up: {where}": lambda device, where=where: {
@@ -264,9 +266,10 @@ def attention_error(name, device="cpu", dtype=torch.float16):
     return float((got - want).norm() / want.norm())
 
 
-def cut_error(name):
-    """Of a call that gives multiples of 128 keys to a stand-in for cuDNN's attention: filled up, or, of what is stored as such,
-    the rest to flash attention."""
+@contextmanager
+def cudnn_of_a_cpu(step=128, few=32, beside=False, stay=None):
+    """Within it a function of the same arguments takes the place of cuDNN's attention, and is given multiples of ``step`` keys.
+    Gives the numbers of keys."""
     taken = []
 
     def cudnn(query, keys, values, bias, wants_total, dropout, causal, debug, scale):
@@ -275,18 +278,47 @@ def cut_error(name):
         out, total = flash(query, keys, values, 0.0, False, scale=scale)
         return out, total.unsqueeze(-1)
 
-    before = unpacked.STEP, unpacked.FEW, unpacked.takes_cudnn, torch.ops.aten._scaled_dot_product_cudnn_attention
-    unpacked.STEP, unpacked.FEW, unpacked.takes_cudnn = 128, 32, lambda rows: True
-    beside, unpacked._beside = unpacked._beside, lambda turn: name == "kivi"
-    stay, unpacked._stay = unpacked._stay, lambda *given: 3 if name == "sharp on recent ones" else None
+    instead = {
+        "STEP": step,
+        "FEW": few,
+        "takes_cudnn": lambda rows: True,
+        "_beside": lambda turn: beside,
+        "_stay": lambda *given: stay,
+    }
+    before = {name: getattr(unpacked, name) for name in instead}
+    theirs = torch.ops.aten._scaled_dot_product_cudnn_attention
+    for name, x in instead.items():
+        setattr(unpacked, name, x)
     torch.ops.aten._scaled_dot_product_cudnn_attention = cudnn
     try:
-        error = attention_error(name)
+        yield taken
     finally:
-        unpacked.STEP, unpacked.FEW, unpacked.takes_cudnn = before[:3]
-        unpacked._beside, unpacked._stay = beside, stay
-        torch.ops.aten._scaled_dot_product_cudnn_attention = before[3]
+        for name, x in before.items():
+            setattr(unpacked, name, x)
+        torch.ops.aten._scaled_dot_product_cudnn_attention = theirs
+
+
+def cut_error(name):
+    """Of a call that gives multiples of 128 keys to cuDNN: filled up, or, of what is stored as such, the rest to flash
+    attention."""
+    with cudnn_of_a_cpu(beside=name == "kivi", stay=3 if name == "sharp on recent ones" else None) as taken:
+        error = attention_error(name)
     return error if sum(taken) == (256 if name == "none" else 512) else float("nan")  # of 320 and 96 tokens
+
+
+def few_error(sinks):
+    """Of a call that fills 992 places, whose windows are ``sinks`` tokens: queries see hardly more than the first, in fp16 of
+    what cuDNN gives."""
+    given = call(torch.device("cpu"), tokens=32, packed=(1056,), slots=(int(sinks), 64), recent=0)
+    keys, values = given.windows.sink
+    noise = torch.randn(given.query.shape, generator=torch.Generator().manual_seed(3))
+    query = keys[:, :, :1].repeat_interleave(2, 1).float() * 12 + 0.5 * noise
+    values = values.clone()
+    values[:, :, 0] *= 0.02
+    given = replace(given, query=query.half(), windows=replace(given.windows, sink=(keys, values)))
+    with cudnn_of_a_cpu(1024, 256) as taken:
+        got, want = unpacked.attend_unpacked(given).float(), ReferenceKernel().attend(given).float()
+    return float((got - want).norm() / want.norm()) if taken[-1] == 1024 else float("nan")
 
 
 def tables_error(name):
@@ -326,8 +358,15 @@ LENGTHS = {
 """Sequences of different length; what they do not fill is full of NaN."""
 
 
-def lengths_error(name, device="cpu", dtype=torch.float16):
-    given = Case(**LENGTHS[name] | {"tokens": 20, "device": device, "dtype": dtype})
+def ragged_error(name):
+    """The same where cuDNN is given multiples of 128 keys, and tokens of the windows fill up."""
+    with cudnn_of_a_cpu() as taken:
+        error = lengths_error(name, sink=32)
+    return error if taken else float("nan")
+
+
+def lengths_error(name, device="cpu", dtype=torch.float16, **how):
+    given = Case(**LENGTHS[name] | {"tokens": 20, "device": device, "dtype": dtype} | how)
     given.call = replace(given.call, packed=LENGTHS[name]["packed"])
     assert unpacked.serves(given.call)
     got, want = unpacked.attend_unpacked(given.call).float(), given.expected().float()
@@ -345,6 +384,8 @@ if __name__ == "__main__":
             "unpack": unpacking_error,
             "call": attention_error,
             "cut": cut_error,
+            "few": few_error,
+            "ragged": ragged_error,
             "tables": tables_error,
             "stored": stored_call_error,
             "lengths": lengths_error,

@@ -92,9 +92,10 @@ def test_every_windows_kernel(head_dim, rows, architecture):
     check_windows(head_dim, rows, architecture)
 
 
+@pytest.mark.parametrize("stays", [False, True], ids=["", "beside attention"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_windows_beside_attention(bf16):
-    report = aot.compile_windows(2048, 128, bf16, True, bf16, 90, 227 * 1024, stays=True)
+def test_windows_of_calls_that_unpack(bf16, stays):
+    report = aot.compile_windows(2048, 128, bf16, True, bf16, 90, 227 * 1024, stays)
     assert report.spills_in_loop == 0 and report.shared <= 227 * 1024
 
 

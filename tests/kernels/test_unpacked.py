@@ -37,6 +37,9 @@ NAMES += [f"lengths/{n}" for n in LENGTHS] + [
     "cut/sharp on recent ones",
     "cut/few in the windows",
     "cut/statistics of sequences",
+    "cut/few sinks",
+    *(f"few/{sinks}" for sinks in ("1", "8", "32")),
+    *(f"ragged/{n}" for n in LENGTHS),
     "tables/commvq",
     "tables/qjl",
 ]
@@ -87,7 +90,7 @@ def test_sequences_of_different_length_on_a_gpu(name):
 @pytest.mark.parametrize("tokens", [40, 520])  # few rows go to flash attention, many to cuDNN's
 @pytest.mark.parametrize("beside", [False, True], ids=["", "values beside keys"])
 @pytest.mark.parametrize("stay", [None, 4], ids=["", "windows beside attention"])
-@pytest.mark.parametrize("sinks", [8, 0], ids=["", "windows elsewhere"])
+@pytest.mark.parametrize("sinks", [32, 0], ids=["", "windows elsewhere"])
 def test_launches_aside_are_captured_and_follow_the_streams_that_call(sinks, stay, beside, tokens, monkeypatch):
     """Eager calls on streams that take turns, and a replay, give the same numbers: nothing is read before it is there."""
     monkeypatch.setattr(unpacked, "_beside", lambda turn: beside)
@@ -219,12 +222,15 @@ def test_cudnn_meets_few_numbers_of_keys(tokens, parts, once, monkeypatch):
 def test_windows_stay_beside_attention_where_it_leaves_multiprocessors_long_enough(monkeypatch):
     monkeypatch.setattr(unpacked, "multiprocessors", lambda device: 132)
 
-    def stay(tokens, keys, batch=1):
+    def stay(tokens, keys, batch=1, windows=0):
         pieces = [unpacked.Piece(0, {}, {}, 0, keys // 2, keys // 2)] * 2
-        return unpacked._stay(torch.empty(batch, 8, 4 * tokens, 0), tokens, pieces)
+        wide = unpacked._widened(torch.empty(batch, 8, 4 * tokens, 1))
+        return unpacked._stay(wide, tokens // 2 + windows, pieces)
 
-    assert stay(512, 32768) == 4 and stay(256, 32768, 2) == 4 and stay(448, 32768) == 20
-    assert stay(512, 30720) is None and stay(512, 32768, 2) is None and stay(2048, 131072) is None
+    assert stay(512, 32768) == stay(512, 32768, windows=32) == 4 and stay(256, 32768, 2) == 4
+    assert stay(480, 65536) == 4 and stay(400, 32768) == 20  # of rows as cuDNN is given them
+    assert stay(512, 26624) is None and stay(512, 32768, 2) is None and stay(2048, 131072) is None
+    assert stay(512, 32768, windows=512) is None
 
 
 def test_pieces_are_bounded():

@@ -383,17 +383,17 @@ def compile_windows(
     has_valid: bool = False,
     capability: int = 90,
     shared_memory: int = 99 * 1024,
-    stays: bool = False,
+    stays: bool | None = None,
 ) -> Report:
     """Compile the kernel over full-precision tokens for ``rows`` query rows per KV head, and programs that may have
-    ``shared_memory`` bytes and take one block of rows each or, with ``stays``, many."""
+    ``shared_memory`` bytes. ``stays`` not None: for normalized results, by programs that take one block of rows or many."""
     (m, n, warps), padded = tile_sizes(rows, head_dim, 2 * ROWS if stays else ROWS), triton.next_power_of_2(head_dim)
     fixed = {"D": head_dim, "DP": padded, "M": m, "N": n, "HAS_NEW": has_new, "HAS_VALID": has_valid, "EARLY": False}
-    fixed |= dict.fromkeys(("STAYS", "NORMAL", "SKIPS"), stays)
+    fixed |= {"STAYS": bool(stays)} | dict.fromkeys(("NORMAL", "SKIPS"), stays is not None)
     types = dict.fromkeys(("q_ptr", "sink_k", "sink_v", "ring_k", "ring_v", "new_k", "new_v"), _width(bf16))
     types |= dict.fromkeys(("sink_len_ptr", "packed_len_ptr", "recent_len_ptr"), "*i32")
     types |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")
-    types |= {"valid_ptr": "*u8", "factor": "fp32"}
+    types |= {"part_out": "*fp32" if stays is None else _width(bf16), "valid_ptr": "*u8", "factor": "fp32"}
     strides = ["k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token"]  # multiples of head_dim
     aligned = [*(n for n, t in types.items() if t[0] == "*" and n != "valid_ptr"), *strides]
     source = ASTSource(windows_kernel, *_signature(windows_kernel, fixed, types), _aligned(windows_kernel, aligned))

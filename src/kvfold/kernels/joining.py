@@ -12,11 +12,11 @@ import triton.language as tl
 from kvfold.kernels.partials import Partials
 
 JOIN = 8
-"""Results that are joined in one launch at most."""
+"""Results that wait to be joined, at most."""
 ROWS, WARPS = 16, 4
 """Query rows of a program, and its warps."""
 RESULTS = 64 << 20
-"""Bytes of results that wait to be joined, apart from one."""
+"""Their bytes, apart from one's."""
 Result = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys [batch, num_kv_heads, rows, head_dim], of any strides but adjacent channels, and its log-sum-exp,
 contiguous float32 [batch, num_kv_heads, rows], natural units."""

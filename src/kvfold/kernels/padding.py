@@ -5,9 +5,10 @@ unpacked keys have a room to fill; windows' own kernel then leaves them out.
 
 What is still empty is filled with copies of 32 keys, equally many of each but for one, and their values are zeros. So attention
 over all of them has the right sums of values, and a normalizer with ``sum(copies * exp(q . k))`` of those 32 too much. As these
-keys are among the real ones, that is at most ``copies`` times the real normalizer: the difference loses no more than a factor
-of copies + 1 of float32. The newest tokens of the windows are copied, which are there before anything is unpacked; or, where
-queries meet packed keys in other coordinates than those of the windows, the last packed ones.
+keys are among the real ones, that is at most ``copies`` times the real normalizer, and copies are at most 64: no more than a
+factor of copies + 1 is lost of float32, and of the smallest numbers of attention's 16 bits. The newest tokens of the windows
+are copied, which are there before anything is unpacked; or the last packed ones, where windows may hold fewer than 32, or
+queries meet packed keys in other coordinates than theirs.
 """
 
 import torch
@@ -17,7 +18,7 @@ import triton.language as tl
 from kvfold.kernels.call import Windows
 
 OF = 32
-"""Keys that are copied, at most."""
+"""Keys that are copied."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -26,12 +27,6 @@ def _at(token, sink_len, packed_len, slots, sinks, head, D: tl.constexpr):  # ty
     """Where tokens of the windows, the oldest is number 0, lie in the sink of a head, and in its ring."""
     slot = (packed_len + token - sink_len) % tl.maximum(slots, 1)
     return (head * sinks + token) * D, (head * slots + slot) * D
-
-
-@triton.jit
-def _copied(live):  # type: ignore[no-untyped-def]
-    """How many of ``live`` tokens of the windows are copied: the newest ones."""
-    return tl.maximum(tl.minimum(live, 32), 1)
 
 
 @triton.jit(do_not_specialize=["heads", "sinks", "slots", "tokens", "room"])
@@ -50,8 +45,7 @@ def _fill_kernel(  # type: ignore[no-untyped-def]
         sink_len, recent_len = tl.load(sink_len_ptr + batch), tl.load(recent_len_ptr + batch)
         live = sink_len + recent_len
         number = tl.program_id(0) * 32 + row
-        of = _copied(live)
-        token = tl.where(number < live, number, live - of + (number - live) % of)
+        token = tl.where(number < live, number, live - 32 + (number - live) % 32)
         in_sink, in_ring = _at(token, sink_len, tl.load(packed_len_ptr + batch), slots, sinks, head, D)
         first = inside & (token < sink_len)[:, None]
         later = inside & (token >= sink_len)[:, None]
@@ -85,18 +79,16 @@ def _excess_kernel(  # type: ignore[no-untyped-def]
         sink_len, recent_len = tl.load(sink_len_ptr + batch), tl.load(recent_len_ptr + batch)
         live = sink_len + recent_len
         more = tl.maximum(more - live, 0)
-        of = _copied(live)
-        token = live - of + number
-        copies = tl.where(number < of, more // of + tl.where(number < more % of, 1, 0), 0)
+        token = live - 32 + number
         in_sink, in_ring = _at(token, sink_len, tl.load(packed_len_ptr + batch), slots, sinks, head, D)
-        first = inside & ((copies > 0) & (token < sink_len))[:, None]
-        later = inside & ((copies > 0) & (token >= sink_len))[:, None]
+        first = inside & (token < sink_len)[:, None]
+        later = inside & (token >= sink_len)[:, None]
         k = tl.load(sink_k + in_sink[:, None] + channel[None, :], mask=first, other=0.0)
         k += tl.load(ring_k + in_ring[:, None] + channel[None, :], mask=later, other=0.0)
     else:
-        copies = more // 32 + number * 0
         k = tl.load(keys + (head * room + tokens - 32 + number)[:, None] * D + channel[None, :], mask=inside, other=0.0)
     at = head * rows + row
+    copies = more // 32 + tl.where(number < more % 32, 1, 0)
     if more > 0:
         x = tl.load(q + at[:, None] * D + channel[None, :], mask=(row < rows)[:, None] & inside, other=0.0)
         score = tl.dot(x, tl.trans(k), input_precision="ieee") * (factor * LOG2E)
@@ -109,16 +101,16 @@ def _excess_kernel(  # type: ignore[no-untyped-def]
 
 
 def takes_windows(windows: Windows) -> bool:
-    """Whether windows of sequences with packed tokens hold one at least: those then have all of their sinks."""
-    return windows.sink[0].shape[2] > 0
+    """Whether windows of sequences with packed tokens, which have all of their sinks, hold ``OF`` at least."""
+    return windows.sink[0].shape[2] >= OF
 
 
 def fill(keys: torch.Tensor, values: torch.Tensor, tokens: int, windows: Windows | None = None) -> None:
     """Fill contiguous keys and values [batch, num_kv_heads, room, head_dim] up behind their first ``tokens``. Both numbers are
     multiples of 32.
 
-    With ``windows``, of the same batch, the first tokens of these follow, then copies of their newest 32 keys, and zeros;
-    without, copies of the last 32 keys, and zeros.
+    With ``windows``, of the same batch and of 32 tokens at least, the first of these follow, then copies of their newest 32
+    keys, and zeros; without, copies of the last 32 keys, and zeros.
     """
     batch, heads, room, dim = keys.shape
     _fill_kernel[((room - tokens) // OF, batch * heads)](

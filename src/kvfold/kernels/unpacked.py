@@ -32,6 +32,8 @@ FEW = 256
 """Unpacked keys are filled up to such a number from so many on; fewer go to flash attention."""
 ROWS = 128
 """Query rows of a program of cuDNN's attention."""
+SLOWER, TILE = 3.1, 64
+"""How many times as long programs of windows take for a key, and keys that they meet at a time."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +149,21 @@ def _attend_alike(
 ) -> None:
     """Attention of some sequences over their packed tokens, and over everything else, to ``out``.
 
-    Windows, and what is left over of cuDNN's part, are computed aside: these multiply while the rest is unpacked.
+    Windows, and what is left over of cuDNN's part, are computed aside: these multiply while the rest is unpacked, or windows
+    while cuDNN's attention leaves multiprocessors.
     """
     rows = part.rows
     wide = _widened(rows) if takes_cudnn(rows) else None
-    pieces = _cut(call, part, tokens, over=None if wide is None else False)
+    pieces = _cut(call, part, tokens, wide)
     moves = bool(pieces) and pieces[-1].empty > 0 and call.project is None and takes_windows(part.windows)
-    stay = _stay(rows, part.query.shape[2], pieces) if wide is not None and moves else None
+    skip = pieces[-1].empty if moves else 0  # tokens of the windows that lie behind those of the last piece
+    left = part.query.shape[2] // 2 + max(
+        0, sum(side[0].shape[2] for side in (part.windows.sink, part.windows.ring)) - skip
+    )
+    stay = _stay(wide, left, pieces) if wide is not None and moves else None
     others: list[Result] = []
 
     def attend_others() -> None:
-        skip = pieces[-1].empty if moves else 0  # tokens of the windows that lie behind those of the last piece
         with aside.launches():
             others.append(windows_result(part.query, part.windows, call.scale, part.new, skip, stay))
 
@@ -166,7 +172,7 @@ def _attend_alike(
     over: list[Result] = []
     if wide is not None:
         with aside.launches():
-            for piece in _cut(call, part, tokens, over=True):
+            for piece in _cut(call, part, tokens, wide, over=True):
                 keys, values, _ = _unpacked(call, part, piece, turn)
                 over.append(_flash(rows, keys, values, call.scale))
     for piece in pieces:
@@ -183,26 +189,28 @@ def _attend_alike(
     joint.end(out, others, call.sinks, call.tokens)
 
 
-def _stay(rows: torch.Tensor, tokens: int, pieces: list[Piece]) -> int | None:
-    """How many programs attend to a call's own ``tokens`` beside cuDNN's attention, on multiprocessors that this leaves; None
-    where it leaves none, or they would take longer."""
-    batch, heads, count, _ = rows.shape
+def _stay(wide: torch.Tensor, tokens: int, pieces: list[Piece]) -> int | None:
+    """How many programs attend to windows and a call's own tokens, of which a query sees ``tokens`` on average, beside cuDNN's
+    attention, on multiprocessors that this leaves; None where it leaves none, or they would take longer."""
+    batch, heads, count, _ = wide.shape
     busy = batch * heads * math.ceil(count / ROWS)
-    free = multiprocessors(rows.device) - busy
-    if free <= 0 or 2 * tokens * busy > free * sum(piece.room for piece in pieces):  # they multiply a quarter as fast
+    free = multiprocessors(wide.device) - busy
+    if free <= 0 or SLOWER * busy * (tokens + TILE // 2) > free * sum(piece.room for piece in pieces):
         return None
     return free
 
 
-def _cut(call: AttentionCall, part: Part, packed: int | None, over: bool | None) -> list[Piece]:
+def _cut(
+    call: AttentionCall, part: Part, packed: int | None, wide: torch.Tensor | None, over: bool = False
+) -> list[Piece]:
     """Pieces of ``packed`` tokens of some sequences (None: of all that spans hold).
 
-    ``over`` None: of all tokens. False: those that cuDNN is given, a multiple of ``STEP``, or, where they are unpacked, with
-    room up to one. True: the others.
+    Where cuDNN is given rows, ``wide``: those that it is given, a multiple of ``STEP``, or, where they are unpacked, with room
+    up to one; or the tokens left ``over``. Without: all of them.
     """
     form = call.key_format
     dense = isinstance(form, Dense) and isinstance(call.value_format, Dense)
-    once = at_once(part.rows)
+    once = wide is not None and at_once(wide)
     found = []
     for span in call.spans:
         keys, values = ({name: t[part.where] for name, t in fields.items()} for fields in (span.keys, span.values))
@@ -212,10 +220,10 @@ def _cut(call: AttentionCall, part: Part, packed: int | None, over: bool | None)
             tokens = max(0, min(tokens, packed - span.start))
         step = max(tokens, 1) if dense else _piece(stored.shape[0] * stored.shape[1] * form.head_dim)
         last = tokens % step or step  # of the last piece
-        fills = over is not None and _unpacks(call) and tokens >= FEW
+        fills = wide is not None and _unpacks(call) and tokens >= FEW
         fills = fills and last % OF == 0 and for_cudnn(last, once) > last
         whole = tokens if fills else tokens // STEP * STEP
-        begin, end = (0, tokens) if over is None else (whole, tokens) if over else (0, whole)
+        begin, end = (0, tokens) if wide is None else (whole, tokens) if over else (0, whole)
         for first in range(begin, end, step):
             count = min(step, end - first)
             room = for_cudnn(count, once) if fills else count
@@ -231,8 +239,8 @@ def _unpacks(call: AttentionCall) -> bool:
 def _unpacked(
     call: AttentionCall, part: Part, piece: Piece, turn: Turn | None, moves: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys and values of a piece's tokens, [sequences, num_kv_heads, room, head_dim], filled up, if it ``moves`` with tokens of
-    the windows; then also what queries lose by copies, :func:`kvfold.kernels.padding.excess`."""
+    """Keys and values of a piece's tokens, [sequences, num_kv_heads, room, head_dim]. Where there is more room they are filled
+    up, with tokens of the windows if it ``moves``; then also what copies add, :func:`kvfold.kernels.padding.excess`."""
     dtype, device = part.rows.dtype, part.rows.device
     at = piece.start, piece.first, piece.count
     place = None if call.first_position is None else call.first_position[part.where]

@@ -271,7 +271,8 @@ def windows_result(
     skip : int
         So many tokens of the windows, the oldest ones, are left out: others attend to them.
     programs : int or None
-        No more of them are launched, which then take one block of rows after the other and have a multiprocessor each.
+        So many are launched, which take one block of rows after the other and have a multiprocessor each. None: one for
+        each block.
 
     Returns
     -------
