@@ -151,6 +151,12 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
+UNLOADED = [
+    *(f"{command} --method" for command in ("generate Hi", "chat", "explain", "recommend --budget 2.5")),
+    *(f"{command} --methods" for command in ("compare --text prose", "domains", "eval --out results")),
+]
+
+
 def held(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.lstat().st_size, p.lstat().st_mtime_ns) for p in folder.rglob("*")}
 
@@ -171,6 +177,16 @@ def test_bad_input_is_one_line(command, says, place, monkeypatch, capsys):
     assert status == 2 and out == "", err
     assert len(lines) == 1 and lines[0].startswith("kvfold: error: ") and re.search(says, lines[0]), err
     assert held(place) == before
+
+
+@pytest.mark.parametrize("spec", ["commvq", "commvq:artefact=prose", "fold+0=tasq"])
+@pytest.mark.parametrize("command", UNLOADED)
+def test_artefacts_are_looked_at_before_a_model_is_loaded(command, spec, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    before = held(place)
+    assert main([*command.split(" "), spec, "--model", "model"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("kvfold: threads")]
+    assert len(lines) == 1 and re.match("kvfold: error: .*artefact", lines[0]) and held(place) == before
 
 
 @pytest.mark.parametrize("value", [None, 5, b"fold", ["fold"], REGISTRY["fold"]], ids=str)

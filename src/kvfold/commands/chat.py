@@ -73,7 +73,7 @@ def chat(
     from kvfold import methods
     from kvfold.commands.conversation import Conversation
 
-    method = methods.get(spec)
+    method = methods.ready(spec)
     target = json_target(json_path)
     loaded, tokenizer, info = load(model, dtype, device)
     torch.manual_seed(seed)

@@ -106,7 +106,7 @@ def compare(
     from kvfold.evaluation import load_text
     from kvfold.evaluation.windows import encode
 
-    chosen = [methods.get(spec) for spec in specs or methods.DEFAULT]
+    chosen = [methods.ready(spec) for spec in specs or methods.DEFAULT]
     text = load_text(text_path)
     target = json_target(json_path)
     check_force(force, target)

@@ -121,7 +121,7 @@ def domains(
     check_chunk(chunk)
     target = json_target(json_path)
     check_force(force, target)
-    chosen = [methods.get(spec) for spec in specs or ("none", "kivi:bits=1", "kivi:bits=2")]
+    chosen = [methods.ready(spec) for spec in specs or ("none", "kivi:bits=1", "kivi:bits=2")]
     texts = load_texts([name for part in names for name in part.split(",") if name], given)
     loaded, tokenizer, info = load(model, dtype, device)
     chosen += artefact_methods(artefacts, loaded)

@@ -203,8 +203,8 @@ def evaluate(
     from kvfold.evaluation.suites import Options, make
     from kvfold.evaluation.summary import summarize, to_dict
 
-    chosen = [methods.get(spec) for spec in specs or ("fold", "kivi")]
-    base = methods.get(baseline)
+    chosen = [methods.ready(spec) for spec in specs or ("fold", "kivi")]
+    base = methods.ready(baseline)
     chooses: dict[str, Any] = {"depths": depths} if depths else {}
     chooses |= {"tasks": tuple(_words(tasks))} if tasks else {}
     options = Options(_named(files), data, examples, tokens, max_new_tokens, shots, raw=raw, **chooses)

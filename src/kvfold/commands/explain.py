@@ -16,7 +16,7 @@ def explain(model: str | None, dtype: str | None, device: str | None, spec: str,
     """Say, layer by layer, what a method does to a model's cache, and what stays as it is."""
     from kvfold import methods
 
-    method = methods.get(spec)
+    method = methods.ready(spec)
     target = json_target(json_path)
     loaded, _, info = load(model, dtype, device)
     plan = kvfold.explain(loaded, method)

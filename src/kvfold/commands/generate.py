@@ -61,7 +61,7 @@ def generate(
     from kvfold.engines.transformers import sizes
     from kvfold.engines.transformers.graph import decoding
 
-    method = methods.get(spec)
+    method = methods.ready(spec)
     loaded, tokenizer, info = load(model, dtype, device)
     chat = prompt if raw or not tokenizer.chat_template else [{"role": "user", "content": prompt}]
     ids = torch.tensor([models.prompt_tokens(tokenizer, chat, info.name)], device=loaded.device)

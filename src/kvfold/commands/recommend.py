@@ -98,7 +98,7 @@ def recommend(
     from kvfold.methods.learned import places
 
     asked = r.Budget.read(budget)
-    method = methods.get(spec)
+    method = methods.ready(spec)
     for name, value, least in (("length", length, 64), ("tokens", tokens, 32), ("check", check, 0)):
         if value < least:
             raise KVFoldError(f"{name}: {value}; give at least {least}")

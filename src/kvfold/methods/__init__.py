@@ -9,6 +9,7 @@ from kvfold.methods.innerq import InnerQ
 from kvfold.methods.kivi import KIVI
 from kvfold.methods.kvarn import KVarN
 from kvfold.methods.kvquant import KVQuant
+from kvfold.methods.learned import ready
 from kvfold.methods.none import NoFolding
 from kvfold.methods.nova import NOVA, TaSQ
 from kvfold.methods.qjl import QJL
@@ -94,4 +95,5 @@ __all__ = [
     "canonical",
     "get",
     "options_of",
+    "ready",
 ]

@@ -14,6 +14,7 @@ import torch
 from kvfold.artefact import Artefact, load_cached
 from kvfold.errors import MethodError, warn_once
 from kvfold.methods.base import LayerSpec, Method
+from kvfold.methods.recipe import get
 from kvfold.methods.specs import BETWEEN
 
 
@@ -104,6 +105,25 @@ def span(config: object) -> int:
     much at 30,000 tokens as at 16,384.
     """
     return min(max(getattr(config, "max_position_embeddings", None) or SHORTEST, SHORTEST), LONGEST)
+
+
+def ready(spec: str) -> Method:
+    """:func:`kvfold.methods.get`, for what loads a model next: artefacts are read first, and what is wrong with them is said.
+
+    Raises
+    ------
+    MethodError
+        As of :func:`kvfold.methods.get`, and for a part that has no artefact and needs one.
+    ArtefactError
+        For an artefact that is not there, or is none.
+    """
+    method = get(spec)
+    for part in method.parts():
+        if isinstance(part, LearnedMethod):
+            if not part.artefact:
+                raise part.missing()
+            load_cached(part.artefact)
+    return method
 
 
 def places(method: Method) -> Iterator[str]:
