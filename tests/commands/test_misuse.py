@@ -152,7 +152,7 @@ def place(tmp_path_factory) -> Path:
 
 
 UNLOADED = [
-    *(f"{command} --method" for command in ("generate Hi", "chat", "explain", "recommend --budget 2.5")),
+    *(f"{command} --method" for command in ("generate Hi", "chat", "explain")),
     *(f"{command} --methods" for command in ("compare --text prose", "domains", "eval --out results")),
 ]
 
@@ -179,8 +179,11 @@ def test_bad_input_is_one_line(command, says, place, monkeypatch, capsys):
     assert held(place) == before
 
 
-@pytest.mark.parametrize("spec", ["commvq", "commvq:artefact=prose", "fold+0=tasq"])
-@pytest.mark.parametrize("command", UNLOADED)
+@pytest.mark.parametrize(
+    ("command", "spec"),
+    [(command, spec) for command in UNLOADED for spec in ("commvq", "commvq:artefact=prose", "fold+0=tasq")]
+    + [("recommend --budget 2.5 --method", f"tasq:bits=2,values=fold{more}") for more in ("", ",artefact=prose")],
+)
 def test_artefacts_are_looked_at_before_a_model_is_loaded(command, spec, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     before = held(place)

@@ -98,13 +98,14 @@ def recommend(
     from kvfold.methods.learned import places
 
     asked = r.Budget.read(budget)
-    method = methods.ready(spec)
+    method = methods.get(spec)
     for name, value, least in (("length", length, 64), ("tokens", tokens, 32), ("check", check, 0)):
         if value < least:
             raise KVFoldError(f"{name}: {value}; give at least {least}")
     if context is not None and not 1 <= context <= MOST:
         raise KVFoldError(f"context: {context}; allowed: 1 to {MOST:,} tokens")
     r.choices(method)
+    methods.ready(method)
     target = json_target(json_path)
     folder = expanded(out) if out else None
     if folder:

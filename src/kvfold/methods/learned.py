@@ -107,7 +107,7 @@ def span(config: object) -> int:
     return min(max(getattr(config, "max_position_embeddings", None) or SHORTEST, SHORTEST), LONGEST)
 
 
-def ready(spec: str) -> Method:
+def ready(spec: str | Method) -> Method:
     """:func:`kvfold.methods.get`, for what loads a model next: artefacts are read first, and what is wrong with them is said.
 
     Raises
