@@ -169,7 +169,7 @@ LEARNED = "tasq:bits=2,values=fold"
 READERS = (
     "turboquant:bits=3", "turboquant:bits=3,center=false,normalize=false", "qjl", "innerq", "gear", "zipcache",
     "vqllm:bits=1", "vqllm", "kvquant:bits=3", "kvquant", "commvq:bits=1", "commvq", "tasq",
-    LEARNED, "tasq:bits=2,values=fold,v_bits=1", "fold:bits=2,codebook=true", "fold:codebook=true",
+    LEARNED, "tasq:bits=2,values=fold,v_bits=1", "fold:bits=2,codebook=true", "fold:codebook=true", "kvarn", "nova", "gsrq",
 )  # fmt: skip
 READ = (
     *(Work(method, 0, batch, context) for method in READERS for batch, context in ((1, 131072), (16, 32768))),
@@ -350,24 +350,25 @@ def _plain_call(work: Work, inputs: Inputs, scale: float) -> torch.Tensor:
 def _given(work: Work, inputs: Inputs, scale: float) -> AttentionCall:
     """What a kernel of the registry is given."""
     windows, span = inputs.windows, inputs.span
+    formats, project = storage.read_as(*work.formats)
     if work.long:  # all of it is written, as sequences of one length have it
         tokens = work.context - SINK - RECENT
-        key_format, value_format = work.formats
-        sides = ((key_format, span.keys), (value_format, span.values))
+        sides = zip(formats, (span.keys, span.values), strict=True)
         span = Span(0, *(form.take(fields, tokens // form.block) for form, fields in sides))
     return AttentionCall(
         inputs.q,
         scale,
         work.num_kv_heads,
-        *work.formats,
+        *formats,
         [span],
         windows.packed_len,
         windows,
         None if inputs.new is None else NewTokens(*inputs.new, inputs.valid),
         uniform=True,
+        project=project,
+        unproject=_unproject(work),
         rope=inputs.rope,
         first_position=inputs.first_position,
-        unproject=_unproject(work),
     )
 
 

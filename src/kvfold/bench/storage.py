@@ -14,7 +14,7 @@ from kvfold.formats import Fields, Format, PagedFormat
 from kvfold.formats.codebook import KeyCodebook
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
-from kvfold.formats.projected import HeadMaps
+from kvfold.formats.projected import HeadMaps, Projected
 from kvfold.formats.residual import Codebook
 from kvfold.methods import LayerSpec, Method
 from kvfold.methods.commvq import CommVQ, ValueCodebook
@@ -25,6 +25,7 @@ from kvfold.methods.turboquant import lloyd_max
 from kvfold.methods.vqllm import VQLLM
 
 Map = Callable[[torch.Tensor], torch.Tensor]
+Project = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 SAMPLE = 4096
 """Tokens that are encoded; the rest of a long sequence repeats them."""
@@ -138,6 +139,14 @@ def fill(form: Format, fields: Fields, vectors: torch.Tensor, tokens: int) -> No
         count = -(-tokens // each)
         index = torch.arange(count, device=x.device) % x.shape[2]
         fields[name][:, :, :count] = x[:, :, index]
+
+
+def read_as(key_format: Format, value_format: Format) -> tuple[tuple[Format, Format], Project | None]:
+    """Formats as kernels are given them, and what queries go through before they meet keys, as in a cache."""
+    if not isinstance(key_format, Projected):
+        return (key_format, value_format), None
+    assert key_format.maps is not None
+    return (key_format.inner, value_format), key_format.maps.queries
 
 
 def is_learned(form: Format) -> bool:
