@@ -6,8 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from helpers import interpreted_module
+from kvfold.formats.projected import HeadMaps
 from kvfold.kernels import small as compiled
-from kvfold.kernels.aot_small import compile_gate, compile_norm, compile_rotate, compile_statistics
+from kvfold.kernels.aot_small import compile_gate, compile_map, compile_norm, compile_rotate, compile_statistics
 
 FP16, BF16 = torch.float16, torch.bfloat16
 WHERE = [
@@ -114,3 +115,26 @@ def test_queries_meet_statistics_of_a_sequence_as_defined(dim, norm, mean, where
 def test_the_kernel_of_statistics_compiles_without_spills(dim):
     report = compile_statistics(dim)
     assert report.spilled == 0 and report.registers <= 64
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40, 130])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_queries_go_through_a_heads_map_as_defined(dim, rows, where):
+    """Of views, in every dtype that layers have; within float32's rounding."""
+    kernels, dtype = where
+    torch.manual_seed(0)
+    maps = HeadMaps(torch.randn(3, dim), torch.eye(dim).expand(3, -1, -1), torch.randn(3, dim, dim).transpose(1, 2))
+    q = torch.randn(2, rows, 3, 2 * dim).to(dtype)[..., :dim].transpose(1, 2)
+    for queries in (q, q.float()):
+        got, bias = kernels.through_maps(maps, queries)
+        want = queries.double() @ maps.restore.double().transpose(1, 2)
+        added = (queries.double() * maps.mean.double()[:, None]).sum(-1)
+        assert got.dtype == bias.dtype == torch.float32
+        assert float((got - want).norm() / want.norm()) < 1e-6
+        assert float((bias - added).norm() / added.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [4, 2048])
+@pytest.mark.parametrize("dim, capability", [(64, 80), (128, 80), (128, 90)])
+def test_the_kernel_of_maps_compiles_without_spills(dim, capability, rows):
+    assert compile_map(dim, rows, capability=capability).spilled == 0

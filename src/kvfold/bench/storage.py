@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from kvfold.methods.learned import LearnedMethod
 from kvfold.methods.nova import ByteCodes, Tables
 from kvfold.methods.turboquant import lloyd_max
 from kvfold.methods.vqllm import VQLLM
+from kvfold.storage.reader import mapped
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Project = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -146,7 +147,7 @@ def read_as(key_format: Format, value_format: Format) -> tuple[tuple[Format, For
     if not isinstance(key_format, Projected):
         return (key_format, value_format), None
     assert key_format.maps is not None
-    return (key_format.inner, value_format), key_format.maps.queries
+    return (key_format.inner, value_format), partial(mapped, key_format.maps)
 
 
 def is_learned(form: Format) -> bool:

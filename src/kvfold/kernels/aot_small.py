@@ -11,9 +11,11 @@ from kvfold.kernels.small import (
     ROUNDINGS,
     Rounding,
     _gate_kernel,
+    _map_kernel,
     _norm_kernel,
     _rotate_kernel,
     _statistics_kernel,
+    map_shape,
     warps_of,
 )
 
@@ -48,6 +50,15 @@ def compile_gate(bf16: bool = True, capability: int = 90) -> Report:
     signature = _signature(_gate_kernel, {"N": 512, "EARLY": capability >= 90}, dict.fromkeys(names, _width(bf16)))
     source = ASTSource(_gate_kernel, *signature, _aligned(_gate_kernel, names))
     return _compile(source, capability, num_warps=4, **OPTIONS)
+
+
+def compile_map(head_dim: int, rows: int, bf16: bool = True, capability: int = 90) -> Report:
+    """Compile the kernel that takes ``rows`` queries of a KV head through its map."""
+    shape = map_shape(rows, head_dim)
+    warps = shape.pop("num_warps")
+    types = {"q_ptr": _width(bf16)} | dict.fromkeys(["matrix_ptr", "mean_ptr", "out_ptr", "bias_ptr"], "*fp32")
+    source = ASTSource(_map_kernel, *_signature(_map_kernel, shape, types), _aligned(_map_kernel, list(types)))
+    return _compile(source, capability, num_warps=warps)
 
 
 def compile_statistics(head_dim: int, bf16: bool = True, capability: int = 90) -> Report:

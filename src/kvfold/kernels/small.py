@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvfold.formats.paged import NORM_STEPS, norms
+from kvfold.formats.projected import HeadMaps
 from kvfold.kernels.partials import early_launch, overlaps_launches
 
 Rounding = Literal["normed", "whole", "above one"]
@@ -20,6 +21,8 @@ with one plus the weight (Gemma)."""
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 OPTIONS = {"enable_fp_fusion": False}
 """A product that is rounded stays so: fused with the sum that follows it would not be."""
+MANY_ROWS = 32
+"""Query rows of a KV head beyond which programs take all channels under its map."""
 
 
 def norm_by_definition(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding) -> torch.Tensor:
@@ -139,6 +142,32 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     if HAS_NORM:
         x = x * tl.exp2(tl.load(norm_ptr + head * D + at, mask=inside, other=0).to(tl.float32) * step)
     tl.store(out_ptr + (head * rows + row) * D + at, x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _map_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, matrix_ptr, mean_ptr, out_ptr, bias_ptr, rows, q_batch, q_head, q_row, heads,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """M query rows of one KV head times N rows of its matrix; with the first of these, also their products with its mean.
+    Grid: (blocks of rows, blocks of N channels, batch * heads)."""
+    head = tl.program_id(2).to(tl.int64)
+    own = head % heads
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    column = tl.program_id(1) * N + tl.arange(0, N)
+    inside, there = (row < rows)[:, None], (column < D)[None, :]
+    source = q_ptr + head // heads * q_batch + own * q_head + row[:, None].to(tl.int64) * q_row
+    total = tl.full((M, N), 0.0, tl.float32)
+    bias = tl.full((M,), 0.0, tl.float32)
+    for first in range(0, D, STEP):
+        channel = first + tl.arange(0, STEP)
+        x = tl.load(source + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        part = tl.load(matrix_ptr + (own * D + column[None, :]) * D + channel[:, None], mask=there, other=0.0)
+        total = tl.dot(x, part, total, input_precision="tf32x3")
+        bias += tl.reduce(x * tl.load(mean_ptr + own * D + channel)[None, :], 1, tl.standard._sum_combine)
+    at = head * rows + row
+    tl.store(out_ptr + at[:, None] * D + column[None, :], total, mask=inside & there)
+    tl.store(bias_ptr + at, bias, mask=(row < rows) & (tl.program_id(1) == 0))
 
 
 def warps_of(size: int) -> int:
@@ -262,5 +291,35 @@ def with_statistics(
         queries, out if norm is None else norm, out if mean is None else mean, out, out if bias is None else bias, rows,
         *queries.stride()[:3], heads, -1 / NORM_STEPS, D=dim, DP=triton.next_power_of_2(dim), HAS_NORM=norm is not None,
         HAS_MEAN=mean is not None, num_warps=1, **OPTIONS,
+    )  # fmt: skip
+    return out, bias
+
+
+def map_shape(rows: int, dim: int) -> dict[str, int]:
+    """Constants of :func:`_map_kernel`, and its warps: many programs where there are few rows."""
+    m, n = (16, 32) if rows <= MANY_ROWS else (64, triton.next_power_of_2(dim))
+    return {"D": dim, "M": m, "N": n, "STEP": 16, "num_warps": 1 if rows <= MANY_ROWS else 4}
+
+
+def through_maps(maps: HeadMaps, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """:meth:`HeadMaps.queries` in one launch.
+
+    Parameters
+    ----------
+    maps : HeadMaps
+        Of a multiple of 16 channels.
+    queries : Tensor [batch, num_kv_heads, rows, head_dim], channels adjacent
+
+    Returns
+    -------
+    Tensor, float32, shaped as ``queries``
+    Tensor, float32 [batch, num_kv_heads, rows]
+    """
+    batch, heads, rows, dim = queries.shape
+    own, shape = maps.on(queries.device), map_shape(rows, dim)
+    out = queries.new_empty(queries.shape, dtype=torch.float32)
+    bias = queries.new_empty(batch, heads, rows, dtype=torch.float32)
+    _map_kernel[(triton.cdiv(rows, shape["M"]), triton.cdiv(dim, shape["N"]), batch * heads)](
+        queries, own.restore.contiguous(), own.mean.contiguous(), out, bias, rows, *queries.stride()[:3], heads, **shape
     )  # fmt: skip
     return out, bias

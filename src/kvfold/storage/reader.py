@@ -4,6 +4,7 @@ import torch
 
 from kvfold.formats import Projected
 from kvfold.formats.paged import norms
+from kvfold.formats.projected import HeadMaps
 from kvfold.kernels import AttentionCall, NewTokens, Windows
 from kvfold.kernels.lengths import Lengths
 from kvfold.storage.layout import Layout
@@ -85,7 +86,7 @@ class Reader:
         """
         if isinstance(form := self.layout.key_format, Projected):
             assert form.maps is not None
-            return form.maps.queries(queries)
+            return mapped(form.maps, queries)
         shared = self.slabs.shared[0]
         norm, mean = shared.get("norm"), shared.get("mean")
         if norm is None and mean is None:
@@ -116,3 +117,12 @@ class Reader:
         keys, values = self.slabs.decode(row, start, stop)
         keys = layout.method.restore_keys(keys, layout.spec, self.sequences.positions([row], start, stop))
         return keys[0], layout.method.unproject_values(values, layout.spec)[0]
+
+
+def mapped(maps: HeadMaps, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """:meth:`HeadMaps.queries`, on a GPU in one launch instead of five."""
+    if not queries.is_cuda or queries.requires_grad or queries.shape[-1] % 16:
+        return maps.queries(queries)
+    from kvfold.kernels.small import through_maps
+
+    return through_maps(maps, queries)
