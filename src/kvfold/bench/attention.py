@@ -81,27 +81,9 @@ class Work:
     def kernel(self) -> str:
         """Name in the registry of what attends to such calls; of long ones, which are unpacked, what attends to steps."""
         if self.read:
-            from kvfold.kernels import pages
-            from kvfold.kernels.fragments import unsupported
-
-            forms = self.formats
-            if pages.unsupported(*forms) is None:
-                return "pages"
-            if None in (unsupported(*forms), unsupported(*forms, pre_rope=True)):
-                return "fragments"
-            return "tables" if self._by_tables(*forms) else "blocks"
+            rows = self.num_heads // self.num_kv_heads * (1 if self.long else self.query_tokens)
+            return storage.kernel_of(*self.formats, rows)
         return "triton" if self.plain else {"fold": "pages", "none": "dense"}.get(self.method, "gluon")
-
-    def _by_tables(self, key_format: Format, value_format: Format) -> bool:
-        from kvfold.kernels.gluon import tables_of
-
-        of = tables_of(key_format, value_format)
-        rows = self.num_heads // self.num_kv_heads * (1 if self.long else self.query_tokens)
-        return (
-            of is not None
-            and of.unsupported(key_format, value_format, self.head_dim) is None
-            and of.no_room(key_format, value_format, rows, torch.device("cuda")) is None
-        )
 
     @property
     def formats(self) -> tuple[Any, Any]:

@@ -150,6 +150,25 @@ def read_as(key_format: Format, value_format: Format) -> tuple[tuple[Format, For
     return (key_format.inner, value_format), partial(mapped, key_format.maps)
 
 
+def kernel_of(key_format: Format, value_format: Format, rows: int) -> str:
+    """Name in the registry of what attends to ``rows`` query rows of a KV head over formats that readers take."""
+    from kvfold.kernels import balanced, pages
+    from kvfold.kernels.fragments import unsupported
+    from kvfold.kernels.gluon import tables_of
+
+    forms = key_format, value_format
+    if pages.unsupported(*forms) is None:
+        return "pages"
+    if None in (unsupported(*forms), unsupported(*forms, pre_rope=True)):
+        return "fragments"
+    if balanced.unsupported(*forms) is None and rows <= balanced.MOST_ROWS:
+        return "balanced"
+    of = tables_of(*forms)
+    if of is None or of.unsupported(*forms, key_format.head_dim) or of.no_room(*forms, rows, torch.device("cuda")):
+        return "blocks"
+    return "tables"
+
+
 def is_learned(form: Format) -> bool:
     """Whether encoding searches tables, which random codes need not."""
     return form.kind in ("additive codes", "binary codes", "residual codes", "group codes", "projected")

@@ -9,7 +9,7 @@ from kvfold.kernels.blocks import BlocksKernel
 from kvfold.kernels.call import AttentionCall, DensePart, NewTokens, Span, Windows
 from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.dense import DenseKernel
-from kvfold.kernels.gluon import FragmentsKernel, GluonKernel, PagesKernel, TablesKernel
+from kvfold.kernels.gluon import BalancedKernel, FragmentsKernel, GluonKernel, PagesKernel, TablesKernel
 from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.kernels.tiles import TilesKernel
@@ -23,6 +23,7 @@ REGISTRY: dict[str, AttentionKernel] = {
         DenseKernel(),
         TilesKernel(),
         TablesKernel(),
+        BalancedKernel(),
         BlocksKernel(),
         CPUKernel(),
         ReferenceKernel(),

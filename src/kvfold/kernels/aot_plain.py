@@ -1,11 +1,12 @@
-"""Compile the Gluon kernel of plain order where there is no GPU; as :mod:`kvfold.kernels.aot`."""
+"""Compile the Gluon kernels of plain order where there is no GPU; as :mod:`kvfold.kernels.aot`."""
 
 from typing import Any
 
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kvfold.formats import AffineGroups
-from kvfold.kernels import plain
+from kvfold.formats import AffineGroups, Format
+from kvfold.kernels import balanced, plain
+from kvfold.kernels._balanced_gluon import balanced_kernel
 from kvfold.kernels._plain_gluon import plain_kernel
 from kvfold.kernels.aot import Report, _compile, _signature
 
@@ -21,3 +22,14 @@ def compile_plain(
     types |= dict.fromkeys(("q_ptr", "freq_ptr", "part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(plain_kernel, *_signature(plain_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
+
+
+def compile_balanced(key_format: Format, bf16: bool = False, capability: int = 90) -> Report:
+    """Compile the kernel over balanced tiles."""
+    fixed = balanced.constants(key_format)
+    names = ("k_meta", "k_factor", "v_meta", "v_factor")
+    types = dict.fromkeys(("k_codes", "v_codes"), "*u8") | dict.fromkeys(names, "*fp16")
+    types |= {"q_ptr": "*bf16" if bf16 else "*fp16", "packed_len_ptr": "*i32", "factor": "fp32"}
+    types |= dict.fromkeys(("signs_ptr", "part_out", "part_top", "part_sum"), "*fp32")
+    source = GluonASTSource(balanced_kernel, *_signature(balanced_kernel, fixed, types), {})
+    return _compile(source, capability, num_warps=balanced.WARPS, maxnreg=balanced.REGISTERS)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -27,7 +27,6 @@ from kvfold.kernels.stored import (
 if TYPE_CHECKING:
     from kvfold.kernels.partials import Partials
     from kvfold.kernels.readers import Reader
-    from kvfold.kernels.tables import Tables, TablesPlan
 
 MAX_DIM = 256
 TURNED = "ieee"
@@ -148,7 +147,30 @@ def make_plan(
     return Plan(m, tile, warps, splits, processors)
 
 
-def attend(call: AttentionCall, plan: "Plan | None" = None, of: "Tables | None" = None) -> torch.Tensor:
+class Packed(Protocol):
+    """What reads packed spans in the place of the kernel with readers; it takes queries as they come."""
+
+    waits: ClassVar[bool]
+    """Whether its kernel waits by itself for the one before, and lets the next one start."""
+
+    def plan_of(self, call: AttentionCall, span: Span) -> Any:
+        """A launch shape for a call over one span, with ``splits``."""
+
+    def attend_packed(
+        self,
+        call: AttentionCall,
+        span: Span,
+        packed: torch.Tensor,
+        out: torch.Tensor,
+        top: torch.Tensor,
+        total: torch.Tensor,
+        part: int,
+        plan: Any,
+    ) -> None:
+        """Write partial results over one span to the parts ``part`` to ``part + plan.splits``."""
+
+
+def attend(call: AttentionCall, plan: "Plan | None" = None, of: Packed | None = None) -> torch.Tensor:
     """Attention over packed spans, windows and new tokens; see :class:`AttentionCall`.
 
     Nothing depends on a value on the host.
@@ -157,8 +179,7 @@ def attend(call: AttentionCall, plan: "Plan | None" = None, of: "Tables | None" 
     ----------
     plan : Plan or None
         Launch shape for every span; chosen from the shapes if None.
-    of : Tables or None
-        What reads packed spans in the place of the kernel with readers.
+    of : Packed or None
 
     Returns
     -------
@@ -172,7 +193,6 @@ def attend(call: AttentionCall, plan: "Plan | None" = None, of: "Tables | None" 
     batch, heads, count, dim = call.shape
     plan_of = plain_plan if of is None else of.plan_of
     plans = [plan or plan_of(call, span) for span in call.spans]
-    # kernels with tables take queries as they come
     packed, bias = (call.grouped(call.query), None) if of is not None or not plans else call.projected
     partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), count, dim, device)
     query = call.query.to(windows.ring[0].dtype).contiguous()
@@ -287,8 +307,8 @@ def attend_packed(
     bias: torch.Tensor | None,
     partials: "Partials",
     part: int,
-    plan: "Plan | TablesPlan",
-    of: "Tables | None" = None,
+    plan: Any,
+    of: Packed | None = None,
 ) -> None:
     """Write partial results over one span to the parts ``part`` to ``part + plan.splits`` of ``partials``; see
     :func:`sum_packed`."""
@@ -303,8 +323,8 @@ def sum_packed(
     bias: torch.Tensor | None,
     partials: "Partials",
     part: int,
-    plan: "Plan | TablesPlan",
-    of: "Tables | None" = None,
+    plan: Any,
+    of: Packed | None = None,
 ) -> torch.Tensor:
     """Partial results over one span, before ``call.unproject``: float32 [batch * num_kv_heads, parts, rows, width].
 
@@ -316,8 +336,7 @@ def sum_packed(
         Queries as decoded keys meet them: after RoPE also where keys are stored before it.
     bias : Tensor or None, float32 [batch, num_kv_heads, rows]
         Added to scores before ``call.scale``.
-    plan : Plan, or TablesPlan
-        The latter with ``of``, as of :func:`attend`.
+    plan : Plan, or what ``of`` made
     """
     batch, heads, rows, _ = packed.shape
     # codes whose sums another map turns into vectors, in a tensor of their own

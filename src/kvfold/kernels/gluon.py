@@ -175,6 +175,35 @@ class TablesKernel(GPUKernel):
         return blocks.attend(call, of=None if of is None or of.declines(call) else of)
 
 
+class BalancedKernel(GPUKernel):
+    """Balanced tiles of 2-bit codes (KVarN) on NVIDIA GPUs, from sm_80 on.
+
+    Up to 16 query rows of a KV head are read by a kernel of their own, the calls beside them as by
+    :class:`~kvfold.kernels.blocks.BlocksKernel`.
+    """
+
+    name = "balanced"
+    limits = "calls of more than 16 query rows per KV head (its query heads times tokens) are read by the kernel blocks"
+
+    def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
+        if why := no_gpu(device):
+            return why
+        try:
+            from kvfold.kernels.balanced import unsupported
+        except ImportError as error:
+            return f"needs Triton 3.6 with Gluon ({error})"
+        return "keys are stored before RoPE" if pre_rope else unsupported(key_format, value_format)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        from kvfold.kernels import balanced, blocks
+        from kvfold.kernels.unpacked import attend_unpacked, serves
+
+        if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
+            return attend_unpacked(call)
+        few = call.shape[2] <= balanced.MOST_ROWS and call.project is None
+        return blocks.attend(call, of=balanced.BalancedTiles() if few else None)
+
+
 TABLED = AdditiveCodes.kind, ResidualCodes.kind, GroupCodes.kind
 
 

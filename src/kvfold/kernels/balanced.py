@@ -1,0 +1,139 @@
+"""Decode attention over balanced tiles of 2-bit codes (KVarN); see :mod:`kvfold.kernels._balanced_gluon`."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+
+from kvfold.formats import Balanced, Format, Hadamard, Paged
+from kvfold.formats.basis import Basis
+from kvfold.kernels._balanced_gluon import balanced_kernel, shared_bytes
+from kvfold.kernels.call import AttentionCall, Span
+from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.partials import LOG2E
+from kvfold.kernels.stored import inner, room_between
+
+BLOCK = 128
+"""Tokens of a tile."""
+MOST_ROWS = 16
+"""Query rows of a KV head; each eight of them read all tokens."""
+WARPS, REGISTERS = 4, 168
+"""Of a program, and of a thread at most: three programs have room on a multiprocessor."""
+RESIDENT = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launch shape; ``splits``: parts of a span's tokens."""
+
+    splits: int
+
+
+def unsupported(key_format: Format, value_format: Format) -> str | None:
+    """Why the kernel does not serve these formats; None if it does."""
+    for name, form, by_token in (("keys", key_format, True), ("values", value_format, False)):
+        tile = inner(form)
+        if not isinstance(tile, Balanced) or (isinstance(form, Paged) and form.page_fields()):
+            return f"{name}: {form.kind if not isinstance(form, Paged) else tile.kind} storage; allowed: balanced"
+        if tile.inner.operand != "plain" or tile.inner.bits_per_code != 2:
+            return f"{name}: {tile.inner.bits_per_code} bits, operand={tile.inner.operand}; allowed: 2, plain"
+        if tile.block != BLOCK or tile.by_token != by_token:
+            return f"{name}: tiles of {tile.block} tokens, by_token={tile.by_token}; allowed: {BLOCK}, {by_token}"
+        if form.head_dim % 16 or form.head_dim > 128:
+            return f"{name}: head_dim={form.head_dim}; allowed: multiples of 16 up to 128"
+        if not isinstance(_basis(form), Hadamard | None):
+            return f"{name}: a basis that is no Hadamard rotation"
+    return None if _basis(key_format) == _basis(value_format) else "values: another rotation than that of keys"
+
+
+def _basis(form: Format) -> Basis | None:
+    return form.basis if isinstance(form, Paged) else None
+
+
+@lru_cache
+def make_plan(dim: int, jobs: int, blocks: int, processors: int) -> Plan:
+    """Choose a launch shape for ``jobs`` KV heads (times eights of query rows) and storage of ``blocks`` tiles."""
+    resident = min(RESIDENT, 227 * 1024 // (program_bytes(dim) + 1024))
+
+    def cost(n: int) -> float:
+        """As in :func:`kvfold.kernels.decode.make_plan`; starting and ending a program is worth two tiles."""
+        waves, rest = divmod(jobs * n, processors * resident)
+        fill = math.ceil(rest / processors) / resident
+        return (math.ceil(math.ceil(blocks / n) / WARPS) + 2) * (waves + (max(9 / 16, fill**0.9) if rest else 0))
+
+    return Plan(min(range(1, max(2, min(256, blocks // WARPS + 2))), key=cost))
+
+
+def program_bytes(dim: int) -> int:
+    """Bytes of shared memory of a program."""
+    return int(shared_bytes(dim, WARPS))
+
+
+class BalancedTiles:
+    """What reads packed spans of balanced tiles; see :func:`kvfold.kernels.blocks.attend`."""
+
+    waits: ClassVar[bool] = False
+
+    def plan_of(self, call: AttentionCall, span: Span) -> Plan:
+        """Choose a launch shape for a call over one span."""
+        batch, heads, rows, dim = call.shape
+        jobs = batch * heads * math.ceil(rows / 8)
+        return make_plan(dim, jobs, span.keys["codes"].shape[2], multiprocessors(call.query.device))
+
+    def attend_packed(
+        self,
+        call: AttentionCall,
+        span: Span,
+        packed: torch.Tensor,
+        out: torch.Tensor,
+        top: torch.Tensor,
+        total: torch.Tensor,
+        part: int,
+        plan: Plan,
+    ) -> None:
+        """Write partial results over one span to the parts ``part`` to ``part + plan.splits``; as of
+        :class:`kvfold.kernels.partials.Partials`.
+
+        Raises
+        ------
+        ValueError
+            If keys and values have room for different numbers of tokens.
+        """
+        batch, heads, rows, _ = packed.shape
+        keys, values = call.key_format, call.value_format
+        room = {room_between(form, fields) for form, fields in ((keys, span.keys), (values, span.values))}
+        if len(room) > 1:
+            raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
+        arrays = [fields[name] for fields in (span.keys, span.values) for name in ("codes", "meta", "factor")]
+        arrays[0], arrays[3] = arrays[0].view(torch.uint8), arrays[3].view(torch.uint8)
+        basis, columns = _basis(keys), math.ceil(rows / 8)
+        balanced_kernel[(batch * heads * columns, plan.splits)](
+            packed.contiguous(),
+            *arrays,
+            basis.signs(packed.device) if isinstance(basis, Hadamard) else total,
+            call.packed_len,
+            out,
+            top,
+            total,
+            float(call.scale) * LOG2E,
+            heads,
+            rows,
+            columns,
+            span.start,
+            arrays[0].shape[2],
+            room.pop() // BLOCK,
+            plan.splits,
+            part,
+            top.shape[1],
+            **constants(keys),
+            num_warps=WARPS,
+            maxnreg=REGISTERS,
+        )
+
+
+def constants(key_format: Format) -> dict[str, Any]:
+    """What the kernel is specialized on."""
+    basis = _basis(key_format)
+    return {"D": key_format.head_dim, "BLOCK": basis.block if isinstance(basis, Hadamard) else 1}
