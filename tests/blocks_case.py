@@ -217,12 +217,12 @@ class Case:
         spans = [Span(s.start, clean(s.keys), clean(s.values)) for s in self.call.spans]
         return ReferenceKernel().attend(replace(self.call, spans=spans))
 
-    def error(self):
-        """Relative RMS error; every number is finite."""
+    def error(self, of=None):
+        """Relative RMS error, with what reads packed spans in the place of readers; every number is finite."""
         assert (
             why := blocks.unsupported(self.call.key_format, self.call.value_format, self.call.rope is not None)
         ) is None, why
-        got, want = blocks.attend(self.call, self.plan), self.expected()
+        got, want = blocks.attend(self.call, self.plan, of), self.expected()
         assert torch.isfinite(got).all()
         if self.padded:  # what a padding query gets has no meaning
             got, want = (x[:, :, 1:] for x in (got, want))

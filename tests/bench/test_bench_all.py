@@ -65,10 +65,9 @@ def test_tasks_bring_every_table_of_speed_and_every_method_of_the_rows(monkeypat
     with (ROOT / "benchmarks/rows/decode.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if not row["method"].startswith("bf16")]
     for row in rows:
-        if row["method"] != "innerq:mode=asym":  # as the paper stores it: paper=true, since
-            shape = f"--batch {row['batch']} --context {row['context']} --methods"
-            tasks = [t for t in TASKS if t.bench == "decode" and shape in t.arguments]
-            assert any(row["method"] in t.arguments.split() for t in tasks), row
+        shape = f"--batch {row['batch']} --context {row['context']} --methods"
+        tasks = [t for t in TASKS if t.bench == "decode" and shape in t.arguments]
+        assert any(row["method"] in t.arguments.split() for t in tasks), row
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 20])

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from blocks_case import Case
 from kvfold import methods
 from kvfold.formats import Hadamard
 from kvfold.kernels import _balanced_gluon, aot_plain, balanced
@@ -89,6 +90,24 @@ def test_every_number_of_rows_blocks_and_warps(rows, blocks, warps):
 @pytest.mark.parametrize("value, spread", [(1e-4, 0.7), (100.0, 2.0)])
 def test_small_and_uneven_values_keep_their_digits(value, spread):
     assert error(value=value, spread=spread) < 1.5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype, limit", [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("per_head, tokens", [(1, 1), (4, 1), (8, 1), (4, 4)])
+@pytest.mark.parametrize("method, dim, packed, slabs", [
+    ("kvarn", 128, (4096, 3968), (32,)),
+    ("kvarn", 128, (128, 1280), (4, 8)),
+    ("kvarn", 64, (640, 0), (8,)),
+    ("kvarn:rotation=1", 96, (1024, 896), (4, 4)),
+    ("kvarn:rotation=16", 80, (1024, 896), (12,)),
+])  # fmt: skip
+def test_calls_on_a_gpu(method, dim, packed, slabs, per_head, tokens, dtype, limit):
+    """Ragged sequences, several slabs, storage that holds no token full of NaN."""
+    options = {"head_dim": dim, "packed": packed, "slabs": slabs, "in_place": True, "ring": 160}
+    case = Case(method, **options, tokens=tokens, per_head=per_head, device="cuda", dtype=dtype)
+    assert case.error(balanced.BalancedTiles()) < limit
 
 
 @pytest.mark.parametrize("method, reason", [

@@ -242,5 +242,5 @@ def test_pieces_are_bounded():
 def test_an_empty_cache_is_no_span():
     given = unpacked_case.call(torch.device("cpu"), packed=())
     rows = given.grouped(given.query)
-    part = unpacked.Part(slice(0, 2), given.query, rows, given.windows, given.new)
+    part = unpacked.Part(slice(0, 2), given.query, rows, lambda: None, given.windows, given.new)
     assert isinstance(given, AttentionCall) and unpacked._cut(given, part, None, None) == []

@@ -5,8 +5,9 @@ the inner loop do. Every query sees every packed token: no mask is needed, and q
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -39,11 +40,12 @@ SLOWER, TILE = 3.1, 64
 @dataclass(frozen=True)
 class Part:
     """Sequences with as many packed tokens: ``where`` they are in the batch, and what is theirs of a call; ``rows``: queries as
-    they meet packed keys, all query heads of a KV head together."""
+    they meet packed keys, all query heads of a KV head together, which are there once ``ready`` was called."""
 
     where: slice
     query: torch.Tensor
     rows: torch.Tensor
+    ready: Callable[[], None]
     windows: Windows
     new: NewTokens
 
@@ -105,10 +107,6 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
     assert call.new is not None and isinstance(call.windows, Windows)
     query = call.query.to(call.new.keys.dtype).contiguous()
     rows, bias = call.grouped(query), None
-    if call.spans and call.project is not None:
-        projected, shift = call.projected
-        rows = projected.to(rows.dtype)
-        bias = None if shift is None else shift * call.scale
     out = torch.empty_like(rows)
     turn = None
     if call.unproject is not None and call.spans:
@@ -116,9 +114,15 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
     for form, rope in ((call.key_format, call.rope), (call.value_format, None)):
         if call.spans and not isinstance(form, Dense):
             make_constants(form, query.device, rope)
-    with Aside(query.device) as aside:
+    with Aside(query.device, 2) as ahead, Aside(query.device) as aside:
+        if call.spans and call.project is not None:
+            with ahead.launches():
+                projected, shift = call.projected
+                rows = projected.to(rows.dtype)
+                bias = None if shift is None else shift * call.scale
+        ready = partial(ahead.wait, rows, *([] if bias is None else [bias]))
         for part, tokens in _alike(call, len(query)):
-            some = Part(part, query[part], rows[part], call.windows.of(part), call.new.of(part))
+            some = Part(part, query[part], rows[part], ready, call.windows.of(part), call.new.of(part))
             joint = Joint(some.rows, None if bias is None else bias[part])
             _attend_alike(call, some, tokens, joint, turn, aside, out[part])
     return call.ungrouped(out)
@@ -153,7 +157,11 @@ def _attend_alike(
     while cuDNN's attention leaves multiprocessors.
     """
     rows = part.rows
-    wide = _widened(rows) if takes_cudnn(rows) else None
+    wide = None
+    if takes_cudnn(rows):
+        if _widening(rows):
+            part.ready()
+        wide = _widened(rows)
     pieces = _cut(call, part, tokens, wide)
     moves = bool(pieces) and pieces[-1].empty > 0 and call.project is None and takes_windows(part.windows)
     skip = pieces[-1].empty if moves else 0  # tokens of the windows that lie behind those of the last piece
@@ -170,9 +178,11 @@ def _attend_alike(
     if stay is None:
         attend_others()
     over: list[Result] = []
-    if wide is not None:
+    rest = [] if wide is None else _cut(call, part, tokens, wide, over=True)
+    if rest:
+        part.ready()
         with aside.launches():
-            for piece in _cut(call, part, tokens, wide, over=True):
+            for piece in rest:
                 keys, values, _ = _unpacked(call, part, piece, turn)
                 over.append(_flash(rows, keys, values, call.scale))
     for piece in pieces:
@@ -264,6 +274,7 @@ def _unpacked(
                 if moves:
                     more = fill_up(part.windows)
         keys = _side(call.key_format, piece.keys, *at, dtype, call.rope, place, whole=rooms[0])
+        part.ready()
         if piece.empty and not moves:
             with beside.launches():  # beside values that come after keys
                 more = fill_up(None)
@@ -359,11 +370,15 @@ def at_once(rows: torch.Tensor) -> bool:
     return batch * heads * math.ceil(count / ROWS) <= multiprocessors(rows.device)
 
 
-def _widened(rows: torch.Tensor) -> torch.Tensor:
-    """Rows, and others after them, so that there are one of eight numbers up to the next power of two."""
+def _widening(rows: torch.Tensor) -> int:
+    """How many rows are added so that there are one of eight numbers up to the next power of two."""
     count = rows.shape[2]
-    step = max(256, 1 << max(0, count.bit_length() - 4))
-    more = -count % step
+    return -count % max(256, 1 << max(0, count.bit_length() - 4))
+
+
+def _widened(rows: torch.Tensor) -> torch.Tensor:
+    """Rows, and others after them."""
+    more = _widening(rows)
     return torch.nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
 
 
