@@ -49,7 +49,7 @@ def number(x: float | None, form: str) -> str:
 
 FUSED = ("gluon", "pages", "dense")
 """Kernels of decode steps; plain Triton's rows have a table of their own."""
-READ = ("blocks", "tables")
+READ = ("blocks", "balanced", "tables")
 """Kernels over codes in plain order. Rows of before "tables" had a name say "blocks" for both."""
 SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "query_tokens", "context")
 
@@ -214,7 +214,8 @@ def modes() -> Table:
 
 def decode() -> Table:
     found = rows("decode", "model", "batch", "context", "method")
-    plain = {(row.model, row.batch, row.context, row.commit): row.ms for row in found if row.method == TORCH}
+    # of every run, also where a later one has full precision of its own
+    plain = {(row.model, row.batch, row.context, row.commit): row.ms for row in rows("decode") if row.method == TORCH}
     lines = []
     for row in found:
         base = plain.get((row.model, row.batch, row.context, row.commit))

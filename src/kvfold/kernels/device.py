@@ -92,11 +92,15 @@ class Aside:
 
     def wait(self, *made: torch.Tensor) -> None:
         """The current stream waits for all launches aside, and uses the tensors ``made`` there."""
+        self.meet(*made)
+        self._began = False
+
+    def meet(self, *made: torch.Tensor) -> None:
+        """As :meth:`wait`, but other streams may come to wait as well; that of the block has to in the end."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._stream.device)
         if self._began:
             current.wait_stream(self._stream)
-            self._began = False
         for tensor in made:
             tensor.record_stream(current)

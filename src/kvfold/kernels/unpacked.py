@@ -40,7 +40,7 @@ SLOWER, TILE = 3.1, 64
 @dataclass(frozen=True)
 class Part:
     """Sequences with as many packed tokens: ``where`` they are in the batch, and what is theirs of a call; ``rows``: queries as
-    they meet packed keys, all query heads of a KV head together, which are there once ``ready`` was called."""
+    they meet packed keys, all query heads of a KV head together, which are there for a stream that called ``ready``."""
 
     where: slice
     query: torch.Tensor
@@ -117,10 +117,10 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
     with Aside(query.device, 2) as ahead, Aside(query.device) as aside:
         if call.spans and call.project is not None:
             with ahead.launches():
-                projected, shift = call.projected
+                projected, shift = call.project(rows)
                 rows = projected.to(rows.dtype)
                 bias = None if shift is None else shift * call.scale
-        ready = partial(ahead.wait, rows, *([] if bias is None else [bias]))
+        ready = partial(ahead.meet, rows, *([] if bias is None else [bias]))
         for part, tokens in _alike(call, len(query)):
             some = Part(part, query[part], rows[part], ready, call.windows.of(part), call.new.of(part))
             joint = Joint(some.rows, None if bias is None else bias[part])
@@ -274,12 +274,13 @@ def _unpacked(
                 if moves:
                     more = fill_up(part.windows)
         keys = _side(call.key_format, piece.keys, *at, dtype, call.rope, place, whole=rooms[0])
-        part.ready()
         if piece.empty and not moves:
             with beside.launches():  # beside values that come after keys
+                part.ready()
                 more = fill_up(None)
         if values is None:
             values = _side(call.value_format, piece.values, *at, dtype, turn=turn, whole=rooms[1])
+        part.ready()
         beside.wait(*(tensor for tensor in (values, more) if tensor is not None))
     return keys, values, more
 
