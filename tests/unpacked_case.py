@@ -4,7 +4,7 @@
 """
 
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -217,9 +217,9 @@ def call(
     )
 
 
-def shifted(device):
+def shifted(device, batch=2, heads=2, dim=64):
     """Statistics of whole sequences, which queries carry."""
-    norm = 1 + torch.rand(2, 2, 1, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    norm = 1 + torch.rand(batch, heads, 1, dim, generator=torch.Generator().manual_seed(1)).to(device)
     return lambda q: (q * norm, (q * norm).sum(-1))
 
 
@@ -306,6 +306,32 @@ def cut_error(name):
     return error if sum(taken) == (256 if name == "none" else 512) else float("nan")  # of 320 and 96 tokens
 
 
+def late_error(how):
+    """Of a call whose queries pass something that is launched aside: they are there once they are waited for."""
+    given = call(torch.device("cpu"), tokens=128, **CALLS["statistics of sequences"]("cpu"))  # rows as cuDNN takes them
+    rows, shift = given.project(given.grouped(given.query))
+
+    class Late(unpacked.Aside):
+        def __init__(self, device, number=0):
+            super().__init__(device, number)
+            self.late = number == 2
+
+        def meet(self, *made):
+            if self.late and made:
+                made[0].copy_(rows)
+                made[1].copy_(shift * given.scale)
+
+    nothing = torch.full_like(rows, float("nan")), torch.full_like(shift, float("nan"))
+    before, unpacked.Aside = unpacked.Aside, Late
+    try:
+        with cudnn_of_a_cpu() if how == "cut" else nullcontext():
+            got = unpacked.attend_unpacked(replace(given, project=lambda _: nothing)).float()
+    finally:
+        unpacked.Aside = before
+    want = ReferenceKernel().attend(given).float()
+    return float((got - want).norm() / want.norm())
+
+
 def few_error(sinks):
     """Of a call that fills 992 places, whose windows are ``sinks`` tokens: queries see hardly more than the first, in fp16 of
     what cuDNN gives."""
@@ -385,6 +411,7 @@ if __name__ == "__main__":
             "call": attention_error,
             "cut": cut_error,
             "few": few_error,
+            "late": late_error,
             "ragged": ragged_error,
             "tables": tables_error,
             "stored": stored_call_error,

@@ -39,6 +39,8 @@ NAMES += [f"lengths/{n}" for n in LENGTHS] + [
     "cut/statistics of sequences",
     "cut/few sinks",
     *(f"few/{sinks}" for sinks in ("1", "8", "32")),
+    "late/flash",
+    "late/cut",
     *(f"ragged/{n}" for n in LENGTHS),
     "tables/commvq",
     "tables/qjl",
@@ -91,12 +93,16 @@ def test_sequences_of_different_length_on_a_gpu(name):
 @pytest.mark.parametrize("beside", [False, True], ids=["", "values beside keys"])
 @pytest.mark.parametrize("stay", [None, 4], ids=["", "windows beside attention"])
 @pytest.mark.parametrize("sinks", [32, 0], ids=["", "windows elsewhere"])
-def test_launches_aside_are_captured_and_follow_the_streams_that_call(sinks, stay, beside, tokens, monkeypatch):
+@pytest.mark.parametrize("carries", [False, True], ids=["", "queries carry statistics"])
+def test_launches_aside_are_captured_and_follow_the_streams_that_call(
+    carries, sinks, stay, beside, tokens, monkeypatch
+):
     """Eager calls on streams that take turns, and a replay, give the same numbers: nothing is read before it is there."""
     monkeypatch.setattr(unpacked, "_beside", lambda turn: beside)
     monkeypatch.setattr(unpacked, "_stay", lambda *given: stay)
     heads = {"heads": 32, "kv_heads": 8, "slots": (sinks, 64)}
-    given = unpacked_case.call(torch.device("cuda"), tokens=tokens, packed=(3200,), dim=128, **heads)
+    project = unpacked_case.shifted("cuda", 2, 8, 128) if carries else None
+    given = unpacked_case.call(torch.device("cuda"), tokens=tokens, packed=(3200,), dim=128, project=project, **heads)
     want = unpacked.attend_unpacked(given)
     main = torch.cuda.current_stream()
     for stream in [torch.cuda.Stream() for _ in range(2)] * 4:
