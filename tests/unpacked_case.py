@@ -308,7 +308,9 @@ def cut_error(name):
 
 def late_error(how):
     """Of a call whose queries pass something that is launched aside: they are there once they are waited for."""
-    given = call(torch.device("cpu"), tokens=128, **CALLS["statistics of sequences"]("cpu"))  # rows as cuDNN takes them
+    given = call(
+        torch.device("cpu"), tokens=128, packed=(96,), **CALLS["statistics of sequences"]("cpu")
+    )  # one piece, rows as cuDNN takes them
     rows, shift = given.project(given.grouped(given.query))
 
     class Late(unpacked.Aside):
