@@ -17,27 +17,30 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_codes import _fetch
 from kvfold.kernels._affine_values import _lighten
-from kvfold.kernels._plain_gluon import EXPONENT, _fetch_codes, _tile_operand, _value_tile, pitch, plain_room
-from kvfold.kernels._registers import ONES, _kind, _replace, _zero4
+from kvfold.kernels._plain_gluon import (
+    EXPONENT,
+    _fetch_codes,
+    _tile_operand,
+    _value_tile,
+    ask_rows,
+    leave_rows,
+    pitch,
+    plain_room,
+)
+from kvfold.kernels._registers import ONES, _replace, _zero4
 from kvfold.kernels._softmax import _finish, _nothing, _probabilities, _rescale
 from kvfold.kernels._warp import (
-    as_float,
-    as_int,
     copy_commit,
     copy_wait_1,
     copy_wait_all,
     either_bytes,
-    load_pair,
     load_shared,
     load_shared_short,
     mma,
     mul_half2,
-    pack_half2,
     program_sync,
     shared_base,
-    shuffle,
     shuffle_xor,
-    store_shared2,
     unpack_half2,
     warp_sync,
 )
@@ -153,39 +156,15 @@ def turned_back(x, signs, lane, BLOCK: gl.constexpr):
 def balanced_rows(
     q_ptr, signs_ptr, far, lane, row0, column0, rows, factor, D: gl.constexpr, BLOCK: gl.constexpr
 ):  # fmt: skip
-    """Leave the rotated queries of eight columns in shared memory, as :func:`kvfold.kernels._plain_gluon.plain_rows` leaves
-    queries; what turns products into ``factor`` times the score, for a lane's two columns."""
-    KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
-    SIZE: gl.constexpr = 4 if KIND == 2 else 2
+    """Leave the rotated queries of eight columns in shared memory; see :func:`kvfold.kernels._plain_gluon.leave_rows`."""
     g = lane // 4
     t = lane % 4
-    live = (column0 + g < rows).to(gl.int32)
-    address = q_ptr.to(gl.int64) + ((row0 + column0 + g) * D + 4 * t) * SIZE
-    raw = ()
+    raw = ask_rows(q_ptr, g, t, row0, column0, rows, D)
     signs = ()
-    for c in gl.static_range(D // 16):
-        for h in gl.static_range(2):
-            low, high = load_pair(address + (16 * c + 2 * h) * SIZE, live, KIND)
-            raw = raw + (low, high)
-        if BLOCK > 1:
-            for i in gl.static_range(4):
-                signs = signs + (gl.load(signs_ptr + (16 * c + i) + 4 * t),)
-    raw = turned_rows(raw, signs, lane, BLOCK)
-    big = gl.abs(raw[0])
-    for i in gl.static_range(1, D // 4):
-        big = gl.maximum(big, gl.abs(raw[i]))
-    big = gl.maximum(big, shuffle_xor(big, 1))
-    big = gl.maximum(big, shuffle_xor(big, 2))
-    exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
-    down = as_float((254 + EXPONENT - exponent) << 23)
-    for c in gl.static_range(D // 16):
-        store_shared2(
-            far + 256 * c,
-            pack_half2(raw[4 * c] * down, raw[4 * c + 1] * down, False),
-            pack_half2(raw[4 * c + 2] * down, raw[4 * c + 3] * down, False),
-        )  # all warps have the same
-    up = as_float((exponent - EXPONENT) << 23) * factor
-    return shuffle(up, 8 * t), shuffle(up, 8 * t + 4)
+    for c in gl.static_range(D // 16 if BLOCK > 1 else 0):
+        for i in gl.static_range(4):
+            signs = signs + (gl.load(signs_ptr + (16 * c + i) + 4 * t),)
+    return leave_rows(turned_rows(raw, signs, lane, BLOCK), far, t, factor, D, EXPONENT)
 
 
 @gluon.jit

@@ -118,21 +118,28 @@ def _fetch_values(
 
 
 @gluon.jit
-def plain_rows(q_ptr, far, g, t, row0, column0, rows, factor, D: gl.constexpr, E: gl.constexpr):
-    """Leave the queries of eight columns in shared memory as B operands, the largest element of each scaled to [2^E,
-    2^(E + 1)): slots 2t, 2t + 1, 2t + 8, 2t + 9 of a tile are its channels 4t to 4t + 3. What turns products into ``factor``
-    times the score, for a lane's two columns."""
+def ask_rows(q_ptr, g, t, row0, column0, rows, D: gl.constexpr):
+    """Channels 16 c + 4 t to 16 c + 4 t + 3 of the query of column g, as float32; zeros where there is none."""
     KIND: gl.constexpr = _kind(q_ptr.dtype.element_ty)
     SIZE: gl.constexpr = 4 if KIND == 2 else 2
     live = (column0 + g < rows).to(gl.int32)
     address = q_ptr.to(gl.int64) + ((row0 + column0 + g) * D + 4 * t) * SIZE
     raw = ()
-    big = (g * 0).to(gl.float32)
     for c in gl.static_range(D // 16):
         for h in gl.static_range(2):
             low, high = load_pair(address + (16 * c + 2 * h) * SIZE, live, KIND)
             raw = raw + (low, high)
-            big = gl.maximum(big, gl.maximum(gl.abs(low), gl.abs(high)))
+    return raw
+
+
+@gluon.jit
+def leave_rows(raw, far, t, factor, D: gl.constexpr, E: gl.constexpr):
+    """Leave what :func:`ask_rows` gives in shared memory as B operands, the largest element of each query scaled to [2^E,
+    2^(E + 1)): slots 2t, 2t + 1, 2t + 8, 2t + 9 of a tile are its channels 4t to 4t + 3. What turns products into ``factor``
+    times the score, for a lane's two columns."""
+    big = gl.abs(raw[0])
+    for i in gl.static_range(1, D // 4):
+        big = gl.maximum(big, gl.abs(raw[i]))
     big = gl.maximum(big, shuffle_xor(big, 1))
     big = gl.maximum(big, shuffle_xor(big, 2))
     exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
@@ -145,6 +152,12 @@ def plain_rows(q_ptr, far, g, t, row0, column0, rows, factor, D: gl.constexpr, E
         )  # all warps have the same
     up = as_float((exponent - E) << 23) * factor
     return shuffle(up, 8 * t), shuffle(up, 8 * t + 4)
+
+
+@gluon.jit
+def plain_rows(q_ptr, far, g, t, row0, column0, rows, factor, D: gl.constexpr, E: gl.constexpr):
+    """:func:`leave_rows` of the queries of eight columns."""
+    return leave_rows(ask_rows(q_ptr, g, t, row0, column0, rows, D), far, t, factor, D, E)
 
 
 @gluon.jit
