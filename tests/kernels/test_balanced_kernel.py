@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from blocks_case import Case
 from kvfold import methods
 from kvfold.formats import Hadamard
-from kvfold.kernels import _balanced_gluon, aot_plain, balanced
+from kvfold.kernels import REGISTRY, _balanced_gluon, aot_plain, balanced
 from kvfold.kernels.decode import STATIC_SHARED
 from kvfold.methods import LayerSpec
 from warps import Machine, Pointer, on_cpu, register, scalar
@@ -119,6 +119,12 @@ def test_calls_on_a_gpu(method, dim, packed, slabs, per_head, tokens, dtype, lim
 ])  # fmt: skip
 def test_what_it_does_not_serve_it_names(method, reason):
     assert balanced.unsupported(*formats(method)) == reason
+
+
+@pytest.mark.parametrize("rows, reason", [(16, None), (24, "24 query rows; allowed: up to 16")])
+def test_models_of_many_query_heads_are_left_to_another_kernel_by_name(rows, reason):
+    kernel = REGISTRY["balanced"]
+    assert kernel.why_not_queries(*formats(), torch.device("cuda"), rows, 0) == reason
 
 
 def test_sides_of_two_rotations_are_refused():

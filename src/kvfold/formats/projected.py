@@ -20,7 +20,7 @@ class HeadMaps:
     """
 
     def __init__(self, mean: torch.Tensor, apply: torch.Tensor, restore: torch.Tensor) -> None:
-        self.mean, self.apply, self.restore = mean, apply, restore
+        self.mean, self.apply, self.restore = mean.contiguous(), apply.contiguous(), restore.contiguous()
         self._devices: dict[torch.device, HeadMaps] = {mean.device: self}
 
     def on(self, device: torch.device) -> "HeadMaps":

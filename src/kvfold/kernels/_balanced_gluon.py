@@ -91,24 +91,23 @@ def _between_lanes(x, lane, BIT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _steps_of_tiles(block, each):
-    """Steps between registers whose channel tiles a block mixes, of EACH registers a tile."""
-    return tuple(each << i for i in range(max(0, block.bit_length() - 5)))
+def _steps_of_tiles(block):
+    """Steps between registers whose channel tiles a block mixes; a tile has four."""
+    return tuple(4 << i for i in range(max(0, block.bit_length() - 5)))
 
 
 @gluon.jit
-def _mixed_tiles(x, EACH: gl.constexpr, BLOCK: gl.constexpr):
-    """The stages between channel tiles, of which each has EACH numbers."""
-    STEPS: gl.constexpr = _steps_of_tiles(BLOCK, EACH)
+def _mixed_tiles(x, BLOCK: gl.constexpr):
+    """The stages between channel tiles."""
+    STEPS: gl.constexpr = _steps_of_tiles(BLOCK)
     for i in gl.static_range(len(STEPS)):
         x = _between_registers(x, STEPS[i])
     return x
 
 
 @gluon.jit
-def _signed(x, signs, EACH: gl.constexpr, BLOCK: gl.constexpr):
-    """Numbers times the rotation's signs and 1 / sqrt(BLOCK); of EACH numbers of a tile two columns share a sign where there
-    are fewer ``signs``."""
+def _signed(x, signs, BLOCK: gl.constexpr):
+    """Numbers times the rotation's signs and 1 / sqrt(BLOCK). Neighbours share a sign where there are fewer signs."""
     SHARED: gl.constexpr = len(x) // len(signs)
     FACTOR: gl.constexpr = BLOCK**-0.5
     out = ()
@@ -121,7 +120,7 @@ def _signed(x, signs, EACH: gl.constexpr, BLOCK: gl.constexpr):
 def turned_rows(x, signs, lane, BLOCK: gl.constexpr):
     """A query's channels 16 c + 4 t to 16 c + 4 t + 3, in the rotated basis."""
     if BLOCK > 1:
-        x = _signed(x, signs, 4, BLOCK)
+        x = _signed(x, signs, BLOCK)
         x = _between_registers(x, 1)
         if BLOCK > 2:
             x = _between_registers(x, 2)
@@ -129,7 +128,7 @@ def turned_rows(x, signs, lane, BLOCK: gl.constexpr):
             x = _between_lanes(x, lane, 1)
         if BLOCK > 8:
             x = _between_lanes(x, lane, 2)
-        x = _mixed_tiles(x, 4, BLOCK)
+        x = _mixed_tiles(x, BLOCK)
     return x
 
 
@@ -144,8 +143,8 @@ def turned_back(x, signs, lane, BLOCK: gl.constexpr):
             x = _between_lanes(x, lane, 8)
         if BLOCK > 8:
             x = _between_lanes(x, lane, 16)
-        x = _mixed_tiles(x, 4, BLOCK)
-        x = _signed(x, signs, 4, BLOCK)
+        x = _mixed_tiles(x, BLOCK)
+        x = _signed(x, signs, BLOCK)
     return x
 
 

@@ -137,8 +137,8 @@ def mapped(fmt: Projected, x: torch.Tensor, out: torch.Tensor) -> None:
     vectors = _aligned(Source(x, {}, 0))
     project_kernel[(triton.cdiv(tokens, PROJECT["T"]), heads, batch)](
         *vectors,
-        maps.mean.contiguous(),
-        maps.apply.contiguous(),
+        maps.mean,
+        maps.apply,
         out,
         tokens,
         out.shape[2],

@@ -194,6 +194,13 @@ class BalancedKernel(GPUKernel):
             return f"needs Triton 3.6 with Gluon ({error})"
         return "keys are stored before RoPE" if pre_rope else unsupported(key_format, value_format)
 
+    def why_not_queries(
+        self, key_format: Format, value_format: Format, device: torch.device, rows: int, rotary: int
+    ) -> str | None:
+        from kvfold.kernels.balanced import MOST_ROWS
+
+        return None if rows <= MOST_ROWS else f"{rows} query rows; allowed: up to {MOST_ROWS}"
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         from kvfold.kernels import balanced, blocks
         from kvfold.kernels.unpacked import attend_unpacked, serves

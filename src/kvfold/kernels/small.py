@@ -320,6 +320,6 @@ def through_maps(maps: HeadMaps, queries: torch.Tensor) -> tuple[torch.Tensor, t
     out = queries.new_empty(queries.shape, dtype=torch.float32)
     bias = queries.new_empty(batch, heads, rows, dtype=torch.float32)
     _map_kernel[(triton.cdiv(rows, shape["M"]), triton.cdiv(dim, shape["N"]), batch * heads)](
-        queries, own.restore.contiguous(), own.mean.contiguous(), out, bias, rows, *queries.stride()[:3], heads, **shape
+        queries, own.restore, own.mean, out, bias, rows, *queries.stride()[:3], heads, **shape
     )  # fmt: skip
     return out, bias
