@@ -49,6 +49,7 @@ MODULES = (
     "_level_bytes",
     "_fragment_signs",
     "_fragments_gluon",
+    "_plain_gluon",
     "_turned_gluon",
     "_unpack_tables_gluon",
     "_unpack_levels_gluon",

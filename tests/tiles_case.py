@@ -125,7 +125,7 @@ class Case:
             held.packed_len,
             held,
             None if in_place else NewTokens(*new, valid),
-            project=lambda queries: (queries * factor, shift),
+            project=lambda queries, dtype: ((queries * factor).to(dtype), shift),
             first_position=torch.tensor([3, 70000][:batch], device=device),
             rope=rope,
         )

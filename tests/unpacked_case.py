@@ -220,7 +220,7 @@ def call(
 def shifted(device, batch=2, heads=2, dim=64):
     """Statistics of whole sequences, which queries carry."""
     norm = 1 + torch.rand(batch, heads, 1, dim, generator=torch.Generator().manual_seed(1)).to(device)
-    return lambda q: (q * norm, (q * norm).sum(-1))
+    return lambda q, dtype: ((q * norm).to(dtype), (q * norm).sum(-1))
 
 
 def padded(device):
@@ -311,7 +311,7 @@ def late_error(how):
     given = call(
         torch.device("cpu"), tokens=128, packed=(96,), **CALLS["statistics of sequences"]("cpu")
     )  # one piece, rows as cuDNN takes them
-    rows, shift = given.project(given.grouped(given.query))
+    rows, shift = given.project(given.grouped(given.query), given.query.dtype)
 
     class Late(unpacked.Aside):
         def __init__(self, device, number=0):
@@ -321,13 +321,13 @@ def late_error(how):
         def meet(self, *made):
             if self.late and made:
                 made[0].copy_(rows)
-                made[1].copy_(shift * given.scale)
+                made[1].copy_(shift)
 
     nothing = torch.full_like(rows, float("nan")), torch.full_like(shift, float("nan"))
     before, unpacked.Aside = unpacked.Aside, Late
     try:
         with cudnn_of_a_cpu() if how == "cut" else nullcontext():
-            got = unpacked.attend_unpacked(replace(given, project=lambda _: nothing)).float()
+            got = unpacked.attend_unpacked(replace(given, project=lambda *_: nothing)).float()
     finally:
         unpacked.Aside = before
     want = ReferenceKernel().attend(given).float()

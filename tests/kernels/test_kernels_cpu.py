@@ -81,7 +81,7 @@ def make(
         dense,
         NewTokens(*new),
         uniform=len(set(lengths)) == 1,
-        project=lambda queries: (1.1 * queries, bias),
+        project=lambda queries, dtype: (1.1 * queries, bias),
     )
 
 

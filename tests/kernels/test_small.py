@@ -106,6 +106,7 @@ def test_queries_meet_statistics_of_a_sequence_as_defined(dim, norm, mean, where
         want, added = kernels.with_statistics_by_definition(queries, codes, means)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, want.float(), rtol=2e-6, atol=0)
+        assert torch.equal(kernels.with_statistics(queries, codes, means, dtype)[0], got.to(dtype))
         assert (bias is None) == (added is None)
         if bias is not None:
             torch.testing.assert_close(bias, added.float(), rtol=1e-5, atol=1e-4)
@@ -132,6 +133,8 @@ def test_queries_go_through_a_heads_map_as_defined(dim, rows, where):
         assert got.dtype == bias.dtype == torch.float32
         assert float((got - want).norm() / want.norm()) < 1e-6
         assert float((bias - added).norm() / added.norm()) < 1e-6
+        rounded, again = kernels.through_maps(maps, queries, dtype)
+        assert torch.equal(rounded, got.to(dtype)) and torch.equal(again, bias)
 
 
 @pytest.mark.parametrize("rows", [4, 2048])

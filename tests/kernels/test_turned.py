@@ -15,9 +15,16 @@ from warps import Machine, on_cpu, register, scalar
 TOKENS = 160  # a page, and a quarter of the next one
 
 
+PLAIN = [("kvarn", "keys"), ("kvarn", "values"), ("kvarn:rotation=32", "keys"), ("nova", "values")]
+"""In plain order. NOVA-KV's keys are codes of groups, which others unpack."""
+
+
 def form_of(method, side):
-    method, layer = get(method), LayerSpec(0, 1, 1, 1, 128, torch.float16)
-    return method.key_format(layer) if side == "keys" else method.value_format(layer)
+    made = get(method)
+    layer = LayerSpec(0, 1, 1, 1, 128, torch.float16, fragments=(method, side) not in PLAIN)
+    if method == "nova":  # no artefact
+        return made.formats(layer)[side == "values"]
+    return made.key_format(layer) if side == "keys" else made.value_format(layer)
 
 
 def unpacked(form, fields):
@@ -96,19 +103,55 @@ def test_launches_on_a_cpu(method, side, dtype, monkeypatch):
     assert error(method, side, dtype, "cpu", 320) < LIMIT[dtype]
 
 
+@pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("method, side", PLAIN)
+def test_launches_of_plain_order_on_a_cpu(method, side, dtype, monkeypatch):
+    monkeypatch.setattr(turned, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(turned, "_kernel", Emulated)
+    assert error(method, side, dtype, "cpu", 384) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+@pytest.mark.parametrize("method, side", PLAIN)
+def test_small_and_large_numbers_of_plain_order_keep_their_digits(method, side, size, monkeypatch):
+    monkeypatch.setattr(turned, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(turned, "_kernel", Emulated)
+    assert error(method, side, torch.float16, "cpu", 256, size) < 1e-3
+
+
+@pytest.mark.parametrize("method, side", PLAIN)
+def test_numbers_of_plain_order_become_no_infinities(method, side, monkeypatch):
+    monkeypatch.setattr(turned, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(turned, "_kernel", Emulated)
+    form = form_of(method, side)
+    fields = form.encode(torch.randn(1, 1, 128, 128, generator=torch.Generator().manual_seed(0)))
+    for name in {"meta", "factor"} & set(fields):
+        fields[name].fill_(60000.0)
+    out = torch.empty(1, 1, 128, 128, dtype=torch.float16)
+    turned.unpack_turned(form, fields, 0, out)
+    assert torch.isfinite(out).all() and out.abs().max() == 65504
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("method", ["fold", "fold:bits=1", "turboquant:bits=3", *CODED])
+@pytest.mark.parametrize(
+    "method, side",
+    [
+        *((m, side) for m in ("fold", "fold:bits=1", "turboquant:bits=3", *CODED) for side in ("keys", "values")),
+        *PLAIN,
+    ],
+)
 def test_numbers_on_a_gpu(method, side, dtype):
-    assert error(method, side, dtype, "cuda", 1312) < LIMIT[dtype]
+    tokens = 1280 if (method, side) in PLAIN else 1312
+    assert error(method, side, dtype, "cuda", tokens) < LIMIT[dtype]
 
 
-def error(method, side, dtype, device, tokens):
+def error(method, side, dtype, device, tokens, size=1.0):
     """Relative RMS error of what is decoded from the second page on; beyond it nothing is written."""
     form, draw = form_of(method, side), torch.Generator().manual_seed(0)
     x = torch.randn(2, 2, tokens, 128, generator=draw) + torch.randn(1, 2, 1, 128, generator=draw)
+    x *= size
     fields = {name: y.to(device) for name, y in form.encode(x).items()}
     want = form.decode(fields)[:, :, 128:]
     whole = torch.full((2, 2, tokens, 128), float("nan"), dtype=dtype, device=device)
@@ -152,10 +195,25 @@ def test_compiles_without_spills(method, side):
     assert report.instructions["HMMA"] == {"turboquant:bits=3": 256, "qjl": 512}.get(method, 128)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("method, side", PLAIN)
+def test_plain_order_compiles_without_spills(method, side, bf16):
+    report = compile_turned(form_of(method, side), bf16)
+    assert report.spilled == 0
+    assert report.instructions["HMMA"] == (128 if "=" in method else 256)
+
+
 def test_which_formats_it_serves():
     gpu = torch.device("cuda")
     coded = ((method, side) for method in CODED[:2] for side in ("keys", "values"))
-    for method, side in (("fold", "keys"), ("fold", "values"), ("turboquant:bits=3", "keys"), ("qjl", "keys"), *coded):
+    for method, side in (
+        ("fold", "keys"),
+        ("fold", "values"),
+        ("turboquant:bits=3", "keys"),
+        ("qjl", "keys"),
+        *PLAIN,
+        *coded,
+    ):
         assert turned.serves(form_of(method, side), gpu) and not turned.serves(
             form_of(method, side), torch.device("cpu")
         )
@@ -165,5 +223,9 @@ def test_which_formats_it_serves():
         ("fold:rotation=1", "keys"),
         ("turboquant:bits=4", "keys"),
         ("fold:bits=8", "keys"),
+        ("kvarn:rotation=64", "keys"),  # packed for tensor cores
     )
     assert not any(turned.serves(form_of(*other), gpu) for other in others)
+    plain = LayerSpec(0, 1, 1, 1, 128, torch.float16, fragments=False)
+    for method in ("kvarn:bits=3", "kvarn:group=64", "kvarn:rotation=1"):
+        assert not turned.serves(get(method).key_format(plain), gpu)

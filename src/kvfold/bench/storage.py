@@ -16,6 +16,7 @@ from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.projected import HeadMaps, Projected
 from kvfold.formats.residual import Codebook
+from kvfold.kernels.call import Project
 from kvfold.methods import LayerSpec, Method
 from kvfold.methods.commvq import CommVQ, ValueCodebook
 from kvfold.methods.kvquant import KVQuant, Learned
@@ -26,7 +27,6 @@ from kvfold.methods.vqllm import VQLLM
 from kvfold.storage.reader import mapped
 
 Map = Callable[[torch.Tensor], torch.Tensor]
-Project = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 SAMPLE = 4096
 """Tokens that are encoded; the rest of a long sequence repeats them."""

@@ -241,10 +241,11 @@ def _halves(x):
 
 
 @gluon.jit
-def _decoded(bytes, s, z, nothing, F: gl.constexpr):
-    """A pair of keys from bytes under the exponent of 1024: field F, scale, zero-point."""
+def _decoded(bytes, s, z, nothing, F: gl.constexpr, PART: gl.constexpr = 1.0):
+    """A pair of numbers from bytes under the exponent of 1024: field F, scale, zero-point; the part PART of them, a power of
+    two, if ``z`` is that of the zero-point."""
     number = bytes & ((0x6400 | (3 << (2 * F))) * 0x10001)
-    code = fma_half2(number, nothing + _halves(0.25**F), nothing + _halves(-1024 * 0.25**F))
+    code = fma_half2(number, nothing + _halves(PART * 0.25**F), nothing + _halves(-1024 * PART * 0.25**F))
     return fma_half2(code, s, z)
 
 

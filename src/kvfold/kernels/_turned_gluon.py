@@ -1,4 +1,4 @@
-"""Codes that a basis turns (fold, TurboQuant, QJL's keys), unpacked to 16 bits.
+"""Codes that a basis turns (fold, TurboQuant, QJL's keys, KVarN, NOVA-KV's values), unpacked to 16 bits.
 
 A warp decodes 32 tokens. Their codes become operands of ``mma.m16n8k16`` as they lie (those of values once the 8 x 8 pieces of
 their words are transposed), and are multiplied with the basis, which is an operand in shared memory. Its columns stand in such
@@ -8,6 +8,9 @@ lane to another. Of a basis that mixes blocks of channels alone no zeros are kep
 Codes of four or eight channels stand for rows of a fixed table (fold with ``codebook``). It lies in shared memory as often as
 fills 128 bytes for each code: every lane that reads at once has a copy of its own, and they never meet in a bank. A lane's row
 is a part of an operand as it is, since the rows of the basis stand in the order that its channels come in.
+
+Affine groups in plain order (:mod:`kvfold.kernels._plain_gluon`) are read in that order, too: a lane's 16 bytes are four tokens
+of 16 channels. They are decoded to quarters of their numbers, of which fp16 has none too large; the basis is four times as big.
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -17,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels._affine_codes import _field, _main, _operand, code_bytes
 from kvfold.kernels._fragment_codes import LEVELS, UNIFORM, level_operands, masked_words
 from kvfold.kernels._fragment_lookup import fma_half2
+from kvfold.kernels._plain_gluon import _decoded
 from kvfold.kernels._registers import _item, _replace, _zero4
 from kvfold.kernels._stream import load_word, load_words2, load_words4
 from kvfold.kernels._tables_gluon import _dynamic_base, _weighted_bytes, held_table, leave_table, reserved
@@ -24,9 +28,11 @@ from kvfold.kernels._warp import (
     copy_async,
     copy_commit,
     copy_wait_all,
+    either_bytes,
     exp2_fast,
     load_shared,
     mma,
+    mul_half2,
     pack_half2,
     prefetch,
     program_sync,
@@ -35,9 +41,13 @@ from kvfold.kernels._warp import (
     warp_sync,
 )
 
-ROWS = 7
-"""A kind of codes beside those of :mod:`kvfold.kernels._fragment_codes`."""
+ROWS, AFFINE, BALANCED = 7, 8, 9
+"""Kinds of codes beside those of :mod:`kvfold.kernels._fragment_codes`: of a table's rows; in plain order, with a scale and a
+zero-point of each token, or of tiles of a page that are also divided by factors of the other axis."""
+QUARTER = gl.constexpr(0.25)
+"""Of numbers in plain order that are decoded."""
 KIND_UNIFORM, KIND_LEVELS, KIND_ROWS = gl.constexpr(UNIFORM), gl.constexpr(LEVELS), gl.constexpr(ROWS)
+KIND_AFFINE, KIND_BALANCED = gl.constexpr(AFFINE), gl.constexpr(BALANCED)
 MAGIC = gl.constexpr(0x64006400)  # two fp16 1024: with a number below 1024 in the last ten bits, that much more
 
 
@@ -237,6 +247,80 @@ def row_operands(words, rows, lane, FIRST: gl.constexpr, COUNT: gl.constexpr, PA
     return out
 
 
+# ---- codes in plain order -------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def is_plain(kind):
+    return kind in (AFFINE, BALANCED)
+
+
+@gluon.constexpr_function
+def scale_bytes(kind, value):
+    """Bytes of a unit's scales: of plain order's values zero-points follow them."""
+    return 128 if is_plain(kind) and value else 64
+
+
+@gluon.jit
+def _load_words8(address, OFFSET: gl.constexpr):
+    """16 adjacent fp16 numbers."""
+    return load_words4(address, OFFSET) + load_words4(address, OFFSET + 16)
+
+
+@gluon.jit
+def _quarters(words):
+    out = ()
+    for i in gl.static_range(len(words)):
+        out = out + (mul_half2(words[i], words[i] * 0 + _half_pair(QUARTER)),)
+    return out
+
+
+@gluon.jit
+def plain_operands(codes, scale, more, lane, WIDTH: gl.constexpr, KIND: gl.constexpr, VALUE: gl.constexpr):
+    """A quarter of the numbers of 32 tokens, in the order of :func:`row_operands`. Addresses, the same for all lanes:
+    ``codes``; ``scale``: of values' scales and zero-points by token; ``more``: of keys' by channel, or of values' factors."""
+    g = lane // 4
+    t = lane % 4
+    nothing = lane * 0
+    by_token = ()
+    zeros_by_token = ()
+    if VALUE:
+        for f in gl.static_range(4):
+            s = load_half(scale + g * 2 + 16 * f)
+            z = load_half(scale + g * 2 + (16 * f + 64)) * QUARTER
+            by_token = by_token + (pack_half2(s, s, False),)
+            zeros_by_token = zeros_by_token + (pack_half2(z, z, False),)
+    low_tokens = ()
+    high_tokens = ()
+    for part in gl.static_range(WIDTH // 64):
+        words = load_words4(codes + (g * WIDTH + t * 16), 64 * part)
+        by_channel = ()
+        zeros = ()
+        if not VALUE:
+            by_channel = _load_words8(more + t * 32, 128 * part)
+            zeros = _quarters(_load_words8(more + t * 32, 128 * part + 2 * WIDTH))
+        elif KIND == KIND_BALANCED:
+            by_channel = _load_words8(more + t * 32, 128 * part)
+        for c in gl.static_range(4):
+            low = either_bytes(words[c], nothing + 0x64646464, "0x4140")
+            high = either_bytes(words[c], nothing + 0x64646464, "0x4342")
+            made = ()
+            for f in gl.static_range(4):
+                if VALUE:
+                    a = _decoded(low, by_token[f], zeros_by_token[f], nothing, f, QUARTER)
+                    b = _decoded(high, by_token[f], zeros_by_token[f], nothing, f, QUARTER)
+                    if KIND == KIND_BALANCED:
+                        a = bounded_half2(mul_half2(a, by_channel[2 * c]))
+                        b = bounded_half2(mul_half2(b, by_channel[2 * c + 1]))
+                else:
+                    a = _decoded(low, by_channel[2 * c], zeros[2 * c], nothing, f, QUARTER)
+                    b = _decoded(high, by_channel[2 * c + 1], zeros[2 * c + 1], nothing, f, QUARTER)
+                made = made + (a, b)
+            low_tokens = low_tokens + ((made[0], made[2], made[1], made[3]),)
+            high_tokens = high_tokens + ((made[4], made[6], made[5], made[7]),)
+    return low_tokens, high_tokens
+
+
 # ---- 32 tokens ------------------------------------------------------------------------------------------------------
 
 
@@ -281,8 +365,9 @@ def turn_unit(
     BITS: gl.constexpr, KIND: gl.constexpr, VALUE: gl.constexpr, MEAN: gl.constexpr, NORM: gl.constexpr,
     FACTOR: gl.constexpr, TABLE: gl.constexpr, BF16: gl.constexpr,
 ):  # fmt: skip
-    """Decode 32 tokens. ``matrix``: a lane's address of the basis in shared memory; ``rows``: of the table, if there is one;
-    the others, of the tokens' codes, scales, mean, norms and of where they go, are int64 and the same for all lanes."""
+    """Decode 32 tokens. ``matrix``: a lane's address of the basis in shared memory; ``rows``: of the table, if there is one, or
+    as :func:`plain_operands` says; the others, of the tokens' codes, scales, mean, norms and of where they go, are int64 and
+    the same for all lanes."""
     g = lane // 4
     t = lane % 4
     words = ()
@@ -291,18 +376,23 @@ def turn_unit(
         for r in gl.static_range(4):
             for part in gl.static_range(WIDTH // 64):
                 words = words + (load_word(at + (WIDTH * BITS * r + 8 * BITS * part)),)
-    else:
+    elif not is_plain(KIND):
         for i in gl.static_range(code_bytes(WIDTH, BITS) // 512):
             words = words + load_words4(codes + lane * 16, 512 * i)
     scales = ()
     for r in gl.static_range(4):
-        scales = scales + (load_half(scale + g * 2 + 16 * r) * FACTOR,)
+        if is_plain(KIND) and VALUE:
+            scales = scales + (1.0,)
+        else:
+            scales = scales + (load_half(scale + g * 2 + 16 * r) * FACTOR,)
     if VALUE and KIND != KIND_ROWS:
         words = transposed(words)
     if KIND == KIND_LEVELS:
         words = masked_words(words, WIDTH, BITS)
     x = ()
-    if KIND != KIND_ROWS:
+    if is_plain(KIND):
+        x = plain_operands(codes, scale, rows, lane, WIDTH, KIND, VALUE)
+    elif KIND != KIND_ROWS:
         x = (
             operands(words, lane, 0, WIDTH, BITS, KIND, TABLE),
             operands(words, lane, 1, WIDTH, BITS, KIND, TABLE),
@@ -353,8 +443,8 @@ def turned_kernel(
 
     From one KV head's storage to the next are ``room`` units and ``pages`` pages; a head's ``units`` begin with unit ``first``
     of its storage, which begins a page. ``table``: the basis as :func:`kvfold.kernels.turned.matrix_of` makes it; it mixes
-    blocks of BLOCK channels. ``rows``: of KIND_ROWS, as :func:`kvfold.kernels.stored.table_rows` makes them. A warp decodes
-    ``each`` units, those of the grid's warps lie side by side.
+    blocks of BLOCK channels. ``rows``: of KIND_ROWS, as :func:`kvfold.kernels.stored.table_rows` makes them; of KIND_BALANCED
+    keys' scales and zero-points, values' factors. A warp decodes ``each`` units, those of the grid's warps lie side by side.
     """
     W: gl.constexpr = gl.num_warps()
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
@@ -376,6 +466,7 @@ def turned_kernel(
     if KIND == KIND_ROWS:
         copy = copy + lane % (8 * BITS) * (16 // BITS)
     CODE: gl.constexpr = code_bytes(WIDTH, BITS)
+    SCALES: gl.constexpr = scale_bytes(KIND, VALUE)
     number = gl.program_id(0) * W + thread // 32
     for i in range(each):
         unit = gl.minimum(number * each + i, count - 1)
@@ -383,14 +474,17 @@ def turned_kernel(
         block = head.to(gl.int64) * room + first + unit % units
         # a warp's units follow each other: the next one's codes and scales come nearer meanwhile
         ahead = gl.where(
-            lane < CODE // 128, codes.to(gl.int64) + (block + 1) * CODE, scale.to(gl.int64) + (block + 1) * 64
+            lane < CODE // 128, codes.to(gl.int64) + (block + 1) * CODE, scale.to(gl.int64) + (block + 1) * SCALES
         )
         ahead = ahead + gl.where(lane < CODE // 128, lane, 0) * 128
         prefetch(gl.where(unit % units + 1 < units, ahead, codes.to(gl.int64)))
         page = head.to(gl.int64) * pages + (first + unit % units) // 4
+        more = copy
+        if KIND == KIND_BALANCED:  # tiles are of a page
+            more = rows.to(gl.int64) + block // 4 * (2 * WIDTH if VALUE else 4 * WIDTH)
         to = out.to(gl.int64) + (head.to(gl.int64) * wide + unit % units * 32) * (2 * D)
         turn_unit(
-            base + lane * 16, copy, lane, codes.to(gl.int64) + block * CODE, scale.to(gl.int64) + block * 64,
+            base + lane * 16, more, lane, codes.to(gl.int64) + block * CODE, scale.to(gl.int64) + block * SCALES,
             mean.to(gl.int64) + page * (2 * D), norm.to(gl.int64) + page * D, to,
             D, WIDTH, BLOCK, BITS, KIND, VALUE, MEAN, NORM, FACTOR, TABLE, BF16,
         )  # fmt: skip

@@ -9,6 +9,9 @@ import torch
 from kvfold.formats import Fields, Format
 from kvfold.rope import Rope
 
+Project = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor | None]]
+"""As ``project`` of :class:`AttentionCall`."""
+
 
 @dataclass
 class Span:
@@ -119,9 +122,9 @@ class AttentionCall:
     packed : tuple of int or None
         Packed tokens of every sequence, where the host knows them.
     project : callable or None
-        From queries [batch, num_kv_heads, rows, head_dim] to (the same as decoded keys meet them, float32; what is added to
-        their scores of packed tokens before ``scale``, float32 [batch, num_kv_heads, rows], or None). None: queries meet keys
-        as they are.
+        From queries [batch, num_kv_heads, rows, head_dim] and a dtype to (the same as decoded keys meet them, of that dtype;
+        what is added to their scores of packed tokens before ``scale``, float32 [batch, num_kv_heads, rows], or None). None:
+        queries meet keys as they are.
     rope, first_position
         Where keys are stored before RoPE: the rotation, and the position of each sequence's first packed token, int64
         [batch].
@@ -148,7 +151,7 @@ class AttentionCall:
     windows: Iterable[DensePart]
     new: NewTokens | None
     uniform: bool = False
-    project: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    project: Project | None = None
     rope: Rope | None = None
     first_position: torch.Tensor | None = None
     unproject: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -175,7 +178,7 @@ class AttentionCall:
     @cached_property
     def projected(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``rows`` as packed keys meet them, float32, and their bias; see ``project``."""
-        return (self.rows, None) if self.project is None else self.project(self.rows)
+        return (self.rows, None) if self.project is None else self.project(self.rows, torch.float32)
 
     def grouped(self, query: torch.Tensor) -> torch.Tensor:
         """[batch, num_heads, tokens, ...] as [batch, num_kv_heads, heads_per_kv * tokens, ...]."""

@@ -249,5 +249,5 @@ def _projected(call: AttentionCall) -> tuple[torch.Tensor | None, torch.Tensor |
     """Queries as packed keys meet them, and their bias, as queries lie; None where nothing is put into them."""
     if call.project is None or not call.spans:
         return None, None
-    packed, bias = call.project(call.grouped(call.query if call.new is None else call.query.float()))
+    packed, bias = call.project(call.grouped(call.query if call.new is None else call.query.float()), torch.float32)
     return call.ungrouped(packed), None if bias is None else call.ungrouped(bias)

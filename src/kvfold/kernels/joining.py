@@ -22,9 +22,10 @@ Result = tuple[torch.Tensor, torch.Tensor]
 contiguous float32 [batch, num_kv_heads, rows], natural units."""
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "kv_heads", "tokens"])
+@triton.jit(do_not_specialize=["scale", "heads", "rows", "kv_heads", "tokens"])
 def join_kernel(  # type: ignore[no-untyped-def]
-    part_out, part_top, part_sum, others, totals, strides, bias_ptr, excess_ptr, sinks, out, heads, rows, kv_heads, tokens,
+    part_out, part_top, part_sum, others, totals, strides, bias_ptr, excess_ptr, sinks, out, scale,
+    heads, rows, kv_heads, tokens,
     D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, PLAIN: tl.constexpr, HAS_PART: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_EXCESS: tl.constexpr, HAS_SINKS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
@@ -33,8 +34,8 @@ def join_kernel(  # type: ignore[no-untyped-def]
 
     Grid: (blocks of rows, batch * heads). ``others``: COUNT tensors [batch, heads, rows, D] with the ``strides`` of their
     first three dimensions; ``totals``: their log-sum-exps, contiguous, in natural units. ``bias_ptr``, [batch * heads, rows],
-    is added to those but the first PLAIN ones. A learned sink (HAS_SINKS; one per query head, in natural units) is what sums
-    begin with. ``excess_ptr`` (HAS_EXCESS): what the last of the normalizers have too much, base-2 logarithms
+    times ``scale`` is added to those but the first PLAIN ones. A learned sink (HAS_SINKS; one per query head, in natural units)
+    is what sums begin with. ``excess_ptr`` (HAS_EXCESS): what the last of the normalizers have too much, base-2 logarithms
     [batch * heads, rows].
     """
     head = tl.program_id(1)
@@ -52,7 +53,7 @@ def join_kernel(  # type: ignore[no-untyped-def]
         acc = tl.load(part_out + at[:, None] * D + channel[None, :], mask=both, other=0.0)
     bias = tl.zeros([R], tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32) * scale
     for i in tl.static_range(COUNT):
         other = tl.load(totals[i] + at, mask=inside, other=0.0) * 1.4426950408889634
         over = tl.zeros([R], tl.float32) + 1.0
@@ -93,10 +94,13 @@ class Joint:
     ----------
     bias : Tensor or None, float32 [batch, num_kv_heads, rows]
         Was left out of every score of a row; see :meth:`end` for those that have none.
+    scale : float
+        Of ``bias``.
     """
 
     rows: torch.Tensor
     bias: torch.Tensor | None = None
+    scale: float = 1.0
     _waiting: list[Result] = field(default_factory=list)
     _excess: torch.Tensor | None = None
     _partials: Partials | None = None
@@ -155,6 +159,7 @@ class Joint:
             nothing if excess is None else excess,
             nothing if sinks is None else sinks,
             parts[0] if out is None else out,
+            float(self.scale),
             heads,
             count,
             1 if sinks is None else sinks.numel() * tokens // count,

@@ -141,7 +141,7 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
         tl.store(bias_ptr + head * rows + row, tl.reduce(x * mean, 0, tl.standard._sum_combine))
     if HAS_NORM:
         x = x * tl.exp2(tl.load(norm_ptr + head * D + at, mask=inside, other=0).to(tl.float32) * step)
-    tl.store(out_ptr + (head * rows + row) * D + at, x, mask=inside)
+    tl.store(out_ptr + (head * rows + row) * D + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -166,7 +166,7 @@ def _map_kernel(  # type: ignore[no-untyped-def]
         total = tl.dot(x, part, total, input_precision="tf32x3")
         bias += tl.reduce(x * tl.load(mean_ptr + own * D + channel)[None, :], 1, tl.standard._sum_combine)
     at = head * rows + row
-    tl.store(out_ptr + at[:, None] * D + column[None, :], total, mask=inside & there)
+    tl.store(out_ptr + at[:, None] * D + column[None, :], total.to(out_ptr.dtype.element_ty), mask=inside & there)
     tl.store(bias_ptr + at, bias, mask=(row < rows) & (tl.program_id(1) == 0))
 
 
@@ -267,7 +267,7 @@ def with_statistics_by_definition(
 
 
 def with_statistics(
-    queries: torch.Tensor, norm: torch.Tensor | None, mean: torch.Tensor | None
+    queries: torch.Tensor, norm: torch.Tensor | None, mean: torch.Tensor | None, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Queries times the norms of whole sequences' channels, and their products with the means.
 
@@ -277,15 +277,17 @@ def with_statistics(
     norm : Tensor or None, uint8 [batch, num_kv_heads, 1, head_dim]
         Codes; see :func:`kvfold.formats.paged.norms`.
     mean : Tensor or None, float16 [batch, num_kv_heads, 1, head_dim]
+    dtype : torch.dtype
+        Of what is returned first.
 
     Returns
     -------
-    Tensor, float32, shaped as ``queries``
+    Tensor, ``dtype``, shaped as ``queries``
     Tensor or None, float32 [batch, num_kv_heads, rows]
     """
     batch, heads, rows, dim = queries.shape
     norm, mean = (None if x is None else x.contiguous() for x in (norm, mean))
-    out = queries.new_empty(queries.shape, dtype=torch.float32)
+    out = queries.new_empty(queries.shape, dtype=dtype)
     bias = None if mean is None else queries.new_empty(batch, heads, rows, dtype=torch.float32)
     _statistics_kernel[(batch * heads, rows)](
         queries, out if norm is None else norm, out if mean is None else mean, out, out if bias is None else bias, rows,
@@ -301,7 +303,9 @@ def map_shape(rows: int, dim: int) -> dict[str, int]:
     return {"D": dim, "M": m, "N": n, "STEP": 16, "num_warps": 1 if rows <= MANY_ROWS else 4}
 
 
-def through_maps(maps: HeadMaps, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def through_maps(
+    maps: HeadMaps, queries: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """:meth:`HeadMaps.queries` in one launch.
 
     Parameters
@@ -309,15 +313,17 @@ def through_maps(maps: HeadMaps, queries: torch.Tensor) -> tuple[torch.Tensor, t
     maps : HeadMaps
         Of a multiple of 16 channels.
     queries : Tensor [batch, num_kv_heads, rows, head_dim], channels adjacent
+    dtype : torch.dtype
+        Of what is returned first.
 
     Returns
     -------
-    Tensor, float32, shaped as ``queries``
+    Tensor, ``dtype``, shaped as ``queries``
     Tensor, float32 [batch, num_kv_heads, rows]
     """
     batch, heads, rows, dim = queries.shape
     own, shape = maps.on(queries.device), map_shape(rows, dim)
-    out = queries.new_empty(queries.shape, dtype=torch.float32)
+    out = queries.new_empty(queries.shape, dtype=dtype)
     bias = queries.new_empty(batch, heads, rows, dtype=torch.float32)
     _map_kernel[(triton.cdiv(rows, shape["M"]), triton.cdiv(dim, shape["N"]), batch * heads)](
         queries, own.restore, own.mean, out, bias, rows, *queries.stride()[:3], heads, **shape

@@ -6,7 +6,17 @@ from typing import Any
 
 import torch
 
-from kvfold.formats import Fields, Format, Lookup, Paged, ResidualCodes, SignSketch, UniformTokens
+from kvfold.formats import (
+    AffineGroups,
+    Balanced,
+    Fields,
+    Format,
+    Lookup,
+    Paged,
+    ResidualCodes,
+    SignSketch,
+    UniformTokens,
+)
 from kvfold.formats.basis import Basis, Hadamard
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE
@@ -31,6 +41,11 @@ def serves(form: Format, device: torch.device) -> bool:
     if isinstance(own, ResidualCodes):
         one = (own.codes, own.stages, own.strided) == (256, 1, False) and own.block % UNIT == 0
         return one and own.vector in (4, 8) and own.book is not None
+    if isinstance(own, Balanced):
+        return own.block == PAGE and (own.inner.operand, own.inner.bits_per_code) == ("plain", 2)
+    if isinstance(own, AffineGroups):
+        what = (own.operand, own.bits_per_code, own.mode, own.axis, own.group)
+        return what == ("plain", 2, "asym", "channel", own.head_dim)
     if own.operand not in ("key", "value"):
         return False
     if isinstance(own, SignSketch):
@@ -42,18 +57,31 @@ def serves(form: Format, device: torch.device) -> bool:
 
 def mixed(form: Paged) -> int:
     """Channels of the blocks that the basis mixes, at least as many as operands have together."""
-    least = 64 if isinstance(inner(form), ResidualCodes) else 32
+    least = 64 if _by_rows(inner(form)) else 32
     return max(form.basis.block, least) if isinstance(form.basis, Hadamard) else width_of(inner(form))
 
 
+def _by_rows(own: Format) -> bool:
+    """Whether numbers come in the order of :func:`kvfold.kernels._turned_gluon.row_operands`."""
+    return isinstance(own, ResidualCodes | Balanced | AffineGroups)
+
+
+def _by_token(own: Format) -> bool:
+    """Whether tokens have scales and zero-points that are applied before the basis: values in plain order."""
+    return isinstance(own, AffineGroups) or (isinstance(own, Balanced) and not own.by_token)
+
+
 @lru_cache(maxsize=1024)  # graphs know where they are
-def matrix_of(basis: Basis, width: int, block: int, rows: bool, device: torch.device) -> torch.Tensor:
-    """The basis, which mixes blocks of ``block`` channels, as second operands, fp16 [d / 32, block / 16, 2, 32 lanes, 2, 2, 2].
+def matrix_of(
+    basis: Basis, width: int, block: int, rows: bool, device: torch.device, size: float = 1.0
+) -> torch.Tensor:
+    """The basis times ``size``, which mixes blocks of ``block`` channels, as second operands, fp16 [d / 32, block / 16, 2, 32
+    lanes, 2, 2, 2].
 
     Of four tiles of eight columns column g of tile j is channel ``8 (g // 2) + 2j + g % 2`` of 32: a lane's two columns of each
     are eight adjacent channels. ``rows``: those of the basis come as :func:`kvfold.kernels._turned_gluon.row_operands` says.
     """
-    matrix = basis_matrix(basis, width, device, False)
+    matrix = basis_matrix(basis, width, device, False) * size
     if rows:  # of 64: t, tile, half, pair
         matrix = matrix.unflatten(0, (-1, 4, 4, 2, 2)).permute(0, 2, 3, 1, 4, 5).flatten(0, 4)
     # of rows: tile, half, t, pair; of columns: 32 channels, g // 2, tiles 2i and 2i + 1, which, g % 2
@@ -66,7 +94,7 @@ def matrix_of(basis: Basis, width: int, block: int, rows: bool, device: torch.de
 def constants(form: Format, bf16: bool) -> dict[str, Any]:
     """What the kernel is specialized on."""
     from kvfold.kernels._fragment_codes import LEVELS, UNIFORM
-    from kvfold.kernels._turned_gluon import ROWS
+    from kvfold.kernels._turned_gluon import AFFINE, BALANCED, ROWS
     from kvfold.kernels.fragments import _level_table
 
     assert isinstance(form, Paged)
@@ -76,6 +104,8 @@ def constants(form: Format, bf16: bool) -> dict[str, Any]:
         bits, factor = 1, 2 * own.gains[0] * math.sqrt(form.head_dim)  # a code is -1/2 or 1/2
     elif isinstance(own, ResidualCodes):
         bits, kind = 8 // own.vector, ROWS
+    elif isinstance(own, Balanced | AffineGroups):
+        bits, kind = 2, BALANCED if isinstance(own, Balanced) else AFFINE
     else:
         assert isinstance(own, Lookup | UniformTokens)
         bits = own.bits_per_code
@@ -87,7 +117,7 @@ def constants(form: Format, bf16: bool) -> dict[str, Any]:
         "BLOCK": mixed(form),
         "BITS": bits,
         "KIND": kind,
-        "VALUE": own.operand == "value",
+        "VALUE": own.operand == "value" or _by_token(own),
         "MEAN": form.mean,
         "NORM": bool(form.norm),
         "FACTOR": factor,
@@ -113,10 +143,12 @@ def make_tables(form: Paged, device: torch.device) -> None:
 
 def tables_of(form: Paged, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The basis, and copies of a table's rows; something else stands for these where there is no table."""
+    from kvfold.kernels._turned_gluon import QUARTER
+
     own = inner(form)
     assert form.basis is not None
-    coded = isinstance(own, ResidualCodes)
-    matrix = matrix_of(form.basis, width_of(own), mixed(form), coded, device)
+    size = 1 / QUARTER.value if isinstance(own, Balanced | AffineGroups) else 1.0
+    matrix = matrix_of(form.basis, width_of(own), mixed(form), _by_rows(own), device, size)
     if not isinstance(own, ResidualCodes):
         return matrix, matrix
     assert own.book is not None
@@ -124,9 +156,20 @@ def tables_of(form: Paged, device: torch.device) -> tuple[torch.Tensor, torch.Te
 
 
 def arrays(form: Format, fields: Fields) -> tuple[torch.Tensor, ...]:
-    """Codes, scales, means and norms; something else stands for what is not stored."""
-    own = tuple(fields[name] for name in inner(form).fields())
-    return (*own, fields.get("mean", own[1]), fields.get("norm", own[1]))
+    """Codes, scales, means and norms; something else stands for what is not stored. Keys of balanced tiles have factors for
+    scales."""
+    own = inner(form)
+    names = list(own.fields())
+    if isinstance(own, Balanced) and own.by_token:
+        names.remove("meta")
+    codes, scale = (fields[name] for name in names[:2])
+    return codes, scale, fields.get("mean", scale), fields.get("norm", scale)
+
+
+def beside(form: Format, fields: Fields) -> torch.Tensor | None:
+    """What tiles store of channels: keys' scales and zero-points, values' factors; None where there are no tiles."""
+    own = inner(form)
+    return fields["meta" if own.by_token else "factor"] if isinstance(own, Balanced) else None
 
 
 def _kernel() -> Any:
@@ -148,9 +191,11 @@ def unpack_turned(form: Format, fields: Fields, first: int, out: torch.Tensor) -
     resident = (1 << 16) // (32 * launch["num_warps"] * launch["maxnreg"])  # programs of a multiprocessor
     warps = resident * launch["num_warps"]
     each = max(1, math.ceil(count / (multiprocessors(out.device) * warps)))
+    (matrix, rows), of_channels = tables_of(form, out.device), beside(form, fields)
     _kernel()[(math.ceil(count / (each * launch["num_warps"])),)](
         *arrays(form, fields),
-        *tables_of(form, out.device),
+        matrix,
+        rows if of_channels is None else of_channels,
         out,
         units,
         count,

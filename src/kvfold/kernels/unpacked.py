@@ -117,13 +117,11 @@ def attend_unpacked(call: AttentionCall) -> torch.Tensor:
     with Aside(query.device, 2) as ahead, Aside(query.device) as aside:
         if call.spans and call.project is not None:
             with ahead.launches():
-                projected, shift = call.project(rows)
-                rows = projected.to(rows.dtype)
-                bias = None if shift is None else shift * call.scale
+                rows, bias = call.project(rows, rows.dtype)
         ready = partial(ahead.meet, rows, *([] if bias is None else [bias]))
         for part, tokens in _alike(call, len(query)):
             some = Part(part, query[part], rows[part], ready, call.windows.of(part), call.new.of(part))
-            joint = Joint(some.rows, None if bias is None else bias[part])
+            joint = Joint(some.rows, None if bias is None else bias[part], call.scale)
             _attend_alike(call, some, tokens, joint, turn, aside, out[part])
     return call.ungrouped(out)
 

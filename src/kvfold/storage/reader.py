@@ -71,32 +71,34 @@ class Reader:
             sinks=sinks,
         )
 
-    def project(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def project(self, queries: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries as stored keys meet them, where statistics belong to whole sequences or to the model; see :func:`plain`.
 
         Parameters
         ----------
         queries : Tensor, float32 or the model's dtype [batch, num_kv_heads, rows, head_dim]
+        dtype : torch.dtype
+            Of what is returned.
 
         Returns
         -------
-        projected : Tensor, float32, of the same shape; or ``queries`` itself
+        projected : Tensor, ``dtype``, of the same shape; or ``queries`` itself
         bias : Tensor or None, float32 [batch, num_kv_heads, rows]
             The score of a query and a packed key is ``projected . decoded + bias``.
         """
         if isinstance(form := self.layout.key_format, Projected):
             assert form.maps is not None
-            return mapped(form.maps, queries)
+            return mapped(form.maps, queries, dtype)
         shared = self.slabs.shared[0]
         norm, mean = shared.get("norm"), shared.get("mean")
         if norm is None and mean is None:
-            return queries, None
+            return queries.to(dtype), None
         if queries.is_cuda and not queries.requires_grad:  # three to seven kernels in one, in every layer of every step
             from kvfold.kernels.small import with_statistics
 
-            return with_statistics(queries, norm, mean)
+            return with_statistics(queries, norm, mean, dtype)
         bias = None if mean is None else (queries * mean.float()).sum(-1)
-        return (queries if norm is None else queries * norms(norm)), bias
+        return (queries if norm is None else queries * norms(norm)).to(dtype), bias
 
     def decoded(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of a sequence as attention sees them, float32 [num_kv_heads, len, head_dim]."""
@@ -119,10 +121,11 @@ class Reader:
         return keys[0], layout.method.unproject_values(values, layout.spec)[0]
 
 
-def mapped(maps: HeadMaps, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """:meth:`HeadMaps.queries`, on a GPU in one launch instead of five."""
+def mapped(maps: HeadMaps, queries: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """:meth:`HeadMaps.queries` as ``dtype``, on a GPU in one launch instead of five."""
     if not queries.is_cuda or queries.requires_grad or queries.shape[-1] % 16:
-        return maps.queries(queries)
+        projected, bias = maps.queries(queries)
+        return projected.to(dtype), bias
     from kvfold.kernels.small import through_maps
 
-    return through_maps(maps, queries)
+    return through_maps(maps, queries, dtype)
