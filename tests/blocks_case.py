@@ -30,6 +30,7 @@ from kvfold.formats.outliers import outlier_count
 from kvfold.formats.residual import Codebook
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, blocks
 from kvfold.kernels.blocks import inner
+from kvfold.kernels.partials import Partials
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.turboquant import lloyd_max
@@ -227,6 +228,21 @@ class Case:
         if self.padded:  # what a padding query gets has no meaning
             got, want = (x[:, :, 1:] for x in (got, want))
         return float((got - want).norm() / want.norm())
+
+
+def attended(case, of):
+    """Attention over the packed tokens alone, float32 [batch, heads, rows, head_dim]."""
+    call = case.call
+    plans = [replace(of.plan_of(call, span), splits=2) for span in call.spans]
+    batch, heads, rows, dim = call.rows.shape
+    parts = Partials.empty(batch * heads, sum(p.splits for p in plans), rows, dim, call.rows.device)
+    at = 0
+    for plan, span in zip(plans, call.spans, strict=True):
+        blocks.attend_packed(call, span, call.rows, None, parts, at, plan, of)
+        at += plan.splits
+    weight = torch.exp2(parts.top - parts.top.amax(1, keepdim=True))
+    out = (parts.out * weight.unsqueeze(-1)).sum(1) / (parts.total * weight).sum(1).unsqueeze(-1)
+    return out.view(batch, heads, rows, dim)
 
 
 def lookups(bits=2, value_bits=None, keys="rms", values="rms", block=32):

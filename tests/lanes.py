@@ -51,6 +51,8 @@ MODULES = (
     "_fragments_gluon",
     "_plain_gluon",
     "_turned_gluon",
+    "_balanced_gluon",
+    "_mapped_gluon",
     "_unpack_tables_gluon",
     "_unpack_levels_gluon",
     "_unpack_mixed_gluon",

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
-from blocks_case import LIMIT, Case, by_groups, commvq, learned_keys, residuals, unproject
+from blocks_case import LIMIT, Case, attended, by_groups, commvq, learned_keys, residuals, unproject
 from books_case import layer as books_layer
 from kvfold import kernels
 from kvfold.bench import storage
@@ -23,7 +23,6 @@ from kvfold.kernels.aot_tables import compile_table_pieces, compile_tables
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import attention
 from kvfold.kernels.paged import tables as paged_tables
-from kvfold.kernels.partials import Partials
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import choose_kernel, packed_for
 from kvfold.rope import Rope
@@ -50,21 +49,6 @@ def module(name):
 
 def serving(name):
     return tables_of(*FORMATS[name][0](128, "cpu"))
-
-
-def attended(case, of):
-    """Attention over the packed tokens alone, float32 [batch, heads, rows, head_dim]."""
-    call = case.call
-    plans = [replace(of.plan_of(call, span), splits=2) for span in call.spans]
-    batch, heads, rows, dim = call.rows.shape
-    parts = Partials.empty(batch * heads, sum(p.splits for p in plans), rows, dim, call.rows.device)
-    at = 0
-    for plan, span in zip(plans, call.spans, strict=True):
-        blocks.attend_packed(call, span, call.rows, None, parts, at, plan, of)
-        at += plan.splits
-    weight = torch.exp2(parts.top - parts.top.amax(1, keepdim=True))
-    out = (parts.out * weight.unsqueeze(-1)).sum(1) / (parts.total * weight).sum(1).unsqueeze(-1)
-    return out.view(batch, heads, rows, dim)
 
 
 def wanted(case):

@@ -152,7 +152,7 @@ def read_as(key_format: Format, value_format: Format) -> tuple[tuple[Format, For
 
 def kernel_of(key_format: Format, value_format: Format, rows: int) -> str:
     """Name in the registry of what attends to ``rows`` query rows of a KV head over formats that readers take."""
-    from kvfold.kernels import balanced, pages
+    from kvfold.kernels import balanced, mapped, pages
     from kvfold.kernels.fragments import unsupported
     from kvfold.kernels.gluon import tables_of
 
@@ -163,6 +163,8 @@ def kernel_of(key_format: Format, value_format: Format, rows: int) -> str:
         return "fragments"
     if balanced.unsupported(*forms) is None and rows <= balanced.MOST_ROWS:
         return "balanced"
+    if mapped.unsupported(*forms) is None and rows <= mapped.MOST_ROWS:
+        return "mapped"
     of = tables_of(*forms)
     if of is None or of.unsupported(*forms, key_format.head_dim) or of.no_room(*forms, rows, torch.device("cuda")):
         return "blocks"

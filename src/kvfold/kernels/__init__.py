@@ -9,7 +9,14 @@ from kvfold.kernels.blocks import BlocksKernel
 from kvfold.kernels.call import AttentionCall, DensePart, NewTokens, Span, Windows
 from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.dense import DenseKernel
-from kvfold.kernels.gluon import BalancedKernel, FragmentsKernel, GluonKernel, PagesKernel, TablesKernel
+from kvfold.kernels.gluon import (
+    BalancedKernel,
+    FragmentsKernel,
+    GluonKernel,
+    MappedKernel,
+    PagesKernel,
+    TablesKernel,
+)
 from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.kernels.tiles import TilesKernel
@@ -24,6 +31,7 @@ REGISTRY: dict[str, AttentionKernel] = {
         TilesKernel(),
         TablesKernel(),
         BalancedKernel(),
+        MappedKernel(),
         BlocksKernel(),
         CPUKernel(),
         ReferenceKernel(),

@@ -5,8 +5,9 @@ from typing import Any
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.formats import AffineGroups, Format
-from kvfold.kernels import balanced, plain
+from kvfold.kernels import balanced, mapped, plain
 from kvfold.kernels._balanced_gluon import balanced_kernel
+from kvfold.kernels._mapped_gluon import mapped_kernel
 from kvfold.kernels._plain_gluon import plain_kernel
 from kvfold.kernels.aot import Report, _compile, _signature
 
@@ -33,3 +34,12 @@ def compile_balanced(key_format: Format, bf16: bool = False, capability: int = 9
     types |= dict.fromkeys(("signs_ptr", "part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(balanced_kernel, *_signature(balanced_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=balanced.WARPS, maxnreg=balanced.REGISTERS)
+
+
+def compile_mapped(value_format: Format, capability: int = 90) -> Report:
+    """Compile the kernel over keys under a map, with values of ``value_format``."""
+    types = dict.fromkeys(("k_codes", "v_codes"), "*u8") | dict.fromkeys(("k_norms", "v_meta", "rows_ptr"), "*fp16")
+    types |= {"packed_len_ptr": "*i32", "factor": "fp32"}
+    types |= dict.fromkeys(("q_ptr", "bias_ptr", "signs_ptr", "part_out", "part_top", "part_sum"), "*fp32")
+    source = GluonASTSource(mapped_kernel, *_signature(mapped_kernel, mapped.constants(value_format), types), {})
+    return _compile(source, capability, num_warps=mapped.WARPS, maxnreg=mapped.REGISTERS)

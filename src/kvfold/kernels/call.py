@@ -178,7 +178,7 @@ class AttentionCall:
     @cached_property
     def projected(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``rows`` as packed keys meet them, float32, and their bias; see ``project``."""
-        return (self.rows, None) if self.project is None else self.project(self.rows, torch.float32)
+        return (self.rows, None) if self.project is None else self.project(self.grouped(self.query), torch.float32)
 
     def grouped(self, query: torch.Tensor) -> torch.Tensor:
         """[batch, num_heads, tokens, ...] as [batch, num_kv_heads, heads_per_kv * tokens, ...]."""

@@ -211,6 +211,42 @@ class BalancedKernel(GPUKernel):
         return blocks.attend(call, of=balanced.BalancedTiles() if few else None)
 
 
+class MappedKernel(GPUKernel):
+    """Codes of groups of neighbours with rotated 2-bit values (NOVA-KV) on NVIDIA GPUs, from sm_80 on.
+
+    Up to 16 query rows of a KV head are read by a kernel of their own, the calls beside them as by
+    :class:`~kvfold.kernels.blocks.BlocksKernel`.
+    """
+
+    name = "mapped"
+    limits = BalancedKernel.limits
+
+    def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
+        if why := no_gpu(device):
+            return why
+        try:
+            from kvfold.kernels.mapped import unsupported
+        except ImportError as error:
+            return f"needs Triton 3.6 with Gluon ({error})"
+        return "keys are stored before RoPE" if pre_rope else unsupported(key_format, value_format)
+
+    def why_not_queries(
+        self, key_format: Format, value_format: Format, device: torch.device, rows: int, rotary: int
+    ) -> str | None:
+        from kvfold.kernels.mapped import no_room
+
+        return no_room(rows, device)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        from kvfold.kernels import blocks, mapped
+        from kvfold.kernels.unpacked import attend_unpacked, serves
+
+        if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
+            return attend_unpacked(call)
+        few = mapped.no_room(call.shape[2], call.query.device) is None
+        return blocks.attend(call, of=mapped.MappedTiles() if few else None)
+
+
 TABLED = AdditiveCodes.kind, ResidualCodes.kind, GroupCodes.kind
 
 

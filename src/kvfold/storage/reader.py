@@ -97,6 +97,7 @@ class Reader:
             from kvfold.kernels.small import with_statistics
 
             return with_statistics(queries, norm, mean, dtype)
+        queries = queries.float()
         bias = None if mean is None else (queries * mean.float()).sum(-1)
         return (queries if norm is None else queries * norms(norm)).to(dtype), bias
 
