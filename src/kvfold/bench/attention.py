@@ -82,7 +82,7 @@ class Work:
         """Name in the registry of what attends to such calls; of long ones, which are unpacked, what attends to steps."""
         if self.read:
             rows = self.num_heads // self.num_kv_heads * (1 if self.long else self.query_tokens)
-            return storage.kernel_of(*self.formats, rows)
+            return storage.kernel_of(*storage.read_as(*self.formats)[0], rows)
         return "triton" if self.plain else {"fold": "pages", "none": "dense"}.get(self.method, "gluon")
 
     @property
