@@ -178,6 +178,7 @@ class Program:
     def __init__(self, memory, warps, grid, at, shared_bytes):
         self.memory, self.warps, self.grid, self.at = memory, warps, grid, at
         self.shared = Memory(shared_bytes + 1024)
+        self.shared.bytes.fill_(255)  # what nobody has written is no number
 
     # ---- gl
 

@@ -1,6 +1,7 @@
 """Decode attention over keys under a map, a byte for four channels, and rotated 2-bit values (NOVA-KV): the Gluon kernel.
 
-:mod:`kvfold.kernels.mapped` launches it. A stage is a page of 128 tokens of one KV head, of which a warp may find fewer.
+:mod:`kvfold.kernels.mapped` launches it. A stage is one unit of 32 tokens of a KV head, or two of them, of which a warp may
+find fewer: beyond are zeros.
 
 * Keys. A head's table, 64 KB, lies in shared memory. A row is four channels, and part of an operand as it is: lane (g, t) reads
   rows of tokens g and g + 8. It has four groups in turn, and at a time reads one that no other lane of the same half of a warp
@@ -14,45 +15,47 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._affine_codes import _fetch
 from kvfold.kernels._balanced_gluon import turned_back
-from kvfold.kernels._learned_keys_gluon import _fetch_side
-from kvfold.kernels._learned_scores import KEYS, _four_rows, side_bytes
+from kvfold.kernels._learned_scores import KEYS, _four_rows
 from kvfold.kernels._plain_gluon import EXPONENT, _fetch_values, leave_rows, pitch, plain_room, plain_values
 from kvfold.kernels._registers import _replace, _zero4
 from kvfold.kernels._softmax import _finish, _nothing, _probabilities, _rescale
 from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels._warp import (
+    copy_async,
     copy_commit,
     copy_wait_1,
     copy_wait_all,
+    launch_dependents,
     load_pair,
     load_shared,
     load_shared_short,
     mma,
     program_sync,
     unpack_half2,
+    wait_for_previous,
     warp_sync,
 )
 
 D = gl.constexpr(128)
-UNITS = gl.constexpr(4)
-"""Units of 32 tokens of a stage."""
 GROUPS = gl.constexpr(32)
 """Bytes of a token's codes."""
 
 
 @gluon.constexpr_function
-def places():
-    """Where keys' norms, values' codes and metadata begin in a warp's stage, and its bytes."""
-    codes = side_bytes(GROUPS.value)
-    meta = codes + 8 * UNITS.value * pitch(D.value)
-    return 128 * GROUPS.value, codes, meta, meta + 128 * UNITS.value
+def places(units):
+    """Where keys' norms, values' codes and metadata begin in a warp's stage of so many units, and its bytes."""
+    norms = units * 32 * GROUPS.value
+    codes = norms + units * 64
+    meta = codes + units * 8 * pitch(D.value)
+    return norms, codes, meta, meta + units * 128
 
 
 @gluon.constexpr_function
-def shared_bytes(warps):
+def shared_bytes(warps, units):
     """Bytes of shared memory of a program: a table, stages and queries; and, later, sums."""
-    size = max(KEYS.value + warps * places()[3] + 16 * D.value, warps * D.value * 32)
+    size = max(KEYS.value + warps * places(units)[3] + 16 * D.value, warps * D.value * 32)
     return (size + 1023) // 1024 * 1024
 
 
@@ -84,9 +87,9 @@ def own_rows(base, lane):
 
 
 @gluon.jit
-def mapped_scores(base, lane, own, far, up, bias, left):
+def mapped_scores(base, lane, own, far, up, bias, left, UNITS: gl.constexpr):
     """Scores of a stage: accumulators of two token tiles of a unit. Units from number ``left`` on are hidden."""
-    AT: gl.constexpr = places()
+    AT: gl.constexpr = places(UNITS)
     weights, rows, odd, high = own
     g = lane // 4
     codes = base + g * GROUPS + lane % 4 * 4
@@ -123,19 +126,27 @@ def mapped_scores(base, lane, own, far, up, bias, left):
 
 
 @gluon.jit
-def _fetch_keys(base, lane, stored, unit, valid):
+def _fetch_keys(base, lane, stored, unit, valid, UNITS: gl.constexpr):
+    """Of every other four tokens both halves of the codes change places: eight tokens fill all banks."""
+    ROW: gl.constexpr = 32 * GROUPS
     valid = gl.minimum(gl.maximum(valid, 0), UNITS)
-    place = (unit.to(gl.int64), None, unit.to(gl.int64) * 0)
-    _fetch_side(base + lane * 16, lane, stored[0], stored[1], place, valid, GROUPS, 0, True)
+    to = base + lane * 16
+    codes = stored[0] + unit.to(gl.int64) * ROW + lane * 16
+    for j in gl.static_range(ROW * UNITS // 512):
+        size = gl.where(valid > j * 512 // ROW, 16, 0)
+        copy_async(to + lane // 8 % 2 * (16 - lane % 2 * 32), codes, size, valid, 512 * j, 512 * j, True)
+    _fetch(to, stored[1] + unit.to(gl.int64) * 64 + lane * 16, lane, valid, UNITS * ROW, 64, UNITS, 32)
 
 
 @gluon.jit
-def attend_mapped(base0, table, lane, warp, lo, hi, used, stored, unit0, far, up, bias, signs_ptr, MIX: gl.constexpr):
-    """Attention of eight query rows over pages ``lo`` to ``hi``, which the program's warps share; of ``used`` units the scores
+def attend_mapped(
+    base0, table, lane, warp, lo, hi, used, stored, unit0, far, up, bias, signs_ptr, MIX: gl.constexpr, UNITS: gl.constexpr
+):  # fmt: skip
+    """Attention of eight query rows over stages ``lo`` to ``hi``, which the program's warps share; of ``used`` units the scores
     count. ``stored``: addresses of keys' codes and norms, and of values' codes and metadata; ``unit0``: where the head's
     begin; ``bias``: of a lane's two columns, with the scores' factor."""
     W: gl.constexpr = gl.num_warps()
-    AT: gl.constexpr = places()
+    AT: gl.constexpr = places(UNITS)
     g = lane // 4
     t = lane % 4
     each = (hi - lo + W - 1) // W
@@ -143,7 +154,7 @@ def attend_mapped(base0, table, lane, warp, lo, hi, used, stored, unit0, far, up
     count = gl.minimum(hi - lo - warp * each, each)
     base = base0 + warp * AT[3]
     left = gl.where(count > 0, used - first, 0)
-    _fetch_keys(base, lane, stored, unit0 + first, left)
+    _fetch_keys(base, lane, stored, unit0 + first, left, UNITS)
     copy_commit(lane)
     _fetch_values(base, lane, stored[2], stored[3], unit0 + first, left, D, D, UNITS, AT)
     copy_commit(lane)
@@ -156,9 +167,9 @@ def attend_mapped(base0, table, lane, warp, lo, hi, used, stored, unit0, far, up
         following = first + (i + 1) * UNITS
         next_left = gl.where(i + 1 < count, used - following, 0)
         copy_wait_1(lane)  # keys of this stage
-        scores = mapped_scores(base, lane, own, far, up, bias, left)
+        scores = mapped_scores(base, lane, own, far, up, bias, left, UNITS)
         warp_sync(lane)
-        _fetch_keys(base, lane, stored, unit0 + following, next_left)
+        _fetch_keys(base, lane, stored, unit0 + following, next_left, UNITS)
         copy_commit(lane)
         copy_wait_1(lane)  # values of this stage
         room = plain_room(base, lane, UNITS, 1, AT[2])
@@ -193,6 +204,7 @@ def attend_mapped(base0, table, lane, warp, lo, hi, used, stored, unit0, far, up
 def mapped_kernel(
     q_ptr, bias_ptr, k_codes, k_norms, v_codes, v_meta, rows_ptr, signs_ptr, packed_len_ptr, part_out, part_top, part_sum,
     factor, heads, rows, row_blocks, start, units, room, splits, part, parts, MIX: gl.constexpr,
+    UNITS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Attention of eight query rows of one KV head of one sequence over one split of a span's packed tokens.
 
@@ -200,13 +212,13 @@ def mapped_kernel(
     head's storage room for ``room``. Queries, float32 [batch * heads, rows, 128], have passed the keys' map; ``bias_ptr``,
     float32 [batch * heads, rows], is added to scores before their ``factor``. ``rows_ptr``: as
     :func:`kvfold.kernels.learned_keys.key_rows` makes them. The rotation of values mixes MIX channels (1: there is none) after
-    ``signs_ptr``, float32 [128]. Results are parts ``part`` to ``part + splits`` of ``parts``.
+    ``signs_ptr``, float32 [128]. A stage is UNITS units. Results are parts ``part`` to ``part + splits`` of ``parts``.
     """
     W: gl.constexpr = gl.num_warps()
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
     warp = thread // 32
-    memory = reserved(thread, shared_bytes(W))
+    memory = reserved(thread, shared_bytes(W, UNITS))
     table = _dynamic_base(lane)
     program_sync(lane)
     head = gl.program_id(0) // row_blocks
@@ -214,12 +226,15 @@ def mapped_kernel(
     split = gl.program_id(1)
     _fetch_rows(table, rows_ptr.to(gl.int64) + (head % heads).to(gl.int64) * KEYS, thread, KEYS, W)
     copy_commit(lane)
+    if EARLY:  # rows are nobody's results
+        wait_for_previous(lane)
+        launch_dependents(lane)
     used = gl.minimum((gl.load(packed_len_ptr + head // heads) - start).to(gl.int32) // 32, units)
-    pages = (gl.maximum(used, 0) + (UNITS - 1)) // UNITS
-    lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
-    hi = (pages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
+    stages = (gl.maximum(used, 0) + (UNITS - 1)) // UNITS
+    lo = (stages.to(gl.int64) * split // splits).to(gl.int32)
+    hi = (stages.to(gl.int64) * (split + 1) // splits).to(gl.int32)
     base0 = table + KEYS
-    far = base0 + W * places()[3] + lane * 8
+    far = base0 + W * places(UNITS)[3] + lane * 8
     row0 = head.to(gl.int64) * rows
     up = leave_rows(ask_fours(q_ptr, lane // 4, lane % 4, row0, column0, rows), far, lane % 4, factor, D, EXPONENT)
     column = column0 + lane % 4 * 2
@@ -230,7 +245,7 @@ def mapped_kernel(
     top, out, side = attend_mapped(
         base0, table, lane, warp, lo, hi, used,
         (k_codes.to(gl.int64), k_norms.to(gl.int64), v_codes.to(gl.int64), v_meta.to(gl.int64)),
-        head.to(gl.int64) * room, far, up, bias, signs_ptr, MIX,
+        head.to(gl.int64) * room, far, up, bias, signs_ptr, MIX, UNITS,
     )  # fmt: skip
     slot0 = head.to(gl.int64) * parts + (part + split)
     _finish(table, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, column0, rows, 2, D, 1, 0)

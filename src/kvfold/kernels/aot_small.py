@@ -57,7 +57,11 @@ def compile_map(head_dim: int, rows: int, bf16: bool = True, capability: int = 9
     shape = map_shape(rows, head_dim)
     warps = shape.pop("num_warps")
     types = {"q_ptr": _width(bf16)} | dict.fromkeys(["matrix_ptr", "mean_ptr", "out_ptr", "bias_ptr"], "*fp32")
-    source = ASTSource(_map_kernel, *_signature(_map_kernel, shape, types), _aligned(_map_kernel, list(types)))
+    source = ASTSource(
+        _map_kernel,
+        *_signature(_map_kernel, shape | {"EARLY": capability >= 90}, types),
+        _aligned(_map_kernel, list(types)),
+    )
     return _compile(source, capability, num_warps=warps)
 
 

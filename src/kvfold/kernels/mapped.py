@@ -10,12 +10,11 @@ import torch
 from kvfold.formats import AffineGroups, Format, GroupCodes, Hadamard, Paged
 from kvfold.formats.basis import Basis
 from kvfold.formats.packing import UNIT
-from kvfold.formats.paged import PAGE
 from kvfold.kernels._mapped_gluon import mapped_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.learned_keys import key_rows
-from kvfold.kernels.partials import LOG2E
+from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
 from kvfold.kernels.stored import inner, room_between
 from kvfold.kernels.windows import program_memory
 
@@ -28,9 +27,18 @@ WARPS, REGISTERS = 16, 128
 
 @dataclass(frozen=True)
 class Plan:
-    """Launch shape; ``splits``: parts of a span's tokens."""
+    """Launch shape; depends on shapes only, never on lengths.
+
+    Attributes
+    ----------
+    splits : int
+        Parts of a span's tokens.
+    units : int
+        Units of 32 tokens of a warp's stage: two, or one where each warp has few of them.
+    """
 
     splits: int
+    units: int
 
 
 def unsupported(key_format: Format, value_format: Format) -> str | None:
@@ -72,37 +80,39 @@ def _basis(form: Format) -> Basis | None:
     return form.basis if isinstance(form, Paged) else None
 
 
-def program_bytes() -> int:
+def program_bytes(units: int = 2) -> int:
     """Bytes of shared memory of a program."""
-    return int(shared_bytes(WARPS))
+    return int(shared_bytes(WARPS, units))
 
 
 @lru_cache
-def make_plan(jobs: int, pages: int, processors: int) -> Plan:
-    """Choose a launch shape for ``jobs`` KV heads (times eights of query rows) and storage of ``pages`` pages.
+def make_plan(jobs: int, units: int, processors: int) -> Plan:
+    """Choose a launch shape for ``jobs`` KV heads (times eights of query rows) and storage of ``units`` units.
 
-    A page takes a warp the longer the more others are busy beside it; beginning, of which a table is the largest part, is worth
-    one and a half.
+    Of stages of two units a warp takes 7 % less for each, once there are some. Beginning, of which a table is the largest part,
+    is worth six units.
     """
 
-    def cost(splits: int) -> float:
-        own = math.ceil(pages / splits)
-        each, busy = math.ceil(own / WARPS), min(own, WARPS)
-        return math.ceil(jobs * splits / processors) * (each * (0.5 + busy / WARPS) + 1.5)
+    def cost(plan: Plan) -> float:
+        each = math.ceil(math.ceil(math.ceil(units / plan.units) / plan.splits) / WARPS)
+        own = 1.9 * each + 0.4 if plan.units == 2 else 1.03 * each
+        return math.ceil(jobs * plan.splits / processors) * (own + 6)
 
-    return Plan(min(range(1, max(2, min(256, pages + 1))), key=cost))
+    plans = (Plan(splits, size) for size in (2, 1) for splits in range(1, max(2, min(256, units // 4 + 1))))
+    return min(plans, key=cost)
 
 
 class MappedTiles:
     """What reads packed spans of keys under a map; see :func:`kvfold.kernels.blocks.attend`. It takes queries through the map
     itself, where the call has one."""
 
-    waits: ClassVar[bool] = False
+    waits: ClassVar[bool] = True
 
     def plan_of(self, call: AttentionCall, span: Span) -> Plan:
         """Choose a launch shape for a call over one span."""
         batch, heads, rows, _ = call.shape
-        return make_plan(batch * heads * math.ceil(rows / 8), _units(call, span) * UNIT // PAGE, _processors(call))
+        jobs = batch * heads * math.ceil(rows / 8)
+        return make_plan(jobs, _units(call, span), multiprocessors(call.query.device))
 
     def attend_packed(
         self,
@@ -132,7 +142,7 @@ class MappedTiles:
             raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
         if bias is None:
             bias = torch.zeros(batch, heads, rows, dtype=torch.float32, device=queries.device)
-        basis, columns = _basis(values), math.ceil(rows / 8)
+        basis, columns, early = _basis(values), math.ceil(rows / 8), overlaps_launches(queries.device)
         mapped_kernel[(batch * heads * columns, plan.splits)](
             queries.contiguous(),
             bias.contiguous(),
@@ -156,21 +166,19 @@ class MappedTiles:
             plan.splits,
             part,
             top.shape[1],
-            **constants(values),
+            **constants(values, plan),
+            EARLY=early,
             num_warps=WARPS,
             maxnreg=REGISTERS,
+            **early_launch(early),
         )
-
-
-def _processors(call: AttentionCall) -> int:
-    return multiprocessors(call.query.device)
 
 
 def _units(call: AttentionCall, span: Span) -> int:
     return span.keys["codes"].shape[2] * call.key_format.block // UNIT
 
 
-def constants(value_format: Format) -> dict[str, Any]:
+def constants(value_format: Format, plan: Plan) -> dict[str, Any]:
     """What the kernel is specialized on."""
     basis = _basis(value_format)
-    return {"MIX": basis.block if isinstance(basis, Hadamard) else 1}
+    return {"MIX": basis.block if isinstance(basis, Hadamard) else 1, "UNITS": plan.units}

@@ -147,10 +147,12 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["rows"])
 def _map_kernel(  # type: ignore[no-untyped-def]
     q_ptr, matrix_ptr, mean_ptr, out_ptr, bias_ptr, rows, q_batch, q_head, q_row, heads,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """M query rows of one KV head times N rows of its matrix; with the first of these, also their products with its mean.
-    Grid: (blocks of rows, blocks of N channels, batch * heads)."""
+    Grid: (blocks of rows, blocks of N channels, batch * heads). EARLY: what attends may begin, and waits for the results."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(2).to(tl.int64)
     own = head % heads
     row = tl.program_id(0) * M + tl.arange(0, M)
@@ -299,8 +301,9 @@ def with_statistics(
 
 def map_shape(rows: int, dim: int) -> dict[str, int]:
     """Constants of :func:`_map_kernel`, and its warps: many programs where there are few rows."""
-    m, n = (16, 32) if rows <= MANY_ROWS else (64, triton.next_power_of_2(dim))
-    return {"D": dim, "M": m, "N": n, "STEP": 16, "num_warps": 1 if rows <= MANY_ROWS else 4}
+    if rows <= MANY_ROWS:  # all is asked for at once
+        return {"D": dim, "M": 16, "N": 16, "STEP": dim & -dim, "num_warps": 4 if dim & -dim >= 64 else 1}
+    return {"D": dim, "M": 64, "N": triton.next_power_of_2(dim), "STEP": 16, "num_warps": 4}
 
 
 def through_maps(
@@ -326,6 +329,7 @@ def through_maps(
     out = queries.new_empty(queries.shape, dtype=dtype)
     bias = queries.new_empty(batch, heads, rows, dtype=torch.float32)
     _map_kernel[(triton.cdiv(rows, shape["M"]), triton.cdiv(dim, shape["N"]), batch * heads)](
-        queries, own.restore, own.mean, out, bias, rows, *queries.stride()[:3], heads, **shape
+        queries, own.restore, own.mean, out, bias, rows, *queries.stride()[:3], heads, **shape,
+        EARLY=overlaps_launches(queries.device),
     )  # fmt: skip
     return out, bias
