@@ -34,6 +34,7 @@ from kvfold.kernels._warp import (
     copy_wait_1,
     copy_wait_all,
     either_bytes,
+    launch_dependents,
     load_shared,
     load_shared_short,
     mma,
@@ -42,6 +43,7 @@ from kvfold.kernels._warp import (
     shared_base,
     shuffle_xor,
     unpack_half2,
+    wait_for_previous,
     warp_sync,
 )
 
@@ -325,6 +327,7 @@ def attend_balanced(
 def balanced_kernel(
     q_ptr, k_codes, k_meta, k_factor, v_codes, v_meta, v_factor, signs_ptr, packed_len_ptr, part_out, part_top, part_sum,
     factor, heads, rows, row_blocks, start, blocks, room, splits, part, parts, D: gl.constexpr, BLOCK: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Attention of eight query rows of one KV head of one sequence over one split of a span's packed tokens.
 
@@ -337,6 +340,9 @@ def balanced_kernel(
     lane = thread % 32
     warp = thread // 32
     base0 = shared_base(lane, shared_bytes(D, W))
+    if EARLY:
+        wait_for_previous(lane)
+        launch_dependents(lane)
     head = gl.program_id(0) // row_blocks
     column0 = gl.program_id(0) % row_blocks * 8
     split = gl.program_id(1)

@@ -27,7 +27,7 @@ def compile_plain(
 
 def compile_balanced(key_format: Format, bf16: bool = False, capability: int = 90) -> Report:
     """Compile the kernel over balanced tiles."""
-    fixed = balanced.constants(key_format)
+    fixed = balanced.constants(key_format) | {"EARLY": capability >= 90}
     names = ("k_meta", "k_factor", "v_meta", "v_factor")
     types = dict.fromkeys(("k_codes", "v_codes"), "*u8") | dict.fromkeys(names, "*fp16")
     types |= {"q_ptr": "*bf16" if bf16 else "*fp16", "packed_len_ptr": "*i32", "factor": "fp32"}

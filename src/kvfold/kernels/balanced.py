@@ -12,7 +12,7 @@ from kvfold.formats.basis import Basis
 from kvfold.kernels._balanced_gluon import balanced_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.partials import LOG2E
+from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
 from kvfold.kernels.stored import inner, room_between
 
 BLOCK = 128
@@ -74,7 +74,7 @@ def program_bytes(dim: int) -> int:
 class BalancedTiles:
     """What reads packed spans of balanced tiles; see :func:`kvfold.kernels.blocks.attend`."""
 
-    waits: ClassVar[bool] = False
+    waits: ClassVar[bool] = True
 
     def plan_of(self, call: AttentionCall, span: Span) -> Plan:
         """Choose a launch shape for a call over one span."""
@@ -108,7 +108,7 @@ class BalancedTiles:
             raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
         arrays = [fields[name] for fields in (span.keys, span.values) for name in ("codes", "meta", "factor")]
         arrays[0], arrays[3] = arrays[0].view(torch.uint8), arrays[3].view(torch.uint8)
-        basis, columns = _basis(keys), math.ceil(rows / 8)
+        basis, columns, early = _basis(keys), math.ceil(rows / 8), overlaps_launches(packed.device)
         balanced_kernel[(batch * heads * columns, plan.splits)](
             packed.contiguous(),
             *arrays,
@@ -128,8 +128,10 @@ class BalancedTiles:
             part,
             top.shape[1],
             **constants(keys),
+            EARLY=early,
             num_warps=WARPS,
             maxnreg=REGISTERS,
+            **early_launch(early),
         )
 
 
