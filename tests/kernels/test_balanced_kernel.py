@@ -139,6 +139,8 @@ def test_sides_of_two_rotations_are_refused():
 def test_launch_shapes_fit(jobs, blocks):
     plan = balanced.make_plan(128, jobs, blocks, 132)
     assert 1 <= plan.splits <= max(1, blocks) and balanced.program_bytes(128) <= STATIC_SHARED
+    early = balanced.make_plan(128, jobs, blocks, 132, True)
+    assert jobs > 132 or 1 <= early.splits * jobs <= 132  # one program for each multiprocessor
 
 
 @pytest.mark.parametrize("dim, capability", [(128, 90), (128, 80), (64, 90), (80, 90)])

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -22,6 +22,10 @@ MOST_ROWS = 16
 WARPS, REGISTERS = 4, 168
 """Of a program, and of a thread at most: three programs have room on a multiprocessor."""
 RESIDENT = 3
+
+
+FEW = 8
+"""Multiprocessors for each KV head from which on what follows begins early."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,10 @@ def _basis(form: Format) -> Basis | None:
 
 
 @lru_cache
-def make_plan(dim: int, jobs: int, blocks: int, processors: int) -> Plan:
-    """Choose a launch shape for ``jobs`` KV heads (times eights of query rows) and storage of ``blocks`` tiles."""
-    resident = min(RESIDENT, 227 * 1024 // (program_bytes(dim) + 1024))
+def make_plan(dim: int, jobs: int, blocks: int, processors: int, early: bool = False) -> Plan:
+    """Choose a launch shape for ``jobs`` KV heads (times eights of query rows) and storage of ``blocks`` tiles; ``early``: one
+    program for each multiprocessor, so that what follows finds room beside it."""
+    resident = 1 if early else min(RESIDENT, 227 * 1024 // (program_bytes(dim) + 1024))
 
     def cost(n: int) -> float:
         """As in :func:`kvfold.kernels.decode.make_plan`; starting and ending a program is worth two tiles."""
@@ -74,13 +79,16 @@ def program_bytes(dim: int) -> int:
 class BalancedTiles:
     """What reads packed spans of balanced tiles; see :func:`kvfold.kernels.blocks.attend`."""
 
-    waits: ClassVar[bool] = True
+    def early(self, call: AttentionCall) -> bool:
+        """Where there are few windows to attend to beside it. With many, programs come to lie three to a multiprocessor on some
+        and one on others."""
+        device = call.query.device
+        return overlaps_launches(device) and FEW * _jobs(call) <= multiprocessors(device)
 
     def plan_of(self, call: AttentionCall, span: Span) -> Plan:
         """Choose a launch shape for a call over one span."""
-        batch, heads, rows, dim = call.shape
-        jobs = batch * heads * math.ceil(rows / 8)
-        return make_plan(dim, jobs, span.keys["codes"].shape[2], multiprocessors(call.query.device))
+        blocks, processors = span.keys["codes"].shape[2], multiprocessors(call.query.device)
+        return make_plan(call.shape[-1], _jobs(call), blocks, processors, self.early(call))
 
     def attend_packed(
         self,
@@ -108,7 +116,7 @@ class BalancedTiles:
             raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
         arrays = [fields[name] for fields in (span.keys, span.values) for name in ("codes", "meta", "factor")]
         arrays[0], arrays[3] = arrays[0].view(torch.uint8), arrays[3].view(torch.uint8)
-        basis, columns, early = _basis(keys), math.ceil(rows / 8), overlaps_launches(packed.device)
+        basis, columns, early = _basis(keys), math.ceil(rows / 8), self.early(call)
         balanced_kernel[(batch * heads * columns, plan.splits)](
             packed.contiguous(),
             *arrays,
@@ -133,6 +141,11 @@ class BalancedTiles:
             maxnreg=REGISTERS,
             **early_launch(early),
         )
+
+
+def _jobs(call: AttentionCall) -> int:
+    batch, heads, rows, _ = call.shape
+    return batch * heads * math.ceil(rows / 8)
 
 
 def constants(key_format: Format) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -150,8 +150,8 @@ def make_plan(
 class Packed(Protocol):
     """What reads packed spans in the place of the kernel with readers; it takes queries as they come."""
 
-    waits: ClassVar[bool]
-    """Whether its kernel waits by itself for the one before, and lets the next one start."""
+    def early(self, call: AttentionCall) -> bool:
+        """Whether its kernel is launched before the end of the one before it, for which it waits, and lets the next one start."""
 
     def plan_of(self, call: AttentionCall, span: Span) -> Any:
         """A launch shape for a call over one span, with ``splits``."""
@@ -185,7 +185,7 @@ def attend(call: AttentionCall, plan: "Plan | None" = None, of: Packed | None = 
     -------
     Tensor [batch, num_heads, tokens, head_dim], of the query's dtype
     """
-    from kvfold.kernels.partials import Partials, overlaps_launches
+    from kvfold.kernels.partials import Partials
     from kvfold.kernels.windows import attend_windows
 
     windows, new, device = call.windows, call.new, call.query.device
@@ -196,7 +196,7 @@ def attend(call: AttentionCall, plan: "Plan | None" = None, of: Packed | None = 
     packed, bias = (call.grouped(call.query), None) if of is not None or not plans else call.projected
     partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), count, dim, device)
     query = call.query.to(windows.ring[0].dtype).contiguous()
-    early = of is not None and of.waits and bool(plans) and overlaps_launches(device)
+    early = of is not None and bool(plans) and of.early(call)
     at, sums = 1, []
     for each, span in zip(plans, call.spans, strict=True):
         sums.append((sum_packed(call, span, packed, bias, partials, at, each, of), at, at + each.splits))

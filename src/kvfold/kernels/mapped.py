@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -106,7 +106,8 @@ class MappedTiles:
     """What reads packed spans of keys under a map; see :func:`kvfold.kernels.blocks.attend`. It takes queries through the map
     itself, where the call has one."""
 
-    waits: ClassVar[bool] = True
+    def early(self, call: AttentionCall) -> bool:
+        return overlaps_launches(call.query.device)
 
     def plan_of(self, call: AttentionCall, span: Span) -> Plan:
         """Choose a launch shape for a call over one span."""
@@ -142,7 +143,7 @@ class MappedTiles:
             raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
         if bias is None:
             bias = torch.zeros(batch, heads, rows, dtype=torch.float32, device=queries.device)
-        basis, columns, early = _basis(values), math.ceil(rows / 8), overlaps_launches(queries.device)
+        basis, columns, early = _basis(values), math.ceil(rows / 8), self.early(call)
         mapped_kernel[(batch * heads * columns, plan.splits)](
             queries.contiguous(),
             bias.contiguous(),

@@ -124,6 +124,10 @@ class Tables(ABC):
             return "projected queries"
         return self.no_room(call.key_format, call.value_format, call.shape[2], call.query.device)
 
+    def early(self, call: AttentionCall) -> bool:
+        """Whether the kernel is launched before the one before it ends."""
+        return self.waits and overlaps_launches(call.query.device)
+
     def plan_of(self, call: AttentionCall, span: Span) -> TablesPlan:
         """Choose a launch shape for a call over one span."""
         batch, heads, rows, _ = call.shape
@@ -167,7 +171,7 @@ class Tables(ABC):
         batch, heads, rows, _ = packed.shape
         room = self.room(call, span)
         columns = math.ceil(rows / plan.columns)
-        early = self.waits and overlaps_launches(device)
+        early = self.early(call)
         self.kernel()[(batch * heads * columns, plan.splits)](
             packed.contiguous(),
             span.keys["codes"],
