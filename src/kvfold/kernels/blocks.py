@@ -151,7 +151,7 @@ class Packed(Protocol):
     """What reads packed spans in the place of the kernel with readers; it takes queries as they come."""
 
     def early(self, call: AttentionCall) -> bool:
-        """Whether its kernel is launched before the end of the one before it, for which it waits, and lets the next one start."""
+        """Whether its kernel is launched before the end of the one before, for which it waits, and lets the next one start."""
 
     def plan_of(self, call: AttentionCall, span: Span) -> Any:
         """A launch shape for a call over one span, with ``splits``."""
