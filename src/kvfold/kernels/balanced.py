@@ -13,7 +13,7 @@ from kvfold.kernels._balanced_gluon import balanced_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
-from kvfold.kernels.stored import inner, room_between
+from kvfold.kernels.stored import inner, room_of
 
 BLOCK = 128
 """Tokens of a tile."""
@@ -50,6 +50,11 @@ def unsupported(key_format: Format, value_format: Format) -> str | None:
         if not isinstance(_basis(form), Hadamard | None):
             return f"{name}: a basis that is no Hadamard rotation"
     return None if _basis(key_format) == _basis(value_format) else "values: another rotation than that of keys"
+
+
+def no_room(rows: int, device: torch.device) -> str | None:
+    """Why the kernel leaves ``rows`` query rows of a KV head to another; None if it does not."""
+    return None if rows <= MOST_ROWS else f"{rows} query rows; allowed: up to {MOST_ROWS}"
 
 
 def _basis(form: Format) -> Basis | None:
@@ -111,9 +116,7 @@ class BalancedTiles:
         """
         batch, heads, rows, _ = packed.shape
         keys, values = call.key_format, call.value_format
-        room = {room_between(form, fields) for form, fields in ((keys, span.keys), (values, span.values))}
-        if len(room) > 1:
-            raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
+        room = room_of((keys, span.keys), (values, span.values))
         arrays = [fields[name] for fields in (span.keys, span.values) for name in ("codes", "meta", "factor")]
         arrays[0], arrays[3] = arrays[0].view(torch.uint8), arrays[3].view(torch.uint8)
         basis, columns, early = _basis(keys), math.ceil(rows / 8), self.early(call)
@@ -131,7 +134,7 @@ class BalancedTiles:
             columns,
             span.start,
             arrays[0].shape[2],
-            room.pop() // BLOCK,
+            room // BLOCK,
             plan.splits,
             part,
             top.shape[1],

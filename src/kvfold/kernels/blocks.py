@@ -19,7 +19,7 @@ from kvfold.kernels.stored import (
     inner,
     pages_between,
     power,
-    room_between,
+    room_of,
     rotation_of,
     static,
 )
@@ -427,9 +427,7 @@ def _launch(
     batch, heads, rows, _ = packed.shape
     device = packed.device
     sides = ((call.key_format, span.keys), (call.value_format, span.values))
-    room = {room_between(form, fields) for form, fields in sides}
-    if len(room) > 1:
-        raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
+    room = room_of(*sides)
     rotary = 0 if call.rope is None else 2 * call.rope.inv_freq.numel()
     readers = readers_of(call.key_format, call.value_format, rotary)
     fixed = constants(call.key_format, call.value_format, plan, rotary, bias is not None)
@@ -466,7 +464,7 @@ def _launch(
         row_blocks,
         span.start,
         _tokens(call.key_format, span.keys),
-        room.pop(),
+        room,
         pages_between(call.key_format, span.keys),
         pages_between(call.value_format, span.values),
         plan.splits,

@@ -1,6 +1,7 @@
 """The fused kernels, over affine groups and over pages, as choices of the registry."""
 
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -12,6 +13,7 @@ from kvfold.kernels.device import no_gpu
 from kvfold.kernels.reference import ReferenceKernel
 
 if TYPE_CHECKING:
+    from kvfold.kernels.blocks import Packed
     from kvfold.kernels.tables import Tables
 
 BLOCK = 32
@@ -129,11 +131,27 @@ class FragmentsKernel(GPUKernel):
         return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
 
 
-class TablesKernel(GPUKernel):
+class BesideBlocks(GPUKernel):
+    """What reads packed tokens of a few query rows in the place of :class:`~kvfold.kernels.blocks.BlocksKernel`, which attends
+    to the rest of a call, and to other calls."""
+
+    @abstractmethod
+    def packed(self, call: AttentionCall) -> "Packed | None":
+        """What reads a call's packed tokens; None leaves them to the kernel with readers."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        from kvfold.kernels import blocks
+        from kvfold.kernels.unpacked import attend_unpacked, serves
+
+        if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
+            return attend_unpacked(call)
+        return blocks.attend(call, of=self.packed(call))
+
+
+class TablesKernel(BesideBlocks):
     """Codes whose tables shared memory holds (CommVQ, VQLLM, GSRQ, TaSQ also with fold's values) on NVIDIA GPUs, from sm_80 on.
 
-    Up to 8 query rows of a KV head are read by a kernel with tables, the calls beside them as by
-    :class:`~kvfold.kernels.blocks.BlocksKernel`.
+    Up to 8 query rows of a KV head are read by a kernel with tables.
     """
 
     name = "tables"
@@ -165,86 +183,68 @@ class TablesKernel(GPUKernel):
         assert of is not None
         return of.unsupported(key_format, value_format, rotary) or of.no_room(key_format, value_format, rows, device)
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels import blocks
-        from kvfold.kernels.unpacked import attend_unpacked, serves
-
-        if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
-            return attend_unpacked(call)
+    def packed(self, call: AttentionCall) -> "Packed | None":
         of = tables_of(call.key_format, call.value_format)
-        return blocks.attend(call, of=None if of is None or of.declines(call) else of)
+        return None if of is None or of.declines(call) else of
 
 
-class BalancedKernel(GPUKernel):
-    """Balanced tiles of 2-bit codes (KVarN) on NVIDIA GPUs, from sm_80 on.
+class AfterRope(BesideBlocks):
+    """Storage of keys after RoPE, up to 16 query rows of a KV head."""
 
-    Up to 16 query rows of a KV head are read by a kernel of their own, the calls beside them as by
-    :class:`~kvfold.kernels.blocks.BlocksKernel`.
-    """
-
-    name = "balanced"
     limits = "calls of more than 16 query rows per KV head (its query heads times tokens) are read by the kernel blocks"
 
+    @abstractmethod
+    def module(self) -> Any:
+        """What has ``unsupported``, of formats, and ``no_room``, of query rows and a device."""
+
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := no_gpu(device):
             return why
+        if pre_rope:
+            return "keys are stored before RoPE"
         try:
-            from kvfold.kernels.balanced import unsupported
+            why = self.module().unsupported(key_format, value_format)
         except ImportError as error:
             return f"needs Triton 3.6 with Gluon ({error})"
-        return "keys are stored before RoPE" if pre_rope else unsupported(key_format, value_format)
+        return cast("str | None", why)
 
     def why_not_queries(
         self, key_format: Format, value_format: Format, device: torch.device, rows: int, rotary: int
     ) -> str | None:
-        from kvfold.kernels.balanced import MOST_ROWS
-
-        return None if rows <= MOST_ROWS else f"{rows} query rows; allowed: up to {MOST_ROWS}"
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels import balanced, blocks
-        from kvfold.kernels.unpacked import attend_unpacked, serves
-
-        if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
-            return attend_unpacked(call)
-        few = call.shape[2] <= balanced.MOST_ROWS and call.project is None
-        return blocks.attend(call, of=balanced.BalancedTiles() if few else None)
+        return cast("str | None", self.module().no_room(rows, device))
 
 
-class MappedKernel(GPUKernel):
-    """Codes of groups of neighbours with rotated 2-bit values (NOVA-KV) on NVIDIA GPUs, from sm_80 on.
+class BalancedKernel(AfterRope):
+    """Balanced tiles of 2-bit codes (KVarN) on NVIDIA GPUs, from sm_80 on."""
 
-    Up to 16 query rows of a KV head are read by a kernel of their own, the calls beside them as by
-    :class:`~kvfold.kernels.blocks.BlocksKernel`.
-    """
+    name = "balanced"
+
+    def module(self) -> Any:
+        from kvfold.kernels import balanced
+
+        return balanced
+
+    def packed(self, call: AttentionCall) -> "Packed | None":
+        from kvfold.kernels import balanced
+
+        few = call.project is None and balanced.no_room(call.shape[2], call.query.device) is None
+        return balanced.BalancedTiles() if few else None
+
+
+class MappedKernel(AfterRope):
+    """Codes of groups of neighbours with rotated 2-bit values (NOVA-KV) on NVIDIA GPUs, from sm_80 on."""
 
     name = "mapped"
-    limits = BalancedKernel.limits
 
-    def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
-        if why := no_gpu(device):
-            return why
-        try:
-            from kvfold.kernels.mapped import unsupported
-        except ImportError as error:
-            return f"needs Triton 3.6 with Gluon ({error})"
-        return "keys are stored before RoPE" if pre_rope else unsupported(key_format, value_format)
+    def module(self) -> Any:
+        from kvfold.kernels import mapped
 
-    def why_not_queries(
-        self, key_format: Format, value_format: Format, device: torch.device, rows: int, rotary: int
-    ) -> str | None:
-        from kvfold.kernels.mapped import no_room
+        return mapped
 
-        return no_room(rows, device)
+    def packed(self, call: AttentionCall) -> "Packed | None":
+        from kvfold.kernels import mapped
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels import blocks, mapped
-        from kvfold.kernels.unpacked import attend_unpacked, serves
-
-        if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
-            return attend_unpacked(call)
-        few = mapped.no_room(call.shape[2], call.query.device) is None
-        return blocks.attend(call, of=mapped.MappedTiles() if few else None)
+        return mapped.MappedTiles() if mapped.no_room(call.shape[2], call.query.device) is None else None
 
 
 TABLED = AdditiveCodes.kind, ResidualCodes.kind, GroupCodes.kind

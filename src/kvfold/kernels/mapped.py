@@ -15,7 +15,7 @@ from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors
 from kvfold.kernels.learned_keys import key_rows
 from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
-from kvfold.kernels.stored import inner, room_between
+from kvfold.kernels.stored import inner, room_of
 from kvfold.kernels.windows import program_memory
 
 HEAD_DIM = 128
@@ -138,9 +138,7 @@ class MappedTiles:
         batch, heads, rows, _ = queries.shape
         keys, values = call.key_format, call.value_format
         assert isinstance(keys, GroupCodes) and keys.book is not None
-        room = {room_between(form, fields) for form, fields in ((keys, span.keys), (values, span.values))}
-        if len(room) > 1:
-            raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
+        room = room_of((keys, span.keys), (values, span.values))
         if bias is None:
             bias = torch.zeros(batch, heads, rows, dtype=torch.float32, device=queries.device)
         basis, columns, early = _basis(values), math.ceil(rows / 8), self.early(call)
@@ -163,7 +161,7 @@ class MappedTiles:
             columns,
             span.start,
             _units(call, span),
-            room.pop() // UNIT,
+            room // UNIT,
             plan.splits,
             part,
             top.shape[1],

@@ -132,6 +132,20 @@ def room_between(form: Format, fields: Fields) -> int:
     return room * form.block
 
 
+def room_of(*sides: tuple[Format, Fields]) -> int:
+    """:func:`room_between` of both sides.
+
+    Raises
+    ------
+    ValueError
+        If keys and values have room for different numbers of tokens.
+    """
+    room = {room_between(form, fields) for form, fields in sides}
+    if len(room) > 1:
+        raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
+    return room.pop()
+
+
 def check_strides(name: str, x: torch.Tensor, room: int) -> None:
     each = x[0, 0, 0].numel()
     if each and (x.stride(2) != each or x.stride(1) != room * each or x.stride(0) != x.shape[1] * x.stride(1)):

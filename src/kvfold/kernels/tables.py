@@ -15,7 +15,7 @@ from kvfold.formats.packing import UNIT
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.device import multiprocessors, settled
 from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
-from kvfold.kernels.stored import room_between, rotation_of
+from kvfold.kernels.stored import room_of, rotation_of
 from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
 
@@ -142,10 +142,7 @@ class Tables(ABC):
         ValueError
             If keys and values have room for different numbers of tokens.
         """
-        room = {room_between(f, x) for f, x in ((call.key_format, span.keys), (call.value_format, span.values))}
-        if len(room) > 1:
-            raise ValueError(f"packed storage: keys and values have room for {sorted(room)} tokens; allowed: as many")
-        return room.pop()
+        return room_of((call.key_format, span.keys), (call.value_format, span.values))
 
     def attend_packed(
         self,
