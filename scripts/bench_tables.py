@@ -49,7 +49,7 @@ def number(x: float | None, form: str) -> str:
 
 FUSED = ("gluon", "pages", "dense")
 """Kernels of decode steps; plain Triton's rows have a table of their own."""
-READ = ("blocks", "balanced", "tables")
+READ = ("blocks", "balanced", "mapped", "tables")
 """Kernels over codes in plain order. Rows of before "tables" had a name say "blocks" for both."""
 SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "query_tokens", "context")
 
