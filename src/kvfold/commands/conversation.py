@@ -39,7 +39,7 @@ class Turn:
         The answer.
     new_tokens : int
     tokens_per_s : float or None
-        Of decoding; None for an answer of one token.
+        Of decoding; None for an answer of one or two tokens.
     prompt_tokens : int
         The conversation so far, as the chat template renders it, the new message included.
     read_tokens : int

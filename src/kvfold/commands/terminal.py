@@ -279,8 +279,9 @@ class Stream:
         self.printer.end()
 
     def tokens_per_s(self) -> float | None:
-        """Decode speed: the prompt, the first token, which the prefill makes, and compilation of kernels are left out."""
-        steps = self.times[1:]
+        """Decode speed: the prompt, the first token, which the prefill makes, the first step, in which kernels are loaded and a
+        graph is captured, and compilation of kernels are left out. None for an answer of one or two tokens."""
+        steps = self.times[2:]
         return (len(steps) - 1) / (steps[-1] - steps[0]) if len(steps) > 1 else None
 
 
