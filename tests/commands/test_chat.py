@@ -24,6 +24,7 @@ from kvfold import methods
 from kvfold.cli import main
 from kvfold.commands import chat as command
 from kvfold.commands.conversation import Conversation
+from kvfold.commands.terminal import Stream
 from kvfold.errors import KVFoldError, MethodError
 from kvfold.models import load
 from tiny_model import CONTEXT, TEMPLATE, byte_tokenizer, save, tiny_llama
@@ -547,6 +548,35 @@ def test_ctrl_c_ends_piped_turns_and_the_transcript_is_kept(folder, tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and b"Traceback" not in err and err.endswith(b"kvfold: interrupted\n")
     assert [turn["user"] for turn in json.loads((tmp_path / "x.json").read_text())["turns"]] == ["Hello"]
+
+
+@pytest.mark.parametrize("seconds, speed", [
+    ([0.0, 1.0, 9.0, 9.5, 10.0, 10.5], 2.0), ([0.0, 1.0, 9.0, 9.25], 4.0), ([0.0, 1.0, 9.0], None), ([0.0], None),
+])  # fmt: skip
+def test_speed_is_that_of_steps_which_only_decode(seconds, speed):
+    """Not of the prompt, nor of the first step, in which a graph is captured: here it takes eight seconds."""
+    stream = Stream(None, io.StringIO())
+    stream.times = seconds
+    assert stream.tokens_per_s() == speed
+
+
+def test_ctrl_c_that_is_seen_when_the_input_has_ended_ends_the_chat_as_well(monkeypatch):
+    """Pressed as input() is about to wait, it interrupts nothing until a line, or the end, has come."""
+
+    class Late(io.StringIO):
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            raise KeyboardInterrupt
+
+    def ended(prompt):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", ended)
+    monkeypatch.setattr(sys, "stdout", Late())
+    monkeypatch.setattr(sys, "stderr", Late())
+    assert list(command._Session.typed(None)) == []
 
 
 def test_conversations_take_every_default_method(begin):

@@ -267,16 +267,6 @@ def test_generate_json_has_bytes_and_bits(run, tiny):
     assert later["cache_tokens"] == later["prompt_tokens"] + later["new_tokens"] - 1
 
 
-@pytest.mark.parametrize("seconds, speed", [
-    ([0.0, 1.0, 9.0, 9.5, 10.0, 10.5], 2.0), ([0.0, 1.0, 9.0, 9.25], 4.0), ([0.0, 1.0, 9.0], None), ([0.0], None),
-])  # fmt: skip
-def test_speed_is_that_of_steps_which_only_decode(seconds, speed):
-    """Not of the prompt, nor of the first step, in which a graph is captured: here it takes eight seconds."""
-    stream = terminal.Stream(None, io.StringIO())
-    stream.times = seconds
-    assert stream.tokens_per_s() == speed
-
-
 class Piped:
     """Standard input that is not a terminal."""
 

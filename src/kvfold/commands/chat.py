@@ -225,7 +225,10 @@ class _Session:
                 line = input("> " if sys.stdout.isatty() else "")
                 line.encode("utf-8")
             except EOFError:
-                print(file=sys.stderr)
+                try:
+                    print(file=sys.stderr)
+                except KeyboardInterrupt:
+                    pass  # pressed as input() was about to wait: it is seen when that has ended, which is what was wanted
                 return
             except KeyboardInterrupt:
                 print(file=sys.stderr)
