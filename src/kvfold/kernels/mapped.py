@@ -89,8 +89,8 @@ def program_bytes(units: int = 2) -> int:
 def make_plan(jobs: int, units: int, processors: int) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads (times eights of query rows) and storage of ``units`` units.
 
-    Of stages of two units a warp takes 7 % less for each, once there are some. Beginning, of which a table is the largest part,
-    is worth six units.
+    Stages of two units save a warp about 5 % of the time, once it has several (benchmarks/mapped-variants.csv). Beginning, of
+    which a table is the largest part, is worth six units.
     """
 
     def cost(plan: Plan) -> float:
