@@ -220,11 +220,11 @@ def attend(call: AttentionCall, plan: "Plan | None" = None, of: Packed | None = 
 
 def plain_plan(call: AttentionCall, span: Span) -> Plan:
     """The launch shape of the kernel with readers."""
-    batch, heads, rows, _ = call.rows.shape
+    batch, heads, rows, _ = call.shape
     width = max(inner(form).width for form in (call.key_format, call.value_format))
     tokens, turned = _tokens(call.key_format, span.keys), is_turned(call.key_format)
     readers = readers_of(call.key_format, call.value_format, 0)
-    shape = width, batch * heads, rows, tokens, multiprocessors(call.rows.device)
+    shape = width, batch * heads, rows, tokens, multiprocessors(call.query.device)
     return make_plan(*shape, turned, resident(readers), most_tokens(readers))
 
 
