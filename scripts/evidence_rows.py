@@ -13,10 +13,12 @@ settings are put together in the snapshot, which is renewed every minute: what w
 
 import argparse
 import dataclasses
+import fnmatch
 import io
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -25,10 +27,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from evidence import plain
 
 from kvfold import files
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.results import SUFFIX, ResultFile
+
+SAFETENSORS = ".safetensors"
 
 MODELS = {
     "Qwen2.5-Coder-1.5B-Instruct": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
@@ -56,6 +61,8 @@ def _folds() -> Iterator[str]:
             yield "fold" if (k, v) == (3, 2) else f"fold:bits={k}" if k == v else f"fold:k_bits={k},v_bits={v}"
 
 
+BEST_KIVI = "kivi:k_bits=3,v_bits=2,group=64"
+"""KIVI with the bytes of its default, better spent: three bits for keys, paid by groups of 64."""
 PLAIN = (
     *("kivi", *_folds()),
     *(f"fold:{bits},codebook=true" for bits in ("bits=1", "bits=2", "k_bits=3,v_bits=2")),
@@ -65,8 +72,16 @@ PLAIN = (
     *("qjl", *_widths("qjl", 1, 3, 4), "qjl:v_bits=3"),
     *("turboquant", *_widths("turboquant", 1, 3, 4), "turboquant:bits=3,residual=true"),
     *("gear", *_widths("gear", 1, 3, 4), "zipcache", "zipcache:bits=3", "kvarn", *_widths("kvarn", 1, 3, 4)),
+    *(BEST_KIVI, "kivi:bits=2,group=64", "kivi:k_bits=4,v_bits=2,group=64", "squat:k_bits=3,v_bits=2,group=64"),
+    *("turboquant:k_bits=3,v_bits=2", "kvarn:k_bits=3,v_bits=2", "qjl:k_bits=3"),
 )
-"""What learns nothing."""
+"""What learns nothing; the last two lines spend a method's bits otherwise than it is by default."""
+PUBLISHED = (
+    *("kivi", "kivi:paper=true", "kivi:paper=true,recent=32", "squat:paper=true", "squat_pre:paper=true"),
+    *("innerq:paper=true", "qjl:paper=true", "qjl:paper=true,recent=128", "turboquant:bits=3,paper=true"),
+    *("qjl:paper=true,recent=128,outliers=8,early_layers=15",),
+)
+"""As published, and with the windows of those that they are compared with."""
 LEARNED = {
     "tasq": ("tasq", "tasq:values=fold", "k=fold:bits=1,codebook=true+v=tasq"),
     "tasq-2": (
@@ -86,9 +101,10 @@ LEARNED = {
     "kvquant-3": ("kvquant:bits=3",),
 }
 """Methods by their artefact, which the first of them learns."""
-MAIN = ("fold", "fold:bits=2", "kivi", "squat", "innerq", "qjl", "turboquant:bits=3")
+MAIN = ("fold", "fold:bits=2", "kivi", BEST_KIVI, "squat", "innerq", "qjl", "turboquant:bits=3")
 """What answers tasks; after them, what learned best."""
 BEST = ("tasq", "nova")
+LEARNED_KEYS = "tasq:bits=2,values=fold"
 FAMILIES = ("multikey", "multivalue", "tracking", "aggregation", "qa")
 BATCHES = {4096: (10, 10), 16384: (4, 13), 30000: (2, 13)}
 """By length: prompts of a family of RULER that are answered together, and the GiB that they take."""
@@ -109,8 +125,6 @@ class Task:
         Those asked for; one that needs an artefact which could not be learned is left out.
     after
         Tasks that have to have ended well.
-    behind
-        Tasks that have to have ended, well or not.
     gib
         Of a GPU's memory, about; 0: runs on the host.
     """
@@ -119,8 +133,13 @@ class Task:
     arguments: tuple[str, ...]
     methods: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
     gib: int = 0
+
+    @property
+    def behind(self) -> tuple[str, ...]:
+        """Tasks that have to have ended, well or not: those that learn what its methods take."""
+        places = (m.partition("artefact=")[2].partition(SAFETENSORS)[0].rsplit("-", 2) for m in self.methods)
+        return tuple(dict.fromkeys(f"learn-{place[2]}-{place[0]}" for place in places if len(place) == 3))
 
 
 def _short(model: str) -> str:
@@ -129,7 +148,7 @@ def _short(model: str) -> str:
 
 def artefact(name: str, model: str, tag: str) -> str:
     """Where one lies, below the folder of models; rows carry the name, so another ``tag`` makes other rows."""
-    return f"{name}-{tag}-{_short(model)}.safetensors"
+    return f"{name}-{tag}-{_short(model)}{SAFETENSORS}"
 
 
 def with_artefact(spec: str, place: str) -> str:
@@ -166,22 +185,20 @@ def tasks(texts: Path, data: Path, tag: str) -> list[Task]:
             given = ("--model", m, "--method", spec, "--text", text, "--tokens", length)
             out = ("--out", artefact(name, m, tag), "--force")
             found.append(
-                Task(f"learn-{_short(m)}-{name}", ("calibrate", *given, *out), (), (f"convert-{_short(m)}",), (), 6)
+                Task(f"learn-{_short(m)}-{name}", ("calibrate", *given, *out), (), (f"convert-{_short(m)}",), 6)
             )
     found += _divergence(texts, tag)
     return [*found, *_questions(texts, data, tag)]
 
 
-def _learning(model: str) -> tuple[str, ...]:
-    return tuple(f"learn-{_short(model)}-{name}" for name in LEARNED)
-
-
 def _divergence(texts: Path, tag: str) -> Iterator[Task]:
     scored = tuple(word for name in TEXTS for word in ("--text", f"{name}={texts / name}.txt"))
-    for kind in ("learned", "plain"):
+    for kind in ("learned", "plain", "published"):
         for m in MODELS:
             lengths = ("--lengths", *LENGTHS[m].split(), "--limit", str(WINDOWS[m]), "--chunk", "64")
-            methods = PLAIN if kind == "plain" else ("kivi", "fold", *learned(m, tag))
+            lengths += ("--own-windows",) if kind == "published" else ()
+            every = {"plain": PLAIN, "published": PUBLISHED, "learned": ("kivi", "fold", *learned(m, tag))}
+            methods = every[kind]
             for part in range(1, PARTS[m] + 1):
                 of = ("--part", f"{part}/{PARTS[m]}")
                 yield Task(
@@ -189,36 +206,35 @@ def _divergence(texts: Path, tag: str) -> Iterator[Task]:
                     ("eval", "--model", m, "--suite", "divergence", *lengths, *of, *scored),
                     turned(methods, part, PARTS[m]),
                     (f"convert-{_short(m)}",),
-                    _learning(m) if kind == "learned" else (),
                     GIB[m],
                 )
 
 
 def _questions(texts: Path, data: Path, tag: str) -> Iterator[Task]:
     """Tasks that are answered: on the largest model."""
-    ready, behind, hidden = (f"convert-{_short(LARGEST)}",), _learning(LARGEST), f"prose={texts / 'prose.txt'}"
-    methods = (*MAIN, *learned(LARGEST, tag, BEST))
+    ready, hidden = (f"convert-{_short(LARGEST)}",), f"prose={texts / 'prose.txt'}"
+    methods = (*MAIN, *learned(LARGEST, tag, BEST), with_artefact(LEARNED_KEYS, artefact("tasq-2", LARGEST, tag)))
 
     def asked(name: str, suite: str, methods: Sequence[str], gib: int, *given: str) -> Task:
-        return Task(name, ("eval", "--model", LARGEST, "--suite", suite, *given), tuple(methods), ready, behind, gib)
+        return Task(name, ("eval", "--model", LARGEST, "--suite", suite, *given), tuple(methods), ready, gib)
 
+    for length in reversed(BATCHES):
+        at = ("--lengths", str(length))
+        pairs = (*methods, "fold:bits=1")
+        yield asked(f"retrieval-{length}", "retrieval", pairs, 8, *at, "--limit", "40", "--chunk", "64")
+        few = ("fold", "fold:bits=2", "kivi", BEST_KIVI, "squat", *learned(LARGEST, tag, BEST))
+        for part in (1, 2):
+            given = ("--limit", "20", "--chunk", "64", "--text", hidden, "--part", f"{part}/2")
+            yield asked(f"needle-{length}-{part}", "needle", few, 8, *at, *given)
     for length, (batch, gib) in reversed(BATCHES.items()):
         at = ("--lengths", str(length))
         for family in FAMILIES:
             given = ("--tasks", family, "--batch", str(batch), "--limit", "40", "--chunk", "256", "--text", hidden)
             yield asked(f"ruler-{length}-{family}", "ruler", methods, gib, *at, *given)
-    for length in reversed(BATCHES):
-        at = ("--lengths", str(length))
-        pairs = (*methods, "fold:bits=1")
-        yield asked(f"retrieval-{length}", "retrieval", pairs, 8, *at, "--limit", "40", "--chunk", "64")
-        few = ("fold", "fold:bits=2", "kivi", "squat", *learned(LARGEST, tag, BEST))
-        for part in (1, 2):
-            given = ("--limit", "20", "--chunk", "64", "--text", hidden, "--part", f"{part}/2")
-            yield asked(f"needle-{length}-{part}", "needle", few, 8, *at, *given)
     records = ("--data", str(data / "gsm8k/test.jsonl"), "--examples", str(data / "gsm8k/train.jsonl"))
     for part in (1, 2):
         given = ("--limit", "200", "--batch", "50", "--chunk", "256", "--part", f"{part}/2")
-        chains = ("fold", "kivi", *learned(LARGEST, tag, ("tasq", "commvq", "nova")))
+        chains = ("fold", "kivi", BEST_KIVI, *learned(LARGEST, tag, ("tasq", "commvq", "nova")))
         yield asked(f"gsm8k-{part}", "gsm8k", chains, 12, *records, *given)
 
 
@@ -317,6 +333,16 @@ class Run:
             process.wait()
 
 
+def begin_with(have: Path, rows: Path, names: Sequence[str]) -> None:
+    """Put the files of ``have`` into tasks' folders: an evaluation goes on behind rows of its settings."""
+    for name in names:
+        for path in have.glob(f"{name.partition('-')[0]}-*{SUFFIX}"):
+            place = rows / name / path.name
+            if not place.is_file():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, place)
+
+
 def joined(rows: Path) -> list[ResultFile]:
     """Rows of equal settings, of all folders."""
     by_name: dict[str, list[ResultFile]] = {}
@@ -380,7 +406,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("rows"))
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="tasks whose names begin so, and what they need"
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="tasks whose names begin so (with * for any), and what they need",
+    )
+    parser.add_argument(
+        "--methods", nargs="+", default=[], metavar="M", help="only these of a task's methods; artefacts are not named"
+    )
+    parser.add_argument(
+        "--have",
+        type=Path,
+        metavar="FOLDER",
+        help="rows that are there already: nothing of equal settings is asked twice",
     )
     parser.add_argument("--tag", default="e", help="in the names of artefacts: learned anew, they need another one")
     parser.add_argument("--gpus", type=int, help="how many; by default all")
@@ -395,7 +434,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         convert(*asked.convert)
         return 0
     models, data, out = (path.absolute() for path in (asked.models, asked.data, asked.out))
-    wanted = chosen(tasks(out / "texts", data, asked.tag), asked.only)
+    wanted = only_methods(tasks(out / "texts", data, asked.tag), asked.methods)
+    wanted = chosen(wanted, asked.only)
     if asked.list:
         for task in wanted:
             print(shlex.join([task.name, *task.arguments, *(["--methods", *task.methods] if task.methods else [])]))
@@ -416,10 +456,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(wanted, models, data, out, asked)
 
 
+def only_methods(found: Sequence[Task], names: Sequence[str]) -> list[Task]:
+    """Tasks with those of their methods that are named; without names, all. Tasks that have none of them are left out."""
+    if not names:
+        return list(found)
+    kept = [dataclasses.replace(task, methods=tuple(m for m in task.methods if plain(m) in names)) for task in found]
+    return [few for task, few in zip(found, kept, strict=True) if few.methods or not task.methods]
+
+
 def chosen(found: Sequence[Task], names: Sequence[str]) -> list[Task]:
-    """Tasks whose names begin with one of ``names``, and all that these wait for; without names, all."""
+    """Tasks whose names begin as a pattern of ``names``, and all that these wait for; without names, all."""
     by_name = {task.name: task for task in found}
-    kept = {task.name for task in found if not names or task.name.startswith(tuple(names))}
+    kept = {t.name for t in found if not names or any(fnmatch.fnmatchcase(t.name, f"{name}*") for name in names)}
     if names and not kept:
         raise KVFoldError(f"only: no task begins with {' or '.join(names)}; --list has them")
     waiting = list(kept)
@@ -436,6 +484,8 @@ def _run(wanted: Sequence[Task], models: Path, data: Path, out: Path, asked: arg
     if not all((out / "texts" / f"{name}.txt").is_file() for name in TEXTS):
         script = Path(__file__).with_name("evidence_texts.py")
         subprocess.run([sys.executable, str(script), str(data), str(out / "texts")], check=True)
+    if asked.have is not None:
+        begin_with(asked.have, out / "rows", [task.name for task in wanted if task.methods])
     run = Run(wanted, models, out, starter(models, out), asked.gpus or torch.cuda.device_count() or 1, asked.memory)
     begun = renewed = time.monotonic()
     left = True

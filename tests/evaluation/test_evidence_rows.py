@@ -32,8 +32,8 @@ class Process:
         return self.status
 
 
-def task(name, gib=1, methods=(), after=(), behind=()):
-    return rows.Task(name, ("eval", "--suite", "ppl"), methods, after, behind, gib)
+def task(name, gib=1, methods=(), after=()):
+    return rows.Task(name, ("eval", "--suite", "ppl"), methods, after, gib)
 
 
 @pytest.fixture
@@ -73,6 +73,26 @@ def test_parts_measure_the_same_methods_in_another_order():
     assert all(sorted(order) == sorted(rows.PLAIN) for order in orders)
 
 
+def test_chosen_methods_need_only_what_they_learn_from():
+    found = rows.only_methods(rows.tasks(Path("texts"), Path("data"), "e"), ("kivi", rows.LEARNED_KEYS))
+    some = rows.chosen(found, ["retrieval-4096", "divergence-*-plain"])
+    assert {m for t in some for m in t.methods} == {"kivi", f"{rows.LEARNED_KEYS},artefact=tasq-2-e-1.5b.safetensors"}
+    assert [t.name for t in some if t.name.startswith("learn-")] == ["learn-1.5b-tasq-2"]
+    assert all("plain" in t.name for t in some if t.name.startswith("divergence"))
+
+
+def test_rows_that_are_there_are_where_a_task_goes_on(tmp_path):
+    have, out = tmp_path / "have", tmp_path / "rows"
+    have.mkdir()
+    for name in ("ruler-1", "needle-2"):
+        (have / f"{name}.jsonl").write_text(name)
+    (out / "ruler-4096-qa").mkdir(parents=True)
+    (out / "ruler-4096-qa" / "ruler-1.jsonl").write_text("more")
+    rows.begin_with(have, out, ["ruler-4096-qa", "needle-4096-1"])
+    kept = {path.relative_to(out).as_posix(): path.read_text() for path in out.glob("*/*")}
+    assert kept == {"ruler-4096-qa/ruler-1.jsonl": "more", "needle-4096-1/needle-2.jsonl": "needle-2"}
+
+
 def test_tasks_share_gpus_by_memory(run):
     ours, started = run([task("a", 6), task("b", 6), task("c", 4), task("d", 4)], gpus=2)
     ours.step()
@@ -93,15 +113,17 @@ def test_a_task_larger_than_a_gpu_gets_one_of_its_own(run):
 
 
 def test_a_task_waits_for_what_it_needs(run):
-    ours, started = run([task("last", after=("first",), behind=("second",)), task("first"), task("second")])
+    learned = ("kivi", "tasq:artefact=tasq-e-1.5b.safetensors")
+    learn = task("learn-1.5b-tasq")
+    ours, started = run([task("last", methods=learned, after=("first",)), task("first"), learn])
     ours.step()
-    assert set(started) == {"first", "second"}
+    assert set(started) == {"first", "learn-1.5b-tasq"}
     started["first"][0].status = 0
     ours.step()
     assert "last" not in started
-    started["second"][0].status = 1
+    started["learn-1.5b-tasq"][0].status = 1
     ours.step()
-    assert "last" in started  # second ended, though not well
+    assert "last" in started  # what it learns from ended, though not well
 
 
 def test_a_model_is_converted_when_its_file_is_there(run, tmp_path):
