@@ -84,7 +84,8 @@ def test_the_committed_rows_give_every_table_and_a_picture():
     for table in (evidence.claims, evidence.equal_bytes, evidence.everything, evidence.texts, evidence.main):
         lines = table().splitlines()
         assert len(lines) > 5 and len({line.count(" | ") for line in lines}) == 1, table
-    assert evidence.pareto().startswith("<svg") and ">fold</text>" in evidence.pareto()
+    drawn = evidence.pareto()
+    assert drawn.startswith("<svg") and ">fold</text>" in drawn and "groups of 64</text>" in drawn
     assert {evidence.plain("commvq:artefact=a/b.safetensors,bits=1"), evidence.plain("kivi")} == {
         "commvq:bits=1",
         "kivi",
@@ -99,12 +100,13 @@ def test_a_window_that_two_runs_scored_is_one(of):
     assert of(run(BIG, "evidence/x", **windows), run(BIG, "lengths", **windows))("a", "kivi").items == 12
 
 
+def score(value):
+    return type("Row", (), {"scores": {"exact": value}, "length": 4096, "bits_without_tables": 3.0})()
+
+
 def test_answers_are_paired_item_by_item_and_a_loss_is_bounded(monkeypatch):
     def answered(**methods):
-        def row(value):
-            return type("Row", (), {"scores": {"exact": value}, "length": 4096, "bits_without_tables": 3.0})()
-
-        rows = {name: {str(i): row(v) for i, v in enumerate(values)} for name, values in methods.items()}
+        rows = {name: {str(i): score(v) for i, v in enumerate(values)} for name, values in methods.items()}
         return evidence_tasks.Asked("needle", BIG, rows)
 
     one = answered(none=[1.0] * 100, good=[1.0] * 99 + [0.0], bad=[0.0] * 50 + [1.0] * 50, fold=[0.0] * 60)
@@ -119,6 +121,17 @@ def test_answers_are_paired_item_by_item_and_a_loss_is_bounded(monkeypatch):
     line = evidence_tasks.tasks().splitlines()[-1]
     assert "| 100 |" in line and "50.0 -" in line and "99.0 |" in line  # what is shown to be worse is marked
     assert "| 0.0 (60) |" in line  # not of few items, whose number is said
+
+
+def test_an_item_that_two_files_asked_is_one():
+    def asked(*values):
+        rows = {name: {f"i{i}": score(v) for i, v in enumerate(values)} for name in ("none", "fold")}
+        return evidence_tasks.Asked("needle", BIG, rows)
+
+    files = [asked(1.0, 0.0), asked(0.0, 0.0, 1.0)]
+    assert evidence_tasks.of_items(files, "fold", "exact") == [0.5, 0.0, 1.0]
+    del files[1].by_method["none"]["i2"]  # full precision did not answer it there
+    assert evidence_tasks.of_items(files, "fold", "exact") == [0.5, 0.0]
 
 
 def test_the_grid_counts_alone_where_it_has_both_methods(of):

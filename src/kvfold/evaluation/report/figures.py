@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 480, 320
@@ -160,7 +160,13 @@ def frontier(points: Sequence[Point], higher_is_better: bool) -> list[Point]:
 
 
 def pareto(
-    title: str, points: Sequence[Point], x_axis: Axis, y_axis: Axis, higher_is_better: bool, colors: Sequence[str]
+    title: str,
+    points: Sequence[Point],
+    x_axis: Axis,
+    y_axis: Axis,
+    higher_is_better: bool,
+    colors: Sequence[str],
+    named: Mapping[str, str] | None = None,
 ) -> str:
     """A point per method, its interval, and a line through those that no other one beats.
 
@@ -170,7 +176,11 @@ def pareto(
     ----------
     colors : sequence of str
         All methods of the source, so that a method has one color in all of its plots.
+    named : mapping, optional
+        What has to be written of some methods, at the end of a line if there is no room beside the point; others have their
+        names where there is room.
     """
+    named = named or {}
     shown = [p for p in points if x_axis.holds(p.x) and y_axis.holds(p.y)]
     if len(shown) < 2:
         return ""
@@ -194,7 +204,8 @@ def pareto(
             f'<circle cx="{x(p.x)}" cy="{y(p.y)}" r="4.5" fill="{style[p.method][0]}" data-method="{escape(p.method)}" '
             f'data-x="{p.x!r}" data-y="{p.y!r}"><title>{escape(said)}</title></circle>'
         )
-    parts += _labels([*best, *(p for p in shown if p not in best)], x, y)
+    first = [*(p for p in shown if p.method in named), *(p for p in best if p.method not in named)]
+    parts += _labels([*first, *(p for p in shown if p not in first)], x, y, named)
     below = ""
     if left:
         names = ", ".join(f"{p.method} ({x_axis.written(p.x)}; {y_axis.written(p.y)})" for p in left)
@@ -202,22 +213,37 @@ def pareto(
     return _figure(title, _svg("pareto", title, parts), below)
 
 
-def _labels(points: Sequence[Point], x: _Scale, y: _Scale) -> list[str]:
+BESIDE = ((8, 4, "start"), (-8, 4, "end"), (0, -9, "middle"), (0, 17, "middle"))
+"""Where a name may stand, from its point, and which part of it is there."""
+
+
+def _labels(points: Sequence[Point], x: _Scale, y: _Scale, named: Mapping[str, str]) -> list[str]:
     """Names beside points, the first ones first, where there is room; the others have theirs in the table."""
     taken = [(x(p.x) - 5, y(p.y) - 5, x(p.x) + 5, y(p.y) + 5) for p in points]
     parts = []
     for p in points:
-        width = LETTER * len(p.method)
-        for dx, dy, anchor in ((8, 4, "start"), (-8, 4, "end"), (0, -9, "middle"), (0, 17, "middle")):
+        said = named.get(p.method, p.method)
+        width = LETTER * len(said)
+        for dx, dy, anchor in (*BESIDE, *(_around() if p.method in named else ())):
             at, base = x(p.x) + dx, y(p.y) + dy
             left = at - {"start": 0.0, "end": width, "middle": width / 2}[anchor]
             box = (left, base - 9, left + width, base + 2)
             inside = box[0] > LEFT and box[2] < WIDTH - RIGHT + 8 and box[1] > TOP - 8 and box[3] < HEIGHT - BOTTOM
             if inside and not any(box[0] < t[2] and t[0] < box[2] and box[1] < t[3] and t[1] < box[3] for t in taken):
                 taken.append(box)
-                parts.append(_text(at, base, p.method, anchor))
+                if (dx, dy, anchor) not in BESIDE:
+                    parts.append(f'<line stroke="#666" x1="{x(p.x)}" y1="{y(p.y)}" x2="{at:.1f}" y2="{base - 4:.1f}"/>')
+                parts.append(_text(at, base, said, anchor))
                 break
     return parts
+
+
+def _around() -> Iterator[tuple[float, float, str]]:
+    """Places farther and farther from a point."""
+    for distance in range(20, 240, 10):
+        for step in range(16):
+            dx, dy = (distance * turn(math.pi * step / 8) for turn in (math.cos, math.sin))
+            yield dx, dy, "start" if dx >= 0 else "end"
 
 
 def lines(title: str, found: Sequence[Line], x_axis: Axis, y_axis: Axis, colors: Sequence[str]) -> str:
