@@ -22,6 +22,7 @@ from kvfold.commands.terminal import (
     sampling_options,
     say,
 )
+from kvfold.engines.transformers import names
 from kvfold.errors import KVFoldError
 
 
@@ -89,7 +90,7 @@ def generate(
         output = loaded.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **{names.CACHE: cache},
             max_new_tokens=max_new_tokens,
             streamer=streamer,
             **sampling,

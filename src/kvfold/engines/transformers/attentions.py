@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-CACHES = ("past_key_values", "past_key_value", "layer_past", "curr_past_key_values", "current_past_key_values")
-"""Names under which attention modules are given the cache."""
+from kvfold.engines.transformers.names import OF_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def read(kind: type[nn.Module]) -> Reading:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
-        return Reading(bool(arguments & set(CACHES)))
+        return Reading(bool(arguments & set(OF_ATTENTION)))
     stored = [
         (node.lineno, _written(node))
         for node in ast.walk(tree)
@@ -167,8 +166,8 @@ def _asks_before_rotating(kind: type[nn.Module]) -> CodeType | None:
         if isinstance(node, ast.If) and any(
             "rotary" in _name(call.func) for part in node.body for call in _calls(part)
         ):
-            names = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
-            if names == {"self"} and not any(_calls(node.test)):
+            used = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+            if used == {"self"} and not any(_calls(node.test)):
                 return compile(ast.Expression(node.test), kind.__name__, "eval")
     return None
 
@@ -239,7 +238,7 @@ def shape_of(module: nn.Module | None, config: Any) -> Shape:
     return Shape(heads, kv_heads, dim)
 
 
-def _count(module: nn.Module | None, *names: str) -> int | None:
+def _count(module: nn.Module | None, *candidates: str) -> int | None:
     """The first of a module's attributes that is a positive whole number."""
-    found = (getattr(module, name, None) for name in names)
+    found = (getattr(module, name, None) for name in candidates)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
