@@ -104,7 +104,7 @@ class _Preparing:
         if asked is not None and asked != model.generation_config.cache_implementation:
             raise UnsupportedModelError(
                 f"cache_implementation: {asked!r} is asked for, and the model was folded with always=True; allowed: leave it "
-                f"out, or pass such a cache as {names.CACHE}, or call kvfold.unfold(model) first"
+                f"out, or pass such a cache as {names.CACHE}=, or call kvfold.unfold(model) first"
             )
         if asked is not None:  # nobody's wish for this call
             warn_once(

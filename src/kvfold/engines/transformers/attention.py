@@ -65,7 +65,7 @@ def attention_forward(
         elif getattr(module, "kvfold_folds", False):
             warn_once(
                 "kvfold: a folded model was called without its folded cache: nothing is folded. Pass the cache as "
-                f"{names.CACHE}, or call kvfold.unfold(model)"
+                f"{names.CACHE}=, or call kvfold.unfold(model)"
             )
         return originals.attend(previous, module, query, key, value, attention_mask, **options)
     with launching(query.device):
