@@ -22,7 +22,6 @@ from kvfold.commands.terminal import (
     sampling_options,
     say,
 )
-from kvfold.engines.transformers import names
 from kvfold.errors import KVFoldError
 
 
@@ -59,7 +58,7 @@ def generate(
     import torch
 
     from kvfold import methods, models
-    from kvfold.engines.transformers import sizes
+    from kvfold.engines.transformers import names, sizes
     from kvfold.engines.transformers.graph import decoding
 
     method = methods.ready(spec)
