@@ -107,6 +107,8 @@ def _why_not(kind: type[nn.Module], tree: ast.AST, line: int, stored: list[str])
     }
     if [key, value] != stored[:2] or between & set(stored):
         return f"{name} changes keys or values after the cache returned them", ""
+    if any(set(_written(node)) & set(stored) for node in _instead(tree, line)):
+        return f"{name} attends to keys and values that the cache did not return", ""
     if "position_bias" in named:
         return f"{name} adds a bias of positions to its scores", ""
     own = f"{name} makes an attention mask of its own"
@@ -118,6 +120,22 @@ def _why_not(kind: type[nn.Module], tree: ast.AST, line: int, stored: list[str])
     ):
         return own, _condition(tree, mask)
     return "", ""
+
+
+def _instead(tree: ast.AST, line: int) -> Iterator[ast.AST]:
+    """What is done in calls in which the statement of a line is not, cross-attention and other kinds of modules aside."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.If) or _asks_for_crossing(node) or _asks_the_module(node.test):
+            continue
+        branches = [[part for kept in branch for part in ast.walk(kept)] for branch in (node.body, node.orelse)]
+        done = [any(getattr(part, "lineno", 0) == line for part in branch) for branch in branches]
+        if any(done):
+            yield from branches[done.index(False)] if False in done else ()
+
+
+def _asks_the_module(test: ast.expr) -> bool:
+    """Whether a condition is on the module alone, and so the same in every call."""
+    return {part.id for part in ast.walk(test) if isinstance(part, ast.Name)} == {"self"} and not any(_calls(test))
 
 
 def _asks_for_crossing(node: ast.AST) -> bool:
@@ -166,8 +184,7 @@ def _asks_before_rotating(kind: type[nn.Module]) -> CodeType | None:
         if isinstance(node, ast.If) and any(
             "rotary" in _name(call.func) for part in node.body for call in _calls(part)
         ):
-            used = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
-            if used == {"self"} and not any(_calls(node.test)):
+            if _asks_the_module(node.test):
                 return compile(ast.Expression(node.test), kind.__name__, "eval")
     return None
 
