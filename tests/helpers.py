@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from interpreter import quicken
 from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.engines.transformers.names import passing
 from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format, PagedFormat
 from kvfold.methods import LayerSpec, Method, get
@@ -221,7 +222,7 @@ def logits(model, cache, ids: torch.Tensor, cuts: Sequence[int] | None = None, m
         if mask is not None:
             positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
             extra = {"attention_mask": mask[:, : at + size], "position_ids": positions[:, at : at + size]}
-        out.append(model(ids[:, at : at + size], past_key_values=cache, use_cache=True, **extra).logits)
+        out.append(model(ids[:, at : at + size], **passing(model, cache), use_cache=True, **extra).logits)
         at += size
     return torch.cat(out, 1)
 

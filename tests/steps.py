@@ -1,6 +1,7 @@
 """What stands for a decode graph where there is no GPU."""
 
 from kvfold.engines.transformers import graph
+from kvfold.engines.transformers.names import passing
 
 
 class Steps:
@@ -16,7 +17,7 @@ class Steps:
     def __call__(self, ids, positions=None):
         assert self.steps < self.room
         self.steps += 1
-        options = {"input_ids": ids, "position_ids": positions, "past_key_values": self.cache, "use_cache": True}
+        options = {"input_ids": ids, "position_ids": positions, "use_cache": True, **passing(self.model, self.cache)}
         return type(self.model).forward(self.model, **options).logits
 
     def finish(self):

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvfold
 from interpreter import quicken
 from kvfold import kernels
+from kvfold.engines.transformers.names import passing
 from kvfold.formats import AffineGroups
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, tiles
 from kvfold.kernels.reference import ReferenceKernel
@@ -216,9 +217,9 @@ def model_error(method, head_dim, device, prompt=500, turn=130):
         for layer in twin.folded:
             layer.kernel = kernels.REGISTRY["reference"]
         with torch.no_grad():
-            got = llama(ids, past_key_values=cache, **options).logits
+            got = llama(ids, **passing(llama, cache), **options).logits
             if size != prompt:  # which attends exactly
-                want = llama(ids, past_key_values=twin, **options).logits
+                want = llama(ids, **passing(llama, twin), **options).logits
                 errors.append(float((got - want)[new.bool()].norm() / want[new.bool()].norm()))
     for layer in cache.folded:
         assert layer.kernel.name == "triton" and layer.key_format.operand == "plain" and len(layer.slabs) > 1

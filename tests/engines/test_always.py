@@ -9,6 +9,7 @@ from transformers import DynamicCache, StaticCache, pipeline
 
 import kvfold
 from helpers import dynamic, llama, logits, prompt
+from kvfold.engines.transformers import names
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.errors import MethodError, UnsupportedModelError
 from tiny_model import byte_tokenizer, tiny_llama
@@ -105,7 +106,7 @@ def test_a_pipeline_needs_no_word_of_it():
     assert same == run(text, **options)
     seen = []
     with kvfold.folding(model, METHOD):
-        handle = model.register_forward_pre_hook(lambda m, a, k: seen.append(k["past_key_values"]), with_kwargs=True)
+        handle = model.register_forward_pre_hook(lambda m, a, k: seen.append(names.given(k)), with_kwargs=True)
         run([text, "Another one. " + text], batch_size=2, **options)
         chat = run([{"role": "user", "content": text}], **options)
         handle.remove()

@@ -262,11 +262,39 @@ class Sparse(LlamaAttention):
         return attend(self, hidden_states, key, value, attention_mask)
 
 
+class Looped(LlamaAttention):
+    """In some of its calls it attends to what another call left."""
+
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None, left=None):
+        if left is not None:
+            key, value = left, left
+        elif past_key_values is not None:
+            key, value = past_key_values.update(hidden_states, hidden_states, self.layer_idx)
+        attend = transformers.AttentionInterface().get_interface(self.config._attn_implementation, None)
+        return attend(self, hidden_states, key, value, attention_mask)
+
+
+class OfTwoKinds(LlamaAttention):
+    """Some modules never store, and those that do attend to nothing else."""
+
+    shares = False
+
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None, left=None):
+        if self.shares:
+            key, value = left, left
+        else:
+            key, value = past_key_values.update(hidden_states, hidden_states, self.layer_idx)
+        attend = transformers.AttentionInterface().get_interface(self.config._attn_implementation, None)
+        return attend(self, hidden_states, key, value, attention_mask)
+
+
 def test_attention_is_read_from_the_source_of_its_forward_function():
     config = LlamaConfig(**BASE)
-    for kind in (LlamaAttention, Kept, ByName, Sparse):
+    for kind in (LlamaAttention, Kept, ByName, Sparse, OfTwoKinds):
         assert attentions.read(kind).stores and attentions.why_not(kind(config, 0)) == ""
     assert "changes keys or values" in attentions.why_not(Doubling(config, 0))
+    why = "Looped attends to keys and values that the cache did not return"
+    assert attentions.why_not(Looped(config, 0)) == why
     sparse = Sparse(config, 0)
     sparse.indexer = str  # any
     assert "makes an attention mask of its own" in attentions.why_not(sparse)

@@ -14,6 +14,7 @@ from helpers import (
     prompt,
 )
 from kvfold import errors
+from kvfold.engines.transformers import names
 from kvfold.errors import CacheStateError, KVFoldWarning
 
 pytestmark = [pytest.mark.targets, pytest.mark.takes_turns]
@@ -87,10 +88,10 @@ def test_a_folded_model_without_its_cache_says_so_once(monkeypatch):
     monkeypatch.setattr(errors, "_warned", set())
     model, ids = llama(), prompt(1, 40)
     kvfold.fold(model, "kivi")
-    with torch.no_grad(), pytest.warns(KVFoldWarning, match="nothing is folded.*past_key_values") as said:
+    with torch.no_grad(), pytest.warns(KVFoldWarning, match=f"nothing is folded.*{names.CACHE}=") as said:
         for _ in range(2):
             model(ids)
-            model(ids, past_key_values=dynamic(model))
+            model(ids, **names.passing(model, dynamic(model)))
     assert len(said) == 1
     kvfold.unfold(model)
     monkeypatch.setattr(errors, "_warned", set())

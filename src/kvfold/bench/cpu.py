@@ -23,6 +23,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kvfold import fold, unfold
 from kvfold.bench.rows import append, options, script, show
 from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.engines.transformers.names import passing
 from kvfold.errors import KVFoldError
 from kvfold.methods import get
 from kvfold.models import load
@@ -160,7 +161,7 @@ def measure(
     caches: dict[str, Any] = {}
     for spec in (BASELINE, *methods):
         caches[spec] = DynamicCache(config=model.config) if spec == BASELINE else fold(model, spec, kernel=kernel)
-        model(ids, past_key_values=caches[spec], use_cache=True, logits_to_keep=1)
+        model(ids, **passing(model, caches[spec]), use_cache=True, logits_to_keep=1)
         unfold(model)
         _fill(caches[spec], caches[BASELINE], context - WARMUP)
 
@@ -169,7 +170,7 @@ def measure(
         model.config._attn_implementation = own if spec == BASELINE else "kvfold"
         token, faults = ids[:, -1:], _page_faults()
         begun, used = time.perf_counter(), time.process_time()
-        model(token, past_key_values=caches[spec], use_cache=True)
+        model(token, **passing(model, caches[spec]), use_cache=True)
         wall, processor = time.perf_counter() - begun, time.process_time() - used
         return 1e3 * wall, 1e3 * processor, _page_faults() - faults
 

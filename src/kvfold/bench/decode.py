@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 import kvfold
 from kvfold.bench.rows import append, environment, need_gpu, options, progress, script, show
 from kvfold.engines.transformers.graph import DecodeGraph
+from kvfold.engines.transformers.names import passing
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -203,11 +204,11 @@ def full_precision(model: PreTrainedModel, batch: int, context: int, as_torch: b
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 for _ in range(2):
-                    model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+                    model(input_ids=ids, position_ids=positions, **passing(model, cache), use_cache=True)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+                model(input_ids=ids, position_ids=positions, **passing(model, cache), use_cache=True)
         found.append(Captured(graph, size, (cache, ids, positions)))
     model.set_attn_implementation("sdpa")
     return found

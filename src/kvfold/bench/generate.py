@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCau
 
 import kvfold
 from kvfold.bench.rows import append, environment, need_gpu, options, progress, script, show
+from kvfold.engines.transformers import names
 from kvfold.errors import KVFoldError
 
 ROWS = Path("benchmarks/rows/generate.csv")
@@ -146,10 +147,10 @@ def _generate(
     if cache == STATIC:
         how["cache_implementation"], steps = "static", _static_steps(model, "compiled" if ids.is_cuda else "eager")
     elif cache == DEFAULT:
-        how["past_key_values"] = DynamicCache(config=model.config)
+        how[names.CACHE] = DynamicCache(config=model.config)
     else:
         folded = kvfold.fold(model, cache, max_length=ids.shape[1] + tokens)
-        how["past_key_values"], steps = folded, kvfold.decoding(model, folded, tokens, required=False, compile=compile)
+        how[names.CACHE], steps = folded, kvfold.decoding(model, folded, tokens, required=False, compile=compile)
     try:
         with steps as path:
             decode: Any = model.generate

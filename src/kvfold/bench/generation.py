@@ -18,6 +18,7 @@ from kvfold.bench.static import StaticLayer
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.graph import DecodeGraph
 from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.engines.transformers.names import passing
 from kvfold.storage.sequences import COUNTS
 from kvfold.storage.slabs import Slab
 
@@ -121,7 +122,7 @@ class PlainGeneration(Generation):
         return self._call(ids)
 
     def _call(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        return self.model(input_ids=ids, **passing(self.model, self.cache), use_cache=True, logits_to_keep=1).logits
 
     def nbytes(self) -> int:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
@@ -152,7 +153,7 @@ class StaticGeneration(Generation):
 
     def _call(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.model(
-            input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            input_ids=ids, position_ids=positions, **passing(self.model, self.cache), use_cache=True, logits_to_keep=1
         ).logits
 
     def _set_used(self, tokens: int) -> None:
@@ -222,7 +223,9 @@ class FoldedGeneration(Generation):
         for rows in self.chunks():
             part = self._fold()
             logits.append(
-                self.model(input_ids=self.ids[rows], past_key_values=part, use_cache=True, logits_to_keep=1).logits
+                self.model(
+                    input_ids=self.ids[rows], **passing(self.model, part), use_cache=True, logits_to_keep=1
+                ).logits
             )
             for whole, some in zip(self.cache.folded, part.folded, strict=True):
                 place(whole, some, rows.start, self.batch)
@@ -245,7 +248,7 @@ class EagerFoldedGeneration(FoldedGeneration):
         pass
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+        return self.model(input_ids=ids, **passing(self.model, self.cache), use_cache=True).logits
 
 
 def place(whole: FoldedLayer, part: FoldedLayer, first: int, batch: int) -> None:

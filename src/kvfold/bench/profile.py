@@ -22,6 +22,7 @@ from kvfold.bench.decode import SHAPES, build, filled
 from kvfold.bench.rows import append, environment, need_gpu, options, progress, script, show
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.graph import DecodeGraph
+from kvfold.engines.transformers.names import passing
 from kvfold.errors import KVFoldError
 from kvfold.methods import get
 
@@ -164,7 +165,7 @@ def measure(
     ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
 
     def eager() -> None:
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, **passing(model, cache), use_cache=True)
 
     rows = []
     for _ in range(closing_in(cache)):  # warm up over a whole cycle, so that everything is compiled

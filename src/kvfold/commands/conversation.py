@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 import kvfold
 from kvfold import methods
 from kvfold.commands.terminal import Stream
-from kvfold.engines.transformers import sizes
+from kvfold.engines.transformers import names, sizes
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.graph import decoding
 from kvfold.engines.transformers.layer import FoldedLayer
@@ -236,7 +236,7 @@ class Conversation:
             output = generate(
                 input_ids=inputs,
                 attention_mask=torch.ones_like(inputs),
-                past_key_values=self.cache,
+                **{names.CACHE: self.cache},
                 max_new_tokens=room,
                 streamer=stream,
                 stopping_criteria=[stop],

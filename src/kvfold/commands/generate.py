@@ -58,7 +58,7 @@ def generate(
     import torch
 
     from kvfold import methods, models
-    from kvfold.engines.transformers import sizes
+    from kvfold.engines.transformers import names, sizes
     from kvfold.engines.transformers.graph import decoding
 
     method = methods.ready(spec)
@@ -89,7 +89,7 @@ def generate(
         output = loaded.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **{names.CACHE: cache},
             max_new_tokens=max_new_tokens,
             streamer=streamer,
             **sampling,

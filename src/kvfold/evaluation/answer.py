@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.engines.transformers.graph import decoding
+from kvfold.engines.transformers.names import passing
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.decoding import on_gpu
 from kvfold.evaluation.perplexity import packs, prefill
@@ -87,7 +88,7 @@ def answers(
                 tested = [count + new for count, new in zip(tested, batch.counted(begin, chunk), strict=True)]
             part = batch.questions[:, begin : begin + chunk]
             how = batch.how(begin, part.shape[1])
-            logits = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1, **how).logits
+            logits = model(part, **passing(model, cache), use_cache=True, logits_to_keep=1, **how).logits
     ends = end_tokens(model, tokenizer)
     graphs = decoding(model, cache, first.new_tokens, required=False) if on_gpu(model) else nullcontext()
     tokens = [logits[:, -1].argmax(-1, keepdim=True)]
@@ -106,7 +107,7 @@ def answers(
                 break
             read += int(packed)
             how = batch.how(batch.width + len(tokens) - 1, 1)
-            out = model(tokens[-1], past_key_values=cache, use_cache=True, **how).logits
+            out = model(tokens[-1], **passing(model, cache), use_cache=True, **how).logits
             packed = packed or packs(cache)
             tokens.append(out[:, -1].argmax(-1, keepdim=True))
     return [

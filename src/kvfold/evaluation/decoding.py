@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvfold.engines.transformers.graph import decoding
+from kvfold.engines.transformers.names import passing
 from kvfold.evaluation.perplexity import now, prefill
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def warm_up(model: PreTrainedModel, method: Method, ids: torch.Tensor, prefix: i
     try:
         prefill(model, ids, tokens, cache)
         with torch.inference_mode():
-            logits = model(more, past_key_values=cache, use_cache=True).logits[0, -1]
+            logits = model(more, **passing(model, cache), use_cache=True).logits[0, -1]
         decode(model, cache, logits, 2)
     finally:
         kvfold.unfold(model)
@@ -81,7 +82,7 @@ def decode(model: PreTrainedModel, cache: FoldedCache, logits: torch.Tensor, new
     tokens = [logits.argmax().to(model.device).view(1, 1)]
 
     def step() -> None:
-        logits = model(tokens[-1], past_key_values=cache, use_cache=True).logits
+        logits = model(tokens[-1], **passing(model, cache), use_cache=True).logits
         tokens.append(logits[:, -1].argmax(-1, keepdim=True))
 
     with torch.inference_mode(), graphs as steps:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from kvfold.engines.transformers.names import passing
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.shared import SharedPrompt
 from kvfold.kernels.compiling import compiling
@@ -248,7 +249,7 @@ def prefill(
         shared.prefill(model, input_ids[:, :prefix], cache)
         return
     with torch.inference_mode():
-        model(input_ids[:, :prefix], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids[:, :prefix], **passing(model, cache), use_cache=True, logits_to_keep=1)
 
 
 def _continue(
@@ -259,7 +260,7 @@ def _continue(
     for begin in range(prefix, last, chunk):
         end = min(begin + chunk, last)
         with torch.inference_mode():
-            logits = model(input_ids[:, begin:end], past_key_values=cache, use_cache=True).logits[0]
+            logits = model(input_ids[:, begin:end], **passing(model, cache), use_cache=True).logits[0]
         yield begin, input_ids[0, begin + 1 : end + 1], logits
 
 

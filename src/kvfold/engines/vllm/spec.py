@@ -8,6 +8,9 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 from kvfold.engines.vllm.manager import RecentManager
 from kvfold.engines.vllm.windows import Window
 
+MOST_TOKENS = 2**31 - 1
+"""More than a request has, and a whole number of 32 bits, which is what vLLM's worker keeps it in."""
+
 # Without this the first spec that is registered would leave vLLM's own without managers.
 KVCacheSpecRegistry._ensure_registered()
 
@@ -35,6 +38,14 @@ class RecentSpec(SlidingWindowSpec):
     @property
     def window(self) -> Window:
         return Window(self.recent, self.sink, self.drafts, self.block_size)
+
+    @property
+    def num_retained_tokens(self) -> int:
+        """Tokens before a step that it may read: all, for sinks are the oldest.
+
+        From 0.33 on, vLLM's worker puts null blocks in place of older ones, and what is null here is read packed.
+        """
+        return MOST_TOKENS
 
     @property
     def prefix_cacheable(self) -> bool:
