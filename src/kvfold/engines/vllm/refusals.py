@@ -11,7 +11,7 @@ from kvfold.methods import Method
 from kvfold.methods.learned import LearnedMethod
 
 VERSIONS = ("0.32.", "0.33.")
-"""Releases of vLLM that are served: each has been read, and what kvfold uses of it compared with the one before."""
+"""Releases of vLLM that are served: each was read, compared with the one before in what kvfold uses, and run on a GPU."""
 ON_CPU = ("0.29.", "0.31.", "0.32.")
 """Releases that have been run on a CPU; of 0.33 there is no build for one."""
 
