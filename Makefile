@@ -1,4 +1,5 @@
-# make demo: compare every method on a real model.  make test: all checks.  Both set up .venv on first use.
+# make demo: compare five methods on a real model, ALL=1 every method.  make test: all checks, FAST=1 those of every day.
+# Both set up .venv on first use.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ WORKERS ?= 2
 .PHONY: demo test serving fuzz lint format artefacts table lengths learned ablation report clean
 
 demo: $(STAMP)
-	$(BIN)/kvfold compare $(ARGS)
+	$(BIN)/kvfold compare $(if $(ALL),--all) $(ARGS)
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -79,7 +80,7 @@ artefacts/%.safetensors: | $(STAMP)
 # The rows behind README.md and docs/.
 ARTEFACTS := --artefacts artefacts
 table: $(STAMP) artefacts
-	$(BIN)/kvfold compare $(ARTEFACTS) --json benchmarks/compare-smollm2-135m.json --force
+	$(BIN)/kvfold compare --all $(ARTEFACTS) --json benchmarks/compare-smollm2-135m.json --force
 	$(BIN)/python scripts/tables.py
 
 # Does it hold when more is folded? On a GPU: make lengths MODEL=folder NAME=qwen2.5-coder-1.5b WIKI=wiki.txt PROSE=novel.txt
