@@ -336,12 +336,15 @@ def _parsing_once() -> Iterator[None]:
         def data(self, mapped: Any) -> None:
             self._plain = numpy.asarray(mapped)
 
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = functools.cache(Reader), functools.cache(before[1])
+    once = {"GGUFReader": Reader, "get_tensor_name_map": gguf.get_tensor_name_map}
+    before = {name: getattr(gguf, name) for name in once}
     try:
+        for name, function in once.items():
+            setattr(gguf, name, functools.cache(function))
         yield
     finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = before
+        for name, function in before.items():
+            setattr(gguf, name, function)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
