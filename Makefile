@@ -11,8 +11,13 @@ WORKERS ?= 2
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(if $(ALL),--all) $(ARGS)
 
+# Tests of every day, minutes on two cores: all but what compiles kernels ahead, emulates or interprets them, and flows at random;
+# of kernels those of the CPU. Newer releases are tried with the same ones.
+FAST_TESTS := -m "not slow" tests/kernels/cpu $(filter-out tests/kernels/% tests/engines/test_flows%,\
+	$(wildcard tests/test_*.py tests/*/test_*.py tests/*/*/test_*.py))
+
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 25 --durations-min 2 $(if $(FAST),$(FAST_TESTS)) $(ARGS)
 
 # Folded caches in vLLM, end to end on a CPU, in an environment of their own (a third-party build of vLLM's Python code).
 # CHECKS="tensor_parallel soak" for the slow ones, VLLM=0.31.0 for another release.
@@ -65,6 +70,8 @@ $(STAMP): pyproject.toml constraints.txt
 	# CPU builds of torch come without Triton, whose interpreter and compiler the kernel checks use
 	$(BIN)/python -c "import triton" 2>/dev/null || \
 		$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps "triton==3.6.0"
+	# the demo's weights, once for all later commands
+	$(BIN)/python -c "from kvfold import models; models.embedded()"
 	touch $(STAMP)
 
 # What methods learn for the demo model: make artefacts TEXT="prose.txt ..." (minutes each; a killed one goes on)

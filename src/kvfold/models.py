@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +336,7 @@ def _parsing_once() -> Iterator[None]:
         def data(self, mapped: Any) -> None:
             self._plain = numpy.asarray(mapped)
 
-    once = {"GGUFReader": Reader, "get_tensor_name_map": gguf.get_tensor_name_map}
+    once: dict[str, Callable[..., Any]] = {"GGUFReader": Reader, "get_tensor_name_map": gguf.get_tensor_name_map}
     before = {name: getattr(gguf, name) for name in once}
     try:
         for name, function in once.items():
