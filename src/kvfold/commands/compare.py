@@ -37,6 +37,7 @@ from kvfold.commands.terminal import (
     say,
     seed_option,
     show,
+    wake,
 )
 from kvfold.errors import OutputError
 from kvfold.sheet import Column, Sheet, as_bytes
@@ -54,8 +55,9 @@ if TYPE_CHECKING:
     metavar="A B ...",
     multiple=True,
     shell_complete=complete_method,
-    help="Methods to compare, one or more after the flag.  [default: one row of every method]",
+    help="Methods to compare, one or more after the flag.  [default: fold, full precision, and KIVI at three sizes]",
 )
+@click.option("--all", "every", is_flag=True, help="Compare every method, at equal windows and as published.")
 @click.option(
     "--artefacts",
     metavar="DIR",
@@ -85,6 +87,7 @@ def compare(
     dtype: str | None,
     device: str | None,
     specs: tuple[str, ...],
+    every: bool,
     artefacts: str | None,
     text_path: str | None,
     tokens: int,
@@ -101,12 +104,15 @@ def compare(
     KL divergence (kld, nats per token) and top-1 agreement compare with the same model and a full-precision cache.
     At every prefix the same tokens are scored.
     """
+    wake()
     from kvfold import methods
     from kvfold.evaluation import compare as run
     from kvfold.evaluation import load_text
     from kvfold.evaluation.windows import encode
 
-    chosen = [methods.ready(spec) for spec in specs or methods.DEFAULT]
+    if every and specs:
+        raise click.UsageError("give one of --all and --methods")
+    chosen = [methods.ready(spec) for spec in specs or (methods.DEFAULT if every else methods.FEW)]
     text = load_text(text_path)
     target = json_target(json_path)
     check_force(force, target)
@@ -144,6 +150,10 @@ def compare(
         show(_compare_table(result.header, result.rows))
         for line in _compare_notes(result.header, result.rows):
             say(line)
+        if not specs and not every:
+            say(
+                f"{len(methods.FEW)} of {len(methods.DEFAULT)} methods; all of them: kvfold compare --all, or make demo ALL=1"
+            )
         if target and not failure:
             click.echo(f"written: {target}")
 

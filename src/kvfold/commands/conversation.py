@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 import kvfold
 from kvfold import methods
-from kvfold.commands.terminal import Stream
+from kvfold.commands.terminal import Stream, prepare
 from kvfold.engines.transformers import names, sizes
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.graph import decoding
@@ -162,7 +162,8 @@ class Conversation:
         read, dropped, why = self._make_room_for(ids)
         stream, stop = _Said(self.tokenizer, file), _Stop()
         try:
-            with _stopping(stop) if gently else nullcontext():
+            with _stopping(stop) if gently else nullcontext(), stream.waiting(f"reading {read:,} tokens"):
+                prepare(self.cache, self.model.device)
                 output = self._generate(ids, room, stream, stop)
                 new = output[len(ids) :]
                 ended = self._ended(new, room, stop)

@@ -286,7 +286,7 @@ def _check_names(names: Sequence[str]) -> None:
 def _check_used(names: Sequence[str], options: Options) -> None:
     """Refuse what no suite would look at, before a model is loaded."""
     papers = {name for name in names if name.startswith("paper:")}
-    of_records = {"gsm8k", "math", "longbench", "infinitebench", *papers} - {"paper:squat"}
+    of_records = {"gsm8k", "math", "longbench", "infinitebench", *papers}
     lm_tasks = {name for name in names if name.startswith("lm-eval:")}
     users = (
         ("data", options.data, {*of_records, *lm_tasks, "ruler"}),
@@ -400,11 +400,13 @@ def averages(names: Sequence[str], cells: Sequence[Cell], methods: Sequence[str]
     lines = []
     for name in names:
         if name in PAPERS:
-            means = {method: average(PAPERS[name], cells, method) for method in methods}
-            shown = [f"{method} {100 * mean:.2f}" for method, mean in means.items() if mean is not None]
-            lines.append(
-                f"{PAPERS[name].title}; its average, per cent: {', '.join(shown) or 'not all tasks have numbers'}"
-            )
+            for what, weights in PAPERS[name].averages.items():
+                means = {method: average(weights, cells, method) for method in methods}
+                shown = [f"{method} {100 * mean:.2f}" for method, mean in means.items() if mean is not None]
+                lines.append(
+                    f"{PAPERS[name].title}; its average over {what}, per cent: "
+                    f"{', '.join(shown) or 'not all tasks have numbers'}"
+                )
     return lines
 
 

@@ -17,10 +17,12 @@ from kvfold.commands.terminal import (
     load,
     method_option,
     model_options,
+    prepare,
     prompt_text,
     publish,
     sampling_options,
     say,
+    wake,
 )
 from kvfold.errors import KVFoldError
 
@@ -55,6 +57,7 @@ def generate(
         raise KVFoldError(f"max-new-tokens: {max_new_tokens}; give at least 1")
     check_temperature(temperature)
     target = json_target(json_path)
+    wake()
     import torch
 
     from kvfold import methods, models
@@ -85,7 +88,9 @@ def generate(
     cache = kvfold.fold(loaded, method, max_length=prompt_tokens + max_new_tokens if on_gpu else None)
     streamer = Stream(tokenizer, sys.stderr if json_path == "-" else sys.stdout, needed=json_path is None)
     graphs = decoding(loaded, cache, max_new_tokens, required=False, compile=fuse) if on_gpu else nullcontext()
-    with torch.inference_mode(), graphs as steps:
+    reading = streamer.waiting(f"reading {prompt_tokens:,} tokens")
+    with reading, torch.inference_mode(), graphs as steps:
+        prepare(cache, loaded.device)
         output = loaded.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

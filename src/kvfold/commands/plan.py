@@ -83,6 +83,7 @@ def plan(
         for name in chosen
         if (why := shapes.unstored(shape, name))
     ]
+    notes += _alike({name: shapes.page_bytes(shape, name) for name in chosen}, shape)
     if not shapes.knows_kernels():
         notes.append("methods: not checked for what encodes them on a GPU, for Triton is not installed here")
     if shape.context is not None and context > shape.context:
@@ -115,6 +116,24 @@ def plan(
 
     result = {"model": shape.name, "tp": tp, "kv_bytes": room, "rows": rows, "notes": notes}
     publish(result, json_path, target, table)
+
+
+def _alike(sizes: dict[str, tuple[int, int]], shape: Any) -> list[str]:
+    """Lines on methods whose pages take as much room though they store more and less."""
+    from kvfold.engines.vllm.settings import PAGE
+
+    by_room: dict[int, list[str]] = {}
+    for name, (_, room) in sizes.items():
+        by_room.setdefault(room, []).append(name)
+    size = shape.dtype.itemsize
+    return [
+        f"{', '.join(names)}: as many bytes per token, though what they store differs "
+        f"({', '.join(f'{sizes[name][0] / shape.layers:,.0f}' for name in names)} bytes in a page of {PAGE} tokens of a KV "
+        f"head): vLLM gives every token whole numbers of {size} bytes, so that pages are filled up to "
+        f"{room / shape.layers:,.0f}, a multiple of {PAGE * size}"
+        for room, names in by_room.items()
+        if len({sizes[name][0] for name in names}) > 1
+    ]
 
 
 def _room(shape: Any, gpu_memory: float, tp: int) -> int:

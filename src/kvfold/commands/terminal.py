@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,6 +190,27 @@ class Checking:
                 self.bar.remove_task(self.task)
 
 
+def wake() -> None:
+    """Import what takes seconds, many of them beside busy neighbours, and say so on a terminal. Elsewhere nothing is said:
+    wrong input is answered by its error alone."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("importing PyTorch and Transformers ...") if console.is_terminal else nullcontext():
+        from kvfold import models  # noqa: F401
+
+
+def prepare(cache: Any, device: Any) -> None:
+    """Have kernels compiled that a new cache will be read by on a device, before an answer begins; they say it if that takes
+    long."""
+    from kvfold.engines.transformers.layer import FoldedLayer
+    from kvfold.plan import choose_kernel
+
+    layers = [layer for layer in cache.layers if isinstance(layer, FoldedLayer)]
+    for layer in {(layer.method, layer.spec.head_dim): layer for layer in layers}.values():
+        choose_kernel(layer.method, layer.spec, device, layer.kernel_name).kernel.prepare(*layer.layout.read_as)
+
+
 def load(model: str | None, dtype: str | None, device: str | None) -> Any:
     """As :func:`kvfold.models.load`, without the loaders' own talk."""
     from transformers.utils import logging
@@ -250,6 +272,7 @@ class Stream:
         self.file = file
         self.needed = needed
         self.failed: OSError | None = None
+        self.status = ExitStack()
         outer = self
 
         class Printer(TextStreamer):
@@ -257,6 +280,17 @@ class Stream:
                 outer.show(text, "\n" if stream_end else "")
 
         self.printer = Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show on a terminal what goes on, until the first letters are printed."""
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        with self.status:
+            if console.is_terminal:
+                self.status.enter_context(console.status(f"{what} ..."))
+            yield
 
     def put(self, value: Any) -> None:
         from kvfold.kernels.compiling import compiling
@@ -266,6 +300,8 @@ class Stream:
 
     def show(self, text: str, end: str) -> None:
         """Print a piece of the answer."""
+        if text:
+            self.status.close()
         if self.failed is not None:
             return
         try:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.results import Result, ResultFile, differing
 from kvfold.evaluation.statistics import Difference, Estimate, estimate, paired
 from kvfold.evaluation.suites import REGISTRY, Measure
-from kvfold.evaluation.suites.papers import Paper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,13 +177,13 @@ def _by_problem(suite: str, rows: Sequence[Result], values: Sequence[float]) -> 
     return [_known(own) for own in found.values()]
 
 
-def average(paper: Paper, cells: Sequence[Cell], method: str) -> float | None:
-    """The paper's average of a method, 0 to 1; None where one of its tasks has no number, or two lengths have.
+def average(weights: Mapping[str, float], cells: Sequence[Cell], method: str) -> float | None:
+    """An average of a paper, of a method, 0 to 1; None where one of its tasks has no number, or two lengths have.
 
     A task of several (bbh) is the mean of them.
     """
     total = 0.0
-    for task, weight in paper.weights.items():
+    for task, weight in weights.items():
         found = [c for c in cells if c.method == method and (c.task == task or c.task.startswith(f"{task}_"))]
         mains = [c.estimates.get(REGISTRY[c.suite].measures[0].name) for c in found]
         means = [main.mean for main in mains if main is not None]

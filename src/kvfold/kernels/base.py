@@ -44,6 +44,13 @@ class AttentionKernel(ABC):
         """
         return None
 
+    def prepare(self, key_format: Format, value_format: Format) -> None:
+        """Compile what calls over these formats run, or read it from where it is kept, before an answer waits for it.
+
+        Kernels that are compiled for lengths as well leave it to the calls.
+        """
+        return None
+
     @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention output [batch, num_heads, tokens, head_dim], float32 or of the query's dtype."""

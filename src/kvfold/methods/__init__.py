@@ -77,12 +77,17 @@ DEFAULT: tuple[str, ...] = (
     "gear:paper=true",
     "zipcache:paper=true",
 )
-"""What ``kvfold compare`` runs by default: every method at equal windows, then as published; the tests run over it too."""
+"""What ``kvfold compare --all`` runs: every method at equal windows, then as published; the tests run over it too."""
+
+FEW: tuple[str, ...] = ("fold", "none", "kivi:k_bits=3,v_bits=2,group=64", "kivi", "kivi:bits=8")
+"""What ``kvfold compare`` runs by default: fold, full precision, KIVI with the best split of its 3.00 bits, KIVI as it is
+known, and KIVI at 8 bits, as careful as the caches that servers have at 8 bits."""
 
 
 __all__ = [
     "DEFAULT",
     "DEFAULT_METHOD",
+    "FEW",
     "METHODS",
     "PRESETS",
     "REGISTRY",

@@ -23,7 +23,8 @@ REGISTRY: dict[str, type[Method]] = {}
 """Methods by name; the package fills it."""
 
 PRESETS: dict[str, str] = {
-    # QJL, sec. 5: 8 outlier channels, more bits for the first 15 layers (docs/methods/qjl.md says how the sizes differ)
+    # QJL, sec. 4.1: outlier channels. That they are 8, and more bits for the first 15 layers, is of its published script
+    # (docs/methods/qjl.md says how the sizes differ)
     "qjl_outliers": "qjl:paper=true,outliers=8,early_layers=15",
     # SQuat, Appendix E.2: LongBench settings per model
     "squat_longbench_llama2": "squat:paper=true,rank=40,lam=0.001,channels=64",

@@ -142,6 +142,19 @@ def test_the_plan_is_printed(folder, capsys):
     assert "4,096" in shown and "an estimate" in shown and "x" in shown
 
 
+def test_a_plan_says_why_methods_of_other_sizes_take_as_much_room(folder, capsys):
+    """Pages of head size 64 are filled up to whole elements of every token: fold's 6,016 bytes to KIVI's 6,144."""
+    arguments = ["plan", "--model", folder, "--context", "1024", "--kv-bytes", "1000000000", "--json", "-", "--methods"]
+    assert cli.main([*arguments, "fold", "kivi", "innerq"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    per_token = {row["method"]: row["bytes_per_token"] for row in found["rows"]}
+    assert per_token["fold"] == per_token["kivi"] < per_token["innerq"]
+    (note,) = (note for note in found["notes"] if "as many bytes per token" in note)
+    assert note.startswith("fold, kivi: ") and "(6,016, 6,144 bytes in a page" in note and "multiple of 256" in note
+    assert cli.main([*arguments, "kivi", "innerq"]) == 0
+    assert "as many bytes" not in capsys.readouterr().out
+
+
 def test_a_plan_without_triton_says_that_kernels_were_not_asked(folder, capsys, monkeypatch):
     monkeypatch.setattr(shapes, "find_spec", lambda _: None)
     assert cli.main(["plan", "--model", folder, "--context", "64", "--kv-bytes", "100000000", "--methods", "gear"]) == 0

@@ -132,6 +132,12 @@ def fits(shape: Shape, spec: str) -> bool:
     return True
 
 
+def page_bytes(shape: Shape, spec: str) -> tuple[int, int]:
+    """Bytes of a page of one KV head in all layers: what a method stores, and what vLLM allocates for it."""
+    layers = layers_of(shape, spec)
+    return sum(layer.layout.bytes for layer in layers), sum(layer.page_bytes for layer in layers)
+
+
 def dense(shape: Shape, kv_bytes: int, context: int) -> Capacity:
     """Of vLLM's own caches in 16 bits."""
     size = shape.dtype.itemsize

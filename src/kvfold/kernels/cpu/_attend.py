@@ -12,6 +12,7 @@ from kvfold.kernels.cpu._numbers import (
     as_float,
     call,
     carray,
+    copy,
     exp,
     half,
     loops,
@@ -126,7 +127,7 @@ def _page_queries(queries, mean, norm, signs, block, matrix, packed_q, shift):
         if matrix.shape[0]:
             _turned(x, matrix, packed_q[r])
         else:
-            packed_q[r] = x
+            copy(x, packed_q[r])
 
 
 @loops
@@ -295,7 +296,8 @@ def attend(
             for i in range(given_dim):
                 given_q[r, i] = packed_queries[b, h, r, i] * factor
         if forms[0, 2] == 0 and not rotated:
-            packed_q[:] = given_q
+            for r in range(rows):
+                copy(given_q[r], packed_q[r])
         for r in range(rows):
             top[r], total[r] = np.float32(-3.4e38), np.float32(0.0)
 
@@ -344,7 +346,8 @@ def attend(
                             _page_norm(pages[p, 0], b, h, at, dim, norm)
                             _page_queries(here_q, mean, norm, key_signs, forms[0, 4], key_matrix, packed_q, shift)
                     elif rotated:
-                        packed_q[:] = back_q
+                        for r in range(rows):
+                            copy(back_q[r], packed_q[r])
                     if forms[1, 2]:
                         at = start // PAGE if forms[1, 3] else 0
                         _page_mean(pages[p, 1], b, h, at, value_dim, value_mean)

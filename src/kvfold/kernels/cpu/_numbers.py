@@ -246,6 +246,14 @@ def exp(x):
 
 
 @loops
+def copy(x, y):
+    """``y[:len(x)] = x``. Numba's own assignment between arrays has an error of wrong sizes to say, and the strings that it
+    brings for that take a fifth of the time of compiling."""
+    for i in range(x.shape[0]):
+        y[i] = x[i]
+
+
+@loops
 def unpack(data, bits, codes):
     """Codes of a unit as float32; see :mod:`kvfold.formats.packing`."""
     count = codes.shape[0]
@@ -331,6 +339,7 @@ __all__ = [
     "bytes_at",
     "call",
     "carray",
+    "copy",
     "decode_inside",
     "decoder",
     "exp",

@@ -20,7 +20,7 @@ from kvfold.formats import PAGE, Dense, Fields, Format, Hadamard, Paged
 from kvfold.formats.basis import Basis
 from kvfold.formats.binary import ValueRows
 from kvfold.kernels.base import AttentionKernel
-from kvfold.kernels.call import AttentionCall, DensePart, Span
+from kvfold.kernels.call import AttentionCall, DensePart, NewTokens, Span
 from kvfold.kernels.cpu import readers
 from kvfold.kernels.cpu.readers.base import ROW, made, place
 from kvfold.kernels.merge import Partial
@@ -65,6 +65,12 @@ class CPUKernel(AttentionKernel):
         if pre_rope and isinstance(key_format, Paged):
             return "keys: stored before RoPE, with statistics per page"
         return None
+
+    def prepare(self, key_format: Format, value_format: Format) -> None:
+        one = torch.zeros(1, 1, 1, key_format.head_dim, device="cpu")
+        value = torch.zeros(1, 1, 1, value_format.head_dim, device="cpu")
+        none = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self.attend(AttentionCall(one, 1.0, 1, key_format, value_format, [], none, [], NewTokens(one, value)))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         new, tokens = call.new, call.tokens

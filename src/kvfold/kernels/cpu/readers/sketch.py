@@ -12,6 +12,7 @@ from kvfold.kernels.cpu._numbers import (
     address,
     bytes_at,
     carray,
+    copy,
     decode_inside,
     decoder,
     flip,
@@ -87,7 +88,7 @@ def _split(row, batch, head, unit, tile, scratch):
     else:
         mean[:] = np.float32(0.0)
     for t in range(TILE):
-        tile[t, :dim] = mean
+        copy(mean, tile[t])
     projected = scratch[dim : dim + TILE * (inliers + rows)].reshape(TILE, inliers + rows)
     _signs(row[SPLIT:], batch, head, unit, projected)
     add_product(projected, carray(address(row[5]), (inliers, dim), np.float32), tile)
