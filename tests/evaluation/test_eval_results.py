@@ -251,3 +251,18 @@ def test_bits_that_are_tables_for_the_most_part_are_explained(tmp_path):
     (line,) = (line for line in notes([file], cells, "none") if "share" in line)
     assert line.startswith("bits count tables") and line.endswith("without them: vqllm 2.25")
     assert not any("share" in line for line in notes([file], cells[:2], "none"))
+
+
+def test_files_that_began_as_copies_are_joined_without_repeating_runs(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    common = filled(tmp_path, [result(index=0)])
+    parts = []
+    for number, name in enumerate("ab", 1):
+        (tmp_path / name / common.path.name).write_bytes(common.path.read_bytes())
+        part = ResultFile.of(tmp_path / name, SETTINGS)
+        part.add(result(index=number, run=1), {**this_run(1), "date": name})
+        parts.append(ResultFile.read(part.path))
+    whole = ResultFile.joined(parts)
+    assert [run["run"] for run in whole.runs] == [0, 1, 2] and [run["date"] for run in whole.runs[1:]] == ["a", "b"]
+    assert sorted((row.item, row.run) for row in whole.rows.values()) == [(f"needle/512/{n}", n) for n in range(3)]

@@ -254,14 +254,20 @@ class ResultFile:
     def joined(cls, found: Sequence[ResultFile]) -> ResultFile:
         """Rows of several files of the same settings, such as the parts of a suite; of rows that are there twice, the first.
 
-        Runs are numbered anew.
+        Runs are numbered anew; one that several files have, because they began as copies, is one.
         """
         whole = cls(found[0].path, found[0].settings)
         for file in found:
-            begun = len(whole.runs)
-            whole.runs += [{**run, "run": begun + number} for number, run in enumerate(file.runs)]
+            numbers = []
+            for run in file.runs:
+                said = {name: value for name, value in run.items() if name != "run"}
+                known = (n for n, other in enumerate(whole.runs) if other == {**said, "run": n})
+                number = next(known, len(whole.runs))
+                if number == len(whole.runs):
+                    whole.runs.append({**said, "run": number})
+                numbers.append(number)
             for key, row in file.rows.items():
-                whole.rows.setdefault(key, dataclasses.replace(row, run=begun + row.run))
+                whole.rows.setdefault(key, dataclasses.replace(row, run=numbers[row.run]))
         return whole
 
     def lock(self) -> BaseFileLock:
