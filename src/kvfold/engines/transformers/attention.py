@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvfold.arithmetic import outside_autocast
 from kvfold.engines.transformers import originals
 from kvfold.engines.transformers.layer import FoldedLayer
-from kvfold.errors import UnsupportedModelError, warn_once
+from kvfold.errors import CacheStateError, UnsupportedModelError, warn_once
 from kvfold.kernels import NewTokens
 from kvfold.kernels.device import launching
 from kvfold.kernels.prompt import attend_prompt
@@ -103,6 +103,11 @@ def _folded_attention(
 ) -> torch.Tensor:
     """:func:`attention_forward` over a folded layer; all tensors are of its dtype."""
     scaling, dropout = options["scaling"], options["dropout"]
+    if layer.dropped:
+        raise CacheStateError(
+            f"cache: the keys of layer {layer.spec.layer_idx} were taken back before they were attended to: a method of the "
+            "cache was called within a call of the model; call it between calls"
+        )
     if not layer.pending:
         raise UnsupportedModelError(
             f"layer {layer.spec.layer_idx}: its keys are used by a second layer; models that share keys are not folded"

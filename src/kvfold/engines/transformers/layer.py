@@ -16,7 +16,7 @@ from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, Method
 from kvfold.plan import Encoder, choose_encoder, choose_kernel
 from kvfold.storage.columns import AS_IT_BEGINS, Columns
-from kvfold.storage.devices import present
+from kvfold.storage.devices import moved, present
 from kvfold.storage.following import Following
 from kvfold.storage.layout import Layout
 from kvfold.storage.lengths import StaticLengths
@@ -31,6 +31,12 @@ NOT_READ = (
     "this model, and do not change its attention implementation afterwards"
 )
 
+NOT_ATTENDED = (
+    "cache: layer {}: the keys that update() was given before never came to kvfold's attention. A folded cache takes tokens in "
+    "calls of the model alone: neither update() by hand nor keys that were made elsewhere are served, and a model that did not "
+    "attend through kvfold is not read; call kvfold.fold(model, method), and pass the tokens to the model"
+)
+
 ANOTHER_MODEL = "make a cache for this model: kvfold.fold(model, method)"
 
 
@@ -40,6 +46,10 @@ class Snapshot(NamedTuple):
     columns: int
     parts: tuple[Any, ...] | None
     queries: dict[str, Any] | None
+
+    def on(self, device: torch.device) -> "Snapshot":
+        """On another device; slabs are the layer's own, which move with it."""
+        return Snapshot(self.columns, moved(self.parts, device), moved(self.queries, device))
 
 
 class FoldedLayer(CacheLayerMixin):
@@ -75,6 +85,7 @@ class FoldedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     is_croppable = True
+    pending = False  # keys were handed on to the attention function, and did not arrive there yet
 
     def __init__(
         self, method: Method, spec: LayerSpec, kernel: str | None = None, max_length: int | None = None
@@ -95,7 +106,7 @@ class FoldedLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self.running: tuple[Call, int] | None = None  # the model's call that is under way, and this layer's index
-        self.pending = False  # keys were handed on to the attention function, and did not arrive there yet
+        self._drop()
         self.static: StaticLengths | None = None  # while a decode graph owns the layer
         self.static_boundary: torch.Tensor | None = None  # where the prompt ends, if groups' modes depend on it
         self.home: torch.device | None = None  # while offloaded: where it belongs
@@ -103,6 +114,10 @@ class FoldedLayer(CacheLayerMixin):
         self.sequences.start(0, torch.device("cpu"))
         for part in (self.columns, self.slabs, self.sink, self.ring, self.following):
             part.clear()
+
+    def _drop(self) -> None:
+        """Forget keys that are on their way to the attention function."""
+        self.dropped, self.pending = self.pending, False
 
     # ---- what others look at -----------------------------------------------------------------------------------------
 
@@ -183,7 +198,7 @@ class FoldedLayer(CacheLayerMixin):
             If the attention function did not pick up the previous call's: the model does not attend through kvfold.
         """
         if self.pending:
-            raise CacheStateError(NOT_READ)
+            raise CacheStateError(NOT_ATTENDED.format(self.spec.layer_idx))
         if self.static is None or not self.static.running:
             self.own()
         dtype = self.dtype if self.is_initialized else autocast_dtype(key_states.device) or key_states.dtype
@@ -192,7 +207,7 @@ class FoldedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check_shape(key_states)
-        self.pending = True
+        self.pending, self.dropped = True, False
         key_states._kvfold_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
 
@@ -296,11 +311,17 @@ class FoldedLayer(CacheLayerMixin):
         if target == self.device:
             return
         self._kernel_on(target)  # where a kernel is insisted on that the device does not have, nothing moves
-        for part in (self.sequences, self.columns, self.slabs, self.sink, self.ring, self.layout, self.following):
-            part.move(target)
-        self.following.spec = self.layout.spec
-        self.device = target
+        self._place(target)
         self._choose()
+        if self.running is not None:  # it goes on, or is taken back, on the new device
+            call, index = self.running
+            call.before[index] = call.before[index].on(target)
+
+    def _place(self, device: torch.device) -> None:
+        """Have everything on a device."""
+        for part in (self.sequences, self.columns, self.slabs, self.sink, self.ring, self.layout, self.following):
+            part.move(device)
+        self.following.spec, self.device = self.layout.spec, device
 
     def offload(self) -> None:
         """To the CPU; :meth:`prefetch` brings it back."""
@@ -525,7 +546,8 @@ class FoldedLayer(CacheLayerMixin):
         self.sequences.restore(sequences)
         self.columns.restore(columns)
         self.slabs.restore(slabs)
-        self.pending = False
+        self.slabs.move(self.device)  # those that the snapshot alone had stayed where the layer was
+        self._drop()
 
     def _keep_old(self, tokens: int) -> None:
         """Before a call of ``tokens`` writes over what its snapshot refers to, go on with copies.

@@ -38,6 +38,8 @@ class Call:
 
     Attributes
     ----------
+    first : int or None
+        Layer at which the call began.
     missing : set of int
         Layers that do not have the call's tokens yet; the call is over when there are none.
     mask : Tensor or None
@@ -48,6 +50,7 @@ class Call:
         self.layers, self.length = layers, length
         self.missing = set(expected)
         self.before: dict[int, Any] = {}
+        self.first: int | None = None
         self.last: int | None = None
         self.mask: torch.Tensor | None = None
 
@@ -55,6 +58,7 @@ class Call:
         """Layer ``index`` is about to get the call's tokens."""
         layer = self.layers[index]
         self.before[index] = layer.snapshot() if hasattr(layer, "snapshot") else dict(vars(layer))
+        self.first = index if self.first is None else self.first
         self.last = index
         if hasattr(layer, "running"):
             layer.running = self, index
