@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvfold.arithmetic import outside_autocast
 from kvfold.engines.transformers import originals
 from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.engines.transformers.tracing import NOT_TRACED
 from kvfold.errors import CacheStateError, UnsupportedModelError, warn_once
 from kvfold.kernels import NewTokens
 from kvfold.kernels.device import launching
@@ -23,7 +24,7 @@ from kvfold.kernels.prompt import attend_prompt
 REFUSED = ("position_bias", "sliding_window")
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason=NOT_TRACED)
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,

@@ -15,6 +15,7 @@ from kvfold.engines.transformers.layer import ANOTHER_MODEL, NOT_ATTENDED, NOT_R
 from kvfold.engines.transformers.originals import is_folded
 from kvfold.engines.transformers.rollback import Call, attending, crop_layers, fed
 from kvfold.engines.transformers.states import forget_states, select_states, states_of
+from kvfold.engines.transformers.tracing import NOT_TRACED, refuse_tracing
 from kvfold.errors import CacheStateError, KVFoldWarning
 from kvfold.formats import PagedFormat
 from kvfold.methods import Method
@@ -137,7 +138,7 @@ class FoldedCache(Cache):
 
     # ---- calls of the model ------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=NOT_TRACED)
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,6 +150,8 @@ class FoldedCache(Cache):
         ------
         CacheStateError
             If the model does not attend through kvfold, or if a call that died cannot be taken back.
+        UnsupportedModelError
+            If the model is being exported or traced.
         """
         if layer_idx >= len(self.layers):
             raise CacheStateError(
@@ -179,6 +182,7 @@ class FoldedCache(Cache):
         if call is None or not call.missing or index in call.before:
             self.settle()
             self._check_begin(index)
+            refuse_tracing()
             self._check_attention()
             call = self._call = Call(self.layers, self._fed, super().get_seq_length())
         elif call.last is not None and getattr(self.layers[call.last], "pending", False):
