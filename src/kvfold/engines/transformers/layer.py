@@ -112,7 +112,7 @@ class FoldedLayer(CacheLayerMixin):
         self.home: torch.device | None = None  # while offloaded: where it belongs
         self.is_initialized = False
         self.sequences.start(0, torch.device("cpu"))
-        for part in (self.columns, self.slabs, self.sink, self.ring, self.following):
+        for part in (self.columns, self.slabs, self.sink, self.ring, self.following, self.writer.cuts):
             part.clear()
 
     def _drop(self) -> None:
@@ -171,6 +171,7 @@ class FoldedLayer(CacheLayerMixin):
         self._choose()
         self.sequences.start(batch, device)
         self.slabs.start(batch)
+        self.writer.cuts.start(batch)
         self.following.start(batch, dtype, device)
         self.sink.start(dtype, device)
         self.ring.start(dtype, device)
@@ -261,7 +262,7 @@ class FoldedLayer(CacheLayerMixin):
 
         Tokens in the recent window, and all tokens of the last call while past recording is on, go without a trace. A
         cut that reaches into packed storage decodes the rest of its block back into the recent window: those tokens
-        keep the precision they were stored with.
+        keep the precision they were stored with, however often the sequence is cut there again.
         """
         self.own()
         tokens_to_remove = int(tokens_to_remove)  # assisted generation passes a tensor
@@ -297,6 +298,7 @@ class FoldedLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.sequences.select(rows)
+        self.writer.cuts.select(rows)
         self.slabs.select(rows, pick)
         self.following.select(rows, pick)
         for part in (self.columns, self.sink, self.ring):
@@ -319,7 +321,8 @@ class FoldedLayer(CacheLayerMixin):
 
     def _place(self, device: torch.device) -> None:
         """Have everything on a device."""
-        for part in (self.sequences, self.columns, self.slabs, self.sink, self.ring, self.layout, self.following):
+        stored = (self.sequences, self.columns, self.slabs, self.sink, self.ring, self.writer.cuts)
+        for part in (*stored, self.layout, self.following):
             part.move(device)
         self.following.spec, self.device = self.layout.spec, device
 
@@ -572,7 +575,7 @@ class FoldedLayer(CacheLayerMixin):
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor the layer owns, by what it is for: packed, windows, state."""
         kept = self.following.ring
-        windows = [*self.sink, *self.ring] if self.is_initialized else []
+        windows = [*self.sink, *self.ring, *self.writer.cuts.tensors()] if self.is_initialized else []
         windows += [kept] if kept is not None else []
         state = [*self.following.state.values(), *(t for side in self.slabs.shared for t in side.values())]
         return {"packed": self.slabs.tensors(), "windows": windows, "state": state + self.columns.tensors()}
