@@ -123,7 +123,9 @@ def test_tables_do_not_depend_on_default_dtype_default_device_or_autocast(tmp_pa
         assert relative(got[mask.bool()], expected[mask.bool()]) < 1e-6, method
 
 
-@pytest.mark.parametrize("method", ["none", "fold:bits=8,sink=0,recent=8", "k=none+v=fold:bits=8", "fold:bits=8+keep=0"])
+@pytest.mark.parametrize(
+    "method", ["none", "fold:bits=8,sink=0,recent=8", "k=none+v=fold:bits=8", "fold:bits=8+keep=0"]
+)
 def test_a_model_of_64_bits_is_served_as_one_of_32(method, tmp_path):
     """Cached tokens are read in float32; what does not fit into it takes its largest value."""
     model, ids = llama(), prompt(2, 171)

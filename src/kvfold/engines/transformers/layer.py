@@ -15,7 +15,7 @@ from kvfold.kernels.device import launching
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, Method
 from kvfold.plan import Encoder, choose_encoder, choose_kernel
-from kvfold.storage.columns import AS_IT_BEGINS, Columns
+from kvfold.storage.columns import Columns
 from kvfold.storage.devices import moved, present
 from kvfold.storage.following import Following
 from kvfold.storage.layout import Layout
@@ -271,10 +271,22 @@ class FoldedLayer(CacheLayerMixin):
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         removed = self.columns.remove(min(-tokens_to_remove, self.columns.count), len(self.sequences))
+        self._shorten(removed)
+
+    def _shorten(self, removed: list[int]) -> None:
+        """Take so many of each sequence's newest tokens away."""
         with launching(self.device):
             for row, count in enumerate(removed):
                 if count:
                     self.writer.truncate(row, self.lens[row] - count)
+
+    @storing
+    @outside_autocast
+    def hide(self, mask: torch.Tensor, hidden: list[int]) -> None:
+        """Drop each sequence's newest tokens, ``hidden`` many, which a mask says are padding."""
+        self.own()
+        self.columns.hide(mask, self.device)
+        self._shorten(hidden)
 
     @storing
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -368,35 +380,22 @@ class FoldedLayer(CacheLayerMixin):
         return None if bool(valid.all()) else valid
 
     def check_mask(self, mask: torch.Tensor) -> None:
-        """Refuse a mask, bool [batch, columns], that says otherwise of cached columns than the calls they came with."""
+        """Refuse a mask, bool [batch, columns], that says otherwise of cached columns than the calls they came with.
+
+        What it hides at the end of a sequence is dropped, in all folded layers of the call; see :meth:`Columns.hidden`.
+        """
         call = self.running[0] if self.running is not None else None
         if call is not None and call.mask is mask:
             return  # another layer has looked
-        self.columns.check_mask(mask, self.device)
+        hidden = self.columns.hidden(mask, self.device)
+        if hidden is not None:
+            if call is None:
+                self.own()
+                self.hide(mask, hidden)
+            else:
+                call.hide(mask, hidden)
         if call is not None:
             call.mask = mask
-
-    def check_prompt(self, position_ids: torch.Tensor | None, count: int) -> None:
-        """Refuse a prompt that is not longer than what the cache holds: of ``n`` tokens that follow ``columns`` others,
-        ``generate`` passes on those from ``columns - n`` on, to be read a second time. Steps on accelerators are not looked at.
-        """
-        columns = self.columns.count
-        skipped = (columns - count) // 2
-        if position_ids is None or position_ids.ndim != 2 or count > columns or 2 * skipped != columns - count:
-            return
-        if count == 1 and columns > 1 and self.device.type != "cpu":
-            return
-        if self.running is not None and len(self.running[0].before) > 1:
-            return  # the first layer has looked
-        held = self.lens[0]
-        if held < min(count, 2):  # padding, or a token that padding follows
-            return
-        ends = position_ids[0, :: max(count - 1, 1)].tolist()
-        if (ends[0], ends[-1]) == (skipped, held - 1 - skipped):
-            raise CacheStateError(
-                f"input_ids: a prompt of {skipped + count} tokens, not more than the {columns} that the cache holds: "
-                f"they have the positions of tokens that it holds; {AS_IT_BEGINS}"
-            )
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
