@@ -121,3 +121,23 @@ def test_tables_do_not_depend_on_default_dtype_default_device_or_autocast(tmp_pa
     for method, got in torch.load(out).items():
         expected = logits(model, kvfold.fold(model, method), ids, CUTS, mask)
         assert relative(got[mask.bool()], expected[mask.bool()]) < 1e-6, method
+
+
+@pytest.mark.parametrize(
+    "method", ["none", "fold:bits=8,sink=0,recent=8", "k=none+v=fold:bits=8", "fold:bits=8+keep=0"]
+)
+def test_a_model_of_64_bits_is_served_as_one_of_32(method, tmp_path):
+    """Cached tokens are read in float32; what does not fit into it takes its largest value."""
+    model, ids = llama(), prompt(2, 171)
+    expected = logits(model, kvfold.fold(model, method), ids, [130, 40, 1])
+    model.double()
+    cache = kvfold.fold(model, method)
+    got = logits(model, cache, ids[:, :170], [130, 40])
+    cache.save(tmp_path / "cache.safetensors")
+    step = logits(model, kvfold.load_cache(tmp_path / "cache.safetensors", model), ids[:, 170:])
+    assert got.dtype == step.dtype == torch.float64
+    assert relative(torch.cat((got, step), 1), expected) < 1e-5
+    if method == "none":
+        assert relative(got, logits(model, dynamic(model), ids[:, :170])) < 1e-6
+    of = cache.folded[1]
+    assert (of.dtype, cache.full_nbytes()) == (torch.float64, 2 * 2 * 170 * 2 * of.spec.num_kv_heads * 64 * 8)

@@ -1,13 +1,22 @@
-"""What is computed and stored whatever is around the model: autocast, inference mode, gradients."""
+"""What is computed and stored whatever is around the model: autocast, inference mode, gradients, tracing.
 
-from collections.abc import Callable
+What the package makes once and keeps goes through :func:`lasting` or :func:`beside`, and through nothing else (a test looks).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -41,3 +50,65 @@ def storing(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return outside
+
+
+# ---- what is made once -----------------------------------------------------------------------------------------------
+
+
+def is_watched() -> bool:
+    """Whether tensors that are made now would be others than they are declared: fake or functional ones, recorded as an
+    operation's result (``torch.export``), one level of a transformation (``vmap``), or on a device of somebody's choice."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Within it tensors are what they are declared, whatever :func:`is_watched` says of the caller's."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def ordinary(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function make ordinary tensors, whatever is around the call."""
+    made = outside_autocast(storing(function))
+
+    @wraps(function)
+    def unseen(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_watched():
+            return made(*args, **kwargs)
+        with unwatched():
+            return made(*args, **kwargs)
+
+    return unseen
+
+
+def lasting(most: int | None = 128) -> Callable[[Callable[..., R]], functools._lru_cache_wrapper[R]]:
+    """Have a function's results made once, as ordinary tensors, and kept: those of the ``most`` newest arguments, or of all."""
+
+    def keeping(function: Callable[..., R]) -> functools._lru_cache_wrapper[R]:
+        return functools.lru_cache(maxsize=most)(ordinary(function))
+
+    return keeping
+
+
+def beside(function: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """As :func:`lasting`, of an object that is the first argument, for as long as it lives."""
+    found: WeakKeyDictionary[Any, dict[Any, R]] = WeakKeyDictionary()
+    made = ordinary(function)
+
+    @wraps(function)
+    def keeping(of: T, *args: P.args, **kwargs: P.kwargs) -> R:
+        own = found.setdefault(of, {})
+        if args not in own:
+            own[args] = made(of, *args, **kwargs)
+        return own[args]
+
+    return keeping

@@ -11,7 +11,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvfold import files
+from kvfold.arithmetic import lasting
 from kvfold.errors import KVFoldError
 
 SCHEMA = 2
@@ -343,7 +343,7 @@ def load_cached(location: str) -> Artefact:
     return _load_cached(location, stamp)
 
 
-@lru_cache(maxsize=16)
+@lasting(16)
 def _load_cached(location: str, stamp: tuple[int, int]) -> Artefact:
     return load(location)
 

@@ -15,6 +15,7 @@ from kvfold.errors import CacheStateError, KVFoldError, MethodError, Unsupported
 from kvfold.kernels import Partial
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.rope import Rope
+from targets import current
 
 pytestmark = [pytest.mark.targets, pytest.mark.takes_turns]
 
@@ -289,6 +290,31 @@ def test_masks_that_do_not_fit_are_refused():
         with pytest.raises(error, match=message):
             attention_forward(MODULE, new[2], k, v, mask)
     assert of.lens == [30]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["causal", "tree", "segments"])
+def test_a_mask_of_four_dimensions_is_served_in_a_first_call(kind, implementation):
+    """There the model's own attention reads the call's own keys. Later calls see all of them."""
+    model, ids = llama(implementation=implementation), prompt(2, 60)
+    seen = torch.ones(60, 60, dtype=torch.bool, device=ids.device).tril()
+    if kind == "tree":
+        seen[50:55, 45:50] = False
+    if kind == "segments":
+        seen[30:, :30] = False
+    low = torch.finfo(model.dtype).min
+    mask = torch.zeros(2, 1, 60, 60, dtype=model.dtype, device=ids.device).masked_fill(~seen, low)
+    cache, plain = kvfold.fold(model, "none"), dynamic(model)
+    with torch.no_grad():
+        got, want = (model(ids, attention_mask=mask, past_key_values=of).logits for of in (cache, plain))
+    assert relative(got, want) < (2e-2 if current().is_gpu else 1e-5)
+    with pytest.raises(
+        UnsupportedModelError, match=r"cache that holds tokens takes padding masks .* in the first call"
+    ):
+        model(ids[:, :2], attention_mask=mask[:, :, :2], past_key_values=cache)
+    more = prompt(2, 5, seed=3)
+    off = relative(logits(model, cache, more), logits(model, plain, more))
+    assert off < (2e-2 if current().is_gpu else 1e-5) and cache.get_seq_length() == 65
 
 
 def test_keys_that_two_layers_share_are_refused():

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 import kvfold
 from helpers import dynamic, left_padding, llama, logits, prompt, relative
 from kvfold.engines.transformers.cache import FoldedCache
-from kvfold.errors import KVFoldWarning
+from kvfold.errors import CacheStateError, KVFoldWarning
 from targets import current
 
 pytestmark = [pytest.mark.targets, pytest.mark.takes_turns]
@@ -243,3 +243,51 @@ def test_a_compiled_model_reads_its_folded_cache():
     cache = fold(one, "fold:sink=4,recent=8")
     got = logits(torch.compile(one, backend="eager"), cache, ids, cuts)
     assert relative(got, want) < 1e-5 and cache.folded[0].lens == [83]
+
+
+# ---- drafts on a cache that holds an earlier turn --------------------------------------------------------------------
+
+DRAFTS = {
+    "prompt lookup": lambda: {"prompt_lookup_num_tokens": 4},
+    "an assistant": lambda: {"assistant_model": helper()},
+}
+
+
+def helper():
+    return llama(eos_token_id=None, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize("turn", [3, 20, 150])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("method", ["none", "kivi:bits=8,group=16", "squat_pre:bits=8"])
+def test_a_draft_goes_on_from_an_earlier_turn(model, method, draft, turn):
+    """Transformers passes the whole prompt once more, from its first position on; what the cache holds is not stored twice."""
+    ids, more = prompt(1, 90), prompt(1, turn, seed=5)
+    cache, plain = (kvfold.fold(model, method) for _ in range(2))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    for of in (cache, plain):
+        first = model.generate(ids, past_key_values=of, **options)
+    two = torch.cat((first, more), 1)
+    want = model.generate(two, past_key_values=plain, **options)
+    held = [of.decoded(0) for of in cache.folded]
+    got = model.generate(two, past_key_values=cache, **options, **DRAFTS[draft]())
+    assert got.shape == want.shape and cache.get_seq_length() <= got.shape[1]
+    if method == "none":
+        assert_same_tokens(model, None, got[0], want[0], two.shape[1])
+    else:  # packing lags by a call while tokens may be taken back
+        assert torch.equal(got[:, : two.shape[1] + 1], want[:, : two.shape[1] + 1])
+    for of, (keys, values) in zip(cache.folded, held, strict=True):
+        now = of.decoded(0)
+        assert of.lens == [cache.get_seq_length()]
+        for old, new in ((keys, now[0]), (values, now[1])):
+            assert relative(new[:, :100], old[:, :100]) < 0.05
+
+
+@pytest.mark.cpu_only("a model of both kinds of layers")
+def test_a_draft_is_refused_where_layers_that_are_not_folded_hold_an_earlier_turn():
+    model, ids = llama(eos_token_id=None, num_hidden_layers=3), prompt(1, 90)
+    cache = kvfold.fold(model, "kivi+keep=1")
+    first = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    two = torch.cat((first, prompt(1, 20, seed=5)), 1)
+    with pytest.raises(CacheStateError, match=r"assisted generation reads the whole prompt again, .* not folded \(1\)"):
+        model.generate(two, past_key_values=cache, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=4)

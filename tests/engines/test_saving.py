@@ -503,9 +503,10 @@ def test_a_cache_goes_to_another_device_as_a_whole(model):
         continued(model, twin)
     with pytest.raises(CacheStateError, match=r"to\(torch.float16\) is not allowed.*allowed: a device"):
         cache.to(torch.float16)
-    for nowhere in ("gpu", "cuda:77", None, -1, [0]):
+    for nowhere in ("gpu", "cuda:77", -1, [0]):
         with pytest.raises(CacheStateError, match=r"there is no such device here; allowed: cpu"):
             cache.to(nowhere)
+    assert cache.to(None) is cache and cache.folded[0].device.type == "cpu"
     kept = dataclasses.asdict(cache.method)
     continued(model, cache)
     assert dataclasses.asdict(cache.method) == kept

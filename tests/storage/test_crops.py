@@ -138,6 +138,89 @@ def test_a_crop_into_packed_storage_keeps_what_was_read(method, target):
         assert torch.equal(keys[:, -recent:], more[0][0, :, -recent:])
 
 
+def held(of, row: int = 0) -> torch.Tensor:
+    return torch.cat(of.decoded(row), -1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prefix_that_is_cut_again_and_again_loses_nothing_after_the_first_time(method):
+    """Requests that follow one prefix: each is cut off where the prefix ends, within a block that was packed again of what
+    was left. A cut further on, and one before it, are others' first."""
+    of = feed(layer(method), tokens(1, 300))
+    feed(of, tokens(1, 300, seed=1), start=300)
+    assert of.method.sink + of.packed[0] > 300
+    of.crop(-300)
+    once = held(of)
+    for turn, count in enumerate((45, 260, 130, 99)):
+        feed(of, tokens(1, count, seed=2 + turn), [count - 1, 1], start=300)
+        if turn % 2:  # an answer that is asked for once more
+            of.crop(-(count - 9))
+            feed(of, tokens(1, 150, seed=9), start=309)
+            longer = held(of)[:, :309]
+            of.crop(-150)
+            assert torch.equal(held(of)[:, :300], once)
+            feed(of, tokens(1, 140, seed=8), start=309)
+            of.crop(-140)
+            assert relative(held(of), longer) < 0.6 and of.lens == [309]
+            of.crop(-9)
+        else:
+            of.crop(-count)
+        assert torch.equal(held(of), once)
+    of.crop(-10)
+    assert torch.equal(held(of), once[:, :290])
+    feed(of, tokens(1, 150, seed=7), start=290)
+    of.crop(-150)
+    assert torch.equal(held(of), once[:, :290])
+
+
+@pytest.mark.parametrize("how", ["batch", "copy", "select", "save", "to"])
+@pytest.mark.parametrize("method", ["kivi", "squat_pre", "qjl", "turboquant", "fold"])
+def test_what_was_cut_is_remembered_by_sequence_and_goes_along(method, how, tmp_path):
+    model, ids = llama(), prompt(3, 420)
+    mask = torch.ones_like(ids)
+    mask[1, :31] = mask[2, :77] = 0
+    cache = kvfold.fold(model, method)
+    step(model, cache, ids, 0, 300, attention_mask=mask[:, :300])
+    step(model, cache, ids, 300, 420, attention_mask=mask)
+    cache.crop(-120)
+    once = [[held(of, row) for row in range(3)] for of in cache.folded]
+    assert cache.nbytes()["windows"] > sum(t.nbytes for of in cache.folded for t in (*of.sink, *of.ring))
+    order = [0, 1, 2]
+    if how == "copy":
+        cache = copy.deepcopy(cache)
+    elif how == "select":
+        order = [2, 0]
+        cache.batch_select_indices(torch.tensor(order))
+    elif how == "save":
+        cache.save(tmp_path / "cache.safetensors")
+        cache = kvfold.load_cache(tmp_path / "cache.safetensors", model)
+    elif how == "to":
+        cache.to("cpu").to(ids.device)
+    for turn in range(2):
+        more = prompt(len(order), 120 + turn)
+        whole = torch.cat((mask[order][:, :300], torch.ones_like(more)), 1)
+        step(model, cache, torch.cat((ids[order][:, :300], more), 1), 300, whole.shape[1], attention_mask=whole)
+        cache.crop(-more.shape[1])
+        for of, expected in zip(cache.folded, once, strict=True):
+            for at, row in enumerate(order):
+                assert torch.equal(held(of, at), expected[row])
+    cache.reset()
+    assert not any(list(of.writer.cuts.tensors()) for of in cache.folded)
+
+
+def test_what_is_remembered_of_cuts_is_bounded():
+    of = feed(layer("kivi"), tokens(1, 2000))
+    for length in range(1900, 100, -37):
+        of.crop(length - of.lens[0])
+        feed(of, tokens(1, 150), start=length)
+        (row,) = of.writer.cuts.rows
+        assert len(row) <= 8 and all(keys.shape[1] < of.block for keys, _ in row.values())
+    for _ in range(12):  # blocks that stay in the sequence, each cut once
+        feed(of, tokens(1, 311), start=of.lens[0])
+        of.crop(-183)
+    assert len(of.writer.cuts.rows[0]) == 8
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     method=st.sampled_from(METHODS),

@@ -9,9 +9,11 @@ import torch
 import kvfold
 from cache_case import small, step
 from helpers import (
+    assert_same_content,
     dynamic,
     llama,
     prompt,
+    relative,
 )
 from kvfold import errors
 from kvfold.engines.transformers import names
@@ -47,6 +49,140 @@ def test_a_mask_that_later_shows_padding_is_refused():
         step(model, cache, ids, first, 61, attention_mask=mask[:, :61])
         for of in cache.folded:
             assert of.lens == [61, 31]
+
+
+ENDS = [4, 9, 12]
+"""Real tokens of each sequence's answer; padding follows while others go on."""
+
+
+def chat(turns: int = 2):
+    """Ids and mask [3, columns] of turns of a left-padded batch, each a question of 60 tokens and an answer of up to 12; and
+    where the turns begin."""
+    ids = prompt(3, 72 * turns)
+    mask = torch.ones_like(ids)
+    mask[1, :31] = 0
+    for turn in range(turns):
+        for row, end in enumerate(ENDS):
+            mask[row, 72 * turn + 60 + end : 72 * (turn + 1)] = 0
+    return ids, mask, range(0, 72 * turns, 72)
+
+
+def fed(model, cache, ids, mask, start: int, stop: int) -> torch.Tensor:
+    """A call whose mask says of its own columns that all are real but for padding on the left, as ``generate`` says."""
+    seen = mask[:, :stop].clone()
+    begin = start // 72 * 72
+    seen[:, begin:] = 1
+    if not begin:
+        seen[1, :31] = 0
+    positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, start:]
+    return step(model, cache, ids, start, stop, attention_mask=seen, position_ids=positions)
+
+
+@pytest.mark.parametrize("method", ["none", "kivi", "fold", "squat_pre", "qjl", "zipcache", "kivi:sink=0,recent=16"])
+def test_padding_after_a_sequences_end_is_dropped_where_the_next_turns_mask_hides_it(method):
+    """Rows of a batched chat end at different times; each goes on as it would alone."""
+    model, (ids, mask, turns) = llama(), chat(4)
+    cache = kvfold.fold(model, method)
+    alone = [kvfold.fold(model, method) for _ in ENDS]
+    held = [0, 0, 0]
+    for start in turns[:3]:
+        cuts = [(start, start + 60), *((at, at + 1) for at in range(start + 60, start + 72))]
+        for a, b in cuts:
+            got = fed(model, cache, ids, mask, a, b)
+            for row, of in enumerate(alone):
+                real = mask[row, a:b].bool()
+                if real.any():
+                    new = ids[row : row + 1, a:b][:, real]
+                    want = step(model, of, new, 0, new.shape[1])
+                    held[row] += new.shape[1]
+                    assert relative(got[row, real], want[0]) < 1e-3
+    fed(model, cache, ids, mask, 216, 240)
+    lens = [of.lens for of in cache.folded]
+    assert lens == [[n + 24 for n in held]] * 2
+    again = torch.ones_like(mask)
+    again[1, :31] = 0
+    with pytest.raises(CacheStateError, match="shows what was padding, in column 64 of sequence 0"):
+        step(model, cache, ids, 240, 260, attention_mask=again[:, :260])
+    assert [of.lens for of in cache.folded] == lens
+
+
+@pytest.mark.parametrize("method", ["none", "kivi:sink=0,recent=0"])
+def test_padding_that_was_packed_is_dropped_too(method):
+    model, ids = llama(), prompt(2, 240)
+    cache, alone = kvfold.fold(model, method), kvfold.fold(model, method)
+    step(model, cache, ids, 0, 200)
+    mask = torch.ones_like(ids)
+    mask[0, 130:200] = 0
+    positions = mask.cumsum(-1)[:, 200:] - 1
+    got = step(model, cache, ids, 200, 240, attention_mask=mask, position_ids=positions)
+    step(model, alone, ids[:1], 0, 200)
+    alone.crop(-70)
+    want = step(model, alone, ids[:1], 200, 240)
+    assert relative(got[:1], want) < 1e-5
+    for one, other in zip(cache.folded, alone.folded, strict=True):
+        assert one.lens == [170, 240] and one.columns.count == 240
+        assert_same_content(one, other)
+
+
+def test_a_call_that_dies_after_padding_was_dropped_is_as_if_it_had_been_cropped():
+    model, ids = llama(num_hidden_layers=3), prompt(2, 150)
+    mask = torch.ones_like(ids)
+    mask[0, 90:100] = 0
+    cache, whole = (kvfold.fold(model, "kivi:sink=0,recent=0") for _ in range(2))
+    for of in (cache, whole):
+        step(model, of, ids, 0, 100)
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(die)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, cache, ids, 100, 150, attention_mask=mask)
+    hook.remove()
+    assert cache.get_seq_length() == 100
+    want = step(model, whole, ids, 100, 150, attention_mask=mask)
+    with pytest.warns(KVFoldWarning, match="taken back"):
+        assert torch.equal(step(model, cache, ids, 100, 150, attention_mask=mask), want)
+    for one, other in zip(cache.folded, whole.folded, strict=True):
+        assert one.lens == [140, 150]
+        for row in range(2):
+            assert_same_content(one, other, row, row)
+
+
+def test_a_batched_chat_by_generate_answers_as_each_row_alone():
+    model = llama()
+    ids, mask, _ = chat(1)
+    ids, mask = ids[:, :60], mask[:, :60]
+    ids = ids.masked_fill(mask == 0, 0)
+
+    class Ends:
+        def __call__(self, seen, scores):
+            scores[:, :3] = -1e9  # no padding, begin or end by itself
+            for row, end in enumerate(ENDS):
+                if seen.shape[1] == 60 + end:
+                    scores[row], scores[row, 2] = -1e9, 0
+            return scores
+
+    def answered(cache, tokens, mask):
+        return model.generate(
+            tokens,
+            attention_mask=mask,
+            past_key_values=cache,
+            max_new_tokens=13,
+            do_sample=False,
+            logits_processor=[Ends()],
+        )
+
+    cache = kvfold.fold(model, "none")
+    out, new = answered(cache, ids, mask), prompt(3, 20, seed=4)
+    two = torch.cat((out, new), 1)
+    seen = torch.cat((mask, (out[:, 60:] != 0).long(), torch.ones_like(new)), 1)
+    got = model.generate(two, attention_mask=seen, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert not bool(seen[0, 65:73].any())
+    for row in range(3):
+        one = two[row, seen[row].bool()][None]
+        want = model.generate(one, past_key_values=kvfold.fold(model, "none"), max_new_tokens=6, do_sample=False)
+        assert torch.equal(got[row, -6:], want[0, -6:])
 
 
 def test_the_first_step_after_a_longer_call_looks_at_the_mask_on_every_device(monkeypatch):

@@ -9,13 +9,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvfold import methods
+from kvfold.arithmetic import lasting
 from kvfold.bench import storage
 from kvfold.bench.rows import Row, append, environment, need_gpu, options, script
 from kvfold.bench.timing import times, times_in_turn
@@ -121,7 +122,7 @@ def _fold_bits(bits: int) -> tuple[int, int]:
     return divmod(bits, 10) if bits > 9 else (bits or 3, bits or 2)
 
 
-@lru_cache
+@lasting()
 def _fold(bits: int, head_dim: int) -> tuple[Format, Format]:
     method = methods.get("fold:k_bits={},v_bits={}".format(*_fold_bits(bits)))
     spec = LayerSpec(0, 1, 1, 1, head_dim)
@@ -373,7 +374,7 @@ def gate(work: Work, inputs: Inputs) -> float:
     return float((got[chosen] - want).norm() / want.norm())
 
 
-@lru_cache
+@lasting()
 def baselines(shape: Work, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Median milliseconds of every full-precision kernel that runs here at this shape (of whatever method)."""
     found: dict[str, float] = {}

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from kvfold import methods
+from kvfold.arithmetic import lasting
 from kvfold.errors import KVFoldError
 from kvfold.formats import Fields, Format, PagedFormat
 from kvfold.formats.codebook import KeyCodebook
@@ -32,7 +33,7 @@ SAMPLE = 4096
 """Tokens that are encoded; the rest of a long sequence repeats them."""
 
 
-@lru_cache(maxsize=16)
+@lasting(16)
 def formats(
     method: str, heads: int, head_dim: int, device: torch.device, fused: bool = True
 ) -> tuple[Format, Format, Map | None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold import files
+from kvfold.arithmetic import lasting
 from kvfold.errors import KVFoldError
 from kvfold.evaluation import schema
 from kvfold.evaluation.schema import read_row
@@ -389,7 +389,7 @@ def prompt_sha256(ids: Sequence[int], prefilled: int) -> str:
     return hashlib.sha256(json.dumps([prefilled, list(ids)]).encode()).hexdigest()[:16]
 
 
-@functools.cache
+@lasting(None)
 def code_sha256() -> str:
     """Twelve hexadecimal digits of the package's source: versions name releases, rows are also made between them."""
     digest = hashlib.sha256()

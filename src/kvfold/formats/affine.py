@@ -17,11 +17,11 @@ Scales and zero-points are rounded to fp16 before the codes are chosen, so the c
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats.base import Fields, Format
 from kvfold.formats.packing import PLANES, UNIT, group_order, pack, pack_signs, signs, unpack, words_per_unit
 
@@ -89,7 +89,7 @@ def quantize_sym(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
     return codes, scale
 
 
-@lru_cache
+@lasting()
 def _group_order(operand: str, axis: str, groups: int, device: torch.device, inverse: bool) -> torch.Tensor:
     order = group_order(operand, axis, groups)
     return (torch.argsort(order) if inverse else order).to(device)

@@ -7,10 +7,10 @@ decoded vectors back (:meth:`Basis.restore`) or, since every map is linear, maps
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats.packing import UNIT
 
 ROWS = 4096
@@ -176,7 +176,7 @@ def gain(head_dim: int) -> float:
     return math.sqrt(math.pi / head_dim) * math.exp(math.lgamma((head_dim + 1) / 2) - math.lgamma(head_dim / 2))
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def projection(rows: int, head_dim: int, seed: int, device: str) -> torch.Tensor:
     """S of QJL: Gaussian rows, orthogonalized by QR in chunks of ``head_dim``, of length sqrt(d); float32 [rows, d]."""
     generator = torch.Generator().manual_seed(seed)
@@ -187,13 +187,13 @@ def projection(rows: int, head_dim: int, seed: int, device: str) -> torch.Tensor
     return (torch.cat(chunks)[:rows] * math.sqrt(head_dim)).float().to(device)
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def rotation(head_dim: int, seed: int, device: str) -> torch.Tensor:
     """A uniformly random orthogonal matrix, float32 [head_dim, head_dim]."""
     return projection(head_dim, head_dim, seed, device) / math.sqrt(head_dim)
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def _signs(head_dim: int, seed: int, device: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randint(0, 2, (head_dim,), generator=generator, device="cpu").float() * 2 - 1).to(device)

@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import torch
 
+from kvfold.arithmetic import beside
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.base import Fields, Format
 from kvfold.formats.packing import UNIT
@@ -270,7 +271,6 @@ class KeyCodebook:
     def __init__(self, centres: torch.Tensor, metric: torch.Tensor, rotary: int, steps: KeySteps | None = None) -> None:
         self.centres, self.metric, self.rotary, self.steps = centres, metric, rotary, steps
         self.heads, self.stages, self.levels, self.head_dim = centres.shape
-        self._devices: dict[torch.device, KeyCodebook] = {centres.device: self}
 
     @classmethod
     def rounded(cls, centres: torch.Tensor, metric: torch.Tensor, rotary: int) -> KeyCodebook:
@@ -282,10 +282,12 @@ class KeyCodebook:
 
     def on(self, device: torch.device) -> KeyCodebook:
         """The same tables on another device; moved once."""
-        if device not in self._devices:
-            steps = None if self.steps is None else self.steps.to(device)
-            self._devices[device] = KeyCodebook(self.centres.to(device), self.metric.to(device), self.rotary, steps)
-        return self._devices[device]
+        return self if device == self.centres.device else self._moved(device)
+
+    @beside
+    def _moved(self, device: torch.device) -> KeyCodebook:
+        steps = None if self.steps is None else self.steps.to(device)
+        return KeyCodebook(self.centres.to(device), self.metric.to(device), self.rotary, steps)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything held, by name; what else is needed is derived from these in every call, for it is larger."""

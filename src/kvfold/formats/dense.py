@@ -23,7 +23,7 @@ class Dense(Format):
         return {"x": ((self.block, self.head_dim), self.dtype)}
 
     def encode(self, x: torch.Tensor) -> Fields:
-        most = torch.finfo(self.dtype).max
+        most = min(torch.finfo(self.dtype).max, torch.finfo(x.dtype).max)
         return {"x": x.clamp(-most, most).to(self.dtype).unflatten(-2, (-1, self.block))}
 
     def decode(self, fields: Fields) -> torch.Tensor:

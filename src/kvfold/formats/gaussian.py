@@ -1,10 +1,10 @@
 """A fixed table for Gaussian vectors: 256 codes for a few coordinates, the same for every model."""
 
-from functools import lru_cache
 from importlib.resources import files
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats.residual import Codebook
 
 VECTORS = (4, 8)
@@ -15,7 +15,7 @@ STEP = 1 / 32
 """Every coordinate is a whole number of these, of at most seven bits and a sign, so that kernels may multiply bytes."""
 
 
-@lru_cache
+@lasting()
 def gaussian_codes(vector: int) -> Codebook:
     """256 codes of least squared error for ``vector`` independent standard normals, fp16 [1, 256, vector].
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from kvfold.arithmetic import beside
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.base import Fields
 from kvfold.formats.packing import UNIT
@@ -33,14 +34,15 @@ class GroupBook:
         self, codes: torch.Tensor, metric: torch.Tensor | None = None, mean: torch.Tensor | None = None
     ) -> None:
         self.codes, self.metric, self.mean = codes, metric, mean
-        self._devices: dict[torch.device, GroupBook] = {codes.device: self}
 
     def on(self, device: torch.device) -> "GroupBook":
         """The same codebooks on another device; moved once."""
-        if device not in self._devices:
-            metric, mean = (None if x is None else x.to(device) for x in (self.metric, self.mean))
-            self._devices[device] = GroupBook(self.codes.to(device), metric, mean)
-        return self._devices[device]
+        return self if device == self.codes.device else self._moved(device)
+
+    @beside
+    def _moved(self, device: torch.device) -> "GroupBook":
+        metric, mean = (None if x is None else x.to(device) for x in (self.metric, self.mean))
+        return GroupBook(self.codes.to(device), metric, mean)
 
 
 @dataclass(frozen=True)

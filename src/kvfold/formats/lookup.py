@@ -12,11 +12,11 @@ scaling       value of a code                          stored                   
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
+from kvfold.arithmetic import beside, lasting
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.base import Fields, Format
 from kvfold.formats.packing import PLANES, UNIT, pack, unpack, words_per_unit
@@ -32,13 +32,14 @@ class ChannelScales:
 
     def __init__(self, center: torch.Tensor, spread: torch.Tensor) -> None:
         self.center, self.spread = center, spread
-        self._devices: dict[torch.device, ChannelScales] = {center.device: self}
 
     def on(self, device: torch.device) -> "ChannelScales":
         """The same constants on another device; moved once."""
-        if device not in self._devices:
-            self._devices[device] = ChannelScales(self.center.to(device), self.spread.to(device))
-        return self._devices[device]
+        return self if device == self.center.device else self._moved(device)
+
+    @beside
+    def _moved(self, device: torch.device) -> "ChannelScales":
+        return ChannelScales(self.center.to(device), self.spread.to(device))
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,7 @@ class Lookup(Format):
         return f"{self.bits_per_code}-bit lookup, {scales[self.scaling]} ({self.bits:.2f} bits)"
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def _levels(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """On a device; to bring them there waits for it."""
-    with torch.inference_mode(False):
-        return torch.tensor(levels, dtype=torch.float32, device=device)
+    return torch.tensor(levels, dtype=torch.float32, device=device)

@@ -1,11 +1,11 @@
 """A format and a low-rank approximation of what it misses, with a basis per page. The storage of GEAR."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.base import Fields, Format
 from kvfold.formats.paged import PagedFormat
@@ -89,13 +89,12 @@ def row_space(x: torch.Tensor, rank: int, loops: int, seed: int) -> torch.Tensor
     return basis.float()
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def _start(dim: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
     """Orthonormal columns, float64 [dim, rank], always the same."""
-    with torch.inference_mode(False):
-        draw = torch.Generator().manual_seed(seed)
-        block = torch.randn(dim, rank, generator=draw, dtype=torch.float64, device="cpu")
-        return torch.linalg.qr(block).Q.to(device)
+    draw = torch.Generator().manual_seed(seed)
+    block = torch.randn(dim, rank, generator=draw, dtype=torch.float64, device="cpu")
+    return torch.linalg.qr(block).Q.to(device)
 
 
 def _orthonormal(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

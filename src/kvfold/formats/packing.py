@@ -18,10 +18,10 @@ are bytes: with B bytes in a unit, field f of byte i holds the code at f B + i. 
 give adjacent codes, in vectors of any length.
 """
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
+
+from kvfold.arithmetic import lasting
 
 UNIT = 32
 """Tokens in a packed unit."""
@@ -133,7 +133,7 @@ def unpack(
     return from_stream(stream, operand).flatten(-3, -2).to(dtype)
 
 
-@lru_cache
+@lasting()
 def group_order(operand: str, axis: str, groups: int) -> torch.Tensor:
     """Order in which the scales (zero-points, sign words) of a row of groups are stored.
 
@@ -170,7 +170,7 @@ def group_order(operand: str, axis: str, groups: int) -> torch.Tensor:
     )  # columns: [token tile, col_half, t, group, pair]
 
 
-@lru_cache
+@lasting()
 def _sign_order(group: int, operand: str, device: torch.device, inverse: bool = False) -> torch.Tensor:
     """Bit that holds the sign of member i of a group, or the member of bit i, copied to a device once.
 
@@ -201,7 +201,7 @@ def unpack_signs(words: torch.Tensor, operand: str = "key") -> torch.Tensor:
     return bits[..., _sign_order(bits.shape[-1], operand, words.device)]
 
 
-@lru_cache
+@lasting()
 def _sign_table(device: torch.device) -> torch.Tensor:
     """Signs that a byte's bits stand for: float32 [256, 8]."""
     return (1 - 2 * ((torch.arange(256)[:, None] >> torch.arange(8)) & 1)).to(dtype=torch.float32, device=device)

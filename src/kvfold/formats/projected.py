@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from kvfold.arithmetic import beside
 from kvfold.formats.base import Fields, Format
 from kvfold.formats.basis import by_block
 
@@ -21,13 +22,14 @@ class HeadMaps:
 
     def __init__(self, mean: torch.Tensor, apply: torch.Tensor, restore: torch.Tensor) -> None:
         self.mean, self.apply, self.restore = mean.contiguous(), apply.contiguous(), restore.contiguous()
-        self._devices: dict[torch.device, HeadMaps] = {mean.device: self}
 
     def on(self, device: torch.device) -> "HeadMaps":
         """The same maps on another device; moved once."""
-        if device not in self._devices:
-            self._devices[device] = HeadMaps(self.mean.to(device), self.apply.to(device), self.restore.to(device))
-        return self._devices[device]
+        return self if device == self.mean.device else self._moved(device)
+
+    @beside
+    def _moved(self, device: torch.device) -> "HeadMaps":
+        return HeadMaps(self.mean.to(device), self.apply.to(device), self.restore.to(device))
 
     def queries(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries as stored keys meet them, and what the keys' mean adds to their scores.

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from kvfold.arithmetic import beside
 from kvfold.formats.affine import to_fp16
 from kvfold.formats.base import Fields
 from kvfold.formats.uniform import fitted
@@ -70,7 +71,6 @@ class Codebook:
     def __init__(self, codes: torch.Tensor, steps: Steps | None = None) -> None:
         self.codes = codes
         self.steps = steps
-        self._devices: dict[torch.device, Codebook] = {codes.device: self}
 
     @classmethod
     def rounded(cls, codes: torch.Tensor) -> "Codebook":
@@ -80,12 +80,14 @@ class Codebook:
 
     def on(self, device: torch.device) -> "Codebook":
         """The same codebook on another device; moved once."""
-        if device not in self._devices:
-            steps = self.steps
-            if steps is not None:
-                steps = Steps(steps.numbers.to(device), steps.step.to(device), steps.shift.to(device))
-            self._devices[device] = Codebook(self.codes.to(device), steps)
-        return self._devices[device]
+        return self if device == self.codes.device else self._moved(device)
+
+    @beside
+    def _moved(self, device: torch.device) -> "Codebook":
+        steps = self.steps
+        if steps is not None:
+            steps = Steps(steps.numbers.to(device), steps.step.to(device), steps.shift.to(device))
+        return Codebook(self.codes.to(device), steps)
 
 
 @dataclass(frozen=True)

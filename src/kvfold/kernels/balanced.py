@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Balanced, Format, Hadamard, Paged
 from kvfold.formats.basis import Basis
 from kvfold.kernels._balanced_gluon import balanced_kernel, shared_bytes
@@ -61,7 +61,7 @@ def _basis(form: Format) -> Basis | None:
     return form.basis if isinstance(form, Paged) else None
 
 
-@lru_cache
+@lasting()
 def make_plan(dim: int, jobs: int, blocks: int, processors: int, early: bool = False) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads (times eights of query rows) and storage of ``blocks`` tiles; ``early``: one
     program for each multiprocessor, so that what follows finds room beside it."""

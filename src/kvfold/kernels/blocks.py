@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Fields, Format, Paged
 from kvfold.formats.binary import BinaryCodes, ValueRows
 from kvfold.formats.paged import PAGE, PagedFormat
@@ -99,7 +99,7 @@ class Plan:
     processors: int = 1
 
 
-@lru_cache
+@lasting()
 def make_plan(
     width: int,
     heads: int,

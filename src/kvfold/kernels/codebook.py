@@ -1,10 +1,10 @@
 """Decode attention over CommVQ's storage: tables of a KV head in shared memory; see :mod:`kvfold.kernels._codebook_gluon`."""
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from kvfold.arithmetic import beside
 from kvfold.formats import Format
 from kvfold.formats.binary import BinaryCodes
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook
@@ -69,26 +69,22 @@ class CodebookTables(Tables):
         return *rows_of(key_format.codebook.on(device)), turning.freq, turning.table
 
 
-_made: WeakKeyDictionary[KeyCodebook, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
-
-
+@beside
 def rows_of(book: KeyCodebook) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as lanes read them, and what scores are multiplied with by head; made once: graphs know where they are.
 
     Of every head uint8 [stages, 64, 2, 4, 16], then fp16 [groups - 1, 64] ratios of steps, fp16 [128] what sums of numbers
     lack, and float32 [64] steps of stage 0.
     """
-    if book not in _made:
-        steps = book.steps
-        assert steps is not None
-        at = torch.arange(64, device=steps.numbers.device)
-        # byte p of word v of lane t: bytes 0 and 2, and 1 and 3, are neighbours
-        word = at // 4 % 4 * 2 + at % 2
-        channel = word // 4 * 32 + at // 16 * 8 + word % 4 * 2 + at // 2 % 2
-        rows = steps.numbers[..., torch.cat((channel, channel + 64))].flatten(1)
-        real, imaginary = steps.shift.unflatten(-1, (2, -1)).unbind(1)
-        more = torch.cat((real - imaginary, real + imaginary), -1).to(torch.float16)
-        beside = (steps.ratio.flatten(1), more, steps.step)
-        whole = torch.cat((rows, *(x.contiguous().view(torch.uint8) for x in beside)), -1)
-        _made[book] = whole.view(torch.float16).contiguous(), torch.ones_like(steps.step[:, 0])
-    return _made[book]
+    steps = book.steps
+    assert steps is not None
+    at = torch.arange(64, device=steps.numbers.device)
+    # byte p of word v of lane t: bytes 0 and 2, and 1 and 3, are neighbours
+    word = at // 4 % 4 * 2 + at % 2
+    channel = word // 4 * 32 + at // 16 * 8 + word % 4 * 2 + at // 2 % 2
+    rows = steps.numbers[..., torch.cat((channel, channel + 64))].flatten(1)
+    real, imaginary = steps.shift.unflatten(-1, (2, -1)).unbind(1)
+    more = torch.cat((real - imaginary, real + imaginary), -1).to(torch.float16)
+    rest = (steps.ratio.flatten(1), more, steps.step)
+    whole = torch.cat((rows, *(x.contiguous().view(torch.uint8) for x in rest)), -1)
+    return whole.view(torch.float16).contiguous(), torch.ones_like(steps.step[:, 0])

@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.kernels._affine_codes import code_bytes, meta_bytes
 from kvfold.kernels._decode_gluon import decode_kernel
@@ -130,7 +130,7 @@ def _resident(key_format: AffineGroups, value_format: AffineGroups, warps: int, 
     return max(1, min(by_dim[key_format.head_dim] // warps, 220 * 1024 // (warps * blocks * size + 1024)))
 
 
-@lru_cache
+@lasting()
 def make_plan(
     key_format: AffineGroups,
     value_format: AffineGroups,
@@ -208,7 +208,7 @@ def _cap(key_format: AffineGroups, value_format: AffineGroups) -> int | None:
     return None
 
 
-@lru_cache
+@lasting()
 def make_long_plan(
     key_format: AffineGroups,
     value_format: AffineGroups,

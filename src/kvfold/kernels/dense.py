@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Dense, Format
 from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
@@ -85,7 +85,7 @@ class Plan:
     splits: int
 
 
-@lru_cache(maxsize=1024)
+@lasting(1024)
 def make_plan(head_dim: int, heads: int, rows: int, held: int, memory: int, multiprocessors: int) -> Plan:
     """Choose a launch shape.
 

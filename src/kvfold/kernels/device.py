@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
+
+from kvfold.arithmetic import lasting
 
 
 def no_gpu(device: torch.device) -> str | None:
@@ -22,13 +23,13 @@ def no_triton(device: torch.device) -> str | None:
     return no_gpu(device) or (None if find_spec("triton") else "triton is not installed")
 
 
-@lru_cache
+@lasting()
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 elsewhere, where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@lru_cache
+@lasting()
 def multiplies_wide(device: torch.device) -> bool:
     """Whether four warps of a kernel may multiply together, as those of sm_90 and no other do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
@@ -51,7 +52,7 @@ def settled(table: torch.Tensor) -> torch.Tensor:
     return table
 
 
-@lru_cache
+@lasting()
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 

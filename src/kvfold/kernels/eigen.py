@@ -1,11 +1,11 @@
 """Products of queries with themselves, and eigenvectors of small symmetric matrices, on a GPU and without a wait for it."""
 
 import warnings
-from functools import lru_cache
 
 import torch
 import triton
 
+from kvfold.arithmetic import lasting
 from kvfold.kernels._eigen import gram_kernel, jacobi_kernel
 
 PART, TOGETHER = 1024, 128
@@ -90,7 +90,7 @@ def eigh(matrices: torch.Tensor, needed: torch.Tensor | None = None) -> tuple[to
     return values, vectors.mT
 
 
-@lru_cache
+@lasting()
 def is_right(device: torch.device) -> bool:
     """Whether :func:`eigh` gives eigenvectors on this device: tried once a process, which waits for it; warns if not."""
     d = 128

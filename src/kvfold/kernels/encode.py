@@ -23,11 +23,11 @@ after every step: ``append_and_close(..., close=False)``, attention, ``append_an
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 import triton
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.formats.packing import UNIT
 from kvfold.kernels._encode_step import _step_kernel
@@ -402,7 +402,7 @@ TOLERANCE = 0.02
 """Of :func:`self_test`, relative RMS: some rounding ties may differ, a misplaced code in a hundred may not."""
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def self_test(
     key_format: AffineGroups, value_format: AffineGroups, width: int | None, device: torch.device
 ) -> str | None:

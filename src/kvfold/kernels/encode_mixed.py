@@ -1,11 +1,10 @@
 """Encoding on the GPU for blocks in two precisions (ZipCache): one launch finds the salient tokens of a block and stores
 keys and values, with the bytes of :class:`kvfold.formats.MixedTokens`."""
 
-from functools import lru_cache
-
 import torch
 import triton
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Fields, Format, MixedTokens, Paged
 from kvfold.kernels._encode_mixed import mixed_kernel
 from kvfold.kernels.encode import TOLERANCE, _or_any
@@ -32,7 +31,7 @@ def why_not(key_format: Format, value_format: Format, probes: int, device: torch
     return self_test(key_format, value_format, device) if torch.cuda.is_available() else None
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def self_test(key_format: MixedTokens, value_format: Paged, device: torch.device) -> str | None:
     """Run the kernel once as it is compiled on this device; what went wrong, or None. Waits for the device."""
     draw = torch.Generator().manual_seed(0)

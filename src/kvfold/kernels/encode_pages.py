@@ -15,11 +15,11 @@ differ by its last bit, a norm's code by one, a scale by its last bit, and a cod
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import (
     AffineGroups,
     Fields,
@@ -148,7 +148,7 @@ class Side:
         return self.form[5]
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def side(fmt: Format, mode: str | None = None) -> Side:
     """What the kernels need to know of a format.
 
@@ -195,7 +195,7 @@ def most_registers(*sides: Side) -> int | None:
     return 128 if searches and max(of.warps for of in sides) > 4 else None
 
 
-@lru_cache(maxsize=16)
+@lasting(16)
 def _norm_table(device: torch.device) -> torch.Tensor:
     """Norms of their codes, as a CPU computes them, and their reciprocals: float32 [512]."""
     table = norms(torch.arange(256, device="cpu"))
@@ -244,7 +244,7 @@ def constants(fmt: Format, other: torch.Tensor) -> torch.Tensor:
     return _tables(basis, inner.levels if isinstance(inner, Lookup) else (), other.device)
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def _codes(basis: Basis | None, book: Codebook, device: torch.device) -> torch.Tensor:
     """Signs of a Hadamard rotation, if there is one, then what :func:`._encode_nearest._nearest` reads of a codebook: float32,
     one after the other."""
@@ -255,7 +255,7 @@ def _codes(basis: Basis | None, book: Codebook, device: torch.device) -> torch.T
     return torch.cat((basis.signs(device), *parts) if isinstance(basis, Hadamard) else parts)
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def _tables(basis: Basis, levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """A dense basis, [head_dim, width], and the borders between levels: float32, one after the other."""
     (matrix,) = basis.tables(device).values()
@@ -487,7 +487,7 @@ def heads_together(batch: int, heads: int, device: torch.device) -> int:
     return max(n for n in range(1, heads + 1) if heads % n == 0 and programs // n >= least)
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def self_test(key_format: Format | None, value_format: Format | None, device: torch.device) -> str | None:
     """Run the kernels once as they are compiled on this device, and compare with the formats' own encoding.
 

@@ -4,10 +4,9 @@ Codes are written by :func:`kvfold.kernels.encode_pages.encode_pages`. A second 
 the basis of what is missed by the format's own iteration, in float32. Decode steps leave their blocks to Torch.
 """
 
-from functools import lru_cache
-
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format, LowRank
 from kvfold.formats.lowrank import _start
 from kvfold.kernels._encode_rank import _rank_kernel
@@ -120,13 +119,13 @@ def encode_missed(
     )
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def _spare(dim: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
     """The iteration's first columns, float32 [dim, rank]."""
     return _start(dim, rank, seed, device).float().contiguous()
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def self_test(fmt: LowRank, device: torch.device) -> str | None:
     """Run the kernels once as they are compiled on this device, and compare with the format's own encoding.
 

@@ -6,12 +6,12 @@ A launch reads the model's keys or values where they lie, un-rotates keys, and w
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Fields, Format, GroupCodes, Lookup, Outliers, Projected
 from kvfold.formats.binary import BinaryCodes
 from kvfold.formats.codebook import AdditiveCodes
@@ -51,7 +51,7 @@ NEAR_TOLERANCE = 0.05
 """The same of those: little is missed, and a search among few codes (CommVQ) misses some of them."""
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def self_test(fmt: Format, device: torch.device) -> str | None:
     """Run the kernel once as it is compiled on this device; what went wrong, or None. Waits for the device."""
     if isinstance(fmt, BinaryCodes):  # what bits stand for is the method's
@@ -278,7 +278,7 @@ def group_tables(book: GroupBook) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return table, under.square().sum(-1) / 2, book.codes.contiguous(), codes.square().sum(-1)
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def _borders(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     known = torch.tensor(levels, dtype=torch.float32, device=device)
     return (known[1:] + known[:-1]) / 2

@@ -1,31 +1,28 @@
 """What the kernel of :mod:`kvfold.kernels.fragments` reads beside pages, in the order in which its lanes take it."""
 
 import math
-from functools import lru_cache
-from weakref import WeakKeyDictionary
 
 import torch
 
+from kvfold.arithmetic import beside, lasting
 from kvfold.formats import Format, Lookup, Outliers
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.paged import PAGE
 from kvfold.rope import Rope
-
-_made: WeakKeyDictionary[ChannelScales, dict[torch.device, torch.Tensor]] = WeakKeyDictionary()
 
 
 def channel_constants(form: Format, device: torch.device) -> torch.Tensor:
     """Spreads and centers of channels as the kernel's lanes take them: fp16 [heads, 8, 4, 2, 2, 2], of a channel tile, of t, of
     the tile's halves: a pair of each. Made once: graphs know where they are."""
     assert isinstance(form, Outliers) and isinstance(form.inner, Lookup) and form.inner.channels is not None
-    channels, most = form.inner.channels, max(1.0, *map(abs, form.inner.levels))
-    made = _made.setdefault(channels, {})
-    if device not in made:
-        own = channels.on(device)
-        both = torch.stack((own.spread.clamp(max=32752 / most), own.center.clamp(-32752, 32752)), 1)
-        lanes = both.half().unflatten(-1, (8, 2, 4, 2))  # [heads, which, tile, half, t, pair]
-        made[device] = lanes.permute(0, 2, 4, 3, 1, 5).contiguous()
-    return made[device]
+    return _in_lanes(form.inner.channels.on(device), max(1.0, *map(abs, form.inner.levels)))
+
+
+@beside
+def _in_lanes(channels: ChannelScales, most: float) -> torch.Tensor:
+    both = torch.stack((channels.spread.clamp(max=32752 / most), channels.center.clamp(-32752, 32752)), 1)
+    lanes = both.half().unflatten(-1, (8, 2, 4, 2))  # [heads, which, tile, half, t, pair]
+    return lanes.permute(0, 2, 4, 3, 1, 5).contiguous()
 
 
 PAIRS = 64
@@ -34,7 +31,7 @@ STILL = Rope(torch.zeros(PAIRS, dtype=torch.float32, device="cpu"))
 """Of a layer without a rotation."""
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def rope_turns(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Turns per token of 64 pairs of channels and what float32 leaves of them, float32 [2, 64]; cosines and sines of the places
     in a page, times RoPE's factor, as fragments of an operand: fp16 [8, 4, 2, 32, 8]."""
@@ -67,7 +64,7 @@ def wide_tiles(matrix: torch.Tensor, bits: int) -> torch.Tensor:
     return lines[:, :, row, place ^ row % 8].flatten(-2).contiguous()
 
 
-@lru_cache
+@lasting()
 def whole_levels(levels: tuple[float, ...]) -> tuple[float, tuple[int, int]] | None:
     """Unit in which eight levels are whole numbers of seven bits and a sign, and these as bytes of two words; None without."""
     for most in range(127, 7, -1):

@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import (
     AffineGroups,
     Fields,
@@ -178,7 +178,7 @@ def _unsupported_groups(inner: AffineGroups, paged: Paged | None, name: str) -> 
     return None
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def side(form: Format) -> Side:
     """A format that :func:`unsupported` has nothing against."""
     paged = form if isinstance(form, Paged) else None
@@ -234,7 +234,7 @@ def _level_table(levels: tuple[float, ...]) -> str:
     return " ".join(f"{x & 0xFFFFFFFF:#x}" for x in (*upper, *lower))
 
 
-@lru_cache(maxsize=1024)  # decode graphs know where they are
+@lasting(1024)  # decode graphs know where they are
 def _table(
     form: Format, device: torch.device, back: bool, even: bool = False, wide: bool = False
 ) -> torch.Tensor | None:
@@ -330,7 +330,7 @@ REGISTERS: dict[int, int] = {64: 168, 128: 168}
 """Most registers of a thread, by ``head_dim``."""
 
 
-@lru_cache
+@lasting()
 def make_plan(
     key_format: Format,
     value_format: Format,

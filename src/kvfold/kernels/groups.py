@@ -1,10 +1,10 @@
 """Decode attention over TaSQ's storage: tables in shared memory; see :mod:`kvfold.kernels._residual_gluon`."""
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from kvfold.arithmetic import beside
 from kvfold.formats import Format, GroupCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.packing import UNIT
@@ -63,16 +63,12 @@ class GroupTables(Tables):
         return *rows, rotation_of(rope, 64, UNIT, 1, 128, device).freq, turns(rope, device), *means
 
 
-_made: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()
-
-
+@beside
 def _rows(book: GroupBook) -> torch.Tensor:
     """Rows as lanes read them, made once: graphs know where they are; fp16 [heads, 2, codes, 2, 4, 8], of group 8 i + 4 e + t
     in [i, code, e, t]."""
-    if book not in _made:
-        rows = book.codes.to(torch.float16).unflatten(1, (2, 2, 4)).permute(0, 1, 4, 2, 3, 5)
-        _made[book] = settled(rows.contiguous())
-    return _made[book]
+    rows = book.codes.to(torch.float16).unflatten(1, (2, 2, 4)).permute(0, 1, 4, 2, 3, 5)
+    return settled(rows.contiguous())
 
 
 def turns(rope: Rope, device: torch.device) -> torch.Tensor:

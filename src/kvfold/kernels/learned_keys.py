@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from kvfold.arithmetic import beside, lasting
 from kvfold.formats import Format, GroupCodes, Hadamard, Paged, ResidualCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.packing import UNIT
@@ -96,7 +95,7 @@ class LearnedKeyTables(Tables):
         return room
 
 
-@lru_cache
+@lasting()
 def make_plan(jobs: int, plan: TablesPlan, rows: int, pages: int, processors: int) -> TablesPlan:
     """Split ``plan`` for ``jobs`` KV heads of ``rows`` query rows and storage of ``pages`` pages.
 
@@ -117,18 +116,14 @@ def _codes(value_format: Paged) -> ResidualCodes:
     return value_format.inner
 
 
-_keys: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()
-
-
+@beside
 def key_rows(book: GroupBook) -> torch.Tensor:
     """Rows as lanes read them, fp16 [heads, b, codes, t, j, 4] of group 16 b + 4 t + j; made once: graphs keep addresses."""
-    if book not in _keys:
-        groups = book.codes.to(torch.float16).unflatten(1, (2, 4, 4))  # b, t, j
-        _keys[book] = settled(groups.permute(0, 1, 4, 2, 3, 5).contiguous())
-    return _keys[book]
+    groups = book.codes.to(torch.float16).unflatten(1, (2, 4, 4))  # b, t, j
+    return settled(groups.permute(0, 1, 4, 2, 3, 5).contiguous())
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def lane_turns(rope: Rope, device: torch.device) -> torch.Tensor:
     """Cosines and sines of a unit's tokens as lanes read them: fp16 [eights of places, 4, lanes, 2, 2, 2].
 

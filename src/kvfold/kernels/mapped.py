@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Format, GroupCodes, Hadamard, Paged
 from kvfold.formats.basis import Basis
 from kvfold.formats.packing import UNIT
@@ -85,7 +85,7 @@ def program_bytes(units: int = 2) -> int:
     return int(shared_bytes(WARPS, units))
 
 
-@lru_cache
+@lasting()
 def make_plan(jobs: int, units: int, processors: int) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads (times eights of query rows) and storage of ``units`` units.
 

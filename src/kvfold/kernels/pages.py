@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Fields, Format, Hadamard, Paged, ResidualCodes, UniformTokens
 from kvfold.formats.gaussian import STEP
 from kvfold.formats.paged import PAGE
@@ -139,7 +139,7 @@ def bytewise(key_format: Paged, value_format: Paged, rows: int) -> int:
     return 2 if any(_words(form) for form in sides) else 0
 
 
-@lru_cache
+@lasting()
 def make_plan(
     key_format: Paged,
     value_format: Paged,

@@ -7,13 +7,13 @@ for the tokens in full precision. All have one format, so one merge serves any m
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kvfold.arithmetic import lasting
 from kvfold.kernels.call import AttentionCall, Span
 
 LOG2E = 1.4426950408889634
@@ -41,7 +41,7 @@ def product_follows() -> Iterator[None]:
         _product_follows.pop()
 
 
-@lru_cache
+@lasting()
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a kernel can be launched while the one before it still runs (sm_90 and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

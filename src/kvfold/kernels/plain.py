@@ -5,10 +5,10 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Format
 from kvfold.kernels._plain_gluon import plain_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
@@ -79,7 +79,7 @@ def declines(call: AttentionCall, rows: int, bias: torch.Tensor | None) -> str |
     return unsupported(call.key_format, call.value_format, rotary)
 
 
-@lru_cache
+@lasting()
 def make_plan(
     key_format: AffineGroups, value_format: AffineGroups, jobs: int, units: int, rotary: bool, processors: int
 ) -> Plan:
@@ -107,7 +107,7 @@ def program_bytes(key_format: AffineGroups, value_format: AffineGroups, units: i
     return int(shared_bytes(key_format.head_dim, key_format.group, value_format.group, units, rotary, warps))
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def turning(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Turns per token of every pair of channels and what float32 leaves of them, float32 [2, 64]; half of RoPE's factor times
     cosines and sines of the places in a page, as operands: fp16 [token tiles, channel tiles, 2, 32, 8]."""

@@ -1,10 +1,10 @@
 """Decode attention over VQLLM's storage: tables in shared memory; see :mod:`kvfold.kernels._residual_gluon`."""
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from kvfold.arithmetic import beside
 from kvfold.formats import Format, ResidualCodes
 from kvfold.formats.packing import UNIT
 from kvfold.formats.residual import Codebook
@@ -68,23 +68,18 @@ class ResidualTables(Tables):
         return *rows, rotation_of(rope, 64, UNIT, 1, 128, device).freq, turns(rope, device), *rows
 
 
-_made: WeakKeyDictionary[Codebook, dict[bool, torch.Tensor]] = WeakKeyDictionary()
-
-
+@beside
 def _rows(book: Codebook, keys: bool) -> torch.Tensor:
     """Rows as lanes read them, made once: graphs know where they are.
 
     Bytes [stages / 4, codes, 4, 32], then fp16 [2, 32]: steps, and what sums of numbers and 1024 have too much, negative.
     """
-    found = _made.setdefault(book, {})
-    if keys not in found:
-        at = torch.arange(32, device=book.codes.device)
-        if keys:  # 8 t + 4 h + m is channel 16 h + 4 t + m of the group
-            element = at // 4 % 2 * 16 + at // 8 * 4 + at % 4
-        else:  # 8 t + 2 w + b is channel 8 w + 2 t + b
-            element = at // 2 % 4 * 8 + at // 8 * 2 + at % 2
-        found[keys] = settled(_with_steps(book, element))
-    return found[keys]
+    at = torch.arange(32, device=book.codes.device)
+    if keys:  # 8 t + 4 h + m is channel 16 h + 4 t + m of the group
+        element = at // 4 % 2 * 16 + at // 8 * 4 + at % 4
+    else:  # 8 t + 2 w + b is channel 8 w + 2 t + b
+        element = at // 2 % 4 * 8 + at // 8 * 2 + at % 2
+    return settled(_with_steps(book, element))
 
 
 def _with_steps(book: Codebook, element: torch.Tensor) -> torch.Tensor:

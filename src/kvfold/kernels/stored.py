@@ -1,12 +1,11 @@
 """Storage and constants as kernels take them."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from kvfold.arithmetic import beside, lasting
 from kvfold.formats import Fields, Format, Paged
 from kvfold.formats.basis import Basis
 from kvfold.formats.gaussian import STEP
@@ -26,7 +25,7 @@ def power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-@lru_cache(maxsize=1024)  # decode graphs know where they are
+@lasting(1024)  # decode graphs know where they are
 def basis_matrix(basis: Basis, width: int, device: torch.device, back: bool) -> torch.Tensor:
     """What queries are multiplied with, fp16 [width, d], or (``back``) sums of decoded vectors, its transpose."""
     matrix = basis.restore(torch.eye(width, dtype=torch.float32, device=device))
@@ -49,7 +48,7 @@ class Rotation:
     table: torch.Tensor
 
 
-@lru_cache(maxsize=1024)
+@lasting(1024)
 def rotation_of(rope: Rope, pairs: int, tokens: int, groups: int, dim: int, device: torch.device) -> Rotation:
     freq = torch.zeros(pairs, dtype=torch.float64, device="cpu")
     gain = torch.ones(pairs, dtype=torch.float64, device="cpu")
@@ -72,7 +71,7 @@ def static(spec: tuple[Any, ...]) -> Any:
     return tuple(static(x) if isinstance(x, tuple) else x if callable(x) else constexpr(x) for x in spec)
 
 
-@lru_cache
+@lasting()
 def _triton() -> tuple[bool, Any]:
     """Whether kernels are interpreted, and what makes a constant."""
     from triton import knobs
@@ -91,28 +90,19 @@ class Numbers:
         return self.values[index]
 
 
-_rows: WeakKeyDictionary[Codebook, dict[bool, torch.Tensor]] = WeakKeyDictionary()
-
-
+@beside
 def table_rows(book: Codebook, whole: bool = False) -> torch.Tensor:
     """Rows of a codebook's first stage, made once: graphs know where they are; fp16 [codes, vector] or, ``whole``, whole steps
     of :data:`kvfold.formats.gaussian.STEP`, int8; see :func:`in_bytes`."""
-    made = _rows.setdefault(book, {})
-    if whole not in made:
-        numbers = (book.codes[0].float() / STEP).to(torch.int8) if whole else book.codes[0].to(torch.float16)
-        made[whole] = settled(numbers.contiguous())
-    return made[whole]
+    numbers = (book.codes[0].float() / STEP).to(torch.int8) if whole else book.codes[0].to(torch.float16)
+    return settled(numbers.contiguous())
 
 
-_in_bytes: WeakKeyDictionary[Codebook, bool] = WeakKeyDictionary()
-
-
+@beside
 def in_bytes(book: Codebook) -> bool:
     """Whether all numbers of a codebook are whole steps, seven bits and a sign; looked at once."""
-    if book not in _in_bytes:
-        numbers = book.codes.float() / STEP
-        _in_bytes[book] = bool((numbers == numbers.round()).all()) and float(numbers.abs().max()) <= 127
-    return _in_bytes[book]
+    numbers = book.codes.float() / STEP
+    return bool((numbers == numbers.round()).all()) and float(numbers.abs().max()) <= 127
 
 
 def pages_between(form: Format, fields: Fields) -> int:

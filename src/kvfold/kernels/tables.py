@@ -5,11 +5,11 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Format
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.call import AttentionCall, Span
@@ -39,7 +39,7 @@ class TablesPlan:
     splits: int = 1
 
 
-@lru_cache
+@lasting()
 def make_plan(jobs: int, plan: TablesPlan, rows: int, units: int, processors: int, begin: int) -> TablesPlan:
     """Split ``plan`` for ``jobs`` KV heads of ``rows`` query rows and storage of ``units`` units, of which warps take one at a
     time; ``begin``: what beginning costs, in units of a warp."""
@@ -52,7 +52,7 @@ def make_plan(jobs: int, plan: TablesPlan, rows: int, units: int, processors: in
     return replace(plan, splits=min(range(1, max(2, min(256, units // 8))), key=cost))
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def unit_turns(rope: Rope, device: torch.device, order: tuple[int, ...]) -> torch.Tensor:
     """Cosines and sines of a unit's tokens as lanes read them from shared memory, fp16 [tokens, 4, 4, 2, 4].
 

@@ -5,11 +5,11 @@ Head sizes that are no power of two, any group size, blocks of any length, and k
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
@@ -98,7 +98,7 @@ class Plan:
     ahead: bool = False
 
 
-@lru_cache
+@lasting()
 def make_plan(head_dim: int, heads: int, rows: int, units: int, rotary: bool, multiprocessors: int) -> Plan:
     """Choose a launch shape.
 
@@ -174,7 +174,7 @@ class Rotation:
     table: torch.Tensor
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def _rotation(rope: Rope, pairs: int, tokens: int, device: torch.device) -> Rotation:
     freq = torch.zeros(pairs, dtype=torch.float64, device="cpu")
     gain = torch.ones(pairs, dtype=torch.float64, device="cpu")

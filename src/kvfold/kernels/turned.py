@@ -1,11 +1,11 @@
 """Storage that a basis turns, decoded to 16 bits; see :mod:`kvfold.kernels._turned_gluon`."""
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import (
     AffineGroups,
     Balanced,
@@ -71,7 +71,7 @@ def _by_token(own: Format) -> bool:
     return isinstance(own, AffineGroups) or (isinstance(own, Balanced) and not own.by_token)
 
 
-@lru_cache(maxsize=1024)  # graphs know where they are
+@lasting(1024)  # graphs know where they are
 def matrix_of(
     basis: Basis, width: int, block: int, rows: bool, device: torch.device, size: float = 1.0
 ) -> torch.Tensor:

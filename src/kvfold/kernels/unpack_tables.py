@@ -1,12 +1,11 @@
 """Codes into tables that fit shared memory (CommVQ's keys, VQLLM, TaSQ), decoded to 16 bits; see
 :mod:`kvfold.kernels._unpack_tables_gluon`."""
 
-from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from kvfold.arithmetic import beside, lasting
 from kvfold.formats import Fields, Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.formats.grouped import GroupBook
@@ -97,10 +96,6 @@ def options(form: Tabled, programs: int) -> dict[str, int]:
     return {"num_warps": WARPS} | ({"maxnreg": most} if most < 256 else {})
 
 
-_values: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
-_fours: WeakKeyDictionary[GroupBook, dict[bool, torch.Tensor]] = WeakKeyDictionary()
-
-
 def rows(form: Tabled, device: torch.device) -> torch.Tensor:
     """Tables as lanes read them, made once: graphs know where they are."""
     from kvfold.kernels import codebook, groups, residual
@@ -116,28 +111,32 @@ def rows(form: Tabled, device: torch.device) -> torch.Tensor:
     book = form.book.on(device)
     if form.strided:
         return residual._rows(book, True)
-    if book not in _values:  # a lane's eight channels lie together
-        _values[book] = residual._with_steps(book, torch.arange(form.vector, device=device))
-    return _values[book]
+    return _value_rows(book, form.vector)
 
 
+@beside
+def _value_rows(book: Codebook, vector: int) -> torch.Tensor:
+    """A lane's eight channels lie together."""
+    from kvfold.kernels import residual
+
+    return residual._with_steps(book, torch.arange(vector, device=book.codes.device))
+
+
+@beside
 def fours(book: GroupBook, keys: bool) -> torch.Tensor:
     """Rows of four channels as lanes read them, made once; fp16 [heads, 2, codes, 4, 4, 4].
 
     Of keys' group 16 f + 4 t + 2 i + e in [i, code, 2 f + e, t]; of values' group 8 i + 2 t + e in [e, code, i, t].
     """
-    found = _fours.setdefault(book, {})
-    if keys not in found:
-        codes = book.codes.to(torch.float16)
-        if keys:
-            codes = codes.unflatten(1, (2, 4, 2, 2)).permute(0, 3, 5, 1, 4, 2, 6)
-        else:
-            codes = codes.unflatten(1, (4, 4, 2)).permute(0, 3, 4, 1, 2, 5)
-        found[keys] = codes.reshape(len(codes), 2, -1, 4, 4, 4).contiguous()
-    return found[keys]
+    codes = book.codes.to(torch.float16)
+    if keys:
+        codes = codes.unflatten(1, (2, 4, 2, 2)).permute(0, 3, 5, 1, 4, 2, 6)
+    else:
+        codes = codes.unflatten(1, (4, 4, 2)).permute(0, 3, 4, 1, 2, 5)
+    return codes.reshape(len(codes), 2, -1, 4, 4, 4).contiguous()
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def turns(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Turns per token of pairs and what float32 leaves of them, float32 [2, 64]; cosines and sines of a unit's tokens, fp16
     [2, 32, 64]."""
@@ -146,7 +145,7 @@ def turns(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
     return rope_turns(rope, device)[0], rotation_of(rope, PAIRS, UNIT, 1, 2 * PAIRS, device).table
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def group_turns(rope: Rope, device: torch.device) -> torch.Tensor:
     """Cosines and sines of a unit's tokens as lanes of keys of groups read them, fp16 [32, 4, 4, 8].
 

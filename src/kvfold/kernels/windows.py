@@ -5,12 +5,11 @@ A plain Triton kernel (flash attention with running maxima) that writes one part
 writes normalized results, as flash attention does.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
+from kvfold.arithmetic import lasting
 from kvfold.kernels.call import NewTokens, Windows
 from kvfold.kernels.partials import LOG2E, Partials, early_launch
 
@@ -200,7 +199,7 @@ def stages(head_dim: int, shared_memory: int) -> int:
     return 2 if head_dim <= 128 else 1
 
 
-@lru_cache
+@lasting()
 def program_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have."""
     if device.type != "cuda":

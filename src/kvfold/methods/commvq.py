@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from kvfold.arithmetic import beside
 from kvfold.formats import Fields
 from kvfold.formats.binary import BinaryCodes, BitGains, BitSearch, ValueRows, ValueSteps, bit_gains
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, stages_for
@@ -187,34 +188,31 @@ class ValueCodebook:
     def __init__(self, tensors: dict[str, torch.Tensor], steps: ValueSteps | None = None) -> None:
         self.tensors = tensors
         self.steps = ValueSteps.of(tensors["codebook"]) if steps is None else steps
-        self._devices: dict[torch.device, ValueCodebook] = {tensors["codebook"].device: self}
-        self._rows: dict[int, torch.Tensor] = {}
-        self._searches: dict[int, BitSearch] = {}
-        self._gains: BitGains | None = None
 
     def on(self, device: torch.device) -> ValueCodebook:
         """The same tables on another device; moved once."""
-        if device not in self._devices:
-            held = {name: t.to(device) for name, t in self.tensors.items()}
-            self._devices[device] = ValueCodebook(held, self.steps.to(device))
-        return self._devices[device]
+        return self if device == self.tensors["codebook"].device else self._moved(device)
+
+    @beside
+    def _moved(self, device: torch.device) -> ValueCodebook:
+        held = {name: t.to(device) for name, t in self.tensors.items()}
+        return ValueCodebook(held, self.steps.to(device))
 
     def _get(self, name: str) -> torch.Tensor:
         if name == "codebook":
             return self.steps.codebook
         return self.tensors[name].float() + self.steps.rest if name == "offset" else self.tensors[name].float()
 
+    @beside
     def rows(self, num_kv_heads: int) -> torch.Tensor:
         """Codebook and, last, offset, as each KV head's decoded columns meet them: float32 [num_kv_heads, codes + 1, d].
 
         Made once: every step of a layer asks for it.
         """
-        if num_kv_heads not in self._rows:
-            rows = torch.cat((self._get("codebook"), self._get("offset").unsqueeze(1)), 1)
-            if rows.shape[0] != num_kv_heads:  # joint: every head reads its channels of the joint vector
-                rows = rows[0].unflatten(-1, (num_kv_heads, -1)).transpose(0, 1)
-            self._rows[num_kv_heads] = rows
-        return self._rows[num_kv_heads]
+        rows = torch.cat((self._get("codebook"), self._get("offset").unsqueeze(1)), 1)
+        if rows.shape[0] != num_kv_heads:  # joint: every head reads its channels of the joint vector
+            rows = rows[0].unflatten(-1, (num_kv_heads, -1)).transpose(0, 1)
+        return rows
 
     def value_map(self, num_kv_heads: int) -> ValueRows:
         """:meth:`rows` as a map; with steps where each KV head has a code of its own."""
@@ -260,28 +258,31 @@ class ValueCodebook:
         """Whether the paper's network chooses bits, instead of levels of principal components."""
         return "w1" in self.tensors
 
+    @beside
     def search(self, flips: int) -> BitSearch:
         """The same choice for kernels; made once."""
-        if flips not in self._searches:
-            if self.is_network:
-                metric = self._get("metric")
-                encoder = (metric @ self._get("w1"), *(self._get(name) for name in ("b1", "w2", "b2")))
-                tables = (*encoder, *self._flip_tables())
-            else:
-                tables = self.level_tables()
-            hidden = self.tensors["w1"].shape[-1] if self.is_network else 0
-            self._searches[flips] = BitSearch(tuple(t.contiguous() for t in tables), flips, hidden)
-        return self._searches[flips]
+        if self.is_network:
+            metric = self._get("metric")
+            encoder = (metric @ self._get("w1"), *(self._get(name) for name in ("b1", "w2", "b2")))
+            tables = (*encoder, *self._flip_tables())
+        else:
+            tables = self.level_tables()
+        hidden = self.tensors["w1"].shape[-1] if self.is_network else 0
+        return BitSearch(tuple(t.contiguous() for t in tables), flips, hidden)
 
     def gains(self) -> BitGains:
         """What kernels multiply to find the bits that flips begin with, of levels; made once."""
-        if self._gains is not None:
-            return self._gains
-        made = bit_gains(self.level_tables(), self._get("codebook"), self._get("offset"))
-        on_gpu = made.gram.device.type == "cuda"
-        if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # what a graph makes holds nothing until it runs
-            self._gains = made
-        return made
+        on_gpu = self.tensors["codebook"].device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():  # what a graph makes holds nothing until it runs
+            return self._make_gains()
+        return self._kept_gains()
+
+    @beside
+    def _kept_gains(self) -> BitGains:
+        return self._make_gains()
+
+    def _make_gains(self) -> BitGains:
+        return bit_gains(self.level_tables(), self._get("codebook"), self._get("offset"))
 
     def level_tables(self) -> tuple[torch.Tensor, ...]:
         """Seven tables of :class:`kvfold.formats.binary.BitSearch`, of levels."""

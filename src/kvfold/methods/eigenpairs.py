@@ -1,9 +1,10 @@
 """Largest eigenpairs of small symmetric matrices, for what a prompt's statistics need on a GPU."""
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
+
+from kvfold.arithmetic import lasting
 
 BLOCK = 32  # columns iterated; cuSOLVER's batched eigensolver stops being fast beyond 32
 SPARE = 8  # columns beyond the wanted ones without which the iteration is slow
@@ -122,13 +123,12 @@ def subspace_iteration(
     return (found * scale).squeeze(-2).flip(-1), pairs.flip(-1), None if all_passed else waiting
 
 
-@lru_cache
+@lasting()
 def _start(d: int, device: torch.device) -> torch.Tensor:
     """Orthonormal columns [d, BLOCK], always the same; random, since a structured block could miss a structured vector."""
-    with torch.inference_mode(False):
-        draw = torch.Generator().manual_seed(0)
-        block = torch.randn(d, BLOCK, dtype=torch.float64, generator=draw, device="cpu")
-        return torch.linalg.qr(block)[0].to(device)
+    draw = torch.Generator().manual_seed(0)
+    block = torch.randn(d, BLOCK, dtype=torch.float64, generator=draw, device="cpu")
+    return torch.linalg.qr(block)[0].to(device)
 
 
 def _cut(values: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,11 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.artefact import Artefact, load_cached
 from kvfold.errors import MethodError, warn_once
 from kvfold.methods.base import LayerSpec, Method
@@ -136,7 +136,7 @@ def rotary_dim(spec: LayerSpec) -> int:
     return spec.head_dim if spec.rope is None else 2 * spec.rope.inv_freq.numel()
 
 
-@lru_cache(maxsize=1024)
+@lasting(1024)
 def _built(
     artefact: Artefact,
     method: LearnedMethod,
@@ -172,7 +172,7 @@ def _built(
     return method.build(parts, rotary)
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def _of_shapes(method: LearnedMethod, layer: int, num_kv_heads: int, head_dim: int, rotary: int) -> Any:
     """A layer's own, as an artefact has them, so that they are counted alike."""
     return method.build(method.blank(num_kv_heads, head_dim), rotary)

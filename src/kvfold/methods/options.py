@@ -7,8 +7,9 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
+
+from kvfold.arithmetic import lasting
 
 SEEDS = (1 << 63) - 1
 """The largest seed: what every generator takes."""
@@ -80,7 +81,7 @@ def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def kinds(method: type) -> dict[str, tuple[type, ...]]:
     """Types that a method's options may have, by name."""
     return {name: alternatives(hint) for name, hint in typing.get_type_hints(method).items()}

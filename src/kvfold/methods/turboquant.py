@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.errors import MethodError
 from kvfold.formats import Format, Lookup, Rotation, Sketch, SketchedResidual
 from kvfold.methods.base import LayerSpec, Method
@@ -86,7 +86,7 @@ class TurboQuant(Method):
         return tables
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def lloyd_max(bits: int, head_dim: int | None = None) -> tuple[float, ...]:
     """Levels of least mean squared error for a coordinate of a random direction, times sqrt(head_dim) (eq. 4).
 
@@ -140,7 +140,7 @@ def lloyd_max(bits: int, head_dim: int | None = None) -> tuple[float, ...]:
     return tuple(levels.tolist())
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def whole(levels: tuple[float, ...], most: int = 127) -> tuple[float, ...]:
     """Levels as whole numbers up to ``most`` times a unit, those of least squared difference from ``levels``.
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Fields, Format, MixedTokens
 from kvfold.formats.affine import to_fp16
 from kvfold.methods.base import QUERY_WINDOW, LayerSpec, Method, Observation, State, store
@@ -126,9 +126,8 @@ class ZipCache(Method):
         return store(self.value_format(spec), values, page, score=state[SCORES])
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def _picked(queries: int, probes: int, seed: int, device: torch.device) -> torch.Tensor:
     """Which queries are probes, int64 [probes], ascending; to bring them to a device waits for it."""
-    with torch.inference_mode(False):
-        draw = torch.Generator().manual_seed(seed)
-        return torch.randperm(queries, generator=draw, device="cpu")[:probes].sort().values.to(device)
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randperm(queries, generator=draw, device="cpu")[:probes].sort().values.to(device)

@@ -62,21 +62,48 @@ class Columns:
                 f"needs {self.count + new}; {AS_IT_BEGINS}"
             )
 
-    def check_mask(self, mask: torch.Tensor, device: torch.device) -> None:
-        """Refuse a mask, bool [batch, columns], that says otherwise of these columns than the calls they came with."""
+    def hidden(self, mask: torch.Tensor, device: torch.device) -> list[int] | None:
+        """How many of each sequence's newest tokens a mask hides: padding that followed a sequence's end while others went on.
+
+        ``mask``: bool [batch, columns]. None: it says of all columns what the calls said that they came with.
+
+        Raises
+        ------
+        CacheStateError
+            If it hides other tokens, or shows padding.
+        """
         at = 0
         for columns, valid in self.calls:
             shown = mask[:, at : at + columns].to(device).bool()
             if not (bool(shown.all()) if valid is None else torch.equal(shown, valid)):
-                before = torch.ones_like(shown) if valid is None else valid
-                row, column = (shown != before).nonzero()[0].tolist()
-                hides = "hides a token that the cache holds" if before[row, column] else "shows what was padding"
-                raise CacheStateError(
-                    f"attention_mask: {hides}, in column {at + column} of sequence {row}; allowed: the mask of the calls "
-                    "before, with columns for the new tokens. What a folded cache holds stays visible; crop() takes the "
-                    "newest tokens away"
-                )
+                return self._hidden(mask[:, : self.count].to(device).bool())
             at += columns
+        return None
+
+    def _hidden(self, shown: torch.Tensor) -> list[int]:
+        """See :meth:`hidden`, of a mask that differs."""
+        before = torch.cat([shown.new_ones(len(shown), n) if valid is None else valid for n, valid in self.calls], 1)
+        hides = before & ~shown
+        ends = (before & shown).flip(-1).cumsum(-1).flip(-1) == 0  # nothing is visible from here on
+        wrong = (hides & ~ends) | (shown & ~before)
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            what = "hides a token that the cache holds" if before[row, column] else "shows what was padding"
+            raise CacheStateError(
+                f"attention_mask: {what}, in column {column} of sequence {row}; allowed: the mask of the calls before, which "
+                "may hide the newest tokens of a sequence (padding after its end, which is dropped), with columns for the new "
+                "tokens. Other tokens of a folded cache stay visible; crop() takes the newest away"
+            )
+        return hides.sum(-1).tolist()
+
+    def hide(self, mask: torch.Tensor, device: torch.device) -> None:
+        """Count what :meth:`hidden` found as padding from now on."""
+        at, calls = 0, []
+        for columns, valid in self.calls:
+            shown = mask[:, at : at + columns].to(device).bool()
+            calls.append((columns, None if valid is None and bool(shown.all()) else shown.clone()))
+            at += columns
+        self.calls = calls
 
     def select(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the batch."""

@@ -1,16 +1,14 @@
 """Lengths of sequences on the device: as the host counts them, and as a captured step moves them."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
-from kvfold.arithmetic import storing
+from kvfold.arithmetic import lasting
 from kvfold.kernels.lengths import Lengths
 
 
-@lru_cache(maxsize=8)
-@storing
+@lasting(8)
 def lengths_of(total: tuple[int, ...], packed: tuple[int, ...], sink: int, device: torch.device) -> Lengths:
     """Made once a step, not once a layer, and without waiting for the device."""
     rows = [
@@ -22,8 +20,7 @@ def lengths_of(total: tuple[int, ...], packed: tuple[int, ...], sink: int, devic
     return Lengths(*_send(torch.tensor(rows, dtype=torch.int32, device="cpu"), device))
 
 
-@lru_cache(maxsize=64)
-@storing
+@lasting(64)
 def on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int64, made once for all layers and steps; not to be written to."""
     return _send(torch.tensor(values, device="cpu"), device)

@@ -7,6 +7,7 @@ import torch
 
 from kvfold.methods import State
 from kvfold.plan import Encoder
+from kvfold.storage.cuts import Cuts
 from kvfold.storage.encoders import TorchEncoder, Unpacked, kernel_encoder
 from kvfold.storage.following import BlockStates, Following
 from kvfold.storage.reader import Reader
@@ -32,6 +33,8 @@ class Writer:
     ----------
     encoder : Encoder
         What encodes blocks.
+    cuts : Cuts
+        What is remembered of blocks that were cut.
     recording : bool
         Keep the newest call's tokens out of packed storage, so that they can be taken back exactly.
     """
@@ -42,6 +45,7 @@ class Writer:
         self.sink, self.ring = reader.sink, reader.ring
         self.by_torch, self.by_kernel = TorchEncoder(reader, following), kernel_encoder(reader, following)
         self.encoder = Encoder("torch", "no device is known yet")
+        self.cuts = Cuts()
         self.recording = False
 
     def append(
@@ -240,17 +244,19 @@ class Writer:
     # ---- taking tokens back ------------------------------------------------------------------------------------------
 
     def truncate(self, row: int, length: int) -> None:
-        """Shorten one sequence to ``length`` tokens. What is left of a packed block goes back into the ring, decoded."""
+        """Shorten one sequence to ``length`` tokens. What is left of a packed block goes back into the ring, decoded: the first
+        time that it is cut, for it is packed again of that."""
         sequences, block = self.sequences, self.layout.block
         body = max(length - sequences.sink, 0)
         sequences.prompt[row] = min(sequences.prompt[row], length)
+        self.cuts.shorten(row, body)
         if body < sequences.packed[row]:
             whole = body // block * block
             if body > whole:
-                tail = self.reader.decode(row, whole, body)
+                tail = self.cuts.tail(row, whole, body, self.reader.decode, self.ring.dtype)
                 sequences.packed[row], sequences.lens[row] = whole, whole + sequences.sink  # the ring holds nothing now
                 self.ring.fit(body - whole)
-                self.ring.write(slice(row, row + 1), whole, body, *(t.unsqueeze(0).to(self.ring.dtype) for t in tail))
+                self.ring.write(slice(row, row + 1), whole, body, *(t.unsqueeze(0) for t in tail))
             sequences.packed[row] = whole
         sequences.lens[row] = length
         self.following.truncate(row, length)

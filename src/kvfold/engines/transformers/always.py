@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from kvfold.engines.transformers import names
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.making import make_cache
+from kvfold.engines.transformers.tracing import NOT_TRACED, refuse_tracing
 from kvfold.errors import UnsupportedModelError, warn_once
 from kvfold.methods import Method
 
@@ -68,7 +69,7 @@ def end(model: nn.Module) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-@torch.compiler.disable  # a cache is planned, not traced
+@torch.compiler.disable(reason=NOT_TRACED)  # a cache is planned
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """A forward pre-hook: give a call that would make a cache a folded one. A cache that is passed stays what it is."""
     given = kwargs
@@ -78,6 +79,7 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     wanted = asked if asked is not None else getattr(model.config.get_text_config(decoder=True), "use_cache", True)
     if not wanted or model.training or names.given(given) is not None:
         return None
+    refuse_tracing()
     cache = getattr(model, WISH).cache(model)
     name = names.of(model)
     assert name is not None  # else `check` refused it

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvfold.arithmetic import outside_autocast
 from kvfold.engines.transformers import names, originals
 from kvfold.engines.transformers.layer import FoldedLayer
-from kvfold.errors import UnsupportedModelError, warn_once
+from kvfold.engines.transformers.prompts import check_prompt, read_again
+from kvfold.engines.transformers.tracing import NOT_TRACED
+from kvfold.errors import CacheStateError, UnsupportedModelError, warn_once
 from kvfold.kernels import NewTokens
 from kvfold.kernels.device import launching
 from kvfold.kernels.prompt import attend_prompt
@@ -23,7 +26,7 @@ from kvfold.kernels.prompt import attend_prompt
 REFUSED = ("position_bias", "sliding_window")
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason=NOT_TRACED)
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -69,7 +72,10 @@ def attention_forward(
             )
         return originals.attend(previous, module, query, key, value, attention_mask, **options)
     with launching(query.device):
-        out = _folded_attention(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
+        attend = _folded_attention
+        if again := read_again(layer, options.get("position_ids"), query.shape[-2]):
+            attend = partial(_from, again)
+        out = attend(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
     if query.requires_grad and not out.requires_grad and torch.is_grad_enabled():
         out = _NoGradients.apply(out, query)
     return out.to(query.dtype), None
@@ -103,6 +109,11 @@ def _folded_attention(
 ) -> torch.Tensor:
     """:func:`attention_forward` over a folded layer; all tensors are of its dtype."""
     scaling, dropout = options["scaling"], options["dropout"]
+    if layer.dropped:
+        raise CacheStateError(
+            f"cache: the keys of layer {layer.spec.layer_idx} were taken back before they were attended to: a method of the "
+            "cache was called within a call of the model; call it between calls"
+        )
     if not layer.pending:
         raise UnsupportedModelError(
             f"layer {layer.spec.layer_idx}: its keys are used by a second layer; models that share keys are not folded"
@@ -124,24 +135,22 @@ def _folded_attention(
         )
     own_mask = attention_mask
     if layer.is_empty:
-        attention_mask = getattr(own_mask, "_kvfold_padding", (own_mask,))[0]
+        whole = own_mask is not None and own_mask.ndim == 4  # the caller's own; nothing in it is padding
+        attention_mask = getattr(own_mask, "_kvfold_padding", (None if whole else own_mask,))[0]
     if attention_mask is not None and attention_mask.ndim != 2:
         raise UnsupportedModelError(
-            f"attention_mask: a folded cache takes padding masks [batch, columns], not {attention_mask.ndim} dimensions"
+            f"attention_mask: a folded cache that holds tokens takes padding masks [batch, columns], not {attention_mask.ndim} "
+            "dimensions; allowed: such a mask of 4 in the first call, which is attended to as the model does"
         )
     tokens = query.shape[-2]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer.check_prompt(options.get("position_ids"), tokens)
+    check_prompt(layer, options.get("position_ids"), tokens)
     valid = layer.new_columns(attention_mask, tokens)
     if layer.is_empty and (own_mask is not attention_mask or not _is_causal(module, options)):
         mask = _square_mask(previous, module, own_mask, query, tokens)
         out, _ = originals.attend(previous, module, query, key, value, mask, **options)
     elif layer.is_empty:
-        mask = None if valid is None else _causal(valid, tokens)
-        if softcap is None and sinks is None:
-            out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=True)
-        else:
-            out = attend_prompt(query, key, value, mask, scale, softcap, sinks).transpose(1, 2).contiguous()
+        out = _among_themselves(module, query, key, value, valid, options)
     elif layer.writes_first(tokens, valid):
         layer.append(key, value, query, valid, options.get("position_ids"), pack=False)
         out = _attend(layer, query, None, scale, None, sinks)
@@ -153,6 +162,47 @@ def _folded_attention(
     layer.append(key, value, query, valid, options.get("position_ids"))
     layer.finish()
     return out
+
+
+def _among_themselves(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Causal attention of tokens to their own keys and values, exactly; ``valid``: see :func:`_causal`."""
+    scaling, softcap, sinks = options["scaling"], options.get("softcap"), options.get("s_aux")
+    mask = None if valid is None else _causal(valid, query.shape[-2])
+    if softcap is None and sinks is None:
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=True)
+        return out
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return attend_prompt(query, key, value, mask, scale, softcap, sinks).transpose(1, 2).contiguous()
+
+
+@outside_autocast
+def _from(
+    start: int,
+    layer: FoldedLayer,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    previous: str | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """:func:`_folded_attention` of a call whose first ``start`` tokens the cache holds: they attend to one another and are not
+    stored again; the rest goes on from the cache."""
+    old, new = slice(None, start), slice(start, None)
+    valid = None if attention_mask is None else attention_mask[:, :start].bool()
+    read = _among_themselves(module, query[:, :, old], key[:, :, old], value[:, :, old], valid, options)
+    query, key, value = query[:, :, new], key[:, :, new], value[:, :, new]
+    options = {**options, "position_ids": options["position_ids"][:, new]}
+    out = _folded_attention(layer, module, query, key, value, attention_mask, previous, options)
+    return torch.cat((read, out), 1)
 
 
 def output_follows() -> AbstractContextManager[None]:

@@ -11,10 +11,11 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvfold.arithmetic import storing
-from kvfold.engines.transformers.layer import ANOTHER_MODEL, NOT_READ, FoldedLayer
+from kvfold.engines.transformers.layer import ANOTHER_MODEL, NOT_ATTENDED, NOT_READ, FoldedLayer
 from kvfold.engines.transformers.originals import is_folded
 from kvfold.engines.transformers.rollback import Call, attending, crop_layers, fed
 from kvfold.engines.transformers.states import forget_states, select_states, states_of
+from kvfold.engines.transformers.tracing import NOT_TRACED, refuse_tracing
 from kvfold.errors import CacheStateError, KVFoldWarning
 from kvfold.formats import PagedFormat
 from kvfold.methods import Method
@@ -65,6 +66,7 @@ class FoldedCache(Cache):
         self._config = attending(model)
         self._fed = fed(model, self.layers)
         self._call: Call | None = None
+        self._cut: tuple[str, int | None] | None = None
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -91,15 +93,17 @@ class FoldedCache(Cache):
         """
         from kvfold.engines.transformers.saving import save
 
-        self.settle()
+        self.settle("save()")
         save(self, path)
 
     @storing
-    def to(self, device: torch.device | str | int) -> "FoldedCache":
-        """Move the cache to a device, in place, and choose what attends and encodes there; returns itself.
+    def to(self, device: torch.device | str | int | None) -> "FoldedCache":
+        """Move the cache to a device, in place, and choose what attends and encodes there; returns itself. None: nothing moves.
 
         ``cache.to("cpu")`` frees a GPU between two calls, ``cache.to(model.device)`` goes on. Content stays as it is, also the
         order in which codes are packed: on a CPU the float32 reference reads what was packed for tensor cores.
+
+        Within a call of the model (accelerate's hooks move what a layer is given) its tokens move too, and it goes on.
 
         Raises
         ------
@@ -112,14 +116,19 @@ class FoldedCache(Cache):
             raise CacheStateError(
                 f"cache: to({device}) is not allowed: windows have the model's dtype, and codes have none; allowed: a device"
             )
-        self.settle()
+        if device is None:  # as tensors take it, and accelerate's hooks of offloaded models give it
+            return self
         target = present(device)
-        for layer in self.layers:
+        if any(layer.pending and layer.device != target for layer in self.folded):
+            self.settle("to()")
+        before = self._call.before if self._call is not None else {}
+        for index, layer in enumerate(self.layers):
             if isinstance(layer, FoldedLayer):
                 layer.to(target)
                 continue
-            for name, value in vars(layer).items():
-                setattr(layer, name, target if isinstance(value, torch.device) else moved(value, target))
+            for attributes in (vars(layer), before.get(index, {})):
+                for name, value in attributes.items():
+                    attributes[name] = target if isinstance(value, torch.device) else moved(value, target)
         return self
 
     @property
@@ -129,7 +138,7 @@ class FoldedCache(Cache):
 
     # ---- calls of the model ------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=NOT_TRACED)
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,6 +150,8 @@ class FoldedCache(Cache):
         ------
         CacheStateError
             If the model does not attend through kvfold, or if a call that died cannot be taken back.
+        UnsupportedModelError
+            If the model is being exported or traced.
         """
         if layer_idx >= len(self.layers):
             raise CacheStateError(
@@ -169,16 +180,31 @@ class FoldedCache(Cache):
             return None
         call = self._call
         if call is None or not call.missing or index in call.before:
-            self.settle(within=True)
+            self.settle()
+            self._check_begin(index)
+            refuse_tracing()
             self._check_attention()
             call = self._call = Call(self.layers, self._fed, super().get_seq_length())
         elif call.last is not None and getattr(self.layers[call.last], "pending", False):
-            raise CacheStateError(NOT_READ)
+            raise CacheStateError(NOT_ATTENDED.format(call.last))
         call.reach(index)
         return call
 
-    def settle(self, within: bool = False) -> None:
-        """If the newest call died, take it back; ``within`` the next call, or between calls.
+    def _check_begin(self, index: int) -> None:
+        """Refuse what looks like a call that begins at layer ``index``, and is the rest of one that was under way when a method
+        of the cache took it back: calls begin where the one before began."""
+        cut, self._cut = self._cut, None
+        if cut is not None and index != cut[1]:
+            self._cut = cut
+            raise CacheStateError(
+                f"cache: {cut[0]} was called within a call of the model, before layer {index} had its tokens, and took back "
+                f"those of the layers before; allowed: {cut[0]} between calls"
+            )
+
+    def settle(self, by: str | None = None) -> None:
+        """If the newest call died, take it back; ``by`` which of the cache's methods, between calls, or (None) the next call.
+
+        If the call did not die, and goes on, it is refused.
 
         Raises
         ------
@@ -188,14 +214,15 @@ class FoldedCache(Cache):
         call = self._call
         if call is None or not call.missing:
             return
-        if call.take_back(within):
+        changed = call.take_back(by is None)
+        self._call, self._cut = None, None if by is None else (by, call.first)
+        if changed:
             warnings.warn(
                 "kvfold: the last call of the model ended before all layers had its tokens; it was taken back, and the "
                 f"cache holds the {call.length} tokens before it. If it did not die, the model has fewer layers than the cache",
                 KVFoldWarning,
                 stacklevel=3,
             )
-        self._call = None
 
     def _check_attention(self) -> None:
         """Refuse before anything is computed, where the model's configuration says already who will attend."""
@@ -235,6 +262,8 @@ class FoldedCache(Cache):
                 layer.record_past = False
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 forget_states(layer)
+        if self._call is not None and self._call.missing:
+            self._cut = "reset()", self._call.first
         self._call = None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -250,7 +279,7 @@ class FoldedCache(Cache):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({int(tokens_to_remove)}): pass a negative number of tokens to remove")
-        self.settle()
+        self.settle("crop()")
         fixed = [i for i, layer in enumerate(self.layers) if states_of(layer) and not layer.is_croppable]
         if tokens_to_remove != 0 and fixed:
             raise CacheStateError(
@@ -268,7 +297,7 @@ class FoldedCache(Cache):
             For none, or one that the cache does not hold. Nothing has changed then.
         """
         self._check_rows("beam_idx", beam_idx, 0)
-        self.settle()
+        self.settle("reorder_cache()")
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -281,6 +310,7 @@ class FoldedCache(Cache):
         """
         if repeats < 1:
             raise CacheStateError(f"repeats: {repeats}: a cache holds one sequence or more; allowed: 1 or more")
+        self.settle("batch_repeat_interleave()")
         self._each(lambda t: t.repeat_interleave(repeats, dim=0), lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -292,6 +322,7 @@ class FoldedCache(Cache):
             For none, or one that the cache does not hold. Nothing has changed then.
         """
         self._check_rows("indices", indices, None)
+        self.settle("batch_select_indices()")
         self._each(lambda t: t[indices.to(t.device), ...], lambda layer: layer.batch_select_indices(indices))
 
     def _check_rows(self, name: str, rows: torch.Tensor, least: int | None) -> None:
@@ -312,7 +343,6 @@ class FoldedCache(Cache):
 
     def _each(self, pick: Callable[[torch.Tensor], torch.Tensor], select: Callable[[Any], None]) -> None:
         """Rearrange the batch of every layer; those of states alone have no method for it."""
-        self.settle()
         for layer in self.layers:
             if hasattr(layer, "batch_select_indices"):
                 select(layer)
@@ -321,18 +351,22 @@ class FoldedCache(Cache):
 
     def activate_past_recording(self) -> None:
         """See :meth:`FoldedLayer.activate_past_recording`."""
-        self.settle()
+        self.settle("activate_past_recording()")
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
     @storing
     def __deepcopy__(self, memo: dict[int, Any]) -> "FoldedCache":
-        self.settle()
+        """Holds what whole calls brought; a call that is under way goes on."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         for name, value in vars(self).items():
             setattr(twin, name, value if name == "_config" else copy.deepcopy(value, memo))
+        if twin._call is not None:
+            if twin._call.missing:
+                twin._call.take_back()
+            twin._call = None
         return twin
 
     # ---- sizes -------------------------------------------------------------------------------------------------------

@@ -60,8 +60,9 @@ def fold(
 
     Notes
     -----
-    A later call's ``attention_mask`` says which of its own tokens are padding; tokens already cached stay visible, and a mask
-    that hides them is refused.
+    A later call's ``attention_mask`` says which of its own tokens are padding. It may hide the newest cached tokens of a
+    sequence, padding that followed its end while others went on: they are dropped. Other cached tokens stay visible, and a
+    mask that hides them is refused.
 
     Layers that cannot be folded (sliding windows, linear attention, latent attention) keep Transformers' own cache in
     full precision; a warning says so once, and :func:`kvfold.explain` says which.

@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
+from kvfold.arithmetic import ordinary
 from kvfold.engines.transformers import rows
 from kvfold.engines.transformers.compiled import plain
 from kvfold.kernels import product, small
@@ -71,14 +72,18 @@ def norm_style(module: nn.Module) -> Style | None:
         return None
     key = (type(module), len(weight), weight.dtype, weight.device, eps)
     if key not in _known:
-        draw = _draw(weight.device, weight.dtype)
-        x, other = 3 * draw(4, len(weight)), draw(len(weight))  # weights of a fresh model are all one
-        got = torch.func.functional_call(module, {"weight": other}, (x,))
-        _known[key] = next(
-            (how for how in small.ROUNDINGS if _same(got, small.norm_by_definition(x, other, eps, how))), None
-        )
+        _known[key] = _rounding(module, weight, eps)
     found = _known[key]
     return None if found is None else (found, eps)
+
+
+@ordinary
+def _rounding(module: nn.Module, weight: torch.Tensor, eps: float) -> small.Rounding | None:
+    """How a norm rounds, by trying."""
+    draw = _draw(weight.device, weight.dtype)
+    x, other = 3 * draw(4, len(weight)), draw(len(weight))  # weights of a fresh model are all one
+    got = torch.func.functional_call(module, {"weight": other}, (x,))
+    return next((how for how in small.ROUNDINGS if _same(got, small.norm_by_definition(x, other, eps, how))), None)
 
 
 def _same(a: Any, b: torch.Tensor) -> bool:

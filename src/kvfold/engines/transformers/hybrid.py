@@ -9,7 +9,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.engines.transformers.states import crop_states, forget_states, select_states
 from kvfold.methods import LayerSpec, Method
-from kvfold.storage.devices import moved
+from kvfold.storage.devices import moved, present
 
 STATES = (
     "number_of_states",
@@ -75,8 +75,8 @@ class FoldedHybridLayer(FoldedLayer, LinearAttentionAndFullAttentionLayer):  # t
 
     def to(self, device: torch.device | str | int) -> None:
         FoldedLayer.to(self, device)
-        self.conv_states = moved(self.conv_states, torch.device(device))
-        self.recurrent_states = moved(self.recurrent_states, torch.device(device))
+        target = present(device)
+        self.conv_states, self.recurrent_states = moved(self.conv_states, target), moved(self.recurrent_states, target)
 
     def states(self) -> dict[str, Any]:
         """What the layer keeps beside keys and values."""

@@ -15,8 +15,8 @@ from kvfold.kernels.device import launching
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, Method
 from kvfold.plan import Encoder, choose_encoder, choose_kernel
-from kvfold.storage.columns import AS_IT_BEGINS, Columns
-from kvfold.storage.devices import present
+from kvfold.storage.columns import Columns
+from kvfold.storage.devices import moved, present
 from kvfold.storage.following import Following
 from kvfold.storage.layout import Layout
 from kvfold.storage.lengths import StaticLengths
@@ -31,6 +31,12 @@ NOT_READ = (
     "this model, and do not change its attention implementation afterwards"
 )
 
+NOT_ATTENDED = (
+    "cache: layer {}: the keys that update() was given before never came to kvfold's attention. A folded cache takes tokens in "
+    "calls of the model alone: neither update() by hand nor keys that were made elsewhere are served, and a model that did not "
+    "attend through kvfold is not read; call kvfold.fold(model, method), and pass the tokens to the model"
+)
+
 ANOTHER_MODEL = "make a cache for this model: kvfold.fold(model, method)"
 
 
@@ -40,6 +46,10 @@ class Snapshot(NamedTuple):
     columns: int
     parts: tuple[Any, ...] | None
     queries: dict[str, Any] | None
+
+    def on(self, device: torch.device) -> "Snapshot":
+        """On another device; slabs are the layer's own, which move with it."""
+        return Snapshot(self.columns, moved(self.parts, device), moved(self.queries, device))
 
 
 class FoldedLayer(CacheLayerMixin):
@@ -75,6 +85,7 @@ class FoldedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     is_croppable = True
+    pending = False  # keys were handed on to the attention function, and did not arrive there yet
 
     def __init__(
         self, method: Method, spec: LayerSpec, kernel: str | None = None, max_length: int | None = None
@@ -95,14 +106,18 @@ class FoldedLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self.running: tuple[Call, int] | None = None  # the model's call that is under way, and this layer's index
-        self.pending = False  # keys were handed on to the attention function, and did not arrive there yet
+        self._drop()
         self.static: StaticLengths | None = None  # while a decode graph owns the layer
         self.static_boundary: torch.Tensor | None = None  # where the prompt ends, if groups' modes depend on it
         self.home: torch.device | None = None  # while offloaded: where it belongs
         self.is_initialized = False
         self.sequences.start(0, torch.device("cpu"))
-        for part in (self.columns, self.slabs, self.sink, self.ring, self.following):
+        for part in (self.columns, self.slabs, self.sink, self.ring, self.following, self.writer.cuts):
             part.clear()
+
+    def _drop(self) -> None:
+        """Forget keys that are on their way to the attention function."""
+        self.dropped, self.pending = self.pending, False
 
     # ---- what others look at -----------------------------------------------------------------------------------------
 
@@ -156,6 +171,7 @@ class FoldedLayer(CacheLayerMixin):
         self._choose()
         self.sequences.start(batch, device)
         self.slabs.start(batch)
+        self.writer.cuts.start(batch)
         self.following.start(batch, dtype, device)
         self.sink.start(dtype, device)
         self.ring.start(dtype, device)
@@ -183,7 +199,7 @@ class FoldedLayer(CacheLayerMixin):
             If the attention function did not pick up the previous call's: the model does not attend through kvfold.
         """
         if self.pending:
-            raise CacheStateError(NOT_READ)
+            raise CacheStateError(NOT_ATTENDED.format(self.spec.layer_idx))
         if self.static is None or not self.static.running:
             self.own()
         dtype = self.dtype if self.is_initialized else autocast_dtype(key_states.device) or key_states.dtype
@@ -192,7 +208,7 @@ class FoldedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check_shape(key_states)
-        self.pending = True
+        self.pending, self.dropped = True, False
         key_states._kvfold_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
 
@@ -246,7 +262,7 @@ class FoldedLayer(CacheLayerMixin):
 
         Tokens in the recent window, and all tokens of the last call while past recording is on, go without a trace. A
         cut that reaches into packed storage decodes the rest of its block back into the recent window: those tokens
-        keep the precision they were stored with.
+        keep the precision they were stored with, however often the sequence is cut there again.
         """
         self.own()
         tokens_to_remove = int(tokens_to_remove)  # assisted generation passes a tensor
@@ -255,10 +271,22 @@ class FoldedLayer(CacheLayerMixin):
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         removed = self.columns.remove(min(-tokens_to_remove, self.columns.count), len(self.sequences))
+        self._shorten(removed)
+
+    def _shorten(self, removed: list[int]) -> None:
+        """Take so many of each sequence's newest tokens away."""
         with launching(self.device):
             for row, count in enumerate(removed):
                 if count:
                     self.writer.truncate(row, self.lens[row] - count)
+
+    @storing
+    @outside_autocast
+    def hide(self, mask: torch.Tensor, hidden: list[int]) -> None:
+        """Drop each sequence's newest tokens, ``hidden`` many, which a mask says are padding."""
+        self.own()
+        self.columns.hide(mask, self.device)
+        self._shorten(hidden)
 
     @storing
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -282,6 +310,7 @@ class FoldedLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.sequences.select(rows)
+        self.writer.cuts.select(rows)
         self.slabs.select(rows, pick)
         self.following.select(rows, pick)
         for part in (self.columns, self.sink, self.ring):
@@ -296,11 +325,18 @@ class FoldedLayer(CacheLayerMixin):
         if target == self.device:
             return
         self._kernel_on(target)  # where a kernel is insisted on that the device does not have, nothing moves
-        for part in (self.sequences, self.columns, self.slabs, self.sink, self.ring, self.layout, self.following):
-            part.move(target)
-        self.following.spec = self.layout.spec
-        self.device = target
+        self._place(target)
         self._choose()
+        if self.running is not None:  # it goes on, or is taken back, on the new device
+            call, index = self.running
+            call.before[index] = call.before[index].on(target)
+
+    def _place(self, device: torch.device) -> None:
+        """Have everything on a device."""
+        stored = (self.sequences, self.columns, self.slabs, self.sink, self.ring, self.writer.cuts)
+        for part in (*stored, self.layout, self.following):
+            part.move(device)
+        self.following.spec, self.device = self.layout.spec, device
 
     def offload(self) -> None:
         """To the CPU; :meth:`prefetch` brings it back."""
@@ -344,35 +380,22 @@ class FoldedLayer(CacheLayerMixin):
         return None if bool(valid.all()) else valid
 
     def check_mask(self, mask: torch.Tensor) -> None:
-        """Refuse a mask, bool [batch, columns], that says otherwise of cached columns than the calls they came with."""
+        """Refuse a mask, bool [batch, columns], that says otherwise of cached columns than the calls they came with.
+
+        What it hides at the end of a sequence is dropped, in all folded layers of the call; see :meth:`Columns.hidden`.
+        """
         call = self.running[0] if self.running is not None else None
         if call is not None and call.mask is mask:
             return  # another layer has looked
-        self.columns.check_mask(mask, self.device)
+        hidden = self.columns.hidden(mask, self.device)
+        if hidden is not None:
+            if call is None:
+                self.own()
+                self.hide(mask, hidden)
+            else:
+                call.hide(mask, hidden)
         if call is not None:
             call.mask = mask
-
-    def check_prompt(self, position_ids: torch.Tensor | None, count: int) -> None:
-        """Refuse a prompt that is not longer than what the cache holds: of ``n`` tokens that follow ``columns`` others,
-        ``generate`` passes on those from ``columns - n`` on, to be read a second time. Steps on accelerators are not looked at.
-        """
-        columns = self.columns.count
-        skipped = (columns - count) // 2
-        if position_ids is None or position_ids.ndim != 2 or count > columns or 2 * skipped != columns - count:
-            return
-        if count == 1 and columns > 1 and self.device.type != "cpu":
-            return
-        if self.running is not None and len(self.running[0].before) > 1:
-            return  # the first layer has looked
-        held = self.lens[0]
-        if held < min(count, 2):  # padding, or a token that padding follows
-            return
-        ends = position_ids[0, :: max(count - 1, 1)].tolist()
-        if (ends[0], ends[-1]) == (skipped, held - 1 - skipped):
-            raise CacheStateError(
-                f"input_ids: a prompt of {skipped + count} tokens, not more than the {columns} that the cache holds: "
-                f"they have the positions of tokens that it holds; {AS_IT_BEGINS}"
-            )
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -525,7 +548,8 @@ class FoldedLayer(CacheLayerMixin):
         self.sequences.restore(sequences)
         self.columns.restore(columns)
         self.slabs.restore(slabs)
-        self.pending = False
+        self.slabs.move(self.device)  # those that the snapshot alone had stayed where the layer was
+        self._drop()
 
     def _keep_old(self, tokens: int) -> None:
         """Before a call of ``tokens`` writes over what its snapshot refers to, go on with copies.
@@ -550,7 +574,7 @@ class FoldedLayer(CacheLayerMixin):
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor the layer owns, by what it is for: packed, windows, state."""
         kept = self.following.ring
-        windows = [*self.sink, *self.ring] if self.is_initialized else []
+        windows = [*self.sink, *self.ring, *self.writer.cuts.tensors()] if self.is_initialized else []
         windows += [kept] if kept is not None else []
         state = [*self.following.state.values(), *(t for side in self.slabs.shared for t in side.values())]
         return {"packed": self.slabs.tensors(), "windows": windows, "state": state + self.columns.tensors()}

@@ -38,26 +38,65 @@ class Call:
 
     Attributes
     ----------
+    first : int or None
+        Layer at which the call began.
     missing : set of int
         Layers that do not have the call's tokens yet; the call is over when there are none.
     mask : Tensor or None
         Attention mask whose older columns were found to be those of the cache.
+    again : int or None
+        First tokens of the call that the cache holds already; None: nobody has looked.
     """
 
     def __init__(self, layers: Sequence[Any], expected: set[int], length: int) -> None:
         self.layers, self.length = layers, length
         self.missing = set(expected)
         self.before: dict[int, Any] = {}
+        self.first: int | None = None
         self.last: int | None = None
         self.mask: torch.Tensor | None = None
+        self.again: int | None = None
 
     def reach(self, index: int) -> None:
         """Layer ``index`` is about to get the call's tokens."""
         layer = self.layers[index]
         self.before[index] = layer.snapshot() if hasattr(layer, "snapshot") else dict(vars(layer))
+        self.first = index if self.first is None else self.first
         self.last = index
         if hasattr(layer, "running"):
             layer.running = self, index
+
+    def hide(self, mask: torch.Tensor, hidden: list[int]) -> None:
+        """Have all folded layers drop the newest tokens of each sequence, which the call's mask hides. If the call dies, that
+        stands."""
+        folded = [
+            (i, layer) for i, layer in enumerate(self.layers) if hasattr(layer, "snapshot") and layer.is_initialized
+        ]
+        if any(layer.columns.count != self.length for _, layer in folded):
+            raise CacheStateError(
+                "attention_mask: hides tokens that the cache holds, and layers before had another mask; allowed: one for all"
+            )
+        for index, layer in folded:
+            layer.hide(mask, hidden)
+            if index in self.before:
+                self.before[index] = layer.snapshot()
+
+    def read_again(self, count: int) -> None:
+        """The call's first ``count`` tokens are held already.
+
+        Raises
+        ------
+        CacheStateError
+            If there are such, and layers that are not folded.
+        """
+        own = [index for index, layer in enumerate(self.layers) if not hasattr(layer, "snapshot")]
+        if count and own:
+            raise CacheStateError(
+                f"input_ids: assisted generation reads the whole prompt again, of which the cache holds {count} tokens, and "
+                f"layers that are not folded ({', '.join(map(str, own))}) would hold them twice; allowed: a new cache, or "
+                "generate() without a draft"
+            )
+        self.again = count
 
     def finish(self, index: int) -> None:
         """Layer ``index`` has the call's tokens and attended to them."""

@@ -198,6 +198,10 @@ def _folded(layer: FoldedLayer, at: str, tensors: Tensors) -> dict[str, Any]:
         tensors[f"{at}{side}.recent"] = _stacked([pair[i] for pair in recent])
     for side, shared in zip(SIDES, layer.slabs.shared, strict=True):
         tensors.update({f"{at}{side}.shared.{name}": t.cpu() for name, t in shared.items()})
+    cut = [row.values() for row in layer.writer.cuts.rows]
+    for i, side in enumerate(SIDES):
+        if parts := [pair[i] for row in cut for pair in row]:
+            tensors[f"{at}{side}.cut"] = torch.cat(parts, 1).cpu()
     if masks := layer.columns.tensors():
         tensors[f"{at}valid"] = torch.cat(masks, -1).cpu()
     following = layer.following
@@ -217,6 +221,7 @@ def _folded(layer: FoldedLayer, at: str, tensors: Tensors) -> dict[str, Any]:
         "slabs": [[slab.first, slab.blocks] for slab in layer.slabs],
         "calls": [[n, valid is not None] for n, valid in layer.columns.calls],
         "shared": [sorted(side) for side in layer.slabs.shared],
+        "cuts": [[[start, keys.shape[1]] for start, (keys, _) in row.items()] for row in layer.writer.cuts.rows],
         "state": sorted(following.state),
         "made": following.made,
         "kept": following.kept,
@@ -264,6 +269,7 @@ def _refold(
         for side, names in zip(SIDES, told["shared"], strict=True)
     )
     layer.slabs.shared = (keys, values)
+    _recut(layer, told.get("cuts", []), at, tensors)
     layer.columns.calls, column = [], 0
     for count, masked in told["calls"]:
         valid = tensors[f"{at}valid"][:, column : column + count].to(device, copy=True) if masked else None
@@ -281,6 +287,17 @@ def _refold(
         for row, (kept, length) in enumerate(_spans(layer)):
             slots = torch.arange(kept, max(length, kept), device=device) % told["slots"]
             following.ring[row, :, slots] = queries[row, :, : len(slots)]
+
+
+def _recut(layer: FoldedLayer, cuts: list[list[list[int]]], at: str, tensors: Tensors) -> None:
+    """What the layer remembers of blocks that were cut; files of before have nothing of it."""
+    used = 0
+    for row, told in zip(layer.writer.cuts.rows, cuts, strict=False):
+        for start, count in told:
+            keys, values = (
+                tensors[f"{at}{side}.cut"][:, used : used + count].to(layer.device, copy=True) for side in SIDES
+            )
+            row[start], used = (keys, values), used + count
 
 
 def _counts(layer: FoldedLayer) -> dict[str, Any]:

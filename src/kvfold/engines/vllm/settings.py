@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from kvfold import methods
+from kvfold.arithmetic import lasting
 from kvfold.engines.vllm import subspace
 from kvfold.errors import KVFoldError
 from kvfold.formats import Dense, Fields
@@ -213,7 +213,7 @@ def kept(method: Method, spec: LayerSpec) -> Stored:
     return Stored(method, spec, PageLayout(*formats))
 
 
-@lru_cache
+@lasting()
 def layer_spec(
     layer_idx: int,
     num_layers: int,

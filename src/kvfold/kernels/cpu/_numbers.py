@@ -4,7 +4,6 @@
 import hashlib
 import shutil
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import RLock
@@ -18,6 +17,7 @@ from numba import carray, cfunc, config, njit, types
 from numba.core import event
 from numba.extending import intrinsic as _intrinsic
 
+from kvfold.arithmetic import lasting
 from kvfold.kernels.compiling import compiling
 
 TILE = 32
@@ -38,7 +38,7 @@ def intrinsic(function) -> Any:
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-@lru_cache
+@lasting()
 def _kept_in() -> str:
     """A folder for what was compiled from these sources: Numba itself looks for changes in a function's own file only, and
     would go on with what an older version of another one was compiled into."""

@@ -7,7 +7,7 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, reduce
+from functools import reduce
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.errors import KVFoldError
 from kvfold.formats import PAGE, Dense, Fields, Format, Hadamard, Paged
 from kvfold.formats.basis import Basis
@@ -97,7 +98,7 @@ class CPUKernel(AttentionKernel):
         return call.ungrouped(Partial.merge(parts))
 
 
-@cache
+@lasting(None)
 def _loops() -> ModuleType:
     """What Numba compiles; imported when first needed, for it takes a second."""
     try:
@@ -107,7 +108,7 @@ def _loops() -> ModuleType:
     return _attend
 
 
-@cache
+@lasting(None)
 def _pool() -> ThreadPoolExecutor:
     """Threads of our own, which sleep while there is nothing to do.
 
@@ -127,7 +128,7 @@ def _sinks(call: AttentionCall) -> torch.Tensor:
     return call.sinks.detach().float().view(call.num_kv_heads, -1).repeat_interleave(call.tokens, 1)
 
 
-@cache
+@lasting(None)
 def _no_sinks(heads: int) -> torch.Tensor:
     return torch.empty(heads, 0, dtype=torch.float32, device="cpu")
 
@@ -277,7 +278,7 @@ def _turns(freq: torch.Tensor) -> tuple[Any, Any]:
     return freq.numpy(), torch.stack((angles.cos(), angles.sin())).float().numpy()
 
 
-@cache
+@lasting(None)
 def _no_turns() -> tuple[Any, Any]:
     return _turns(torch.empty(0, device="cpu"))
 
@@ -349,12 +350,12 @@ def _made(form: Format) -> Form:
     return Form(numbers, signs.numpy(), matrix.contiguous().numpy())
 
 
-@lru_cache
+@lasting()
 def _ones(count: int) -> torch.Tensor:
     return torch.ones(count, dtype=torch.float32, device="cpu")
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def _matrix(basis: Basis, width: int) -> torch.Tensor:
     """What decoded vectors are multiplied with, float32 [width, head_dim]: the basis's own table, where that is it."""
     found = basis.restore(torch.eye(width, dtype=torch.float32, device="cpu")).contiguous()

@@ -1,13 +1,11 @@
 """Storing a step where vectors are encoded one by one: codes of learned codebooks (VQLLM, TaSQ, NOVA-KV, CommVQ) and rotated
 affine groups (values of NOVA-KV). A kernel for each side."""
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from kvfold.arithmetic import beside, lasting
 from kvfold.formats import AffineGroups, Fields, Format, GroupCodes, Hadamard, Paged, Projected, ResidualCodes
 from kvfold.formats.binary import BinaryCodes, BitSearch
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, times_i
@@ -143,7 +141,7 @@ def _own(form: Format) -> int:
     return 16 * MOST_LEVELS if isinstance(form, AdditiveCodes) else 0
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def frequencies(rope: Rope, device: torch.device) -> torch.Tensor:
     """A rotation's, where kernels read them."""
     return rope.inv_freq.to(device)
@@ -172,14 +170,14 @@ def tables_of(form: Format, bits: BitSearch | None, device: torch.device) -> Tab
     if isinstance(form, ResidualCodes):
         assert form.book is not None
         shape = (0, form.head_dim, form.vector, form.codes, form.stages, int(form.strided))
-        return _once(form.book.on(device), _of_vectors), shape
+        return _of_vectors(form.book.on(device)), shape
     if isinstance(form, Projected):
         assert form.maps is not None and isinstance(form.inner, GroupCodes)
         found, constants = tables_of(form.inner, bits, device)
-        return found[:5] + _once(form.maps.on(device), _of_maps), (*constants[:-1], 1)
+        return found[:5] + _of_maps(form.maps.on(device)), (*constants[:-1], 1)
     if isinstance(form, GroupCodes):
         assert form.book is not None
-        some = _once(form.book.on(device), _of_groups)
+        some = _of_groups(form.book.on(device))
         flags = int(form.strided), form.fit, int(form.centred)
         return (*some, some[1], some[1]), (
             3,
@@ -197,37 +195,32 @@ def tables_of(form: Format, bits: BitSearch | None, device: torch.device) -> Tab
         assert form.codebook is not None
         book = form.codebook.on(device)
         sizes = form.head_dim, form.stages, form.levels, book.rotary, min(EACH, form.levels)
-        return _once(book, _of_keys), (1, *sizes, *encode_pairs.order(form).values())
+        return _of_keys(book), (1, *sizes, *encode_pairs.order(form).values())
     assert isinstance(form, BinaryCodes)
     if bits is None:
         raise ValueError("bits: None; allowed: how a value's bits are chosen")
     return bits.tables, (2, form.head_dim, form.codes, bits.flips, bits.hidden)
 
 
-_made: WeakKeyDictionary[Any, tuple[torch.Tensor, ...]] = WeakKeyDictionary()
-
-
-def _once(book: Any, make: Callable[[Any], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    if book not in _made:
-        _made[book] = make(book)
-    return _made[book]
-
-
+@beside
 def _of_vectors(book: Codebook) -> tuple[torch.Tensor, ...]:
     codes = book.codes.to(torch.float16).contiguous()
     return codes, codes.float().square().sum(-1).contiguous()
 
 
+@beside
 def _of_groups(book: GroupBook) -> tuple[torch.Tensor, ...]:
     """What the search reads, and the mean; anything where there is none."""
     table, halves, codes, sizes = encode_search.group_tables(book)
     return table, halves, codes, sizes, halves if book.mean is None else book.mean.contiguous()
 
 
+@beside
 def _of_maps(maps: HeadMaps) -> tuple[torch.Tensor, ...]:
     return maps.mean.float().contiguous(), maps.apply.float().contiguous()
 
 
+@beside
 def _of_keys(book: KeyCodebook) -> tuple[torch.Tensor, ...]:
     """The metric commutes with i, so one half of a stage's centres says what the other is."""
     metric = book.metric.float().contiguous()

@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Format
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged import attention, books, reference, storing
@@ -24,7 +24,7 @@ ROWS = (2, 4)
 """Query heads of a KV head: for some formats there is a kernel for four."""
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def self_test(
     key_format: Format,
     value_format: Format,

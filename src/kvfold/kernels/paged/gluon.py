@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format, Paged
 from kvfold.formats.paged import PAGE
 from kvfold.kernels import decode, pages
@@ -37,7 +37,7 @@ class Shape:
     fixed: dict[str, Any]
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def shape(key_format: Format, value_format: Format, rows: int, bf16: bool, early: bool) -> Shape:
     """What serves formats that :func:`unsupported` has nothing against, with ``rows`` query rows per KV head."""
     if isinstance(key_format, Paged):

@@ -15,11 +15,11 @@ PLAIN       the code
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
+
+from kvfold.arithmetic import lasting
 
 PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 """Triton's interpreter knows no instructions; there codes are numbers step by step."""
@@ -193,7 +193,7 @@ def of_tokens(data, first, left, T: tl.constexpr, EACH: tl.constexpr, AT: tl.con
     return tl.load(data + (first + token) * EACH + AT).to(tl.float32)
 
 
-@lru_cache(maxsize=1024)
+@lasting(1024)
 def level_table(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Up to 16 levels for :func:`codes`: int32 [8], upper bytes of eight levels, their lower ones, then those of the others."""
     halves = torch.zeros(16, dtype=torch.float16, device="cpu")

@@ -1,12 +1,12 @@
 """Additive codes that commute with RoPE (CommVQ's keys): sums of centres ``z_a + i z_b``, two rows of a table per stage."""
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
 
+from kvfold.arithmetic import beside
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook
 from kvfold.kernels.readers._codes import PTX, channels, of_tokens
 from kvfold.kernels.readers._gather import eight_numbers, eights, four_sum, gather, words
@@ -119,14 +119,10 @@ class AdditiveReader(Reader[AdditiveCodes]):
         return (table.view(torch.int64) if self.spec[4] else table, size)
 
 
-_halves: WeakKeyDictionary[KeyCodebook, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
-
-
+@beside
 def tables_of(book: KeyCodebook) -> tuple[torch.Tensor, torch.Tensor]:
     """Centres in fp16 and their size by head, made once: their place in memory stays, as graphs need it."""
-    if book not in _halves:
-        centres = book.centres.float()
-        most = centres.abs().flatten(1).amax(1).clamp_min(2.0**-100)
-        size = 2.0 ** torch.floor(torch.log2(most))
-        _halves[book] = (centres / size.view(-1, 1, 1, 1)).to(torch.float16).contiguous(), size
-    return _halves[book]
+    centres = book.centres.float()
+    most = centres.abs().flatten(1).amax(1).clamp_min(2.0**-100)
+    size = 2.0 ** torch.floor(torch.log2(most))
+    return (centres / size.view(-1, 1, 1, 1)).to(torch.float16).contiguous(), size

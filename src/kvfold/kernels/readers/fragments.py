@@ -4,11 +4,11 @@ The kernels that attend to these orders multiply words as they lie and have read
 """
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import (
     AffineGroups,
     Fields,
@@ -162,19 +162,19 @@ class MixedFragments(Reader[MixedTokens]):
         return (_sign_bits(device), _bits_before(device))
 
 
-@lru_cache
+@lasting()
 def _places(operand: str, axis: str, groups: int, device: torch.device) -> torch.Tensor:
     return torch.argsort(group_order(operand, axis, groups)).to(device=device, dtype=torch.int32)
 
 
-@lru_cache
+@lasting()
 def _sign_bits(device: torch.device) -> torch.Tensor:
     """Bit of the sign of each of a group's 32 members; see :func:`kvfold.formats.packing.pack_signs`."""
     i = torch.arange(32, device="cpu")
     return (i % 2 * 16 + i // 16 * 8 + i % 16 // 8 * 4 + i % 8 // 2).to(device=device, dtype=torch.int32)
 
 
-@lru_cache
+@lasting()
 def _bits_before(device: torch.device) -> torch.Tensor:
     """Bits of the tokens before each of a unit's 32, int32 [32]."""
     bits = 1 << _sign_bits(torch.device("cpu")).long()

@@ -1,12 +1,12 @@
 """A byte for a few channels, into a codebook of the KV head's group (NOVA-KV, TaSQ)."""
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
 
+from kvfold.arithmetic import beside
 from kvfold.formats import GroupCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.kernels.readers._codes import channels, of_tokens
@@ -88,11 +88,7 @@ class GroupReader(Reader[GroupCodes]):
         return (table.view(torch.int64) if self.spec[3] else table, *mean)
 
 
-_halves: WeakKeyDictionary[GroupBook, torch.Tensor] = WeakKeyDictionary()
-
-
+@beside
 def _half(book: GroupBook) -> torch.Tensor:
     """Codebooks in fp16, made once: their place in memory stays, as graphs need it."""
-    if book not in _halves:
-        _halves[book] = book.codes.to(torch.float16).contiguous()
-    return _halves[book]
+    return book.codes.to(torch.float16).contiguous()

@@ -1,12 +1,10 @@
 """Codes into a table of levels (TurboQuant, KVQuant)."""
 
-from functools import lru_cache
-from weakref import WeakKeyDictionary
-
 import torch
 import triton
 import triton.language as tl
 
+from kvfold.arithmetic import beside, lasting
 from kvfold.formats import Lookup
 from kvfold.formats.lookup import ChannelScales
 from kvfold.kernels.readers._codes import LEVELS, PLAIN, bounded, channels, codes, level_table, of_tokens, token_of
@@ -62,17 +60,13 @@ class LookupReader(Reader[Lookup]):
         return (levels, constants_of(self.form.channels.on(device), max(map(abs, form.levels))))
 
 
-@lru_cache(maxsize=256)
+@lasting(256)
 def levels_on(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(levels, dtype=torch.float16, device=device)
 
 
-_made: WeakKeyDictionary[ChannelScales, tuple[float, torch.Tensor]] = WeakKeyDictionary()
-
-
+@beside
 def constants_of(channels: ChannelScales, most: float) -> torch.Tensor:
     """Constants whose values fp16 holds for levels up to ``most``; made once: graphs know where they are."""
-    if channels not in _made or _made[channels][0] != most:
-        center, spread = channels.center.clamp(-32752, 32752), channels.spread.clamp(max=32752 / max(most, 1.0))
-        _made[channels] = most, torch.stack((center, spread), 1).to(torch.float16).contiguous()
-    return _made[channels][1]
+    center, spread = channels.center.clamp(-32752, 32752), channels.spread.clamp(max=32752 / max(most, 1.0))
+    return torch.stack((center, spread), 1).to(torch.float16).contiguous()

@@ -1,12 +1,12 @@
 """Residual vector quantization (VQLLM): a code per stage and group of channels stands for a row of a table."""
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
 
+from kvfold.arithmetic import beside
 from kvfold.formats import ResidualCodes
 from kvfold.formats.residual import Codebook
 from kvfold.kernels.readers._codes import channels, of_tokens
@@ -93,11 +93,7 @@ class ResidualReader(Reader[ResidualCodes]):
         return (table.view(torch.int64) if self.spec[4] else table,)
 
 
-_halves: WeakKeyDictionary[Codebook, torch.Tensor] = WeakKeyDictionary()
-
-
+@beside
 def _half(book: Codebook) -> torch.Tensor:
     """A codebook in fp16, made once: its place in memory stays, as graphs need it."""
-    if book not in _halves:
-        _halves[book] = book.codes.to(torch.float16).contiguous()
-    return _halves[book]
+    return book.codes.to(torch.float16).contiguous()

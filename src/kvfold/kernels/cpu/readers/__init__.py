@@ -4,10 +4,10 @@ A new format needs its own file here and its line in :data:`READERS`; the loops 
 pages, bases, rotation, softmax, shares of threads, windows. Files are imported, and functions compiled, as formats are met.
 """
 
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import (
     PAGE,
     AffineGroups,
@@ -75,7 +75,7 @@ def reader_of(form: Format) -> CPUReader[Any]:
     return found
 
 
-@lru_cache
+@lasting()
 def _class_of(kind: type[Format]) -> type[CPUReader[Any]]:
     file, name = READERS[kind]
     found: type[CPUReader[Any]] = getattr(import_module(f"{__name__}.{file}"), name)

@@ -1,10 +1,10 @@
 """Signs of random projections and norms: QJL's keys, and what TurboQuant's codes miss."""
 
 import math
-from functools import lru_cache
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Fields, SignSketch, SketchedResidual, SplitSketch
 from kvfold.kernels.cpu._numbers import (
     TILE,
@@ -111,7 +111,7 @@ def _read_split(row, batch, head, unit, tile, width, scratch):
     _split(numbers, batch, head, unit, carray(tile, (TILE, width)), space)
 
 
-@lru_cache(maxsize=64)
+@lasting(64)
 def _by_channel(sketch: torch.Tensor) -> torch.Tensor:
     """A sketch that all layers share, [channels, rows]."""
     return sketch.T.contiguous()
