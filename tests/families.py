@@ -193,6 +193,8 @@ def model_of(family: str) -> PreTrainedModel:
         config = config.text_config
     if family.startswith("musicgen"):
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config.decoder).eval()
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:  # sdpa caps none
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     if family.endswith("assistant"):  # reads the keys of another model: without that it cannot be built
         config.text_config.num_kv_shared_layers = 0
         model = AutoModelForCausalLM.from_config(config).eval()

@@ -115,7 +115,7 @@ def rope_of(model: nn.Module) -> Rope:
         cos, sin = module(x, positions)
         expected, _ = theirs(x, x, cos, sin)
         same = torch.allclose(expected, rope.rotate(x, positions[:, None]), atol=1e-3, rtol=1e-3)
-    except (TypeError, RuntimeError, ValueError):
+    except (TypeError, RuntimeError, ValueError, IndexError):
         same = False
     if not same:
         raise UnsupportedModelError(

@@ -10,13 +10,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import models_table
 
-from families import FAMILIES, row_of
+from families import FAMILIES, model_of, row_of
 
 VERSION, PAGE = models_table.read()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_folded_or_refused_as_the_page_says(family, recwarn):
+    if transformers.__version__ != VERSION:
+        try:
+            model_of(family)
+        except Exception as error:
+            pytest.skip(f"Transformers {transformers.__version__} does not make it: {error}")
     row = row_of(family)
     if row.refused:
         assert ("\n" not in row.refused and row.name in row.refused) or "=" in row.refused.split(":")[0]

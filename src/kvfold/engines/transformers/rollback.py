@@ -219,11 +219,16 @@ def fed(model: nn.Module | None, layers: Sequence[Any]) -> set[int]:
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int):
             named.setdefault(index, []).append(type(module).__name__)
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    kinds = list(getattr(text, "layers_block_type", None) or ())
     attends = {i: [n for n in names if "attention" in n.lower() or "attn" in n.lower()] for i, names in named.items()}
 
     def idle(index: int, layer: Any) -> bool:
         if isinstance(layer, LinearAttentionCacheLayerMixin) or not any(attends.values()):
             return False
+        if kinds[index : index + 1] == ["recurrent"]:
+            return True  # RecurrentGemma kept its states to itself once, beside a cache layer for each
         return index in named and all("Cross" in name for name in attends[index])
 
     found = [(i, layer) for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
