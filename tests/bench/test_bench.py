@@ -485,6 +485,7 @@ def test_the_two_tables_compare_with_matmul_and_with_outer_groups():
     assert [line.split()[-2:] for line in lines] == [["512", "1024"], ["2.00", "-"], ["4.00", "2.00"], ["2.00", "-"]]
 
 
+@pytest.mark.slow
 def test_product_kernels_compile_without_spills():
     pytest.importorskip("triton")
     from triton.experimental.gluon._runtime import GluonASTSource
