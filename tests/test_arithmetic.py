@@ -101,6 +101,7 @@ torch.save(found, sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_tables_do_not_depend_on_default_dtype_default_device_or_autocast(tmp_path):
     """Tables are made once per process: in one of its own, the first who needs them has all of these settings."""
     methods, out = [*kvfold.DEFAULT], tmp_path / "logits.pt"

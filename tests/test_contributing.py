@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 
@@ -25,6 +27,7 @@ print(blocks_case.Case(formats, head_dim=80, packed=(96, 32), slabs=(4,)).error(
 """
 
 
+@pytest.mark.slow
 def test_the_reader_that_is_shown_is_all_that_a_format_needs(tmp_path):
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)

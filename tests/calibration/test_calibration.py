@@ -135,6 +135,7 @@ def test_all_positions_of_the_context_are_learned_from(context, positions):
     assert max(firsts) > positions // 2
 
 
+@pytest.mark.slow
 def test_an_artefact_of_fewer_positions_than_the_model_has_says_so(tmp_path):
     model = tiny_llama(max_position_embeddings=32_768)
     out = tmp_path / "nova.safetensors"
@@ -297,6 +298,7 @@ def test_the_baselines_go_on_as_well(spec, tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_a_killed_process_goes_on(tmp_path):
     folder = save(tmp_path / "model", tiny_llama(num_hidden_layers=6))
     text = tmp_path / "text.txt"

@@ -236,6 +236,7 @@ def test_a_generation_that_is_interrupted_goes_on_with_the_same_cache(model, tok
     assert torch.equal(again, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only("compiles the model's own code for the CPU")
 def test_a_compiled_model_reads_its_folded_cache():
     one, ids, cuts = llama(num_hidden_layers=1), prompt(1, 83), [80, 1, 1, 1]

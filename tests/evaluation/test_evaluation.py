@@ -511,6 +511,7 @@ def test_json_lines_are_read_as_text_and_others_refused(tmp_path):
         windows.load_domain("b", str(tmp_path / "b.jsonl"))
 
 
+@pytest.mark.slow
 def test_domains_score_every_method_on_every_window_and_go_on_after_a_kill(tiny, tmp_path):
     info = models.ModelInfo("tiny", "float32", "cpu", None, 1)
     pieces = windows.make_windows(byte_tokenizer(), windows.load_texts(windows.BUILT_IN, {}), 320, 64, 2)

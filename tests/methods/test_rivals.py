@@ -290,6 +290,7 @@ def test_a_groups_channels_are_whole_pairs_of_rope():
     assert all({(int(c) + 32) % 64 for c in group} == set(group.tolist()) for group in index)
 
 
+@pytest.mark.slow
 def test_a_metric_makes_codes_serve_queries():
     """Codebooks of the queries' distance have less error of scores, and more of keys, than those of the plain one."""
     keys, m = randn(2, 4096, 64), metric()

@@ -27,6 +27,8 @@ from kvfold.methods import get
 from kvfold.plan import Encoder, choose_encoder
 from kvfold.storage.lengths import StaticLengths
 
+pytestmark = pytest.mark.slow  # Triton's interpreter takes seconds for what a kernel does in microseconds
+
 
 @pytest.fixture
 def interpreted(monkeypatch):
