@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvfold.arithmetic import outside_autocast
 from kvfold.engines.transformers import names, originals
 from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.engines.transformers.weights import asked, weights_of
 from kvfold.errors import UnsupportedModelError, warn_once
 from kvfold.kernels import NewTokens
 from kvfold.kernels.device import launching
@@ -49,7 +50,9 @@ def attention_forward(
 
     Returns
     -------
-    Tensor [batch, tokens, num_heads, head_dim], None
+    Tensor [batch, tokens, num_heads, head_dim]
+    Tensor [batch, num_heads, tokens, columns] or None
+        Weights, where they are asked for and the implementation of before is eager, which gives them; see :func:`weights_of`.
         What is not a folded layer: whatever the implementation of before returns.
 
     Notes
@@ -69,10 +72,12 @@ def attention_forward(
             )
         return originals.attend(previous, module, query, key, value, attention_mask, **options)
     with launching(query.device):
-        out = _folded_attention(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
+        out, weights = _folded_attention(
+            layer, module, query.to(key.dtype), key, value, attention_mask, previous, options
+        )
     if query.requires_grad and not out.requires_grad and torch.is_grad_enabled():
         out = _NoGradients.apply(out, query)
-    return out.to(query.dtype), None
+    return out.to(query.dtype), weights
 
 
 class _NoGradients(torch.autograd.Function):
@@ -100,7 +105,7 @@ def _folded_attention(
     attention_mask: torch.Tensor | None,
     previous: str | None,
     options: dict[str, Any],
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """:func:`attention_forward` over a folded layer; all tensors are of its dtype."""
     scaling, dropout = options["scaling"], options["dropout"]
     if not layer.pending:
@@ -112,7 +117,7 @@ def _folded_attention(
     if layer.static is not None:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         with output_follows():
-            return layer.static_step(key, value, query, scale, layer.static, sinks).transpose(1, 2).contiguous()
+            return layer.static_step(key, value, query, scale, layer.static, sinks).transpose(1, 2).contiguous(), None
     refused = [name for name in REFUSED if options.get(name) is not None]
     backwards = options.get("is_causal") is False and not layer.is_empty
     if softcap is not None and layer.spec.softcap is None:  # its kernel was chosen for others
@@ -133,9 +138,12 @@ def _folded_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer.check_prompt(options.get("position_ids"), tokens)
     valid = layer.new_columns(attention_mask, tokens)
+    weighs = asked(previous, options)
+    weights = weights_of(layer, module, query, key, valid, options) if weighs else None
     if layer.is_empty and (own_mask is not attention_mask or not _is_causal(module, options)):
         mask = _square_mask(previous, module, own_mask, query, tokens)
-        out, _ = originals.attend(previous, module, query, key, value, mask, **options)
+        out, own_weights = originals.attend(previous, module, query, key, value, mask, **options)
+        weights = own_weights if weighs else None
     elif layer.is_empty:
         mask = None if valid is None else _causal(valid, tokens)
         if softcap is None and sinks is None:
@@ -147,12 +155,12 @@ def _folded_attention(
         out = _attend(layer, query, None, scale, None, sinks)
         layer.pack_due()
         layer.finish()
-        return out
+        return out, weights
     else:
         out = _attend(layer, query, NewTokens(key, value, valid), scale, softcap, sinks)
     layer.append(key, value, query, valid, options.get("position_ids"))
     layer.finish()
-    return out
+    return out, weights
 
 
 def output_follows() -> AbstractContextManager[None]:

@@ -65,6 +65,10 @@ def fold(
 
     Layers that cannot be folded (sliding windows, linear attention, latent attention) keep Transformers' own cache in
     full precision; a warning says so once, and :func:`kvfold.explain` says which.
+
+    ``output_attentions=True`` gives the weights over what the cache holds where the model's attention was eager, and none with
+    others, as without kvfold. A configuration may ask for them before its model is folded; Transformers lets nobody set or save
+    that in one whose model is.
     """
     model = transformer(model)
     if always:
