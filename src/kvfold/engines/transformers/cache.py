@@ -51,6 +51,11 @@ class FoldedCache(Cache):
     model : Module or None
         Whose cache it is: :meth:`save` asks, and its configuration is looked at when a call begins.
 
+    Attributes
+    ----------
+    restarts : int
+        How often a model's ``generate`` emptied it to read all tokens again, as Phi-3's does where its frequencies change.
+
     Notes
     -----
     A call of the model that dies (out of memory, an interrupt, an error in a hook) before every layer has its tokens counts
@@ -65,6 +70,7 @@ class FoldedCache(Cache):
         self._config = attending(model)
         self._fed = fed(model, self.layers)
         self._call: Call | None = None
+        self.restarts = 0
 
     @property
     def model(self) -> torch.nn.Module | None:

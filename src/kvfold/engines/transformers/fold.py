@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvfold.arithmetic import outside_autocast
-from kvfold.engines.transformers import originals
+from kvfold.engines.transformers import originals, restarts
 from kvfold.engines.transformers.always import WISH, Wish, begin, check, end
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.making import make_cache
@@ -97,6 +97,7 @@ def unfold(model: nn.Module) -> None:
             f"model: {type(model).__name__} object has no Transformers model inside; allowed: what fold() was given"
         )
     end(model)
+    restarts.end(model)
 
 
 @contextmanager

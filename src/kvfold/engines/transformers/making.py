@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from kvfold.arithmetic import outside_autocast
-from kvfold.engines.transformers import attentions, originals
+from kvfold.engines.transformers import attentions, originals, restarts
 from kvfold.engines.transformers.attention import register
 from kvfold.engines.transformers.cache import AnyLayer, FoldedCache
 from kvfold.engines.transformers.hybrid import FoldedHybridLayer
@@ -40,6 +40,7 @@ def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_l
         warn_once(f"kvfold: {CAPS_ALONE}; load the model with attn_implementation='eager'")
     if folded:
         _switch(model, attentions.storing(model))
+    restarts.begin(model)
     for module in (item.module for item in folded if item.module is not None):
         module.kvfold_folds = True  # type: ignore[assignment]
     return FoldedCache(layers, method, model)
