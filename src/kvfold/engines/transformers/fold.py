@@ -8,10 +8,11 @@ from transformers import PreTrainedModel
 
 from kvfold.arithmetic import outside_autocast
 from kvfold.engines.transformers import originals, restarts
-from kvfold.engines.transformers.always import WISH, Wish, begin, check, end
+from kvfold.engines.transformers.always import begin, check, end
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.making import make_cache
 from kvfold.engines.transformers.planning import transformer
+from kvfold.engines.transformers.wishes import Wish, changing, of
 from kvfold.errors import UnsupportedModelError
 from kvfold.methods import DEFAULT_METHOD, Method, get
 
@@ -73,9 +74,12 @@ def fold(
     model = transformer(model)
     if always:
         check(model)
-    cache = make_cache(model, get(method), kernel, max_length)
-    if always:
-        begin(model, Wish(cache.method, kernel, max_length))
+    with changing:
+        cache = make_cache(model, get(method), kernel, max_length)
+        if always:
+            begin(model, Wish(cache.method, kernel, max_length), stays=True)
+        if (wishes := of(model)) is not None:
+            wishes.stays = True
     return cache
 
 
@@ -92,12 +96,13 @@ def unfold(model: nn.Module) -> None:
     UnsupportedModelError
         If there is no Transformers model inside.
     """
-    if not isinstance(model, nn.Module) or not originals.restore(model):
-        raise UnsupportedModelError(
-            f"model: {type(model).__name__} object has no Transformers model inside; allowed: what fold() was given"
-        )
-    end(model)
-    restarts.end(model)
+    with changing:
+        if not isinstance(model, nn.Module) or not originals.restore(model):
+            raise UnsupportedModelError(
+                f"model: {type(model).__name__} object has no Transformers model inside; allowed: what fold() was given"
+            )
+        end(model)
+        restarts.end(model)
 
 
 @contextmanager
@@ -110,7 +115,9 @@ def folding(
 ) -> Iterator[PreTrainedModel]:
     """Within it, ``model`` makes a folded cache for every call that brings none, ``generate`` and pipelines included.
 
-    Afterwards the model is what it was: unfolded, or folded as before.
+    Afterwards the model is what it was: unfolded, or folded as before. Blocks may overlap, in threads or generators, and end in
+    any order: a call gets a cache by the newest block of its thread or task, from outside of all by the newest. The last to end
+    gives the model back; a :func:`fold` meanwhile stays, an :func:`unfold` ends all.
 
     Parameters
     ----------
@@ -127,15 +134,21 @@ def folding(
     >>> with kvfold.folding(model, "fold:bits=2"):  # doctest: +SKIP
     ...     pipeline("text-generation", model=model, tokenizer=tokenizer)("The KV cache")
     """
-    before = next((m.__dict__[WISH] for m in model.modules() if WISH in m.__dict__), None)
-    was_folded = originals.is_folded(model.config)
-    fold(model, method, kernel=kernel, max_length=max_length, always=True)
+    inside = transformer(model)
+    check(inside)
+    with changing:
+        was_folded = originals.folds(inside)
+        cache = make_cache(inside, get(method), kernel, max_length)
+        wish = Wish(cache.method, kernel, max_length, of_block=True)
+        begin(inside, wish, stays=was_folded)
     try:
         yield model
     finally:
-        if not was_folded:
-            unfold(model)
-        elif before is None:
-            end(model)
-        else:
-            begin(transformer(model), before)
+        with changing:
+            wishes = of(inside)
+            if wishes is not None:
+                wishes.drop(wish)
+                if not wishes.told and wishes.stays:
+                    end(inside)
+                elif not wishes.told:
+                    unfold(inside)

@@ -40,6 +40,7 @@ def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_l
         warn_once(f"kvfold: {CAPS_ALONE}; load the model with attn_implementation='eager'")
     if folded:
         _switch(model, attentions.storing(model))
+        originals.note(model)
     restarts.begin(model)
     for module in (item.module for item in folded if item.module is not None):
         module.kvfold_folds = True  # type: ignore[assignment]
