@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 from kvfold.arithmetic import outside_autocast
 from kvfold.engines.transformers import attentions, originals
 from kvfold.engines.transformers.cache import AnyLayer
+from kvfold.engines.transformers.placing import device_of
 from kvfold.errors import MethodError, UnsupportedModelError
 from kvfold.methods import LayerSpec, Method
 from kvfold.plan import packed_for
@@ -59,7 +60,7 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
     own += [DynamicLayer() for _ in range(count - len(own))]
     modules = attentions.of_decoder(model)
     sizes = list(getattr(config, "per_layer_config", None) or [])
-    plan = []
+    plan, device = [], device_of(model)
     for index, layer in enumerate(own):
         module = modules.get(index, modules.get(-1))
         own_config = sizes[index] if index < len(sizes) else config
@@ -88,7 +89,7 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
             index, count, shape.heads, shape.kv_heads, shape.head_dim, model.dtype, layer_rope, softcap=softcap
         )
         _check_shapes(chosen, spec)
-        plan.append(LayerPlan(packed_for(chosen, spec, model.device, kernel), layer, "", chosen, module))
+        plan.append(LayerPlan(packed_for(chosen, spec, device, kernel), layer, "", chosen, module))
     if all(item.spec is None for item in plan) and any(item.reason == KEPT for item in plan):
         raise MethodError(f"keep: {method} folds no layer of this model; allowed: to leave some")
     return plan
