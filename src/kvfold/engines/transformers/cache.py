@@ -15,7 +15,7 @@ from kvfold.engines.transformers.layer import ANOTHER_MODEL, NOT_READ, FoldedLay
 from kvfold.engines.transformers.originals import is_folded
 from kvfold.engines.transformers.rollback import Call, attending, crop_layers, fed
 from kvfold.engines.transformers.states import forget_states, select_states, states_of
-from kvfold.errors import CacheStateError, KVFoldWarning
+from kvfold.errors import CacheStateError, KVFoldWarning, UnsupportedModelError
 from kvfold.formats import PagedFormat
 from kvfold.methods import Method
 from kvfold.storage.columns import AS_IT_BEGINS
@@ -38,6 +38,16 @@ class ModelReference:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return ModelReference, ()
+
+
+PREFIXES = (
+    "a folded cache takes no keys that were made elsewhere; allowed: adapters that change the model or its input (LoRA, IA3, "
+    "prompt tuning), or kvfold.unfold(model)"
+)
+
+
+class _NoLength(UnsupportedModelError, AttributeError):
+    """An attribute that there is none of; tools that only look whether there is one go on."""
 
 
 class FoldedCache(Cache):
@@ -127,6 +137,14 @@ class FoldedCache(Cache):
             for name, value in vars(layer).items():
                 setattr(layer, name, target if isinstance(value, torch.device) else moved(value, target))
         return self
+
+    @property
+    def max_cache_len(self) -> int:
+        """Nothing that a folded cache has; PEFT asks for it, to put a cache of its own in its place."""
+        raise _NoLength(
+            "cache: max_cache_len is what PEFT's prefix tuning asks a cache for before it puts a DynamicCache with keys of its "
+            f"own in its place; {PREFIXES}"
+        )
 
     @property
     def folded(self) -> list[FoldedLayer]:
