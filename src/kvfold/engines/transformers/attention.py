@@ -17,6 +17,7 @@ from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.engines.transformers.weights import asked, weights_of
 from kvfold.errors import UnsupportedModelError, warn_once
 from kvfold.kernels import NewTokens
+from kvfold.kernels.cpu.importing import NumbaError
 from kvfold.kernels.device import launching
 from kvfold.kernels.prompt import attend_prompt
 
@@ -181,7 +182,12 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """By the layer's kernel; [batch, tokens, num_heads, head_dim]."""
-    out = layer.kernel.attend(layer.reader.call(query, new, scale, softcap, sinks))
+    call = layer.reader.call(query, new, scale, softcap, sinks)
+    try:
+        out = layer.kernel.attend(call)
+    except NumbaError:  # found when it is first needed, before anything is computed
+        layer.choose_kernel()
+        out = layer.kernel.attend(call)
     return out.transpose(1, 2).to(query.dtype).contiguous()
 
 

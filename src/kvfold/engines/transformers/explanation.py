@@ -13,6 +13,7 @@ from kvfold.arithmetic import outside_autocast
 from kvfold.engines.transformers.placing import device_of
 from kvfold.engines.transformers.planning import CAPS_ALONE, KEPT, plan_layers, transformer
 from kvfold.formats import Format, PagedFormat
+from kvfold.kernels.cpu.importing import try_elsewhere
 from kvfold.methods import DEFAULT_METHOD, Method, get
 from kvfold.plan import choose_encoder, choose_kernel
 from kvfold.sheet import Column, Sheet
@@ -121,6 +122,8 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
     """
     method, model = get(method), transformer(model)
     device = device_of(model)
+    if device.type == "cpu":
+        try_elsewhere()
     item_bits = 8 * model.dtype.itemsize
     rows: list[LayerReport] = []
     said: list[str] = []
