@@ -88,6 +88,26 @@ def test_calls_without_a_cache_are_exact_and_training_makes_none(model):
     assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
 
 
+def test_generate_in_train_mode_makes_none_and_a_cache_that_is_passed_takes_no_dropout(recwarn, monkeypatch):
+    monkeypatch.setattr("kvfold.errors._warned", set())
+    model, ids = llama(attention_dropout=0.3).train(), prompt(1, 60)
+    options = {**NEW, "attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
+    torch.manual_seed(0)
+    expected = model.generate(ids, **options).sequences
+    cache = kvfold.fold(model, METHOD, always=True)
+    torch.manual_seed(0)
+    out = model.generate(ids, **options)
+    assert torch.equal(out.sequences, expected) and type(out.past_key_values) is DynamicCache
+    assert [str(w.message) for w in recwarn if "kvfold" in str(w.message)] == [
+        "kvfold: generate in train mode makes no folded cache; call model.eval(), or pass a cache"
+    ]
+    with pytest.raises(
+        UnsupportedModelError, match=r"attention with dropout=0.3 in train mode; allowed: model.eval\(\)"
+    ):
+        model.generate(ids, past_key_values=cache, **options)
+    assert isinstance(model.eval().generate(ids, **options).past_key_values, FoldedCache)
+
+
 def test_turns_go_on_from_the_cache_that_a_call_made(model):
     ids = prompt(1, 300)
     expected = logits(model, kvfold.fold(model, METHOD), ids, [200, 100])

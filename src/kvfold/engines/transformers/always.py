@@ -95,6 +95,9 @@ class _Preparing:
         own = getattr(type(model), PREPARES)
         if names.given(model_kwargs) is not None or generation_config.use_cache is False:
             return own(model, generation_config, model_kwargs, *args, **kwargs)
+        if model.training:  # as in `_before_forward`
+            warn_once("kvfold: generate in train mode makes no folded cache; call model.eval(), or pass a cache")
+            return own(model, generation_config, model_kwargs, *args, **kwargs)
         asked = generation_config.cache_implementation
         if asked is not None and asked != model.generation_config.cache_implementation:
             raise UnsupportedModelError(

@@ -66,7 +66,7 @@ def attention_forward(
     if layer is None:
         if getattr(key, "_kvfold_kept", False):
             attention_mask = _square_mask(previous, module, attention_mask, query, key.shape[-2])
-        elif getattr(module, "kvfold_folds", False):
+        elif getattr(module, "kvfold_folds", False) and not module.training:
             warn_once(
                 "kvfold: a folded model was called without its folded cache: nothing is folded. Pass the cache as "
                 f"{names.CACHE}=, or call kvfold.unfold(model)"
@@ -124,7 +124,8 @@ def _folded_attention(
     if softcap is not None and layer.spec.softcap is None:  # its kernel was chosen for others
         refused.append("softcap")
     if refused or backwards or (dropout and module.training):
-        what = ", ".join(refused) or ("is_causal=False" if backwards else "dropout")
+        dropped = f"dropout={dropout} in train mode; allowed: model.eval(), or use_cache=False"
+        what = ", ".join(refused) or ("is_causal=False" if backwards else dropped)
         raise UnsupportedModelError(
             f"layer {layer.spec.layer_idx}: a folded cache does not support attention with {what}"
         )

@@ -41,7 +41,7 @@ def fold(
         Allocate packed storage for this many tokens at the first packing, instead of growing.
     always : bool
         Have the model make such a cache by itself for every call that would make one and is given none: ``model(ids)``,
-        ``model.generate``, a pipeline. A cache that is passed stays what it is; ``use_cache=False`` and training make none.
+        ``model.generate``, a pipeline. A cache that is passed stays what it is; ``use_cache=False`` and train mode make none.
         Until :func:`unfold`; :func:`kvfold.folding` is the same for a ``with`` block.
 
     Returns
