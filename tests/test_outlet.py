@@ -221,6 +221,21 @@ def test_bytes_that_are_no_text_are_one_line(tiny):
     assert done.stderr.splitlines()[-1] == "kvfold: error: prompt: it is not UTF-8 text (character 0)"
 
 
+def test_text_of_utf_8_is_text_whatever_the_locale_says(tiny, tmp_path):
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    arguments = ["generate", "--model", tiny, "--raw", "--max-new-tokens", "1", "--json", "-", "Grüße".encode()]
+    done = kvfold(*arguments, stdout=subprocess.PIPE, env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt_tokens"] == len("Grüße".encode())  # a token per byte
+    out = "Grüße.safetensors".encode()
+    arguments = ["calibrate", "--method", "commvq", "--text", str(tmp_path / "text"), "--out", out]
+    done = kvfold(*arguments, stdout=subprocess.PIPE, env=env)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "kvfold: error: out: it has characters that the encoding of this locale"
+    )
+
+
 @pytest.mark.parametrize("module", ["click", "torch._utils", "torch._C", "transformers.utils"])
 def test_an_interrupt_while_modules_are_loaded_is_one_line(module, tiny):
     process = subprocess.Popen(

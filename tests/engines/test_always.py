@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+import time
 
 import pytest
 import torch
@@ -84,6 +86,26 @@ def test_calls_without_a_cache_are_exact_and_training_makes_none(model):
     assert not isinstance(out.past_key_values, FoldedCache)
     out.loss.backward()
     assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
+
+
+def test_generate_in_train_mode_makes_none_and_a_cache_that_is_passed_takes_no_dropout(recwarn, monkeypatch):
+    monkeypatch.setattr("kvfold.errors._warned", set())
+    model, ids = llama(attention_dropout=0.3).train(), prompt(1, 60)
+    options = {**NEW, "attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
+    torch.manual_seed(0)
+    expected = model.generate(ids, **options).sequences
+    cache = kvfold.fold(model, METHOD, always=True)
+    torch.manual_seed(0)
+    out = model.generate(ids, **options)
+    assert torch.equal(out.sequences, expected) and type(out.past_key_values) is DynamicCache
+    assert [str(w.message) for w in recwarn if "kvfold" in str(w.message)] == [
+        "kvfold: generate in train mode makes no folded cache; call model.eval(), or pass a cache"
+    ]
+    with pytest.raises(
+        UnsupportedModelError, match=r"attention with dropout=0.3 in train mode; allowed: model.eval\(\)"
+    ):
+        model.generate(ids, past_key_values=cache, **options)
+    assert isinstance(model.eval().generate(ids, **options).past_key_values, FoldedCache)
 
 
 def test_turns_go_on_from_the_cache_that_a_call_made(model):
@@ -227,6 +249,80 @@ def test_a_with_block_leaves_the_model_as_it_was(model):
     with pytest.raises(MethodError), kvfold.folding(model, "nonsense"):
         pass
     assert kinds(model, past_key_values=None) is DynamicCache
+
+
+def test_blocks_that_overlap_each_fold_and_the_last_gives_the_model_back(model):
+    def requests(method):
+        with kvfold.folding(model, method):
+            while True:
+                yield str(model(prompt(1, 40)).past_key_values.method)
+
+    first, second, third = requests("kivi"), requests(METHOD), requests("none")
+    assert [next(first), next(second), next(third)] == ["kivi", METHOD, "none"]
+    first.close()
+    assert [next(third), next(second)] == ["none", "none"]  # of one thread: the newest counts
+    third.close()
+    assert next(second) == METHOD and kinds(model) is FoldedCache
+    second.close()
+    assert kinds(model) is DynamicCache and model.config._attn_implementation == "sdpa"
+    assert not model._forward_pre_hooks
+
+
+def test_blocks_in_threads_make_caches_by_their_own_methods(model):
+    methods = ["kivi", METHOD, "none", "fold:bits=4"]
+    together, found = threading.Barrier(len(methods)), {}
+
+    def request(method, turn):
+        with kvfold.folding(model, method):
+            together.wait(30)
+            with torch.no_grad():
+                out = model.generate(prompt(1, 60), **NEW, return_dict_in_generate=True)
+            found[method] = str(out.past_key_values.method)
+            time.sleep(0.02 * turn)
+
+    threads = [threading.Thread(target=request, args=(method, turn)) for turn, method in enumerate(methods)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {method: method for method in methods}
+    assert kinds(model) is DynamicCache and model.config._attn_implementation == "sdpa"
+
+
+def test_a_worker_of_a_block_and_what_is_folded_meanwhile(model):
+    found = []
+    with kvfold.folding(model, METHOD):
+        worker = threading.Thread(target=lambda: found.append(kinds(model)))
+        worker.start()
+        worker.join()
+        cache = kvfold.fold(model, "kivi")
+    assert found == [FoldedCache] and kinds(model) is DynamicCache
+    logits(model, cache, prompt(1, 40))  # a fold within a block outlives it
+    kvfold.unfold(model)
+    with kvfold.folding(model, METHOD):
+        kvfold.fold(model, "kivi", always=True)
+    assert str(model(prompt(1, 40)).past_key_values.method) == "kivi"
+    with kvfold.folding(model, METHOD):
+        kvfold.unfold(model)
+        assert kinds(model) is DynamicCache
+    assert kinds(model) is DynamicCache and model.config._attn_implementation == "sdpa"
+
+
+def test_models_of_one_configuration_are_folded_and_unfolded_each_for_itself(model):
+    twin, ids = type(model)(model.config).eval(), prompt(1, 40)
+    assert twin.config is model.config
+    cache = kvfold.fold(model, METHOD)
+    kvfold.unfold(twin)
+    logits(model, cache, ids)
+    with kvfold.folding(twin, METHOD):
+        assert kinds(twin) is FoldedCache and kinds(model) is DynamicCache
+    assert kinds(twin) is DynamicCache
+    logits(model, cache, prompt(1, 40))
+    other = kvfold.fold(twin, "kivi")
+    kvfold.unfold(model.model)  # a part of it
+    logits(twin, other, ids)
+    kvfold.unfold(twin)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_saved_models_say_nothing_of_it(model, tmp_path):

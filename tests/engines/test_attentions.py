@@ -7,6 +7,10 @@ import torch
 import transformers
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    BertModel,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     DiffLlamaConfig,
@@ -32,10 +36,13 @@ from transformers import (
     MllamaForCausalLM,
     MoonshineConfig,
     MoonshineForConditionalGeneration,
+    RobertaConfig,
+    RobertaModel,
     T5GemmaConfig,
     T5GemmaForConditionalGeneration,
 )
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import kvfold
@@ -85,12 +92,20 @@ def data_parallel():
     return nn.DataParallel(llama())
 
 
+def bert(config, **options):
+    return config(**{**BASE, "num_key_value_heads": 4, "head_dim": 16, **options})
+
+
 def on_meta():
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(**BASE))
 
 
 REFUSED = {
+    "bert": (lambda: BertModel(bert(BertConfig)), "is_decoder=False: BertModel is an encoder"),
+    "bert that fills gaps": (lambda: BertForMaskedLM(bert(BertConfig)), "is_decoder=False: BertForMaskedLM"),
+    "bert that nobody made a decoder": (lambda: BertLMHeadModel(bert(BertConfig)), "is_decoder=False: BertLMHeadModel"),
+    "roberta": (lambda: RobertaModel(bert(RobertaConfig)), "is_decoder=False: RobertaModel is an encoder"),
     "falcon": (
         falcon,
         "FalconForCausalLM computes attention itself",
@@ -299,6 +314,50 @@ def test_attention_is_read_from_the_source_of_its_forward_function():
     sparse.indexer = str  # any
     assert "makes an attention mask of its own" in attentions.why_not(sparse)
     assert not attentions.read(nn.Linear).stores
+
+
+def test_code_of_others_may_look_its_attention_up_by_name_or_call_it_there():
+    config = LlamaConfig(**BASE)
+    for kind in (FirstForm, InPlace):
+        assert attentions.read(kind).stores and attentions.why_not(kind(config, 0)) == ""
+
+
+class FirstForm(LlamaAttention):
+    """As code on the hub was written when attention functions came."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (part(hidden_states).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        function = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        out, _ = function(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+class InPlace(LlamaAttention):
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None):
+        key, value = past_key_values.update(hidden_states, hidden_states, self.layer_idx)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](self, hidden_states, key, value, attention_mask)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("method", ["none", "squat_pre:bits=8,sink=0,recent=0"])
+def test_a_model_with_such_attention_is_folded(method, implementation, monkeypatch):
+    model, ids = llama(implementation=implementation), prompt(1, 90)
+    expected = logits(model, dynamic(model), ids, [70, 20])
+    monkeypatch.setattr(LlamaAttention, "forward", FirstForm.forward)
+    got = logits(model, kvfold.fold(model, method), ids, [70, 20])
+    assert relative(got, expected) < (1e-5 if method == "none" else 0.05)
+
+
+def test_a_decoder_of_an_encoders_kind_is_folded():
+    model, ids = BertLMHeadModel(bert(BertConfig, is_decoder=True)).eval(), prompt(1, 60)
+    expected = logits(model, dynamic(model), ids, [40, 20])
+    assert relative(logits(model, kvfold.fold(model, "none"), ids, [40, 20]), expected) < 1e-5
 
 
 def test_without_source_nothing_is_held_against_a_module():

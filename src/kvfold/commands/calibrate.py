@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.commands.artefact import errors_text
-from kvfold.commands.terminal import SeveralTexts, check_text, seed_option
+from kvfold.commands.terminal import SeveralTexts, check_name, seed_option
 from kvfold.errors import KVFoldError
 from kvfold.files import expanded
 
@@ -89,7 +89,7 @@ def calibrate(
             f"method: artefact={method.artefact} is what calibrate makes; leave it out, and name it with --out"
         )
     target = expanded(out)
-    check_text(out, "out")
+    check_name(out, "out")
     try:
         usable = dataclasses.replace(method, artefact=str(target))
     except KVFoldError as error:
@@ -137,7 +137,7 @@ def _subspace(
     from kvfold.models import load
 
     target = expanded(out)
-    check_text(out, "out")
+    check_name(out, "out")
     check_target(target, force)
     texts = [load_text(path) for path in paths]
     loaded, tokenizer, info = load(model, None, device)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvfold.commands.terminal import (
+    as_text,
     check_temperature,
-    check_text,
     json_target,
     load,
     method_option,
@@ -68,7 +68,7 @@ def chat(
     if max_new_tokens < 1:
         raise KVFoldError(f"max-new-tokens: {max_new_tokens}; give at least 1")
     check_temperature(temperature)
-    check_text(system or "", "system")
+    system = None if system is None else as_text(system, "system")
     wake()
     import torch
 

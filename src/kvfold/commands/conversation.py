@@ -160,6 +160,7 @@ class Conversation:
                 f"{self.info.max_context:,}; /reset begins a new one"
             )
         read, dropped, why = self._make_room_for(ids)
+        held, restarts = len(self.held), self.cache.restarts
         stream, stop = _Said(self.tokenizer, file), _Stop()
         try:
             with _stopping(stop) if gently else nullcontext(), stream.waiting(f"reading {read:,} tokens"):
@@ -174,6 +175,8 @@ class Conversation:
             self._forget("the last answer was broken off" if isinstance(error, KeyboardInterrupt) else "after an error")
             self._remember(messages, stream.text, keep=bool(stream.text))
             raise
+        if self.cache.restarts != restarts and held:
+            read, dropped, why = len(ids), held + dropped, "from this length on the model reads them otherwise"
         self.asked = len(ids)
         self._remember(messages, said, keep=bool(said) or ended != "interrupted")
         return Turn(said, len(new), stream.tokens_per_s(), len(ids), read, dropped, why, ended)

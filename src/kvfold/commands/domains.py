@@ -26,7 +26,7 @@ from kvfold.commands.scoring import (
 )
 from kvfold.commands.terminal import (
     Checking,
-    check_text,
+    as_text,
     complete_method,
     json_target,
     load,
@@ -110,8 +110,7 @@ def domains(
         name, equals, path = text.partition("=")
         if not (name and equals and path):
             raise KVFoldError(f"text: {text!r} is not NAME=FILE, for example gsm8k=test.jsonl")
-        check_text(name, "text: a domain's name")
-        given[name] = path
+        given[as_text(name, "text: a domain's name")] = path
     lengths = as_prefixes(prefixes)
     for value, what, least in ((windows, "windows", 1), (lengths[0], "prefix", 64), (tokens, "tokens", 32)):
         if value < least:

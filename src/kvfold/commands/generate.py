@@ -70,9 +70,14 @@ def generate(
     ids = torch.tensor([models.prompt_tokens(tokenizer, chat, info.name)], device=loaded.device)
     prompt_tokens = ids.shape[1]
     if info.max_context is not None and prompt_tokens + max_new_tokens > info.max_context:
+        room = info.max_context - prompt_tokens
+        if room < 1:
+            raise KVFoldError(
+                f"prompt: it has {prompt_tokens} tokens, and the model's context {info.max_context}; give a shorter prompt"
+            )
         raise KVFoldError(
             f"max-new-tokens: prompt {prompt_tokens} + {max_new_tokens} tokens is beyond the model's context "
-            f"of {info.max_context}; give at most {max(info.max_context - prompt_tokens, 0)}, or a shorter prompt"
+            f"of {info.max_context}; give at most {room}, or a shorter prompt"
         )
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}

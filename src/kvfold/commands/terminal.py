@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 import time
@@ -221,18 +222,37 @@ def load(model: str | None, dtype: str | None, device: str | None) -> Any:
     return models.load(model, dtype, device)
 
 
-def check_text(text: str, field: str) -> None:
-    """Refuse an argument of bytes that are no text, which Python has as half characters.
+def as_text(given: str, field: str) -> str:
+    """An argument as text. Python has half characters for bytes that the locale's encoding lacks; they may be UTF-8 yet.
 
     Raises
     ------
     KVFoldError
-        Names the place of the first.
+        They are no text; names the place of the first.
     """
     try:
-        text.encode("utf-8")
+        given.encode("utf-8")
+        return given
     except UnicodeEncodeError as error:
-        raise KVFoldError(f"{field}: it is not UTF-8 text (character {error.start})") from None
+        first = error.start
+    try:
+        return os.fsencode(given).decode("utf-8")
+    except UnicodeError:
+        raise KVFoldError(f"{field}: it is not UTF-8 text (character {first})") from None
+
+
+def check_name(given: str, field: str) -> None:
+    """Refuse a file's name of bytes that are no text here.
+
+    Raises
+    ------
+    KVFoldError
+    """
+    if as_text(given, field) != given:
+        raise KVFoldError(
+            f"{field}: it has characters that the encoding of this locale ({sys.getfilesystemencoding()}) lacks; allowed: a "
+            "plain name, or PYTHONUTF8=1"
+        )
 
 
 def prompt_text(given: str | None) -> str:
@@ -255,8 +275,8 @@ def prompt_text(given: str | None) -> str:
             raise KVFoldError(f"prompt: cannot read standard input: {error.strerror}") from None
     if not text or not text.strip():
         raise KVFoldError("prompt: it is empty; give some text")
-    check_text(text, "prompt")
-    return text if given == text else text.removesuffix("\n").removesuffix("\r")
+    text = as_text(text, "prompt")
+    return text if given not in (None, "-") else text.removesuffix("\n").removesuffix("\r")
 
 
 class Stream:

@@ -40,6 +40,16 @@ class Columns:
         else:
             self.calls.append((tokens, None if valid is None else valid.clone()))  # not a view of the caller's mask
 
+    def valid(self, batch: int, device: torch.device) -> torch.Tensor:
+        """Which columns hold tokens, bool [batch, count]."""
+        shown = torch.ones(batch, self.count, dtype=torch.bool, device=device)
+        at = 0
+        for tokens, valid in self.calls:
+            if valid is not None:
+                shown[:, at : at + tokens] = valid
+            at += tokens
+        return shown
+
     def remove(self, count: int, batch: int) -> list[int]:
         """Forget the last ``count`` columns; returns how many tokens each of ``batch`` sequences loses."""
         removed = [0] * batch

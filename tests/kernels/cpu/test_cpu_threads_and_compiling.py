@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,13 @@ pytest.importorskip("numba")
 
 import numba
 
+import kvfold
 from blocks_case import CASES, Case
-from helpers import relative
+from helpers import llama, logits, prompt, relative
 from kvfold import kernels
 from kvfold.errors import KVFoldError
 from kvfold.kernels.compiling import Compiling
-from kvfold.kernels.cpu import CPUKernel, _numbers
+from kvfold.kernels.cpu import CPUKernel, _numbers, importing
 from kvfold.kernels.cpu import kernel as module
 
 CPU = torch.device("cpu")
@@ -83,12 +85,64 @@ def test_numba_that_cannot_be_imported_is_named(monkeypatch):
     """Plans do not import it: what is in a process decides what else can be loaded there."""
     call = Case(**CASES["affine-asym-4bit"]).call
     assert kernels.choose(call.key_format, call.value_format, CPU).kernel.name == "cpu"
+    with without_numba(monkeypatch):
+        with pytest.raises(
+            KVFoldError, match=r"kernel: cpu needs Numba, which cannot be imported .*; allowed: reference"
+        ):
+            CPUKernel().attend(call)
+        choice = kernels.choose(call.key_format, call.value_format, CPU)
+        assert choice.kernel.name == "reference"
+        assert "cpu: numba is installed and cannot be imported (ModuleNotFoundError: " in choice.reason
+        with pytest.raises(KVFoldError, match="kernel: cpu does not support this layer: numba is installed and cannot"):
+            kernels.choose(call.key_format, call.value_format, CPU, name="cpu")
+
+
+@contextmanager
+def without_numba(monkeypatch):
+    """Within, it is installed and does not import."""
     module._loops.cache_clear()
-    monkeypatch.setitem(sys.modules, "kvfold.kernels.cpu._attend", None)
-    monkeypatch.delattr("kvfold.kernels.cpu._attend", raising=False)
-    with pytest.raises(KVFoldError, match=r"kernel: cpu needs Numba, which cannot be imported .*; allowed: reference"):
-        CPUKernel().attend(call)
+    with monkeypatch.context() as patch:
+        patch.setattr(importing, "known", importing.Known())
+        patch.setitem(sys.modules, "kvfold.kernels.cpu._attend", None)
+        patch.delattr("kvfold.kernels.cpu._attend", raising=False)
+        yield
     module._loops.cache_clear()
+
+
+@pytest.mark.parametrize("why", ["import", "jit"])
+def test_the_reference_attends_where_numba_does_not_serve_and_says_so_once(why, monkeypatch, recwarn):
+    monkeypatch.setattr("kvfold.errors._warned", set())
+    model, ids = llama(), prompt(1, 150)
+    expected = logits(model, kvfold.fold(model, "fold", kernel="reference"), ids, [140, 1, 9])
+    with without_numba(monkeypatch) if why == "import" else nullcontext():
+        if why == "jit":
+            monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+        cache = kvfold.fold(model, "fold")
+        assert torch.equal(logits(model, cache, ids, [140, 1, 9]), expected)
+        assert {layer.kernel.name for layer in cache.folded} == {"reference"}
+        insisted = "NUMBA_DISABLE_JIT=1: numba compiles nothing" if why == "jit" else "numba is installed and cannot be"
+        with pytest.raises(KVFoldError, match=f"kernel: cpu does not support this layer: {insisted}"):
+            kvfold.fold(model, "fold", kernel="cpu")
+    said = [str(w.message) for w in recwarn if "kernel reference attends on this CPU instead of cpu" in str(w.message)]
+    assert len(said) == 1 and insisted in said[0]
+
+
+EXPLAINED = """
+import kvfold
+from helpers import llama
+row = kvfold.explain(llama(), "fold").layers[0]
+assert row.kernel == "reference", row.kernel
+assert "cpu: numba is installed and cannot be imported (AttributeError: _ARRAY_API not found)" in row.reason, row.reason
+"""
+
+
+def test_explain_says_that_numba_does_not_serve(tmp_path):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text('raise AttributeError("_ARRAY_API not found")', encoding="utf-8")
+    here = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, here, *sys.path)))}
+    done = subprocess.run([sys.executable, "-c", EXPLAINED], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 PLANNED = """

@@ -1,12 +1,11 @@
 """Folded caches without passing one: what a model does by itself after ``fold(model, method, always=True)``.
 
-What a model is told lies on the model: copies of it know it, and :func:`kvfold.unfold` finds it within wrappers.
+See :mod:`kvfold.engines.transformers.wishes` for what it is told; :func:`kvfold.unfold` finds that within wrappers.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,27 +13,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvfold.engines.transformers import names
-from kvfold.engines.transformers.cache import FoldedCache
-from kvfold.engines.transformers.making import make_cache
 from kvfold.engines.transformers.tracing import NOT_TRACED, refuse_tracing
+from kvfold.engines.transformers.wishes import WISHES, Wish, Wishes, cache_for, of
 from kvfold.errors import UnsupportedModelError, warn_once
-from kvfold.methods import Method
 
-WISH = "_kvfold_always"
 PREPARES = "_prepare_cache_for_generation"
 """Where Transformers' ``generate`` makes the cache of a call that brings none."""
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What caches to make."""
-
-    method: Method
-    kernel: str | None = None
-    max_length: int | None = None
-
-    def cache(self, model: PreTrainedModel) -> FoldedCache:
-        return make_cache(model, self.method, self.kernel, self.max_length)
 
 
 def check(model: PreTrainedModel) -> None:
@@ -48,10 +32,18 @@ def check(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"always: {type(model).__name__} takes no {names.CACHE}; allowed: always=False")
 
 
-def begin(model: PreTrainedModel, wish: Wish) -> None:
-    """Have ``model`` make a folded cache for every call that needs one and brings none."""
-    end(model)
-    setattr(model, WISH, wish)
+def begin(model: PreTrainedModel, wish: Wish, stays: bool) -> None:
+    """Have ``model`` make a folded cache for every call that needs one and brings none.
+
+    ``stays``: the model is folded without that, too; what counts is said by the first of several that begin.
+    """
+    wishes = of(model)
+    if wishes is not None:
+        wishes.add(wish)
+        return
+    wishes = Wishes(stays=stays)
+    wishes.add(wish)
+    setattr(model, WISHES, wishes)
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     if hasattr(model, PREPARES):
         setattr(model, PREPARES, _Preparing(model))
@@ -60,7 +52,7 @@ def begin(model: PreTrainedModel, wish: Wish) -> None:
 def end(model: nn.Module) -> None:
     """Take back what :func:`begin` did to a model, a copy of it, or one within ``model``."""
     for module in model.modules():
-        module.__dict__.pop(WISH, None)
+        module.__dict__.pop(WISHES, None)
         if isinstance(module.__dict__.get(PREPARES), _Preparing):
             del module.__dict__[PREPARES]
         for key, hook in list(module._forward_pre_hooks.items()):
@@ -80,7 +72,9 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not wanted or model.training or names.given(given) is not None:
         return None
     refuse_tracing()
-    cache = getattr(model, WISH).cache(model)
+    cache = cache_for(model)
+    if cache is None:
+        return None
     name = names.of(model)
     assert name is not None  # else `check` refused it
     if name not in given or name in kwargs:
@@ -100,8 +94,12 @@ class _Preparing:
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         model: Any = self.model
+        own = getattr(type(model), PREPARES)
         if names.given(model_kwargs) is not None or generation_config.use_cache is False:
-            return getattr(type(model), PREPARES)(model, generation_config, model_kwargs, *args, **kwargs)
+            return own(model, generation_config, model_kwargs, *args, **kwargs)
+        if model.training:  # as in `_before_forward`
+            warn_once("kvfold: generate in train mode makes no folded cache; call model.eval(), or pass a cache")
+            return own(model, generation_config, model_kwargs, *args, **kwargs)
         asked = generation_config.cache_implementation
         if asked is not None and asked != model.generation_config.cache_implementation:
             raise UnsupportedModelError(
@@ -113,7 +111,10 @@ class _Preparing:
                 f"kvfold: a folded cache takes the place of the generation config's cache_implementation={asked!r}"
             )
             generation_config.cache_implementation = None
-        model_kwargs[names.CACHE] = cache = getattr(model, WISH).cache(model)
+        cache = cache_for(model)
+        if cache is None:
+            return own(model, generation_config, model_kwargs, *args, **kwargs)
+        model_kwargs[names.CACHE] = cache
         if getattr(generation_config, "is_assistant", False):  # its drafts are taken back
             cache.activate_past_recording()
         return None

@@ -17,8 +17,10 @@ from kvfold.engines.transformers import names, originals
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.engines.transformers.prompts import check_prompt, read_again
 from kvfold.engines.transformers.tracing import NOT_TRACED
+from kvfold.engines.transformers.weights import among, asked, weights_of
 from kvfold.errors import CacheStateError, UnsupportedModelError, warn_once
 from kvfold.kernels import NewTokens
+from kvfold.kernels.cpu.importing import NumbaError
 from kvfold.kernels.device import launching
 from kvfold.kernels.prompt import attend_prompt
 
@@ -52,7 +54,9 @@ def attention_forward(
 
     Returns
     -------
-    Tensor [batch, tokens, num_heads, head_dim], None
+    Tensor [batch, tokens, num_heads, head_dim]
+    Tensor [batch, num_heads, tokens, columns] or None
+        Weights, where they are asked for and the implementation of before is eager, which gives them; see :func:`weights_of`.
         What is not a folded layer: whatever the implementation of before returns.
 
     Notes
@@ -65,7 +69,7 @@ def attention_forward(
     if layer is None:
         if getattr(key, "_kvfold_kept", False):
             attention_mask = _square_mask(previous, module, attention_mask, query, key.shape[-2])
-        elif getattr(module, "kvfold_folds", False):
+        elif getattr(module, "kvfold_folds", False) and not module.training:
             warn_once(
                 "kvfold: a folded model was called without its folded cache: nothing is folded. Pass the cache as "
                 f"{names.CACHE}=, or call kvfold.unfold(model)"
@@ -75,10 +79,10 @@ def attention_forward(
         attend = _folded_attention
         if again := read_again(layer, options.get("position_ids"), query.shape[-2]):
             attend = partial(_from, again)
-        out = attend(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
+        out, weights = attend(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
     if query.requires_grad and not out.requires_grad and torch.is_grad_enabled():
         out = _NoGradients.apply(out, query)
-    return out.to(query.dtype), None
+    return out.to(query.dtype), weights
 
 
 class _NoGradients(torch.autograd.Function):
@@ -106,7 +110,7 @@ def _folded_attention(
     attention_mask: torch.Tensor | None,
     previous: str | None,
     options: dict[str, Any],
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """:func:`attention_forward` over a folded layer; all tensors are of its dtype."""
     scaling, dropout = options["scaling"], options["dropout"]
     if layer.dropped:
@@ -123,13 +127,14 @@ def _folded_attention(
     if layer.static is not None:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         with output_follows():
-            return layer.static_step(key, value, query, scale, layer.static, sinks).transpose(1, 2).contiguous()
+            return layer.static_step(key, value, query, scale, layer.static, sinks).transpose(1, 2).contiguous(), None
     refused = [name for name in REFUSED if options.get(name) is not None]
     backwards = options.get("is_causal") is False and not layer.is_empty
     if softcap is not None and layer.spec.softcap is None:  # its kernel was chosen for others
         refused.append("softcap")
     if refused or backwards or (dropout and module.training):
-        what = ", ".join(refused) or ("is_causal=False" if backwards else "dropout")
+        dropped = f"dropout={dropout} in train mode; allowed: model.eval(), or use_cache=False"
+        what = ", ".join(refused) or ("is_causal=False" if backwards else dropped)
         raise UnsupportedModelError(
             f"layer {layer.spec.layer_idx}: a folded cache does not support attention with {what}"
         )
@@ -146,9 +151,12 @@ def _folded_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     check_prompt(layer, options.get("position_ids"), tokens)
     valid = layer.new_columns(attention_mask, tokens)
+    weighs = asked(previous, options)
+    weights = weights_of(layer, module, query, key, valid, options) if weighs else None
     if layer.is_empty and (own_mask is not attention_mask or not _is_causal(module, options)):
         mask = _square_mask(previous, module, own_mask, query, tokens)
-        out, _ = originals.attend(previous, module, query, key, value, mask, **options)
+        out, own_weights = originals.attend(previous, module, query, key, value, mask, **options)
+        weights = own_weights if weighs else None
     elif layer.is_empty:
         out = _among_themselves(module, query, key, value, valid, options)
     elif layer.writes_first(tokens, valid):
@@ -156,12 +164,12 @@ def _folded_attention(
         out = _attend(layer, query, None, scale, None, sinks)
         layer.pack_due()
         layer.finish()
-        return out
+        return out, weights
     else:
         out = _attend(layer, query, NewTokens(key, value, valid), scale, softcap, sinks)
     layer.append(key, value, query, valid, options.get("position_ids"))
     layer.finish()
-    return out
+    return out, weights
 
 
 def _among_themselves(
@@ -193,16 +201,19 @@ def _from(
     attention_mask: torch.Tensor | None,
     previous: str | None,
     options: dict[str, Any],
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """:func:`_folded_attention` of a call whose first ``start`` tokens the cache holds: they attend to one another and are not
     stored again; the rest goes on from the cache."""
     old, new = slice(None, start), slice(start, None)
     valid = None if attention_mask is None else attention_mask[:, :start].bool()
     read = _among_themselves(module, query[:, :, old], key[:, :, old], value[:, :, old], valid, options)
+    own = among(module, query[:, :, old], key[:, :, old], valid, options) if asked(previous, options) else None
     query, key, value = query[:, :, new], key[:, :, new], value[:, :, new]
     options = {**options, "position_ids": options["position_ids"][:, new]}
-    out = _folded_attention(layer, module, query, key, value, attention_mask, previous, options)
-    return torch.cat((read, out), 1)
+    out, weights = _folded_attention(layer, module, query, key, value, attention_mask, previous, options)
+    if own is not None and weights is not None:
+        weights = torch.cat((nn.functional.pad(own, (0, weights.shape[-1] - start)), weights), 2)
+    return torch.cat((read, out), 1), weights
 
 
 def output_follows() -> AbstractContextManager[None]:
@@ -223,7 +234,12 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """By the layer's kernel; [batch, tokens, num_heads, head_dim]."""
-    out = layer.kernel.attend(layer.reader.call(query, new, scale, softcap, sinks))
+    call = layer.reader.call(query, new, scale, softcap, sinks)
+    try:
+        out = layer.kernel.attend(call)
+    except NumbaError:  # found when it is first needed, before anything is computed
+        layer.choose_kernel()
+        out = layer.kernel.attend(call)
     return out.transpose(1, 2).to(query.dtype).contiguous()
 
 

@@ -14,6 +14,10 @@ from transformers import PreTrainedModel
 
 from kvfold.engines.transformers.names import OF_ATTENTION
 
+TABLE = "ALL_ATTENTION_FUNCTIONS"
+LOOKUPS = frozenset({TABLE, "get_interface"})
+"""Names in the code of modules that attend through Transformers' attention functions."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -45,6 +49,12 @@ def _is_cache(name: str) -> bool:
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def _looks_up(value: ast.AST) -> bool:
+    """Whether an expression takes an attention function from Transformers' table, by its method or as code of others does, by
+    the name itself."""
+    return any(_name(node) in LOOKUPS for node in ast.walk(value))
 
 
 def _written(node: ast.AST) -> list[str]:
@@ -86,9 +96,14 @@ def _why_not(kind: type[nn.Module], tree: ast.AST, line: int, stored: list[str])
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
         for written in _written(node)
-        if any(_name(call.func) == "get_interface" for call in _calls(node.value))
+        if _looks_up(node.value)
     }
-    attending = [call for call in _calls(tree) if isinstance(call.func, ast.Name) and call.func.id in interfaces]
+    attending = [
+        call
+        for call in _calls(tree)
+        if (isinstance(call.func, ast.Name) and call.func.id in interfaces)
+        or (isinstance(call.func, ast.Subscript) and _name(call.func.value) == TABLE)
+    ]
     if not attending:
         return f"{name} computes attention itself, not through Transformers' attention functions", ""
     if len(attending) > 1:
@@ -162,6 +177,11 @@ def _condition(tree: ast.AST, written: str) -> str:
 def crosses(module: nn.Module) -> bool:
     """Whether an attention module attends to another sequence than its own."""
     return bool(getattr(module, "is_cross_attention", "CrossAttention" in type(module).__name__))
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Whether an attention module says that it sees earlier tokens only, or does not say."""
+    return bool(getattr(module, "is_causal", True))
 
 
 def why_not(module: nn.Module) -> str:

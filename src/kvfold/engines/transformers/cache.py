@@ -16,7 +16,7 @@ from kvfold.engines.transformers.originals import is_folded
 from kvfold.engines.transformers.rollback import Call, attending, crop_layers, fed
 from kvfold.engines.transformers.states import forget_states, select_states, states_of
 from kvfold.engines.transformers.tracing import NOT_TRACED, refuse_tracing
-from kvfold.errors import CacheStateError, KVFoldWarning
+from kvfold.errors import CacheStateError, KVFoldWarning, UnsupportedModelError
 from kvfold.formats import PagedFormat
 from kvfold.methods import Method
 from kvfold.storage.columns import AS_IT_BEGINS
@@ -41,6 +41,16 @@ class ModelReference:
         return ModelReference, ()
 
 
+PREFIXES = (
+    "a folded cache takes no keys that were made elsewhere; allowed: adapters that change the model or its input (LoRA, IA3, "
+    "prompt tuning), or kvfold.unfold(model)"
+)
+
+
+class _NoLength(UnsupportedModelError, AttributeError):
+    """An attribute that there is none of; tools that only look whether there is one go on."""
+
+
 class FoldedCache(Cache):
     """A Transformers cache whose full-attention layers are folded; made by :func:`kvfold.fold`.
 
@@ -51,6 +61,11 @@ class FoldedCache(Cache):
     method : Method
     model : Module or None
         Whose cache it is: :meth:`save` asks, and its configuration is looked at when a call begins.
+
+    Attributes
+    ----------
+    restarts : int
+        How often a model's ``generate`` emptied it to read all tokens again, as Phi-3's does where its frequencies change.
 
     Notes
     -----
@@ -67,6 +82,7 @@ class FoldedCache(Cache):
         self._fed = fed(model, self.layers)
         self._call: Call | None = None
         self._cut: tuple[str, int | None] | None = None
+        self.restarts = 0
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -130,6 +146,14 @@ class FoldedCache(Cache):
                 for name, value in attributes.items():
                     attributes[name] = target if isinstance(value, torch.device) else moved(value, target)
         return self
+
+    @property
+    def max_cache_len(self) -> int:
+        """Nothing that a folded cache has; PEFT asks for it, to put a cache of its own in its place."""
+        raise _NoLength(
+            "cache: max_cache_len is what PEFT's prefix tuning asks a cache for before it puts a DynamicCache with keys of its "
+            f"own in its place; {PREFIXES}"
+        )
 
     @property
     def folded(self) -> list[FoldedLayer]:

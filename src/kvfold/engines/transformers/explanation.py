@@ -10,8 +10,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvfold.arithmetic import outside_autocast
+from kvfold.engines.transformers.placing import device_of
 from kvfold.engines.transformers.planning import CAPS_ALONE, KEPT, plan_layers, transformer
 from kvfold.formats import Format, PagedFormat
+from kvfold.kernels.cpu.importing import try_elsewhere
 from kvfold.methods import DEFAULT_METHOD, Method, get
 from kvfold.plan import choose_encoder, choose_kernel
 from kvfold.sheet import Column, Sheet
@@ -119,6 +121,9 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
         As :func:`kvfold.fold`.
     """
     method, model = get(method), transformer(model)
+    device = device_of(model)
+    if device.type == "cpu":
+        try_elsewhere()
     item_bits = 8 * model.dtype.itemsize
     rows: list[LayerReport] = []
     said: list[str] = []
@@ -133,7 +138,7 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
             continue
         chosen, spec = item.method, item.spec
         keys, values = chosen.key_format(spec), chosen.value_format(spec)
-        choice = choose_kernel(chosen, spec, model.device)
+        choice = choose_kernel(chosen, spec, device)
         rows.append(
             LayerReport(
                 index,
@@ -145,13 +150,13 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
                 f"sink {chosen.sink}, recent {chosen.recent} to {chosen.recent + chosen.block - 1}",
                 choice.kernel.name,
                 choice.reason,
-                str(choose_encoder(chosen, spec, model.device)),
+                str(choose_encoder(chosen, spec, device)),
                 str(chosen),
             )
         )
         if choice.kernel.limits:
             limits[choice.kernel.name] = choice.kernel.limits
-        tables.update({t.data_ptr(): t.nbytes for t in chosen.tables(spec, model.device).values()})
+        tables.update({t.data_ptr(): t.nbytes for t in chosen.tables(spec, device).values()})
         stored.append(spec.num_kv_heads * spec.head_dim * (keys.bits + values.bits) / 8)
         own.append(2 * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize)
         told = [*_notes(chosen, keys, values, spec.softcap), *([CAPS_ALONE] if item.caps_alone else [])]
@@ -169,7 +174,7 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
     notes += [*said, *(note for part in method.parts() for note in part.notes(config))]
     if tables:
         notes.append(f"tables shared by all sequences: {sum(tables.values()):,} bytes")
-    if model.device.type == "cuda" and len(kept) < len(rows):
+    if device.type == "cuda" and len(kept) < len(rows):
         notes += _in_graphs(model)
     dtype = str(model.dtype).removeprefix("torch.")
     return Explanation(str(method), rows, sum(stored) + wished, sum(own) + wished, notes, dtype)

@@ -7,11 +7,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvfold.arithmetic import outside_autocast
-from kvfold.engines.transformers import originals
-from kvfold.engines.transformers.always import WISH, Wish, begin, check, end
+from kvfold.engines.transformers import originals, restarts
+from kvfold.engines.transformers.always import begin, check, end
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.making import make_cache
 from kvfold.engines.transformers.planning import transformer
+from kvfold.engines.transformers.wishes import Wish, changing, of
 from kvfold.errors import UnsupportedModelError
 from kvfold.methods import DEFAULT_METHOD, Method, get
 
@@ -40,7 +41,7 @@ def fold(
         Allocate packed storage for this many tokens at the first packing, instead of growing.
     always : bool
         Have the model make such a cache by itself for every call that would make one and is given none: ``model(ids)``,
-        ``model.generate``, a pipeline. A cache that is passed stays what it is; ``use_cache=False`` and training make none.
+        ``model.generate``, a pipeline. A cache that is passed stays what it is; ``use_cache=False`` and train mode make none.
         Until :func:`unfold`; :func:`kvfold.folding` is the same for a ``with`` block.
 
     Returns
@@ -66,13 +67,20 @@ def fold(
 
     Layers that cannot be folded (sliding windows, linear attention, latent attention) keep Transformers' own cache in
     full precision; a warning says so once, and :func:`kvfold.explain` says which.
+
+    ``output_attentions=True`` gives the weights over what the cache holds where the model's attention was eager, and none with
+    others, as without kvfold. A configuration may ask for them before its model is folded; Transformers lets nobody set or save
+    that in one whose model is.
     """
     model = transformer(model)
     if always:
         check(model)
-    cache = make_cache(model, get(method), kernel, max_length)
-    if always:
-        begin(model, Wish(cache.method, kernel, max_length))
+    with changing:
+        cache = make_cache(model, get(method), kernel, max_length)
+        if always:
+            begin(model, Wish(cache.method, kernel, max_length), stays=True)
+        if (wishes := of(model)) is not None:
+            wishes.stays = True
     return cache
 
 
@@ -89,11 +97,13 @@ def unfold(model: nn.Module) -> None:
     UnsupportedModelError
         If there is no Transformers model inside.
     """
-    if not isinstance(model, nn.Module) or not originals.restore(model):
-        raise UnsupportedModelError(
-            f"model: {type(model).__name__} object has no Transformers model inside; allowed: what fold() was given"
-        )
-    end(model)
+    with changing:
+        if not isinstance(model, nn.Module) or not originals.restore(model):
+            raise UnsupportedModelError(
+                f"model: {type(model).__name__} object has no Transformers model inside; allowed: what fold() was given"
+            )
+        end(model)
+        restarts.end(model)
 
 
 @contextmanager
@@ -106,7 +116,9 @@ def folding(
 ) -> Iterator[PreTrainedModel]:
     """Within it, ``model`` makes a folded cache for every call that brings none, ``generate`` and pipelines included.
 
-    Afterwards the model is what it was: unfolded, or folded as before.
+    Afterwards the model is what it was: unfolded, or folded as before. Blocks may overlap, in threads or generators, and end in
+    any order: a call gets a cache by the newest block of its thread or task, from outside of all by the newest. The last to end
+    gives the model back; a :func:`fold` meanwhile stays, an :func:`unfold` ends all.
 
     Parameters
     ----------
@@ -123,15 +135,21 @@ def folding(
     >>> with kvfold.folding(model, "fold:bits=2"):  # doctest: +SKIP
     ...     pipeline("text-generation", model=model, tokenizer=tokenizer)("The KV cache")
     """
-    before = next((m.__dict__[WISH] for m in model.modules() if WISH in m.__dict__), None)
-    was_folded = originals.is_folded(model.config)
-    fold(model, method, kernel=kernel, max_length=max_length, always=True)
+    inside = transformer(model)
+    check(inside)
+    with changing:
+        was_folded = originals.folds(inside)
+        cache = make_cache(inside, get(method), kernel, max_length)
+        wish = Wish(cache.method, kernel, max_length, of_block=True)
+        begin(inside, wish, stays=was_folded)
     try:
         yield model
     finally:
-        if not was_folded:
-            unfold(model)
-        elif before is None:
-            end(model)
-        else:
-            begin(transformer(model), before)
+        with changing:
+            wishes = of(inside)
+            if wishes is not None:
+                wishes.drop(wish)
+                if not wishes.told and wishes.stays:
+                    end(inside)
+                elif not wishes.told:
+                    unfold(inside)

@@ -368,6 +368,15 @@ class Decoding:
             self.graph = None
 
 
+def release(model: Any, cache: "FoldedCache") -> None:
+    """Give ``cache`` back where graphs of :func:`decoding` blocks of ``model`` have it: their next step captures another."""
+    forward = getattr(model, "forward", None)
+    while (state := getattr(forward, "_kvfold_decoding", None)) is not None:
+        if state.cache is cache:
+            state.finish()
+        forward = forward._kvfold_plain  # type: ignore[union-attr]
+
+
 @contextmanager
 def decoding(
     model: PreTrainedModel, cache: "FoldedCache", room: int, required: bool = True, compile: bool = False
@@ -418,7 +427,7 @@ def decoding(
     def forward(*args: Any, **kwargs: Any) -> Any:
         return state.forward(*args, **kwargs)
 
-    forward._kvfold_plain = state._plain  # type: ignore[attr-defined]
+    forward._kvfold_plain, forward._kvfold_decoding = state._plain, state  # type: ignore[attr-defined]
     model.forward = forward
     try:
         yield state

@@ -8,9 +8,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvfold.arithmetic import autocast_dtype, outside_autocast, storing
 from kvfold.engines.transformers.rollback import Call
-from kvfold.errors import CacheStateError
+from kvfold.errors import CacheStateError, warn_once
 from kvfold.formats import Format
 from kvfold.kernels import AttentionKernel
+from kvfold.kernels.cpu.importing import why_not as why_not_compiled
 from kvfold.kernels.device import launching
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods import LayerSpec, Method
@@ -179,12 +180,25 @@ class FoldedLayer(CacheLayerMixin):
 
     def _choose(self) -> None:
         """What attends and what encodes on the layer's device."""
-        self.kernel = self._kernel_on(self.device)
-        self.ring.in_place = self.kernel.in_place_tokens
+        self.choose_kernel()
         self.writer.encoder = choose_encoder(self.method, self.spec, self.device)
 
+    def choose_kernel(self) -> None:
+        """What attends on the layer's device, as far as that is known by now.
+
+        Raises
+        ------
+        KVFoldError
+            If a kernel was insisted on that does not serve there.
+        """
+        self.kernel = self._kernel_on(self.device)
+        self.ring.in_place = self.kernel.in_place_tokens
+
     def _kernel_on(self, device: torch.device) -> AttentionKernel:
-        return choose_kernel(self.method, self.spec, device, self.kernel_name, self.dtype).kernel
+        choice = choose_kernel(self.method, self.spec, device, self.kernel_name, self.dtype)
+        if device.type == "cpu" and self.kernel_name is None and (why := why_not_compiled()):
+            warn_once(f"kvfold: {why}; kernel {choice.kernel.name} attends on this CPU instead of cpu, which is faster")
+        return choice.kernel
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -13,6 +13,7 @@ from kvfold.arithmetic import storing
 from kvfold.artefact import first_line, load_cached
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.fold import fold
+from kvfold.engines.transformers.placing import layer_devices
 from kvfold.engines.transformers.planning import transformer
 from kvfold.engines.transformers.saving import fill, identity, path_of, read
 from kvfold.errors import CacheFileError, KVFoldError
@@ -133,19 +134,3 @@ def _check_artefacts(path: Path, told: list[str], method: Method) -> None:
                 f"cache: {path} was made with another artefact than {place} ({found[:12]} instead of {expected[:12]}); "
                 "name the place of the one it was made with: method='...artefact=PLACE'"
             )
-
-
-def layer_devices(model: torch.nn.Module, count: int) -> list[torch.device]:
-    """Where each of a model's ``count`` attention layers computes."""
-    found: dict[int, torch.device] = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and index not in found:
-            hook = getattr(getattr(module, "_hf_hook", None), "execution_device", None)  # Accelerate's
-            parameter = next(module.parameters(), None)
-            if hook is not None:
-                found[index] = torch.empty(0, device=hook).device
-            elif parameter is not None and not parameter.is_meta:
-                found[index] = parameter.device
-    default: Any = model.device
-    return [found.get(i, default) for i in range(count)]

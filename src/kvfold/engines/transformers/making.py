@@ -8,11 +8,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from kvfold.arithmetic import outside_autocast
-from kvfold.engines.transformers import attentions, originals
+from kvfold.engines.transformers import attentions, originals, restarts
 from kvfold.engines.transformers.attention import register
 from kvfold.engines.transformers.cache import AnyLayer, FoldedCache
 from kvfold.engines.transformers.hybrid import FoldedHybridLayer
 from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.engines.transformers.placing import device_of, has_weights
 from kvfold.engines.transformers.planning import CAPS_ALONE, KEPT, LayerPlan, plan_layers
 from kvfold.errors import KVFoldError, UnsupportedModelError, warn_once
 from kvfold.methods import Method
@@ -24,7 +25,7 @@ def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_l
     given: Any = max_length
     if given is not None and (isinstance(given, bool) or not isinstance(given, Integral) or given < 1):
         raise KVFoldError(f"max_length: {max_length!r} is not allowed; allowed: a number of tokens from 1 on, or None")
-    if all(parameter.device.type == "meta" for parameter in model.parameters()):
+    if not has_weights(model):
         raise UnsupportedModelError(
             f"model: {type(model).__name__} is on the meta device, without weights; load it before it is folded "
             "(kvfold.explain needs none)"
@@ -40,6 +41,8 @@ def make_cache(model: PreTrainedModel, method: Method, kernel: str | None, max_l
         warn_once(f"kvfold: {CAPS_ALONE}; load the model with attn_implementation='eager'")
     if folded:
         _switch(model, attentions.storing(model))
+        originals.note(model)
+    restarts.begin(model)
     for module in (item.module for item in folded if item.module is not None):
         module.kvfold_folds = True  # type: ignore[assignment]
     return FoldedCache(layers, method, model)
@@ -55,7 +58,7 @@ def _layers(
         if item.spec is None:
             layers.append(item.own)
             continue
-        choose_kernel(item.method, item.spec, model.device, kernel)
+        choose_kernel(item.method, item.spec, device_of(model), kernel)
         layers.append(_folded(item, kernel, max_length))
     return layers
 

@@ -8,6 +8,7 @@ folded layer (encoders, cross-attention, vision towers, calls without a folded c
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -53,6 +54,28 @@ def is_folded(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) in _before
 
 
+_folded: WeakSet[nn.Module] = WeakSet()
+"""Models that were folded, copies of them left out."""
+
+
+def note(model: nn.Module) -> None:
+    """A model is folded."""
+    if model not in _folded:
+        _folded.add(model)
+
+
+def folds(model: PreTrainedModel) -> bool:
+    """Whether a model is folded: not only another one that was made of the same configuration."""
+    return is_folded(model.config) and (model in _folded or id(model.config) not in _of_others(model))
+
+
+def _of_others(model: nn.Module) -> set[int]:
+    """Configurations, by id, of folded models that share no module with ``model``."""
+    own = set(model.modules())
+    others = [other for other in list(_folded) if own.isdisjoint(other.modules())]
+    return {id(getattr(module, "config", None)) for other in others for module in other.modules()}
+
+
 def previous_of(config: Any) -> str | None:
     """Implementation that a configuration names, or named before its model was folded."""
     name = getattr(config, "_attn_implementation", None)
@@ -76,12 +99,19 @@ def configurations(model: nn.Module, attentions: list[nn.Module]) -> Iterator[Pr
 
 
 def restore(model: nn.Module) -> bool:
-    """Give every configuration within a model the implementation that it had; returns whether there is any configuration."""
-    found = False
+    """Give every configuration within a model the implementation that it had; returns whether there is any configuration.
+
+    Not those that another folded model was made of, too: it attends by them.
+    """
+    found, kept = False, _of_others(model)
+    own = set(model.modules())
+    for other in list(_folded):
+        if not own.isdisjoint(other.modules()):
+            _folded.discard(other)
     for module in model.modules():
         config = getattr(module, "config", None)
         found |= isinstance(config, PreTrainedConfig)
-        if isinstance(config, PreTrainedConfig) and is_folded(config):
+        if isinstance(config, PreTrainedConfig) and is_folded(config) and id(config) not in kept:
             config._attn_implementation_internal = _before[config._attn_implementation]
     return found
 

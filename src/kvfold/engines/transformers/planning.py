@@ -9,12 +9,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 
 from kvfold.arithmetic import outside_autocast
 from kvfold.engines.transformers import attentions, originals
-from kvfold.engines.transformers.cache import AnyLayer
+from kvfold.engines.transformers.cache import PREFIXES, AnyLayer
+from kvfold.engines.transformers.placing import device_of
 from kvfold.errors import MethodError, UnsupportedModelError
 from kvfold.methods import LayerSpec, Method
 from kvfold.plan import packed_for
 from kvfold.rope import rope_of
 
+OWN_KEYS = "PREFIX_TUNING", "CARTRIDGE"
+"""PEFT's kinds of adapters that are keys and values."""
 KEPT = "kept in full precision, as the method says"
 CAPS_ALONE = (
     "the model's scores are soft-capped, which Transformers' sdpa attention does not compute: folded layers cap them, the "
@@ -59,7 +62,7 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
     own += [DynamicLayer() for _ in range(count - len(own))]
     modules = attentions.of_decoder(model)
     sizes = list(getattr(config, "per_layer_config", None) or [])
-    plan = []
+    plan, device = [], device_of(model)
     for index, layer in enumerate(own):
         module = modules.get(index, modules.get(-1))
         own_config = sizes[index] if index < len(sizes) else config
@@ -88,7 +91,7 @@ def plan_layers(model: PreTrainedModel, method: Method, kernel: str | None = Non
             index, count, shape.heads, shape.kv_heads, shape.head_dim, model.dtype, layer_rope, softcap=softcap
         )
         _check_shapes(chosen, spec)
-        plan.append(LayerPlan(packed_for(chosen, spec, model.device, kernel), layer, "", chosen, module))
+        plan.append(LayerPlan(packed_for(chosen, spec, device, kernel), layer, "", chosen, module))
     if all(item.spec is None for item in plan) and any(item.reason == KEPT for item in plan):
         raise MethodError(f"keep: {method} folds no layer of this model; allowed: to leave some")
     return plan
@@ -98,7 +101,7 @@ def _check_interface(model: nn.Module) -> None:
     """Refuse a model none of whose modules attends through Transformers' attention functions."""
     for kind in {type(module) for module in model.modules()}:
         code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-        if code is not None and "get_interface" in code.co_names:
+        if code is not None and not attentions.LOOKUPS.isdisjoint(code.co_names):
             return
     raise UnsupportedModelError(
         f"model: {type(model).__name__} computes attention itself, or has none; kvfold folds models that attend through "
@@ -112,7 +115,7 @@ def transformer(model: Any) -> PreTrainedModel:
     Raises
     ------
     UnsupportedModelError
-        If there is none, or one of several copies.
+        If there is none, or one of several copies, or if PEFT gives it keys of its own.
     """
     wanted = "allowed: a model that Transformers loaded, or a PEFT model of one"
     if isinstance(model, str):
@@ -126,6 +129,12 @@ def transformer(model: Any) -> PreTrainedModel:
         raise UnsupportedModelError(
             "model: DataParallel runs copies of a model, which cannot share one cache; allowed: the model inside, "
             "fold(model.module)"
+        )
+    adapted = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
+    if getattr(adapted, "value", adapted) in OWN_KEYS:
+        raise UnsupportedModelError(
+            f"model: {type(model).__name__} puts a DynamicCache with keys of its own in place of every cache "
+            f"(peft_type={getattr(adapted, 'value', adapted)}); {PREFIXES}"
         )
     inside = _models_in(model)
     if not inside:
@@ -156,6 +165,11 @@ def _check_kind(model: PreTrainedModel, config: Any) -> None:
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(
             f"is_causal=False: {name} sees later tokens in every call; a folded cache holds what was seen before"
+        )
+    attending = attentions.storing(model)
+    if attending and not getattr(config, "is_decoder", True) and not any(map(attentions.is_causal, attending)):
+        raise UnsupportedModelError(
+            f"is_decoder=False: {name} is an encoder, which sees later tokens and goes on from no cache; allowed: decoders"
         )
     if shared := getattr(config, "num_kv_shared_layers", None):
         raise UnsupportedModelError(f"num_kv_shared_layers={shared}: models with shared keys are not folded")

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from kvfold.arithmetic import lasting
-from kvfold.errors import KVFoldError
 from kvfold.formats import PAGE, Dense, Fields, Format, Hadamard, Paged
 from kvfold.formats.basis import Basis
 from kvfold.formats.binary import ValueRows
 from kvfold.kernels.base import AttentionKernel
 from kvfold.kernels.call import AttentionCall, DensePart, NewTokens, Span
-from kvfold.kernels.cpu import readers
+from kvfold.kernels.cpu import importing, readers
 from kvfold.kernels.cpu.readers.base import ROW, made, place
 from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
@@ -60,6 +59,8 @@ class CPUKernel(AttentionKernel):
             return f"runs on the CPU, not on {device.type}"
         if find_spec("numba") is None:
             return "numba is not installed; run: pip install 'kvfold[cpu]'"
+        if why := importing.why_not():
+            return why
         for side, form in (("keys", key_format), ("values", value_format)):
             if why := _unsupported(form, norms=side == "keys"):
                 return f"{side}: {why}"
@@ -103,8 +104,8 @@ def _loops() -> ModuleType:
     """What Numba compiles; imported when first needed, for it takes a second."""
     try:
         from kvfold.kernels.cpu import _attend
-    except (ImportError, OSError) as error:  # it does not go with the NumPy that there is, say
-        raise KVFoldError(f"kernel: cpu needs Numba, which cannot be imported ({error}); allowed: reference") from error
+    except Exception as error:  # it does not go with the NumPy that there is, say: anything may be raised
+        raise importing.failure(error) from error
     return _attend
 
 
