@@ -17,7 +17,7 @@ from kvfold import outlet
 from kvfold.cli import main
 from kvfold.errors import OutputError
 from test_files import full_disk
-from tiny_model import save
+from tiny_model import CONTEXT, save
 
 COMPARE = ["compare", "--methods", "none", "--prefix", "320", "--tokens", "64", "--new-tokens", "4"]
 DOMAINS = ["domains", "--methods", "none", "--domains", "prose", "--prefix", "320", "--tokens", "64", "--windows", "1"]
@@ -219,6 +219,14 @@ def test_bytes_that_are_no_text_are_one_line(tiny):
     done = kvfold("generate", b"\xff\xfe", "--model", tiny, stdout=subprocess.PIPE)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == "kvfold: error: prompt: it is not UTF-8 text (character 0)"
+
+
+def test_a_prompt_beyond_the_context_is_told_to_be_shorter(tiny, capsys):
+    for length, says in ((CONTEXT, "prompt: it has"), (CONTEXT - 4, "max-new-tokens: prompt")):
+        assert main(["generate", "x" * length, "--model", tiny, "--raw", "--max-new-tokens", "8"]) == 2
+        err = capsys.readouterr().err
+        assert f"kvfold: error: {says}" in err and "at most 0" not in err
+        assert ("give at most 4, or a shorter prompt" in err) == (length < CONTEXT)
 
 
 def test_text_of_utf_8_is_text_whatever_the_locale_says(tiny, tmp_path):

@@ -302,13 +302,6 @@ def test_a_prompt_is_not_waited_for_at_a_terminal(run, tiny, monkeypatch):
     assert status == 2 and "prompt: there is none; give some text, or -" in err
 
 
-def test_a_prompt_beyond_the_context_is_told_to_be_shorter(run, tiny):
-    for length, says in ((CONTEXT, "prompt: it has"), (CONTEXT - 4, "max-new-tokens: prompt")):
-        status, _, err = run("generate", "x" * length, "--model", tiny, "--raw", "--max-new-tokens", "8")
-        assert status == 2 and f"kvfold: error: {says}" in err
-        assert ("give at most 4, or a shorter prompt" in err) == (length < CONTEXT) and "at most 0" not in err
-
-
 def test_generate_is_the_models_own_text_without_folding(run, tiny):
     status, out, _ = run(
         "generate", "Hello", "--model", tiny, "--method", "none", "--max-new-tokens", "20", "--json", "-"

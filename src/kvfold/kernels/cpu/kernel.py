@@ -6,6 +6,7 @@ No decoded copy of the cache exists at any time; beyond the output, a call needs
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib.util import find_spec
@@ -72,7 +73,8 @@ class CPUKernel(AttentionKernel):
         one = torch.zeros(1, 1, 1, key_format.head_dim, device="cpu")
         value = torch.zeros(1, 1, 1, value_format.head_dim, device="cpu")
         none = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self.attend(AttentionCall(one, 1.0, 1, key_format, value_format, [], none, [], NewTokens(one, value)))
+        with suppress(importing.NumbaError):  # known from now on: another kernel is chosen
+            self.attend(AttentionCall(one, 1.0, 1, key_format, value_format, [], none, [], NewTokens(one, value)))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         new, tokens = call.new, call.tokens
