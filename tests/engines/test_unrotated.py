@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvfold
 from families import configuration, model_of
@@ -23,6 +24,8 @@ def positionless(model: torch.nn.Module) -> list[bool]:
 
 @pytest.mark.parametrize("family", ["afmoe", "exaone4", "exaone_moe", "kolibri1", "smollm3", "llama", "qwen3"])
 def test_keys_are_unrotated_where_the_model_rotated_them(family):
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this Transformers has no {family}")
     model = model_of(family)
     found = {item.spec.layer_idx: item.spec.rope is None for item in plan_layers(model, get("squat_pre")) if item.spec}
     expected = positionless(model)
