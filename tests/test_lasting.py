@@ -28,6 +28,7 @@ OTHERS = {
     "engines.transformers.attentions": "source of classes, no tensors",
     "engines.transformers.compiled": "compiled functions by model",
     "engines.transformers.fused": "how norms round, found out by an `ordinary` function",
+    "engines.transformers.names": "names of arguments",
     "engines.transformers.originals": "names of attention implementations",
     "engines.vllm.backend": "classes",
     "calibration.subspace": "sums of one run, which are taken out at its end",
@@ -36,6 +37,7 @@ OTHERS = {
     "kernels.paged.call": "what belongs to one step",
     "kernels.paged.layout": "places of fields, no tensors",
     "methods.specs": "classes",
+    "models": "what a file's tensors are called, while it is read",
     "files": "open files",
 }
 """Modules that may keep something by other means, and what."""

@@ -92,7 +92,7 @@ class Columns:
 
     def _hidden(self, shown: torch.Tensor) -> list[int]:
         """See :meth:`hidden`, of a mask that differs."""
-        before = torch.cat([shown.new_ones(len(shown), n) if valid is None else valid for n, valid in self.calls], 1)
+        before = self.valid(len(shown), shown.device)
         hides = before & ~shown
         ends = (before & shown).flip(-1).cumsum(-1).flip(-1) == 0  # nothing is visible from here on
         wrong = (hides & ~ends) | (shown & ~before)
