@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 import evidence
+import evidence_claims
 from evidence import BASE, BEST_BASE, GRID, LEARNED_KEYS, MODELS, NOTHING, ROOT, logs, markdown, of_eval, plain
 
 from kvfold import methods
@@ -513,9 +514,8 @@ def short() -> str:
             lines.append(
                 f"- **{WORDS[suite][:1].upper()}{WORDS[suite][1:]}**, points over full precision: {', '.join(said)} ({many})."
             )
-    verdicts = [
-        evidence.verdict(evidence.pair(claim.ours, claim.other)) for claim in evidence.CLAIMS if claim.paper != "kvfold"
-    ]
+    papers = [claim for claim in evidence_claims.CLAIMS if claim.paper != "kvfold"]
+    verdicts = [evidence_claims.verdict(evidence.pair(claim.ours, claim.other)) for claim in papers]
     held = sum(v == "holds" for v in verdicts)
     fails = sum(v.startswith("does not hold") for v in verdicts)
     lines.append(

@@ -292,6 +292,7 @@ def test_masks_that_do_not_fit_are_refused():
     assert of.lens == [30]
 
 
+@pytest.mark.float32("what a second call adds to the rounding of 16 bits is as large as what a wrong mask does")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["causal", "tree", "segments"])
 def test_a_mask_of_four_dimensions_is_served_in_a_first_call(kind, implementation):
@@ -307,14 +308,14 @@ def test_a_mask_of_four_dimensions_is_served_in_a_first_call(kind, implementatio
     cache, plain = kvfold.fold(model, "none"), dynamic(model)
     with torch.no_grad():
         got, want = (model(ids, attention_mask=mask, past_key_values=of).logits for of in (cache, plain))
-    assert relative(got, want) < (2e-2 if current().is_gpu else 1e-5)
+    assert relative(got, want) < (1e-3 if current().is_gpu else 1e-5)
     with pytest.raises(
         UnsupportedModelError, match=r"cache that holds tokens takes padding masks .* in the first call"
     ):
         model(ids[:, :2], attention_mask=mask[:, :, :2], past_key_values=cache)
     more = prompt(2, 5, seed=3)
     off = relative(logits(model, cache, more), logits(model, plain, more))
-    assert off < (2e-2 if current().is_gpu else 1e-5) and cache.get_seq_length() == 65
+    assert off < (1e-3 if current().is_gpu else 1e-5) and cache.get_seq_length() == 65
 
 
 def test_keys_that_two_layers_share_are_refused():

@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
 
 import evidence
+import evidence_claims
 import evidence_tasks
 
 
@@ -42,21 +43,21 @@ def test_a_claim_holds_where_every_model_says_so(of):
     found = pair("a", "kivi")
     assert found.items == 8 and 0.25 < found.value < 0.5 and found.low < found.value < found.high
     assert found.by_model[BIG] == pytest.approx(0.5, rel=0.01) and found.worst[0] == BIG
-    assert evidence.verdict(found) == "holds"
-    assert evidence.verdict(pair("kivi", "a")) == "does not hold here"
-    assert evidence.verdict(pair("a", "nothing")) == "not measured"
+    assert evidence_claims.verdict(found) == "holds"
+    assert evidence_claims.verdict(pair("kivi", "a")) == "does not hold here"
+    assert evidence_claims.verdict(pair("a", "nothing")) == "not measured"
 
 
 def test_one_model_that_says_otherwise_is_named(of):
     pair = of(run(BIG, a=[1.2] * 3, kivi=[1.0] * 3), run(SMALL, a=[0.1] * 9, kivi=[1.0] * 9))
     found = pair("a", "kivi")
-    assert found.verdict == "better" and evidence.verdict(found) == "does not hold on 1.5B"
+    assert found.verdict == "better" and evidence_claims.verdict(found) == "does not hold on 1.5B"
 
 
 def test_few_windows_and_noise_show_nothing(of):
-    assert evidence.verdict(of(run(BIG, a=[0.1] * 5, kivi=[1.0] * 5))("a", "kivi")) == "too few items"
+    assert evidence_claims.verdict(of(run(BIG, a=[0.1] * 5, kivi=[1.0] * 5))("a", "kivi")) == "too few items"
     noise = [0.5, 2.0, 0.6, 1.8, 0.4, 2.2, 0.7, 1.5]
-    assert evidence.verdict(of(run(BIG, a=noise, kivi=[1.0] * 8))("a", "kivi")).startswith("no difference shown")
+    assert evidence_claims.verdict(of(run(BIG, a=noise, kivi=[1.0] * 8))("a", "kivi")).startswith("no difference shown")
 
 
 def test_lengths_of_a_window_are_one_item_and_only_common_ones_count(of):
@@ -81,7 +82,7 @@ def test_learned_rows_count_only_where_the_others_lack_a_method(of):
 
 def test_the_committed_rows_give_every_table_and_a_picture():
     evidence.pair.cache_clear()
-    for table in (evidence.claims, evidence.equal_bytes, evidence.everything, evidence.texts, evidence.main):
+    for table in (evidence_claims.claims, evidence.equal_bytes, evidence.everything, evidence.texts, evidence.main):
         lines = table().splitlines()
         assert len(lines) > 5 and len({line.count(" | ") for line in lines}) == 1, table
     drawn = evidence.pareto()

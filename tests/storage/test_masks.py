@@ -78,6 +78,7 @@ def fed(model, cache, ids, mask, start: int, stop: int) -> torch.Tensor:
     return step(model, cache, ids, start, stop, attention_mask=seen, position_ids=positions)
 
 
+@pytest.mark.float32("a batch and its rows alone are compared closely")
 @pytest.mark.parametrize("method", ["none", "kivi", "fold", "squat_pre", "qjl", "zipcache", "kivi:sink=0,recent=16"])
 def test_padding_after_a_sequences_end_is_dropped_where_the_next_turns_mask_hides_it(method):
     """Rows of a batched chat end at different times; each goes on as it would alone."""
@@ -149,6 +150,7 @@ def test_a_call_that_dies_after_padding_was_dropped_is_as_if_it_had_been_cropped
             assert_same_content(one, other, row, row)
 
 
+@pytest.mark.float32("greedy tokens of a batch and of its rows alone are equal")
 def test_a_batched_chat_by_generate_answers_as_each_row_alone():
     model = llama()
     ids, mask, _ = chat(1)
