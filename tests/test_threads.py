@@ -97,6 +97,7 @@ def test_neither_the_library_nor_the_command_loads_torch_before_it_is_needed():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_command_settles_before_torch_reads_the_variables(tmp_path):
     """libgomp prints what it has read when it is loaded."""
     environment = {k: v for k, v in os.environ.items() if k not in threads.WAITING} | {"OMP_DISPLAY_ENV": "VERBOSE"}

@@ -531,6 +531,7 @@ def test_the_whole_way_on_the_embedded_model(run, tmp_path):
 # ---- what is committed -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tables_of_readme_and_docs_are_those_of_the_rows():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "scripts/tables.py", "--check"], cwd=root, capture_output=True, text=True)

@@ -194,6 +194,7 @@ save_file(out, sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_with_the_same_logits(model, methods, tmp_path):
     expected, names = {}, []
     for i, method in enumerate(methods):

@@ -363,6 +363,7 @@ def folder(tmp_path_factory):
     return str(save(tmp_path_factory.mktemp("tiny")))
 
 
+@pytest.mark.slow
 def test_tasks_of_lm_eval_are_rows_and_a_broken_quantizer_ruins_them(folder, tmp_path, capsys, monkeypatch):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: NOTHING of kvfold[lm-eval] is tested")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

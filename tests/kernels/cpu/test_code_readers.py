@@ -331,6 +331,7 @@ assert not t.has_halves()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="others convert it")
 def test_processors_without_fp16(tmp_path):
     """Tables are float32 there."""
