@@ -40,6 +40,9 @@ each, are not among them: ``--models llama --tests compil``."""
 TOKENS = 40
 """More than a block of 32."""
 UNFOLDED = "unfolded"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, ROWS = ROOT / "docs" / "models.md", ROOT / "benchmarks" / "peers"
+BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 SETTINGS = "KVFOLD_PEER_TESTS"
 """The environment variable by which the plugin is told what to do."""
 
@@ -324,22 +327,62 @@ def refusals(outcomes: Iterable[Outcome]) -> dict[str, str]:
     return dict(sorted(pair for outcome in outcomes for pair in (outcome.refused or {}).items()))
 
 
-def report(rows: list[dict[str, Any]], found: dict[str, list[Difference]]) -> str:
-    """Tables in Markdown: counts, and how many tests of which families differ for which reason."""
-    lines = [list(rows[0]), ["---", *["---:"] * 5], *([str(cell) for cell in row.values()] for row in rows)]
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def grouped(found: dict[str, list[Difference]]) -> list[dict[str, Any]]:
+    """Differences that are alike in test, ends and reason as one, with its methods and families; ``error`` if none is known."""
+    groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for method, all_of_them in found.items():
-        groups: dict[tuple[str, str], list[str]] = {}
         for one in all_of_them:
             outcome = Outcome(one.test)
-            key = (
-                outcome.name,
-                f"{one.unfolded} -> {one.folded}: {one.why or 'UNEXPLAINED: ' + one.error.splitlines()[0]}",
-            )
-            groups.setdefault(key, []).append(outcome.family)
-        text += f"\n`{method}`: {len(all_of_them)} of them end otherwise\n\n" if groups else ""
-        text += "".join(f"- `{name}` ({', '.join(of)}): {reason}\n" for (name, reason), of in sorted(groups.items()))
+            error = "" if one.why else (one.error.splitlines() or ["no error"])[0]
+            key = (re.sub(r"_\d+_.*", "", outcome.name), one.unfolded, one.folded, one.why, error)
+            groups.setdefault(key, []).append((method, outcome.family))
+    names = ("test", "unfolded", "folded", "why", "error")
+    return [
+        dict(zip(names, key, strict=True))
+        | {"tests": len(of), "methods": list(dict.fromkeys(m for m, _ in of)), "families": sorted({f for _, f in of})}
+        for key, of in sorted(groups.items())
+    ]
+
+
+def report(told: dict[str, Any]) -> str:
+    """Tables in Markdown: counts, what ends otherwise and why, what kvfold refused to fold."""
+    families = sorted(told["families"])
+    text = f"Transformers {told['transformers']}, {len(families)} families ({', '.join(families)}):\n\n"
+    text += table([row | {"run": f"`{row['run']}`"} for row in told["rows"]])
+    differ = [
+        {
+            "test": f"`{one['test']}`",
+            "ends": f"{one['unfolded']} -> {one['folded']}",
+            "times": one["tests"],
+            "families": "all" if one["families"] == families else ", ".join(one["families"]),
+            "why": one["why"] or f"**unexplained**: {one['error']}",
+        }
+        for one in told["differences"]
+    ]
+    text += "\n" + table(differ) if differ else "\nAll tests end alike.\n"
+    for method, classes in told["refused"].items():
+        for said in sorted(set(classes.values())):
+            of = ", ".join(f"`{name}`" for name, why in classes.items() if why == said)
+            text += f"\nNot folded by `{method}`, so that the tests ran unfolded: {of} ({said}).\n"
     return text
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Rows of equal keys in Markdown; columns of numbers stand on the right."""
+    rule = ["---:" if isinstance(cell, int) else "---" for cell in lines[0].values()]
+    cells = [list(lines[0]), rule, *([str(cell).replace("|", "\\|") for cell in line.values()] for line in lines)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def section() -> str:
+    """What the page says: a report of each release's rows."""
+    return "\n".join(report(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(ROWS.glob("*.json")))
+
+
+def written(page: str) -> str:
+    """The page with its section as the rows have it."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{section()}{END}{rest.split(END)[1]}"
 
 
 def run(given: argparse.Namespace, method: str, families: list[str]) -> list[Outcome]:
@@ -348,8 +391,7 @@ def run(given: argparse.Namespace, method: str, families: list[str]) -> list[Out
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{re.sub('[^a-z0-9]+', '-', method)}.jsonl"
     settings = {"method": method, "tests": given.tests, "tokens": given.tokens, "path": str(path.resolve())}
-    here = Path(__file__).resolve().parent
-    paths = [str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT / "scripts"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         SETTINGS: json.dumps(settings),
@@ -380,21 +422,31 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, default=TOKENS, help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the rows in benchmarks/peers, and write docs/models.md"
+    )
     given = parser.parse_args()
     if missing := [family for family in given.models if not (given.checkout / module(family)).exists()]:
         parser.error(f"--models: {given.checkout} has no tests of {', '.join(missing)}")
     unfolded, *folded = (run(given, method, given.models) for method in (UNFOLDED, *given.methods))
     found = {method: differences(unfolded, outcomes) for method, outcomes in zip(given.methods, folded, strict=True)}
-    rows = [
-        counts(method, outcomes)
-        for method, outcomes in zip((UNFOLDED, *given.methods), (unfolded, *folded), strict=True)
-    ]
-    refused = {method: refusals(outcomes) for method, outcomes in zip(given.methods, folded, strict=True)}
-    print(report(rows, found))
+    runs = zip((UNFOLDED, *given.methods), (unfolded, *folded), strict=True)
+    told = {
+        "transformers": version("transformers"),
+        "tokens": given.tokens,
+        "families": given.models,
+        "rows": [counts(method, outcomes) for method, outcomes in runs],
+        "differences": grouped(found),
+        "refused": {method: refusals(outcomes) for method, outcomes in zip(given.methods, folded, strict=True)},
+    }
+    print(report(told))
     if given.json:
-        differ = {method: [asdict(one) for one in all_of_them] for method, all_of_them in found.items()}
-        given.json.write_text(json.dumps({"rows": rows, "differences": differ, "refused": refused}, indent=1) + "\n")
-    return int(any(not one.why for all_of_them in found.values() for one in all_of_them))
+        given.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if given.write:
+        ROWS.mkdir(exist_ok=True)
+        (ROWS / f"{told['transformers']}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return int(any(not one["why"] for one in told["differences"]))
 
 
 if __name__ == "__main__":
