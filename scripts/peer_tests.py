@@ -70,7 +70,7 @@ REASONS = (
     Reason(
         "attention_outputs",
         "`output_attentions` attribute is not supported when using the `attn_implementation` set to kvfold",
-        "Transformers refuses `config.output_attentions = True` on a folded model; before folding, and as an argument, it is served",
+        "Transformers refuses `config.output_attentions = True` after folding; set before, or as an argument, it is served",
     ),
 )
 

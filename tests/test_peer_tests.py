@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,9 +127,9 @@ class Tester:
 
     def prepare_config_and_inputs_for_common(self):
         ids = torch.ones(2, self.seq_length, dtype=torch.long)
-        return LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2), {
-            "input_ids": ids, "attention_mask": torch.tril(torch.ones_like(ids))
-        }
+        sizes = dict(vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        inputs = {"input_ids": ids, "attention_mask": torch.tril(torch.ones_like(ids))}
+        return LlamaConfig(**sizes, eos_token_id=None), inputs
 
 
 class LlamaModelTest(unittest.TestCase, GenerationTesterMixin):
@@ -165,6 +166,7 @@ class LlamaModelTest(unittest.TestCase, GenerationTesterMixin):
 }
 
 
+@pytest.mark.slow
 def test_a_checkout_of_small_tests(tmp_path):
     """Models are folded, blocks are packed, what differs is found, and what has ended does not run again."""
     for name, text in CHECKOUT.items():
@@ -182,7 +184,7 @@ def test_a_checkout_of_small_tests(tmp_path):
     told = json.loads((tmp_path / "rows.json").read_text())
     assert told["rows"] == [
         {"run": "unfolded", "passed": 3, "failed": 1, "skipped": 0, "folded": 0, "packed": 0},
-        {"run": "none", "passed": 2, "failed": 2, "skipped": 1, "folded": 2, "packed": 2},
+        {"run": "none", "passed": 1, "failed": 2, "skipped": 1, "folded": 2, "packed": 2},
     ]
     skipped, typed = told["differences"]
     assert (skipped["test"], skipped["unfolded"], skipped["folded"]) == ("test_generate_skipped", "passed", "skipped")
