@@ -47,6 +47,8 @@ REFUSED = """
 
 `kvfold.fold` and `kvfold.explain` say so before a token is computed.
 """
+PEERS = "\n## Transformers' own tests\n"
+"""What follows is written by peer_tests.py."""
 NUMBERS = ("none", "8 bits")
 """Columns that are measured: they differ a little from machine to machine."""
 
@@ -103,13 +105,14 @@ def page(rows: dict[str, Row]) -> str:
         **{name: len(found) for name, found in sorts.items()},
     )
     parts = [introduction, table(sorts["folded"]), KEPT, table(sorts["kept"]), REFUSED, table(sorts["refused"])]
-    return "\n".join(part.strip("\n") + "\n" for part in parts)
+    peers = PEERS + PAGE.read_text(encoding="utf-8").split(PEERS)[1]
+    return "\n".join(part.strip("\n") + "\n" for part in [*parts, peers])
 
 
 def read() -> tuple[str, dict[str, dict[str, str]]]:
     """Transformers' version and every family's cells, as the page has them."""
     version, found, head = "", {}, []
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in PAGE.read_text(encoding="utf-8").split(PEERS)[0].splitlines():
         if "families of Transformers " in line:
             version = line.split("families of Transformers ")[1].split(":")[0]
         if not line.startswith("| "):
