@@ -137,8 +137,10 @@ def test_a_model_of_64_bits_is_served_as_one_of_32(method, tmp_path):
     cache.save(tmp_path / "cache.safetensors")
     step = logits(model, kvfold.load_cache(tmp_path / "cache.safetensors", model), ids[:, 170:])
     assert got.dtype == step.dtype == torch.float64
-    assert relative(torch.cat((got, step), 1), expected) < 1e-5
+    assert relative(torch.cat((got, step), 1), expected) < (
+        1e-5 if method == "none" else 1e-3
+    )  # codes at a tie may differ
     if method == "none":
         assert relative(got, logits(model, dynamic(model), ids[:, :170])) < 1e-6
-    of = cache.folded[1]
+    of = cache.folded[-1]
     assert (of.dtype, cache.full_nbytes()) == (torch.float64, 2 * 2 * 170 * 2 * of.spec.num_kv_heads * 64 * 8)
