@@ -325,7 +325,10 @@ def test_code_of_others_may_look_its_attention_up_by_name_or_call_it_there():
 class FirstForm(LlamaAttention):
     """As code on the hub was written when attention functions came."""
 
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(
+        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, cache=None, **kwargs
+    ):
+        past_key_values = past_key_values if cache is None else cache  # as the layer around it calls it
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (part(hidden_states).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)

@@ -159,8 +159,8 @@ def test_keys_that_were_taken_back_on_their_way_are_not_attended_to(method):
     of = cache.folded[0]
     real = of.update
 
-    def update(*args):
-        found = real(*args)
+    def update(*args, **given):
+        found = real(*args, **given)
         method(cache)
         return found
 
