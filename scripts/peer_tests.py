@@ -394,8 +394,15 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def section() -> str:
-    """What the page says: a report of each release's rows."""
-    return "\n".join(report(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(ROWS.glob("*.json")))
+    """What the page says: a report of each release's rows; releases whose rows are alike have one."""
+    releases: dict[str, dict[str, Any]] = {}
+    for path in sorted(ROWS.glob("*.json")):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        release = told.pop("transformers")
+        alike = releases.setdefault(json.dumps(told), told | {"transformers": release})
+        if alike["transformers"] != release:
+            alike["transformers"] += f" and {release}"
+    return "\n".join(map(report, releases.values()))
 
 
 def written(page: str) -> str:
