@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from kvfold.arithmetic import storing
 from kvfold.engines.transformers.layer import ANOTHER_MODEL, NOT_ATTENDED, NOT_READ, FoldedLayer
 from kvfold.engines.transformers.originals import is_folded
-from kvfold.engines.transformers.rollback import Call, attending, crop_layers, fed
+from kvfold.engines.transformers.rollback import Call, attending, crop_layers, fed, forget_keys
 from kvfold.engines.transformers.states import forget_states, select_states, states_of
 from kvfold.engines.transformers.tracing import NOT_TRACED, refuse_tracing
 from kvfold.errors import CacheStateError, KVFoldWarning, UnsupportedModelError
@@ -280,8 +280,11 @@ class FoldedCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, also a call that died; past recording is over."""
-        super().reset()
         for layer in self.layers:
+            if isinstance(layer, FoldedLayer):
+                layer.reset()
+            else:
+                forget_keys(layer)
             if hasattr(layer, "record_past"):
                 layer.record_past = False
             if isinstance(layer, LinearAttentionCacheLayerMixin):

@@ -138,7 +138,7 @@ class Call:
                 "reset() and pass all tokens again"
             )
         for index in stuck:
-            self.layers[index].reset()
+            forget_keys(self.layers[index])
         changed = bool(stuck)
         for index, before in self.before.items():
             layer = self.layers[index]
@@ -203,10 +203,19 @@ def _spare(layer: DynamicSlidingWindowLayer, count: int) -> int:
     return total if held == total else held - layer.sliding_window + 1
 
 
+def forget_keys(layer: Any) -> None:
+    """A layer's keys and values as of a new one. The ``reset`` of older Transformers (5.17) leaves zeros, as many as there were
+    keys, and the next call attends to them."""
+    for keys, there in ((("keys", "values"), "is_initialized"), (("indexer_keys",), "is_indexer_initialized")):
+        if hasattr(layer, there):
+            vars(layer).update(dict.fromkeys(keys), **{there: False})
+    layer.reset()
+
+
 def _crop_own(layer: DynamicLayer, count: int) -> None:
     """Take the newest ``count`` columns from a layer that is not folded. One that keeps none takes another batch later."""
     if count > 0 and count >= layer.get_seq_length():
-        layer.reset()
+        forget_keys(layer)
     elif layer.is_initialized and (count or getattr(layer, "record_past", False)):
         layer.crop(-count)
 
