@@ -68,6 +68,16 @@ REASONS = (
         "asserts the name of the attention function, which is kvfold's",
     ),
     Reason(
+        "compile_model_forward_fullgraph",
+        "AssertionError: False is not true",
+        "asserts that the cache is a DynamicCache",
+    ),
+    Reason(
+        "compilation_all_outputs",
+        "AssertionError: False is not true",
+        "asserts that a static cache was compiled for; a model's own choice of one is replaced, with a warning",
+    ),
+    Reason(
         "attention_outputs",
         "`output_attentions` attribute is not supported when using the `attn_implementation` set to kvfold",
         "Transformers refuses `config.output_attentions = True` after folding; set before, or as an argument, it is served",
