@@ -444,6 +444,19 @@ def test_gradients_that_a_kernel_does_not_make_are_refused(monkeypatch):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("method", ["none", "kivi"])
+def test_gradients_that_would_leave_out_earlier_tokens_are_refused(method):
+    """What autograd recorded of a call's keys ends in the cache: later calls would give a part of the gradients."""
+    model, ids = llama(), prompt(1, 90)
+    cache = kvfold.fold(model, method, kernel="reference")
+    model(ids[:, :60], past_key_values=cache)
+    out = model(ids[:, 60:], past_key_values=cache).logits
+    with pytest.raises(UnsupportedModelError, match=r"backward: .* earlier call.*within torch\.no_grad"):
+        out.sum().backward()
+    cache.reset()
+    model(ids, past_key_values=cache).logits.sum().backward()
+
+
 def test_layers_kept_in_full_precision_look_at_a_mask_once(monkeypatch):
     """To look at it waits for the device."""
     model, ids = llama(num_hidden_layers=4), prompt(2, 90)

@@ -75,29 +75,37 @@ def attention_forward(
                 f"{names.CACHE}=, or call kvfold.unfold(model)"
             )
         return originals.attend(previous, module, query, key, value, attention_mask, **options)
+    recorded = layer.recorded  # before this call
     with launching(query.device):
         attend = _folded_attention
         if again := read_again(layer, options.get("position_ids"), query.shape[-2]):
             attend = partial(_from, again)
         out, weights = attend(layer, module, query.to(key.dtype), key, value, attention_mask, previous, options)
-    if query.requires_grad and not out.requires_grad and torch.is_grad_enabled():
-        out = _NoGradients.apply(out, query)
+    if torch.is_grad_enabled() and query.requires_grad:
+        if recorded or not out.requires_grad:
+            out = _NoGradients.apply(out, query, CONSTANT if recorded else NO_GRADIENTS)
+        layer.recorded = recorded or key.requires_grad
     return out.to(query.dtype), weights
 
 
+NO_GRADIENTS = "backward: gradients do not pass a folded cache's kernels; allowed: the first call on a cache, or kernel='reference'"
+CONSTANT = (
+    "backward: gradients do not reach tokens of an earlier call, which a folded cache holds as constants; allowed: one call "
+    "for all tokens, or the earlier calls within torch.no_grad()"
+)
+
+
 class _NoGradients(torch.autograd.Function):
-    """What a kernel computed without gradients: to ask for them is an error, not a part of them."""
+    """What has no gradients, or some of them alone: to ask for them is an error, not a part of them."""
 
     @staticmethod
-    def forward(_: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, out: torch.Tensor, query: torch.Tensor, why: str) -> torch.Tensor:
+        ctx.why = why
         return out.view_as(out)
 
     @staticmethod
-    def backward(_: Any, *gradients: torch.Tensor) -> Any:
-        raise UnsupportedModelError(
-            "backward: gradients do not pass a folded cache's kernels; allowed: the first call on a cache, or "
-            "kernel='reference'"
-        )
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise UnsupportedModelError(ctx.why)
 
 
 @outside_autocast

@@ -111,6 +111,7 @@ class FoldedLayer(CacheLayerMixin):
         self.static: StaticLengths | None = None  # while a decode graph owns the layer
         self.static_boundary: torch.Tensor | None = None  # where the prompt ends, if groups' modes depend on it
         self.home: torch.device | None = None  # while offloaded: where it belongs
+        self.recorded = False  # tokens are held whose keys autograd had recorded: what is stored is a constant
         self.is_initialized = False
         self.sequences.start(0, torch.device("cpu"))
         for part in (self.columns, self.slabs, self.sink, self.ring, self.following, self.writer.cuts):
