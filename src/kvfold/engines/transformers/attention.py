@@ -88,7 +88,10 @@ def attention_forward(
     return out.to(query.dtype), weights
 
 
-NO_GRADIENTS = "backward: gradients do not pass a folded cache's kernels; allowed: the first call on a cache, or kernel='reference'"
+NO_GRADIENTS = (
+    "backward: gradients do not pass a folded cache's kernels; allowed: the first call on a cache, or "
+    "kernel='reference'"
+)
 CONSTANT = (
     "backward: gradients do not reach tokens of an earlier call, which a folded cache holds as constants; allowed: one call "
     "for all tokens, or the earlier calls within torch.no_grad()"
