@@ -266,3 +266,13 @@ def test_files_that_began_as_copies_are_joined_without_repeating_runs(tmp_path):
     whole = ResultFile.joined(parts)
     assert [run["run"] for run in whole.runs] == [0, 1, 2] and [run["date"] for run in whole.runs[1:]] == ["a", "b"]
     assert sorted((row.item, row.run) for row in whole.rows.values()) == [(f"needle/512/{n}", n) for n in range(3)]
+
+
+def test_parts_that_began_within_one_second_stay_two_runs(tmp_path):
+    parts = []
+    for number, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        parts.append(filled(tmp_path / name, [result(index=number)]))
+    assert parts[0].runs == parts[1].runs
+    whole = ResultFile.joined(parts)
+    assert [run["run"] for run in whole.runs] == [0, 1] and [row.run for row in whole.rows.values()] == [0, 1]

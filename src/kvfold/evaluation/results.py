@@ -254,17 +254,21 @@ class ResultFile:
     def joined(cls, found: Sequence[ResultFile]) -> ResultFile:
         """Rows of several files of the same settings, such as the parts of a suite; of rows that are there twice, the first.
 
-        Runs are numbered anew; one that several files have, because they began as copies, is one.
+        Runs are numbered anew; one that several files have rows of, because they began as copies, is one. Two that only
+        say the same of themselves, such as parts that began within one second, stay two.
         """
         whole = cls(found[0].path, found[0].settings)
+        rows_of: list[set[str]] = []  # of whole.runs
         for file in found:
             numbers = []
-            for run in file.runs:
-                said = {name: value for name, value in run.items() if name != "run"}
-                known = (n for n, other in enumerate(whole.runs) if other == {**said, "run": n})
-                number = next(known, len(whole.runs))
+            for said in file.runs:
+                rows = {key for key, row in file.rows.items() if row.run == said["run"]}
+                alike = (n for n, other in enumerate(whole.runs) if other == {**said, "run": n} and rows & rows_of[n])
+                number = next(alike, len(whole.runs))
                 if number == len(whole.runs):
                     whole.runs.append({**said, "run": number})
+                    rows_of.append(set())
+                rows_of[number] |= rows
                 numbers.append(number)
             for key, row in file.rows.items():
                 whole.rows.setdefault(key, dataclasses.replace(row, run=numbers[row.run]))
