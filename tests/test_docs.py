@@ -77,7 +77,7 @@ def test_there_are_links_and_a_wrong_one_is_found(tmp_path, monkeypatch):
     assert lost("a.md") == ["#one-two", "b.md", "p.svg"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md" and "/notes/" not in name])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md"])
 def test_files_that_are_named_exist(name):
     named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|csv|json|svg))`", text_of(name)))
     real = {path for path in named if Path(path).stem not in ("yours", "NAME")}
@@ -114,7 +114,7 @@ def test_commands_are_commands(name):
 
 def test_commands_are_found():
     assert sum(len(commands_of(name)) for name in NAMES) > 20
-    assert any("--prefix 1024 4096" in line for line in commands_of("docs/results.md"))
+    assert any("--lengths 1024 4096" in line and "--out rows/" in line for line in commands_of("docs/evidence.md"))
 
 
 def test_folds_headline_is_the_same_wherever_it_is_said():
