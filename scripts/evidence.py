@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from kvfold.evaluation.domains import read_rows
 from kvfold.evaluation.report import figures
-from kvfold.evaluation.results import ResultFile
+from kvfold.evaluation.results import ResultFile, content, files_in
 from kvfold.evaluation.statistics import paired
 from kvfold.methods import canonical
 
@@ -83,7 +83,7 @@ def runs() -> tuple[Run, ...]:
     found = []
     for model, (_, stem) in MODELS.items():
         for folder in (ROOT / GRID, ROOT / "evidence"):
-            files = map(ResultFile.read, sorted(folder.glob("divergence-*.jsonl")))
+            files = map(ResultFile.read, files_in(folder, "divergence-"))
             found += [of_eval(model, file) for file in files if file.settings.model.startswith(model)]
         found += [run for folder in ("lengths", "learned") if (run := _of_domains(model, stem, folder)) is not None]
     return tuple(found)
@@ -114,8 +114,8 @@ def _of_domains(model: str, stem: str, folder: str) -> Run | None:
     by_method: dict[str, Measured] = {}
     bits: dict[str, tuple[int, float]] = {}
     devices = []
-    for path in sorted((ROOT / folder).glob(f"{stem}*.json")):
-        held = json.loads(path.read_text(encoding="utf-8"))
+    for path in files_in(ROOT / folder, stem, ".json"):
+        held = json.loads(content(path))
         devices.append(str(held["header"]["device"]))
         for row in read_rows(held):
             name = plain(row.method)
@@ -283,16 +283,8 @@ def ranked() -> list[tuple[str, float, Pair]]:
     return sorted(found, key=lambda entry: (entry[1], entry[0]))
 
 
-NEWEST = ("nova", "tasq", "gsrq", "vqllm", "kvarn")
-"""The newest papers' methods, and what one of them builds on."""
-OURS = tuple(f"fold{options}{book}" for options in (":bits=1", ":bits=2") for book in ("", ",codebook=true"))
 LEARNED_KEYS = "tasq:bits=2,values=fold"
 """Keys of one method and values of another, which is ahead of both."""
-
-
-def newest() -> str:
-    """The newest methods beside fold at their bits."""
-    return everything(lambda name: name in (*OURS, LEARNED_KEYS) or family(name) in NEWEST)
 
 
 def everything(of: Callable[[str], bool] = bool) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from kvfold.cli import main
 from kvfold.evaluation.report import figures, report, sources
-from kvfold.evaluation.results import ResultFile
+from kvfold.evaluation.results import ResultFile, content
 from kvfold.evaluation.suites import REGISTRY
 from test_eval_results import SETTINGS, result
 
@@ -348,8 +348,8 @@ def test_rows_of_compare_with_their_decode_times():
 
 
 def test_rows_of_domains():
-    path = BENCHMARKS / "lengths" / "smollm2-135m.json"
-    rows = json.loads(path.read_text())["rows"]
+    path = BENCHMARKS / "lengths" / "smollm2-135m.json.xz"
+    rows = json.loads(content(path))["rows"]
     known = {(row["method"], row["effective_bits"], row["kld"]) for row in rows}
     marks = Page(report([path])).marks("circle")
     assert len(marks) == sum(row["method"] != "none" for row in rows)

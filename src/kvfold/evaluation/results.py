@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import lzma
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 SUFFIX = ".jsonl"
+PACKED = ".xz"
+"""Behind the suffix of files that are committed: compressed, read, and not written to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +185,26 @@ def key_of(method: str, item: str, prompt_sha256: str) -> str:
     return f"{method}|{item}|{prompt_sha256}"
 
 
+def content(path: Path) -> bytes:
+    """What a file of rows holds, unpacked if it is compressed.
+
+    Raises
+    ------
+    KVFoldError
+        It cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+        return lzma.decompress(data) if path.suffix == PACKED else data
+    except (OSError, lzma.LZMAError) as error:
+        raise KVFoldError(f"results: cannot read {path}: {error}") from error
+
+
+def files_in(folder: Path, beginning: str = "", suffix: str = SUFFIX) -> list[Path]:
+    """Files of rows in a folder, compressed or not, whose names begin so; in the order of their names."""
+    return sorted(path for end in (suffix, suffix + PACKED) for path in folder.glob(f"{beginning}*{end}"))
+
+
 class ResultFile:
     """The rows of one set of settings.
 
@@ -206,9 +229,14 @@ class ResultFile:
         Raises
         ------
         KVFoldError
-            The file is there and is damaged, or holds rows of other settings.
+            The file is there and is damaged, or is compressed, or holds rows of other settings.
         """
         path = folder / f"{settings.suite}-{settings.digest}{SUFFIX}"
+        packed = path.with_name(path.name + PACKED)
+        if packed.is_file():
+            raise KVFoldError(
+                f"out: {packed} holds rows of these settings, compressed; unpack it (unxz), or give another folder"
+            )
         if not path.is_file() or not path.stat().st_size:
             return cls(path, settings)
         found = cls.read(path)
@@ -218,7 +246,7 @@ class ResultFile:
 
     @classmethod
     def read(cls, path: Path) -> ResultFile:
-        """Read a file; a last line that a kill cut short is left out.
+        """Read a file, compressed or not; a last line that a kill cut short is left out.
 
         Raises
         ------
@@ -226,8 +254,8 @@ class ResultFile:
             It cannot be read, or is no file of results; names the line.
         """
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
+            lines = content(path).decode("utf-8").split("\n")
+        except UnicodeDecodeError as error:
             raise KVFoldError(f"results: cannot read {path}: {error}") from error
         found: ResultFile | None = None
         for number, line in enumerate(lines, 1):

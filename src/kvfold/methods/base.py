@@ -105,7 +105,7 @@ class Observation:
 
 
 QUERY_WINDOW = 64
-"""Newest queries that an encoder's state is made of: 128 or all of the prompt are not better (docs/notes/fold.md)."""
+"""Newest queries that an encoder's state is made of: 128 or all of the prompt are not better (docs/lessons.md)."""
 
 RENEWED = 1024
 """Tokens after which a state is made anew, once a sequence has as many; before, at powers of two."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.domains import DomainRow, read_rows
-from kvfold.evaluation.results import SUFFIX, Result, ResultFile, Settings
+from kvfold.evaluation.results import PACKED, SUFFIX, Result, ResultFile, Settings, content
 from kvfold.evaluation.schema import Row, read_row
 
 
@@ -29,7 +29,7 @@ class Source:
     command
         ``eval``, ``compare`` or ``domains``.
     sha256
-        Of the file.
+        Of the file, unpacked.
     found
         Its rows. Those of ``compare`` and ``domains`` say nothing of windows and of the weights' hash.
     """
@@ -151,16 +151,13 @@ def _files(folder: Path) -> Iterable[Path]:
 
 def _source(path: Path, name: str) -> Source | Layers | None:
     """What a file holds; None where that is something else."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise KVFoldError(f"results: cannot read {path}: {error.strerror}") from error
-    digest = hashlib.sha256(data).hexdigest()
-    if path.suffix == SUFFIX:
-        first = data[: data.find(b"\n") + 1]
+    lines = content(path)
+    digest = hashlib.sha256(lines).hexdigest()
+    if path.name.removesuffix(PACKED).endswith(SUFFIX):
+        first = lines[: lines.find(b"\n") + 1]
         return Source(name, "eval", digest, ResultFile.read(path)) if b'"settings"' in first else None
     try:
-        held = json.loads(data)
+        held = json.loads(lines)
     except ValueError:
         return None
     if isinstance(held, dict) and all(key in held for key in LAYERS):
