@@ -1,0 +1,580 @@
+"""What else keeps keys: an oracle on three models, at equal bytes. Writes benchmarks/key-oracle.csv and docs/keys.md.
+
+usage: python scripts/key_oracle.py prefill|measure|page [--models 135M,0.5B,1.5B] [--work FOLDER] [--parts a,b,...]
+
+A prompt is run once in full precision and its keys and values are kept in --work. For every variant the keys between the
+windows are then replaced by what the variant stores of them, and the tokens to be scored run over that cache alone. Values
+stay exact, so that nothing but keys is measured. Rows are appended as they come; what is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvfold import models
+from kvfold.arithmetic import beside
+from kvfold.evaluation.text import load_text
+from kvfold.evaluation.windows import Window, library_source, retrieval_window, windows_of
+from kvfold.formats import UniformTokens
+from kvfold.formats.uniform import ROUNDS, STEP, fitted
+from kvfold.methods import get
+from kvfold.methods.base import LayerSpec
+from kvfold.rope import Rope, rope_of
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROWS = ROOT / "benchmarks" / "key-oracle.csv"
+PAGE = ROOT / "docs" / "keys.md"
+FIELDS = ("model", "length", "variant", "bits", "prompt", "scored", "kl", "nll_rise", "exact_change")
+SINK, RECENT, TOKENS = 32, 96, 128  # windows and page of fold
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and what is measured on it."""
+
+    file: str
+    length: int
+    scored: int
+    judged: tuple[str, ...]
+    chosen: tuple[str, ...]
+    """Prompts by which bits are spread, and maps and means learned; none of them is judged."""
+
+
+SETTINGS = {
+    "135M": Setting(
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        2048,
+        128,
+        ("pairs0", "pairs1", "pairs2", "encyclopedia"),
+        ("pairs100", "pairs101", "prose"),
+    ),
+    "0.5B": Setting(
+        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        1024,
+        96,
+        ("pairs0", "pairs1", "pairs2", "encyclopedia"),
+        ("pairs100", "prose"),
+    ),
+    "1.5B": Setting(
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        1024,
+        96,
+        ("pairs0", "pairs1", "encyclopedia"),
+        ("pairs100", "prose"),
+    ),
+}
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Prefix:
+    """A prompt as the model ran it.
+
+    Attributes
+    ----------
+    keys, values
+        ``[layers, num_kv_heads, tokens, head_dim]``, after RoPE.
+    hidden
+        Of the scored tokens, ``[layers, scored, width]``: every layer's input.
+    logp
+        Of the full-precision model where it is judged, ``[places, vocabulary]``.
+    places, targets
+        Which scored tokens are judged, and what follows them.
+    queries
+        ``[layers, num_kv_heads, head_dim, head_dim]``: mean of q q' over the newer half of the prompt and a KV head's queries.
+    """
+
+    name: str
+    keys: torch.Tensor
+    values: torch.Tensor
+    hidden: torch.Tensor
+    logp: torch.Tensor
+    places: torch.Tensor
+    targets: torch.Tensor
+    queries: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        """One after the last folded token: whole pages between the windows."""
+        return SINK + (self.keys.shape[2] - SINK - RECENT) // TOKENS * TOKENS
+
+
+class Patched:
+    """A cache whose layers hold given keys and values; new tokens are joined and not kept."""
+
+    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        self.keys, self.values = keys, values
+        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens, [batch, heads, tokens, head_dim]."""
+        batch = len(key)
+        found = []
+        for held, new in ((self.keys[layer], key), (self.values[layer], value)):
+            held = held if held.ndim == 4 else held[None]
+            found.append(torch.cat((held.expand(batch, -1, -1, -1), new), 2))
+        if batch == 1:
+            self.seen[layer] = (key[0], value[0])
+        return found[0], found[1]
+
+
+class Oracle:
+    """A model, and the prompts that it ran."""
+
+    def __init__(self, name: str, work: pathlib.Path) -> None:
+        self.name, self.setting, self.work = name, SETTINGS[name], work
+        self.model, self.tokenizer, _ = models.load(str(models_folder() / self.setting.file), "float32", "cpu")
+        config: Any = self.model.config
+        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.rope: Rope = rope_of(self.model)
+        self.spec = LayerSpec(
+            0, self.layers, config.num_attention_heads, self.heads, self.dim, rope=self.rope, fragments=False
+        )
+        self.inner: Any = self.model.model
+
+    def run(
+        self, hidden: torch.Tensor, past: int, cache: Patched, first: int = 0, keep: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Layers from ``first`` on, [batch, tokens, width] to the last one's output after its norm."""
+        tokens = hidden.shape[1]
+        positions = torch.arange(past, past + tokens)[None]
+        turn = self.inner.rotary_emb(hidden, positions)
+        mask = torch.ones(tokens, past + tokens, dtype=torch.bool).tril(past)[None, None]
+        for index in range(first, self.layers):
+            if keep is not None:
+                keep.append(hidden)
+            hidden = self.inner.layers[index](
+                hidden,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                position_embeddings=turn,
+            )
+        return self.inner.norm(hidden)
+
+    def window(self, prompt: str) -> Window:
+        """A prompt by its name."""
+        length, scored = self.setting.length, self.setting.scored
+        if prompt.startswith("pairs"):
+            return retrieval_window(self.tokenizer, length, scored, int(prompt[5:]))
+        text = {"prose": load_text, "code": library_source, "encyclopedia": encyclopedia}[prompt]()
+        return windows_of(self.tokenizer, prompt, text, length, scored, 1)[0]
+
+    def prefix(self, prompt: str) -> Prefix:
+        """A prompt, run if it is not kept."""
+        path = self.work / f"{self.name}-{prompt}.pt"
+        if path.exists():
+            return Prefix(**torch.load(path))
+        begun = time.time()
+        window = self.window(prompt)
+        prefilled = window.prefilled
+        empty = torch.zeros(self.heads, 0, self.dim)
+        cache = Patched([empty] * self.layers, [empty] * self.layers)
+        moments: list[torch.Tensor] = []
+        hooks = [
+            layer.self_attn.q_proj.register_forward_hook(lambda m, i, out: moments.append(self.moment(out)))
+            for layer in self.inner.layers
+        ]
+        self.run(self.inner.embed_tokens(window.ids[:, :prefilled]), 0, cache)
+        for hook in hooks:
+            hook.remove()
+        keys = torch.stack([cache.seen[i][0] for i in range(self.layers)])
+        values = torch.stack([cache.seen[i][1] for i in range(self.layers)])
+        hidden: list[torch.Tensor] = []
+        ids = window.ids[:, prefilled:-1]
+        last = self.run(self.inner.embed_tokens(ids), prefilled, Patched(list(keys), list(values)), 0, hidden)
+        spans = window.answers or ((0, ids.shape[1]),)
+        places = torch.cat([torch.arange(a, min(b, ids.shape[1])) for a, b in spans])
+        found = Prefix(
+            prompt,
+            keys,
+            values,
+            torch.cat(hidden),
+            self.model.lm_head(last[0, places]).log_softmax(-1),
+            places,
+            window.ids[0, prefilled + 1 + places],
+            torch.stack(moments),
+        )
+        torch.save(vars(found), path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+        say(f"{self.name} {prompt}: {prefilled} tokens run in {time.time() - begun:.0f} s")
+        return found
+
+    def moment(self, projected: torch.Tensor) -> torch.Tensor:
+        """Mean of q q' after RoPE over the newer half of ``[1, tokens, heads * head_dim]``: [num_kv_heads, d, d]."""
+        tokens = projected.shape[1]
+        query = projected.unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        query = self.rope.rotate(query, torch.arange(tokens)[None, None])[0, :, tokens // 2 :]
+        query = query.unflatten(0, (self.heads, -1)).flatten(1, 2)
+        return query.mT @ query / query.shape[1]
+
+
+def models_folder() -> pathlib.Path:
+    """Where the models' files are."""
+    return pathlib.Path(FOLDERS["models"])
+
+
+def encyclopedia() -> Any:
+    """A text that no map is learned from."""
+    return load_text(pathlib.Path(FOLDERS["data"]) / "wikitext-2-raw" / "wiki.test.raw")
+
+
+FOLDERS = {"models": "", "data": ""}
+
+
+def say(text: str) -> None:
+    """One line to the terminal, at once."""
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+# ---- what is stored of keys ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Levels(UniformTokens):
+    """The same levels and scales, not packed: packing takes most of the time."""
+
+    kind = "levels"
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.bits_per_code in STEP:
+            scale = x.square().mean(-1, keepdim=True).sqrt() * STEP[self.bits_per_code]
+        else:
+            scale = x.abs().amax(-1, keepdim=True) / self.middle
+        for _ in range(ROUNDS):
+            levels = self._levels(x, scale)
+            scale = (x * levels).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True)
+        levels = self._levels(x, scale)
+        scale = fitted(x, levels, self.fit).half().float()
+        return {
+            "levels": levels.unflatten(-2, (-1, self.block)),
+            "decoded": (levels * scale).unflatten(-2, (-1, self.block)),
+        }
+
+    def decode(self, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+        return fields["decoded"].flatten(-3, -2)
+
+
+@dataclass(frozen=True)
+class Coded(UniformTokens):
+    """Uniform levels without end, coded into the bytes that levels of ``bits_per_code`` bits take: a container per page.
+
+    A page's spacing is the finest with which its levels fit, under the code lengths of a normal distribution; ``LANES``
+    states of 16 bits, which a coder begins with, are taken off. What :meth:`encode` gives is not packed.
+    """
+
+    kind = "coded"
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        size = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-30)
+        unit = (x / size).unflatten(-2, (-1, TOKENS)).flatten(-2)
+        room = TOKENS * self.head_dim * self.bits_per_code - 16 * LANES
+        levels = torch.zeros_like(unit)
+        done = torch.zeros(unit.shape[:-1], dtype=torch.bool)
+        for spacing in spacings(self.bits_per_code):
+            found = (unit / spacing).round()
+            fits = (lengths(found, spacing).sum(-1) <= room) & ~done
+            levels = torch.where(fits[..., None], found, levels)
+            done |= fits
+            if done.all():
+                break
+        assert done.all()
+        levels = levels.unflatten(-1, (TOKENS, self.head_dim)).flatten(-3, -2)
+        return {"decoded": (levels * fitted(x, levels, self.fit)).unflatten(-2, (-1, self.block))}
+
+    def decode(self, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+        return fields["decoded"].flatten(-3, -2)
+
+
+LANES = 32
+
+
+def spacings(bits: int) -> Iterator[float]:
+    """Spacings of levels, in roots of a vector's mean square, the finest first."""
+    begin = 4.13 * 2.0**-bits * 0.9
+    return (begin * 2 ** (i / 32) for i in range(200))
+
+
+def lengths(levels: torch.Tensor, spacing: float) -> torch.Tensor:
+    """Bits of a level under a normal distribution, at most 24."""
+    top = int(levels.abs().max())
+    edges = (torch.arange(top + 2, dtype=torch.float64) - 0.5) * spacing
+    tail = torch.special.erfc(edges / math.sqrt(2)) / 2
+    mass = (tail[:-1] - tail[1:]).clamp_min(2.0**-24)
+    return (-mass.log2()).float()[levels.abs().long()]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is stored of keys.
+
+    Attributes
+    ----------
+    bits
+        Of a key's element, all that is stored counted.
+    stored
+        (prefix, layer) to the folded tokens' keys as decoded, [num_kv_heads, tokens, head_dim].
+    """
+
+    name: str
+    bits: float
+    stored: Callable[[Prefix, int], torch.Tensor]
+
+
+class Variants:
+    """All variants of a model; what they learn is of the prompts that are not judged."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
+        self.compared: set[str] = set()
+
+    @beside
+    def chosen(self) -> list[Prefix]:
+        return [self.oracle.prefix(name) for name in self.oracle.setting.chosen]
+
+    def turned(self, mean: torch.Tensor, prefix: Prefix) -> torch.Tensor:
+        """A vector per head before RoPE as the folded tokens' keys have it."""
+        at = torch.arange(SINK, prefix.end)[None, None]
+        return self.oracle.rope.rotate(mean[None, :, None].expand(-1, -1, at.shape[-1], -1), at)[0]
+
+    @beside
+    def measured(self, layer: int) -> torch.Tensor:
+        """Mean of keys before RoPE, [num_kv_heads, head_dim]."""
+        found = []
+        for p in self.chosen():
+            at = torch.arange(SINK, p.end)[None, None]
+            found.append(self.oracle.rope.unrotate(p.keys[None, layer, :, SINK : p.end], at)[0].mean(1))
+        return torch.stack(found).mean(0)
+
+    @beside
+    def bias(self, layer: int) -> torch.Tensor:
+        """The keys' bias of the weights, [num_kv_heads, head_dim]."""
+        return self.oracle.inner.layers[layer].self_attn.k_proj.bias.unflatten(0, (self.oracle.heads, -1))
+
+    @property
+    def biased(self) -> bool:
+        return self.oracle.inner.layers[0].self_attn.k_proj.bias is not None
+
+    @beside
+    def moments(self, layer: int, source: str, mean: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Second moment of queries, and covariance of keys about their page's mean, float64 [num_kv_heads, d, d]."""
+        asked, held = [], []
+        for p in self.chosen():
+            if source == "prose" and p.name != "prose":
+                continue
+            keys = p.keys[layer, :, SINK : p.end]
+            if mean:
+                keys = keys - self.turned(self.measured(layer), p)
+            pages = keys.unflatten(1, (-1, TOKENS))
+            rows = (pages - pages.mean(2, keepdim=True)).flatten(1, 2).double()
+            held.append(rows.mT @ rows / rows.shape[1])
+            asked.append(p.queries[layer].double())
+        each = []
+        for moment in (torch.stack(asked).mean(0), torch.stack(held).mean(0)):
+            size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+            each.append(moment + RIDGE * size * torch.eye(moment.shape[-1], dtype=torch.float64))
+        return each[0], each[1]
+
+    @beside
+    def map(self, layer: int, kind: str, source: str, mean: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A matrix per head that keys are multiplied with, and its inverse, [num_kv_heads, d, d].
+
+        With C the queries' second moment, C = L L', and M the keys' covariance: ``white`` is C^(1/2); ``diag`` the root of
+        C's diagonal; ``eigen`` U' L' with U of L' M L = U D U'; ``map`` D^(-1/4) U' L'.
+        """
+        asked, held = self.moments(layer, source, mean)
+        if kind == "diag":
+            found = torch.diag_embed(asked.diagonal(dim1=-2, dim2=-1).sqrt())
+        elif kind == "white":
+            value, vector = torch.linalg.eigh(asked)
+            found = vector * value.sqrt()[:, None] @ vector.mT
+        else:
+            low = torch.linalg.cholesky(asked)
+            value, vector = torch.linalg.eigh(low.mT @ held @ low)
+            found = vector.mT @ low.mT
+            if kind == "map":
+                found = value.clamp_min(1e-12 * float(value.max()))[..., None] ** -0.25 * found
+        # Only ratios matter; sizes near 1 keep fp16 page means in range.
+        found = found / torch.linalg.matrix_norm(found)[:, None, None] * self.oracle.dim**0.5
+        return found.float(), torch.linalg.inv(found).float()
+
+    def make(
+        self, name: str, options: str, mean: str = "", kind: str = "", source: str = "", coded: bool = False
+    ) -> Variant:
+        """fold's keys with options, less a mean before RoPE, mapped, and coded, each if named."""
+        form: Any = get(f"fold:{options}").key_format(self.oracle.spec)
+        kept = form
+        inner = (Coded if coded else Levels)(*(getattr(form.inner, f.name) for f in dataclasses.fields(UniformTokens)))
+        form = dataclasses.replace(form, inner=inner)
+        if not coded and name not in self.compared:
+            x = self.chosen()[0].keys[None, 1, :, SINK : SINK + 2 * TOKENS]
+            assert torch.equal(form.decode(form.encode(x)), kept.decode(kept.encode(x))), name
+            self.compared.add(name)
+
+        def stored(prefix: Prefix, layer: int) -> torch.Tensor:
+            x = prefix.keys[layer, :, SINK : prefix.end]
+            static = self.turned(getattr(self, mean)(layer), prefix) if mean else None
+            if static is not None:
+                x = x - static
+            if kind:
+                forth, back = self.map(layer, kind, source, mean)
+                x = x @ forth.mT
+            x = form.decode(form.encode(x[None]))[0]
+            if kind:
+                x = x @ back.mT
+            return x if static is None else x + static
+
+        return Variant(name, form.bits, stored)
+
+    def part(self, part: str) -> Iterator[Variant]:
+        """Variants of a part of the task."""
+        d = self.oracle.dim
+        plain = f"normalize=false,rotation={d}"
+        if part == "a":
+            for bits in (2, 3, 4):
+                yield self.make(f"fold {bits}", f"k_bits={bits}")
+        if part == "b":
+            for bits in (3, 2):
+                for mean in ("measured", "bias") if self.biased and bits == 3 else ("measured",):
+                    yield self.make(f"less {mean} {bits}", f"k_bits={bits}", mean)
+                    yield self.make(f"less {mean}, no page mean {bits}", f"k_bits={bits},center=false", mean)
+            yield self.make("no page mean 3", "k_bits=3,center=false")
+        if part == "c":
+            for bits in (3, 2):
+                yield self.make(f"map {bits}", f"k_bits={bits},{plain}", "", "map", "all")
+                yield self.make(f"eigen, page norms {bits}", f"k_bits={bits},rotation={d}", "", "eigen", "all")
+                yield self.make(f"diag, page norms {bits}", f"k_bits={bits}", "", "diag", "all")
+            yield self.make("eigen of prose, page norms 3", f"k_bits=3,rotation={d}", "", "eigen", "prose")
+            yield self.make("white 3", f"k_bits=3,{plain}", "", "white", "all")
+        if part == "e":
+            for bits in (3, 2):
+                yield self.make(f"coded {bits}", f"k_bits={bits}", coded=True)
+        if part == "bc":
+            for bits in (3, 2):
+                how = f"k_bits={bits},rotation={d}"
+                for coded in (False, True):
+                    name = f"less measured, eigen, page norms{', coded' if coded else ''} {bits}"
+                    yield self.make(name, how, "measured", "eigen", "all", coded)
+
+
+RIDGE = 1e-3
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def whole(prefix: Prefix, layer: int, folded: torch.Tensor) -> torch.Tensor:
+    """A layer's keys with the folded tokens' in place."""
+    found = prefix.keys[layer].clone()
+    found[:, SINK : prefix.end] = folded
+    return found
+
+
+def losses(prefix: Prefix, logp: torch.Tensor) -> tuple[float, float, float]:
+    """(KL from full precision, rise of the negative log-likelihood, change of the share of right tokens), means."""
+    exact, targets = prefix.logp, prefix.targets[:, None]
+    kl = (exact.exp() * (exact - logp)).sum(-1).mean()
+    rise = (exact - logp).gather(1, targets).mean()
+    right = (logp.argmax(-1) == targets[:, 0]).float() - (exact.argmax(-1) == targets[:, 0]).float()
+    return float(kl), float(rise), float(right.mean())
+
+
+def judge(oracle: Oracle, prefix: Prefix, each: Sequence[torch.Tensor], first: int = 0) -> list[tuple[float, ...]]:
+    """Losses of several caches that differ in the keys of layers from ``first`` on.
+
+    ``each`` has those layers' keys, [caches, num_kv_heads, tokens, head_dim], or of one cache [num_kv_heads, ...].
+    """
+    caches = max(len(keys) if keys.ndim == 4 else 1 for keys in each)
+    keys = [*prefix.keys[:first], *each]
+    hidden = prefix.hidden[first][None].expand(caches, -1, -1)
+    last = oracle.run(hidden, prefix.keys.shape[2], Patched(keys, list(prefix.values)), first)
+    return [losses(prefix, oracle.model.lm_head(row[prefix.places]).log_softmax(-1)) for row in last]
+
+
+class Rows:
+    """The rows on disk."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        if not path.exists():
+            path.write_text(",".join(FIELDS) + "\n")
+        with path.open() as file:
+            self.there = {(r["model"], r["variant"], r["prompt"]) for r in csv.DictReader(file)}
+
+    def add(self, oracle: Oracle, variant: str, bits: float, prefix: Prefix, found: Sequence[float]) -> None:
+        """One row."""
+        length, scored = prefix.keys.shape[2], len(prefix.places)
+        numbers = ",".join(f"{x:.4g}" for x in found)
+        with self.path.open("a") as file:
+            file.write(f"{oracle.name},{length},{variant_field(variant)},{bits:.4g},{prefix.name},{scored},{numbers}\n")
+
+
+def variant_field(name: str) -> str:
+    """A name as a field: names have commas."""
+    return f'"{name}"' if "," in name else name
+
+
+def measure(oracle: Oracle, rows: Rows, variants: Sequence[Variant]) -> None:
+    """Judge variants on all judged prompts, some in a batch: one at a time is several times slower."""
+    for name in oracle.setting.judged:
+        left = [v for v in variants if (oracle.name, v.name, name) not in rows.there]
+        if not left:
+            continue
+        prefix = oracle.prefix(name)
+        for at in range(0, len(left), BATCH):
+            begun = time.time()
+            some = left[at : at + BATCH]
+            keys = [torch.stack([whole(prefix, i, v.stored(prefix, i)) for v in some]) for i in range(oracle.layers)]
+            encoded = time.time()
+            for variant, found in zip(some, judge(oracle, prefix, keys), strict=True):
+                rows.add(oracle, variant.name, variant.bits, prefix, found)
+                say(f"{oracle.name} {name} {variant.name} ({variant.bits:.2f}): {found[0]:.4f} {found[1]:+.3f}")
+            say(f"{len(some)} in {encoded - begun:.0f} + {time.time() - encoded:.0f} s")
+
+
+BATCH = 6
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", choices=("prefill", "measure", "page"))
+    parser.add_argument("--models", default="135M,0.5B,1.5B")
+    parser.add_argument("--parts", default="a,b,c,e,alone,spread")
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("key-oracle"))
+    parser.add_argument("--folder", default="models", help="of the models' GGUF files")
+    parser.add_argument("--data", default="../shared/data", help="folder with wikitext-2-raw")
+    args = parser.parse_args()
+    FOLDERS.update(models=args.folder, data=args.data)
+    torch.set_num_threads(1)
+    args.work.mkdir(parents=True, exist_ok=True)
+    rows = Rows(ROWS)
+    with torch.inference_mode():
+        for name in args.models.split(","):
+            oracle = Oracle(name, args.work)
+            for prompt in (*oracle.setting.chosen, *oracle.setting.judged):
+                oracle.prefix(prompt)
+            if args.what == "measure":
+                variants = Variants(oracle)
+                measure(oracle, rows, [v for part in args.parts.split(",") for v in variants.part(part)])
+
+
+if __name__ == "__main__":
+    main()
