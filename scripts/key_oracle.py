@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import json
 import math
 import pathlib
 import sys
@@ -49,6 +50,8 @@ class Setting:
     judged: tuple[str, ...]
     chosen: tuple[str, ...]
     """Prompts by which bits are spread, and maps and means learned; none of them is judged."""
+    heads_only: bool = False
+    """Heads alone are measured, and a layer taken for the sum of its own."""
 
 
 SETTINGS = {
@@ -72,6 +75,7 @@ SETTINGS = {
         96,
         ("pairs0", "pairs1", "encyclopedia"),
         ("pairs100", "prose"),
+        heads_only=True,
     ),
 }
 
@@ -552,12 +556,146 @@ def measure(oracle: Oracle, rows: Rows, variants: Sequence[Variant]) -> None:
 BATCH = 6
 
 
+# ---- bits per layer and per head -------------------------------------------------------------------------------------
+
+
+def alone(oracle: Oracle, variants: Variants, prompt: str) -> list[list[list[float]]]:
+    """Losses of 2-bit keys in one KV head, all others exact, and in all heads of a layer: [layers][heads + 1][3].
+
+    The layers before have what they had, so that the model begins at the layer in question.
+    """
+    path = oracle.work / f"alone-{oracle.name}-{prompt}.json"
+    found = json.loads(path.read_text()) if path.exists() else []
+    prefix = oracle.prefix(prompt)
+    coarse = variants.make("fold 2", "k_bits=2")
+    begun = time.time()
+    for layer in range(len(found), oracle.layers):
+        near = whole(prefix, layer, coarse.stored(prefix, layer))
+        each = prefix.keys[layer].repeat(oracle.heads + 1, 1, 1, 1)
+        for head in range(oracle.heads):
+            each[head, head] = near[head]
+        each[-1] = near
+        if oracle.setting.heads_only:
+            each = each[:-1]
+        found.append(judge(oracle, prefix, [each, *prefix.keys[layer + 1 :]], layer))
+        path.write_text(json.dumps(found))
+    say(f"{oracle.name} {prompt} layers alone, {time.time() - begun:.0f} s")
+    return found
+
+
+def ratios(oracle: Oracle, variants: Variants) -> torch.Tensor:
+    """Keys' errors as queries see them, over those of 2 bits: float64 [len(WIDTHS), layers, num_kv_heads]."""
+    path = oracle.work / f"ratios-{oracle.name}.pt"
+    if path.exists():
+        return torch.load(path)
+    errors = torch.zeros(len(WIDTHS), oracle.layers, oracle.heads, dtype=torch.float64)
+    for at, bits in enumerate(WIDTHS):
+        variant = variants.make(f"fold {bits}", f"k_bits={bits}")
+        for prefix in variants.chosen():
+            for layer in range(oracle.layers):
+                off = variant.stored(prefix, layer) - prefix.keys[layer, :, SINK : prefix.end]
+                errors[at, layer] += ((off @ prefix.queries[layer]) * off).sum(-1).mean(-1).double()
+    torch.save(errors, path)
+    return errors
+
+
+def cheapest(loss: torch.Tensor, budget: float) -> list[int]:
+    """Bits for every unit with the least sum of losses, of at most ``budget`` bits on average.
+
+    Parameters
+    ----------
+    loss
+        ``[len(WIDTHS), units]``.
+    """
+    units = loss.shape[1]
+    room = int(budget * units + 1e-9) - 2 * units
+    best = torch.zeros(room + 1, dtype=torch.float64)
+    steps = []
+    for unit in range(units):
+        each = torch.full((len(WIDTHS), room + 1), math.inf, dtype=torch.float64)
+        for at, bits in enumerate(WIDTHS):
+            more = bits - 2
+            if more <= room:
+                each[at, more:] = best[: room + 1 - more] + loss[at, unit]
+        best, which = each.min(0)
+        steps.append(which)
+    left, found = room, []
+    for which in reversed(steps):
+        found.append(WIDTHS[int(which[left])])
+        left -= found[-1] - 2
+    return found[::-1]
+
+
+WIDTHS = (2, 3, 4, 8)
+
+
+def spread(oracle: Oracle, rows: Rows, variants: Variants) -> list[Variant]:
+    """fold's keys with bits per layer and per KV head, chosen on prompts that are not judged."""
+    kinds: dict[str, list[torch.Tensor]] = {"pairs": [], "text": []}
+    by_layer: dict[str, list[torch.Tensor]] = {"pairs": [], "text": []}
+    for prompt in oracle.setting.chosen:
+        found = torch.tensor(alone(oracle, variants, prompt), dtype=torch.float64)
+        kind = "pairs" if prompt.startswith("pairs") else "text"
+        kinds[kind].append(found[:, : oracle.heads, 0])
+        by_layer[kind].append(found[:, : oracle.heads, 0].sum(1) if oracle.setting.heads_only else found[:, -1, 0])
+        for layer in range(oracle.layers):
+            name = f"fold 2 in layer {layer} alone"
+            if (oracle.name, name, prompt) not in rows.there:
+                losses_ = found[layer].sum(0) if oracle.setting.heads_only else found[layer, -1]
+                rows.add(
+                    oracle, name, variants.make("fold 2", "k_bits=2").bits, oracle.prefix(prompt), losses_.tolist()
+                )
+    errors = ratios(oracle, variants)
+    of_head = {k: torch.stack(v).mean(0) * errors / errors[0] for k, v in kinds.items()}
+    summed = errors.sum(2)
+    of_layer = {k: torch.stack(v).mean(0) * summed / summed[0] for k, v in by_layer.items()}
+
+    def mixed(of: dict[str, torch.Tensor]) -> torch.Tensor:
+        return sum(loss / loss[1].sum() for loss in of.values())  # as parts of what 3 bits everywhere lose
+
+    d = oracle.dim
+    plans: list[tuple[str, torch.Tensor, float, bool]] = [
+        ("layers 3", mixed(of_layer), 3, False),
+        ("heads 3", mixed(of_head), 3, False),
+        ("heads 2.5", mixed(of_head), 2.5, False),
+        ("layers 2.5", mixed(of_layer), 2.5, False),
+        ("heads by pairs 3", of_head["pairs"], 3, False),
+        ("layers by pairs 3", of_layer["pairs"], 3, False),
+        ("layers, less measured, eigen 3", mixed(of_layer), 3, True),
+        ("layers, less measured, eigen 2.5", mixed(of_layer), 2.5, True),
+    ]
+    found = []
+    for name, loss, budget, better in plans:
+        widths = torch.tensor(cheapest(loss.flatten(1), budget)).unflatten(0, loss.shape[1:])
+        table = widths[:, None].expand(-1, oracle.heads) if widths.ndim == 1 else widths
+        say(f"{oracle.name} {name}: {widths.tolist()}")
+        forms = {}
+        for bits in WIDTHS:
+            forms[bits] = (
+                variants.make(f"eigen {bits}", f"k_bits={bits},rotation={d}", "measured", "eigen", "all")
+                if better
+                else variants.make(f"fold {bits}", f"k_bits={bits}")
+            )
+        found.append(composed(name, forms, table))
+    return found
+
+
+def composed(name: str, forms: dict[int, Variant], table: torch.Tensor) -> Variant:
+    """A variant whose heads have bits of their own, [layers, num_kv_heads]."""
+
+    def stored(prefix: Prefix, layer: int) -> torch.Tensor:
+        each = {bits: forms[bits].stored(prefix, layer) for bits in set(table[layer].tolist())}
+        return torch.stack([each[int(bits)][head] for head, bits in enumerate(table[layer])])
+
+    return Variant(name, sum(forms[int(b)].bits for b in table.flatten()) / table.numel(), stored)
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=("prefill", "measure", "page"))
     parser.add_argument("--models", default="135M,0.5B,1.5B")
-    parser.add_argument("--parts", default="a,b,c,e,alone,spread")
+    parser.add_argument("--parts", default="a,b,c,e,bc,spread")
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("key-oracle"))
     parser.add_argument("--folder", default="models", help="of the models' GGUF files")
     parser.add_argument("--data", default="../shared/data", help="folder with wikitext-2-raw")
@@ -573,7 +711,10 @@ def main() -> None:
                 oracle.prefix(prompt)
             if args.what == "measure":
                 variants = Variants(oracle)
-                measure(oracle, rows, [v for part in args.parts.split(",") for v in variants.part(part)])
+                parts = args.parts.split(",")
+                measure(oracle, rows, [v for part in parts for v in variants.part(part)])
+                if "spread" in parts:
+                    measure(oracle, rows, spread(oracle, rows, variants))
 
 
 if __name__ == "__main__":
