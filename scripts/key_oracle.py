@@ -49,10 +49,12 @@ class Setting:
     scored: int
     judged: tuple[str, ...]
     chosen: tuple[str, ...]
-    """Prompts by which bits are spread, and maps and means learned; none of them is judged."""
+    """Prompts by which bits are spread; with MORE what maps and means are learned from. None of them is judged."""
     heads_only: bool = False
     """Heads alone are measured, and a layer taken for the sum of its own."""
 
+
+MORE = ("code",)
 
 SETTINGS = {
     "135M": Setting(
@@ -351,7 +353,13 @@ class Variants:
 
     @beside
     def chosen(self) -> list[Prefix]:
-        return [self.oracle.prefix(name) for name in self.oracle.setting.chosen]
+        return [self.oracle.prefix(name) for name in (*self.oracle.setting.chosen, *MORE)]
+
+    def averaged(self, each: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A mean over what is learned from, of which pairs are half and texts the other half."""
+        pairs = torch.tensor([p.name.startswith("pairs") for p in self.chosen()])
+        stacked = torch.stack(list(each))
+        return (stacked[pairs].mean(0) + stacked[~pairs].mean(0)) / 2
 
     def turned(self, mean: torch.Tensor, prefix: Prefix) -> torch.Tensor:
         """A vector per head before RoPE as the folded tokens' keys have it."""
@@ -365,7 +373,7 @@ class Variants:
         for p in self.chosen():
             at = torch.arange(SINK, p.end)[None, None]
             found.append(self.oracle.rope.unrotate(p.keys[None, layer, :, SINK : p.end], at)[0].mean(1))
-        return torch.stack(found).mean(0)
+        return self.averaged(found)
 
     @beside
     def bias(self, layer: int) -> torch.Tensor:
@@ -381,20 +389,19 @@ class Variants:
         """Second moment of queries, and covariance of keys about their page's mean, float64 [num_kv_heads, d, d]."""
         asked, held = [], []
         for p in self.chosen():
-            if source == "prose" and p.name != "prose":
-                continue
             keys = p.keys[layer, :, SINK : p.end]
             if mean:
-                keys = keys - self.turned(self.measured(layer), p)
+                keys = keys - self.turned(getattr(self, mean)(layer), p)
             pages = keys.unflatten(1, (-1, TOKENS))
             rows = (pages - pages.mean(2, keepdim=True)).flatten(1, 2).double()
-            held.append(rows.mT @ rows / rows.shape[1])
-            asked.append(p.queries[layer].double())
-        each = []
-        for moment in (torch.stack(asked).mean(0), torch.stack(held).mean(0)):
-            size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-            each.append(moment + RIDGE * size * torch.eye(moment.shape[-1], dtype=torch.float64))
-        return each[0], each[1]
+            moments = rows.mT @ rows / rows.shape[1], p.queries[layer].double()
+            for moment, of in zip(moments, (held, asked), strict=True):
+                size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+                of.append(moment / size + RIDGE * torch.eye(moment.shape[-1], dtype=torch.float64))
+        if source == "prose":
+            at = [p.name for p in self.chosen()].index("prose")
+            return asked[at], held[at]
+        return self.averaged(asked), self.averaged(held)
 
     @beside
     def map(self, layer: int, kind: str, source: str, mean: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -478,7 +485,7 @@ class Variants:
                     yield self.make(name, how, "measured", "eigen", "all", coded)
 
 
-RIDGE = 1e-3
+RIDGE = 1e-2
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -525,7 +532,7 @@ class Rows:
     def add(self, oracle: Oracle, variant: str, bits: float, prefix: Prefix, found: Sequence[float]) -> None:
         """One row."""
         length, scored = prefix.keys.shape[2], len(prefix.places)
-        numbers = ",".join(f"{x:.4g}" for x in found)
+        numbers = ",".join(f"{x:.4g}" for x in found) or ",,"
         with self.path.open("a") as file:
             file.write(f"{oracle.name},{length},{variant_field(variant)},{bits:.4g},{prefix.name},{scored},{numbers}\n")
 
@@ -629,6 +636,27 @@ def cheapest(loss: torch.Tensor, budget: float) -> list[int]:
 WIDTHS = (2, 3, 4, 8)
 
 
+def entropies(oracle: Oracle, rows: Rows, variants: Variants) -> None:
+    """Rows of a level's bits under ideal coding: mean over pages, and the worst page."""
+    prompt = oracle.setting.judged[-1]
+    prefix = oracle.prefix(prompt)
+    for bits in (2, 3, 4):
+        if (oracle.name, f"entropy {bits}, mean", prompt) in rows.there:
+            continue
+        form: Any = get(f"fold:k_bits={bits}").key_format(oracle.spec)
+        inner = Levels(*(getattr(form.inner, f.name) for f in dataclasses.fields(UniformTokens)))
+        form = dataclasses.replace(form, inner=inner)
+        each = []
+        for keys in prefix.keys:
+            fields = form.encode(keys[None, :, SINK : prefix.end])
+            codes = (fields["levels"] + inner.middle).long().flatten(2, 3).unflatten(2, (-1, TOKENS)).flatten(-2)
+            counts = torch.nn.functional.one_hot(codes, 1 << bits).double().mean(-2)
+            each.append(-(counts * counts.clamp_min(1e-12).log2()).sum(-1).flatten())
+        found = torch.cat(each)
+        for name, value in (("mean", found.mean()), ("worst page", found.max())):
+            rows.add(oracle, f"entropy {bits}, {name}", float(value), prefix, ())
+
+
 def spread(oracle: Oracle, rows: Rows, variants: Variants) -> list[Variant]:
     """fold's keys with bits per layer and per KV head, chosen on prompts that are not judged."""
     kinds: dict[str, list[torch.Tensor]] = {"pairs": [], "text": []}
@@ -707,12 +735,14 @@ def main() -> None:
     with torch.inference_mode():
         for name in args.models.split(","):
             oracle = Oracle(name, args.work)
-            for prompt in (*oracle.setting.chosen, *oracle.setting.judged):
+            for prompt in (*oracle.setting.chosen, *MORE, *oracle.setting.judged):
                 oracle.prefix(prompt)
             if args.what == "measure":
                 variants = Variants(oracle)
                 parts = args.parts.split(",")
                 measure(oracle, rows, [v for part in parts for v in variants.part(part)])
+                if "e" in parts:
+                    entropies(oracle, rows, variants)
                 if "spread" in parts:
                     measure(oracle, rows, spread(oracle, rows, variants))
 
