@@ -50,8 +50,9 @@ class Setting:
     judged: tuple[str, ...]
     chosen: tuple[str, ...]
     """Prompts by which bits are spread; with MORE what maps and means are learned from. None of them is judged."""
-    heads_only: bool = False
-    """Heads alone are measured, and a layer taken for the sum of its own."""
+    large: bool = False
+    """Of heads and layers alone only heads on pairs are measured: a layer is taken for the sum of its heads, and what text
+    loses for the errors of scores that its queries have. Fewer variants are judged."""
 
 
 MORE = ("code",)
@@ -61,14 +62,14 @@ SETTINGS = {
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         2048,
         128,
-        ("pairs0", "pairs1", "pairs2", "encyclopedia"),
+        ("pairs0", "pairs1", "pairs2", "encyclopedia", "novel"),
         ("pairs100", "pairs101", "prose"),
     ),
     "0.5B": Setting(
         "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         1024,
         96,
-        ("pairs0", "pairs1", "pairs2", "encyclopedia"),
+        ("pairs0", "pairs1", "pairs2", "encyclopedia", "novel"),
         ("pairs100", "prose"),
     ),
     "1.5B": Setting(
@@ -77,7 +78,7 @@ SETTINGS = {
         96,
         ("pairs0", "pairs1", "encyclopedia"),
         ("pairs100", "prose"),
-        heads_only=True,
+        large=True,
     ),
 }
 
@@ -180,7 +181,7 @@ class Oracle:
         length, scored = self.setting.length, self.setting.scored
         if prompt.startswith("pairs"):
             return retrieval_window(self.tokenizer, length, scored, int(prompt[5:]))
-        text = {"prose": load_text, "code": library_source, "encyclopedia": encyclopedia}[prompt]()
+        text = {"prose": load_text, "code": library_source, "encyclopedia": encyclopedia, "novel": novel}[prompt]()
         return windows_of(self.tokenizer, prompt, text, length, scored, 1)[0]
 
     def prefix(self, prompt: str) -> Prefix:
@@ -240,6 +241,11 @@ def models_folder() -> pathlib.Path:
 def encyclopedia() -> Any:
     """A text that no map is learned from."""
     return load_text(pathlib.Path(FOLDERS["data"]) / "wikitext-2-raw" / "wiki.test.raw")
+
+
+def novel() -> Any:
+    """Another one."""
+    return load_text(pathlib.Path(FOLDERS["data"]) / "gutenberg" / "moby-dick.txt")
 
 
 FOLDERS = {"models": "", "data": ""}
@@ -454,6 +460,18 @@ class Variants:
 
         return Variant(name, form.bits, stored)
 
+    def learned(self, bits: int, path: pathlib.Path) -> Variant:
+        """TaSQ's keys, with codebooks of ``kvfold calibrate --method tasq:bits=BITS,values=fold``."""
+        method = get(f"tasq:bits={bits},values=fold,artefact={path}")
+
+        def stored(prefix: Prefix, layer: int) -> torch.Tensor:
+            spec = dataclasses.replace(self.oracle.spec, layer_idx=layer)
+            at = torch.arange(SINK, prefix.end)[None, None]
+            fields = method.encode_keys(prefix.keys[None, layer, :, SINK : prefix.end], {}, spec, at, True)
+            return method.restore_keys(method.key_format(spec).decode(fields), spec, at)[0]
+
+        return Variant(f"learned {bits}", method.key_format(self.oracle.spec).bits, stored)
+
     def part(self, part: str) -> Iterator[Variant]:
         """Variants of a part of the task."""
         d = self.oracle.dim
@@ -477,6 +495,11 @@ class Variants:
         if part == "e":
             for bits in (3, 2):
                 yield self.make(f"coded {bits}", f"k_bits={bits}", coded=True)
+        if part == "d":
+            for bits in (2, 4):
+                path = self.oracle.work / f"tasq{bits}-{self.oracle.name}.safetensors"
+                if path.exists():
+                    yield self.learned(bits, path)
         if part == "bc":
             for bits in (3, 2):
                 how = f"k_bits={bits},rotation={d}"
@@ -544,6 +567,8 @@ def variant_field(name: str) -> str:
 
 def measure(oracle: Oracle, rows: Rows, variants: Sequence[Variant]) -> None:
     """Judge variants on all judged prompts, some in a batch: one at a time is several times slower."""
+    if oracle.setting.large:
+        variants = [v for v in variants if v.name in FEW]
     for name in oracle.setting.judged:
         left = [v for v in variants if (oracle.name, v.name, name) not in rows.there]
         if not left:
@@ -561,6 +586,28 @@ def measure(oracle: Oracle, rows: Rows, variants: Sequence[Variant]) -> None:
 
 
 BATCH = 6
+FEW = (
+    *(f"fold {bits}" for bits in (2, 3, 4)),
+    *(
+        "layers 3",
+        "heads 3",
+        "heads 2.5",
+        "layers 2.5",
+        "layers, less measured, eigen 3",
+        "heads, less measured, eigen 2.5",
+    ),
+    *(
+        "less measured 3",
+        "less bias 3",
+        "less measured, no page mean 3",
+        "map 3",
+        "eigen, page norms 3",
+        "diag, page norms 3",
+    ),
+    *("coded 3", "less measured, eigen, page norms 3", "less measured, eigen, page norms, coded 3"),
+    *("eigen, page norms 2", "diag, page norms 2", "less measured, eigen, page norms 2"),
+)
+"""Variants that are judged on a large model."""
 
 
 # ---- bits per layer and per head -------------------------------------------------------------------------------------
@@ -582,7 +629,7 @@ def alone(oracle: Oracle, variants: Variants, prompt: str) -> list[list[list[flo
         for head in range(oracle.heads):
             each[head, head] = near[head]
         each[-1] = near
-        if oracle.setting.heads_only:
+        if oracle.setting.large:
             each = each[:-1]
         found.append(judge(oracle, prefix, [each, *prefix.keys[layer + 1 :]], layer))
         path.write_text(json.dumps(found))
@@ -661,19 +708,22 @@ def spread(oracle: Oracle, rows: Rows, variants: Variants) -> list[Variant]:
     """fold's keys with bits per layer and per KV head, chosen on prompts that are not judged."""
     kinds: dict[str, list[torch.Tensor]] = {"pairs": [], "text": []}
     by_layer: dict[str, list[torch.Tensor]] = {"pairs": [], "text": []}
-    for prompt in oracle.setting.chosen:
+    measured = [p for p in oracle.setting.chosen if p.startswith("pairs") or not oracle.setting.large]
+    for prompt in measured:
         found = torch.tensor(alone(oracle, variants, prompt), dtype=torch.float64)
         kind = "pairs" if prompt.startswith("pairs") else "text"
         kinds[kind].append(found[:, : oracle.heads, 0])
-        by_layer[kind].append(found[:, : oracle.heads, 0].sum(1) if oracle.setting.heads_only else found[:, -1, 0])
+        by_layer[kind].append(found[:, : oracle.heads, 0].sum(1) if oracle.setting.large else found[:, -1, 0])
         for layer in range(oracle.layers):
             name = f"fold 2 in layer {layer} alone"
             if (oracle.name, name, prompt) not in rows.there:
-                losses_ = found[layer].sum(0) if oracle.setting.heads_only else found[layer, -1]
+                losses_ = found[layer].sum(0) if oracle.setting.large else found[layer, -1]
                 rows.add(
                     oracle, name, variants.make("fold 2", "k_bits=2").bits, oracle.prefix(prompt), losses_.tolist()
                 )
     errors = ratios(oracle, variants)
+    if oracle.setting.large:
+        kinds["text"], by_layer["text"] = [errors[0]], [errors[0].sum(1)]
     of_head = {k: torch.stack(v).mean(0) * errors / errors[0] for k, v in kinds.items()}
     summed = errors.sum(2)
     of_layer = {k: torch.stack(v).mean(0) * summed / summed[0] for k, v in by_layer.items()}
@@ -686,11 +736,14 @@ def spread(oracle: Oracle, rows: Rows, variants: Variants) -> list[Variant]:
         ("layers 3", mixed(of_layer), 3, False),
         ("heads 3", mixed(of_head), 3, False),
         ("heads 2.5", mixed(of_head), 2.5, False),
+        ("heads 2.25", mixed(of_head), 2.25, False),
         ("layers 2.5", mixed(of_layer), 2.5, False),
         ("heads by pairs 3", of_head["pairs"], 3, False),
         ("layers by pairs 3", of_layer["pairs"], 3, False),
         ("layers, less measured, eigen 3", mixed(of_layer), 3, True),
         ("layers, less measured, eigen 2.5", mixed(of_layer), 2.5, True),
+        ("heads, less measured, eigen 3", mixed(of_head), 3, True),
+        ("heads, less measured, eigen 2.5", mixed(of_head), 2.5, True),
     ]
     found = []
     for name, loss, budget, better in plans:
@@ -831,7 +884,7 @@ def main() -> None:
     parser.add_argument("--parts", default="a,b,c,e,bc,spread")
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("key-oracle"))
     parser.add_argument("--folder", default="models", help="of the models' GGUF files")
-    parser.add_argument("--data", default="../shared/data", help="folder with wikitext-2-raw")
+    parser.add_argument("--data", default="../shared/data", help="folder with wikitext-2-raw and gutenberg")
     args = parser.parse_args()
     FOLDERS.update(models=args.folder, data=args.data)
     torch.set_num_threads(1)
