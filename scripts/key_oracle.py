@@ -52,7 +52,7 @@ class Setting:
     """Prompts by which bits are spread; with MORE what maps and means are learned from. None of them is judged."""
     large: bool = False
     """Of heads and layers alone only heads on pairs are measured: a layer is taken for the sum of its heads, and what text
-    loses for the errors of scores that its queries have. Fewer variants are judged."""
+    loses for the errors of scores that its queries have. """
 
 
 MORE = ("code",)
@@ -567,8 +567,8 @@ def variant_field(name: str) -> str:
 
 def measure(oracle: Oracle, rows: Rows, variants: Sequence[Variant]) -> None:
     """Judge variants on all judged prompts, some in a batch: one at a time is several times slower."""
-    if oracle.setting.large:
-        variants = [v for v in variants if v.name in FEW]
+    if oracle.name != "135M":
+        variants = [v for v in variants if v.name in FEW or (not oracle.setting.large and part_of(v.name) == "spread")]
     for name in oracle.setting.judged:
         left = [v for v in variants if (oracle.name, v.name, name) not in rows.there]
         if not left:
@@ -607,7 +607,7 @@ FEW = (
     *("coded 3", "less measured, eigen, page norms 3", "less measured, eigen, page norms, coded 3"),
     *("eigen, page norms 2", "diag, page norms 2", "less measured, eigen, page norms 2"),
 )
-"""Variants that are judged on a large model."""
+"""Variants that are judged beyond the smallest model, where the others have lost already."""
 
 
 # ---- bits per layer and per head -------------------------------------------------------------------------------------
