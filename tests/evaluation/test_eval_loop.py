@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import re
+from statistics import fmean
 
 import pytest
 import torch
@@ -197,6 +198,24 @@ def test_every_suite_makes_a_row_per_item_and_method(tiny, tmp_path):
     assert all(row.scores["kld"] < 1e-6 and row.scores["top5"] == 1 for row in rows if row.method == "none")
     assert all(row.scores["kld"] > 1e-3 and len(row.series["kld"]) == 8 for row in rows if row.method != "none")
     assert ResultFile.read(next(tmp_path.glob("divergence-*.jsonl"))).settings.windows == (0, 32)
+
+
+def test_rows_of_retrieval_say_what_came_of_each_question(tiny, tmp_path):
+    (file,) = rows_of(tiny, tmp_path, ["retrieval"], options=Options(tokens=100), lengths=[400], limit=2)
+    assert len(file.rows) == 4
+    for row in ResultFile.read(file.path).rows.values():
+        window = windows.retrieval_window(TOKENIZER, 400, 100, int(row.item[-1]))
+        asked = row.questions
+        assert set(asked) == {"place", "age", "exact", "nll"} and {len(column) for column in asked.values()} == {
+            len(window.answers)
+        }
+        assert asked["place"] == list(window.listed) and row.prefilled == window.prefilled
+        for place, age, (first, _) in zip(asked["place"], asked["age"], window.answers, strict=True):
+            assert place + age == window.prefilled + 1 + first
+        assert row.scores["exact"] == pytest.approx(fmean(asked["exact"])) and set(asked["exact"]) <= {0.0, 1.0}
+        tokens = [stop - first for first, stop in window.answers]
+        mean = sum(nll * n for nll, n in zip(asked["nll"], tokens, strict=True)) / sum(tokens)
+        assert row.scores["nll"] == pytest.approx(mean)
 
 
 def test_rows_of_compare_and_domains_are_those_of_the_commands(tiny, tmp_path):

@@ -496,6 +496,15 @@ def test_retrieval_asks_for_values_that_the_prefix_lists():
             assert question + answer.rstrip("\n") in listed and answer.endswith(".\n")
 
 
+def test_retrieval_says_where_each_value_is_listed():
+    window = windows.retrieval_window(byte_tokenizer(), 600, 200, 0)
+    ids, scored = window.ids[0], window.ids[0, window.prefilled + 1 :]
+    assert len(window.listed) == len(window.answers) > 2 and len(set(window.listed)) == len(window.listed)
+    for place, (first, stop) in zip(window.listed, window.answers, strict=True):
+        assert place + stop - first <= window.prefilled
+        assert torch.equal(ids[place : place + stop - first], scored[first:stop])
+
+
 def test_retrieval_asks_for_keys_that_stand_once():
     """Of a thousand draws among 65,536 some are alike; a key with two values has no answer."""
     window = windows.retrieval_window(byte_tokenizer(), 30_000, 200, 0)

@@ -10,7 +10,7 @@ from functools import partial
 from html import escape
 from pathlib import Path
 
-from kvfold.evaluation.report import figures
+from kvfold.evaluation.report import figures, questions
 from kvfold.evaluation.report.layers import section as layers_section
 from kvfold.evaluation.report.sources import Source, Sources, read
 from kvfold.evaluation.report.tables import table as _rows
@@ -109,6 +109,16 @@ def _missing(found: Sources) -> str:
         lines.append("decode time: no rows say it, so there is no plot of quality against it")
     if "divergence" in there and not any(row.series for file in evaluated for row in file.rows.values()):
         lines.append("divergence by position: no rows have it")
+    silent = [
+        source.name
+        for source in found.sources
+        if source.found.settings.suite == "retrieval" and not any(map(questions.has, source.found.rows.values()))
+    ]
+    if silent:
+        lines.append(
+            f"retrieval by position modulo {questions.PAGE}, by age and by depth: rows of {', '.join(silent)} do not say where "
+            "the answers are"
+        )
     if not found.layers:
         lines.append("error by layer: no file of kvfold recommend --json")
     older = [source.name for source in found.sources if source.command != "eval"]
@@ -171,6 +181,7 @@ def _groups(
         parts.append(f"<h3>{escape(_place(group))}</h3>")
         parts.append(_table(here, rows, measures, first))
         parts.append(_plots(group, here, rows, measures[0], methods))
+        parts.append(questions.section(_place(group), rows, methods))
         for name, all_cells in tables.items():
             parts.append(_verdicts([c for c in all_cells if (c.task, c.length) == group], measures, name))
     return "".join(parts)

@@ -99,6 +99,8 @@ class Prompt:
         Whether they end one that has not begun, too: white space alone.
     answers
         Where, among scored tokens, answers lie: (first, one after the last).
+    listed
+        Where, among all tokens, what each of them repeats begins.
     """
 
     ids: torch.Tensor
@@ -109,6 +111,7 @@ class Prompt:
     any_of: bool = False
     answers: tuple[tuple[int, int], ...] = ()
     stop_at_once: bool = False
+    listed: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +163,7 @@ class Own:
     sizes: Sizes
     answer: str
     series: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    questions: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     costs: dict[str, float] | None = None
     decode_tokens_per_s: float | None = None
     decode_path: str | None = None
@@ -214,6 +218,10 @@ class Suite:
 
     def series(self, outcome: Outcome) -> dict[str, list[float]]:
         """Numbers along the scored tokens."""
+        return {}
+
+    def questions(self, prompt: Prompt, outcome: Outcome) -> dict[str, list[float]]:
+        """Columns of a table with a line per question, where a prompt has several."""
         return {}
 
     def options(self) -> dict[str, Any]:
