@@ -239,7 +239,10 @@ def test_rows_of_retrieval_that_do_not_say_where_answers_are_are_named(tmp_path)
     old = [dataclasses.replace(row, questions=None) for row in retrievals()]
     file = write(tmp_path / "rows", old, suite="retrieval")
     page = Page(report([tmp_path / "rows"]))
-    assert f"retrieval by position modulo 128, by age and by depth: rows of {file.path.name} do not say" in page.sections[None]
+    assert (
+        f"retrieval by position modulo 128, by age and by depth: rows of {file.path.name} do not say"
+        in page.sections[None]
+    )
     assert not page.marks("polyline", **{"class": "series"})
     mixed = [row for row in retrievals() if row.method != "kivi"] + [row for row in old if row.method == "kivi"]
     write(tmp_path / "mixed", mixed, suite="retrieval")

@@ -421,7 +421,7 @@ def measure(
             sizes,
             outcome.text,
             series=suite.series(outcome),
-            questions=suite.questions(prompt, outcome),
+            questions=suite.by_question(prompt, outcome),
         )
         found_rows.append(row(asked, graded, outcome.text if prompt.new_tokens else None))
     return found_rows

@@ -144,7 +144,7 @@ class Result:
         Of rows of ``compare``: bytes of the cache's parts, its tokens, and prefilled tokens per second.
     questions
         Columns of a table with a line per question of the prompt; None where its suite has none, and in older rows. Of
-        ``retrieval``: see :meth:`~kvfold.evaluation.suites.text.Retrieval.questions`.
+        ``retrieval``: see :meth:`~kvfold.evaluation.suites.text.Retrieval.by_question`.
     """
 
     method: str

@@ -238,15 +238,24 @@ def retrieval(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: int, coun
     return [retrieval_window(tokenizer, prefix, tokens, index) for index in range(count)]
 
 
-def retrieval_window(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: int, index: int) -> Window:
+def retrieval_window(
+    tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: int | None, index: int, most: int | None = None
+) -> Window:
     """One of them: ``index`` draws its pairs.
 
     The list fills the prefix as far as whole pairs do, the questions the scored tokens.
 
+    Parameters
+    ----------
+    tokens
+        Scored at most; None: as many as the questions take.
+    most
+        Questions at most. There may be fewer then, and none where the prefix holds no pair.
+
     Raises
     ------
     KVFoldError
-        The scored tokens hold no question.
+        The scored tokens hold no question, and `most` is None.
     """
 
     def encode(text: str) -> list[int]:
@@ -271,13 +280,13 @@ def retrieval_window(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: in
     end = len(ids)
     answers: list[tuple[int, int]] = []
     draw.shuffle(pairs)
-    for question, answer, _ in pairs:
-        if len(ids) + len(question) + len(answer) > end + tokens:
+    for question, answer, _ in pairs[:most]:
+        if tokens is not None and len(ids) + len(question) + len(answer) > end + tokens:
             break
         ids += question
         answers.append((len(ids) - end - 1, len(ids) + len(answer) - end - 1))
         ids += answer
-    if not answers:
+    if not answers and most is None:
         if not pairs:
             raise KVFoldError(f"prefix: {prefix} tokens hold no pair of the retrieval text; give {prefix + 32} or more")
         least = len(pairs[0][0]) + len(pairs[0][1])

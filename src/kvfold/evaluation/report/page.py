@@ -333,6 +333,7 @@ def _plots(
     x = figures.Axis("effective bits", low=0.0, limit=FEW_BITS, written=lambda v: f"{v:.4g}")
     plot = partial(figures.pareto, higher_is_better=main.higher_is_better, colors=methods)
     parts = [plot(f"{place}: {y.label} by effective bits", points, x, y)]
+    parts += _panels(place, cells, x, methods)
     times = []
     for cell, e in known:
         speeds = [row.decode_tokens_per_s for row in rows if row.method == cell.method]
@@ -346,6 +347,22 @@ def _plots(
         for measure in suite.measures if suite.along == LAYER else (main,):
             parts.append(_positions(place, rows, measure, methods, suite.along))
     return f'<div class="plots">{"".join(parts)}</div>' if any(parts) else ""
+
+
+def _panels(place: str, cells: Sequence[Cell], x: figures.Axis, methods: Sequence[str]) -> list[str]:
+    """A suite's further measures by effective bits."""
+    suite = REGISTRY[cells[0].suite]
+    parts = []
+    for measure in (m for m in suite.measures if m.name in suite.panels):
+        y = _axis(measure)
+        points = [
+            figures.Point(cell.method, cell.effective_bits, e.mean, e.low, e.high)
+            for cell in cells
+            if (e := cell.estimates.get(measure.name)) is not None and cell.effective_bits is not None
+        ]
+        title = f"{place}: {y.label} by effective bits"
+        parts.append(figures.pareto(title, points, x, y, measure.higher_is_better, methods))
+    return parts
 
 
 def _positions(place: str, rows: Sequence[Result], main: Measure, methods: Sequence[str], along: str) -> str:

@@ -94,7 +94,9 @@ def _lines(rows: Sequence[Result]) -> list[Line]:
         if has(row):
             assert row.questions is not None
             columns = zip(*(row.questions[name] for name in COLUMNS), strict=True)
-            found += [dict(zip(COLUMNS, values, strict=True)) | {"prefilled": float(row.prefilled)} for values in columns]
+            found += [
+                dict(zip(COLUMNS, values, strict=True)) | {"prefilled": float(row.prefilled)} for values in columns
+            ]
     return found
 
 
@@ -106,7 +108,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 def _mean(
     method: str, lines: Sequence[Line], at: Callable[[Line], float], measure: str, low: float, high: float
 ) -> figures.Line:
-    """Means of a measure by part of an axis; parts without questions are left out, and a number that is not finite has no place."""
+    """Means of a measure by part of an axis; parts without questions are left out. What is not finite has no place there."""
     parts: list[list[float]] = [[] for _ in range(BINS)]
     for line in lines:
         value = line[measure]

@@ -184,6 +184,8 @@ class Suite:
     """Whether outcomes are compared with the full-precision cache's logits, which are then made once per item."""
     along: ClassVar[str] = "tokens after the prefilled ones"
     """What :meth:`series` goes along."""
+    panels: ClassVar[tuple[str, ...]] = ()
+    """Measures that a report draws against bits beside the first."""
     seeds_repeat: ClassVar[bool] = False
     """Whether another seed asks the same problem in another way: items of one index are then one, their mean."""
     version: ClassVar[int] = 1
@@ -220,7 +222,7 @@ class Suite:
         """Numbers along the scored tokens."""
         return {}
 
-    def questions(self, prompt: Prompt, outcome: Outcome) -> dict[str, list[float]]:
+    def by_question(self, prompt: Prompt, outcome: Outcome) -> dict[str, list[float]]:
         """Columns of a table with a line per question, where a prompt has several."""
         return {}
 

@@ -138,7 +138,7 @@ class Retrieval(Suite):
         asked = torch.cat([score.nll[first:stop] for first, stop in prompt.answers])
         return {"exact": fmean(_right(prompt, score)), "nll": float(asked.double().mean())}
 
-    def questions(self, prompt: Prompt, outcome: Outcome) -> dict[str, list[float]]:
+    def by_question(self, prompt: Prompt, outcome: Outcome) -> dict[str, list[float]]:
         """A line per question, in the order in which they are asked.
 
         Returns
