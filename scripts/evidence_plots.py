@@ -26,7 +26,7 @@ def pareto() -> str:
     colors = list(dict.fromkeys(point.method for point in (*divergence, *retrieval)))
     y = figures.Axis("KL, times KIVI-2's, worst of models", log=True, limit=30, written=lambda v: f"{v:.3g}")
     above = figures.pareto("Divergence by effective bits", divergence, BITS, y, False, colors, NAMED)
-    y = figures.Axis(f"exact key-value pairs lost, points, {TOKENS:,} tokens", low=0.0, written=lambda v: f"{v:.3g}")
+    y = figures.Axis(f"exact pairs lost, points, {TOKENS:,} tokens", low=0.0, written=lambda v: f"{v:.3g}")
     below = figures.pareto("Loss on exact retrieval by effective bits", retrieval, BITS, y, False, colors, NAMED)
     panels = "".join(_panel(drawn, i * HEIGHT) for i, drawn in enumerate((above, below)))
     size = f'width="{WIDTH}" height="{2 * HEIGHT}"'

@@ -206,7 +206,7 @@ def retrievals(methods=("none", "fold", "kivi"), items=4):
             scores = {"exact": fmean(exact), "nll": fmean(nll)}
             placed = {"item": f"pairs/512/0.{i}", "task": "pairs", "tags": {}, "scores": scores, "prefilled": 512}
             yield dataclasses.replace(
-                result(method, i), **placed, effective_bits=BITS[method], questions=asked, answer=None
+                result(method, i), **placed, effective_bits=BITS.get(method, 2.3), questions=asked, answer=None
             )
 
 
@@ -233,6 +233,46 @@ def test_retrieval_is_drawn_by_position_modulo_128_by_age_and_by_depth(tmp_path)
     mine = [row.questions for row in file.rows.values() if row.method == "fold"]
     first = [nll for asked in mine for place, nll in zip(asked["place"], asked["nll"], strict=True) if place < 64]
     assert rise[0] == pytest.approx(fmean(first))
+
+
+def test_divergence_has_a_second_panel_of_exact_retrieval_of_the_same_weights(tmp_path):
+    write(tmp_path / "rows", divergences(("none", "fold", "kivi", "fold:bits=1"), items=6), suite="divergence")
+
+    def asked(methods, length):
+        for row in retrievals(methods):
+            tag = {"length": length, "item": row.item.replace("512", str(length))}
+            yield dataclasses.replace(row, **tag)
+
+    file = write(tmp_path / "rows", asked(("none", "fold", "kivi", "fold:bits=2"), 1024), suite="retrieval")
+    write(tmp_path / "rows", asked(("none", "fold", "kivi"), 1024), suite="retrieval", weights_sha256="2" * 64)
+    page = check_nothing_is_loaded(report([tmp_path / "rows"]))
+    title = "key-value pairs, 1,024 tokens: exact lost by effective bits"
+    assert len(page.marks("svg", **{"aria-label": title})) == 1  # other weights are another model
+    marks = [a for t, a, section in page.tags if t == "circle" and section == "source-0"]
+    lost = {a["data-method"]: (float(a["data-x"]), float(a["data-y"])) for a in marks[3:]}
+    assert lost == {"fold": (2.9, 50.0), "kivi": (3.0, 50.0), "fold:bits=2": (2.3, 50.0)}
+    fills = [{a["data-method"]: a["fill"] for a in some} for some in (marks[:3], marks[3:])]
+    assert all(fills[0][name] == fills[1][name] for name in ("fold", "kivi"))
+    text = " ".join(page.sections["source-0"].split())
+    assert f"on the same prompts, of {file.path.name}. No rows: fold:bits=1." in text
+    write(tmp_path / "far", divergences(("none", "fold", "kivi"), items=6), suite="divergence")
+    far = write(tmp_path / "far", asked(("none", "fold", "kivi"), 4096), suite="retrieval")
+    text = " ".join(Page(report([tmp_path / "far"])).sections["source-0"].split())
+    assert f"Of {far.path.name} no two methods have rows of key-value pairs, 1,024 tokens to be drawn." in text
+
+
+def test_rows_of_compare_with_pairs_are_drawn(tmp_path):
+    held = json.loads((BENCHMARKS / "compare-smollm2-135m.json").read_text())
+    held["rows"] = [row for row in held["rows"] if row["method"] in ("none", "fold", "kivi", "squat")]
+    for i, row in enumerate(held["rows"]):
+        row |= {"pairs": 8, "pairs_exact": i / 8, "pairs_nll": 1.0 + i, "full_pairs_exact": 0.5, "full_pairs_nll": 1.0}
+    held["header"]["pairs"] = 8
+    (tmp_path / "rows.json").write_text(json.dumps(held))
+    page = check_nothing_is_loaded(report([tmp_path]))
+    shown = [a["aria-label"].split(": ")[1] for t, a, _ in page.tags if t == "svg" and a.get("class") == "pareto"]
+    assert shown[:3] == [f"{name} by effective bits" for name in ("kld", "pairs_exact", "pairs_nll")]
+    text = " ".join(page.sections["source-0"].split())
+    assert "pairs_exact" in text and "12.5%" in text and text.startswith("compare, ")
 
 
 def test_rows_of_retrieval_that_do_not_say_where_answers_are_are_named(tmp_path):
