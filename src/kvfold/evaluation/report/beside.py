@@ -7,7 +7,8 @@ from html import escape
 
 from kvfold.evaluation.report import figures
 from kvfold.evaluation.report.sources import Source
-from kvfold.evaluation.summary import Cell, summarize
+from kvfold.evaluation.results import ResultFile
+from kvfold.evaluation.summary import Cell
 
 Panel = Callable[[int | None, Sequence[str]], str]
 """A second panel for a length and the first panel's methods; empty where there is none."""
@@ -19,7 +20,13 @@ def no_panel(length: int | None, methods: Sequence[str]) -> str:
     return ""
 
 
-def retrieval_panel(source: Source, sources: Sequence[Source], bits: figures.Axis, colors: Sequence[str]) -> Panel:
+Summary = Callable[[ResultFile, str], list[Cell]]
+"""Cells of a file against a baseline, as :func:`~kvfold.evaluation.summary.summarize` makes them."""
+
+
+def retrieval_panel(
+    source: Source, sources: Sequence[Source], bits: figures.Axis, colors: Sequence[str], summary: Summary
+) -> Panel:
     """For a file of divergence: the loss on exact retrieval in files of the same weights and type, a panel of each.
 
     Parameters
@@ -28,6 +35,8 @@ def retrieval_panel(source: Source, sources: Sequence[Source], bits: figures.Axi
         Of effective bits.
     colors : sequence of str
         The section's methods, which have these colors in all of its plots.
+    summary : callable
+        Which remembers: several files have panels of one.
     """
     mine = source.found.settings
     if source.command != "eval" or mine.suite != "divergence":
@@ -38,7 +47,7 @@ def retrieval_panel(source: Source, sources: Sequence[Source], bits: figures.Axi
         same = (theirs.model, theirs.weights_sha256, theirs.dtype) == (mine.model, mine.weights_sha256, mine.dtype)
         return other.command == "eval" and theirs.suite == "retrieval" and same
 
-    found = [(other.name, summarize(other.found)) for other in sources if alike(other)]
+    found = [(other.name, summary(other.found, "none")) for other in sources if alike(other)]
 
     def panel(length: int | None, methods: Sequence[str]) -> str:
         return "".join(_drawn(name, cells, length, methods, bits, colors) for name, cells in found)

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from html import escape
 from pathlib import Path
 
 from kvfold.evaluation.report import figures, questions
-from kvfold.evaluation.report.beside import Panel, no_panel, retrieval_panel
+from kvfold.evaluation.report.beside import Panel, Summary, no_panel, retrieval_panel
 from kvfold.evaluation.report.layers import section as layers_section
 from kvfold.evaluation.report.sources import Source, Sources, read
 from kvfold.evaluation.report.tables import table as _rows
@@ -69,7 +69,8 @@ def report(paths: Sequence[Path], baselines: Sequence[str] = BASELINES) -> str:
         See :func:`kvfold.evaluation.report.sources.read`.
     """
     found = read(paths)
-    sections = [_section(i, source, baselines, found.sources) for i, source in enumerate(found.sources)]
+    summary: Summary = cache(summarize)
+    sections = [_section(i, source, baselines, found.sources, summary) for i, source in enumerate(found.sources)]
     sections += [layers_section(f"layers-{i}", source) for i, source in enumerate(found.layers)]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -148,13 +149,13 @@ def _counts(values: Sequence[int]) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-def _section(index: int, source: Source, baselines: Sequence[str], sources: Sequence[Source]) -> str:
+def _section(index: int, source: Source, baselines: Sequence[str], sources: Sequence[Source], summary: Summary) -> str:
     file = source.found
-    tables = {name: summarize(file, name) for name in baselines if any(r.method == name for r in file.rows.values())}
+    tables = {name: summary(file, name) for name in baselines if any(r.method == name for r in file.rows.values())}
     first, cells = next(iter(tables.items()), ("", summarize(file, "")))
     measures = REGISTRY[file.settings.suite].measures
     methods = list(dict.fromkeys(cell.method for cell in cells))
-    panel = retrieval_panel(source, sources, BITS, methods)
+    panel = retrieval_panel(source, sources, BITS, methods, summary)
     several = source.command == "eval" and len({cell.task for cell in cells}) > 1
     parts = _groups(file, tables, cells, measures, first, methods, no_panel if several else panel)
     if several:
