@@ -92,21 +92,6 @@ def test_compare_prints_a_row_per_method(run, tiny, tmp_path):
     assert "decoded step by step: all (no CUDA device)" in out
     assert "320 tokens prefilled" in out and "not tested" not in out
     assert "float32" in out and result["header"]["text_sha256"][:12] in out
-    assert result["header"]["pairs"] == 8
-    for row in result["rows"]:
-        said = f"{round(row['pairs_exact'] * row['pairs'])}/{row['pairs']}", f"{row['pairs_nll']:.3f}"
-        assert row["pairs"] == 8 and re.search(rf"^ *{re.escape(row['method'])} .* {said[0]} +{said[1]} ", out, re.M)
-        assert row["full_pairs_nll"] == result["rows"][0]["pairs_nll"]
-    assert f"full precision: {round(row['full_pairs_exact'] * 8)}/8, {row['full_pairs_nll']:.3f}" in out
-
-
-def test_compare_without_pairs_has_no_column_of_them(run, tiny):
-    status, out, _ = run("compare", "--model", tiny, "--methods", "none", *SMALL, "--pairs", "0")
-    assert status == 0 and "pairs" not in out
-    status, _, err = run("compare", "--model", tiny, "--methods", "none", *SMALL, "--pairs", "-1")
-    assert status == 2 and errors(err) == ["kvfold: error: pairs: -1; give 0 or more"]
-    status, out, _ = run("compare", "--model", tiny, "--methods", "none", *SMALL[2:], "--prefix", "64")
-    assert status == 0 and "pairs: none asked for after 64 tokens, which list none" in out
 
 
 def test_compare_takes_several_prefixes_and_says_where_nothing_was_tested(run, tiny, tmp_path):

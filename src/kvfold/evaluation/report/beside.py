@@ -78,6 +78,6 @@ def _drawn(
     said = f"Points of exact values against none on the same prompts, of {name}."
     if not drawn:
         said = f"Of {name} no two methods have rows of key-value pairs{where} to be drawn."
-    if missing:
+    elif missing:
         said += f" No rows: {', '.join(missing)}."
     return f'<div>{drawn}<p class="small">{escape(said)}</p></div>'
