@@ -14,7 +14,6 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 from kvfold.evaluation.domains import read_rows
-from kvfold.evaluation.report import figures
 from kvfold.evaluation.results import ResultFile, content, files_in
 from kvfold.evaluation.statistics import paired
 from kvfold.methods import canonical
@@ -467,28 +466,3 @@ def _logs_at(run: Run, name: str, n: int) -> list[float]:
     theirs = run.by_method[BASE]
     mine = run.by_method.get(name, {})
     return [math.log(at[n] / theirs[item][n]) for item, at in mine.items() if n in at and n in theirs.get(item, {})]
-
-
-def pareto() -> str:
-    """Bits against divergence, on the worst of the models, as a picture."""
-    points = [
-        figures.Point(name, bits, ratio.worst[1])
-        for name, bits, ratio in ranked()
-        if len(ratio.by_model) == len(MODELS) and ":seed=" not in name and name != "squat_pre"
-    ]
-    points.append(figures.Point(BASE, bits_of(BASE) or 0.0, 1.0))
-    x = figures.Axis("effective bits, tables aside", low=0.0, high=5.5, written=lambda v: f"{v:.4g}")
-    y = figures.Axis("KL, times KIVI-2's, worst of models", log=True, limit=30, written=lambda v: f"{v:.3g}")
-    colors, named = (
-        [point.method for point in points],
-        {"fold": "fold", BASE: "kivi", BEST_BASE: "kivi 3/2, groups of 64"},
-    )
-    drawn = figures.pareto("Divergence by effective bits", points, x, y, False, colors, named)
-    svg = drawn[drawn.index("<svg") : drawn.index("</svg>") + len("</svg>")]
-    style = (
-        "<style>text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}"
-        ".frontier{fill:none;stroke:#999;stroke-width:1.5}</style>"
-        '<rect width="100%" height="100%" fill="#fff"/>'
-    )
-    head, _, rest = svg.partition(">")
-    return f'{head} xmlns="http://www.w3.org/2000/svg" width="720" height="480">{style}{rest}\n'

@@ -145,6 +145,9 @@ class Result:
         Of rows of ``compare``, as in :class:`~kvfold.evaluation.schema.Row`.
     costs
         Of rows of ``compare``: bytes of the cache's parts, its tokens, and prefilled tokens per second.
+    questions
+        Columns of a table with a line per question of the prompt; None where its suite has none, and in older rows. Of
+        ``retrieval``: see :meth:`~kvfold.evaluation.suites.text.Retrieval.by_question`.
     """
 
     method: str
@@ -173,6 +176,7 @@ class Result:
     decode_tokens_per_s: float | None = None
     decode_path: str | None = None
     costs: dict[str, float] | None = None
+    questions: dict[str, list[float | None]] | None = None
 
     @property
     def key(self) -> str:

@@ -171,10 +171,10 @@ def _source(path: Path, name: str) -> Source | Layers | None:
         return None  # a table of something else
 
 
-def _settings(header: dict[str, Any]) -> Settings:
+def _settings(header: dict[str, Any], suite: str) -> Settings:
     """The settings of ``compare`` and ``domains``, as far as they are written down."""
     return Settings(
-        suite="divergence",
+        suite=suite,
         options={"tokens": header["tokens"], "seed": header["seed"]},
         texts=header.get("texts") or {header["text"]: header["text_sha256"]},
         model=header["model"],
@@ -188,8 +188,8 @@ def _settings(header: dict[str, Any]) -> Settings:
     )
 
 
-def _filled(path: Path, header: dict[str, Any], rows: Iterable[Result]) -> ResultFile:
-    found = ResultFile(path, _settings(header))
+def _filled(path: Path, header: dict[str, Any], suite: str, rows: Iterable[Result]) -> ResultFile:
+    found = ResultFile(path, _settings(header, suite))
     found.rows = {row.key: row for row in rows}
     found.runs = [{"run": 0, "date": header["date"], "threads": header["threads"]}]
     return found
@@ -209,7 +209,7 @@ def _compare(path: Path, held: dict[str, Any]) -> ResultFile:
             prefilled=row.prefix,
             read=header["tokens"],
             tested=row.tested,
-            scores=_scores(row),
+            scores=_scores(row) | _pairs(row),
             cache_bytes=row.cache_bytes,
             full_cache_bytes=row.full_cache_bytes,
             decode_tokens_per_s=row.decode_tokens_per_s,
@@ -217,7 +217,7 @@ def _compare(path: Path, held: dict[str, Any]) -> ResultFile:
             **_common(row),
         )
 
-    return _filled(path, header, (result(read_row(Row, row)) for row in held["rows"]))
+    return _filled(path, header, "compare", (result(read_row(Row, row)) for row in held["rows"]))
 
 
 def _domains(path: Path, held: dict[str, Any]) -> ResultFile:
@@ -237,11 +237,16 @@ def _domains(path: Path, held: dict[str, Any]) -> ResultFile:
             **_common(row),
         )
 
-    return _filled(path, held["header"], map(result, read_rows(held)))
+    return _filled(path, held["header"], "divergence", map(result, read_rows(held)))
 
 
 def _scores(row: Row | DomainRow) -> dict[str, float | None]:
     return {"kld": row.kld, "top1": row.top1, "nll": None if row.ppl is None else math.log(row.ppl)}
+
+
+def _pairs(row: Row) -> dict[str, float | None]:
+    """Retrieval, where it was asked for and tested."""
+    return {"pairs_exact": row.pairs_exact, "pairs_nll": row.pairs_nll} if row.pairs_exact is not None else {}
 
 
 def _common(row: Row | DomainRow) -> dict[str, Any]:
