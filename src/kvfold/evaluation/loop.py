@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.engines.transformers.shared import SharedPrompt
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.answer import answers
 from kvfold.evaluation.checked import OnMethod, checked
@@ -28,7 +29,6 @@ from kvfold.evaluation.results import (
     weights_sha256,
 )
 from kvfold.evaluation.schema import finite
-from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.sizes import sizes_of
 from kvfold.evaluation.suites import Item, Outcome, Prompt, Suite
 from kvfold.evaluation.suites.base import LEAST, Own

@@ -371,6 +371,15 @@ class Method(ABC):
         """Layers with a method of their own."""
         return ()
 
+    @property
+    def spreads(self) -> bool:
+        """Whether bits are a budget that is spread over a model's layers by its profile (:mod:`kvfold.methods.profile`)."""
+        return False
+
+    def with_bits(self, bits: tuple[int, int]) -> "Method":
+        """The same with so many bits of keys and of values, by its shortest name."""
+        return dataclasses.replace(self, k_bits=bits[0], v_bits=bits[1])
+
     def check_layers(self, count: int) -> None:
         """Refuse layers that a model of ``count`` layers does not have."""
         return
