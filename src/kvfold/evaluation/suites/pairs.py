@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
+from kvfold.engines.transformers.shared import SharedPrompt
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.decoding import room
 from kvfold.evaluation.perplexity import score
-from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.windows import retrieval_window
 
 if TYPE_CHECKING:
