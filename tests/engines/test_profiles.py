@@ -194,7 +194,7 @@ def test_a_budget_is_a_recipe_in_every_way(model, made, tmp_path):
     ("spec", "said"),
     [
         ("fold:budget=0.5", r"budget=0\.5 is not allowed; allowed: 0 .* or 1 to 8"),
-        ("fold:bits=2,budget=3", "bits=2 is not allowed beside a budget"),
+        ("fold:bits=2,budget=3", "leaves nothing to choose beside bits"),
         ("fold:k_bits=3,v_bits=2,budget=3", "leaves nothing to choose"),
         ("fold:artefact=x", "artefact=x has no effect without a budget"),
     ],

@@ -75,16 +75,14 @@ class Fold(Method):
             yield Problem("rotation", powers)
         if self.codebook and not {self.key_bits, self.value_bits} & CODED.keys():
             yield Problem("codebook", (False,), " has no effect: there are tables for 1 and 2 bits")
-        if self.budget not in BUDGET and self.budget != 0:
+        if self.budget and (self.bits or (self.k_bits and self.v_bits)):
+            yield Problem("budget", (0,), " leaves nothing to choose beside bits, or beside both k_bits and v_bits")
+        elif self.budget not in BUDGET and self.budget != 0:
             yield Problem("budget", BUDGET)
         if self.artefact and not self.budget:
             yield Problem("artefact", ("",), " has no effect without a budget")
         if not holds(self.artefact):
             yield Problem("artefact", ("",), f" is not allowed: {HELD}")
-        if self.budget and self.bits:
-            yield Problem("bits", (0,), " is not allowed beside a budget; k_bits= or v_bits= keep those of one side")
-        if self.budget and self.k_bits and self.v_bits:
-            yield Problem("budget", (0,), " leaves nothing to choose beside k_bits and v_bits")
 
     @property
     def spreads(self) -> bool:
@@ -97,6 +95,12 @@ class Fold(Method):
         if k_bits == v_bits:
             return dataclasses.replace(self, budget=0.0, artefact="", bits=k_bits, k_bits=None, v_bits=None)
         return dataclasses.replace(self, budget=0.0, artefact="", bits=0, k_bits=k_bits, v_bits=v_bits)
+
+    def check_shape(self, spec: LayerSpec) -> None:
+        if self.spreads:
+            self.with_bits((self.key_bits, self.value_bits)).check_shape(spec)
+        else:
+            super().check_shape(spec)
 
     @property
     def kernel_encodes(self) -> bool:
