@@ -417,7 +417,7 @@ def test_a_list_of_any_form_asks_for_what_it_lists(form):
     (item,) = asking.items([2048], 1, 1)
     prompt = asking.prompt(item)
     ids = prompt.ids[0]
-    assert item.name == f"{form}/2048/0" and prompt.prefilled > 1900 and prompt.answers
+    assert item.task == form and prompt.prefilled > 1900 and prompt.answers
     for (first, stop), listed in zip(prompt.answers, prompt.listed, strict=True):
         at = prompt.prefilled + 1 + first
         assert (
@@ -426,5 +426,5 @@ def test_a_list_of_any_form_asks_for_what_it_lists(form):
 
 
 def test_an_unknown_form_of_a_list_is_refused():
-    with pytest.raises(KVFoldError, match="^forms: 'poems' is no form of a list; allowed: pairs, records, identifiers"):
+    with pytest.raises(KVFoldError, match=r"^forms: 'poems' is no form of a list; allowed: pairs, records, identifiers"):
         suite("retrieval", forms=("poems",))
