@@ -57,18 +57,9 @@ class Layers:
     held: dict[str, Any]
 
 
-LAYERS = (
-    "alone",
-    "together",
-    "proposal",
-    "uniform",
-    "probe_bits",
-    "model",
-    "dtype",
-    "length",
-    "tokens",
-)
-"""What such a file has at least."""
+LAYERS = ("proposal", "uniform", "model", "dtype")
+MEASURED = (("losses", "shown_bits", "prompts", "layers"), ("alone", "together", "probe_bits", "length", "tokens"))
+"""What such a file has at least: of gradients; of one evaluation per layer and side, as versions before wrote it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +151,7 @@ def _source(path: Path, name: str) -> Source | Layers | None:
         held = json.loads(lines)
     except ValueError:
         return None
-    if isinstance(held, dict) and all(key in held for key in LAYERS):
+    if isinstance(held, dict) and any(set(LAYERS) | set(keys) <= held.keys() for keys in MEASURED):
         return Layers(name, digest, held)
     if not isinstance(held, dict) or not isinstance(held.get("header"), dict) or not held.get("rows"):
         return None
