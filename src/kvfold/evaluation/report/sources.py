@@ -57,9 +57,12 @@ class Layers:
     held: dict[str, Any]
 
 
-LAYERS = ("proposal", "uniform", "model", "dtype")
-MEASURED = (("losses", "shown_bits", "prompts", "layers"), ("alone", "together", "probe_bits", "length", "tokens"))
-"""What such a file has at least: of gradients; of one evaluation per layer and side, as versions before wrote it."""
+_PROPOSED = ("proposal", "uniform", "model", "dtype")
+LAYERS = (
+    (*_PROPOSED, "losses", "shown_bits", "prompts", "layers"),
+    (*_PROPOSED, "alone", "together", "probe_bits", "length", "tokens"),
+)
+"""What such a file has at least: by gradients; by one evaluation per layer and side, as versions before wrote it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +154,7 @@ def _source(path: Path, name: str) -> Source | Layers | None:
         held = json.loads(lines)
     except ValueError:
         return None
-    if isinstance(held, dict) and any(set(LAYERS) | set(keys) <= held.keys() for keys in MEASURED):
+    if isinstance(held, dict) and any(set(keys) <= held.keys() for keys in LAYERS):
         return Layers(name, digest, held)
     if not isinstance(held, dict) or not isinstance(held.get("header"), dict) or not held.get("rows"):
         return None
