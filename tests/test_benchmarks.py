@@ -99,11 +99,12 @@ def test_packing_keeps_every_number_and_which_answers_are_equal(tmp_path):
 def test_packed_rows_are_reported(tmp_path):
     written(tmp_path)
     (plain,) = sources.read([tmp_path]).sources
-    (tmp_path / "layers.json").write_text(json.dumps(dict.fromkeys(sources.LAYERS)))
+    for i, keys in enumerate(sources.LAYERS):
+        (tmp_path / f"layers-{i}.json").write_text(json.dumps(dict.fromkeys(keys)))
     pack_rows.main([str(tmp_path)])
     found = sources.read([tmp_path])
     (packed,) = found.sources
-    assert packed.found.rows.keys() == plain.found.rows.keys() and len(found.layers) == 1 and not found.others
+    assert packed.found.rows.keys() == plain.found.rows.keys() and len(found.layers) == 2 and not found.others
 
 
 def test_packed_rows_are_not_gone_on_with_and_damaged_ones_are_named(tmp_path):

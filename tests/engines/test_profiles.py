@@ -222,6 +222,16 @@ def test_what_a_budget_cannot_be_is_refused_by_name(model, made, home, tmp_path)
     assert not home.exists()
 
 
+def test_a_method_is_measured_at_the_bits_that_it_has(model, tmp_path):
+    """A codebook has tables for 1 and 2 bits."""
+    place = profiles.measure(model, method="fold:budget=2.2,codebook=true", out=tmp_path / "codes.safetensors")
+    assert of.losses(read(place))["text"].bits("k") == of.losses(read(place))["text"].bits("v") == [1, 2]
+    found = of.recipe(get("fold:budget=2.2,codebook=true"), read(place))
+    assert all(part.codebook for part in found.parts())
+    stand_in = of.stand_in(get("fold:budget=2.2,codebook=true"), 4, 64)
+    assert all(part.codebook for part in stand_in.parts())
+
+
 def test_given_bits_of_a_side_stay(made):
     found = of.recipe(get("fold:budget=3,v_bits=2"), read(made))
     assert {found.at(layer).value_bits for layer in range(3)} == {2}

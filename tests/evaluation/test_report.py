@@ -390,7 +390,7 @@ def test_what_is_missing_is_said(tmp_path):
 
 
 def test_what_layers_lose(tmp_path):
-    """As ``kvfold recommend --json`` writes it (test_recommend.py holds that it is read)."""
+    """As ``kvfold recommend --json`` wrote it until its measure was by gradients (test_recommend.py reads today's)."""
     cells = [
         {
             "method": name,

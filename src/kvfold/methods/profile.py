@@ -6,21 +6,42 @@ It is measured once (:func:`kvfold.engines.transformers.profiles.measure`), and 
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import suppress
+
 import torch
 
 from kvfold.artefact import Artefact
 from kvfold.errors import KVFoldError, MethodError
 from kvfold.methods.base import LayerSpec, Method
-from kvfold.methods.losses import FULL_BITS, SIDES, Bits, Choice, Losses, spread
+from kvfold.methods.learned import LearnedMethod
+from kvfold.methods.losses import FULL_BITS, SIDES, Bits, Choice, Losses, Side, spread
 from kvfold.methods.recipe import Recipe, get
 
 MEASURE = 1
 """Version of the measure: a profile of another one is measured anew, or refused where it is named."""
 BITS: dict[str, tuple[int, ...]] = {"k": (1, 2, 3, 4, 8), "v": (1, 2, 3, 4)}
-"""That a profile of fold says the losses of."""
+"""Those whose losses are measured, as far as a method stores them."""
 KINDS = ("retrieval", "text")
 AIMS = (*KINDS, "both")
 _NAMES = {"k": "key", "v": "value"}
+
+
+def variants(method: Method) -> dict[Side, dict[int, Method]]:
+    """What is compared: for each side, the bits among :data:`BITS` that the method stores, and the method that stores them.
+
+    The other side has as many. A side whose tables are learned has the bits of its artefact alone, and the other side is tried
+    beside it.
+    """
+    learned = method.learned_shape() if isinstance(method, LearnedMethod) else {}
+    now = {"k": method.key_bits, "v": method.value_bits}
+    found: dict[Side, dict[int, Method]] = {side: {} for side in SIDES}
+    for side in SIDES:
+        for bits in (now[side],) if f"{side}_bits" in learned else BITS[side]:
+            k, v = (bits if of == side or not learned else now[of] for of in SIDES)
+            with suppress(MethodError):
+                found[side][bits] = method.with_bits((k, v))
+    return found
 
 
 def as_method(method: Method, choice: Choice) -> Method:
@@ -90,6 +111,15 @@ def aimed(found: dict[str, Losses], aim: str, at: Bits) -> Losses:
     return found["retrieval"].together(found["text"], at) if aim == "both" else found[aim]
 
 
+def with_budget(method: Method, budget: float) -> Method | None:
+    """The method with a budget, beside the bits that it gives of one side; None where it takes none, or not this one."""
+    if "budget" not in {field.name for field in dataclasses.fields(method)}:
+        return None
+    with suppress(MethodError):
+        return dataclasses.replace(method, budget=budget)  # type: ignore[call-arg]  # it has the field
+    return None
+
+
 def recipe(method: Method, profile: Artefact) -> Method:
     """A method with a budget as the recipe that it is on a profile's model.
 
@@ -114,17 +144,16 @@ def recipe(method: Method, profile: Artefact) -> Method:
 
 def stand_in(method: Method, layers: int, head_dim: int) -> Method:
     """A recipe of as many bytes as a profile's would be, for sizes where a model was not measured yet."""
-    lost, cost = {}, {}
+    lost, cost, plain = {}, {}, method.with_bits((3, 2))
     for layer in range(layers):
         spec = LayerSpec(layer, layers, 1, 1, head_dim)
-        for side, every in BITS.items():
-            for bits in every:
-                own = method.with_bits((bits, bits))
+        for side, every in variants(plain).items():
+            for bits, own in every.items():
                 form = own.key_format(spec) if side == "k" else own.value_format(spec)
                 cost[layer, side, bits] = float(form.bits)
                 lost[layer, side, bits] = 4.0**-bits * (10 if side == "k" else 1)
     flat = Losses(lost, cost, dict.fromkeys(range(layers), head_dim))
-    return as_method(method.with_bits((3, 2)), spread(flat.only(method.k_bits, method.v_bits), method.budget))  # type: ignore[attr-defined]
+    return as_method(plain, spread(flat.only(method.k_bits, method.v_bits), method.budget))  # type: ignore[attr-defined]
 
 
 __all__ = [
@@ -139,4 +168,6 @@ __all__ = [
     "recipe",
     "stand_in",
     "tensors",
+    "variants",
+    "with_budget",
 ]

@@ -7,9 +7,9 @@ import datetime
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,9 @@ from kvfold.methods import Method, get
 from kvfold.methods import profile as profiles
 from kvfold.methods.learned import places
 from kvfold.version import __version__
+
+if TYPE_CHECKING:
+    from kvfold.engines.transformers.probes import Probe
 
 Step = Callable[[int, int, str], None]
 """Steps done, of how many, and what was done."""
@@ -179,7 +182,7 @@ def measure(
     plain = method.with_bits((3, 2))
     config = model.config.get_text_config(decoder=True)
     prompts = probes(tokenizer, getattr(config, "max_position_embeddings", None))
-    variants = {side: {b: plain.with_bits((b, b)) for b in every} for side, every in profiles.BITS.items()}
+    variants = profiles.variants(plain)
     count, done = steps(prompts, variants), 0
 
     def step(what: str) -> None:
@@ -198,13 +201,10 @@ def measure(
             "measure": profiles.MEASURE,
             "num_layers": config.num_hidden_layers,
             "layers": text.layers,
-            **{f"{side}_bits": list(every) for side, every in profiles.BITS.items()},
+            **{f"{side}_bits": list(every) for side, every in variants.items()},
         },
         calibration={
-            "prompts": [
-                {"kind": p.kind, "sha256": _sha256(p.ids), "tokens": p.ids.shape[1], "prefilled": p.prefilled}
-                for p in prompts
-            ],
+            "prompts": described(prompts),
             "tokens": sum(p.ids.shape[1] for p in prompts),
             "dtype": str(model.dtype).removeprefix("torch."),
         },
@@ -221,8 +221,17 @@ def measure(
     return place
 
 
-def _sha256(ids: torch.Tensor) -> str:
-    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+def described(prompts: Sequence[Probe]) -> list[dict[str, Any]]:
+    """What losses were measured on, for files: kind, SHA-256 of the tokens, how many there are, how many were folded."""
+    return [
+        {
+            "kind": prompt.kind,
+            "sha256": hashlib.sha256(prompt.ids.numpy().tobytes()).hexdigest(),
+            "tokens": prompt.ids.shape[1],
+            "prefilled": prompt.prefilled,
+        }
+        for prompt in prompts
+    ]
 
 
 def _tell(model: PreTrainedModel, method: Method) -> None:

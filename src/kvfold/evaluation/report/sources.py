@@ -57,18 +57,12 @@ class Layers:
     held: dict[str, Any]
 
 
+_PROPOSED = ("proposal", "uniform", "model", "dtype")
 LAYERS = (
-    "alone",
-    "together",
-    "proposal",
-    "uniform",
-    "probe_bits",
-    "model",
-    "dtype",
-    "length",
-    "tokens",
+    (*_PROPOSED, "losses", "shown_bits", "prompts", "layers"),
+    (*_PROPOSED, "alone", "together", "probe_bits", "length", "tokens"),
 )
-"""What such a file has at least."""
+"""What such a file has at least: by gradients; by one evaluation per layer and side, as versions before wrote it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +154,7 @@ def _source(path: Path, name: str) -> Source | Layers | None:
         held = json.loads(lines)
     except ValueError:
         return None
-    if isinstance(held, dict) and all(key in held for key in LAYERS):
+    if isinstance(held, dict) and any(set(keys) <= held.keys() for keys in LAYERS):
         return Layers(name, digest, held)
     if not isinstance(held, dict) or not isinstance(held.get("header"), dict) or not held.get("rows"):
         return None
