@@ -4,9 +4,15 @@ A program encodes a tile of 32 tokens by ``head_dim`` channels. The count is of 
 times 32 lanes and warps, over the tile's elements: instructions per element and thread.
 """
 
+import sys
+from pathlib import Path
+
 from kvfold.formats import AffineGroups
 from kvfold.kernels import encode
-from kvfold.kernels.aot import compile_encode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from aot import compile_encode
 
 HEAD_DIM = 128
 CASES = (

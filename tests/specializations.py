@@ -160,7 +160,7 @@ def _family(family: str, bits: int, head_dim: int, group: int) -> tuple[AffineGr
 
 
 def transform(family: str, head_dim: int, other: bool) -> dict[str, object]:
-    """What happens to keys first, as :func:`kvfold.kernels.aot.compile_encode` takes it."""
+    """What happens to keys first, as :func:`aot.compile_encode` takes it."""
     if family == "kivi":
         return {"center": other}
     if family == "squat":

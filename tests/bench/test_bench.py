@@ -490,8 +490,8 @@ def test_product_kernels_compile_without_spills():
     pytest.importorskip("triton")
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from aot.report import _compile
     from kvfold.bench._matvec_gluon import scores_kernel, values_kernel
-    from kvfold.kernels import aot
     from kvfold.kernels.decode import MODES, STATIC_SHARED
 
     pointers = {"q_ptr": "*fp16", "meta": "*fp16", "codes": "*i16", "aux": "*i16", "scale": "fp32"}
@@ -505,7 +505,7 @@ def test_product_kernels_compile_without_spills():
         names = kernel.arg_names
         signature = {n: "constexpr" if n in fixed else pointers.get(n, "i32") for n in names}
         source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()}, {})
-        report = aot._compile(source, 90, num_warps=4)
+        report = _compile(source, 90, num_warps=4)
         assert report.spilled == 0 and report.registers <= 168 and report.shared <= STATIC_SHARED + 1024
         assert report.instructions["HMMA"] > 64
 

@@ -9,10 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from aot import plain as aot_plain
 from blocks_case import Case
 from kvfold import methods
 from kvfold.formats import Hadamard
-from kvfold.kernels import REGISTRY, _balanced_gluon, aot_plain, balanced
+from kvfold.kernels import REGISTRY, _balanced_gluon, balanced
 from kvfold.kernels.decode import STATIC_SHARED
 from kvfold.methods import LayerSpec
 from warps import Machine, Pointer, on_cpu, register, scalar

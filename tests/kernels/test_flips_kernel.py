@@ -7,11 +7,11 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.tables import compile_flips, compile_gains, compile_value_bits
 from books_case import value_tables
 from helpers import ENCODING, interpreted_module, relative
 from kvfold.formats.binary import BinaryCodes
 from kvfold.kernels import encode_pairs
-from kvfold.kernels.aot_tables import compile_flips, compile_gains, compile_value_bits
 from kvfold.kernels.encode_source import Source
 from kvfold.methods.commvq import ValueCodebook
 

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import _fragments_gluon, aot, fragments
+import aot
+from kvfold.kernels import _fragments_gluon, fragments
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.turboquant import lloyd_max
 from warps import Machine, Pointer, on_cpu, register, scalar

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+import aot
 from kvfold.formats import AffineGroups
-from kvfold.kernels import aot
 from kvfold.kernels._affine_keys import query_exponent
 from kvfold.kernels.decode import unsupported
 from specializations import (

@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 from dense_case import CASES, LIMIT, Case
 from kvfold import explain, kernels
 from kvfold.errors import KVFoldError
 from kvfold.formats import Dense
-from kvfold.kernels import aot, dense
+from kvfold.kernels import dense
 from kvfold.kernels.base import AttentionKernel
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import choose_kernel

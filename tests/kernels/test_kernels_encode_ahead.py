@@ -40,7 +40,7 @@ POINTERS = {
 
 
 def compile_ahead(function, fixed, warps, capability):
-    from kvfold.kernels.aot import _compile
+    from aot.report import _compile
 
     types = {name: kind for kind, names in POINTERS.items() for name in names}
     names = function.arg_names

@@ -166,7 +166,7 @@ def test_what_kernels_do_not_encode_is_named(method, dim, why):
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_tiles_compile_without_spills(side):
-    from kvfold.kernels.aot_tables import compile_tile
+    from aot.tables import compile_tile
 
     made = get("kvarn")
     report = compile_tile((made.key_format, made.value_format)[side](shape(128)))
@@ -174,6 +174,6 @@ def test_tiles_compile_without_spills(side):
 
 
 def test_maps_compile_without_spills():
-    from kvfold.kernels.aot_tables import compile_map
+    from aot.tables import compile_map
 
     assert compile_map(128).spilled == 0

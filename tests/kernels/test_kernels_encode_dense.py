@@ -6,9 +6,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 from helpers import ENCODING, interpreted_module
 from kvfold.formats import AffineGroups, Dense
-from kvfold.kernels import aot
 from kvfold.kernels import encode_dense as compiled
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods.base import finite

@@ -575,7 +575,7 @@ CODEBOOKS = "fold:bits=1,codebook=true", "fold:bits=2,codebook=true", "fold:k_bi
     ],
 )
 def test_kernels_compile_without_spills(method, what):
-    from kvfold.kernels import aot
+    import aot
 
     shape, chosen = spec(128), get(method)
     keys, values = chosen.key_format(shape), chosen.value_format(shape)

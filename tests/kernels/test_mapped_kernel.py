@@ -8,10 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot import plain as aot_plain
 from blocks_case import HEADS, Case, attended, grouped, rand
 from kvfold.formats import AffineGroups, Hadamard, Paged
 from kvfold.formats.projected import HeadMaps
-from kvfold.kernels import REGISTRY, aot_plain, mapped
+from kvfold.kernels import REGISTRY, mapped
 from kvfold.storage.reader import mapped as through
 from pieces_case import Emulated
 

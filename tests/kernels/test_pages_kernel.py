@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import Span, Windows, aot, pages
+from kvfold.kernels import Span, Windows, pages
 from kvfold.kernels.decode import STATIC_SHARED, Plan
 from kvfold.kernels.paged import gluon
 from kvfold.kernels.partials import Partials

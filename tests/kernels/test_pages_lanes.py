@@ -6,8 +6,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 import lanes
-from kvfold.kernels import _page_lookups, aot, pages
+from kvfold.kernels import _page_lookups, pages
 from kvfold.kernels.decode import Plan
 from kvfold.kernels.paged import gluon
 from kvfold.kernels.partials import Partials

@@ -9,11 +9,11 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.tables import compile_pair_tables, compile_pairs, compile_units, compile_values
 from helpers import ENCODING, interpreted_module, relative
 from kvfold.formats import codebook
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, times_i
 from kvfold.kernels import encode_pairs, encode_search
-from kvfold.kernels.aot_tables import compile_pair_tables, compile_pairs, compile_units, compile_values
 from kvfold.kernels.encode_source import Source, angles
 from kvfold.rope import Rope
 

@@ -8,8 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from aot import plain as aot_plain
 from kvfold.formats import AffineGroups
-from kvfold.kernels import _plain_gluon, aot_plain, plain
+from kvfold.kernels import _plain_gluon, plain
 from kvfold.kernels.decode import STATIC_SHARED
 from kvfold.rope import Rope
 from warps import Machine, Pointer, on_cpu, register, scalar

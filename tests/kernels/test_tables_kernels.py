@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.tables import compile_table_pieces, compile_tables
 from blocks_case import LIMIT, Case, attended, by_groups, commvq, learned_keys, residuals, unproject
 from books_case import layer as books_layer
 from kvfold import kernels
@@ -19,7 +20,6 @@ from kvfold.bench import storage
 from kvfold.errors import KVFoldError
 from kvfold.kernels import blocks, codebook, groups, residual, tables
 from kvfold.kernels import learned_keys as tasq_fold
-from kvfold.kernels.aot_tables import compile_table_pieces, compile_tables
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import attention
 from kvfold.kernels.paged import tables as paged_tables

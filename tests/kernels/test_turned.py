@@ -7,8 +7,8 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.turned import compile_turned
 from kvfold.kernels import _turned_gluon, turned
-from kvfold.kernels.aot_turned import compile_turned
 from kvfold.methods import LayerSpec, get
 from warps import Machine, on_cpu, register, scalar
 

@@ -6,10 +6,10 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.turned import compile_unpack_bits, compile_unpack_tables
 from kvfold.formats.binary import BinaryCodes, ValueSteps
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels import _unpack_bits_gluon, unpack_bits, unpack_tables
-from kvfold.kernels.aot_turned import compile_unpack_bits, compile_unpack_tables
 
 FIRST, TOKENS = 128, 96
 

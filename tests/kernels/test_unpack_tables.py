@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.turned import compile_unpack_tables
 from blocks_case import Case, by_groups, commvq, residuals, unproject
 from kvfold.formats.grouped import GroupBook
 from kvfold.kernels import _unpack_tables_gluon, unpack_tables
-from kvfold.kernels.aot_turned import compile_unpack_tables
 from kvfold.rope import Rope
 
 FORMATS = {

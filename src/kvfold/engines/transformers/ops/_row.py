@@ -1,4 +1,4 @@
-"""One row times a weight, or two; see :mod:`kvfold.kernels.product`."""
+"""One row times a weight, or two; see :mod:`kvfold.engines.transformers.ops.product`."""
 
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
@@ -70,7 +70,7 @@ def row_kernel(
     """One program: R of ``count`` rows of the weight, C of their K channels at a time.
 
     GATED: and of a second weight; SiLU of the first product times the second is written, rounded as
-    :func:`kvfold.kernels.small.gated` rounds it.
+    :func:`kvfold.engines.transformers.ops.small.gated` rounds it.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     _rows(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kvfold.kernels._row import row_kernel, three_kernel
+from kvfold.engines.transformers.ops._row import row_kernel, three_kernel
 from kvfold.kernels.partials import early_launch, overlaps_launches
 
 

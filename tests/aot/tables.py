@@ -1,10 +1,11 @@
-"""Compile the kernels with tables in shared memory where there is no GPU; as :mod:`kvfold.kernels.aot`."""
+"""Compile the kernels with tables in shared memory where there is no GPU; as :mod:`aot`."""
 
 from typing import Any
 
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from aot.report import Report, _aligned, _compile, _signature, _width
 from kvfold.formats import Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels import encode_balanced, encode_pairs
@@ -13,7 +14,6 @@ from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
 from kvfold.kernels._encode_pairs import gains_kernel, tables_kernel, units_kernel, values_kernel
 from kvfold.kernels._flips_gluon import flip_kernel
 from kvfold.kernels._pairs_gluon import pairs_search_kernel, stage_bytes
-from kvfold.kernels.aot import Report, _aligned, _compile, _signature, _width
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import PageLayout
 from kvfold.kernels.paged.tables import kernel_of

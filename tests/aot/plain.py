@@ -1,15 +1,15 @@
-"""Compile the Gluon kernels of plain order where there is no GPU; as :mod:`kvfold.kernels.aot`."""
+"""Compile the Gluon kernels of plain order where there is no GPU; as :mod:`aot`."""
 
 from typing import Any
 
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from aot.report import Report, _compile, _signature
 from kvfold.formats import AffineGroups, Format
 from kvfold.kernels import balanced, mapped, plain
 from kvfold.kernels._balanced_gluon import balanced_kernel
 from kvfold.kernels._mapped_gluon import mapped_kernel
 from kvfold.kernels._plain_gluon import plain_kernel
-from kvfold.kernels.aot import Report, _compile, _signature
 
 
 def compile_plain(

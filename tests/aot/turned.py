@@ -4,6 +4,7 @@ from typing import Any
 
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from aot.report import Report, _compile, _signature, _width
 from kvfold.formats import Format, Outliers, Paged, ResidualCodes
 from kvfold.kernels import turned, unpack_bits, unpack_levels, unpack_mixed, unpack_tables
 from kvfold.kernels._turned_gluon import turned_kernel
@@ -11,7 +12,6 @@ from kvfold.kernels._unpack_bits_gluon import unpack_bits_kernel
 from kvfold.kernels._unpack_levels_gluon import unpack_levels_kernel
 from kvfold.kernels._unpack_mixed_gluon import unpack_mixed_kernel
 from kvfold.kernels._unpack_tables_gluon import unpack_tables_kernel
-from kvfold.kernels.aot import Report, _compile, _signature, _width
 from kvfold.kernels.stored import inner
 
 
