@@ -5,9 +5,9 @@
 threads of a program at once. Copies arrive at once, so what is not waited for is not noticed.
 """
 
-import importlib
 import itertools
 import math
+import sys
 import types
 
 import torch
@@ -15,56 +15,21 @@ from triton.runtime.jit import JITFunction
 
 from kvfold.kernels import _page_codes
 
-MODULES = (
-    "_registers",
-    "_softmax",
-    "_merge_gluon",
-    "_tables_gluon",
-    "_steps_gluon",
-    "_codebook_gluon",
-    "_residual_gluon",
-    "_affine_codes",
-    "_page_codes",
-    "_hadamard",
-    "_page_bytes",
-    "_lookup_bytes",
-    "_pages_rows_gluon",
-    "_learned_scores",
-    "_learned_keys_gluon",
-    "_page_sums",
-    "_page_lookups",
-    "_pages_gluon",
-    "paged._fold",
-    "_affine_values",
-    "_affine_keys",
-    "_windows_gluon",
-    "_fragment_codes",
-    "_fragment_lookup",
-    "_fragment_mixed",
-    "_fragment_layout",
-    "_fragment_queries",
-    "_fragment_ahead",
-    "_fragment_wide",
-    "_fragment_levels",
-    "_level_bytes",
-    "_fragment_signs",
-    "_fragments_gluon",
-    "_plain_gluon",
-    "_turned_gluon",
-    "_balanced_gluon",
-    "_mapped_gluon",
-    "_unpack_tables_gluon",
-    "_unpack_levels_gluon",
-    "_unpack_mixed_gluon",
-    "_unpack_bits_gluon",
-    "_pair_codes",
-    "_pairs_gluon",
-    "_flips_gluon",
-    "_bits_gluon",
-    "paged._tables",
-)
 WORD = 1 << 32
 HALF = {False: torch.float16, True: torch.bfloat16}
+
+
+def imported(module, found=None):
+    """A module and those of the package's kernels that functions in it come from, by name."""
+    found = {} if found is None else found
+    if module.__name__ not in found:
+        found[module.__name__] = module
+        for x in vars(module).values():
+            for one in (x, getattr(x, "fn", None)):
+                name = getattr(one, "__module__", None) or ""
+                if name.startswith("kvfold.kernels."):
+                    imported(sys.modules[name], found)
+    return found
 
 
 def tensor(x, like=None):
@@ -509,13 +474,12 @@ class Program:
         """A kernel as a function of Python."""
         replaced = self.names()
         spaces = {}
-        for name in MODULES:
-            module = importlib.import_module(f"kvfold.kernels.{name}")
+        for name, module in imported(sys.modules[kernel.fn.__module__]).items():
             space = {}
             for key, x in vars(module).items():
                 value = getattr(x, "value", x) if type(x).__name__ == "constexpr" else x
                 space[key] = value
-            spaces[module.__name__] = space
+            spaces[name] = space
         made = {}
         for space in spaces.values():
             for key, x in list(space.items()):

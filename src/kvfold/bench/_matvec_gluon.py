@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The two products of a decode step apart: the fused kernel's own code, without the softmax between them.
 
 :mod:`kvfold.bench.matvec` launches these. Each warp has two stages of shared memory; the next one's bytes fly while this one

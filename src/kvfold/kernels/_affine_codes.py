@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Codes of affine groups in the fused kernels: where they lie, how they come to a warp, how they become MMA operands."""
 
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)

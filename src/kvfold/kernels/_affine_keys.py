@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Scores in the fused kernel: queries as operands, and their products with the keys of affine groups."""
 
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)

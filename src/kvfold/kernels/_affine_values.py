@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Outputs in the fused kernel: sums of the values of affine groups, weighted by probabilities."""
 
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Decode attention over balanced tiles (KVarN): 2-bit codes in plain order, factors of tokens and channels, a rotation.
 
 :mod:`kvfold.kernels.balanced` launches it. A stage is a block of 128 tokens of one KV head. Codes become operands as in

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Bits of values (CommVQ), chosen, flipped and packed by one Gluon kernel, for 64, 128 and 256 codes.
 
 A warp has sixteen tokens, as ``mma.m16n8k16`` does: lane (g, t) has channels, and codes, 8t to 8t + 7 of every 32, of tokens g

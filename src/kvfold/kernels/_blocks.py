@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Attention over packed storage of any format that has a reader, in plain Triton: tiles are decoded on chip and multiplied.
 
 What is the same for all formats is here: splits, softmax, statistics and bases of pages, keys before RoPE. What differs is one

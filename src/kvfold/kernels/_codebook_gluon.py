@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Decode attention over sums of codebook rows (CommVQ): the Gluon kernel. :mod:`kvfold.kernels.codebook` launches it.
 
 A program keeps one KV head's tables in shared memory, and its warps stream units of 32 tokens on their own. What lanes add up

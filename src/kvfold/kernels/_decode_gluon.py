@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Decode attention over packed affine groups: the Gluon kernel. :mod:`kvfold.kernels.decode` launches it.
 
 A warp computes ``S^T = K q^T`` (tokens x query rows) and ``O^T = V^T P^T`` (channels x query rows) with

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The Triton code of :mod:`kvfold.kernels.dense`."""
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What a state of queries needs of a GPU: products of queries with themselves, and eigenvectors without a wait for the host."""
 
 import triton

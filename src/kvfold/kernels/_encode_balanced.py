@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Rotated tiles in affine groups, of KVarN after tokens and channels were brought to equal spread; and products with a learned
 map: Triton code of :mod:`kvfold.kernels.encode_balanced`.
 

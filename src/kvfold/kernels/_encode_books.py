@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Choosing codes of learned codebooks, a tile at a time: VQLLM's vectors, groups of channels (TaSQ, NOVA-KV), CommVQ's keys and
 the bits of CommVQ's values.
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Tiles of vectors through a dense basis: levels of a table with a scale per token, signs of a sketch with a norm.
 
 Products are made channel by channel in float32, so that a block has the same bytes in a prompt and in a decode step.

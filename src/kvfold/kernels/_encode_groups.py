@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What becomes of a group's numbers as they are encoded: scales, zero-points and codes, rounded as division rounds them."""
 
 import triton

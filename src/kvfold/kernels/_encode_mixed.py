@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Blocks in two precisions, those of a block's tokens that probes attend to most with more bits (ZipCache): Triton code of
 :mod:`kvfold.kernels.encode_mixed`."""
 

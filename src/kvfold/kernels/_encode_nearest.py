@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The nearest of a table's codes: Triton code of kernels that search for them."""
 
 import triton

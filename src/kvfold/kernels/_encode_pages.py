@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The Triton code of :mod:`kvfold.kernels.encode_pages`.
 
 Sums run in the order of a fixed tree of additions, whatever the layout of their operands over threads, and nothing is

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Vectors as sums of pairs of codes, and as sums of codes that bits choose (CommVQ's keys and values): Triton code of
 :mod:`kvfold.kernels.encode_pairs`.
 

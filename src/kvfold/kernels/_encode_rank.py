@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What affine groups miss of a page, as a product of rank RANK: Triton code of :mod:`kvfold.kernels.encode_rank`."""
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Vectors as the nearest sums of codes, and as levels beside the elements that deviate most: Triton code of
 :mod:`kvfold.kernels.encode_search` and :mod:`kvfold.kernels.encode_outliers`.
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """A decode step's share of encoding: it closes blocks that are due, writes new tokens, and advances lengths on the device."""
 
 import triton

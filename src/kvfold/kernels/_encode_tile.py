@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Encoding a tile, from tokens to packed bytes, and the kernel of many: Triton code of :mod:`kvfold.kernels.encode`."""
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Where the encoding kernels put codes, as :mod:`kvfold.formats.packing` has them.
 
 A tile is a tuple of *pieces*, small tensors [tokens, 16 channels] of a fragment's channel tile each. What lies in one

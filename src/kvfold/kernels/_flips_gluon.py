@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Flips of bits of values (CommVQ): the Gluon kernel of :mod:`kvfold.kernels.encode_pairs` for 64, 128 and 256 codes.
 
 A program is a warp with eight tokens, four lanes each. A lane has a quarter of its token's codes in registers: of each what its

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Pages of any codes in tensor-core order: where they lie in a warp's stage, how they come there, levels as operands.
 
 =====  =====================  ==============================================  ==================================

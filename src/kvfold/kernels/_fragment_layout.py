@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Where things lie in the shared memory of a program of :mod:`kvfold.kernels._fragments_gluon`."""
 
 from triton.experimental import gluon

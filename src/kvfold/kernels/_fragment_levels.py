@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The loop over pages of :mod:`kvfold.kernels._fragments_gluon` for four or eight levels of a table (TurboQuant), keys and
 values, for up to four query rows of a KV head.
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Levels with constants per channel or a range per token, some elements in fp16 in their place, and keys before RoPE (KVQuant).
 
 A key is ``center + spread * level``, which one fp16 multiply-add makes of an operand's pair. Elements that are stored apart are

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Two precisions in one page in the fused kernel (ZipCache): codes of all tokens, and two bits more of salient ones.
 
 A token's number is ``zero + range * (w * code + low / (2^top - 1))``: w is one of two constants, ``low`` is there for salient

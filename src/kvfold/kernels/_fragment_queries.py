@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Queries as a page's codes meet them: times the page's norms, through a dense matrix; and sums of values back through one.
 
 The matrix lies in memory as fragments of ``mma.m16n8k16``'s first operand, 512 bytes for 16 x 16 numbers, which stay in the

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Low-rank terms in the fused kernel (GEAR): rows of tokens times a basis of the page, as two small products."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The loop over pages of :mod:`kvfold.kernels._fragments_gluon` for signs of a sketch beside values in groups of channels, for
 up to four query rows of a KV head.
 

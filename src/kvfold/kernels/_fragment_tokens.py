@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Codes with a scale per token in the fused kernel: scores of levels, sums of values of uniform codes and of levels, means."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 

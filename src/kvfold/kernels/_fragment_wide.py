@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Queries of four pages through a matrix by products of a warpgroup, as operands of bytes: a sketch of signs
 (:mod:`kvfold.kernels._fragment_signs`) or a rotation before levels (:mod:`kvfold.kernels._fragment_levels`).
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Decode attention over pages of any codes in tensor-core order (InnerQ, QJL, TurboQuant): the Gluon kernel.
 
 :mod:`kvfold.kernels.fragments` launches it. As in :mod:`kvfold.kernels._pages_gluon` a stage is a page of 128 tokens, packed

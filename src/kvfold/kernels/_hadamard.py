@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The Hadamard rotation inside of a kernel: its 16 x 16 matrix as an operand, sums and differences of tiles, signs."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 

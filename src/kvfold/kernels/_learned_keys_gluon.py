@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Decode attention over learned keys (TaSQ) and values by fold's codebook: the Gluon kernel.
 :mod:`kvfold.kernels.learned_keys` launches it.
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Scores of learned keys (TaSQ) for :mod:`kvfold.kernels._learned_keys_gluon`, which says how, and where things lie in shared
 memory."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Scores and sums of values of one page by products of bytes, where a code of three bits stands for a level that is a whole
 number, for up to four query rows of a KV head.
 

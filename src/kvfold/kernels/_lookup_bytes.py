@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Scores and sums of values of one page of codes into a fixed table by products of bytes, for sets of four query rows.
 
 As :mod:`kvfold.kernels._page_bytes`, with rows of a table for codes: numbers of the table are whole steps, bytes with a sign.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Decode attention over keys under a map, a byte for four channels, and rotated 2-bit values (NOVA-KV): the Gluon kernel.
 
 :mod:`kvfold.kernels.mapped` launches it. A stage is one unit of 32 tokens of a KV head, or two of them, of which a warp may

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The kernel that merges partial results where kernels overlap (sm_90 and later); :mod:`kvfold.kernels.partials` launches it.
 
 A decode step of one sequence waits for it, so nothing in it waits for anything else: a lane reads every so many-th part of four

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The loop over pages of :mod:`kvfold.kernels._fragments_gluon` for two precisions (ZipCache at 2 and 4 bits), keys and values,
 for up to four query rows of a KV head.
 

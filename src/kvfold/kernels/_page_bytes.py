@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Scores and sums of values of one page by products of bytes, for sets of four query rows of a KV head.
 
 ``mma.m16n8k32`` multiplies bytes: one mask makes an operand register of four codes, and half as many products do. Its eight

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Pages of uniform codes as the decode kernel reads them: where they lie, and codes as operands of tensor cores."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 

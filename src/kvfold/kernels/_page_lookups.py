@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Scores and sums of values of one page of codes into a fixed table (fold's codebook), as the loops over pages take them.
 
 The table is one for all groups, heads and layers: 256 rows of 4 or 8 channels. In shared memory a row is repeated until it

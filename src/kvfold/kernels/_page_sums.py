@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Scores and sums of values of one page of uniform codes: what the loop of :mod:`kvfold.kernels._pages_gluon` does with it."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Decode attention over pages of uniform codes (fold): the Gluon kernel. :mod:`kvfold.kernels.pages` launches it.
 
 As in :mod:`kvfold.kernels._decode_gluon`, a warp computes ``S^T = K q^T`` and ``O^T = V^T P^T`` with ``mma.m16n8k16``, packed

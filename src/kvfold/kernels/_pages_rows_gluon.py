@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The loop over pages of :mod:`kvfold.kernels._pages_gluon` by products of bytes: for up to four query rows of a KV head,
 or (FOURS: 2) up to eight as two sets of four. What is made of codes and of a page's statistics serves both sets."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)

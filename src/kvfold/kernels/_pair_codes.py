@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Which pair of codes a token takes (CommVQ's keys): rules of :mod:`kvfold.kernels._pairs_gluon`.
 
 Scores are of a ``<x, z_a> - |z_a|^2 / 2``, of b ``<x, i z_b> - |z_b|^2 / 2``, and of both their sum less ``<z_a, i z_b>``.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Keys as sums of pairs of codes (CommVQ): the Gluon kernel of :mod:`kvfold.kernels.encode_pairs` (64 codes, 128 channels).
 
 A stage adds ``z_a + i z_b`` to a key. Codes are chosen in the order of :func:`kvfold.formats.codebook.choices`, by scores: of a

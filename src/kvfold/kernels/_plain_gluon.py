@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Decode attention over 2-bit affine groups in plain order, with keys before or after RoPE: the Gluon kernel of
 :mod:`kvfold.kernels.plain`.
 

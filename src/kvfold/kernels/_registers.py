@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Tuples of registers in Gluon code: what a thread holds of an operand or an accumulator."""
 
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)

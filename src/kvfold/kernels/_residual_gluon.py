@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Decode attention over residual vector codes (VQLLM) and codes of groups (TaSQ): the Gluon kernel.
 :mod:`kvfold.kernels.residual` and :mod:`kvfold.kernels.groups` launch it.
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Sums of CommVQ's centres that are in steps: rows of a byte per channel.
 
 Lane (g, t) adds up 16 pairs of channels of token g: channels 8t to 8t + 7, and 32 further, and their imaginary parts. A row is

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What kernels with tables of codes in shared memory share: that memory, tables, rotation, queries that are rotated back."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 

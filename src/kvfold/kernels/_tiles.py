@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Attention over packed affine groups in plain order, in plain Triton: tiles are decoded on chip and multiplied at once.
 
 A tile is UNITS units of 32 tokens by W channels, decoded to fp16 in three instructions for two elements: a byte under the

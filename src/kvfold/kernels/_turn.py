@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Sums of codes turned into values, part by part, in plain Triton."""
 
 import triton

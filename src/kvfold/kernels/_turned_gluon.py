@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Codes that a basis turns (fold, TurboQuant, QJL's keys, KVarN, NOVA-KV's values), unpacked to 16 bits.
 
 A warp decodes 32 tokens. Their codes become operands of ``mma.m16n8k16`` as they lie (those of values once the 8 x 8 pieces of

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Packed storage of any format that has a reader, decoded to 16 bits, in plain Triton: what long calls attend to.
 
 What is the same for all formats is here: statistics and bases of pages, keys before RoPE. What differs is the format's reader.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Bits that every KV head has a matrix for (CommVQ's values), unpacked to 16 bits.
 
 The matrix is in whole steps: a byte a number, a step a channel. A byte of storage has a code's bits of eight tokens, and bit g

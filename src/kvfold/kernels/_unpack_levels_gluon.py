@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Levels in tensor-core order, some elements in fp16 in their place (KVQuant), unpacked to 16 bits.
 
 As :mod:`kvfold.kernels._turned_gluon`, but that operands are multiplied with ones: so their tiles change to eight adjacent

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Codes of two precisions in tensor-core order (ZipCache), unpacked to 16 bits.
 
 A warp decodes 32 tokens. Codes are operands as they lie, subnormal fp16 numbers, and the other operand is 1 on the diagonal,

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Sums of codebook rows (CommVQ's keys, VQLLM's keys and values), and rows of groups (TaSQ's), unpacked to 16 bits.
 
 Tables lie in shared memory and rows are added up as for decoding (:mod:`kvfold.kernels._steps_gluon`,

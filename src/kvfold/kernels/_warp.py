@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Instructions of one warp, for Gluon kernels that decide themselves what each lane holds.
 
 A tensor here is one 32-bit register per thread: shape [threads of the program], one element per thread. What PTX offers and

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Products of a warpgroup's four warps together, whose second operand lies in shared memory (sm_90)."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Pieces of affine groups (KIVI, SQuat, InnerQ), by a table: the loop of :func:`kvfold.kernels._decode_gluon.attend_blocks`."""
 
 from triton.experimental import gluon

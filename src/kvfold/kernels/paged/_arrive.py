@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Parts of a sequence, put together by the program that writes the last of them."""
 
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Attention over pages in plain Triton: pieces of packed tokens, raw tokens, and both put together.
 
 What is done with a tile is the slab kernels' (:mod:`kvfold.kernels._blocks`, :mod:`kvfold.kernels.windows`,

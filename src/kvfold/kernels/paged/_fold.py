@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Pieces of pages of uniform codes (fold), by a table: the loop of :func:`kvfold.kernels._pages_gluon.attend_pages`."""
 
 from triton.experimental import gluon

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Updates of whole pages from the queries of their own tokens: Triton code of :mod:`kvfold.kernels.paged.follow`."""
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Raw tokens of a server's sequences, by the programs that read its pages."""
 
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)

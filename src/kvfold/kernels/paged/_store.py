@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """A step's share of storing: new tokens to the windows, and the blocks that they complete, encoded, to their pages."""
 
 import triton

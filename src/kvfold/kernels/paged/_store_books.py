@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """A step's share of storing where vectors are encoded one by one (codes of learned codebooks, rotated groups): one side of all
 heads, unit by unit."""
 

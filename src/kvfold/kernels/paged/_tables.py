@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Pieces of pages whose tables of codes lie in shared memory (CommVQ, VQLLM, TaSQ), by a table of pages: the loops of
 :mod:`kvfold.kernels._codebook_gluon`, :mod:`kvfold.kernels._residual_gluon` and :mod:`kvfold.kernels._learned_keys_gluon`."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)

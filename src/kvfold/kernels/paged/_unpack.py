@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Pages of uniform levels behind a Hadamard rotation, decoded to 16 bits."""
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Codes in plain order (:mod:`kvfold.formats.packing`) as tiles of fp16: what several readers begin with.
 
 A byte holds a code of each of several tokens of one channel. One load serves all of them, and a few instructions make four

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Tiles of codes in the order of tensor cores; see :mod:`kvfold.kernels.readers.fragments`."""
 
 import triton

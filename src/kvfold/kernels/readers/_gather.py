@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Rows of tables in loads of eight fp16 numbers, and their sums: what codes into codebooks are read with."""
 
 import triton

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """One row times a weight, or two; see :mod:`kvfold.engines.transformers.ops.product`."""
 
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
