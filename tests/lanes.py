@@ -13,8 +13,6 @@ import types
 import torch
 from triton.runtime.jit import JITFunction
 
-from kvfold.kernels import _page_codes
-
 WORD = 1 << 32
 HALF = {False: torch.float16, True: torch.bfloat16}
 
@@ -402,7 +400,7 @@ class Program:
             )
 
         return {
-            "_two_levels": levels, "_nibbles": None, "cut_nibbles": None,
+            "_two_levels": levels, "cut_nibbles": lambda x, mask, shift: signed(unsigned(x) >> shift & mask),
             "load_matrix4": self.load_matrix4, "load_pair": self.load_pair, "abs_halves": of_word(torch.abs),
             "mma_half": self.mma_half, "load_short": self.load_short, "fma_half2": of_word(
                 lambda a, b, c: (a.double() * b.double() + c.double()).half()
@@ -438,7 +436,6 @@ class Program:
             "swap_halves": of_word(lambda x: x.flip(-1)),
             "equal_halves": lambda x, y: (halves(x) == halves(y)).to(torch.int16).neg().view(torch.int32).squeeze(-1),
             "where_bits": lambda mask, x, y: (mask & x) | (~mask & y),
-            "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
             "product_less_half2": of_word(lambda a, b, c: (a.float() * b.float() - c.float()).half()),
             "minus_product_half2": of_word(lambda a, b, c: (c.float() - a.float() * b.float()).half()),
             "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), HALF[bool(bf16)]),
@@ -465,7 +462,7 @@ class Program:
             "_dynamic_base": lambda lane: lane * 0 + 1024, "shared_base": lambda lane, size: lane * 0 + 1024,
             "minus_ones": lambda x, k: (x >> k & 0x00010001) * 0xBC00,
             "_allocated": lambda *_: types.SimpleNamespace(_keep_alive=nothing),
-            **dict.fromkeys(("copy_commit", "copy_wait_1", "copy_wait_2", "copy_wait_all", "show_copies"), nothing),
+            **dict.fromkeys(("copy_commit", "copy_wait", "show_copies"), nothing),
             **dict.fromkeys(("warp_sync", "program_sync", "wait_for_previous", "launch_dependents"), nothing),
             "prefetch": nothing, "prefetch_bulk": nothing,
         }  # fmt: skip
@@ -492,12 +489,8 @@ class Program:
                     space[key] = made[f]
                 elif hasattr(x, "__wrapped__") and not isinstance(x, type):
                     space[key] = x.__wrapped__
-        for name, space in spaces.items():
+        for space in spaces.values():
             space.update(replaced)
-            if name.endswith("_fragment_codes"):
-                space["cut_nibbles"] = lambda x, mask, shift: signed(unsigned(x) >> shift & mask)
-            elif name.endswith("_page_codes"):
-                space["_nibbles"] = _page_codes._nibbles
         return made[kernel.fn]
 
 

@@ -90,7 +90,7 @@ def error(
                 base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), 128, k.constants, k.width,
                 v.constants, places, stage, 4 // stage, at_once, True,
             )  # fmt: skip
-            machine.copy_wait_2(lane)
+            machine.copy_wait(lane, 2)
             machine.program_sync(lane)
         if mixed:
             best, sums, side = kernel.attend_mixed(

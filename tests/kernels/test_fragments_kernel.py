@@ -11,8 +11,8 @@ import aot
 from kvfold.formats.basis import projection
 from kvfold.formats.lookup import ChannelScales
 from kvfold.kernels import REGISTRY, fragment_tables, fragments
+from kvfold.kernels._codes import _place
 from kvfold.kernels._fragment_codes import level_tile
-from kvfold.kernels._page_codes import _place
 from kvfold.kernels.decode import STATIC_SHARED, Plan
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.kvquant import Learned

@@ -6,8 +6,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._codes import _arrays, _fetch, _field, _main, _operand, code_bytes
 from kvfold.kernels._registers import _item
-from kvfold.kernels._warp import copy_async, either, load_shared, odd_bytes, times, without
+from kvfold.kernels._warp import either, load_shared, odd_bytes, times, without
 
 SIGN_BITS = gl.constexpr(-2147450880)  # 0x80008000
 
@@ -16,110 +17,10 @@ SIGN_BITS = gl.constexpr(-2147450880)  # 0x80008000
 
 
 @gluon.constexpr_function
-def code_bytes(dim, bits):
-    """Bytes of the codes of 32 tokens."""
-    return 4 * dim * bits
-
-
-@gluon.constexpr_function
 def meta_bytes(dim, axis_channel, mode, group):
     """Bytes of (scales and zero-points, or scales; sign words) of a row of groups."""
     groups = 32 * dim // group if axis_channel else dim
     return (4 * groups, 0) if mode == 0 else (2 * groups, 4 * groups)
-
-
-@gluon.constexpr_function
-def _main(bits):
-    """Bits of the plane that holds the low bits."""
-    return 2 if bits == 3 else bits
-
-
-@gluon.constexpr_function
-def _arrays(dim, bits):
-    """256-word arrays in a plane; a lane's 8 words of one are 16 bytes."""
-    return max(1, dim * bits // 128)
-
-
-@gluon.constexpr_function
-def _field(dim, bits, tile):
-    """Array, and first bit, of the codes of a tile in a plane."""
-    if dim * bits < 128:  # half an array: a tile takes two fields, the second one for lanes 16 to 31
-        return 0, 2 * tile * bits
-    arrays = dim * bits // 128
-    return tile % arrays, tile // arrays * bits
-
-
-@gluon.constexpr_function
-def weight(dim, bits, channel_tile):
-    """k: the codes of this channel tile count 2^k times (first token tile)."""
-    return _field(dim, _main(bits), 2 * channel_tile)[1] % 8
-
-
-@gluon.constexpr_function
-def step(dim, bits):
-    """The codes of the second token tile count 2^(k + step) times."""
-    return _field(dim, _main(bits), 1)[1] % 8 - weight(dim, bits, 0)
-
-
-@gluon.constexpr_function
-def _high_shift(dim, tile):
-    """3 bits: how far to the left the 1-bit plane's field goes to sit above the 2-bit plane's."""
-    low, high = _field(dim, 2, tile)[1], _field(dim, 1, tile)[1]
-    assert low // 8 == high // 8
-    return low % 8 + 2 - high % 8
-
-
-@gluon.constexpr_function
-def _pair_mask(bits, k):
-    return (((1 << bits) - 1) << k) * 0x10001
-
-
-@gluon.jit
-def _load_plane(base, lane, OFFSET: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr):
-    if D * BITS < 128:
-        raw = load_shared(base + (lane % 16) * 16, OFFSET, 4)
-        half = lane // 16 * BITS
-        return (raw[0] >> half, raw[1] >> half, raw[2] >> half, raw[3] >> half)
-    else:
-        words = ()
-        for a in gl.static_range(D * BITS // 128):
-            words = words + load_shared(base + lane * 16, OFFSET + 512 * a, 4)
-        return words
-
-
-@gluon.jit
-def _load_codes(base, lane, OFFSET: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr):
-    """A lane's words of the codes of 32 tokens."""
-    if BITS == 3:
-        low = _load_plane(base, lane, OFFSET, D, 2)
-        return low + _load_plane(base, lane, OFFSET + 8 * D, D, 1)
-    else:
-        return _load_plane(base, lane, OFFSET, D, BITS)
-
-
-@gluon.jit
-def _operand(words, TILE: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr):
-    """The four registers of a tile's codes as subnormal fp16 pairs."""
-    MAIN: gl.constexpr = _main(BITS)
-    ARRAY: gl.constexpr = _item(_field(D, MAIN, TILE), 0)
-    BIT: gl.constexpr = _item(_field(D, MAIN, TILE), 1)
-    HIGH: gl.constexpr = _item(_field(D, 1, TILE), 0) + _arrays(D, 2)
-    LEFT: gl.constexpr = _high_shift(D, TILE)
-    out = ()
-    for i in gl.static_range(4):
-        x = words[4 * ARRAY + i]
-        if BIT >= 8:
-            x = x >> 8
-        x = x & _pair_mask(MAIN, BIT % 8)
-        if BITS == 3:
-            y = words[4 * HIGH + i]
-            if BIT >= 8:
-                y = y >> (8 - LEFT)
-            else:
-                y = y << LEFT
-            x = x | (y & _pair_mask(1, BIT % 8 + 2))
-        out = out + (x,)
-    return out
 
 
 @gluon.constexpr_function
@@ -214,21 +115,6 @@ def _own_zero(base, mine, own, AUX: gl.constexpr, META: gl.constexpr, AT: gl.con
 
 
 # ---- from global memory to a warp's stage ---------------------------------------------------------------------------
-
-
-@gluon.jit
-def _fetch(to, source, copier, valid, TO: gl.constexpr, BLOCK: gl.constexpr, NB: gl.constexpr, COPIERS: gl.constexpr):
-    """NB adjacent blocks of BLOCK bytes, by COPIERS threads; those from number ``valid`` on become zeros."""
-    TOTAL: gl.constexpr = BLOCK * NB
-    STEP: gl.constexpr = 16 * COPIERS
-    for i in gl.static_range((TOTAL + STEP - 1) // STEP):
-        if BLOCK % STEP == 0:
-            block = copier * 0 + i * STEP // BLOCK
-        else:
-            block = (copier * 16 + i * STEP) // BLOCK
-        size = gl.where(block < valid, 16, 0)
-        active = (copier * 16 < TOTAL - i * STEP).to(gl.int32)
-        copy_async(to, source, size, active, TO + STEP * i, STEP * i, TOTAL - i * STEP < STEP)
 
 
 @gluon.jit

@@ -6,7 +6,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _bytes, _load_codes, _operand, _own_zero, _signed, code_bytes, step, weight
+from kvfold.kernels._affine_codes import _bytes, _own_zero, _signed
+from kvfold.kernels._codes import _load_codes, _operand, code_bytes, step, weight
 from kvfold.kernels._registers import _axpy4, _query, _replace, _two, _unit_half2, _zero4, ask_queries
 from kvfold.kernels._warp import (
     abs_halves,

@@ -6,9 +6,10 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _bytes, _load_codes, _operand, _signed, code_bytes, step, weight
-from kvfold.kernels._registers import ONES, _axpy4, _replace, _two, _unit_half2, _zero4
-from kvfold.kernels._softmax import LIFT, _headroom
+from kvfold.kernels._affine_codes import _bytes, _signed
+from kvfold.kernels._codes import _load_codes, _operand, code_bytes, step, weight
+from kvfold.kernels._registers import ONES, _axpy4, _replace, _two, _zero4
+from kvfold.kernels._softmax import LIFT, _headroom, _lighten
 from kvfold.kernels._warp import (
     abs_halves,
     add_half2,
@@ -26,15 +27,6 @@ from kvfold.kernels._warp import (
     times,
     unpack_half2,
 )
-
-
-@gluon.jit
-def _lighten(p, lane, BY: gl.constexpr):
-    """fp16 pairs times 2^-BY."""
-    if BY == 0:
-        return p
-    else:
-        return mul_half2(p, _unit_half2(lane, -BY))
 
 
 @gluon.constexpr_function

@@ -16,8 +16,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch
-from kvfold.kernels._affine_values import _lighten
+from kvfold.kernels._codes import _fetch
 from kvfold.kernels._plain_gluon import (
     EXPONENT,
     _fetch_codes,
@@ -29,11 +28,10 @@ from kvfold.kernels._plain_gluon import (
     plain_room,
 )
 from kvfold.kernels._registers import ONES, _replace, _zero4
-from kvfold.kernels._softmax import _finish, _nothing, _probabilities, _rescale
+from kvfold.kernels._softmax import _finish, _lighten, _nothing, _probabilities, _rescale
 from kvfold.kernels._warp import (
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     either_bytes,
     launch_dependents,
     load_shared,
@@ -290,12 +288,12 @@ def attend_balanced(
     top, out, side = _nothing(lane, D // 16, 1)
     for i in range(each):
         following = (i + 1 < count).to(gl.int32)
-        copy_wait_1(lane)  # keys of this block
+        copy_wait(lane, 1)  # keys of this block
         scores = balanced_scores(base, lane, g, t, far, up, i < count, D, AT[0], AT[1])
         warp_sync(lane)
         _fetch_keys(base, lane, keys, block0 + first + (i + 1), following, D, AT)
         copy_commit(lane)
-        copy_wait_1(lane)  # values of this block
+        copy_wait(lane, 1)  # values of this block
         room = plain_room(base, lane, UNITS, 1, AT[3])
         top, factor, p = _probabilities(scores, top, room, 2 * UNITS, 1)
         out = _rescale(out, factor, D // 16, 1)
@@ -304,7 +302,7 @@ def attend_balanced(
         warp_sync(lane)
         _fetch_values(base, lane, values, block0 + first + (i + 1), following, D, AT)
         copy_commit(lane)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     x = ()
     signs = ()
     for c in gl.static_range(D // 16):

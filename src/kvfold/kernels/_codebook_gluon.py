@@ -23,28 +23,26 @@ from kvfold.kernels._tables_gluon import (
     _chosen,
     _dynamic_base,
     _fetch_rows,
-    _fma_half2,
     _pairs_of_queries,
     fetch_turns,
     query_pitch,
     reserved,
+    rotated_keys,
     shared_turns,
+    tile_scores,
     unit_place,
     unit_queries,
 )
 from kvfold.kernels._warp import (
     copy_async,
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     exp2_fast,
     launch_dependents,
     load_shared,
     load_shared_short,
     mma,
-    mul_half2,
     pack_half2,
-    product_less_half2,
     program_sync,
     shuffle_xor,
     transpose8,
@@ -79,27 +77,6 @@ def _byte_twice(x, I: gl.constexpr):
     """Byte I of x in the low byte of each half."""
     asm: gl.constexpr = _byte_asm(I)
     return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _rotated(x, turns):
-    """Keys of one token of every lane, rotated by its place in the unit."""
-    real = ()
-    imaginary = ()
-    for i in gl.static_range(8):
-        a = x[i]
-        b = x[i + 8]
-        real = real + (product_less_half2(a, turns[i], mul_half2(b, turns[i + 8])),)
-        imaginary = imaginary + (_fma_half2(b, turns[i], mul_half2(a, turns[i + 8])),)
-    return real + imaginary
-
-
-@gluon.jit
-def _tile_scores(x, y, q, acc):
-    """Products of a tile's keys with the queries."""
-    for c in gl.static_range(8):
-        acc = mma(x[2 * c], y[2 * c], x[2 * c + 1], y[2 * c + 1], q[2 * c], q[2 * c + 1], acc, False)
-    return acc
 
 
 @gluon.jit
@@ -186,16 +163,16 @@ def _over_units(
         _fetch(stage + (at + 1) % 2 * BUFFER, lane, codes, norms, bits, unit0 + at + 1, next_unit, where, STAGES, V)
         copy_commit(lane)
         unit_queries(query + lane * 4, raw, freq0, freq1, gain, position + at * 32, lane, 128, C)
-        copy_wait_1(lane)
+        copy_wait(lane, 1)
         scores = ()
         for tile in gl.static_range(2):
             x, y = tile_steps(lane, odd, here + word, begin, base, tile, STAGES)
-            x = _rotated(x, shared_turns(turns + tile * 4096))
-            y = _rotated(y, shared_turns(turns + (tile * 4096 + 2048)))
+            x = rotated_keys(x, shared_turns(turns + tile * 4096))
+            y = rotated_keys(y, shared_turns(turns + (tile * 4096 + 2048)))
             q = ()  # read again, for registers are few while centres are added up
             for j in gl.static_range(4):
                 q = q + load_shared(lane_query, 64 * j, 4)
-            acc = _tile_scores(x, y, q, _zero4(lane))
+            acc = tile_scores(x, y, q, _zero4(lane))
             near, _ = unpack_half2(load_shared_short(here + token * 2, 48 * STAGES + 32 * tile))
             far, _ = unpack_half2(load_shared_short(here + token * 2, 48 * STAGES + 32 * tile + 16))
             alive = at < count
@@ -253,14 +230,14 @@ def attend_units(
     for _i in gl.static_range(V // 16):
         out = out + (_zero4(lane),)
 
-    copy_wait_1(lane)
+    copy_wait(lane, 1)
     program_sync(lane)
     top, out, side = _over_units(
         top, out, side, lane, odd, token, g, t, begin, word, stage, query, base, lane_turns, lane_query,
         raw, freq0, freq1, gain, position, factor0, factor1, codes, norms, bits, unit0, where, each, count,
         STAGES, V, C,
     )  # fmt: skip
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     program_sync(lane)
     return top, out, (side,)
 

@@ -18,7 +18,7 @@ A warp computes ``S^T = K q^T`` (tokens x query rows) and ``O^T = V^T P^T`` (cha
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch_stage, code_bytes, meta_bytes
+from kvfold.kernels._affine_codes import _fetch_stage, meta_bytes
 from kvfold.kernels._affine_keys import _queries, _query_sums, _scores_accumulator, _scores_operand
 from kvfold.kernels._affine_values import (
     _value_room,
@@ -28,12 +28,12 @@ from kvfold.kernels._affine_values import (
     _whole_values,
     carried,
 )
+from kvfold.kernels._codes import code_bytes
 from kvfold.kernels._registers import _item, _zero4, ask_queries
 from kvfold.kernels._softmax import LIFT, LOG2E, _finish, _nothing, _probabilities, _rescale, _softmax, _store_own
 from kvfold.kernels._warp import (
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     launch_dependents,
     program_sync,
     shared_base,
@@ -160,7 +160,7 @@ def attend_blocks(
             id = gl.load(table + (following + NB) // PAGE_BLOCKS, mask=left > 2 * NB, other=0)
         if SHARED:
             # two buffers: all warps are done with the other one
-            copy_wait_all(lane)
+            copy_wait(lane, 0)
             program_sync(lane)
             base = base0 + (i % 2) * STAGE
             other = base0 + ((i + 1) % 2) * STAGE
@@ -173,7 +173,7 @@ def attend_blocks(
             )  # fmt: skip
             copy_commit(lane)
         else:
-            copy_wait_1(lane)  # keys of this stage
+            copy_wait(lane, 1)  # keys of this stage
         extra = ()
         for j in gl.static_range(NB):
             if table is None:
@@ -199,7 +199,7 @@ def attend_blocks(
             copy_commit(lane)
         if V_AXIS == 1:  # scales multiply probabilities, which make room for them
             if not SHARED:
-                copy_wait_1(lane)  # values of this stage
+                copy_wait(lane, 1)  # values of this stage
             room = _value_room(base, lane, D, V_GROUP, NB, V_AT + NB * V_CODE)
             top, factor, p = _probabilities(scores, top, room, 2 * NB, NT)
         else:
@@ -217,7 +217,7 @@ def attend_blocks(
                 )
             else:
                 if not SHARED:
-                    copy_wait_1(lane)  # values of this stage
+                    copy_wait(lane, 1)  # values of this stage
                 out, side = _values_accumulator(
                     base, lane, p, out, side, D, V_BITS, V_MODE, NT, NB, V_AT, V_AT + NB * V_CODE,
                     V_AT + NB * (V_CODE + V_ROW),
@@ -230,7 +230,7 @@ def attend_blocks(
             )  # fmt: skip
             copy_commit(lane)
 
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     program_sync(lane)
     out = _whole_values(out, side, lane, D, V_BITS, V_AXIS, V_MODE, V_GROUP, NT)
     return top, out, side

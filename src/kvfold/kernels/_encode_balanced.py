@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_groups import _asym, _fma, _max, _min, _sum, _to_fp16
+from kvfold.kernels._encode_nearest import _lane, _quotient, _vectors
 from kvfold.kernels._encode_pages import _hadamard, _load
-from kvfold.kernels._encode_search import _lane, _quotient, _vectors
 
 LEAST = tl.constexpr(1e-3)
 """As kvfold.formats.balanced has it."""

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_groups import _finite, _max, _min, _sum, _to_fp16
-from kvfold.kernels._encode_search import _pair, _stage_at, group_code, group_scale
+from kvfold.kernels._encode_nearest import _pair, _stage_at
+from kvfold.kernels._encode_search import group_code, group_scale
 from kvfold.kernels._encode_tile import _tokens_at
 from kvfold.kernels._encode_words import _log2
 

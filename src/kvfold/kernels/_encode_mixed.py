@@ -7,8 +7,8 @@ import triton.language as tl
 
 from kvfold.kernels._encode_codes import STEP, _store_plane
 from kvfold.kernels._encode_groups import ROUND, _divided, _finite, _max, _min, _sum, _to_fp16
+from kvfold.kernels._encode_nearest import _lane
 from kvfold.kernels._encode_pages import _statistics
-from kvfold.kernels._encode_search import _lane
 from kvfold.kernels._encode_tile import _load_state
 from kvfold.kernels._encode_words import _sign_bit
 

@@ -9,29 +9,20 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_codes import _store_plane
-from kvfold.kernels._encode_groups import _finite, _fma, _max, _min, _negative, _reciprocal, _sum, _to_fp16
-from kvfold.kernels._encode_nearest import LARGEST, SLOTS, _beside, _halves, _lower, _lowest, _marked, _nearest
-
-
-@triton.jit
-def _vectors(source, token, channel, real, HALF: tl.constexpr):
-    """Elements of tokens as float32, un-rotated as kvfold.rope.Rope does it.
-
-    ``source``: pointer to the first token, what tokens are apart, cosines and sines [tokens, HALF], factor. HALF: half of the
-    rotated channels, 0 for none.
-    """
-    at = source[0] + token.to(tl.int64) * source[1]
-    x = _finite(tl.load(at + channel, mask=real, other=0.0))
-    if HALF > 0:
-        turned = real & (channel < 2 * HALF)
-        low = channel < HALF
-        other = _finite(tl.load(at + tl.where(low, channel + HALF, channel - HALF), mask=turned, other=0.0))
-        angle = token * HALF + tl.where(low, channel, channel - HALF)
-        cosine = tl.load(source[2] + angle, mask=turned, other=1.0)
-        sine = tl.load(source[3] + angle, mask=turned, other=0.0)
-        rotated = (x * cosine + tl.where(low, other, -other) * sine) * source[4]
-        x = tl.where(turned, rotated, x)
-    return x
+from kvfold.kernels._encode_groups import _finite, _max, _min, _reciprocal, _sum, _to_fp16
+from kvfold.kernels._encode_nearest import (
+    LARGEST,
+    SLOTS,
+    _beside,
+    _halves,
+    _lane,
+    _lower,
+    _lowest,
+    _marked,
+    _nearest,
+    _quotient,
+    _vectors,
+)
 
 
 @triton.jit
@@ -47,15 +38,6 @@ def _pairs(source, token, channel, real, HALF: tl.constexpr):
 
 
 @triton.jit
-def _lane(rows, heads, PICKED: tl.constexpr):
-    """A program's place: number of its sequence in what is given, of its head, of both in storage."""
-    index = tl.program_id(2).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    sequence = tl.load(rows + index).to(tl.int64) if PICKED else index
-    return index, head, sequence * heads + head
-
-
-@triton.jit
 def _by_token(x, T: tl.constexpr, GROUPS: tl.constexpr):
     """Sums over the groups of each token: [T * GROUPS, channels] -> [T]."""
     return _sum(tl.reshape(_sum(x, 1), (T, GROUPS)), 1)
@@ -65,13 +47,6 @@ def _by_token(x, T: tl.constexpr, GROUPS: tl.constexpr):
 def _to_rows(x, T: tl.constexpr, GROUPS: tl.constexpr):
     """A number of each token, [T], for each of its groups: [T * GROUPS, 1]."""
     return tl.reshape(tl.broadcast_to(x[:, None], (T, GROUPS)), (T * GROUPS,))[:, None]
-
-
-@triton.jit
-def _quotient(x, divisor, inverse):
-    """x / divisor as division rounds it, for a divisor of 11 bits; as kvfold.kernels._encode_groups._codes."""
-    near = x * inverse
-    return _fma(_fma(_negative(near), divisor, x), inverse, near)
 
 
 @triton.jit
@@ -243,49 +218,6 @@ def _ordered(x):
 def _running(x, AXIS: tl.constexpr):
     """Sums of a line's numbers up to each."""
     return tl.associative_scan(x, AXIS, tl.standard._sum_combine)
-
-
-@triton.jit
-def _first_largest(x, N: tl.constexpr):
-    """Largest number of each line of x [n, N], and where it is first; N - 1 where a line has none."""
-    most = _max(x, 1)
-    place = tl.where(x == most[:, None], tl.arange(0, N)[None, :], N - 1)
-    return most, _min(place, 1)
-
-
-@triton.jit
-def _stage_at(number, STAGES: tl.constexpr, MIDDLE: tl.constexpr, LOW: tl.constexpr, LATE: tl.constexpr):
-    """Stage of choice ``number``, and whether it was chosen before (:func:`kvfold.formats.codebook.choices`)."""
-    BACK: tl.constexpr = MIDDLE - LOW
-    END: tl.constexpr = STAGES + BACK
-    stage = tl.where(number < MIDDLE, number, number - BACK)
-    stage = tl.where(number < END, stage, LATE + (number - END) % (STAGES - LATE))
-    return stage, (number >= MIDDLE) & (number < MIDDLE + BACK) | (number >= END)
-
-
-@triton.jit
-def _pair(of_a, of_b, cross, had, again, N: tl.constexpr):
-    """Pairs (a, b), int32 [tokens], by scores float32 [tokens, N or more] of both sides: beside each token's code b ``had``
-    where ``again`` (:func:`kvfold.formats.codebook.next_pair`), else as :func:`kvfold.formats.codebook.first_pair`.
-
-    ``cross``: float32 [N, N]; scores beyond N are minus infinity.
-    """
-    P: tl.constexpr = of_a.shape[1]
-    code = tl.arange(0, P)
-    most_a, a = _first_largest(of_a, P)
-    most_b, b = _first_largest(of_b, P)
-    a, b = tl.minimum(a, N - 1), tl.minimum(b, N - 1)
-    inside = (code < N)[None, :] & (a >= 0)[:, None]
-    begin = tl.where(again, had, b)
-    top_a, best_a = _first_largest(
-        of_a - tl.load(cross + code[None, :] * N + begin[:, None], mask=inside, other=0.0), P
-    )
-    best_a = tl.minimum(best_a, N - 1)
-    line = cross + tl.where(again, best_a, a)[:, None] * N + code[None, :]
-    top_b, best_b = _first_largest(of_b - tl.load(line, mask=inside, other=0.0), P)
-    best_b = tl.minimum(best_b, N - 1)
-    from_b = most_b + top_a >= most_a + top_b
-    return tl.where(again | from_b, best_a, a), tl.where(again | ~from_b, best_b, b)
 
 
 @triton.jit

@@ -4,7 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import code_bytes
+from kvfold.kernels._codes import code_bytes
 from kvfold.kernels._fragment_codes import page_bytes, row_bytes
 from kvfold.kernels._warp import prefetch_bulk
 

@@ -18,8 +18,8 @@ KIND   name                   a code u stands for                             be
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch, _load_codes, code_bytes, meta_bytes
-from kvfold.kernels._page_codes import nibble_words
+from kvfold.kernels._affine_codes import meta_bytes
+from kvfold.kernels._codes import _fetch, _load_codes, code_bytes, nibble_words
 from kvfold.kernels._warp import copy_commit
 
 CHANNELS, TOKENS, UNIFORM, LEVELS, MIXED, CONSTANTS, RANGES = range(7)

@@ -16,13 +16,13 @@ their means, which are not rotated, wait in shared memory.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._codes import nibble_weight
 from kvfold.kernels._fragment_codes import bring_pages, fetch_side
 from kvfold.kernels._fragment_queries import load_fragment
 from kvfold.kernels._fragment_signs import byte_query_pages
 from kvfold.kernels._fragment_wide import turn_pages, turned_page
 from kvfold.kernels._level_bytes import level_byte_scores, level_byte_values, level_query_pages
 from kvfold.kernels._page_bytes import byte_scores, byte_values, byte_weights, page_scales
-from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _plain_mean
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST
@@ -30,8 +30,7 @@ from kvfold.kernels._warp import (
     as_float,
     as_int,
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     exp2_fast,
     load_shared,
     load_shared4f,
@@ -88,7 +87,7 @@ def finish_levels(
     room = base0 - FREE
     to = room + (warp * 4 + t) * ROW + g * 4
     for ct in gl.static_range(CT):
-        f = UNIT * 2.0 ** (8 - (weight(D, 2, ct % (CT // 2)) if BITS == 2 else 0))
+        f = UNIT * 2.0 ** (8 - (nibble_weight(D, 2, ct % (CT // 2)) if BITS == 2 else 0))
         store_shared1(to + 64 * ct, as_int(out[2 * ct] * f))
         store_shared1(to + (64 * ct + 32), as_int(out[2 * ct + 1] * f))
     side = room + 4 * W * ROW
@@ -233,13 +232,13 @@ def attend_levels(
         if WIDE:
             if i % 4 == 0:
                 if i > 0:  # else norms have come before keys
-                    copy_wait_1(lane)
+                    copy_wait(lane, 1)
                 turn_pages(base, scratch, far, table, base + PLACES[6], lane, D, D, BITS, K_BEND, K_AT[3])
                 now = turned_page(base + PLACES[6], scratch, lane, 0, D, BITS, BITS == 2)
         if len(soon) > 0:
             if i == each - 1:
                 prefetch_bulk(soon[0], soon[1], soon[2])
-        copy_wait_1(lane)  # keys of this page
+        copy_wait(lane, 1)  # keys of this page
         if not WIDE:
             if i % 2 == 0:
                 if BITS == 2:
@@ -267,7 +266,7 @@ def attend_levels(
             K_AT, 3, D, D, BITS, 0, 0, 0, K[4], PAGES, NB, 0,
         )  # fmt: skip
         copy_commit(lane)
-        copy_wait_1(lane)  # values of this page
+        copy_wait(lane, 1)  # values of this page
         scale = page_scales(base, lane, NB, V_AT + V_IN[0])
         p, page_top, page_total = byte_weights(scores, unit * (up * LEVELS[1]), bias, scale, NB, V_BEND)
         new_top = gl.maximum(top, page_top)
@@ -289,5 +288,5 @@ def attend_levels(
             D, D, BITS, 0, 0, 0, V[4], 0, NB, V_AT,
         )  # fmt: skip
         copy_commit(lane)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     return top, out, total

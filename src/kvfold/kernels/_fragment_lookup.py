@@ -13,18 +13,20 @@ parts, which share the eight columns of a product: four query rows, and what fp1
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import code_bytes
+from kvfold.kernels._codes import code_bytes
 from kvfold.kernels._fragment_codes import level_operands, level_words
 from kvfold.kernels._fragment_mixed import _store_short
 from kvfold.kernels._fragment_queries import load_fragment
 from kvfold.kernels._registers import ONES, _replace, _zero4
 from kvfold.kernels._warp import (
+    fma_half2,
     high_halves,
     load_shared,
     load_shared4f,
     low_halves,
     mma,
     mul_half2,
+    negative_half2,
     pack_half2,
     shuffle_xor,
     store_shared2,
@@ -59,18 +61,6 @@ def load_outliers(where, value, lane, block, valid, COUNT: gl.constexpr, NB: gl.
             at = ((block + j).to(gl.int64) * COUNT + number) * 2
             out = out + (load_outlier(where + at, value + at, ((number < COUNT) & (j < valid)).to(gl.int32)),)
     return out
-
-
-@gluon.jit
-def fma_half2(a, b, c):
-    return gl.inline_asm_elementwise(
-        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _negative(x):
-    return gl.inline_asm_elementwise("neg.f16x2 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -119,41 +109,6 @@ def clear_places(scratch, lane):
 
 
 @gluon.jit
-def round_nearest(x):
-    return gl.inline_asm_elementwise("cvt.rni.f32.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def cos_fast(x):
-    return gl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def sin_fast(x):
-    return gl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def page_angles(freq, scratch, lane, position):
-    """Cosines and sines of a page's position: float32 [64, 2] in a warp's scratch. ``freq``: turns per token, and what float32
-    leaves of them."""
-    for i in gl.static_range(2):
-        j = lane + 32 * i
-        f = gl.load(freq + j)
-        rest = gl.load(freq + 64 + j)
-        x = position.to(gl.float32)
-        turns = x * f
-        angle = (gl.fma(x, f, -round_nearest(turns)) + x * rest) * 6.283185307179586
-        store_shared2(scratch + j * 8, _bits(cos_fast(angle)), _bits(sin_fast(angle)))
-    warp_sync(lane)
-
-
-@gluon.jit
-def _bits(x):
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _own_part(x, y, lane):
     """A pair as an operand's columns 0 to 3 have it; in columns 4 to 7 what fp16 leaves of it."""
     near = pack_half2(x, y, False)
@@ -198,7 +153,7 @@ def _key_pair(acc, a, b, q, consts, places, table, C: gl.constexpr, PLACE: gl.co
     for r in gl.static_range(4):
         k = _replaced(fma_half2(a[r], x[r // 2 * 2], x[r // 2 * 2 + 1]), o[r])
         m = _replaced(fma_half2(b[r], y[r // 2 * 2], y[r // 2 * 2 + 1]), u[r])
-        first = first + (fma_half2(k, cos[r], _negative(mul_half2(m, sin[r]))),)
+        first = first + (fma_half2(k, cos[r], negative_half2(mul_half2(m, sin[r]))),)
         second = second + (fma_half2(m, cos[r], mul_half2(k, sin[r])),)
     acc = mma(first[0], first[1], first[2], first[3], q[2 * C], q[2 * C + 1], acc, False)
     return mma(second[0], second[1], second[2], second[3], q[2 * C + 8], q[2 * C + 9], acc, False)

@@ -10,10 +10,10 @@ and probabilities go there, by the token's rank among salient ones: how many bit
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _load_codes, _operand, _pair_mask, code_bytes, step, weight
-from kvfold.kernels._affine_values import _lighten
+from kvfold.kernels._codes import _load_codes, _operand, _pair_mask, code_bytes, step, weight
 from kvfold.kernels._page_sums import _plain_mean
 from kvfold.kernels._registers import ONES, _query, _replace, _zero4
+from kvfold.kernels._softmax import _lighten
 from kvfold.kernels._warp import (
     high_halves,
     load_shared,

@@ -10,7 +10,7 @@ that a matrix is read once for two pages. Those columns stay apart to the end: e
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import weight
+from kvfold.kernels._codes import weight
 from kvfold.kernels._page_sums import NORM_STEP
 from kvfold.kernels._registers import _replace, _unit_half2, _zero4
 from kvfold.kernels._warp import (

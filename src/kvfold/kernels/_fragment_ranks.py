@@ -5,7 +5,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import weight
+from kvfold.kernels._codes import weight
 from kvfold.kernels._registers import _query, _replace, _zero4
 from kvfold.kernels._warp import (
     as_float,

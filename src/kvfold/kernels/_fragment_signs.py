@@ -24,8 +24,7 @@ from kvfold.kernels._registers import _replace, _two, _zero4
 from kvfold.kernels._softmax import LOWEST, _nothing
 from kvfold.kernels._warp import (
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     exp2_fast,
     mma,
     pack_half2,
@@ -214,13 +213,13 @@ def attend_signs(
         if WIDE:
             if i % (4 * PER) == 0:
                 if i > 0:  # else norms have come before keys
-                    copy_wait_1(lane)
+                    copy_wait(lane, 1)
                 turn_pages(base, scratch, far, table, base + PLACES[6], lane, D, WIDTH, 1, 0.0, K_AT[3])
                 now = turned_page(base + PLACES[6], scratch, lane, 0, WIDTH, 1)
         if len(soon) > 0:
             if ahead == each * PER:
                 prefetch_bulk(soon[0], soon[1], soon[2])
-        copy_wait_1(lane)  # keys of this stage
+        copy_wait(lane, 1)  # keys of this stage
         if PAGES == 2:
             if i % (2 * PER) == 0:
                 now, second = byte_query_pages(base, scratch, far, table, lane, D, WIDTH, K_AT[3])
@@ -258,7 +257,7 @@ def attend_signs(
         top, factor, p = row_weights(scores, unit * (up * K[7]), bias, top, NB, LIFT)
         out = _rescale_rows(out, factor)
         side = _rescale_rows(side, factor)
-        copy_wait_1(lane)  # values of this page
+        copy_wait(lane, 1)  # values of this page
         out, side = _values_operand(base, lane, p, out, side, D, V[1], V[3], 1, NB, V_AT, V_AT + V_IN[0])
         warp_sync(lane)
         fetch_side(
@@ -266,5 +265,5 @@ def attend_signs(
             V_AT,
         )  # fmt: skip
         copy_commit(lane)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     return top, _whole_values(out, side, lane, D, V[1], 1, 0, V[3], 1), side

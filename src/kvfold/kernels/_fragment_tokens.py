@@ -5,12 +5,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import code_bytes
-from kvfold.kernels._affine_values import _lighten
+from kvfold.kernels._codes import code_bytes, nibble_step, page_operand, page_words, unit
 from kvfold.kernels._fragment_codes import level_operands, level_tile, level_words
-from kvfold.kernels._page_codes import page_operand, page_words, step, unit
 from kvfold.kernels._page_sums import _plain_mean, _sums
 from kvfold.kernels._registers import _replace, _zero4
+from kvfold.kernels._softmax import _lighten
 from kvfold.kernels._warp import load_matrix4, load_shared4f, mma, mul_half2, store_shared4, unpack_half2
 
 
@@ -68,7 +67,7 @@ def sign_scores(
     base, lane, q, start, bias, factor, left, WIDTH: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
     """Scores of a page's tokens, whose codes are uniform: 2 NB accumulators."""
-    STEP: gl.constexpr = step(WIDTH, BITS)
+    STEP: gl.constexpr = nibble_step(WIDTH, BITS)
     SCALES: gl.constexpr = NB * code_bytes(WIDTH, BITS)
     scores = ()
     scale = ()
@@ -113,7 +112,7 @@ def token_values(
     """
     CT: gl.constexpr = D // 16
     MIDDLE: gl.constexpr = ((1 << BITS) - 1) / 2
-    STEP: gl.constexpr = step(D, BITS)
+    STEP: gl.constexpr = nibble_step(D, BITS)
     f0 = factor[0]
     f1 = factor[1]
     p0, p1 = _sums(p, lane, 0, 2 * NB, 1)

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from kvfold.kernels._affine_keys import _scores_accumulator, _scores_operand, query_exponent
 from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
+from kvfold.kernels._codes import nibble_weight
 from kvfold.kernels._fragment_ahead import bring_first, windows_at
 from kvfold.kernels._fragment_codes import bring_pages, fetch_side, held_levels
 from kvfold.kernels._fragment_layout import _lift, _lightened, column_share, layout, matrix_bytes, shared_bytes
@@ -28,7 +29,6 @@ from kvfold.kernels._fragment_lookup import (
     clear_places,
     constant_scores,
     load_outliers,
-    page_angles,
     range_values,
     rotated_queries,
     with_middles,
@@ -51,17 +51,15 @@ from kvfold.kernels._fragment_ranks import rank_scores, rank_values
 from kvfold.kernels._fragment_signs import attend_signs, bring_matrix
 from kvfold.kernels._fragment_tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
 from kvfold.kernels._mixed_bytes import attend_mixed
-from kvfold.kernels._page_codes import weight
 from kvfold.kernels._page_sums import _mean_scores, _room
 from kvfold.kernels._pages_rows_gluon import finish_rows
 from kvfold.kernels._registers import _zero4, ask_queries
+from kvfold.kernels._rope import page_angles
 from kvfold.kernels._softmax import LOG2E, _finish, _nothing, _probabilities, _rescale, _softmax
 from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels._warp import (
     copy_commit,
-    copy_wait_1,
-    copy_wait_2,
-    copy_wait_all,
+    copy_wait,
     launch_dependents,
     load_global4,
     load_shared,
@@ -280,7 +278,7 @@ def fragments_kernel(
             own = ask_queries(q_ptr, t, row0, row, rows, None, D)
             up = _raw_queries(own, far, t, scale * LOG2E, D, 8, _lightened(K), K_BITS)
         if WIDE:
-            copy_wait_2(lane)  # the matrix, and norms
+            copy_wait(lane, 2)  # the matrix, and norms
             show_copies(lane)
         program_sync(lane)
         soon = ()
@@ -434,7 +432,7 @@ def fragments_kernel(
             page_left = gl.where(ahead < count, blocks - (start + ahead // PER * (PER * NB)), 0)
             next_last = gl.where(ahead % PER == PER - 1, page_left, 0)
             next_norms = gl.where((ahead < count) & (ahead % (PER * PAIR) == 0), pages - next_page, 0)
-            copy_wait_1(lane)  # keys of this stage
+            copy_wait(lane, 1)  # keys of this stage
             if K_KIND < 4 and K[5]:
                 if K_KIND == 0:
                     if i % PER == 0:
@@ -504,7 +502,7 @@ def fragments_kernel(
                 top, factor, p = _softmax(scores, top, 2 * NB, 1, False, LIFT)
                 out = _rescale(out, factor, CT, 1)
                 side = _rescale(side, factor, 1, 1)
-                copy_wait_1(lane)  # values of this page
+                copy_wait(lane, 1)  # values of this page
                 if V_KIND == 0:
                     out, side = _values_operand(base, lane, p, out, side, D, V_BITS, V[3], 1, NB, V_AT, V_AT + V_SCALES)
                     if V[9] > 0:
@@ -514,7 +512,7 @@ def fragments_kernel(
                         base, lane, p, out, side, D, V_BITS, V[2], 1, NB, V_AT, V_AT + V_SCALES, V_AT + V_IN[1]
                     )
             else:
-                copy_wait_1(lane)
+                copy_wait(lane, 1)
                 room = _room(base, lane, 2 * NB if V_KIND >= 4 else NB, V_AT + V_SCALES)
                 top, factor, p = _probabilities(scores, top, room, 2 * NB, 1)
                 if V_KIND == 4:
@@ -546,7 +544,7 @@ def fragments_kernel(
             )  # fmt: skip
             copy_commit(lane)
 
-        copy_wait_all(lane)
+        copy_wait(lane, 0)
         if V_KIND < 2:
             out = _whole_values(out, side, lane, D, V_BITS, int(V_KIND == 0), V[2], V[3], 1)
         elif V_KIND == 6:
@@ -555,7 +553,7 @@ def fragments_kernel(
             if V_KIND == 2:
                 whole = ()
                 for c in gl.static_range(CT):
-                    f = float(1 << (24 - weight(D, V_BITS, c)))
+                    f = float(1 << (24 - nibble_weight(D, V_BITS, c)))
                     x = out[c]
                     whole = whole + ((x[0] * f, x[1] * f, x[2] * f, x[3] * f),)
                 out = whole

@@ -5,7 +5,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._page_codes import weight
+from kvfold.kernels._codes import nibble_weight
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._warp import as_float, as_int, load_shared, mma, pack_half2, transpose8
 
@@ -104,7 +104,7 @@ def turned_back(out, lane, signs_ptr, D: gl.constexpr, BITS: gl.constexpr, MIX: 
     full = ()
     for n in gl.static_range(NT):
         for ct in gl.static_range(CT):
-            f = float(1 << (24 - weight(D, BITS, ct))) if BITS else 1.0
+            f = float(1 << (24 - nibble_weight(D, BITS, ct))) if BITS else 1.0
             x = out[n * CT + ct]
             full = full + ((x[0] * f, x[1] * f, x[2] * f, x[3] * f),)
     if MIX > 1:

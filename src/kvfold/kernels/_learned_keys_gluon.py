@@ -46,7 +46,6 @@ from kvfold.kernels._page_lookups import (
 )
 from kvfold.kernels._pages_rows_gluon import join_rows, row_stride, turn_signs
 from kvfold.kernels._registers import _zero4
-from kvfold.kernels._residual_gluon import _mean_of_keys
 from kvfold.kernels._softmax import LOWEST
 from kvfold.kernels._tables_gluon import (
     _chosen,
@@ -55,6 +54,7 @@ from kvfold.kernels._tables_gluon import (
     _pairs_of_queries,
     held_table,
     leave_table,
+    mean_of_keys,
     reserved,
 )
 from kvfold.kernels._warp import (
@@ -62,8 +62,7 @@ from kvfold.kernels._warp import (
     as_int,
     copy_async,
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     exp2_fast,
     launch_dependents,
     load_shared_short,
@@ -252,7 +251,7 @@ def attend_pages(
     freq = (gl.load(freq_ptr + lane), gl.load(freq_ptr + lane + 32))
     size = factor0 * 0.0
     if CENTRED:
-        m = _mean_of_keys(means, lane, 32)
+        m = mean_of_keys(means, lane, 32)
         at = base + (MEAN + lane // 4 % 4 * 64 + lane // 16 * 32 + lane % 4 * 8)
         store_shared2(at, pack_half2(m[0], m[1], False), pack_half2(m[2], m[3], False))
         size = m[4]
@@ -285,7 +284,7 @@ def attend_pages(
     out = ()
     for _i in gl.static_range(8):
         out = out + (_zero4(lane),)
-    copy_wait_1(lane)
+    copy_wait(lane, 1)
     program_sync(lane)
     for i in range(each):
         page = first + i
@@ -298,7 +297,7 @@ def attend_pages(
             if half:
                 warp_sync(lane)
             else:
-                copy_wait_1(lane)  # keys of this page
+                copy_wait(lane, 1)  # keys of this page
             products = products + page_scores(
                 k_codes, shared, to, base + t * 64, norms_at, size, weights, places, odd, high, second == 1, lane, QUERY,
                 CENTRED, C, half,
@@ -315,7 +314,7 @@ def attend_pages(
             near_score = gl.where(alive[k // 8 * 2 + k // 2 % 2], products[k][0] * factor0, float("-inf"))
             far_score = gl.where(alive[k // 8 * 2 + k // 2 % 2], products[k][1] * factor1, float("-inf"))
             scores = scores + ((near_score, far_score),)
-        copy_wait_1(lane)  # values of this page
+        copy_wait(lane, 1)  # values of this page
         norms = ()
         for k in gl.static_range(2 * C):
             norm, _ = unpack_half2(load_shared_short(norms_at, _norm_at(k, C) + (V_AT + 128 * V)))
@@ -329,7 +328,7 @@ def attend_pages(
         _fetch_values(to, lane, stored, page + 1, next_left, where, V)
         copy_commit(lane)
 
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     program_sync(lane)
     if C == 4:
         _leave(base, lane, warp, top, out, total)

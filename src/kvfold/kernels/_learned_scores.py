@@ -12,12 +12,12 @@ from kvfold.kernels._page_lookups import (
 from kvfold.kernels._pages_rows_gluon import row_stride
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._tables_gluon import (
-    _fma_half2,
     _turn,
     _weighted_bytes,
 )
 from kvfold.kernels._warp import (
     as_float,
+    fma_half2,
     load_shared,
     load_shared_short,
     mma,
@@ -130,7 +130,7 @@ def _rotated(a, b, cosine, sine):
     """Two pairs of a key, rotated by its place."""
     return (
         minus_product_half2(b, sine, mul_half2(a, cosine)),
-        _fma_half2(b, cosine, mul_half2(a, sine)),
+        fma_half2(b, cosine, mul_half2(a, sine)),
     )
 
 
@@ -162,7 +162,7 @@ def _mean_queries(mean, q):
         real = q[2 * j]
         imaginary = q[2 * j + 1]
         out = out + (
-            _fma_half2(real, mean[2 * j], mul_half2(imaginary, mean[2 * j + 1])),
+            fma_half2(real, mean[2 * j], mul_half2(imaginary, mean[2 * j + 1])),
             minus_product_half2(real, mean[2 * j + 1], mul_half2(imaginary, mean[2 * j])),
         )
     return out

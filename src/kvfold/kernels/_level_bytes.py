@@ -16,11 +16,10 @@ and sums begin at an integer that fp32 reads as ``MAGIC``, as in :mod:`kvfold.ke
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import code_bytes
+from kvfold.kernels._codes import code_bytes, scale_at
 from kvfold.kernels._fragment_codes import level_words
 from kvfold.kernels._fragment_queries import norm_words, normed_queries, through
 from kvfold.kernels._page_bytes import FULL, MAGIC, MAGIC_BITS, _byte_pairs, _whole
-from kvfold.kernels._page_codes import scale_at
 from kvfold.kernels._registers import _two
 from kvfold.kernels._warp import (
     either_bytes,

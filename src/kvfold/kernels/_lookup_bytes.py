@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.formats import gaussian
+from kvfold.kernels._codes import scale_at
 from kvfold.kernels._hadamard import _entry
 from kvfold.kernels._page_bytes import (
     FULL,
@@ -31,7 +32,7 @@ from kvfold.kernels._page_bytes import (
     scaled_scores,
     zeros,
 )
-from kvfold.kernels._page_codes import hidden_block, scale_at
+from kvfold.kernels._page_codes import hidden_block
 from kvfold.kernels._page_lookups import codes_of, own_row, row_weights
 from kvfold.kernels._tables_gluon import _weighted_bytes
 from kvfold.kernels._warp import (

@@ -16,8 +16,8 @@ find fewer: beyond are zeros.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch
 from kvfold.kernels._balanced_gluon import turned_back
+from kvfold.kernels._codes import _fetch
 from kvfold.kernels._learned_scores import KEYS, _four_rows
 from kvfold.kernels._plain_gluon import EXPONENT, _fetch_values, leave_rows, pitch, plain_room, plain_values
 from kvfold.kernels._registers import _replace, _zero4
@@ -26,8 +26,7 @@ from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels._warp import (
     copy_async,
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     launch_dependents,
     load_pair,
     load_shared,
@@ -161,18 +160,18 @@ def attend_mapped(
     copy_commit(lane)
     own = own_rows(table, lane)
     top, out, side = _nothing(lane, D // 16, 1)
-    copy_wait_1(lane)
+    copy_wait(lane, 1)
     program_sync(lane)  # rows of keys
     for i in range(each):
         left = gl.where(i < count, used - (first + i * UNITS), 0)
         following = first + (i + 1) * UNITS
         next_left = gl.where(i + 1 < count, used - following, 0)
-        copy_wait_1(lane)  # keys of this stage
+        copy_wait(lane, 1)  # keys of this stage
         scores = mapped_scores(base, lane, own, far, up, bias, left, UNITS)
         warp_sync(lane)
         _fetch_keys(base, lane, stored, unit0 + following, next_left, UNITS)
         copy_commit(lane)
-        copy_wait_1(lane)  # values of this stage
+        copy_wait(lane, 1)  # values of this stage
         room = plain_room(base, lane, UNITS, 1, AT[2])
         top, factor, p = _probabilities(scores, top, room, 2 * UNITS, 1)
         out = _rescale(out, factor, D // 16, 1)
@@ -181,7 +180,7 @@ def attend_mapped(
         warp_sync(lane)
         _fetch_values(base, lane, stored[2], stored[3], unit0 + following, next_left, D, D, UNITS, AT)
         copy_commit(lane)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     x = ()
     signs = ()
     for c in gl.static_range(D // 16):

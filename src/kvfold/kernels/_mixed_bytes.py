@@ -14,7 +14,7 @@ In units of a fifteenth of a range a salient token is four codes and its low bit
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import code_bytes
+from kvfold.kernels._codes import code_bytes, nibble_weight, page_words
 from kvfold.kernels._fragment_codes import fetch_side
 from kvfold.kernels._fragment_mixed import _before, _ones_of, _store_short, rank_tiles
 from kvfold.kernels._fragment_queries import norm_words
@@ -32,7 +32,6 @@ from kvfold.kernels._page_bytes import (
     _product,
     _whole,
 )
-from kvfold.kernels._page_codes import page_words, weight
 from kvfold.kernels._page_sums import _plain_mean
 from kvfold.kernels._registers import _replace, _two, _zero4
 from kvfold.kernels._softmax import LOWEST
@@ -40,8 +39,7 @@ from kvfold.kernels._warp import (
     as_float,
     as_int,
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     either_bytes,
     exp2_fast,
     load_matrix4,
@@ -320,7 +318,7 @@ def mixed_byte_values(
     sums = ()
     for ct in gl.static_range(CT):
         for h in gl.static_range(2):
-            x = gl.fma(_bare(accs[ct], h), UNIT * 256.0 / (1 << weight(D, 2, ct % (CT // 2))), zeros) * now
+            x = gl.fma(_bare(accs[ct], h), UNIT * 256.0 / (1 << nibble_weight(D, 2, ct % (CT // 2))), zeros) * now
             sums = sums + (gl.fma(out[2 * ct + h], before, x * norms[ct][2 * h]),)
     rest = ()
     for h in gl.static_range(2):
@@ -392,7 +390,7 @@ def attend_mixed(
         following = first + i + 1
         left = gl.where(i < count, blocks - (following - 1) * NB, 0)
         next_left = gl.where(i + 1 < count, blocks - following * NB, 0)
-        copy_wait_1(lane)  # keys of this page
+        copy_wait(lane, 1)  # keys of this page
         q, low, unit, bias = mixed_queries(base, near, lane, own, D, K_AT[0])
         scores = mixed_byte_scores(base, near + 8 * ROW, lane, q, low, left, D, K_SALIENT, NB, K_AT[1], K_AT[2])
         warp_sync(lane)
@@ -401,7 +399,7 @@ def attend_mixed(
             D, D, 2, 0, 0, K_SALIENT, 0, 0, NB, 0,
         )  # fmt: skip
         copy_commit(lane)
-        copy_wait_1(lane)  # values of this page
+        copy_wait(lane, 1)  # values of this page
         norm_words(base, norm, lane, D, V[5], V_AT + V_IN[3], 1)
         p, page_top, page_total, zeros = mixed_byte_weights(
             base,
@@ -429,7 +427,7 @@ def attend_mixed(
             V_IN, 4, D, D, 2, 0, 0, V_SALIENT, 0, V[5], NB, V_AT,
         )  # fmt: skip
         copy_commit(lane)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     return top, _with_low(base, lane, out, more, D), total
 
 

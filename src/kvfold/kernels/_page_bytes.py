@@ -17,9 +17,9 @@ low byte is in column 2h + 1. So lane (g, t) holds both parts of row t, of token
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import code_bytes
+from kvfold.kernels._codes import _place, code_bytes, nibble_weight, page_words, scale_at
 from kvfold.kernels._hadamard import mix_tiles
-from kvfold.kernels._page_codes import _place, hidden_block, page_words, scale_at, weight
+from kvfold.kernels._page_codes import hidden_block
 from kvfold.kernels._registers import _every, _kind, _query, _replace, _zero4, query_at
 from kvfold.kernels._warp import (
     as_float,
@@ -71,13 +71,13 @@ def sets(dim, bits):
 @gluon.constexpr_function
 def _lift(dim, bits, j):
     """log2 of what codes of tiles j and j + D / 32 count within their set."""
-    k = weight(dim, bits, j)
+    k = nibble_weight(dim, bits, j)
     return k % 4 if bits <= 2 else k
 
 
 @gluon.constexpr_function
 def _set(dim, bits, j):
-    return weight(dim, bits, j) // 4 if bits <= 2 else 0
+    return nibble_weight(dim, bits, j) // 4 if bits <= 2 else 0
 
 
 @gluon.constexpr_function
@@ -95,7 +95,7 @@ def _operand(
     bits."""
     A: gl.constexpr = _word(D, BITS, TILE) + FIRST
     B: gl.constexpr = _word(D, BITS, TILE + NEXT) + FIRST + STEP
-    MASK: gl.constexpr = _byte_mask(KEPT if KEPT else BITS, weight(D, BITS, TILE // 2))
+    MASK: gl.constexpr = _byte_mask(KEPT if KEPT else BITS, nibble_weight(D, BITS, TILE // 2))
     return words[A] & MASK, words[A + 1] & MASK, words[B] & MASK, words[B + 1] & MASK
 
 
@@ -222,10 +222,10 @@ def byte_starts(q, lane, D: gl.constexpr, BITS: gl.constexpr, BENT: gl.constexpr
         acc = (none, none, none, none)
         for j in gl.static_range(HALF):
             if _set(D, BITS, j) == s:
-                top = none + _byte_mask(BITS, weight(D, BITS, j))  # twice the middle
+                top = none + _byte_mask(BITS, nibble_weight(D, BITS, j))  # twice the middle
                 acc = mma_bytes(top, top, top, top, q[2 * j], q[2 * j + 1], acc, True)
                 if BENT:
-                    low = none + _byte_mask(1, weight(D, BITS, j))
+                    low = none + _byte_mask(1, nibble_weight(D, BITS, j))
                     acc = mma_bytes(low, low, low, low, q[2 * (HALF + j)], q[2 * (HALF + j) + 1], acc, True)
         high = MAGIC_BITS - (acc[0] >> 1)
         low = MAGIC_BITS - ((acc[1] >> 1) + ((acc[0] & 1) << 7))
@@ -527,7 +527,7 @@ def byte_values(
     sums = ()
     for n in gl.static_range(FOURS):
         for ct in gl.static_range(CT):
-            f = 2.0 ** weight(D, BITS, ct % (CT // 2))
+            f = 2.0 ** nibble_weight(D, BITS, ct % (CT // 2))
             z = middle[n] * f
             acc = accs[ct * FOURS + n]
             for h in gl.static_range(2):

@@ -1,89 +1,12 @@
 # mypy: ignore-errors
 """Pages of uniform codes as the decode kernel reads them: where they lie, and codes as operands of tensor cores."""
-# ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch, _field, _load_codes, _main, _operand, _pair_mask, code_bytes
-from kvfold.kernels._registers import _item
-from kvfold.kernels._warp import select
+from kvfold.kernels._codes import _fetch, code_bytes, scale_at
 
 # ---- codes as operands ----------------------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def _nibbles(dim, bits):
-    """Whether codes of 3 bits are first put together: two words of 3-bit fields in nibbles from one of 2-bit fields."""
-    return bits == 3 and dim % 128 == 0
-
-
-@gluon.constexpr_function
-def _place(dim, bits, tile):
-    """Word (of four), bits to shift it right by, and then the first bit k of the codes of a tile."""
-    if _nibbles(dim, bits):
-        arrays = dim // 64
-        i = tile // arrays
-        return 2 * (tile % arrays) + i % 2, 12 if i // 2 == 3 else 0, i // 2 % 3 * 4
-    array, bit = _field(dim, _main(bits), tile)
-    return array, bit // 8 * 8, bit % 8
-
-
-@gluon.constexpr_function
-def weight(dim, bits, channel_tile):
-    """k: the codes of this channel tile count 2^k times (first token tile)."""
-    return _place(dim, bits, 2 * channel_tile)[2]
-
-
-@gluon.constexpr_function
-def step(dim, bits):
-    """The codes of the second token tile count 2^(k + step) times."""
-    return _place(dim, bits, 1)[2] - weight(dim, bits, 0)
-
-
-@gluon.jit
-def page_words(base, lane, OFFSET: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr):
-    """A lane's words of the codes of 32 tokens, 3-bit codes as nibbles."""
-    return nibble_words(_load_codes(base, lane, OFFSET, D, BITS), D, BITS)
-
-
-@gluon.jit
-def nibble_words(words, D: gl.constexpr, BITS: gl.constexpr):
-    """Words of a lane as they are stored, with 3-bit codes put together as nibbles."""
-    if _nibbles(D, BITS):
-        LOW: gl.constexpr = D // 64
-        HIGH: gl.constexpr = D // 128
-        out = ()
-        for a in gl.static_range(LOW):
-            for odd in gl.static_range(2):
-                for i in gl.static_range(4):
-                    x = words[4 * a + i]
-                    y = words[4 * (LOW + a % HIGH) + i]
-                    if odd == 1:
-                        x = x >> 2
-                    if 2 - 2 * odd >= a // HIGH:
-                        y = y << (2 - 2 * odd - a // HIGH)
-                    else:
-                        y = y >> (a // HIGH + 2 * odd - 2)
-                    out = out + (select(x, y, 0x33333333),)
-        return out
-    else:
-        return words
-
-
-@gluon.jit
-def page_operand(words, TILE: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr):
-    """The four registers of a tile's codes as subnormal fp16 pairs (up to bit 10: the exponent's first bit counts as much)."""
-    if BITS == 3 and not _nibbles(D, BITS):
-        return _operand(words, TILE, D, BITS)
-    else:
-        WORD: gl.constexpr = _item(_place(D, BITS, TILE), 0)
-        RIGHT: gl.constexpr = _item(_place(D, BITS, TILE), 1)
-        K: gl.constexpr = _item(_place(D, BITS, TILE), 2)
-        out = ()
-        for i in gl.static_range(4):
-            out = out + ((words[4 * WORD + i] >> RIGHT) & _pair_mask(BITS, K),)
-        return out
 
 
 # ---- where a page lies in a warp's stage ----------------------------------------------------------------------------
@@ -93,17 +16,6 @@ def page_operand(words, TILE: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr)
 def page_bytes(dim, bits, blocks, mean, norm):
     """Bytes of one side of a page: codes, a scale per token, the mean, the norms."""
     return blocks * (code_bytes(dim, bits) + 64) + (2 * dim if mean else 0) + (dim if norm else 0)
-
-
-@gluon.constexpr_function
-def unit(dim, bits, channel_tile):
-    """What a code of this channel tile counts as a subnormal fp16: 2^(k - 24)."""
-    return 2.0 ** (weight(dim, bits, channel_tile) - 24)
-
-
-@gluon.constexpr_function
-def scale_at(dim, bits, blocks):
-    return blocks * code_bytes(dim, bits)
 
 
 @gluon.constexpr_function

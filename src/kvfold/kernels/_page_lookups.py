@@ -15,9 +15,10 @@ fills 128 bytes, and each lane reads its own copy, so that lanes never meet in a
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._codes import scale_at
 from kvfold.kernels._hadamard import _entry
 from kvfold.kernels._page_bytes import mean_signs, mix_lanes
-from kvfold.kernels._page_codes import hidden_block, scale_at
+from kvfold.kernels._page_codes import hidden_block
 from kvfold.kernels._page_sums import _sums
 from kvfold.kernels._registers import _replace, _zero4
 from kvfold.kernels._tables_gluon import _dynamic_base, _weighted_bytes, held_table, leave_table, reserved

@@ -5,12 +5,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import code_bytes
-from kvfold.kernels._affine_values import _lighten
+from kvfold.kernels._codes import code_bytes, nibble_step, nibble_weight, page_operand, page_words, scale_at, unit
 from kvfold.kernels._hadamard import turned_tiles, with_signs
-from kvfold.kernels._page_codes import hidden_block, mean_at, page_operand, page_words, scale_at, step, unit, weight
+from kvfold.kernels._page_codes import hidden_block, mean_at
 from kvfold.kernels._registers import _query, _replace, _zero4, ask_queries
-from kvfold.kernels._softmax import _headroom
+from kvfold.kernels._softmax import _headroom, _lighten
 from kvfold.kernels._warp import (
     abs_halves,
     as_float,
@@ -141,8 +140,8 @@ def _turned_queries(
             start = start + ((sums[0][0] + sums[1][0]) * MIDDLE, (sums[0][1] + sums[1][1]) * MIDDLE)
             for ct in gl.static_range(CT):
                 out = out + (
-                    _lighten(x[2 * ct], lane, weight(D, BITS, ct)),
-                    _lighten(x[2 * ct + 1], lane, weight(D, BITS, ct)),
+                    _lighten(x[2 * ct], lane, nibble_weight(D, BITS, ct)),
+                    _lighten(x[2 * ct + 1], lane, nibble_weight(D, BITS, ct)),
                 )
     return out, start
 
@@ -180,7 +179,7 @@ def _page_scores(
 ):  # fmt: skip
     """Scores of a page's tokens: 2 NB x NT accumulators. Those of the first ``skip`` blocks, if it is not None, are hidden."""
     CT: gl.constexpr = D // 16
-    STEP: gl.constexpr = step(D, BITS)
+    STEP: gl.constexpr = nibble_step(D, BITS)
     scores = ()
     scale = ()
     for j in gl.static_range(NB):
@@ -277,7 +276,7 @@ def _page_values(
     CT: gl.constexpr = D // 16
     MIDDLE: gl.constexpr = ((1 << BITS) - 1) / 2
     FACTOR: gl.constexpr = MIX**-0.5
-    STEP: gl.constexpr = step(D, BITS)
+    STEP: gl.constexpr = nibble_step(D, BITS)
     scale = ()
     for j in gl.static_range(NB):  # of tokens 2t and 2t + 1 of eight, as pairs
         scale = scale + load_matrix4(base + lane // 8 * 16, AT + scale_at(D, BITS, NB) + 64 * j, False)

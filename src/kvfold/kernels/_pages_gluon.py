@@ -21,18 +21,10 @@ Either side may have codes into a fixed table instead of uniform ones (WORDS, of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._codes import scale_at
 from kvfold.kernels._hadamard import hadamard, sign_bits, turned_back
 from kvfold.kernels._page_bytes import ask_rows
-from kvfold.kernels._page_codes import (
-    fetch_page,
-    mean_at,
-    norm_at,
-    page_bytes,
-    page_place,
-    scale_at,
-    shared_bytes,
-    stage_bytes,
-)
+from kvfold.kernels._page_codes import fetch_page, mean_at, norm_at, page_bytes, page_place, shared_bytes, stage_bytes
 from kvfold.kernels._page_lookups import (
     ROWS,
     held_rows,
@@ -61,8 +53,7 @@ from kvfold.kernels._softmax import LIFT, LOG2E, _finish, _nothing, _probabiliti
 from kvfold.kernels._warp import (
     as_float,
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     launch_dependents,
     program_sync,
     shared_base,
@@ -163,7 +154,7 @@ def attend_pages(
         if table is not None:
             id = gl.load(table + following + 1, mask=i + 2 < count, other=0)
             skip = steps[1] - (following - 1) * NB
-        copy_wait_1(lane)  # keys of this page
+        copy_wait(lane, 1)  # keys of this page
         if K_NORM:
             _norm_words(base, scratch, lane, k_sign, D, True, K_NORM_AT)
             turned, start = _turned_queries(q, scratch, lane, k_matrix, D, K_BITS, K_MIX, NT, FAR, K_WORDS > 0)
@@ -182,7 +173,7 @@ def attend_pages(
             base, lane, k_at[0], k_at[1], k_at[2], k_at[3], k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, 0
         )
         copy_commit(lane)
-        copy_wait_1(lane)  # values of this page
+        copy_wait(lane, 1)  # values of this page
         room = _room(base, lane, NB, V_AT + scale_at(D, V_BITS, NB))
         top, factor, p = _probabilities(scores, top, room, 2 * NB, NT)
         if V_WORDS:
@@ -215,7 +206,7 @@ def attend_pages(
         )
         copy_commit(lane)
 
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     program_sync(lane)
     if V_WORDS:
         out = in_tiles(out, base, lane, D, NT)

@@ -6,6 +6,7 @@ or (FOURS: 2) up to eight as two sets of four. What is made of codes and of a pa
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kvfold.kernels._codes import nibble_weight, scale_at
 from kvfold.kernels._hadamard import hadamard, rest, sign_bits
 from kvfold.kernels._lookup_bytes import (
     leave_channels,
@@ -29,15 +30,7 @@ from kvfold.kernels._page_bytes import (
     turned_mean,
     turned_rows,
 )
-from kvfold.kernels._page_codes import (
-    fetch_page,
-    mean_at,
-    norm_at,
-    page_bytes,
-    page_place,
-    scale_at,
-    weight,
-)
+from kvfold.kernels._page_codes import fetch_page, mean_at, norm_at, page_bytes, page_place
 from kvfold.kernels._page_lookups import ROWS, tables_bytes
 from kvfold.kernels._page_lookups import leave_rows as leave_table_rows
 from kvfold.kernels._page_lookups import turned_mean as turned_mean_in_rows
@@ -48,9 +41,7 @@ from kvfold.kernels._warp import (
     as_float,
     as_int,
     copy_commit,
-    copy_wait_1,
-    copy_wait_2,
-    copy_wait_all,
+    copy_wait,
     exp2_fast,
     load_shared,
     mma,
@@ -183,7 +174,7 @@ def attend_rows(
             for _n in gl.static_range(FOURS):
                 bias = bias + (zero,)
         if APART:
-            copy_wait_1(lane)  # their codes
+            copy_wait(lane, 1)  # their codes
         if K_WORDS:
             scores = lookup_byte_scores(base, lane, turned, left, skip, k_table, D, K_BITS, NB, FOURS)
         else:
@@ -242,7 +233,7 @@ def attend_rows(
         )
         copy_commit(lane)
 
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     program_sync(lane)
     return top, out, total
 
@@ -268,9 +259,9 @@ def _fetch_keys(
 def _wait(lane, APART: gl.constexpr):
     """Wait for the oldest group of copies; as of :func:`_fetch_keys`, two or one are younger."""
     if APART:
-        copy_wait_2(lane)
+        copy_wait(lane, 2)
     else:
-        copy_wait_1(lane)
+        copy_wait(lane, 1)
 
 
 @gluon.jit
@@ -348,7 +339,7 @@ def finish_rows(
             leave_channels(base0 + row * ROW, g, out, 16 * n)
         else:
             for ct in gl.static_range(CT):
-                f = 2.0 ** (8 - weight(D, BITS, ct % (CT // 2))) if BITS else 1.0
+                f = 2.0 ** (8 - nibble_weight(D, BITS, ct % (CT // 2))) if BITS else 1.0
                 store_shared1(to + 64 * ct, as_int(out[2 * (n * CT + ct)] * f))
                 store_shared1(to + (64 * ct + 32), as_int(out[2 * (n * CT + ct) + 1] * f))
         store_shared2(base0 + R * W * ROW + row * 8, as_int(top[n]), as_int(total[n]))

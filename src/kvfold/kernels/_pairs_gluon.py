@@ -30,7 +30,7 @@ from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels._warp import (
     add_half2,
     copy_commit,
-    copy_wait_all,
+    copy_wait,
     load_global4,
     load_shared,
     mma,
@@ -288,7 +288,7 @@ def _round(
                 _fetch(of, number + 2, (thread == 0) & (number + 2 >= B), STAGES, MIDDLE, LOW, LATE, B)
             wait_at(barriers + 8 * here, (number // B) & 1, lane * 0 + 1)
         else:
-            copy_wait_all(lane)
+            copy_wait(lane, 0)
             program_sync(lane)
             if number + 1 < count:
                 following = tables + _stage_at(number + 1, STAGES, MIDDLE, LOW, LATE) * STAGE

@@ -18,20 +18,19 @@ Head sizes are multiples of 16. Rows of bytes lie apart in shared memory so that
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch
-from kvfold.kernels._affine_values import _lighten
-from kvfold.kernels._fragment_lookup import _negative, fma_half2, page_angles
+from kvfold.kernels._codes import _fetch
 from kvfold.kernels._fragment_queries import load_fragment
 from kvfold.kernels._registers import ONES, _kind, _replace, _zero4
-from kvfold.kernels._softmax import _finish, _headroom, _nothing, _probabilities, _rescale
+from kvfold.kernels._rope import page_angles
+from kvfold.kernels._softmax import _finish, _headroom, _lighten, _nothing, _probabilities, _rescale
 from kvfold.kernels._warp import (
     as_float,
     as_int,
     copy_async,
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     either_bytes,
+    fma_half2,
     load_pair,
     load_shared,
     load_shared4f,
@@ -39,6 +38,7 @@ from kvfold.kernels._warp import (
     max_half2,
     mma,
     mul_half2,
+    negative_half2,
     pack_half2,
     program_sync,
     shared_base,
@@ -284,7 +284,7 @@ def turned_scores(
                 for r in gl.static_range(4):
                     a = _decoded(k[r // 2], ks[r // 2], kz[r // 2], nothing, 2 * tt + r % 2)
                     b = _decoded(m[r // 2], ms[r // 2], mz[r // 2], nothing, 2 * tt + r % 2)
-                    first = first + (fma_half2(a, cos[r], _negative(mul_half2(b, sin[r]))),)
+                    first = first + (fma_half2(a, cos[r], negative_half2(mul_half2(b, sin[r]))),)
                     second = second + (fma_half2(b, cos[r], mul_half2(a, sin[r])),)
                 acc = mma(first[0], first[1], first[2], first[3], q[2 * c], q[2 * c + 1], accs[tt], False)
                 b0 = q[2 * (c + HALF)]
@@ -406,7 +406,7 @@ def attend_plain(
         left = gl.where(i < count, used - (first + i * UNITS), 0)
         following = first + (i + 1) * UNITS
         next_left = gl.where(i + 1 < count, used - following, 0)
-        copy_wait_1(lane)  # keys of this stage
+        copy_wait(lane, 1)  # keys of this stage
         if ROTARY:
             if i % PER == 0:
                 page_angles(freq, base + AT[3], lane, position + (first + i * UNITS) * 32)
@@ -419,7 +419,7 @@ def attend_plain(
         warp_sync(lane)
         _fetch_keys(base, lane, kc, km, units0 + following, next_left, D, K_GROUP, UNITS, AT)
         copy_commit(lane)
-        copy_wait_1(lane)  # values of this stage
+        copy_wait(lane, 1)  # values of this stage
         room = plain_room(base, lane, UNITS, D // V_GROUP, AT[2])
         top, factor, p = _probabilities(scores, top, room, 2 * UNITS, 1)
         out = _rescale(out, factor, D // 16, 1)
@@ -428,7 +428,7 @@ def attend_plain(
         warp_sync(lane)
         _fetch_values(base, lane, vc, vm, units0 + following, next_left, D, V_GROUP, UNITS, AT)
         copy_commit(lane)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     whole = ()
     for ct in gl.static_range(D // 16):
         source = 4 * (ct * 16 // V_GROUP) + t

@@ -19,31 +19,30 @@ mean. That of keys meets a query by a second product, of a tile's cosines and si
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._codebook_gluon import _tile_scores
 from kvfold.kernels._registers import _zero4
 from kvfold.kernels._softmax import LOWEST, _finish
 from kvfold.kernels._tables_gluon import (
     _chosen,
     _dynamic_base,
     _fetch_rows,
-    _fma_half2,
     _odd_bytes,
     _pairs_of_queries,
     _weighted_bytes,
+    mean_of_keys,
     query_pitch,
     reserved,
     shared_turns,
+    tile_scores,
     unit_place,
     unit_queries,
 )
 from kvfold.kernels._warp import (
-    as_float,
     as_int,
     copy_async,
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     exp2_fast,
+    fma_half2,
     launch_dependents,
     load_global4,
     load_shared,
@@ -113,7 +112,7 @@ def _group_sums(words, places, AT: gl.constexpr, STAGES: gl.constexpr):
     sums = (whole[0] - odd[0] * 256, odd[0], whole[1] - odd[1] * 256, odd[1])
     out = ()
     for i in gl.static_range(4):
-        out = out + (_fma_half2(sums[i], places[8 + i], places[12 + i]),)
+        out = out + (fma_half2(sums[i], places[8 + i], places[12 + i]),)
     return out
 
 
@@ -185,8 +184,8 @@ def _rotated(x, turns):
         out = out + (
             product_less_half2(a0, turns[4 * i + 0], mul_half2(b0, turns[4 * i + 2])),
             product_less_half2(a1, turns[4 * i + 1], mul_half2(b1, turns[4 * i + 3])),
-            _fma_half2(b0, turns[4 * i + 0], mul_half2(a0, turns[4 * i + 2])),
-            _fma_half2(b1, turns[4 * i + 1], mul_half2(a1, turns[4 * i + 3])),
+            fma_half2(b0, turns[4 * i + 0], mul_half2(a0, turns[4 * i + 2])),
+            fma_half2(b1, turns[4 * i + 1], mul_half2(a1, turns[4 * i + 3])),
         )
     return out
 
@@ -253,7 +252,7 @@ def _over_units(
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """A warp's units, whose first one is on its way; ``turns``: address of the lane's cosines and sines; ``mean``: of keys, see
-    :func:`_mean_of_keys`."""
+    :func:`mean_of_keys`."""
     BUFFER: gl.constexpr = buffer_bytes(K, V)
     VALUES: gl.constexpr = table_bytes(K, GROUPS)
     for at in range(each):
@@ -275,7 +274,7 @@ def _over_units(
         )
         copy_commit(lane)
         unit_queries(to_query, raw, freq0, freq1, gain, position + at * 32, lane, 8, C, mean)
-        copy_wait_1(lane)
+        copy_wait(lane, 1)
         q = ()
         for j in gl.static_range(4):
             q = q + load_shared(lane_query, 64 * j, 4)
@@ -288,12 +287,12 @@ def _over_units(
             y_turns = shared_turns(turns + (tile * 4096 + 2048))
             x = _rotated(x, x_turns)
             y = _rotated(y, y_turns)
-            products = products + (_tile_scores(x, y, q, _zero4(lane)),)
+            products = products + (tile_scores(x, y, q, _zero4(lane)),)
             if GROUPS == 2:
                 m = ()
                 for j in gl.static_range(4):
                     m = m + load_shared(lane_query, C * query_pitch(C) + 64 * j, 4)
-                common = common + (_tile_scores(x_turns, y_turns, m, _zero4(lane)),)
+                common = common + (tile_scores(x_turns, y_turns, m, _zero4(lane)),)
         scores = ()
         norms = ()
         alive = at < count
@@ -343,21 +342,6 @@ def _over_units(
                 )  # fmt: skip
             out = new
     return top, out, total
-
-
-@gluon.jit
-def _mean_of_keys(source, pair, NEXT: gl.constexpr):
-    """Of a lane's two pairs both channels of a head's mean, over a power of two, so that products with queries are numbers of
-    fp16, and that power. ``source``: pointer to 128 numbers."""
-    some = ()
-    for i in gl.static_range(4):
-        some = some + (gl.load(source + pair + (NEXT * (i % 2) + 64 * (i // 2))).to(gl.float32),)
-    big = gl.maximum(gl.maximum(gl.abs(some[0]), gl.abs(some[1])), gl.maximum(gl.abs(some[2]), gl.abs(some[3])))
-    for j in gl.static_range(5):
-        big = gl.maximum(big, shuffle_xor(big, 1 << j))
-    exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
-    down = as_float((254 - exponent) << 23)
-    return (some[0] * down, some[1] * down, some[2] * down, some[3] * down, as_float(exponent << 23))
 
 
 @gluon.jit
@@ -416,7 +400,7 @@ def attend_units(
     gain = (gl.load(freq_ptr + 64 + pair), gl.load(freq_ptr + (64 + NEXT) + pair))
     mean = None
     if GROUPS == 2:
-        mean = _mean_of_keys(means[0], pair, NEXT)
+        mean = mean_of_keys(means[0], pair, NEXT)
 
     if GROUPS:
         k_places = _group_places(base, g, t)
@@ -432,13 +416,13 @@ def attend_units(
     out = ()
     for _i in gl.static_range(8):
         out = out + (_zero4(lane),)
-    copy_wait_1(lane)
+    copy_wait(lane, 1)
     program_sync(lane)
     top, out, total = _over_units(
         top, out, total, lane, g, t, stage, query, k_places, v_places, lane_turns, lane_query, to_query, raw, freq0, freq1,
         gain, mean, position, factor0, factor1, k_codes, v_codes, k_norms, v_norms, unit0, where, each, count, K, V, C, GROUPS,
     )  # fmt: skip
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     program_sync(lane)
     s0 = total[0]
     s1 = total[1]

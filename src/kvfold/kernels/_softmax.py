@@ -6,13 +6,14 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._registers import _zero4
+from kvfold.kernels._registers import _unit_half2, _zero4
 from kvfold.kernels._warp import (
     as_float,
     as_int,
     exp2_fast,
     load_shared4f,
     max_half2,
+    mul_half2,
     pack_half2,
     program_sync,
     shuffle_xor,
@@ -247,3 +248,12 @@ def _finish(
         gl.store(part_out + at + half, total[2], mask=column < live)
         gl.store(part_out + at + (D + MORE), total[1], mask=column + 1 < live)
         gl.store(part_out + at + (D + MORE) + half, total[3], mask=column + 1 < live)
+
+
+@gluon.jit
+def _lighten(p, lane, BY: gl.constexpr):
+    """fp16 pairs times 2^-BY."""
+    if BY == 0:
+        return p
+    else:
+        return mul_half2(p, _unit_half2(lane, -BY))

@@ -20,8 +20,8 @@ stage 0.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._tables_gluon import _fma_half2, _funnel, _shuffled, _swapped, _weighted_bytes
-from kvfold.kernels._warp import add_half2, as_float, load_global4, load_shared, low_halves
+from kvfold.kernels._tables_gluon import _funnel, _shuffled, _swapped, _weighted_bytes
+from kvfold.kernels._warp import add_half2, as_float, fma_half2, load_global4, load_shared, low_halves
 
 
 @gluon.constexpr_function
@@ -133,7 +133,7 @@ def _more(x, sums, ratios, order, COUNT: gl.constexpr):
     for j in gl.static_range(16):
         whole = add_half2(_above_1024(sums[j // 2], order, j % 2 == 1), less)
         if len(ratios) > 0:
-            out = out + (_fma_half2(whole, ratios[j % 8], x[j]),)
+            out = out + (fma_half2(whole, ratios[j % 8], x[j]),)
         else:
             out = out + (add_half2(whole, x[j]),)
     return out
@@ -159,7 +159,7 @@ def _with_shift(x, sign, shift):
     """A token's sums, real parts times ``sign``, and what centres have beyond them."""
     out = ()
     for i in gl.static_range(8):
-        out = out + (_fma_half2(x[i], sign, shift[i]),)
+        out = out + (fma_half2(x[i], sign, shift[i]),)
     for i in gl.static_range(8, 16):
         out = out + (add_half2(x[i], shift[i]),)
     return out

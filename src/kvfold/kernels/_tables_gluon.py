@@ -10,8 +10,12 @@ from kvfold.kernels._warp import (
     as_float,
     as_int,
     copy_async,
+    fma_half2,
     load_shared,
+    mma,
+    mul_half2,
     pack_half2,
+    product_less_half2,
     shuffle_xor,
     store_shared1,
     store_shared4,
@@ -43,13 +47,6 @@ def reserved(thread, BYTES: gl.constexpr):
 def _dynamic_base(lane):
     """Address of the program's shared memory, the one allocation of which begins there."""
     return gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _fma_half2(a, b, c):
-    return gl.inline_asm_elementwise(
-        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -271,3 +268,39 @@ def shared_turns(address):
         + load_shared(address, 128, 4)
         + load_shared(other, 128, 4)
     )
+
+
+@gluon.jit
+def rotated_keys(x, turns):
+    """Keys of one token of every lane, rotated by its place in the unit."""
+    real = ()
+    imaginary = ()
+    for i in gl.static_range(8):
+        a = x[i]
+        b = x[i + 8]
+        real = real + (product_less_half2(a, turns[i], mul_half2(b, turns[i + 8])),)
+        imaginary = imaginary + (fma_half2(b, turns[i], mul_half2(a, turns[i + 8])),)
+    return real + imaginary
+
+
+@gluon.jit
+def tile_scores(x, y, q, acc):
+    """Products of a tile's keys with the queries."""
+    for c in gl.static_range(8):
+        acc = mma(x[2 * c], y[2 * c], x[2 * c + 1], y[2 * c + 1], q[2 * c], q[2 * c + 1], acc, False)
+    return acc
+
+
+@gluon.jit
+def mean_of_keys(source, pair, NEXT: gl.constexpr):
+    """Of a lane's two pairs both channels of a head's mean, over a power of two, so that products with queries are numbers of
+    fp16, and that power. ``source``: pointer to 128 numbers."""
+    some = ()
+    for i in gl.static_range(4):
+        some = some + (gl.load(source + pair + (NEXT * (i % 2) + 64 * (i // 2))).to(gl.float32),)
+    big = gl.maximum(gl.maximum(gl.abs(some[0]), gl.abs(some[1])), gl.maximum(gl.abs(some[2]), gl.abs(some[3])))
+    for j in gl.static_range(5):
+        big = gl.maximum(big, shuffle_xor(big, 1 << j))
+    exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
+    down = as_float((254 - exponent) << 23)
+    return (some[0] * down, some[1] * down, some[2] * down, some[3] * down, as_float(exponent << 23))

@@ -18,9 +18,8 @@ of 16 channels. They are decoded to quarters of their numbers, of which fp16 has
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _field, _main, _operand, code_bytes
+from kvfold.kernels._codes import _field, _main, _operand, code_bytes
 from kvfold.kernels._fragment_codes import LEVELS, UNIFORM, level_operands, masked_words
-from kvfold.kernels._fragment_lookup import fma_half2
 from kvfold.kernels._plain_gluon import _decoded
 from kvfold.kernels._registers import _item, _replace, _zero4
 from kvfold.kernels._stream import load_word, load_words2, load_words4
@@ -28,9 +27,10 @@ from kvfold.kernels._tables_gluon import _dynamic_base, _weighted_bytes, held_ta
 from kvfold.kernels._warp import (
     copy_async,
     copy_commit,
-    copy_wait_all,
+    copy_wait,
     either_bytes,
     exp2_fast,
+    fma_half2,
     load_shared,
     mma,
     mul_half2,
@@ -122,7 +122,7 @@ def _half_pair(number):
 
 @gluon.constexpr_function
 def _shift(width, bits, tile):
-    """k: codes of this tile count 2^k times in the operand of :func:`kvfold.kernels._affine_codes._operand`."""
+    """k: codes of this tile count 2^k times in the operand of :func:`kvfold.kernels._codes._operand`."""
     return _field(width, _main(bits), tile)[1] % 8
 
 
@@ -461,7 +461,7 @@ def turned_kernel(
     if KIND == KIND_ROWS:
         leave_table(base + SIZE, thread, held_table(rows.to(gl.int64), thread, 4 // BITS), 0, 4 // BITS)
     copy_commit(lane)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     program_sync(lane)
     copy = base + SIZE
     if KIND == KIND_ROWS:

@@ -22,7 +22,7 @@ from kvfold.kernels._turned_gluon import store_words4
 from kvfold.kernels._warp import (
     as_float,
     copy_commit,
-    copy_wait_all,
+    copy_wait,
     load_matrix4,
     mma_bytes,
     pack_finite_half2,
@@ -162,7 +162,7 @@ def unpack_bits_kernel(
     end = sets * (gl.program_id(0) + 1) // gl.num_programs(0)
     unit = gl.minimum(begin * (W // 2) + warp // 2, units - 1)
     words = load_bits(at + unit.to(gl.int64) * (4 * CODES), CODES)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     if WIDE:
         show_copies(lane)
     program_sync(lane)

@@ -10,19 +10,18 @@ lane made. Keys are then rotated as in :mod:`kvfold.kernels._unpack_tables_gluon
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import code_bytes
-from kvfold.kernels._codebook_gluon import _rotated
+from kvfold.kernels._codes import code_bytes
 from kvfold.kernels._fragment_codes import masked_words
 from kvfold.kernels._fragment_lookup import _replaced, _seen, load_outlier
 from kvfold.kernels._fragment_mixed import _store_short
 from kvfold.kernels._registers import ONES, _zero4
 from kvfold.kernels._stream import load_words4
-from kvfold.kernels._tables_gluon import _dynamic_base, fetch_turns, reserved
+from kvfold.kernels._tables_gluon import _dynamic_base, fetch_turns, reserved, rotated_keys
 from kvfold.kernels._turned_gluon import KIND_LEVELS, bounded_half2, load_half, operands, store_words4, transposed
 from kvfold.kernels._unpack_tables_gluon import FAR, TURNS, _turns_at, leave_turn
 from kvfold.kernels._warp import (
     copy_commit,
-    copy_wait_all,
+    copy_wait,
     load_shared,
     mma,
     pack_half2,
@@ -136,7 +135,7 @@ def put_unit(
                 for j in gl.static_range(4):
                     y = y + (_replaced(rows[r][4 * i + j], apart[j]),)
             if KEYS:
-                y = _rotated(_rotated(y, _turns_at(near + at * 256 + t * 16, True)), turn)
+                y = rotated_keys(rotated_keys(y, _turns_at(near + at * 256 + t * 16, True)), turn)
             for i in gl.static_range(4):
                 z = ()
                 for j in gl.static_range(4):
@@ -187,7 +186,7 @@ def unpack_levels_kernel(
     scratch = far + FAR
     for i in gl.static_range(32 * PITCH // 256):
         store_shared2(scratch + (256 * i + lane * 8), lane * 0, lane * 0)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     program_sync(lane)
     CODE: gl.constexpr = code_bytes(128, BITS)
     begin = (gl.program_id(0) * W + warp) * each

@@ -10,8 +10,7 @@ salient tokens and count codes four times, so that they are 16 times whole codes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _operand, code_bytes, weight
-from kvfold.kernels._fragment_lookup import fma_half2
+from kvfold.kernels._codes import _operand, code_bytes, weight
 from kvfold.kernels._fragment_mixed import _ones_of
 from kvfold.kernels._registers import _item
 from kvfold.kernels._stream import load_word, load_words4
@@ -19,6 +18,7 @@ from kvfold.kernels._tables_gluon import _dynamic_base, reserved
 from kvfold.kernels._turned_gluon import _half_pair, byte_number, store_words4, transposed
 from kvfold.kernels._warp import (
     exp2_fast,
+    fma_half2,
     high_halves,
     load_shared,
     low_halves,

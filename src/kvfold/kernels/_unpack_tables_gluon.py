@@ -19,7 +19,6 @@ makes first then is another part of its token's channels: its addresses say whic
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._codebook_gluon import _rotated
 from kvfold.kernels._residual_gluon import (
     _group_places,
     _places,
@@ -31,10 +30,10 @@ from kvfold.kernels._steps_gluon import head_bytes, kept_bytes, steps_of_pairs, 
 from kvfold.kernels._tables_gluon import (
     _dynamic_base,
     _fetch_rows,
-    _fma_half2,
     _weighted_bytes,
     fetch_turns,
     reserved,
+    rotated_keys,
     shared_turns,
 )
 from kvfold.kernels._turned_gluon import bounded_half2, load_half, store_words2, store_words4
@@ -43,8 +42,8 @@ from kvfold.kernels._warp import (
     as_int,
     copy_async,
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
+    fma_half2,
     high_halves,
     load_shared,
     low_halves,
@@ -202,9 +201,9 @@ def put_unit(
             z = x if e == 0 else y
             at = token + (16 * tile + 8 * e)
             if STEPS:
-                z = _rotated(_rotated(z, shared_turns(near + at * 256 + place + g % 2 * 64)), turn)
+                z = rotated_keys(rotated_keys(z, shared_turns(near + at * 256 + place + g % 2 * 64)), turn)
             elif KEYS:
-                z = _rotated(_rotated(z, _turns_at(near + at * 256 + place, STEPS)), turn)
+                z = rotated_keys(rotated_keys(z, _turns_at(near + at * 256 + place, STEPS)), turn)
             norm = load_half(norms + at * 2)
             _put(out + (at * 256 + place), z, norm, pack_half2(norm, norm, False), STEPS, KEYS, BF16)
 
@@ -376,7 +375,7 @@ def _put_group_values(to, x, norm, means, AT: gl.constexpr, GROUPS: gl.constexpr
             else:
                 y = y + (pack_half2(a * norm, b * norm, True),)
         elif GROUPS == 2:
-            y = y + (bounded_half2(_fma_half2(x[i], pair, means[i])),)
+            y = y + (bounded_half2(fma_half2(x[i], pair, means[i])),)
         else:
             y = y + (bounded_half2(mul_half2(x[i], pair)),)
     for i in gl.static_range(4):
@@ -423,7 +422,7 @@ def put_group_unit(
                 down = pack_half2(down, down, False)
                 y = ()
                 for i in gl.static_range(16):
-                    y = y + (_fma_half2(means[i], down, mul_half2(x[i], size)),)
+                    y = y + (fma_half2(means[i], down, mul_half2(x[i], size)),)
                 x = y
             x = _rotated_by_fours(x, shared_turns(near + at * 256 + (g % 2 ^ first) * 64 + t * 16))
             x = _rotated_by_fours(x, turn)
@@ -520,7 +519,7 @@ def unpack_tables_kernel(
     if GROUPS == 2:
         begins = _begins_with(lane // 4, STAGES, KEYS)
         means, largest = _mean_words(mean_ptr + head % heads * 128, lane % 4, begins, KEYS)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     program_sync(lane)
     for i in range(each):
         unit = gl.minimum(begin + i, hi - 1)
@@ -537,7 +536,7 @@ def unpack_tables_kernel(
         copy_commit(lane)
         if KEYS and not STEPS:
             leave_turn(far, lane, position + unit * 32, turns, gains)
-        copy_wait_1(lane)
+        copy_wait(lane, 1)
         if KEYS and not STEPS and not GROUPS:
             turn = _turns_at(far + lane % 4 * 32, STEPS)
         here = stage + i % 2 * BUFFER
@@ -547,6 +546,6 @@ def unpack_tables_kernel(
             put_group_unit(here, near, far, lane, own, means, largest, norms_here, out_here, STAGES, KEYS, BF16, GROUPS)
         else:
             put_unit(here, base, near, turn, lane, own, norms_here, out_here, STAGES, STEPS, KEYS, BF16)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     for i in gl.static_range(len(memory)):
         memory[i]._keep_alive()

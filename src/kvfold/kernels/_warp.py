@@ -166,42 +166,17 @@ def copy_commit(lane):
     )
 
 
-@gluon.jit
-def copy_wait_1(lane):
-    """Wait until all but the newest group of copies of this warp have arrived, and show them to all its lanes."""
-    gl.inline_asm_elementwise(
-        "cp.async.wait_group 1; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
-        "=r,r",
-        [lane],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+@gluon.constexpr_function
+def _wait_asm(groups):
+    waits = f"wait_group {groups}" if groups else "wait_all"
+    return f"cp.async.{waits}; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
 
 
 @gluon.jit
-def copy_wait_2(lane):
-    """The same of all but the two newest groups."""
-    gl.inline_asm_elementwise(
-        "cp.async.wait_group 2; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
-        "=r,r",
-        [lane],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def copy_wait_all(lane):
-    gl.inline_asm_elementwise(
-        "cp.async.wait_all; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
-        "=r,r",
-        [lane],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def copy_wait(lane, GROUPS: gl.constexpr):
+    """Wait until all but the GROUPS newest groups of copies of this warp have arrived, and show them to all its lanes."""
+    asm: gl.constexpr = _wait_asm(GROUPS)
+    gl.inline_asm_elementwise(asm, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -581,3 +556,15 @@ def prefetch_bulk(address, size, active):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def fma_half2(a, b, c):
+    return gl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def negative_half2(x):
+    return gl.inline_asm_elementwise("neg.f16x2 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)

@@ -7,7 +7,8 @@ import torch
 
 from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format
-from kvfold.kernels._affine_codes import code_bytes, meta_bytes
+from kvfold.kernels._affine_codes import meta_bytes
+from kvfold.kernels._codes import code_bytes
 from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels.call import Span, Windows
 from kvfold.kernels.device import multiprocessors

@@ -22,10 +22,10 @@ from kvfold.formats import (
 )
 from kvfold.formats.basis import Basis
 from kvfold.formats.paged import PAGE, PagedFormat
+from kvfold.kernels._codes import nibble_weight
 from kvfold.kernels._fragment_codes import CHANNELS, CONSTANTS, LEVELS, MIXED, RANGES, TOKENS, UNIFORM
 from kvfold.kernels._fragment_layout import column_share, shared_bytes
 from kvfold.kernels._fragments_gluon import fragments_kernel
-from kvfold.kernels._page_codes import weight
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.decode import MAX_TOKENS, MODES, STATIC_SHARED, Plan
 from kvfold.kernels.device import multiplies_wide, multiprocessors, settled
@@ -251,7 +251,7 @@ def _table(
     if back:
         matrix = matrix.T
     elif of.constants[0] == UNIFORM and not even:  # codes of a tile count 2^k times
-        k = [weight(of.width, of.constants[1], c) for c in range(of.width // 16)]
+        k = [nibble_weight(of.width, of.constants[1], c) for c in range(of.width // 16)]
         matrix = matrix * torch.tensor([2.0**-x for x in k], device=device).repeat_interleave(16)[:, None]
     return lane_tiles(matrix)
 

@@ -4,8 +4,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import code_bytes, meta_bytes
+from kvfold.kernels._affine_codes import meta_bytes
 from kvfold.kernels._affine_values import carried
+from kvfold.kernels._codes import code_bytes
 from kvfold.kernels._decode_gluon import asked_queries, attend_blocks
 from kvfold.kernels._registers import _item
 from kvfold.kernels._softmax import LOG2E, _finish
