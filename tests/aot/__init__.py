@@ -1,5 +1,6 @@
 """Compile GPU kernels where there is no GPU, and read what the compiler made of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from kvfold.kernels.blocks import is_turned, most_tokens, readers_of, resident
 from kvfold.kernels.blocks import make_plan as make_blocks_plan
 from kvfold.kernels.blocks import options as blocks_options
 from kvfold.kernels.decode import Plan, constants, make_plan
+from kvfold.kernels.device import HOPPER
 from kvfold.kernels.paged import PageLayout, follow
 from kvfold.kernels.paged import gluon as paged_gluon
 from kvfold.kernels.paged._follow import follow_kernel
@@ -54,7 +56,7 @@ def compile_decode(
     plan : Plan or None
         Another launch shape than the one that is chosen.
     """
-    plan = plan or make_plan(key_format, value_format, 128, rows, 1024, 160, 132)
+    plan = plan or make_plan(key_format, value_format, 128, rows, 1024, 160, HOPPER)
     fixed: dict[str, Any] = constants(key_format, value_format, plan, bf16, has_bias, capability >= 90)
     if plan.columns == 1:
         fixed["columns"] = 1
@@ -78,7 +80,7 @@ def compile_pages(
     plan: Plan | None = None,
 ) -> Report:
     """Compile the decode kernel over pages as a layer with ``rows`` query rows per KV head would use it."""
-    plan = plan or pages.make_plan(key_format, value_format, 128, rows, 1024, 160, 132)
+    plan = plan or pages.make_plan(key_format, value_format, 128, rows, 1024, 160, HOPPER)
     fixed: dict[str, Any] = pages.constants(key_format, value_format, plan, bf16, capability >= 90)
     if plan.columns == 1:
         fixed["columns"] = 1
@@ -99,7 +101,7 @@ def compile_pieces(
     """Compile the kernel over pieces of a server's pages as a layer with ``rows`` query rows per KV head would use it."""
     layout = PageLayout(key_format, value_format)
     keys, values = layout.views(torch.zeros(1, 1, layout.bytes, dtype=torch.uint8, device="cpu"))
-    shape = paged_gluon.shape(key_format, value_format, rows, bf16, capability >= 90)
+    shape = paged_gluon.shape(key_format, value_format, rows, bf16, replace(HOPPER, capability=divmod(capability, 10)))
     fields = (*paged_gluon.arrays(key_format, keys, True), *paged_gluon.arrays(value_format, values, False))
     fixed: dict[str, Any] = shape.fixed | {"AT": paged_gluon.region_of(fields)[1], "RAW": raw, "HAS_SINKS": False}
     if shape.plan.columns == 1:
@@ -123,7 +125,7 @@ def compile_fragments(
     plan: Plan | None = None,
 ) -> Report:
     """Compile the decode kernel over pages of any codes as a layer with ``rows`` query rows per KV head would use it."""
-    plan = plan or fragments.make_plan(key_format, value_format, 128, rows, 1024, 160, 132)
+    plan = plan or fragments.make_plan(key_format, value_format, 128, rows, 1024, 160, HOPPER)
     fixed: dict[str, Any] = fragments.constants(key_format, value_format, plan, bf16, capability >= 90)
     if plan.columns == 1:
         fixed["columns"] = 1
@@ -251,7 +253,7 @@ def compile_dense(
     windows : bool
         Whether programs of the same launch attend to the windows.
     """
-    plan = dense.make_plan(head_dim, 128, rows, 32768, shared_memory, 132)
+    plan = dense.make_plan(head_dim, 128, rows, 32768, replace(HOPPER, shared_memory=shared_memory))
     fixed: dict[str, Any] = dense.constants(head_dim, plan, windows, capability >= 90)
     tensors = ("q_ptr", "keys", "values", "sink_k", "sink_v", "ring_k", "ring_v")
     types = dict.fromkeys(tensors, _width(bf16)) | {"factor": "fp32"}

@@ -10,13 +10,14 @@ from kvfold.kernels import balanced, mapped, plain
 from kvfold.kernels._balanced_gluon import balanced_kernel
 from kvfold.kernels._mapped_gluon import mapped_kernel
 from kvfold.kernels._plain_gluon import plain_kernel
+from kvfold.kernels.device import HOPPER
 
 
 def compile_plain(
     key_format: AffineGroups, value_format: AffineGroups, rotary: bool = False, capability: int = 90
 ) -> Report:
     """Compile the Gluon kernel over plain packed storage as a layer would use it; ``rotary``: keys are stored before RoPE."""
-    plan = plain.make_plan(key_format, value_format, 128, 1024, rotary, 132)
+    plan = plain.make_plan(key_format, value_format, 128, 1024, rotary, HOPPER)
     fixed: dict[str, Any] = plain.constants(key_format, value_format, plan, rotary)
     types = dict.fromkeys(("k_codes", "v_codes"), "*u8") | dict.fromkeys(("k_meta", "v_meta", "table_ptr"), "*fp16")
     types |= {"packed_len_ptr": "*i32", "position_ptr": "*i64", "factor": "fp32"}

@@ -21,6 +21,7 @@ from kvfold.bench import static as buffers
 from kvfold.cli import main
 from kvfold.commands.bench import BENCHMARKS
 from kvfold.errors import KVFoldError
+from kvfold.kernels.device import HOPPER
 from tiny_model import save, tiny_llama
 
 COMMITTED = Path(__file__).parents[2] / "benchmarks" / "rows"
@@ -492,7 +493,8 @@ def test_product_kernels_compile_without_spills():
 
     from aot.report import _compile
     from kvfold.bench._matvec_gluon import scores_kernel, values_kernel
-    from kvfold.kernels.decode import MODES, STATIC_SHARED
+    from kvfold.kernels.decode import MODES
+    from kvfold.kernels.device import STATIC_SHARED
 
     pointers = {"q_ptr": "*fp16", "meta": "*fp16", "codes": "*i16", "aux": "*i16", "scale": "fp32"}
     pointers |= dict.fromkeys(("packed_len_ptr", "out_ptr", "p_ptr"), "*i32")
@@ -585,7 +587,7 @@ def test_formats_are_measured_in_the_kernel_that_serves_them(method, kernel, mon
     from kvfold.bench import attention, storage
     from kvfold.kernels import tables
 
-    monkeypatch.setattr(tables, "program_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(tables, "device_info", lambda device: HOPPER)
     made = storage.formats
     monkeypatch.setattr(storage, "formats", lambda name, heads, dim, _: made(name, heads, dim, torch.device("cpu")))
     assert attention.Work(method, 0, 1, 1024).kernel == kernel

@@ -14,7 +14,7 @@ from blocks_case import Case
 from kvfold import methods
 from kvfold.formats import Hadamard
 from kvfold.kernels import REGISTRY, _balanced_gluon, balanced
-from kvfold.kernels.decode import STATIC_SHARED
+from kvfold.kernels.device import HOPPER, STATIC_SHARED
 from kvfold.methods import LayerSpec
 from warps import Machine, Pointer, on_cpu, register, scalar
 
@@ -138,9 +138,9 @@ def test_sides_of_two_rotations_are_refused():
 
 @pytest.mark.parametrize("jobs, blocks", [(1, 1), (8, 1023), (128, 255), (4096, 16)])
 def test_launch_shapes_fit(jobs, blocks):
-    plan = balanced.make_plan(128, jobs, blocks, 132)
+    plan = balanced.make_plan(128, jobs, blocks, HOPPER)
     assert 1 <= plan.splits <= max(1, blocks) and balanced.program_bytes(128) <= STATIC_SHARED
-    early = balanced.make_plan(128, jobs, blocks, 132, True)
+    early = balanced.make_plan(128, jobs, blocks, HOPPER, True)
     assert jobs > 132 or 1 <= early.splits * jobs <= 132  # one program for each multiprocessor
 
 

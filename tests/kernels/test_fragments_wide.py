@@ -80,7 +80,7 @@ def test_the_kernel_equals_the_reference(method, how, splits, window_heads, monk
 )
 def test_numbers_on_a_gpu(method, batch, splits, window_heads, context, dtype, limit):
     work, device = attention.Work(method, 0, batch, context), torch.device("cuda")
-    if not fragments.multiplies_wide(device):
+    if not fragments.device_info(device).has_wgmma:
         pytest.skip("needs warpgroups that multiply")
     plan = shaped(splits, window_heads)
     assert error(work, plan, dtype, device) < limit

@@ -7,7 +7,8 @@ pytest.importorskip("triton")
 
 from kvfold.bench import attention
 from kvfold.kernels import Span, fragments
-from kvfold.kernels.decode import STATIC_SHARED, Plan
+from kvfold.kernels.decode import Plan
+from kvfold.kernels.device import STATIC_SHARED
 from pages_case import LIMIT, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

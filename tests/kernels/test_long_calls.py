@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 import helpers
 from kvfold.kernels import NewTokens, ReferenceKernel, decode
+from kvfold.kernels.device import HOPPER
 from kvfold.kernels.gluon import GluonKernel
 from kvfold.kernels.partials import Partials
 
@@ -183,7 +184,7 @@ def test_splits_fill_the_gpu_once():
     )
     for batch_heads in (1, 8, 128):
         for rows in (65, 256, 2048, 8192):
-            plan = decode.make_long_plan(key, value, batch_heads, rows, 1024, 132)
+            plan = decode.make_long_plan(key, value, batch_heads, rows, 1024, HOPPER)
             programs = batch_heads * plan.columns * plan.splits
             assert plan.splits == 1 or programs <= 2 * 132
             assert plan.splits == 1024 // (12 * plan.blocks) or programs > 132  # as many as are worth it, or enough

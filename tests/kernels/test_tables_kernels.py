@@ -20,6 +20,7 @@ from kvfold.bench import storage
 from kvfold.errors import KVFoldError
 from kvfold.kernels import blocks, codebook, groups, residual, tables
 from kvfold.kernels import learned_keys as tasq_fold
+from kvfold.kernels.device import HOPPER
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import attention
 from kvfold.kernels.paged import tables as paged_tables
@@ -230,7 +231,7 @@ def gpu(monkeypatch):
 
     def with_memory(there):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        monkeypatch.setattr(tables, "program_memory", lambda device: there)
+        monkeypatch.setattr(tables, "device_info", lambda device: replace(HOPPER, shared_memory=there))
 
     with_memory(227 << 10)
     return with_memory

@@ -10,9 +10,9 @@ function, the format's reader (:mod:`kvfold.kernels.readers`), which the kernel 
 import triton
 import triton.language as tl
 
+from kvfold.kernels._sizes import PAGE
 from kvfold.kernels.readers._codes import channels
 
-PAGE = tl.constexpr(128)
 NORM_STEPS = tl.constexpr(48.0)
 
 

@@ -23,7 +23,7 @@ BITS = tl.constexpr(2)
 VECTOR = tl.constexpr(2)  # channels that share a code
 MEAN = tl.constexpr(3)  # whether pages have a mean
 NORM = tl.constexpr(4)  # their norms: 0 none, 1 rms, 2 max
-PAGE = tl.constexpr(5)
+PAGE_TOKENS = tl.constexpr(5)
 SEEN = tl.constexpr(6)
 NUMBERS = tl.constexpr(7)  # numbers of a vector through a dense basis
 FIT = tl.constexpr(7)  # of uniform levels and of codes: 0 least, 1 size, 2 unbiased, 3 rms
@@ -159,7 +159,7 @@ def _statistics_kernel(
         ring + sequence * ring_stride_b + head * ring_stride_h,
         D,
         1,
-        first_token + page * FORM[PAGE],
+        first_token + page * FORM[PAGE_TOKENS],
         slots,
         new + index * new_stride_b + head * new_stride_h,
         new_stride_t,
@@ -378,7 +378,7 @@ def _blocks_kernel(
         old,
     )
     lane = sequence * heads + head
-    at = (lane * pages + tile * FORM[TILE] // FORM[PAGE]) * D
+    at = (lane * pages + tile * FORM[TILE] // FORM[PAGE_TOKENS]) * D
     page = (mean + at, norm + at, table, table)
     _tile(source, page, signs, (codes, meta, aux), lane * tiles + tile, True, D, FORM, VALUE, 2, WARPS)
 
@@ -423,10 +423,10 @@ def _close_side(
             i = tile % (due * PER_BLOCK)
             lane = place[1] + tile // (due * PER_BLOCK)
         first = packed + i * FORM[TILE]
-        at = (lane * pages + (first - first_block * BLOCK) // FORM[PAGE]) * D
+        at = (lane * pages + (first - first_block * BLOCK) // FORM[PAGE_TOKENS]) * D
         source = (ring + lane * slots * D, D, 1, first, slots)
         if FORM[MEAN] or FORM[NORM] > 0:
-            if first % FORM[PAGE] == 0:
+            if first % FORM[PAGE_TOKENS] == 0:
                 _statistics(source, mean + at, norm + at, D, FORM, True)
             tl.debug_barrier()  # what these threads stored, others read
         may_be_asym = (first // BLOCK + 1) * BLOCK <= tl.load(boundary + batch) if BOUNDARY else True

@@ -42,6 +42,7 @@ from kvfold.kernels._warp import (
     warp_sync,
 )
 from kvfold.kernels._warpgroup import arrive_at, begin_barrier, copy_all, products_of_pairs, wait_at
+from kvfold.kernels.device import HOPPER
 
 BETWEEN = gl.constexpr(16384)
 LESS = gl.constexpr(24576)
@@ -66,7 +67,7 @@ def buffers(stages, tokens, wide):
     """Stages whose tables are in shared memory at once."""
     if not wide:
         return 2
-    return 4 if 4 * stage_bytes(wide) + 4 * stages * tokens + 64 <= 227 * 1024 else 3
+    return 4 if 4 * stage_bytes(wide) + 4 * stages * tokens + 64 <= HOPPER.shared_memory else 3
 
 
 @gluon.constexpr_function

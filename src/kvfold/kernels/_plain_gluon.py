@@ -22,6 +22,7 @@ from kvfold.kernels._codes import _fetch
 from kvfold.kernels._fragment_queries import load_fragment
 from kvfold.kernels._registers import ONES, _kind, _replace, _zero4
 from kvfold.kernels._rope import page_angles
+from kvfold.kernels._sizes import PAGE
 from kvfold.kernels._softmax import _finish, _headroom, _lighten, _nothing, _probabilities, _rescale
 from kvfold.kernels._warp import (
     as_float,
@@ -49,7 +50,6 @@ from kvfold.kernels._warp import (
     warp_sync,
 )
 
-PAGE = gl.constexpr(128)
 EXPONENT = gl.constexpr(-1)
 """The largest element of a query is scaled to [2^-1, 1): times any scale of 2-bit groups it stays below fp16's largest."""
 

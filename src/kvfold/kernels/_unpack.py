@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._blocks import _channel, _norms
+from kvfold.kernels._sizes import PAGE
 from kvfold.kernels.readers._codes import channels
 
-PAGE = tl.constexpr(128)
 MOST = tl.constexpr(65504.0)
 
 

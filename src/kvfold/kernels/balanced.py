@@ -11,8 +11,8 @@ from kvfold.formats import Balanced, Format, Hadamard, Paged
 from kvfold.formats.basis import Basis
 from kvfold.kernels._balanced_gluon import balanced_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
-from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
+from kvfold.kernels.device import DeviceInfo, device_info
+from kvfold.kernels.partials import LOG2E, early_launch
 from kvfold.kernels.stored import inner, room_of
 
 BLOCK = 128
@@ -62,15 +62,15 @@ def _basis(form: Format) -> Basis | None:
 
 
 @lasting()
-def make_plan(dim: int, jobs: int, blocks: int, processors: int, early: bool = False) -> Plan:
+def make_plan(dim: int, jobs: int, blocks: int, device: DeviceInfo, early: bool = False) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads (times eights of query rows) and storage of ``blocks`` tiles; ``early``: one
     program for each multiprocessor, so that what follows finds room beside it."""
-    resident = 1 if early else min(RESIDENT, 227 * 1024 // (program_bytes(dim) + 1024))
+    resident = 1 if early else min(RESIDENT, device.programs(program_bytes(dim)))
 
     def cost(n: int) -> float:
         """As in :func:`kvfold.kernels.decode.make_plan`; starting and ending a program is worth two tiles."""
-        waves, rest = divmod(jobs * n, processors * resident)
-        fill = math.ceil(rest / processors) / resident
+        waves, rest = divmod(jobs * n, device.sms * resident)
+        fill = math.ceil(rest / device.sms) / resident
         return (math.ceil(math.ceil(blocks / n) / WARPS) + 2) * (waves + (max(9 / 16, fill**0.9) if rest else 0))
 
     return Plan(min(range(1, max(2, min(256, blocks // WARPS + 2))), key=cost))
@@ -88,12 +88,12 @@ class BalancedTiles:
         """Where there are few windows to attend to beside it. With many, programs come to lie three to a multiprocessor on some
         and one on others."""
         device = call.query.device
-        return overlaps_launches(device) and FEW * _jobs(call) <= multiprocessors(device)
+        return device_info(device).has_pdl and FEW * _jobs(call) <= device_info(device).sms
 
     def plan_of(self, call: AttentionCall, span: Span) -> Plan:
         """Choose a launch shape for a call over one span."""
-        blocks, processors = span.keys["codes"].shape[2], multiprocessors(call.query.device)
-        return make_plan(call.shape[-1], _jobs(call), blocks, processors, self.early(call))
+        blocks, device = span.keys["codes"].shape[2], device_info(call.query.device)
+        return make_plan(call.shape[-1], _jobs(call), blocks, device, self.early(call))
 
     def attend_packed(
         self,

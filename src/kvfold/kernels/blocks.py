@@ -12,7 +12,7 @@ from kvfold.formats.binary import BinaryCodes, ValueRows
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
-from kvfold.kernels.device import multiprocessors, no_triton
+from kvfold.kernels.device import device_info, no_triton
 from kvfold.kernels.stored import (
     basis_matrix,
     check_strides,
@@ -224,7 +224,7 @@ def plain_plan(call: AttentionCall, span: Span) -> Plan:
     width = max(inner(form).width for form in (call.key_format, call.value_format))
     tokens, turned = _tokens(call.key_format, span.keys), is_turned(call.key_format)
     readers = readers_of(call.key_format, call.value_format, 0)
-    shape = width, batch * heads, rows, tokens, multiprocessors(call.query.device)
+    shape = width, batch * heads, rows, tokens, device_info(call.query.device).sms
     return make_plan(*shape, turned, resident(readers), most_tokens(readers))
 
 

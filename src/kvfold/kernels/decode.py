@@ -11,18 +11,19 @@ from kvfold.kernels._affine_codes import meta_bytes
 from kvfold.kernels._codes import code_bytes
 from kvfold.kernels._decode_gluon import decode_kernel
 from kvfold.kernels.call import Span, Windows
-from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
+from kvfold.kernels.device import STATIC_SHARED, DeviceInfo, device_info
+from kvfold.kernels.partials import Partials, early_launch
 from kvfold.kernels.windows import attend_windows
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 MAX_TOKENS = 16
 """Query tokens that may lie in the windows already."""
+LEFT = 8 * 1024
+"""Bytes of shared memory of a multiprocessor that programs are not counted on."""
 LONG_ROWS = 64
 """Query rows per KV head beyond which the warps of a program share what they read."""
 WORKSPACE = 64 << 20
 """Bytes of partial results up to which the queries of a long call are taken at once."""
-STATIC_SHARED = 48 * 1024
 
 
 def unsupported(key_format: Format, value_format: Format) -> str | None:
@@ -122,13 +123,18 @@ def _on_operand(key_format: AffineGroups, value_format: AffineGroups) -> bool:
     return key_format.axis == "token" and value_format.axis == "channel"
 
 
-def _resident(key_format: AffineGroups, value_format: AffineGroups, warps: int, blocks: int) -> int:
+def _resident(key_format: AffineGroups, value_format: AffineGroups, warps: int, blocks: int, device: DeviceInfo) -> int:
     """Programs that a multiprocessor holds at once: registers (as compiled for sm_90) and shared memory decide."""
     size = _stage_bytes(key_format) + _stage_bytes(value_format)
     by_dim = {64: 16, 128: 16 if _on_operand(key_format, value_format) else 12, 256: 8}  # warps
     if blocks > 2 and key_format.head_dim == 128:
         by_dim[128] -= 4
-    return max(1, min(by_dim[key_format.head_dim] // warps, 220 * 1024 // (warps * blocks * size + 1024)))
+    return max(
+        1,
+        min(
+            by_dim[key_format.head_dim] // warps, (device.shared_memory_per_sm - LEFT) // (warps * blocks * size + 1024)
+        ),
+    )
 
 
 @lasting()
@@ -139,7 +145,7 @@ def make_plan(
     rows: int,
     capacity: int,
     window_slots: int,
-    multiprocessors: int,
+    device: DeviceInfo,
     splits: int | None = None,
 ) -> Plan:
     """Choose a launch shape.
@@ -163,23 +169,23 @@ def make_plan(
     warps, blocks = (4, fitting[0]) if fitting else (2, 1)
     jobs = batch_heads * columns
     # short sequences, and enough of them: a warp takes one whole, and has no other to meet
-    alone = splits is None and capacity <= 64 and jobs >= 12 * multiprocessors
+    alone = splits is None and capacity <= 64 and jobs >= 12 * device.sms
     if alone:
         warps, splits = 1, 1
     # next to long packed parts, or many programs, there is time for several tiles of a window
-    each = 12 if alone else 3 if capacity >= 512 or 4 * jobs >= multiprocessors else 1
+    each = 12 if alone else 3 if capacity >= 512 or 4 * jobs >= device.sms else 1
     dense_splits = math.ceil(window_slots / (16 * warps * each))
     registers = None
     if splits is None:
-        resident = _resident(key_format, value_format, warps, blocks)
+        resident = _resident(key_format, value_format, warps, blocks, device)
         least = min(1.0, 9 / (resident * warps))  # nine warps of a multiprocessor already keep HBM busy
 
         def cost(n: int) -> float:
             """Time in stages, a model fitted to measurements: starting and ending a program is worth 1.6 of them, and a wave
             that does not fill the GPU is faster."""
             stages = math.ceil(math.ceil(capacity / n / warps) / blocks) + 1.6
-            waves, rest = divmod(jobs * n, multiprocessors * resident)
-            fill = math.ceil(rest / multiprocessors) / resident  # multiprocessors get whole programs
+            waves, rest = divmod(jobs * n, device.sms * resident)
+            fill = math.ceil(rest / device.sms) / resident  # multiprocessors get whole programs
             return stages * (waves + (max(least, fill**0.9) if rest else 0))
 
         splits = min(range(1, max(2, min(256, capacity // (warps * blocks) + 2))), key=cost)
@@ -216,7 +222,7 @@ def make_long_plan(
     batch_heads: int,
     rows: int,
     capacity: int,
-    multiprocessors: int,
+    device: DeviceInfo,
 ) -> Plan:
     """Choose a launch shape for calls of many tokens: parameters as for :func:`make_plan`.
 
@@ -224,7 +230,7 @@ def make_long_plan(
     fill the GPU once, each of at least a dozen stages.
     """
     if rows <= LONG_ROWS:
-        return make_plan(key_format, value_format, batch_heads, rows, capacity, 0, multiprocessors)
+        return make_plan(key_format, value_format, batch_heads, rows, capacity, 0, device)
     dim = key_format.head_dim
     tiles = 2 if dim <= 128 else 1
     size = _stage_bytes(key_format) + _stage_bytes(value_format)
@@ -236,7 +242,7 @@ def make_long_plan(
     shapes = [(4, 4)] if _on_operand(key_format, value_format) and roomy else []
     warps, blocks = next(shape for shape in [*shapes, (4, 2), (4, 1), (2, 1)] if fits(*shape))
     columns = math.ceil(rows / (8 * tiles * warps))
-    splits = max(1, min(multiprocessors * 8 // warps // (batch_heads * columns), capacity // (12 * blocks)))
+    splits = max(1, min(device.sms * 8 // warps // (batch_heads * columns), capacity // (12 * blocks)))
     return Plan(warps, blocks, tiles, columns, splits, 0, key_format.axis == "token" and dim == 64, None, True)
 
 
@@ -291,7 +297,7 @@ def decode_attention(
     rows = num_heads // heads * tokens
     slots = windows.sink[0].shape[2] + windows.ring[0].shape[2]
     plans = [
-        make_plan(key_format, value_format, batch * heads, rows, unit_capacity(s), slots, multiprocessors(q.device))
+        make_plan(key_format, value_format, batch * heads, rows, unit_capacity(s), slots, device_info(q.device))
         for s in spans
     ]
     plans[0] = plan or plans[0]
@@ -299,7 +305,7 @@ def decode_attention(
     q = q.contiguous()
     packed_q = q if packed_q is None else packed_q.contiguous()
     bias = None if bias is None else bias.contiguous()
-    early = overlaps_launches(q.device)
+    early = device_info(q.device).has_pdl
     partials = Partials.empty(batch * heads, sum(p.splits + p.dense_splits for p in plans), rows, dim, q.device)
     at = 0
     for each, span in zip(plans, spans, strict=True):
@@ -344,7 +350,7 @@ def long_attention(
     """
     batch, num_heads, tokens, dim = q.shape
     heads = windows.sink[0].shape[1]
-    outs, processors = [], multiprocessors(q.device)
+    outs, processors = [], device_info(q.device).sms
     step = _piece(batch * num_heads * dim, len(spans), tokens)
     for first in range(0, tokens, step):
         part = slice(first, min(first + step, tokens))

@@ -10,7 +10,7 @@ from kvfold.arithmetic import lasting
 from kvfold.formats import Dense, Format
 from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
-from kvfold.kernels.device import multiprocessors, no_triton
+from kvfold.kernels.device import DeviceInfo, device_info, no_triton
 
 if TYPE_CHECKING:
     from kvfold.kernels.partials import Partials
@@ -86,7 +86,7 @@ class Plan:
 
 
 @lasting(1024)
-def make_plan(head_dim: int, heads: int, rows: int, held: int, memory: int, multiprocessors: int) -> Plan:
+def make_plan(head_dim: int, heads: int, rows: int, held: int, device: DeviceInfo) -> Plan:
     """Choose a launch shape.
 
     Parameters
@@ -97,24 +97,22 @@ def make_plan(head_dim: int, heads: int, rows: int, held: int, memory: int, mult
         Query rows per KV head.
     held : int
         Tokens that the storage holds.
-    memory : int
-        Bytes of shared memory that a program may have.
     """
     from kvfold.kernels.windows import stages, tile_sizes
 
     m, n, warps = tile_sizes(rows, head_dim)
-    depth, padded = stages(head_dim, memory), _padded(head_dim)
+    depth, padded = stages(head_dim, device.shared_memory), _padded(head_dim)
     depth = max(depth, 2) if m == FEW_ROWS else depth
     tile = 4 * n * padded  # bytes of keys and values
-    resident = max(1, min(4, memory // ((depth - 1) * tile + OTHERS))) if m == FEW_ROWS else 1
+    resident = max(1, min(4, device.shared_memory // ((depth - 1) * tile + OTHERS))) if m == FEW_ROWS else 1
     jobs, tiles = heads * math.ceil(rows / m), math.ceil(held / n)
-    places = multiprocessors * resident
+    places = device.sms * resident
 
     def cost(splits: int) -> float:
         """Time in tiles. A wave that is not full takes as long as its fullest multiprocessor; fewer programs there read
         nearly as fast together."""
         waves, rest = divmod(jobs * splits, places)  # those of the windows are short
-        return (math.ceil(tiles / splits) + START) * (waves + (math.ceil(rest / multiprocessors) / resident) ** 0.5)
+        return (math.ceil(tiles / splits) + START) * (waves + (math.ceil(rest / device.sms) / resident) ** 0.5)
 
     return Plan(m, n, warps, depth, min(range(1, max(1, min(256, tiles // 2)) + 1), key=cost))
 
@@ -172,7 +170,7 @@ def attend(call: AttentionCall, plan: Plan | None = None, out: torch.Tensor | No
 
 def _attend(call: AttentionCall, query: torch.Tensor, first: int, plan: Plan | None, out: torch.Tensor) -> torch.Tensor:
     """Attention of the query tokens ``first`` and following of a call."""
-    from kvfold.kernels.partials import Partials, overlaps_launches
+    from kvfold.kernels.partials import Partials
     from kvfold.kernels.windows import attend_windows
 
     windows, new = call.windows, call.new
@@ -182,7 +180,7 @@ def _attend(call: AttentionCall, query: torch.Tensor, first: int, plan: Plan | N
     rows = num_heads // call.num_kv_heads * tokens
     plans = [plan or _plan(query, heads, rows, _held(span)) for span in call.spans]
     partials = Partials.empty(heads, 1 + sum(p.splits for p in plans), rows, dim, query.device)
-    early = overlaps_launches(query.device)
+    early = device_info(query.device).has_pdl
     within = new is None and len(plans) > 0  # the launch over the first span takes the windows as well
     if not within:
         attend_windows(
@@ -204,9 +202,8 @@ def _attend(call: AttentionCall, query: torch.Tensor, first: int, plan: Plan | N
 
 
 def _plan(query: torch.Tensor, heads: int, rows: int, held: int) -> Plan:
-    from kvfold.kernels.windows import program_memory
 
-    return make_plan(query.shape[-1], heads, rows, held, program_memory(query.device), multiprocessors(query.device))
+    return make_plan(query.shape[-1], heads, rows, held, device_info(query.device))
 
 
 def _held(span: Span) -> int:

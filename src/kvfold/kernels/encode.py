@@ -32,8 +32,9 @@ from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.formats.packing import UNIT
 from kvfold.kernels._encode_step import _step_kernel
 from kvfold.kernels._encode_tile import _encode_kernel
+from kvfold.kernels.device import device_info
 from kvfold.kernels.lengths import Lengths
-from kvfold.kernels.partials import early_launch, overlaps_launches
+from kvfold.kernels.partials import early_launch
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 HEAD_DIMS = (64, 128, 256)
@@ -85,8 +86,7 @@ def why_not(fmt: Format, device: torch.device, width: int | None = None) -> str 
         return f"device {device.type}: encoding kernels run on cuda"
     why = unsupported(fmt, width)
     if why is None and width is not None and isinstance(fmt, AffineGroups):
-        index = torch.cuda.current_device() if device.index is None else device.index
-        room = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+        room = device_info(device).shared_memory
         if _tile(fmt) * fmt.head_dim * 4 > room:
             why = f"head_dim={fmt.head_dim}, group={fmt.group}: a tile does not fit in {room} bytes of shared memory"
     return why
@@ -337,7 +337,7 @@ def append_and_close(
     vt, vg, v_axis, v_mode, v_bits = _constants(v_form)
     warps = _warps(k_form, v_form, cut=how.update is not None or how.inv_freq is not None)
     new_k, new_v = (ring[0], ring[1]) if key is None or value is None else (key, value)
-    early = overlaps_launches(ring[0].device)
+    early = device_info(ring[0].device).has_pdl
     _step_kernel[(2 * heads, batch)](
         new_k,
         *new_k.stride(),

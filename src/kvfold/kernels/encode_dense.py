@@ -10,9 +10,10 @@ import triton
 from kvfold.formats import Dense, Fields, Format
 from kvfold.formats.packing import UNIT
 from kvfold.kernels._encode_dense import _copy_kernel, _step_kernel
+from kvfold.kernels.device import device_info
 from kvfold.kernels.encode import MAX_TOKENS, _or_any
 from kvfold.kernels.lengths import Lengths
-from kvfold.kernels.partials import early_launch, overlaps_launches
+from kvfold.kernels.partials import early_launch
 
 
 def why_not(fmt: Format, device: torch.device) -> str | None:
@@ -158,7 +159,7 @@ def _launch(
     warps: int = 4,
 ) -> None:
     batch, heads, slots, dim = ring[0].shape
-    early = overlaps_launches(ring[0].device)
+    early = device_info(ring[0].device).has_pdl
     _step_kernel[(2 * heads, batch)](
         new[0],
         *new[0].stride(),

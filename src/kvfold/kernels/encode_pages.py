@@ -39,13 +39,13 @@ from kvfold.formats.paged import norms
 from kvfold.formats.residual import Codebook
 from kvfold.kernels._encode_nearest import SLOTS
 from kvfold.kernels._encode_pages import _blocks_kernel, _statistics_kernel, _step_kernel
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import device_info
 from kvfold.kernels.encode import MAX_TOKENS, MODES, TOLERANCE, _difference, _or_any, _tile
 from kvfold.kernels.encode import _warps as affine_warps
 from kvfold.kernels.encode import unsupported as affine_unsupported
 from kvfold.kernels.encode_source import misfit
 from kvfold.kernels.lengths import Lengths
-from kvfold.kernels.partials import early_launch, overlaps_launches
+from kvfold.kernels.partials import early_launch
 
 BASES = {UniformTokens: Hadamard, ResidualCodes: Hadamard, Lookup: Rotation, SignSketch: Sketch}
 """Maps that the kernels know before what they store."""
@@ -426,7 +426,7 @@ def append_and_close(
     if shapes[0][:2] != (batch, heads) or shapes[1] != shapes[0]:
         raise ValueError(f"fields: {tuple(shapes[0])}, {tuple(shapes[1])} for {batch} x {heads}")
     new_k, new_v = (ring[0], ring[1]) if key is None or value is None else (key, value)
-    warps, any_int, early = max(k.warps, v.warps), lengths.sink, overlaps_launches(ring[0].device)
+    warps, any_int, early = max(k.warps, v.warps), lengths.sink, device_info(ring[0].device).has_pdl
     _step_kernel[(2 * heads // each, batch)](
         new_k,
         *new_k.stride(),
@@ -481,7 +481,7 @@ def heads_together(batch: int, heads: int, device: torch.device) -> int:
     A step seldom closes a block, and programs that can do so fill a multiprocessor by twos: with 1,120 sequences of 32 heads,
     271 times. Writing the new tokens is left to a small kernel then.
     """
-    programs, least = 2 * heads * batch, 4 * multiprocessors(device)
+    programs, least = 2 * heads * batch, 4 * device_info(device).sms
     if programs < 4 * least:
         return 1
     return max(n for n in range(1, heads + 1) if heads % n == 0 and programs // n >= least)

@@ -23,7 +23,7 @@ from kvfold.kernels._encode_pairs import (
 )
 from kvfold.kernels._flips_gluon import flip_kernel
 from kvfold.kernels._pairs_gluon import pairs_search_kernel, stage_bytes
-from kvfold.kernels.device import multiplies_wide
+from kvfold.kernels.device import device_info
 from kvfold.kernels.encode_source import ORDERS, Source, misfit
 
 PAIRS = {"T": 64, "num_warps": 4}
@@ -192,7 +192,7 @@ def pair_tables(book: KeyCodebook, wide: bool) -> PairTables:
 
 def is_wide(device: torch.device) -> bool:
     """Whether four warps multiply together on this device."""
-    return bool(QUADS["WIDE"]) and (device.type != "cuda" or multiplies_wide(device))
+    return bool(QUADS["WIDE"]) and (device.type != "cuda" or device_info(device).has_wgmma)
 
 
 def constants(fmt: AdditiveCodes, wide: bool | None = None) -> tuple[dict[str, Any], dict[str, int]]:

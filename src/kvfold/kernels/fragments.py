@@ -27,10 +27,10 @@ from kvfold.kernels._fragment_codes import CHANNELS, CONSTANTS, LEVELS, MIXED, R
 from kvfold.kernels._fragment_layout import column_share, shared_bytes
 from kvfold.kernels._fragments_gluon import fragments_kernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
-from kvfold.kernels.decode import MAX_TOKENS, MODES, STATIC_SHARED, Plan
-from kvfold.kernels.device import multiplies_wide, multiprocessors, settled
+from kvfold.kernels.decode import MAX_TOKENS, MODES, Plan
+from kvfold.kernels.device import STATIC_SHARED, DeviceInfo, device_info, settled
 from kvfold.kernels.fragment_tables import STILL, channel_constants, lane_tiles, rope_turns, whole_levels, wide_tiles
-from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
+from kvfold.kernels.partials import Partials, early_launch
 from kvfold.rope import Rope
 
 Rotary = tuple[Rope, torch.Tensor] | None
@@ -338,7 +338,7 @@ def make_plan(
     rows: int,
     capacity: int,
     window_slots: int,
-    processors: int,
+    device: DeviceInfo,
     warpgroups: bool = False,
 ) -> Plan:
     """Choose a launch shape, as :func:`kvfold.kernels.pages.make_plan`; ``tiles`` are the pages that share a matrix.
@@ -355,7 +355,7 @@ def make_plan(
         for w in (4, 2, 1)
         if program_bytes(key_format, value_format, pair, w, blocks, narrow) <= STATIC_SHARED or w == 1
     )
-    full = batch_heads * columns >= processors // 2
+    full = batch_heads * columns >= device.sms // 2
     mixed = side(key_format).constants[0] == MIXED
     ranked = any(side(form).constants[9] for form in (key_format, value_format))  # and elements in fp16
     # spills cost more than warps gain; where two programs of a multiprocessor are all there is, warps gain nothing
@@ -365,28 +365,27 @@ def make_plan(
     )  # a sketch with more rows than channels: small programs, and many of them
     if wide:
         warps = min(warps, 2)
-    threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
     size = program_bytes(key_format, value_format, pair, warps, blocks, narrow)
-    resident = max(1, min(threads // (32 * warps), 227 * 1024 // (size + 1024)))
+    resident = max(1, min(device.threads((registers or 255) + 1) // (32 * warps), device.programs(size)))
     jobs = batch_heads * columns
     levels = narrow and (mixed or bool(linear_levels(key_format, value_format)))
-    if warpgroups and narrow and not mixed and (plan := wide_plan(blocks, jobs, pages, processors)):
+    if warpgroups and narrow and not mixed and (plan := wide_plan(blocks, jobs, pages, device.sms)):
         return plan
     least = min(1.0, (8 if mixed else 9) / (resident * warps))
 
     def cost(n: int) -> float:
         stages = math.ceil(math.ceil(pages / n) / warps) + 1.6
-        waves, rest = divmod(jobs * n, processors * resident)
-        fill = math.ceil(rest / processors) / resident
+        waves, rest = divmod(jobs * n, device.sms * resident)
+        fill = math.ceil(rest / device.sms) / resident
         return stages * (waves + (max(least, fill ** (0.7 if wide or (levels and full) else 0.9)) if rest else 0))
 
     splits = min(range(1, max(2, min(256, pages // warps + 2))), key=cost)
-    each = 3 if capacity >= 512 or 4 * jobs >= processors else 1
+    each = 3 if capacity >= 512 or 4 * jobs >= device.sms else 1
     dense = math.ceil(window_slots / (16 * warps * each))
     # few programs with many pages each: registers are worth more than programs, and a matrix of 64 KB is worth bringing
     # and, with all registers there are, reading once for four pages; one of 32 KB less than a warp's first page
     few = narrow and not full and (mixed or pages >= 4 * splits * warps)
-    alone = jobs * (splits + dense) * warps <= 8 * processors  # all run at once, whatever their registers
+    alone = jobs * (splits + dense) * warps <= 8 * device.sms  # all run at once, whatever their registers
     if levels:
         few = few and alone
     elif few and alone and program_bytes(key_format, value_format, 4, warps, blocks, True) <= STATIC_SHARED:
@@ -457,15 +456,15 @@ def decode_attention(
             rows,
             unit_capacity_of(key_format, s),
             slots,
-            multiprocessors(q.device),
-            multiplies_wide(q.device),
+            device_info(q.device),
+            device_info(q.device).has_wgmma,
         )
         for s in spans
     ]
     plans[0] = plan or plans[0]
     plans[1:] = [replace(p, dense_splits=0, window_heads=1) for p in plans[1:]]
     q = q.contiguous()
-    early = overlaps_launches(q.device)
+    early = device_info(q.device).has_pdl
     partials = Partials.empty(batch * heads, sum(map(parts, plans)), rows, dim, q.device)
     at = 0
     for each, span in zip(plans, spans, strict=True):

@@ -14,7 +14,7 @@ from kvfold.formats.paged import PAGE
 from kvfold.kernels._learned_keys_gluon import learned_keys_kernel
 from kvfold.kernels._learned_scores import shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
-from kvfold.kernels.device import multiprocessors, settled
+from kvfold.kernels.device import device_info, settled
 from kvfold.kernels.stored import pages_between, rotation_of, table_rows
 from kvfold.kernels.tables import Tables, TablesPlan
 from kvfold.rope import Rope
@@ -86,7 +86,7 @@ class LearnedKeyTables(Tables):
     def plan_of(self, call: AttentionCall, span: Span) -> TablesPlan:
         batch, heads, rows, _ = call.shape
         pages = math.ceil(span.keys["codes"].shape[2] * call.key_format.block / PAGE)
-        return make_plan(batch * heads, self.shape(rows), rows, pages, multiprocessors(call.query.device))
+        return make_plan(batch * heads, self.shape(rows), rows, pages, device_info(call.query.device).sms)
 
     def room(self, call: AttentionCall, span: Span) -> int:
         room = super().room(call, span)

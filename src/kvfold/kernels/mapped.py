@@ -12,11 +12,10 @@ from kvfold.formats.basis import Basis
 from kvfold.formats.packing import UNIT
 from kvfold.kernels._mapped_gluon import mapped_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import device_info
 from kvfold.kernels.learned_keys import key_rows
-from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
+from kvfold.kernels.partials import LOG2E, early_launch
 from kvfold.kernels.stored import inner, room_of
-from kvfold.kernels.windows import program_memory
 
 HEAD_DIM = 128
 MOST_ROWS = 16
@@ -72,7 +71,7 @@ def no_room(rows: int, device: torch.device) -> str | None:
     """Why the kernel leaves ``rows`` query rows of a KV head to another; None if it does not."""
     if rows > MOST_ROWS:
         return f"{rows} query rows; allowed: up to {MOST_ROWS}"
-    needs, there = program_bytes(), program_memory(device)
+    needs, there = program_bytes(), device_info(device).shared_memory
     return None if needs <= there else f"{there} bytes of shared memory; needed: {needs}"
 
 
@@ -107,13 +106,13 @@ class MappedTiles:
     itself, where the call has one."""
 
     def early(self, call: AttentionCall) -> bool:
-        return overlaps_launches(call.query.device)
+        return device_info(call.query.device).has_pdl
 
     def plan_of(self, call: AttentionCall, span: Span) -> Plan:
         """Choose a launch shape for a call over one span."""
         batch, heads, rows, _ = call.shape
         jobs = batch * heads * math.ceil(rows / 8)
-        return make_plan(jobs, _units(call, span), multiprocessors(call.query.device))
+        return make_plan(jobs, _units(call, span), device_info(call.query.device).sms)
 
     def attend_packed(
         self,

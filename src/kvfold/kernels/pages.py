@@ -14,9 +14,9 @@ from kvfold.kernels._page_lookups import tables_bytes
 from kvfold.kernels._pages_gluon import pages_kernel
 from kvfold.kernels._pages_rows_gluon import row_bytes
 from kvfold.kernels.call import Span, Windows
-from kvfold.kernels.decode import MAX_TOKENS, STATIC_SHARED, Plan
-from kvfold.kernels.device import multiprocessors
-from kvfold.kernels.partials import Partials, early_launch, overlaps_launches
+from kvfold.kernels.decode import MAX_TOKENS, Plan
+from kvfold.kernels.device import LEAST_SHARED, STATIC_SHARED, DeviceInfo, device_info
+from kvfold.kernels.partials import Partials, early_launch
 from kvfold.kernels.stored import in_bytes, table_rows
 
 BLOCK = 32
@@ -90,7 +90,7 @@ def _same_book(key_format: Paged, value_format: Paged) -> bool:
 
 def most_bytes(key_format: Paged, value_format: Paged) -> int:
     """Bytes of shared memory that a program may have."""
-    return MOST_BYTES if _words(key_format) or _words(value_format) else STATIC_SHARED
+    return LEAST_SHARED if _words(key_format) or _words(value_format) else STATIC_SHARED
 
 
 def _mix(form: Paged) -> int:
@@ -147,7 +147,7 @@ def make_plan(
     rows: int,
     capacity: int,
     window_slots: int,
-    processors: int,
+    device: DeviceInfo,
     sets: int | None = None,
 ) -> Plan:
     """Choose a launch shape; parameters are those of :func:`kvfold.kernels.decode.make_plan`, ``capacity`` in blocks.
@@ -161,47 +161,46 @@ def make_plan(
     narrow = bytewise(key_format, value_format, rows) if sets is None else sets
     jobs = batch_heads * columns
     uniform = not (_words(key_format) or _words(value_format))  # a table is too large for programs of a warp
-    if narrow == 1 and uniform and capacity <= SHORT and jobs >= ALONE * processors:
+    if narrow == 1 and uniform and capacity <= SHORT and jobs >= ALONE * device.sms:
         dense = math.ceil(window_slots / (16 * 12))
         return Plan(1, BLOCKS, tiles, columns, 1, dense, registers=ALONE_REGISTERS, bytewise=1)
     shapes = [Plan(warps, BLOCKS, tiles, columns, 1, 1, bytewise=narrow) for warps in (4, 2, 1)]
     most = most_bytes(key_format, value_format)
     shape = next(s for s in shapes if program_bytes(key_format, value_format, s) <= most)
     warps = shape.warps
-    registers, resident = residence(key_format, value_format, shape)
+    registers, resident = residence(key_format, value_format, shape, device)
     least = min(1.0, 9 / (resident * warps))
 
     def cost(n: int) -> float:
         """As in :func:`kvfold.kernels.decode.make_plan`; starting and ending a program is worth 1.6 stages."""
         stages = math.ceil(math.ceil(pages / n) / warps) + 1.6
-        waves, rest = divmod(jobs * n, processors * resident)
-        fill = math.ceil(rest / processors) / resident
+        waves, rest = divmod(jobs * n, device.sms * resident)
+        fill = math.ceil(rest / device.sms) / resident
         return stages * (waves + (max(least, fill**0.9) if rest else 0))
 
     splits = min(range(1, max(2, min(256, pages // warps + 2))), key=cost)
-    each = 3 if capacity >= 512 or 4 * jobs >= processors else 2
+    each = 3 if capacity >= 512 or 4 * jobs >= device.sms else 2
     dense = math.ceil(window_slots / (16 * warps * each))
     few = (
-        jobs * (splits + dense) <= 2 * processors
+        jobs * (splits + dense) <= 2 * device.sms
     )  # beyond, windows at the end fill multiprocessors that have nothing else
     return replace(shape, splits=splits, dense_splits=dense, registers=registers, windows_first=few)
 
 
-def residence(key_format: Paged, value_format: Paged, plan: Plan) -> tuple[int | None, int]:
+def residence(key_format: Paged, value_format: Paged, plan: Plan, device: DeviceInfo) -> tuple[int | None, int]:
     """Most registers of a thread (None leaves them to the compiler), and how many programs a multiprocessor holds.
 
     Two sets of rows need more than 168 registers. They have them where codes are looked up, or where shared memory holds no
     more than eight warps.
     """
-    dim, fit = key_format.head_dim, 227 * 1024 // (program_bytes(key_format, value_format, plan) + 1024)
+    dim, fit = key_format.head_dim, device.programs(program_bytes(key_format, value_format, plan))
     registers = REGISTERS.get(dim)
     tables = _words(key_format) or _words(value_format)
     if plan.bytewise == 2 and (tables or fit * plan.warps <= 8):
         registers = 255
     elif dim == 64 and plan.tiles == 1 and tables:
         registers = TABLE_REGISTERS
-    threads = 64 * 1024 // ((registers or 255) + 1) // 32 * 32
-    return registers, max(1, min(threads // (32 * plan.warps), fit))
+    return registers, max(1, min(device.threads((registers or 255) + 1) // (32 * plan.warps), fit))
 
 
 REGISTERS: dict[int, int] = {128: 168}
@@ -209,8 +208,6 @@ REGISTERS: dict[int, int] = {128: 168}
 TABLE_REGISTERS = 160
 """The same where codes are looked up at head size 64: the compiler's choice, up to 190, leaves a multiprocessor two programs
 instead of three; with 160 nothing is spilled in the loop."""
-MOST_BYTES = 99 * 1024
-"""Bytes of shared memory of a program with tables: what any GPU from sm_80 on has."""
 SHORT, ALONE, ALONE_REGISTERS = 64, 12, 128
 """Of sequences with room for so many blocks at most, and so many of their KV heads for each multiprocessor, a warp takes one
 whole and has no other to meet; its registers then."""
@@ -238,7 +235,7 @@ def decode_attention(
     rows = num_heads // heads * tokens
     slots = windows.sink[0].shape[2] + windows.ring[0].shape[2]
     plans = [
-        make_plan(key_format, value_format, batch * heads, rows, capacity(s), slots, multiprocessors(q.device))
+        make_plan(key_format, value_format, batch * heads, rows, capacity(s), slots, device_info(q.device))
         for s in spans
     ]
     plans[0] = plan or plans[0]
@@ -246,7 +243,7 @@ def decode_attention(
         raise ValueError(f"bytewise={plans[0].bytewise}: so many sets of four are not {rows} query rows of a KV head")
     plans[1:] = [replace(p, dense_splits=0) for p in plans[1:]]
     q = q.contiguous()
-    early = overlaps_launches(q.device)
+    early = device_info(q.device).has_pdl
     partials = Partials.empty(batch * heads, sum(p.splits + p.dense_splits for p in plans), rows, dim, q.device)
     at = 0
     for each, span in zip(plans, spans, strict=True):

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kvfold.arithmetic import lasting
 from kvfold.kernels.call import AttentionCall, Span
 
 LOG2E = 1.4426950408889634
@@ -39,12 +38,6 @@ def product_follows() -> Iterator[None]:
         yield
     finally:
         _product_follows.pop()
-
-
-@lasting()
-def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one before it still runs (sm_90 and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def early_launch(early: bool) -> dict[str, bool]:
@@ -160,7 +153,7 @@ class Partials:
         out : Tensor, contiguous, of ``batch * num_kv_heads * rows * head_dim`` elements
             Written, and returned. A row that sees no token at all gets zeros.
         early : bool
-            The kernel launched last allows the next one to start; see :func:`overlaps_launches`.
+            The kernel launched last allows the next one to start; see :attr:`kvfold.kernels.device.DeviceInfo.has_pdl`.
         sinks : Tensor or None, contiguous float [num_heads]
             Learned sinks: a score more in the softmax of each query head, in natural units, for a value of zeros.
         tokens : int

@@ -10,14 +10,13 @@ import torch
 
 from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Format
+from kvfold.formats.paged import PAGE
 from kvfold.kernels._plain_gluon import plain_kernel, shared_bytes
 from kvfold.kernels.call import AttentionCall, Span
-from kvfold.kernels.decode import STATIC_SHARED
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import STATIC_SHARED, DeviceInfo, device_info, no_gpu
 from kvfold.kernels.partials import Partials, span_arguments
 from kvfold.rope import Rope
 
-PAGE = 128
 """Tokens that a query is rotated back for at once."""
 MOST_ROWS = 16
 """Query rows of a KV head; each eight of them read all tokens."""
@@ -67,7 +66,7 @@ def unsupported(key_format: Format, value_format: Format, rotary: int) -> str | 
 
 def declines(call: AttentionCall, rows: int, bias: torch.Tensor | None) -> str | None:
     """Why the kernel leaves a call to the plain Triton one; None if it does not."""
-    if call.rows.device.type != "cuda" or torch.cuda.get_device_capability(call.rows.device)[0] < 8:
+    if no_gpu(call.rows.device):
         return "needs a GPU of compute capability 8.0 or more"
     if rows > MOST_ROWS:
         return f"{rows} query rows of a KV head; allowed: up to {MOST_ROWS}"
@@ -81,7 +80,7 @@ def declines(call: AttentionCall, rows: int, bias: torch.Tensor | None) -> str |
 
 @lasting()
 def make_plan(
-    key_format: AffineGroups, value_format: AffineGroups, jobs: int, units: int, rotary: bool, processors: int
+    key_format: AffineGroups, value_format: AffineGroups, jobs: int, units: int, rotary: bool, device: DeviceInfo
 ) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads (times blocks of query rows) and storage of ``units`` units."""
     registers = 168 if rotary else 128
@@ -89,13 +88,13 @@ def make_plan(
         size = program_bytes(key_format, value_format, stage, rotary, warps)
         if size <= STATIC_SHARED:
             break
-    resident = max(1, min(65536 // (registers * 32 * warps), 227 * 1024 // (size + 1024)))
+    resident = max(1, min(device.threads(registers) // (32 * warps), device.programs(size)))
     pages = math.ceil(units / 4)
 
     def cost(n: int) -> float:
         """As in :func:`kvfold.kernels.decode.make_plan`; starting and ending a program is worth 1.6 pages."""
-        waves, rest = divmod(jobs * n, processors * resident)
-        fill = math.ceil(rest / processors) / resident
+        waves, rest = divmod(jobs * n, device.sms * resident)
+        fill = math.ceil(rest / device.sms) / resident
         return (math.ceil(math.ceil(pages / n) / warps) + 1.6) * (waves + (max(9 / 16, fill**0.9) if rest else 0))
 
     splits = min(range(1, max(2, min(256, pages // warps + 2))), key=cost)
@@ -128,7 +127,7 @@ def plan_of(call: AttentionCall, units: int, rows: int) -> Plan:
     assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups)
     batch, heads = call.rows.shape[:2]
     jobs = batch * heads * math.ceil(rows / 8)
-    return make_plan(keys, values, jobs, units, call.rope is not None, multiprocessors(call.rows.device))
+    return make_plan(keys, values, jobs, units, call.rope is not None, device_info(call.rows.device))
 
 
 def attend_packed(

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from kvfold.formats.paged import NORM_STEPS, norms
 from kvfold.formats.projected import HeadMaps
-from kvfold.kernels.partials import overlaps_launches
+from kvfold.kernels.device import device_info
 
 OPTIONS = {"enable_fp_fusion": False}
 """A product that is rounded stays so: fused with the sum that follows it would not be."""
@@ -132,6 +132,6 @@ def through_maps(
     bias = queries.new_empty(batch, heads, rows, dtype=torch.float32)
     _map_kernel[(triton.cdiv(rows, shape["M"]), triton.cdiv(dim, shape["N"]), batch * heads)](
         queries, own.restore, own.mean, out, bias, rows, *queries.stride()[:3], heads, **shape,
-        EARLY=overlaps_launches(queries.device),
+        EARLY=device_info(queries.device).has_pdl,
     )  # fmt: skip
     return out, bias

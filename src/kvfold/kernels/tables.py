@@ -13,10 +13,9 @@ from kvfold.arithmetic import lasting
 from kvfold.formats import Format
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.call import AttentionCall, Span
-from kvfold.kernels.device import multiprocessors, settled
-from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
+from kvfold.kernels.device import device_info, settled
+from kvfold.kernels.partials import LOG2E, early_launch
 from kvfold.kernels.stored import room_of, rotation_of
-from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
 
 MOST_ROWS = 8
@@ -115,7 +114,7 @@ class Tables(ABC):
         """Why the kernel leaves ``rows`` query rows of a KV head to another; None if it does not."""
         if rows > MOST_ROWS:
             return f"{rows} query rows; allowed: up to {MOST_ROWS}"
-        needs, there = self.program_bytes(key_format, value_format, self.shape(rows)), program_memory(device)
+        needs, there = self.program_bytes(key_format, value_format, self.shape(rows)), device_info(device).shared_memory
         return None if needs <= there else f"{there} bytes of shared memory; needed: {needs}"
 
     def declines(self, call: AttentionCall) -> str | None:
@@ -126,13 +125,13 @@ class Tables(ABC):
 
     def early(self, call: AttentionCall) -> bool:
         """Whether the kernel is launched before the one before it ends."""
-        return self.waits and overlaps_launches(call.query.device)
+        return self.waits and device_info(call.query.device).has_pdl
 
     def plan_of(self, call: AttentionCall, span: Span) -> TablesPlan:
         """Choose a launch shape for a call over one span."""
         batch, heads, rows, _ = call.shape
         units = span.keys["codes"].shape[2] * call.key_format.block // UNIT
-        return make_plan(batch * heads, self.shape(rows), rows, units, multiprocessors(call.query.device), self.begin)
+        return make_plan(batch * heads, self.shape(rows), rows, units, device_info(call.query.device).sms, self.begin)
 
     def room(self, call: AttentionCall, span: Span) -> int:
         """Tokens from one KV head's storage to the next one's, of fields that lie as the kernel takes them.

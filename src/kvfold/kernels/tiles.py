@@ -13,7 +13,7 @@ from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Span, Windows
-from kvfold.kernels.device import multiprocessors, no_triton
+from kvfold.kernels.device import device_info, no_triton
 from kvfold.rope import Rope
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def _plan(call: AttentionCall, span: Span, rows: int, bias: torch.Tensor | None)
     units = _units(span)
     if plain.declines(call, rows, bias) is None:
         return plain.plan_of(call, units, rows)
-    return make_plan(dim, batch * heads, rows, units, call.rope is not None, multiprocessors(call.rows.device))
+    return make_plan(dim, batch * heads, rows, units, call.rope is not None, device_info(call.rows.device).sms)
 
 
 def _units(span: Span) -> int:

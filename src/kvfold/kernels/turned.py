@@ -20,7 +20,7 @@ from kvfold.formats import (
 from kvfold.formats.basis import Basis, Hadamard
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import device_info
 from kvfold.kernels.stored import basis_matrix, inner, pages_between, room_between, table_rows
 
 HEAD_DIM = 128
@@ -190,7 +190,7 @@ def unpack_turned(form: Format, fields: Fields, first: int, out: torch.Tensor) -
     launch = options(form)
     resident = (1 << 16) // (32 * launch["num_warps"] * launch["maxnreg"])  # programs of a multiprocessor
     warps = resident * launch["num_warps"]
-    each = max(1, math.ceil(count / (multiprocessors(out.device) * warps)))
+    each = max(1, math.ceil(count / (device_info(out.device).sms * warps)))
     (matrix, rows), of_channels = tables_of(form, out.device), beside(form, fields)
     _kernel()[(math.ceil(count / (each * launch["num_warps"])),)](
         *arrays(form, fields),

@@ -13,7 +13,7 @@ from kvfold.formats.binary import BinaryCodes, ValueRows
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE, PagedFormat
 from kvfold.kernels import unpack_bits, unpack_levels, unpack_mixed, unpack_tables
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import device_info
 from kvfold.kernels.readers import Reader, reader_of
 from kvfold.kernels.readers import why_not as no_reader
 from kvfold.kernels.readers.fragments import FRAGMENTS
@@ -254,7 +254,7 @@ def unpack(
         freq, table = turning.freq, turning.table
     tiles = math.ceil(tokens / fixed["T"])
     most = PROGRAMS if fixed["BASIS"] else SHORT
-    each = max(1, math.ceil(tiles * batch * heads / (multiprocessors(device) * most)))
+    each = max(1, math.ceil(tiles * batch * heads / (device_info(device).sms * most)))
     programs = math.ceil(tiles / each)
     scratch = torch.empty(fixed["SCRATCH"] * programs * batch * heads, dtype=torch.int64, device=device)
     unpack_kernel[(programs, batch * heads)](

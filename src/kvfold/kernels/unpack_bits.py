@@ -8,7 +8,7 @@ import torch
 from kvfold.formats import Fields, Format
 from kvfold.formats.binary import BinaryCodes, ValueSteps
 from kvfold.formats.packing import UNIT
-from kvfold.kernels.device import multiplies_wide, multiprocessors
+from kvfold.kernels.device import device_info
 from kvfold.kernels.stored import room_between
 
 WARPS, RESIDENT, REGISTERS = 4, 1, 168
@@ -26,14 +26,14 @@ def serves(form: Format, device: torch.device) -> bool:
     """Whether :func:`unpack_bits` decodes a format whose vectors have 128 channels in the model."""
     if device.type != "cuda" or not isinstance(form, BinaryCodes):
         return False
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 6):
+    if torch.cuda.is_available() and device_info(device).capability < (8, 6):
         return False
     return form.joint == 1 and form.codes in CODES and form.operand == "plain" and form.head_dim == 128
 
 
 def is_wide(device: torch.device) -> bool:
     """Whether four warps multiply together on this device."""
-    return WIDE and (device.type != "cuda" or multiplies_wide(device))
+    return WIDE and (device.type != "cuda" or device_info(device).has_wgmma)
 
 
 def operands(steps: ValueSteps, offset: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def unpack_bits(form: Format, fields: Fields, first: int, out: torch.Tensor, tab
     batch, heads, tokens, _ = out.shape
     units, wide = tokens // UNIT, is_wide(out.device)
     resident, registers = (RESIDENT, REGISTERS) if wide else APART
-    programs = min(-(-units // (WARPS // 2)), max(1, multiprocessors(out.device) * resident // (batch * heads)))
+    programs = min(-(-units // (WARPS // 2)), max(1, device_info(out.device).sms * resident // (batch * heads)))
     _kernel()[(programs, batch * heads)](
         fields["bits"],
         tables,

@@ -7,7 +7,7 @@ import torch
 
 from kvfold.formats import Fields, Format, Lookup, Outliers
 from kvfold.formats.packing import UNIT
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import device_info
 from kvfold.kernels.readers.lookup import constants_of
 from kvfold.kernels.stored import room_between
 from kvfold.kernels.unpack_tables import PAIRS, turns
@@ -90,7 +90,7 @@ def unpack_levels(
     batch, heads, tokens, _ = out.shape
     units, device = tokens // UNIT, out.device
     count = units * batch * heads
-    each = max(1, math.ceil(count / (multiprocessors(device) * RESIDENT * WARPS)))
+    each = max(1, math.ceil(count / (device_info(device).sms * RESIDENT * WARPS)))
     codes, of_channels = fields["codes"], _of_channels(form, device)
     freq, near, position = codes, codes, codes  # not read where nothing is rotated
     if rope is not None:

@@ -8,7 +8,7 @@ import torch
 from kvfold.formats import Fields, Format, MixedTokens, Paged
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import PAGE
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import device_info
 from kvfold.kernels.readers.fragments import _bits_before
 from kvfold.kernels.stored import inner, pages_between, room_between
 
@@ -21,7 +21,7 @@ def serves(form: Format, device: torch.device) -> bool:
     own = inner(form)
     if device.type != "cuda" or not isinstance(own, MixedTokens) or form.head_dim != 128 or own.block != PAGE:
         return False
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 6):
+    if torch.cuda.is_available() and device_info(device).capability < (8, 6):
         return False
     if (own.bits_per_code, own.extra_bits) != (2, 2) or own.salient < 1:
         return False
@@ -52,7 +52,7 @@ def unpack_mixed(form: Format, fields: Fields, first: int, out: torch.Tensor) ->
     batch, heads, tokens, _ = out.shape
     units = tokens // UNIT
     count = units * batch * heads
-    each = max(1, math.ceil(count / (multiprocessors(out.device) * RESIDENT * WARPS)))
+    each = max(1, math.ceil(count / (device_info(out.device).sms * RESIDENT * WARPS)))
     _kernel()[(math.ceil(count / (each * WARPS)),)](
         fields["codes"],
         fields["low"],

@@ -12,9 +12,8 @@ from kvfold.formats.grouped import GroupBook
 from kvfold.formats.packing import UNIT
 from kvfold.formats.residual import Codebook
 from kvfold.kernels import tables
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.device import device_info
 from kvfold.kernels.stored import room_between, rotation_of
-from kvfold.kernels.windows import program_memory
 from kvfold.rope import Rope
 
 WARPS = 8
@@ -48,7 +47,7 @@ def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
         good = good and form.block % UNIT == 0 and form.book is not None
     else:
         return False
-    return good and bytes_of(form) <= program_memory(device)
+    return good and bytes_of(form) <= device_info(device).shared_memory
 
 
 def bytes_of(form: Tabled) -> int:
@@ -87,7 +86,7 @@ def resident(form: Tabled, device: torch.device) -> int:
     """Programs of a multiprocessor at a time. Values of bits are unpacked beside CommVQ's keys, and need a place."""
     if isinstance(form, AdditiveCodes):
         return 1
-    return 2 if 2 * bytes_of(form) <= program_memory(device) else 1
+    return 2 if 2 * bytes_of(form) <= device_info(device).shared_memory else 1
 
 
 def options(form: Tabled, programs: int) -> dict[str, int]:
@@ -186,7 +185,7 @@ def unpack_tables(
     batch, heads, tokens, _ = out.shape
     units, device = tokens // UNIT, out.device
     together = resident(form, device)
-    programs = min(units, max(1, together * multiprocessors(device) // (batch * heads)))
+    programs = min(units, max(1, together * device_info(device).sms // (batch * heads)))
     table = rows(form, device)
     freq, near, position = table, table, table  # not read where nothing is rotated
     if rope is not None:

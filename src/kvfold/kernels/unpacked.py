@@ -14,7 +14,7 @@ import torch
 
 from kvfold.formats import Dense, Fields, Format
 from kvfold.kernels.call import AttentionCall, NewTokens, Windows
-from kvfold.kernels.device import Aside, multiprocessors
+from kvfold.kernels.device import Aside, device_info
 from kvfold.kernels.joining import Joint, Result
 from kvfold.kernels.padding import OF, excess, fill, takes_windows
 from kvfold.kernels.unpack import Turn, make_constants, turn_of, unpack
@@ -202,7 +202,7 @@ def _stay(wide: torch.Tensor, tokens: int, pieces: list[Piece]) -> int | None:
     attention, on multiprocessors that this leaves; None where it leaves none, or they would take longer."""
     batch, heads, count, _ = wide.shape
     busy = batch * heads * math.ceil(count / ROWS)
-    free = multiprocessors(wide.device) - busy
+    free = device_info(wide.device).sms - busy
     if free <= 0 or SLOWER * busy * (tokens + TILE // 2) > free * sum(piece.room for piece in pieces):
         return None
     return free
@@ -366,7 +366,7 @@ def _for_cudnn(left: int, once: bool) -> int:
 def at_once(rows: torch.Tensor) -> bool:
     """Whether every program of cuDNN's attention has a multiprocessor."""
     batch, heads, count, _ = rows.shape
-    return batch * heads * math.ceil(count / ROWS) <= multiprocessors(rows.device)
+    return batch * heads * math.ceil(count / ROWS) <= device_info(rows.device).sms
 
 
 def _widening(rows: torch.Tensor) -> int:
@@ -386,5 +386,5 @@ def takes_cudnn(rows: torch.Tensor) -> bool:
     batch, heads, count, dim = rows.shape
     if rows.device.type != "cuda" or dim > 128 or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
-    programs = batch * heads * math.ceil(count / ROWS)
-    return torch.cuda.get_device_capability(rows.device)[0] >= 9 and 4 * programs >= 3 * multiprocessors(rows.device)
+    programs, found = batch * heads * math.ceil(count / ROWS), device_info(rows.device)
+    return found.capability >= (9, 0) and 4 * programs >= 3 * found.sms

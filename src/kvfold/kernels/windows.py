@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvfold.arithmetic import lasting
 from kvfold.kernels.call import NewTokens, Windows
+from kvfold.kernels.device import device_info
 from kvfold.kernels.partials import LOG2E, Partials, early_launch
 
 
@@ -199,14 +199,6 @@ def stages(head_dim: int, shared_memory: int) -> int:
     return 2 if head_dim <= 128 else 1
 
 
-@lasting()
-def program_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-
-
 def attend_windows(
     q: torch.Tensor,
     windows: Windows,
@@ -246,7 +238,7 @@ def attend_windows(
         Number of the first query's token among the new ones: long calls may pass their queries in pieces.
     early : bool
         The kernel launched last allows this one to run beside it once it has waited for those before, and the next one waits
-        by itself; see :func:`~kvfold.kernels.partials.overlaps_launches`.
+        by itself; see :attr:`kvfold.kernels.device.DeviceInfo.has_pdl`.
     """
     _, num_heads, tokens, dim = q.shape
     rows = num_heads // windows.sink[0].shape[1] * tokens
@@ -347,6 +339,6 @@ def _launch(
         NORMAL=normal,
         SKIPS=skip > 0,
         num_warps=warps,
-        num_stages=stages(dim, program_memory(q.device)),
+        num_stages=stages(dim, device_info(q.device).shared_memory),
         **early_launch(early),
     )

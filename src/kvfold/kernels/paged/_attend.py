@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._blocks import attend_tiles, clean_scratch
+from kvfold.kernels._sizes import PAGE
 from kvfold.kernels.partials import merge_parts
 from kvfold.kernels.windows import tile_at
-
-PAGE = tl.constexpr(128)
 
 
 @triton.jit

@@ -15,8 +15,6 @@ from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shar
 from kvfold.kernels.paged._arrive import arrive
 from kvfold.kernels.paged._raw import attend_windows
 
-PAGE = gl.constexpr(128)
-
 
 @gluon.jit
 def _prefetch_next(following, table, table_step, warp):

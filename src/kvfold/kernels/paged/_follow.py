@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_groups import _finite, _max, _sum
-
-PAGE = tl.constexpr(128)
+from kvfold.kernels._sizes import PAGE
 
 
 @triton.jit

@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels._encode_pages import MEAN, NORM, TILE, _statistics, _tile
+from kvfold.kernels._sizes import PAGE
 from kvfold.kernels.paged.work import _closing
-
-PAGE = tl.constexpr(128)
 
 
 @triton.jit

@@ -9,10 +9,9 @@ from kvfold.kernels._encode_balanced import rotated_tile
 from kvfold.kernels._encode_books import additive_tile, binary_tile, group_tile, residual_tile
 from kvfold.kernels._encode_nearest import SLOTS
 from kvfold.kernels._encode_words import _log2
+from kvfold.kernels._sizes import PAGE
 from kvfold.kernels.paged._store import append_step
 from kvfold.kernels.paged.work import _closing
-
-PAGE = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["seqs", "heads"])

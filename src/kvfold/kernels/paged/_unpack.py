@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-PAGE = tl.constexpr(128)
+from kvfold.kernels._sizes import PAGE
+
 UNIT = tl.constexpr(32)
 
 

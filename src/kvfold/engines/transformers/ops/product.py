@@ -11,7 +11,8 @@ import torch
 import triton
 
 from kvfold.engines.transformers.ops._row import row_kernel, three_kernel
-from kvfold.kernels.partials import early_launch, overlaps_launches
+from kvfold.kernels.device import device_info
+from kvfold.kernels.partials import early_launch
 
 
 class Plan(NamedTuple):
@@ -36,7 +37,7 @@ def _launch(
 ) -> torch.Tensor:
     count, channels = weight.shape
     plan = plan or make_plan(channels, other is not None)
-    out, early = x.new_empty(*x.shape[:-1], count), overlaps_launches(x.device)
+    out, early = x.new_empty(*x.shape[:-1], count), device_info(x.device).has_pdl
     row_kernel[(triton.cdiv(count, plan.rows),)](
         x, weight, weight if other is None else other, weight if bias is None else bias, out, count, K=channels, R=plan.rows,
         C=plan.channels, AHEAD=plan.ahead, HAS_BIAS=bias is not None, GATED=other is not None, EARLY=early,
@@ -81,7 +82,7 @@ def three_row_products(
     """
     counts, channels = [len(w) for w in weights], x.shape[-1]
     plan = plan or make_plan(channels, False)
-    out, early = x.new_empty(*x.shape[:-1], sum(counts)), overlaps_launches(x.device)
+    out, early = x.new_empty(*x.shape[:-1], sum(counts)), device_info(x.device).has_pdl
     more = [weight if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
     three_kernel[(sum(triton.cdiv(count, plan.rows) for count in counts),)](
         x, *weights, *more, out, *counts, K=channels, R=plan.rows, C=plan.channels, AHEAD=plan.ahead,

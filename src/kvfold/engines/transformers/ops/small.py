@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvfold.kernels.partials import early_launch, overlaps_launches
+from kvfold.kernels.device import device_info
+from kvfold.kernels.partials import early_launch
 
 Rounding = Literal["normed", "whole", "above one"]
 """What of a norm is rounded: what is then multiplied by the weight (Llama); the product alone (OLMo 2, GPT-OSS); the product
@@ -159,7 +160,7 @@ def _norm(
     x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, total: torch.Tensor | None, out: torch.Tensor,
     eps: float, rounding: Rounding,
 ) -> None:  # fmt: skip
-    size, early = x.shape[-1], overlaps_launches(x.device)
+    size, early = x.shape[-1], device_info(x.device).has_pdl
     _norm_kernel[(x.numel() // size,)](
         x, x if more is None else more, weight, out if total is None else total, out, eps, D=size,
         DP=triton.next_power_of_2(size), ROUNDING=rounding, ADDS=more is not None, EARLY=early, num_warps=warps_of(size),
@@ -182,7 +183,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
         As ``q`` and ``k``.
     """
     batch, heads, _, dim = q.shape
-    outs, early = (q.new_empty(q.shape), k.new_empty(k.shape)), overlaps_launches(q.device)
+    outs, early = (q.new_empty(q.shape), k.new_empty(k.shape)), device_info(q.device).has_pdl
     _rotate_kernel[(heads + k.shape[1], batch)](
         q, k, cos, sin, *outs, q.stride(0), q.stride(1), k.stride(0), k.stride(1), dim if cos.shape[0] > 1 else 0, heads,
         D=dim, DP=triton.next_power_of_2(dim), EARLY=early, num_warps=1, **early_launch(early), **OPTIONS,
@@ -201,7 +202,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     -------
     Tensor, as ``gate``
     """
-    out, numbers, early = gate.new_empty(gate.shape), 512, overlaps_launches(gate.device)
+    out, numbers, early = gate.new_empty(gate.shape), 512, device_info(gate.device).has_pdl
     _gate_kernel[(triton.cdiv(gate.numel(), numbers),)](
         gate, up, out, gate.numel(), N=numbers, EARLY=early, num_warps=4, **early_launch(early), **OPTIONS
     )
