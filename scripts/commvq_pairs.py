@@ -21,7 +21,7 @@ from kvfold.calibration.commvq_schedule import Schedule
 from kvfold.calibration.run import windows_of
 from kvfold.evaluation.text import load_text
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, choices, first_pair, nearest, next_pair, stages_for
-from kvfold.kernels.encode_pairs import shifted
+from kvfold.kernels.commvq.encode import shifted
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of all codes a and b, float32 [heads, tokens, 64], and what a pair takes off, [heads, 64, 64]."""

@@ -20,8 +20,9 @@ from kvfold.bench.prefill import Prompt
 from kvfold.formats import Fields
 from kvfold.formats.binary import BinaryCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import encode_pairs, encode_search
-from kvfold.kernels.encode_source import Source
+from kvfold.kernels.common.encode_source import Source
+from kvfold.kernels.commvq import encode as encode_pairs
+from kvfold.kernels.residual import encode as encode_search
 
 GATE = 1.005
 TOKENS = 2048

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvfold.formats import AffineGroups
-from kvfold.kernels import encode
+from kvfold.kernels.affine import encode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 

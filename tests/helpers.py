@@ -237,8 +237,11 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-ENCODING = tuple(f"kvfold.kernels._encode_{room}" for room in ("groups", "words", "tile", "step", "codes", "nearest"))
-"""Rooms whose kernels :mod:`kvfold.kernels.encode` launches, in the order of their imports."""
+ENCODING = (
+    *(f"kvfold.kernels.common._encode_{room}" for room in ("groups", "words", "tile", "step")),
+    *("kvfold.kernels.fold._encode_codes", "kvfold.kernels.common._encode_nearest"),
+)
+"""Rooms whose kernels :mod:`kvfold.kernels.affine.encode` launches, in the order of their imports."""
 
 
 def interpreted_module(name: str, *uses: str) -> ModuleType:

@@ -1,8 +1,8 @@
 """Gluon kernels whose tensors are a register of every thread, run by PyTorch on a CPU.
 
 :func:`run` executes the kernel's own Python text, and that of the functions it calls: only the instructions of
-:mod:`kvfold.kernels._warp`, those that modules write in assembly themselves, and ``gl`` are replaced, by what they mean for all
-threads of a program at once. Copies arrive at once, so what is not waited for is not noticed.
+:mod:`kvfold.kernels.common._warp`, those that modules write in assembly themselves, and ``gl`` are replaced, by what they mean
+for all threads of a program at once. Copies arrive at once, so what is not waited for is not noticed.
 """
 
 import itertools

@@ -7,8 +7,8 @@ from itertools import combinations, product
 from typing import TypeVar
 
 from kvfold.formats import AffineGroups
-from kvfold.kernels import encode
-from kvfold.kernels.decode import Plan, make_long_plan, make_plan
+from kvfold.kernels.affine import encode
+from kvfold.kernels.affine.decode import Plan, make_long_plan, make_plan
 from kvfold.kernels.device import HOPPER
 
 CAPABILITIES = (80, 90, 100)

@@ -1,7 +1,7 @@
 """Warps in NumPy: they run the functions of Gluon kernels, which no interpreter runs, where there is no GPU.
 
-:func:`on_cpu` gives a module's functions anew, with the instructions of :mod:`kvfold.kernels._warp` as what PTX says they do to
-32 lanes. A warp is a thread that calls them; memory is one array of bytes, addresses are integers.
+:func:`on_cpu` gives a module's functions anew, with the instructions of :mod:`kvfold.kernels.common._warp` as what PTX says
+they do to 32 lanes. A warp is a thread that calls them; memory is one array of bytes, addresses are integers.
 """
 
 import math
@@ -309,7 +309,7 @@ def _parts(kind):
 
 
 def product(a, b, c, a_kind, b_kind, dtype):
-    """c + A B of registers; operands as in :func:`kvfold.kernels._warp.mma` and ``mma_bytes``."""
+    """c + A B of registers; operands as in :func:`kvfold.kernels.common._warp.mma` and ``mma_bytes``."""
     of_a, of_b = _parts(a_kind), _parts(b_kind)
     n = of_a(a[0]).shape[1]
     left, right, sums = np.zeros((16, 8 * n)), np.zeros((8 * n, 8)), np.zeros((16, 8))

@@ -10,32 +10,39 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from aot.report import Report, _aligned, _compile, _pointer, _signature, _typed, _width
 from kvfold.formats import AffineGroups, Format, Paged
-from kvfold.kernels import _encode_dense, _encode_pages, dense, encode, encode_pages, fragments, pages, unpack
-from kvfold.kernels._blocks import blocks_kernel
-from kvfold.kernels._decode_gluon import decode_kernel
-from kvfold.kernels._dense import dense_kernel
-from kvfold.kernels._encode_step import _step_kernel
-from kvfold.kernels._encode_tile import _encode_kernel
-from kvfold.kernels._fragments_gluon import fragments_kernel
-from kvfold.kernels._merge_gluon import merge_rows_kernel
-from kvfold.kernels._pages_gluon import pages_kernel
-from kvfold.kernels._tiles import tiles_kernel
-from kvfold.kernels._unpack import unpack_kernel
-from kvfold.kernels.blocks import Plan as BlocksPlan
-from kvfold.kernels.blocks import constants as blocks_constants
-from kvfold.kernels.blocks import is_turned, most_tokens, readers_of, resident
-from kvfold.kernels.blocks import make_plan as make_blocks_plan
-from kvfold.kernels.blocks import options as blocks_options
-from kvfold.kernels.decode import Plan, constants, make_plan
+from kvfold.kernels.affine import encode
+from kvfold.kernels.affine._decode import decode_kernel
+from kvfold.kernels.affine._tiles import tiles_kernel
+from kvfold.kernels.affine.decode import Plan, constants, make_plan
+from kvfold.kernels.affine.tiles import Plan as TilesPlan
+from kvfold.kernels.affine.tiles import constants as tiles_constants
+from kvfold.kernels.affine.tiles import make_plan as make_tiles_plan
+from kvfold.kernels.common._encode_step import _step_kernel
+from kvfold.kernels.common._encode_tile import _encode_kernel
+from kvfold.kernels.common._merge import merge_rows_kernel
+from kvfold.kernels.common.partials import merge_kernel, merge_shape
+from kvfold.kernels.common.windows import ROWS, stages, tile_sizes, windows_kernel
+from kvfold.kernels.dense import _encode as _encode_dense
+from kvfold.kernels.dense import decode as dense
+from kvfold.kernels.dense._decode import dense_kernel
 from kvfold.kernels.device import HOPPER
+from kvfold.kernels.fold import _encode as _encode_pages
+from kvfold.kernels.fold import decode as pages
+from kvfold.kernels.fold import encode as encode_pages
+from kvfold.kernels.fold._decode import pages_kernel
+from kvfold.kernels.fragments import decode as fragments
+from kvfold.kernels.fragments._decode import fragments_kernel
+from kvfold.kernels.generic import unpack
+from kvfold.kernels.generic._decode import blocks_kernel
+from kvfold.kernels.generic._unpack import unpack_kernel
+from kvfold.kernels.generic.decode import Plan as BlocksPlan
+from kvfold.kernels.generic.decode import constants as blocks_constants
+from kvfold.kernels.generic.decode import is_turned, most_tokens, readers_of, resident
+from kvfold.kernels.generic.decode import make_plan as make_blocks_plan
+from kvfold.kernels.generic.decode import options as blocks_options
 from kvfold.kernels.paged import PageLayout, follow
 from kvfold.kernels.paged import gluon as paged_gluon
 from kvfold.kernels.paged._follow import follow_kernel
-from kvfold.kernels.partials import merge_kernel, merge_shape
-from kvfold.kernels.tiles import Plan as TilesPlan
-from kvfold.kernels.tiles import constants as tiles_constants
-from kvfold.kernels.tiles import make_plan as make_tiles_plan
-from kvfold.kernels.windows import ROWS, stages, tile_sizes, windows_kernel
 
 
 def compile_decode(
@@ -383,7 +390,7 @@ def compile_step(
 ) -> Report:
     """Compile the kernel of a decode step: close what is due, append ``tokens``; 0: close only.
 
-    The other parameters are those of :func:`compile_encode` and of :func:`kvfold.kernels.encode.append_and_close`.
+    The other parameters are those of :func:`compile_encode` and of :func:`kvfold.kernels.affine.encode.append_and_close`.
     """
     fixed = {"BLOCK": key_format.block, "NEW": triton.next_power_of_2(tokens) if tokens else 0, "CLOSE": True}
     fixed |= {"ADVANCE": advance, "COUNTS": counts, "BOUNDARY": boundary, "D": key_format.head_dim}

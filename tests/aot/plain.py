@@ -6,11 +6,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from aot.report import Report, _compile, _signature
 from kvfold.formats import AffineGroups, Format
-from kvfold.kernels import balanced, mapped, plain
-from kvfold.kernels._balanced_gluon import balanced_kernel
-from kvfold.kernels._mapped_gluon import mapped_kernel
-from kvfold.kernels._plain_gluon import plain_kernel
+from kvfold.kernels.affine import row_major as plain
+from kvfold.kernels.affine._row_major import plain_kernel
+from kvfold.kernels.balanced import decode as balanced
+from kvfold.kernels.balanced._decode import balanced_kernel
 from kvfold.kernels.device import HOPPER
+from kvfold.kernels.mapped import decode as mapped
+from kvfold.kernels.mapped._decode import mapped_kernel
 
 
 def compile_plain(

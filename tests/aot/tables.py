@@ -8,12 +8,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from aot.report import Report, _aligned, _compile, _signature, _width
 from kvfold.formats import Format, GroupCodes, ResidualCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import encode_balanced, encode_pairs
-from kvfold.kernels._bits_gluon import value_bits_kernel
-from kvfold.kernels._encode_balanced import project_kernel, tile_kernel
-from kvfold.kernels._encode_pairs import gains_kernel, tables_kernel, units_kernel, values_kernel
-from kvfold.kernels._flips_gluon import flip_kernel
-from kvfold.kernels._pairs_gluon import pairs_search_kernel, stage_bytes
+from kvfold.kernels.balanced import encode as encode_balanced
+from kvfold.kernels.balanced._encode import project_kernel, tile_kernel
+from kvfold.kernels.commvq import encode as encode_pairs
+from kvfold.kernels.commvq._bits import value_bits_kernel
+from kvfold.kernels.commvq._encode import gains_kernel, tables_kernel, units_kernel, values_kernel
+from kvfold.kernels.commvq._flips import flip_kernel
+from kvfold.kernels.commvq._pairs import pairs_search_kernel, stage_bytes
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import PageLayout
 from kvfold.kernels.paged.tables import kernel_of

@@ -84,14 +84,14 @@ def test_what_encodes_pages_is_compared_before_it_is_timed(monkeypatch):
     """On the CPU, with kernels in the interpreter: the gates of a prompt and of a step see a wrong code."""
     pytest.importorskip("triton")
     from helpers import ENCODING, interpreted_module
-    from kvfold import kernels
     from kvfold.bench import encode
+    from kvfold.kernels import fold
 
     module = interpreted_module(
-        "kvfold.kernels.encode_pages", *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_pages"
+        "kvfold.kernels.fold.encode", *ENCODING, "kvfold.kernels.affine.encode", "kvfold.kernels.fold._encode"
     )
-    monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_pages", module)
-    monkeypatch.setattr(kernels, "encode_pages", module, raising=False)
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.fold.encode", module)
+    monkeypatch.setattr(fold, "encode", module, raising=False)
     work = encode.Work("fold", bits=0, context=256, layers=1, num_heads=1, num_kv_heads=1, head_dim=64)
     made = encode.make_layer(work, 256, torch.device("cpu"))
     assert encode.gate(work, made, encode.make_transform(work, made.keys)) <= work.limit
@@ -493,7 +493,7 @@ def test_product_kernels_compile_without_spills():
 
     from aot.report import _compile
     from kvfold.bench._matvec_gluon import scores_kernel, values_kernel
-    from kvfold.kernels.decode import MODES
+    from kvfold.kernels.affine.decode import MODES
     from kvfold.kernels.device import STATIC_SHARED
 
     pointers = {"q_ptr": "*fp16", "meta": "*fp16", "codes": "*i16", "aux": "*i16", "scale": "fp32"}
@@ -585,7 +585,7 @@ def test_attention_prints_a_json_object_per_row(monkeypatch, capsys):
 def test_formats_are_measured_in_the_kernel_that_serves_them(method, kernel, monkeypatch):
     pytest.importorskip("triton")
     from kvfold.bench import attention, storage
-    from kvfold.kernels import tables
+    from kvfold.kernels.common import tables
 
     monkeypatch.setattr(tables, "device_info", lambda device: HOPPER)
     made = storage.formats

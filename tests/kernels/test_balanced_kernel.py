@@ -13,7 +13,9 @@ from aot import plain as aot_plain
 from blocks_case import Case
 from kvfold import methods
 from kvfold.formats import Hadamard
-from kvfold.kernels import REGISTRY, _balanced_gluon, balanced
+from kvfold.kernels import REGISTRY
+from kvfold.kernels.balanced import _decode as _balanced_gluon
+from kvfold.kernels.balanced import decode as balanced
 from kvfold.kernels.device import HOPPER, STATIC_SHARED
 from kvfold.methods import LayerSpec
 from warps import Machine, Pointer, on_cpu, register, scalar

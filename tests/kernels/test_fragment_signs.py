@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 import aot
-from kvfold.kernels import _fragments_gluon, fragments
 from kvfold.kernels.device import HOPPER
+from kvfold.kernels.fragments import _decode as _fragments_gluon
+from kvfold.kernels.fragments import decode as fragments
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.turboquant import lloyd_max
 from warps import Machine, Pointer, on_cpu, register, scalar

@@ -10,11 +10,13 @@ pytest.importorskip("triton")
 import aot
 from kvfold.formats.basis import projection
 from kvfold.formats.lookup import ChannelScales
-from kvfold.kernels import REGISTRY, fragment_tables, fragments
-from kvfold.kernels._codes import _place
-from kvfold.kernels._fragment_codes import level_tile
-from kvfold.kernels.decode import Plan
+from kvfold.kernels import REGISTRY
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.common._codes import _place
 from kvfold.kernels.device import HOPPER, STATIC_SHARED
+from kvfold.kernels.fragments import decode as fragments
+from kvfold.kernels.fragments import layout as fragment_tables
+from kvfold.kernels.fragments._codes import level_tile
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.kvquant import Learned
 from kvfold.methods.turboquant import lloyd_max

@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 
 import lanes
 from kvfold.bench import attention
-from kvfold.kernels import _fragments_gluon, fragments
-from kvfold.kernels.fragments import wide_plan
-from kvfold.kernels.partials import Partials
+from kvfold.kernels.common.partials import Partials
+from kvfold.kernels.fragments import _decode as _fragments_gluon
+from kvfold.kernels.fragments import decode as fragments
+from kvfold.kernels.fragments.decode import wide_plan
 
 
 class Emulated:

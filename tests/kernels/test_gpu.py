@@ -119,7 +119,7 @@ def test_graph_replays_with_new_lengths_and_queries(method):
 @pytest.mark.parametrize("group_heads", [1, 12])
 @pytest.mark.parametrize("method", ["kivi", "asym", "hybrid"])
 def test_so_many_short_sequences_that_a_warp_takes_each(method, group_heads):
-    from kvfold.kernels import decode
+    from kvfold.kernels.affine import decode
 
     case = Case(formats(method), packed=(64, 0, 416) * 34, heads=16, group_heads=group_heads, bias=True)
     assert decode.make_plan(*case.form, 102 * 16, group_heads, 15, 160, HOPPER).warps == 1

@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import pages
-from kvfold.kernels.decode import Plan
+from kvfold.kernels.affine.decode import Plan
 from kvfold.kernels.device import HOPPER
-from kvfold.kernels.pages import BLOCKS, program_bytes
+from kvfold.kernels.fold import decode as pages
+from kvfold.kernels.fold.decode import BLOCKS, program_bytes
 from pages_case import LIMIT, RECENT, SINK, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -16,8 +16,8 @@ from dense_case import CASES, LIMIT, Case
 from kvfold import explain, kernels
 from kvfold.errors import KVFoldError
 from kvfold.formats import Dense
-from kvfold.kernels import dense
 from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.dense import decode as dense
 from kvfold.kernels.device import HOPPER
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import choose_kernel

@@ -8,7 +8,7 @@ from triton.compiler import ASTSource
 
 from helpers import spec
 from kvfold.formats.paged import plain
-from kvfold.kernels import encode as compiled
+from kvfold.kernels.affine import encode as compiled
 from kvfold.methods import get
 from kvfold.methods.innerq import InnerQ
 

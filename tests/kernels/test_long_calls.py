@@ -14,10 +14,11 @@ pytest.importorskip("triton")
 
 
 import helpers
-from kvfold.kernels import NewTokens, ReferenceKernel, decode
+from kvfold.kernels import NewTokens, ReferenceKernel
+from kvfold.kernels.affine import decode
+from kvfold.kernels.common.partials import Partials
 from kvfold.kernels.device import HOPPER
 from kvfold.kernels.gluon import GluonKernel
-from kvfold.kernels.partials import Partials
 
 METHODS = [
     "kivi:sink=0,recent=32",
@@ -29,7 +30,7 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def windows():
-    return helpers.interpreted_module("kvfold.kernels.windows")
+    return helpers.interpreted_module("kvfold.kernels.common.windows")
 
 
 def stored(form, fields, capacity):

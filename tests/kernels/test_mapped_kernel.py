@@ -12,8 +12,9 @@ from aot import plain as aot_plain
 from blocks_case import HEADS, Case, attended, grouped, rand
 from kvfold.formats import AffineGroups, Hadamard, Paged
 from kvfold.formats.projected import HeadMaps
-from kvfold.kernels import REGISTRY, mapped
+from kvfold.kernels import REGISTRY
 from kvfold.kernels.device import HOPPER
+from kvfold.kernels.mapped import decode as mapped
 from kvfold.storage.reader import mapped as through
 from pieces_case import Emulated
 

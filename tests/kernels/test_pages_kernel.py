@@ -9,11 +9,12 @@ pytest.importorskip("triton")
 
 import aot
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import Span, Windows, pages
-from kvfold.kernels.decode import Plan
+from kvfold.kernels import Span, Windows
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.common.partials import Partials
 from kvfold.kernels.device import HOPPER, LEAST_SHARED, STATIC_SHARED
+from kvfold.kernels.fold import decode as pages
 from kvfold.kernels.paged import gluon
-from kvfold.kernels.partials import Partials
 from kvfold.methods import LayerSpec, get
 from paged_case import Server
 from pieces_case import Emulated, error_of_pieces

@@ -8,11 +8,12 @@ pytest.importorskip("triton")
 
 import aot
 import lanes
-from kvfold.kernels import _page_lookups, pages
-from kvfold.kernels.decode import Plan
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.common.partials import Partials
 from kvfold.kernels.device import HOPPER, LEAST_SHARED
+from kvfold.kernels.fold import _codebook as _page_lookups
+from kvfold.kernels.fold import decode as pages
 from kvfold.kernels.paged import gluon
-from kvfold.kernels.partials import Partials
 from kvfold.methods import LayerSpec, get
 from paged_case import Server, formats_of
 from pages_case import Case

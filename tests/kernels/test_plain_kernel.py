@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from aot import plain as aot_plain
 from kvfold.formats import AffineGroups
-from kvfold.kernels import _plain_gluon, plain
+from kvfold.kernels.affine import _row_major as _plain_gluon
+from kvfold.kernels.affine import row_major as plain
 from kvfold.kernels.device import HOPPER, STATIC_SHARED
 from kvfold.rope import Rope
 from warps import Machine, Pointer, on_cpu, register, scalar

@@ -9,8 +9,13 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold.formats import AffineGroups
-from kvfold.kernels import balanced, decode, dense, fragments, pages, plain
+from kvfold.kernels.affine import decode
+from kvfold.kernels.affine import row_major as plain
+from kvfold.kernels.balanced import decode as balanced
+from kvfold.kernels.dense import decode as dense
 from kvfold.kernels.device import HOPPER, DeviceInfo
+from kvfold.kernels.fold import decode as pages
+from kvfold.kernels.fragments import decode as fragments
 from kvfold.methods import LayerSpec, get
 from specializations import MODES, formats
 

@@ -8,7 +8,8 @@ pytest.importorskip("triton")
 
 import lanes
 from aot.turned import compile_turned
-from kvfold.kernels import _turned_gluon, turned
+from kvfold.kernels.long import _rotated as _turned_gluon
+from kvfold.kernels.long import rotated as turned
 from kvfold.methods import LayerSpec, get
 from warps import Machine, on_cpu, register, scalar
 

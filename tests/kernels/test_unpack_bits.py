@@ -9,7 +9,9 @@ import lanes
 from aot.turned import compile_unpack_bits, compile_unpack_tables
 from kvfold.formats.binary import BinaryCodes, ValueSteps
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import _unpack_bits_gluon, unpack_bits, unpack_tables
+from kvfold.kernels.long import _bits as _unpack_bits_gluon
+from kvfold.kernels.long import bits as unpack_bits
+from kvfold.kernels.long import tables as unpack_tables
 
 FIRST, TOKENS = 128, 96
 

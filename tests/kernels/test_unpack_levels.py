@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 import lanes
 from aot.turned import compile_unpack_levels
 from blocks_case import Case, kvquant
-from kvfold.kernels import _unpack_levels_gluon, unpack_levels
+from kvfold.kernels.long import _levels as _unpack_levels_gluon
+from kvfold.kernels.long import levels as unpack_levels
 from kvfold.rope import Rope
 from unpacked_case import packed_apart
 

@@ -7,7 +7,8 @@ pytest.importorskip("triton")
 
 import lanes
 from aot.turned import compile_unpack_mixed
-from kvfold.kernels import _unpack_mixed_gluon, unpack_mixed
+from kvfold.kernels.long import _mixed as _unpack_mixed_gluon
+from kvfold.kernels.long import mixed as unpack_mixed
 from kvfold.methods import LayerSpec, get
 
 FIRST, TOKENS = 128, 160  # a block, and a quarter of the next one

@@ -11,8 +11,9 @@ import lanes
 from aot.turned import compile_unpack_tables
 from blocks_case import Case, by_groups, commvq, residuals, unproject
 from kvfold.formats.grouped import GroupBook
-from kvfold.kernels import _unpack_tables_gluon, unpack_tables
 from kvfold.kernels.device import HOPPER
+from kvfold.kernels.long import _tables as _unpack_tables_gluon
+from kvfold.kernels.long import tables as unpack_tables
 from kvfold.rope import Rope
 
 FORMATS = {

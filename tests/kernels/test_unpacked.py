@@ -15,7 +15,9 @@ import unpacked_case
 from blocks_case import of_method
 from kvfold.bench import storage
 from kvfold.formats.paged import plain
-from kvfold.kernels import AttentionCall, unpack, unpacked
+from kvfold.kernels import AttentionCall
+from kvfold.kernels.generic import unpack
+from kvfold.kernels.long import attend as unpacked
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.methods import LayerSpec, get
 from unpacked_case import CALLS, FORMATS, LENGTHS, LIMIT, ON_GPUS

@@ -9,13 +9,21 @@ is multiplied. In the fused kernel keys and values take turns in the same way.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch_stage, meta_bytes
-from kvfold.kernels._affine_keys import _queries, _query_sums, _scores_accumulator, _scores_operand
-from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
-from kvfold.kernels._codes import code_bytes
-from kvfold.kernels._registers import _item, _zero4
-from kvfold.kernels._softmax import _finish, _nothing
-from kvfold.kernels._warp import copy_commit, copy_wait, pack_half2, program_sync, shared_base, transpose8, warp_sync
+from kvfold.kernels.affine._codes import _fetch_stage, meta_bytes
+from kvfold.kernels.affine._keys import _queries, _query_sums, _scores_accumulator, _scores_operand
+from kvfold.kernels.affine._values import _values_accumulator, _values_operand, _whole_values
+from kvfold.kernels.common._codes import code_bytes
+from kvfold.kernels.common._registers import _item, _zero4
+from kvfold.kernels.common._softmax import _finish, _nothing
+from kvfold.kernels.common._warp import (
+    copy_commit,
+    copy_wait,
+    pack_half2,
+    program_sync,
+    shared_base,
+    transpose8,
+    warp_sync,
+)
 
 
 @gluon.jit

@@ -139,9 +139,9 @@ class Operands:
 def launch(product: Product, operands: Operands, copy: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Run a product on one of the copies: fp16 [num_kv_heads, rows, context], or [num_kv_heads, rows, head_dim]."""
     from kvfold.bench._matvec_gluon import scores_kernel, values_kernel
-    from kvfold.kernels.decode import MODES, make_plan
+    from kvfold.kernels.affine.decode import MODES, make_plan
+    from kvfold.kernels.common.partials import Partials
     from kvfold.kernels.device import device_info
-    from kvfold.kernels.partials import Partials
 
     form = product.format
     heads, rows, dim, capacity = product.heads, product.rows, product.head_dim, product.context // 32

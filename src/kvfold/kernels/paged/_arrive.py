@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._softmax import LOG2E, LOWEST
+from kvfold.kernels.common._softmax import LOG2E, LOWEST
 
 AT_ONCE = gl.constexpr(8)
 

@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-from kvfold.kernels._encode_groups import _finite, _max, _sum
-from kvfold.kernels._sizes import PAGE
+from kvfold.kernels.common._encode_groups import _finite, _max, _sum
+from kvfold.kernels.common._sizes import PAGE
 
 
 @triton.jit

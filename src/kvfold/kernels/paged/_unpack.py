@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from kvfold.kernels._sizes import PAGE
+from kvfold.kernels.common._sizes import PAGE
 
 UNIT = tl.constexpr(32)
 

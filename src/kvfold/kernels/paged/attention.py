@@ -9,15 +9,15 @@ import triton
 
 from kvfold.formats import Fields, Format, Paged, Projected
 from kvfold.formats.binary import BinaryCodes, ValueRows
-from kvfold.kernels import blocks
+from kvfold.kernels.common.partials import LOG2E, early_launch
+from kvfold.kernels.common.windows import stages, tile_sizes
 from kvfold.kernels.device import device_info
+from kvfold.kernels.generic import decode as blocks
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged._attend import merge_pieces_kernel, pieces_kernel, raw_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace, raw_parts
-from kvfold.kernels.partials import LOG2E, early_launch
 from kvfold.kernels.stored import rotation_of
-from kvfold.kernels.windows import stages, tile_sizes
 from kvfold.rope import Rope
 
 Pieces = Callable[[PagedCall, torch.Tensor, int, Workspace, torch.Tensor], None]

@@ -9,14 +9,15 @@ import torch
 from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format, Paged
 from kvfold.formats.paged import PAGE
-from kvfold.kernels import decode, pages
-from kvfold.kernels.decode import Plan
+from kvfold.kernels.affine import decode
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.common.partials import early_launch
 from kvfold.kernels.device import DeviceInfo, device_info
+from kvfold.kernels.fold import decode as pages
 from kvfold.kernels.paged._affine import affine_pieces_kernel
 from kvfold.kernels.paged._fold import fold_pieces_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace, raw_parts
-from kvfold.kernels.partials import early_launch
 
 
 def unsupported(key_format: Format, value_format: Format) -> str | None:

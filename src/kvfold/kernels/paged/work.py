@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvfold.formats.paged import PAGE
-from kvfold.kernels._sizes import PAGE as _PAGE
+from kvfold.kernels.common._sizes import PAGE as _PAGE
 from kvfold.kernels.device import device_info
 from kvfold.kernels.paged.call import IN_PLACE, PagedStep
 

@@ -11,8 +11,8 @@ import torch
 import triton
 
 from kvfold.engines.transformers.ops._row import row_kernel, three_kernel
+from kvfold.kernels.common.partials import early_launch
 from kvfold.kernels.device import device_info
-from kvfold.kernels.partials import early_launch
 
 
 class Plan(NamedTuple):

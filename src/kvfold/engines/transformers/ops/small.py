@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvfold.kernels.common.partials import early_launch
 from kvfold.kernels.device import device_info
-from kvfold.kernels.partials import early_launch
 
 Rounding = Literal["normed", "whole", "above one"]
 """What of a norm is rounded: what is then multiplied by the weight (Llama); the product alone (OLMo 2, GPT-OSS); the product
