@@ -138,7 +138,7 @@ def stages_kernel(
 
 @pytest.mark.parametrize("passes", [0, 1, 2, 3])
 def test_kernels_choose_stages_in_the_order_of_the_format(passes, interpreted, monkeypatch):
-    found = sys.modules["kvfold_kernels_residual__encode_interpreted"]
+    found = sys.modules["kvfold_kernels_common__encode_nearest_interpreted"]
     monkeypatch.setitem(globals(), "_stage_at", found._stage_at)
     for stages in (1, 2, 3, 5, 11, 21, 32):
         form, wanted = AdditiveCodes(DIM, 32, "key", stages, 64, passes), choices(stages, passes)
