@@ -31,6 +31,7 @@ from kvfold.kernels.common._warp import (
     copy_wait,
     either_bytes,
     fma_half2,
+    load_fragment,
     load_pair,
     load_shared,
     load_shared4f,
@@ -48,7 +49,6 @@ from kvfold.kernels.common._warp import (
     unpack_half2,
     warp_sync,
 )
-from kvfold.kernels.fragments._queries import load_fragment
 
 EXPONENT = gl.constexpr(-1)
 """The largest element of a query is scaled to [2^-1, 1): times any scale of 2-bit groups it stays below fp16's largest."""

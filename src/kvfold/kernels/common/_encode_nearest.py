@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The nearest of a table's codes: Triton code of kernels that search for them."""
+"""Vectors of a program, and the nearest of a table's codes: Triton code of kernels that search for them."""
 
 import triton
 import triton.language as tl

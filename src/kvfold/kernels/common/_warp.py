@@ -568,3 +568,17 @@ def fma_half2(a, b, c):
 @gluon.jit
 def negative_half2(x):
     return gl.inline_asm_elementwise("neg.f16x2 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def _fragment_asm(offset):
+    return f"ld.global.nc.L1::evict_last.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];"
+
+
+@gluon.jit
+def load_fragment(address, OFFSET: gl.constexpr):
+    """A lane's four registers of a constant operand. Not pure: a loop is to read it each time, not to keep it."""
+    asm: gl.constexpr = _fragment_asm(OFFSET)
+    return gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,l", [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
+    )

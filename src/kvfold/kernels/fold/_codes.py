@@ -1,15 +1,10 @@
 # mypy: ignore-errors
-"""Pages of uniform codes as the decode kernel reads them: where they lie, and codes as operands of tensor cores."""
+"""Pages of uniform codes as the decode kernel reads them: where one lies in storage and in a warp's stage."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels.common._codes import _fetch, code_bytes, scale_at
-
-# ---- codes as operands ----------------------------------------------------------------------------------------------
-
-
-# ---- where a page lies in a warp's stage ----------------------------------------------------------------------------
 
 
 @gluon.constexpr_function

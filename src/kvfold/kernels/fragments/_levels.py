@@ -25,6 +25,7 @@ from kvfold.kernels.common._warp import (
     copy_commit,
     copy_wait,
     exp2_fast,
+    load_fragment,
     load_shared,
     load_shared4f,
     mma,
@@ -42,7 +43,6 @@ from kvfold.kernels.fold._bytes import byte_scores, byte_values, byte_weights, p
 from kvfold.kernels.fold._sums import _mean_scores, _plain_mean
 from kvfold.kernels.fragments._codes import bring_pages, fetch_side
 from kvfold.kernels.fragments._level_bytes import level_byte_scores, level_byte_values, level_query_pages
-from kvfold.kernels.fragments._queries import load_fragment
 from kvfold.kernels.fragments._signs import byte_query_pages
 from kvfold.kernels.fragments._wide import turn_pages, turned_page
 

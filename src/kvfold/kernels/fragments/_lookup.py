@@ -18,6 +18,7 @@ from kvfold.kernels.common._registers import ONES, _replace, _zero4
 from kvfold.kernels.common._warp import (
     fma_half2,
     high_halves,
+    load_fragment,
     load_shared,
     load_shared4f,
     low_halves,
@@ -32,7 +33,6 @@ from kvfold.kernels.common._warp import (
 )
 from kvfold.kernels.fragments._codes import level_operands, level_words
 from kvfold.kernels.fragments._mixed import _store_short
-from kvfold.kernels.fragments._queries import load_fragment
 
 PLACES_BYTES = gl.constexpr(8192)  # a block of 32 tokens and 128 channels in fp16
 

@@ -16,6 +16,7 @@ from kvfold.kernels.common._warp import (
     as_float,
     as_int,
     exp2_fast,
+    load_fragment,
     load_matrix4,
     load_shared,
     load_shared_short,
@@ -31,20 +32,6 @@ from kvfold.kernels.common._warp import (
     warp_sync,
 )
 from kvfold.kernels.fold._sums import NORM_STEP
-
-
-@gluon.constexpr_function
-def _fragment_asm(offset):
-    return f"ld.global.nc.L1::evict_last.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];"
-
-
-@gluon.jit
-def load_fragment(address, OFFSET: gl.constexpr):
-    """A lane's four registers of a constant operand. Not pure: a loop is to read it each time, not to keep it."""
-    asm: gl.constexpr = _fragment_asm(OFFSET)
-    return gl.inline_asm_elementwise(
-        asm, "=r,=r,=r,=r,l", [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
-    )
 
 
 @gluon.jit

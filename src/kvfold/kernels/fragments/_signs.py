@@ -21,6 +21,7 @@ from kvfold.kernels.common._warp import (
     copy_commit,
     copy_wait,
     exp2_fast,
+    load_fragment,
     mma,
     pack_half2,
     prefetch,
@@ -34,7 +35,7 @@ from kvfold.kernels.common._warp import (
 from kvfold.kernels.fold._bytes import FULL, byte_queries, byte_query_tile, byte_scores, byte_starts
 from kvfold.kernels.fold._sums import _mean_scores
 from kvfold.kernels.fragments._codes import bring_pages, fetch_side
-from kvfold.kernels.fragments._queries import load_fragment, norm_words, normed_queries, through
+from kvfold.kernels.fragments._queries import norm_words, normed_queries, through
 from kvfold.kernels.fragments._wide import length, turn_pages, turned_page
 
 
