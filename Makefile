@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvfold-installed
 WORKERS ?= 2
 
-.PHONY: demo test newest serving fuzz lint format artefacts table lengths learned ablation report clean
+.PHONY: demo test newest serving fuzz lint format artefacts table ablation report clean
 
 demo: $(STAMP)
 	$(BIN)/kvfold compare $(if $(ALL),--all) $(ARGS)
@@ -109,37 +109,6 @@ artefacts/%.safetensors: | $(STAMP)
 ARTEFACTS := --artefacts artefacts
 table: $(STAMP) artefacts
 	$(BIN)/kvfold compare --all $(ARTEFACTS) --json benchmarks/compare-smollm2-135m.json --force
-	$(BIN)/python scripts/tables.py
-
-# Does it hold when more is folded? On a GPU: make lengths MODEL=folder NAME=qwen2.5-coder-1.5b WIKI=wiki.txt PROSE=novel.txt
-# The committed rows read the first 600,000 bytes of WikiText-2's test file and the first 500,000 of Moby-Dick.
-PREFIX := 1024 4096 16384
-EQUAL := none kivi fold fold:bits=2 fold:k_bits=4,v_bits=3 innerq squat turboquant:bits=3 qjl qjl:seed=1 qjl:seed=2 squat_pre \
-	fold:bits=4 fold:bits=1 kivi:bits=4 innerq:mode=sym innerq:mode=asym turboquant turboquant:bits=3,residual=true gear zipcache \
-	kivi:bits=1
-PUBLISHED := kivi:paper=true squat:paper=true squat_pre:paper=true innerq:paper=true qjl:paper=true qjl_outliers \
-	turboquant:paper=true turboquant:paper=true,bits=3 gear:paper=true zipcache:paper=true
-lengths: $(STAMP)
-	$(if $(and $(WIKI),$(PROSE),$(MODEL),$(NAME)),,$(error give MODEL, NAME, WIKI and PROSE))
-	$(BIN)/kvfold domains --model $(MODEL) --dtype bfloat16 --methods $(EQUAL) $(PUBLISHED) --text encyclopedia=$(WIKI) \
-		--text prose=$(PROSE) --domains code --prefix $(PREFIX) --tokens 1024 --windows 1 --chunk 64 \
-		--json benchmarks/lengths/$(NAME).json --force
-	$(BIN)/python scripts/tables.py
-
-# What learned methods do to texts that they did not learn from: also NOVEL=novel.txt, which the artefacts are made of
-A := artefacts/$(NAME)
-WITH = artefact=$(A)/$(1).safetensors
-FROM_ARTEFACTS := commvq:$(call WITH,commvq-2) commvq:bits=1,$(call WITH,commvq-1) vqllm:$(call WITH,vqllm-2) \
-	vqllm:bits=1,$(call WITH,vqllm-1) kvquant:$(call WITH,kvquant-2) commvq:$(call WITH,commvq-2),paper=true \
-	commvq:bits=1,$(call WITH,commvq-1),paper=true vqllm:$(call WITH,vqllm-2),paper=true kvquant:$(call WITH,kvquant-2),paper=true
-learned: $(STAMP)
-	$(if $(and $(WIKI),$(PROSE),$(MODEL),$(NAME),$(NOVEL)),,$(error give MODEL, NAME, WIKI, PROSE and NOVEL))
-	mkdir -p $(A)
-	for name in $(LEARNED); do test -e $(A)/$$name.safetensors || $(BIN)/kvfold calibrate --model $(MODEL) \
-		--method $${name%-*}:bits=$${name#*-} --text $(NOVEL) --out $(A)/$$name.safetensors || exit; done
-	$(BIN)/kvfold domains --model $(MODEL) --dtype bfloat16 --methods none kivi kivi:bits=1 fold fold:bits=1 $(FROM_ARTEFACTS) \
-		--text encyclopedia=$(WIKI) --text prose=$(PROSE) --domains code --prefix $(PREFIX) --tokens 1024 --windows 1 --chunk 64 \
-		--json benchmarks/learned/$(NAME).json --force
 	$(BIN)/python scripts/tables.py
 
 ablation: $(STAMP)

@@ -429,7 +429,7 @@ SUBSPACES = {
     "own": "the newest 64 before 128, 256, 512, ... tokens: kvfold's own caches",
     "calibrated": "a novel that was read beforehand",
 }
-"""Whose queries make SQuat's subspace: variants of ``scripts/squat_subspace.py``."""
+"""Whose queries make SQuat's subspace: variants of the rows."""
 
 
 def subspaces() -> Table:

@@ -14,8 +14,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 from kvfold.evaluation.domains import read_rows
-from kvfold.evaluation.report import figures
-from kvfold.evaluation.results import ResultFile
+from kvfold.evaluation.results import ResultFile, content, files_in
 from kvfold.evaluation.statistics import paired
 from kvfold.methods import canonical
 
@@ -83,7 +82,7 @@ def runs() -> tuple[Run, ...]:
     found = []
     for model, (_, stem) in MODELS.items():
         for folder in (ROOT / GRID, ROOT / "evidence"):
-            files = map(ResultFile.read, sorted(folder.glob("divergence-*.jsonl")))
+            files = map(ResultFile.read, files_in(folder, "divergence-"))
             found += [of_eval(model, file) for file in files if file.settings.model.startswith(model)]
         found += [run for folder in ("lengths", "learned") if (run := _of_domains(model, stem, folder)) is not None]
     return tuple(found)
@@ -114,8 +113,8 @@ def _of_domains(model: str, stem: str, folder: str) -> Run | None:
     by_method: dict[str, Measured] = {}
     bits: dict[str, tuple[int, float]] = {}
     devices = []
-    for path in sorted((ROOT / folder).glob(f"{stem}*.json")):
-        held = json.loads(path.read_text(encoding="utf-8"))
+    for path in files_in(ROOT / folder, stem, ".json"):
+        held = json.loads(content(path))
         devices.append(str(held["header"]["device"]))
         for row in read_rows(held):
             name = plain(row.method)
@@ -283,16 +282,8 @@ def ranked() -> list[tuple[str, float, Pair]]:
     return sorted(found, key=lambda entry: (entry[1], entry[0]))
 
 
-NEWEST = ("nova", "tasq", "gsrq", "vqllm", "kvarn")
-"""The newest papers' methods, and what one of them builds on."""
-OURS = tuple(f"fold{options}{book}" for options in (":bits=1", ":bits=2") for book in ("", ",codebook=true"))
 LEARNED_KEYS = "tasq:bits=2,values=fold"
 """Keys of one method and values of another, which is ahead of both."""
-
-
-def newest() -> str:
-    """The newest methods beside fold at their bits."""
-    return everything(lambda name: name in (*OURS, LEARNED_KEYS) or family(name) in NEWEST)
 
 
 def everything(of: Callable[[str], bool] = bool) -> str:
@@ -475,28 +466,3 @@ def _logs_at(run: Run, name: str, n: int) -> list[float]:
     theirs = run.by_method[BASE]
     mine = run.by_method.get(name, {})
     return [math.log(at[n] / theirs[item][n]) for item, at in mine.items() if n in at and n in theirs.get(item, {})]
-
-
-def pareto() -> str:
-    """Bits against divergence, on the worst of the models, as a picture."""
-    points = [
-        figures.Point(name, bits, ratio.worst[1])
-        for name, bits, ratio in ranked()
-        if len(ratio.by_model) == len(MODELS) and ":seed=" not in name and name != "squat_pre"
-    ]
-    points.append(figures.Point(BASE, bits_of(BASE) or 0.0, 1.0))
-    x = figures.Axis("effective bits, tables aside", low=0.0, high=5.5, written=lambda v: f"{v:.4g}")
-    y = figures.Axis("KL, times KIVI-2's, worst of models", log=True, limit=30, written=lambda v: f"{v:.3g}")
-    colors, named = (
-        [point.method for point in points],
-        {"fold": "fold", BASE: "kivi", BEST_BASE: "kivi 3/2, groups of 64"},
-    )
-    drawn = figures.pareto("Divergence by effective bits", points, x, y, False, colors, named)
-    svg = drawn[drawn.index("<svg") : drawn.index("</svg>") + len("</svg>")]
-    style = (
-        "<style>text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}"
-        ".frontier{fill:none;stroke:#999;stroke-width:1.5}</style>"
-        '<rect width="100%" height="100%" fill="#fff"/>'
-    )
-    head, _, rest = svg.partition(">")
-    return f'{head} xmlns="http://www.w3.org/2000/svg" width="720" height="480">{style}{rest}\n'

@@ -18,7 +18,6 @@ import io
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -31,7 +30,7 @@ from evidence import plain
 
 from kvfold import files
 from kvfold.errors import KVFoldError
-from kvfold.evaluation.results import SUFFIX, ResultFile
+from kvfold.evaluation.results import PACKED, SUFFIX, ResultFile, content, files_in
 
 SAFETENSORS = ".safetensors"
 
@@ -334,13 +333,13 @@ class Run:
 
 
 def begin_with(have: Path, rows: Path, names: Sequence[str]) -> None:
-    """Put the files of ``have`` into tasks' folders: an evaluation goes on behind rows of its settings."""
+    """Put the files of ``have``, unpacked, into tasks' folders: an evaluation goes on behind rows of its settings."""
     for name in names:
-        for path in have.glob(f"{name.partition('-')[0]}-*{SUFFIX}"):
-            place = rows / name / path.name
+        for path in files_in(have, f"{name.partition('-')[0]}-"):
+            place = rows / name / path.name.removesuffix(PACKED)
             if not place.is_file():
                 place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, place)
+                place.write_bytes(content(path))
 
 
 def joined(rows: Path) -> list[ResultFile]:

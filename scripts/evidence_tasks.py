@@ -17,7 +17,7 @@ import evidence_claims
 from evidence import BASE, BEST_BASE, GRID, LEARNED_KEYS, MODELS, NOTHING, ROOT, logs, markdown, of_eval, plain
 
 from kvfold import methods
-from kvfold.evaluation.results import Result, ResultFile
+from kvfold.evaluation.results import Result, ResultFile, content, files_in
 from kvfold.evaluation.statistics import LEAST, Difference, Estimate, estimate, paired
 from kvfold.evaluation.suites import REGISTRY
 from kvfold.methods.squat import SQuat
@@ -81,7 +81,7 @@ def asked() -> tuple[Asked, ...]:
     found = []
     for suite in (*CHAINS, *TASKS):
         folders = (ROOT / GRID, ROOT / "evidence")
-        files = [ResultFile.read(path) for folder in folders for path in sorted(folder.glob(f"{suite}-*.jsonl"))]
+        files = [ResultFile.read(path) for folder in folders for path in files_in(folder, f"{suite}-")]
         newest = max((version(file) for file in files), default=0)
         for model in MODELS:
             for file in files:
@@ -336,7 +336,7 @@ def published() -> str:
     """Methods as published, and what mends them, as multiples of KIVI-2's divergence in the same runs."""
     lines = []
     folders = (ROOT / GRID, ROOT / "evidence")
-    files = [ResultFile.read(path) for folder in folders for path in sorted(folder.glob("divergence-*.jsonl"))]
+    files = [ResultFile.read(path) for folder in folders for path in files_in(folder, "divergence-")]
     own = [(evidence.model_of(file), file) for file in files if file.settings.windows is None]
     order = list(MODELS)
     for model, file in sorted(own, key=lambda one: order.index(one[0])):
@@ -363,7 +363,7 @@ def _times(log: float) -> str:
 
 def ablation() -> str:
     """SQuat's rank and weight: multiples of KIVI-2's divergence on the same windows, a line per rank."""
-    (path,) = sorted((ROOT / "evidence" / "ablation").glob("divergence-*.jsonl"))
+    (path,) = files_in(ROOT / "evidence" / "ablation", "divergence-")
     kld: dict[tuple[object, object], dict[str, float]] = {}
     for row in ResultFile.read(path).rows.values():
         method, value = methods.get(row.method), row.scores.get("kld")
@@ -395,9 +395,9 @@ def ablation() -> str:
 def recommended() -> str:
     """What ``kvfold recommend`` proposes, against the best uniform bits at their own effective bits and within the budget."""
     folder = ROOT / "evidence" / "recommend"
-    files = [ResultFile.read(path) for path in sorted(folder.glob("divergence-*.jsonl"))]
+    files = [ResultFile.read(path) for path in files_in(folder, "divergence-")]
     lines = []
-    for path in sorted(folder.glob("recommend-*.json"), key=lambda path: (_model(path), _held(path)["budget"])):
+    for path in sorted(files_in(folder, "recommend-", ".json"), key=lambda path: (_model(path), _held(path)["budget"])):
         held = _held(path)
         for file in files:
             if file.settings.weights_sha256 != held["weights_sha256"]:
@@ -413,7 +413,7 @@ def recommended() -> str:
 
 
 def _held(path: pathlib.Path) -> dict[str, object] | dict:  # type: ignore[type-arg]
-    return dict(json.loads(path.read_text(encoding="utf-8")))
+    return dict(json.loads(content(path)))
 
 
 def _model(path: pathlib.Path) -> int:
@@ -463,7 +463,7 @@ def rotated() -> str:
     (run,) = (run for run in evidence.runs() if run.model == model and TILES[2] in run.by_method)
     (errors,) = (
         file
-        for path in sorted((ROOT / "evidence").glob("layers-*.jsonl"))
+        for path in files_in(ROOT / "evidence", "layers-")
         if (file := ResultFile.read(path)).settings.model.startswith(model)
     )
     lines = []

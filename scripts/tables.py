@@ -18,11 +18,12 @@ from typing import Any
 import claims
 import evidence
 import evidence_claims
-import evidence_studies
+import evidence_plots
 import evidence_tasks
 from bench_tables import BENCH, OTHERS, subspaces
 
 from kvfold.evaluation.domains import DomainRow, read_rows
+from kvfold.evaluation.results import content, files_in
 from kvfold.methods import DEFAULT_METHOD, METHODS, get
 from kvfold.methods.learned import LearnedMethod
 
@@ -35,7 +36,7 @@ Result = dict[str, Any]
 
 def read(name: str | pathlib.Path) -> Result:
     """A file of benchmarks/, or of any path."""
-    result: Result = json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
+    result: Result = json.loads(content(BENCHMARKS / name))
     return result
 
 
@@ -75,7 +76,7 @@ MAIN = (
     "zipcache",
     "kivi:paper=true",
 )
-"""What the README shows of rows that docs/results.md shows all of."""
+"""What the README shows of the rows of ``make demo ALL=1``."""
 
 
 def catalogue() -> str:
@@ -136,8 +137,7 @@ BASE = "kivi"
 
 def runs(stem: str, folder: str = "lengths") -> list[DomainRow]:
     """Rows of all runs of a model."""
-    files = sorted((BENCHMARKS / folder).glob(f"{stem}*.json"))
-    return [row for file in files for row in read_rows(read(file))]
+    return [row for file in files_in(BENCHMARKS / folder, stem, ".json") for row in read_rows(read(file))]
 
 
 def by_length(rows: Iterable[DomainRow]) -> dict[str, dict[int, float]]:
@@ -155,14 +155,7 @@ def by_length(rows: Iterable[DomainRow]) -> dict[str, dict[int, float]]:
     return table
 
 
-def speeds(name: str) -> dict[str, tuple[float, str]]:
-    """Decode speed in tokens/s and how it was taken, by method; rows of ``kvfold compare`` at one prefix."""
-    return {r["method"]: (r["decode_tokens_per_s"], r["decode_path"].partition(":")[0]) for r in read(name)["rows"]}
-
-
-def lengths(
-    *stems: str | pathlib.Path, only: Callable[[str], bool] = lambda spec: True, speed: str | None = None
-) -> Callable[[], str]:
+def lengths(*stems: str | pathlib.Path, only: Callable[[str], bool] = lambda spec: True) -> Callable[[], str]:
     """KL divergence by prefix, a column each, and as multiples of KIVI-2's.
 
     Parameters
@@ -171,8 +164,6 @@ def lengths(
         Beginnings of the names of files in benchmarks/lengths/, or paths of files that ``kvfold domains`` wrote; of one model.
     only
         Which methods.
-    speed
-        A file of ``kvfold compare``, whose decode speeds are a last column.
 
     Effective bits are those at the longest prefix.
     """
@@ -183,18 +174,15 @@ def lengths(
         bits = {row.method: row.effective_bits for row in rows if row.prefix == columns[-1]}
         found = by_length(rows)
         kivi = found.get(BASE, {})
-        fast = speeds(speed) if speed else {}
         lines = []
         for spec, by_prefix in found.items():
             if only(spec):
                 values = [by_prefix.get(p) for p in columns]
                 line = [method(spec), number(bits.get(spec), ".2f"), *(number(v, "z.4f") for v in values)]
                 line += [ratio(v, kivi.get(p)) for v, p in zip(values, columns, strict=True)]
-                if speed:
-                    line.append(f"{fast[spec][0]:.0f} ({fast[spec][1]})" if spec in fast else "-")
                 lines.append(line)
         head = ["method", "effective bits", *by_column("KL at", columns), *by_column("of KIVI-2's at", columns)]
-        return markdown([*head, *(["decode, tokens/s"] if speed else [])], lines)
+        return markdown(head, lines)
 
     return table
 
@@ -312,48 +300,6 @@ def ablation(*tables: str) -> Callable[[], str]:
     return table
 
 
-def shown(spec: str) -> str:
-    """A method's string without the places of artefacts, and without layers kept in full precision."""
-    kept = re.sub(r"\+keep=[\d,-]+", "", evidence.plain(spec))
-    return f"`{kept}`"
-
-
-def rivals(some_layers: bool) -> Callable[[], str]:
-    """Divergence of rows of ``kvfold eval`` in benchmarks/eval/rivals/, as multiples of KIVI-2's on the same items.
-
-    ``some_layers``: of rows where all but a few layers are kept in full precision, or of the others.
-    """
-
-    def table() -> str:
-        bits: dict[str, list[float]] = {}
-        found: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
-        for path in sorted((BENCHMARKS / "eval" / "rivals").glob("*.jsonl")):
-            about, *rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-            for row in (row for row in rows if "method" in row and ("+keep=" in row["method"]) == some_layers):
-                name = shown(row["method"])
-                cell = found.setdefault((about["settings"]["model"], row["length"]), {})
-                cell.setdefault(name, {})[row["item"]] = row["scores"]["kld"]
-                bits.setdefault(name, []).append(row["bits_without_tables"])
-        columns = sorted(found, key=lambda column: (column[0].startswith("Smol"), column))
-
-        def multiple(name: str, column: tuple[str, int]) -> str:
-            mine, base = found[column].get(name, {}), found[column]["`kivi`"]
-            if mine.keys() != base.keys():
-                return "-"
-            return f"{sum(mine.values()) / sum(base.values()):.2f}"
-
-        head = [f"{model.split('-Instruct')[0]}, {length:,}" for model, length in columns]
-        lines = []
-        for name in sorted(bits, key=lambda name: (min(bits[name]), name)):
-            cells = [multiple(name, column) for column in columns]
-            if name != "`none`" and set(cells) != {"-"}:
-                each = " - ".join(f"{b:.2f}" for b in sorted({min(bits[name]), max(bits[name])}))
-                lines.append([name, each, *cells])
-        return markdown(["method", "bits", *head], lines)
-
-    return table
-
-
 PAGES = ("fold", "kivi", "squat", "innerq", "qjl", "turboquant", "gear", "zipcache")
 
 RESULTS = {
@@ -380,12 +326,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "answers": evidence_tasks.beside_full,
         "compare": comparison("compare-smollm2-135m.json", only=MAIN.__contains__),
     },
-    "docs/results.md": {
-        "lengths": lengths("qwen2.5-coder-1.5b", speed="compare-qwen2.5-coder-1.5b.json"),
-        "compare": comparison("compare-smollm2-135m.json"),
-        "worst": worst(),
-        "learned": worst(folder="learned", shared=True),
-    },
     **{
         f"docs/methods/{name}.md": {
             "lengths": worst(of_method(name, f"{name}_pre")),
@@ -398,13 +338,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         for name in ("vqllm", "kvquant")
     },
     "docs/recipes.md": {"learned keys": evidence.learned_keys},
-    "docs/notes/rivals.md": {
-        "newest": evidence.newest,
-        "one bit": evidence_studies.one_bit,
-        "learned one bit": evidence_studies.learned_one_bit,
-        "rivals": rivals(False),
-        "two layers": rivals(True),
-    },
     "docs/methods/commvq.md": {
         "learned": worst(of_method("commvq", "fold"), "learned", shared=True),
         "ablation keys": ablation("9", "10", "figure 4"),
@@ -426,10 +359,11 @@ TABLES["docs/evidence.md"] = {
     "texts": evidence.texts,
     "by length": evidence.lengths,
     "everything": evidence.everything,
+    "second panel": evidence_plots.lacking,
     **evidence_tasks.TABLES,
 }
 TABLES["docs/methods/squat.md"]["subspaces"] = bench(subspaces)
-PICTURES = {"docs/plots/pareto.svg": evidence.pareto}
+PICTURES = {"docs/plots/pareto.svg": evidence_plots.pareto}
 for pages in (BENCH, OTHERS):
     for file, tables in pages.items():
         TABLES.setdefault(file, {}).update({name: bench(table) for name, table in tables.items()})

@@ -77,7 +77,7 @@ def test_there_are_links_and_a_wrong_one_is_found(tmp_path, monkeypatch):
     assert lost("a.md") == ["#one-two", "b.md", "p.svg"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md" and "/notes/" not in name])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md"])
 def test_files_that_are_named_exist(name):
     named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|md|csv|json|svg))`", text_of(name)))
     real = {path for path in named if Path(path).stem not in ("yours", "NAME")}
@@ -93,6 +93,28 @@ def test_the_rooms_of_architecture_are_those_of_the_house():
     assert set(re.findall(r"\w+\.py", tree)) <= files
     named = {name for path in re.findall(r"(?:\w+/)+", tree) for name in path.split("/") if name}
     assert named - {"src", "kvfold"} == folders
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "CHANGELOG.md"])
+def test_scripts_and_rows_that_are_named_exist(name):
+    named = re.findall(r"\b(?:scripts/\w+\.py|benchmarks/[\w./-]*\w)", text_of(name))
+    assert {path for path in named if not (ROOT / path).exists()} == set()
+
+
+EVENING = re.compile(r"^\*\*The (\w+): .*?\*\* \(([\d,]+) lines\)(.*?)(?=^\*\*The|^## |^\[CONTRIB)", re.M | re.S)
+"""Of the reading path: which one, how many lines it says, and what it names."""
+
+
+def test_the_reading_path_of_three_evenings_is_there():
+    """Its files exist, in numbered lines, and are as long as the page says, without what needs no GPU."""
+    evenings = EVENING.findall(text_of("docs/architecture.md"))
+    assert [name for name, *_ in evenings] == ["first", "second", "third"]
+    for name, said, text in evenings:
+        steps = re.findall(r"^\d\. (.*)$", text.split(" Without a GPU")[0], re.M)
+        files = [ROOT / "src/kvfold" / path for step in steps for path in re.findall(r"`([\w/]+\.py)`", step)]
+        assert len(steps) >= 3 and all(path.is_file() for path in files), (name, files)
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        assert 0.85 < lines / int(said.replace(",", "")) < 1.15, (name, lines, said)
 
 
 def test_pages_that_the_code_names_exist():
@@ -114,7 +136,7 @@ def test_commands_are_commands(name):
 
 def test_commands_are_found():
     assert sum(len(commands_of(name)) for name in NAMES) > 20
-    assert any("--prefix 1024 4096" in line for line in commands_of("docs/results.md"))
+    assert any("--lengths 1024 4096" in line and "--out rows/" in line for line in commands_of("docs/evidence.md"))
 
 
 def test_folds_headline_is_the_same_wherever_it_is_said():

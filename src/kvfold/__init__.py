@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvfold.engines.transformers.fold import fold, folding, unfold
     from kvfold.engines.transformers.graph import decoding
     from kvfold.engines.transformers.loading import load_cache
+    from kvfold.engines.transformers.profiles import measure
     from kvfold.methods import DEFAULT, Method, Pair, Recipe
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "fold",
     "folding",
     "load_cache",
+    "measure",
     "unfold",
 ]
 
@@ -53,6 +55,7 @@ _MODULES = {
     "Explanation": "engines.transformers.explanation",
     "explain": "engines.transformers.explanation",
     "load_cache": "engines.transformers.loading",
+    "measure": "engines.transformers.profiles",
     "DEFAULT": "methods",
     "Method": "methods",
     "Pair": "methods",

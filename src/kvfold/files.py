@@ -29,6 +29,20 @@ def expanded(given: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(given))
 
 
+def home() -> Path:
+    """Folder of what kvfold keeps: ``$KVFOLD_HOME``, or ``~/.cache/kvfold``.
+
+    Raises
+    ------
+    KVFoldError
+        It is in nobody's home.
+    """
+    given = expanded(os.environ.get("KVFOLD_HOME") or "~/.cache/kvfold")
+    if given.parts[0].startswith("~"):
+        raise KVFoldError(f"KVFOLD_HOME: {given} is in nobody's home; set it to a folder for converted models")
+    return given
+
+
 def is_stream(path: Path) -> bool:
     """Whether writing goes through to a reader or a device, so that nothing can lie beside it or be read back."""
     if _descriptor(path) is not None:

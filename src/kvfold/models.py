@@ -13,7 +13,6 @@ import functools
 import hashlib
 import importlib.util
 import io
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold import threads
+from kvfold import files, threads
 from kvfold.errors import KVFoldError, UnsupportedModelError
 from kvfold.files import expanded
 
@@ -120,6 +119,8 @@ def load(
     ModelError
         The model does not exist, cannot be reached, or is not a causal language model; an unknown dtype or device.
     """
+    from kvfold.engines.transformers.profiles import remember
+
     place = _device(device)
     kind = _dtype(dtype, place)
     source, local = _source(model)
@@ -130,6 +131,7 @@ def load(
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=local)
         torch.nn.Module.to(loaded, place)
         loaded.eval()
+        remember(loaded, tokenizer)
     info = ModelInfo(
         name=name,
         dtype=str(kind).removeprefix("torch."),
@@ -167,10 +169,10 @@ def context_limit(config: Any) -> int | None:
 
 def home() -> Path:
     """Folder of converted models: ``$KVFOLD_HOME``, or ``~/.cache/kvfold``."""
-    given = expanded(os.environ.get("KVFOLD_HOME") or "~/.cache/kvfold")
-    if given.parts[0].startswith("~"):
-        raise ModelError(f"KVFOLD_HOME: {given} is in nobody's home; set it to a folder for converted models")
-    return given
+    try:
+        return files.home()
+    except KVFoldError as error:
+        raise ModelError(str(error)) from None
 
 
 def embedded() -> Path:

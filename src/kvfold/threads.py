@@ -2,7 +2,7 @@
 
 By default a thread that is done with its part spins for milliseconds until the others are. On a machine with a busy neighbour
 the others wait for a core meanwhile, perhaps for the one that is spun on, and everything takes ten times as long and more.
-docs/notes/busy-machines.md has the measurements. A library does not decide this for a whole process: only the command does.
+docs/lessons.md has the measurements. A library does not decide this for a whole process: only the command does.
 """
 
 from __future__ import annotations

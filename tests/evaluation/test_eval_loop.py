@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import re
+from statistics import fmean
 
 import pytest
 import torch
@@ -186,7 +187,8 @@ def test_every_suite_makes_a_row_per_item_and_method(tiny, tmp_path):
         for row in file.rows.values():
             by_method.setdefault(row.method, []).append(row)
             assert row.tested > 0 and row.read >= row.tested and row.seconds > 0
-            asked = {m.name for m in REGISTRY[file.settings.suite].measures}
+            # pairs are asked for by the command compare alone
+            asked = {m.name for m in REGISTRY[file.settings.suite].measures if not m.name.startswith("pairs_")}
             assert set(row.scores) == (asked - {"exact"} if row.task in ("prose", "code") else asked)
             assert all(value is not None for value in row.scores.values())
             assert row.cache_bytes > 0 and row.full_cache_bytes > 0
@@ -199,6 +201,24 @@ def test_every_suite_makes_a_row_per_item_and_method(tiny, tmp_path):
     assert ResultFile.read(next(tmp_path.glob("divergence-*.jsonl"))).settings.windows == (0, 32)
 
 
+def test_rows_of_retrieval_say_what_came_of_each_question(tiny, tmp_path):
+    (file,) = rows_of(tiny, tmp_path, ["retrieval"], options=Options(tokens=100), lengths=[400], limit=2)
+    assert len(file.rows) == 4
+    for row in ResultFile.read(file.path).rows.values():
+        window = windows.retrieval_window(TOKENIZER, 400, 100, int(row.item[-1]))
+        asked = row.questions
+        assert set(asked) == {"place", "age", "exact", "nll"} and {len(column) for column in asked.values()} == {
+            len(window.answers)
+        }
+        assert asked["place"] == list(window.listed) and row.prefilled == window.prefilled
+        for place, age, (first, _) in zip(asked["place"], asked["age"], window.answers, strict=True):
+            assert place + age == window.prefilled + 1 + first
+        assert row.scores["exact"] == pytest.approx(fmean(asked["exact"])) and set(asked["exact"]) <= {0.0, 1.0}
+        tokens = [stop - first for first, stop in window.answers]
+        mean = sum(nll * n for nll, n in zip(asked["nll"], tokens, strict=True)) / sum(tokens)
+        assert row.scores["nll"] == pytest.approx(mean)
+
+
 def test_rows_of_compare_and_domains_are_those_of_the_commands(tiny, tmp_path):
     """The commands are the same suites in another schema."""
     how = {"lengths": [320, 400], "limit": 1, "methods": ["kivi"], "options": Options(tokens=64, new_tokens=4)}
@@ -206,7 +226,7 @@ def test_rows_of_compare_and_domains_are_those_of_the_commands(tiny, tmp_path):
         file.settings.suite: file.rows.values() for file in rows_of(tiny, tmp_path, ["compare", "domains"], **how)
     }
     text = windows.load_text()
-    made = compare(tiny, TOKENIZER, INFO, ["none", "kivi"], text, prefix=[320, 400], tokens=64, new_tokens=4)
+    made = compare(tiny, TOKENIZER, INFO, ["none", "kivi"], text, prefix=[320, 400], tokens=64, new_tokens=4, pairs=0)
     assert [dataclasses.replace(row_of(row), **SPEEDS) for row in by_suite["compare"]] == [
         dataclasses.replace(row, **SPEEDS) for row in made.rows
     ]

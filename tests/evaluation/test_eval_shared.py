@@ -3,11 +3,11 @@ import torch
 
 import kvfold
 from kvfold.cli import main
+from kvfold.engines.transformers.shared import SharedPrompt
 from kvfold.errors import KVFoldError
 from kvfold.evaluation import loop
 from kvfold.evaluation.perplexity import score
 from kvfold.evaluation.report import sources
-from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.suites import Options, make
 from kvfold.evaluation.suites.base import TAIL
 from kvfold.evaluation.suites.gsm8k import Gsm8k

@@ -297,7 +297,7 @@ def test_on_a_gpu_rows_are_decoded_in_graphs_that_a_throw_away_cache_came_before
     monkeypatch.setattr(decoding, "on_gpu", lambda model: True)
     monkeypatch.setattr(graph, "DecodeGraph", Graph)
     monkeypatch.setattr(kvfold, "fold", fold)
-    (row,) = run(tiny, methods=["kivi"], new_tokens=6).rows
+    (row,) = run(tiny, methods=["kivi"], new_tokens=6, pairs=0).rows
     assert row.decode_path == "graph"
     assert lengths == [PREFIX + 32 + 2, PREFIX + TOKENS + 6]
     assert made == [(PREFIX + 32, 2), (PREFIX + TOKENS, 6)]
@@ -346,6 +346,7 @@ def test_compare_repeats_its_numbers(tiny):
     for a, b in zip(first.rows, second.rows, strict=True):
         assert (a.ppl, a.kld, a.top1, a.continuation) == (b.ppl, b.kld, b.top1, b.continuation)
         assert (a.cache_bytes, a.effective_bits) == (b.cache_bytes, b.effective_bits)
+        assert a.pairs_nll is not None and (a.pairs_exact, a.pairs_nll) == (b.pairs_exact, b.pairs_nll)
 
 
 def test_the_model_is_as_before_after_a_comparison(tiny, ids):

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -10,6 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
 
 import evidence
 import evidence_claims
+import evidence_plots
 import evidence_tasks
 
 
@@ -85,12 +87,28 @@ def test_the_committed_rows_give_every_table_and_a_picture():
     for table in (evidence_claims.claims, evidence.equal_bytes, evidence.everything, evidence.texts, evidence.main):
         lines = table().splitlines()
         assert len(lines) > 5 and len({line.count(" | ") for line in lines}) == 1, table
-    drawn = evidence.pareto()
-    assert drawn.startswith("<svg") and ">fold</text>" in drawn and "groups of 64</text>" in drawn
+    drawn = evidence_plots.pareto()
+    assert drawn.startswith("<svg") and drawn.count(">fold</text>") == drawn.count("groups of 64</text>") == 2
     assert {evidence.plain("commvq:artefact=a/b.safetensors,bits=1"), evidence.plain("kivi")} == {
         "commvq:bits=1",
         "kivi",
     }
+
+
+def test_the_second_panel_is_the_loss_on_exact_retrieval_and_names_whom_it_lacks():
+    panels = ElementTree.fromstring(evidence_plots.pareto()).findall("{http://www.w3.org/2000/svg}svg")
+    assert [panel.get("y") for panel in panels] == ["0", str(evidence_plots.HEIGHT)]
+    above, below = ({m.get("data-method"): m for m in panel.iter() if m.get("data-method")} for panel in panels)
+    assert {"fold", "kivi", evidence.BEST_BASE, evidence.LEARNED_KEYS} <= below.keys() and evidence.NOTHING not in below
+    of = [one for one in evidence_tasks.asked() if one.suite == "retrieval" and not one.earlier]
+    for name in ("fold", evidence.LEARNED_KEYS):
+        both = evidence_tasks.both(of, name, evidence.NOTHING, "exact", 16_384)
+        lost = 100 * sum(full - own for own, full in both) / len(both)
+        assert float(below[name].get("data-y")) == pytest.approx(lost)
+        assert below[name].get("data-x") == above[name].get("data-x")
+        assert below[name].get("fill") == above[name].get("fill")
+    said = evidence_plots.lacking()
+    assert "16,384 tokens" in said and "`commvq`" in said and "`fold`," not in said
 
 
 def test_a_window_that_two_runs_scored_is_one(of):

@@ -1,6 +1,7 @@
 """The command that takes all rows of evidence: what it runs, in what order, and what it keeps."""
 
 import json
+import lzma
 import sys
 import tarfile
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvfold.errors import KVFoldError
-from kvfold.evaluation.results import ResultFile
+from kvfold.evaluation.results import PACKED, ResultFile, content
 from kvfold.methods import get
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,11 +87,16 @@ def test_rows_that_are_there_are_where_a_task_goes_on(tmp_path):
     have.mkdir()
     for name in ("ruler-1", "needle-2"):
         (have / f"{name}.jsonl").write_text(name)
+    (have / "needle-3.jsonl.xz").write_bytes(lzma.compress(b"needle-3"))
     (out / "ruler-4096-qa").mkdir(parents=True)
     (out / "ruler-4096-qa" / "ruler-1.jsonl").write_text("more")
     rows.begin_with(have, out, ["ruler-4096-qa", "needle-4096-1"])
     kept = {path.relative_to(out).as_posix(): path.read_text() for path in out.glob("*/*")}
-    assert kept == {"ruler-4096-qa/ruler-1.jsonl": "more", "needle-4096-1/needle-2.jsonl": "needle-2"}
+    assert kept == {
+        "ruler-4096-qa/ruler-1.jsonl": "more",
+        "needle-4096-1/needle-2.jsonl": "needle-2",
+        "needle-4096-1/needle-3.jsonl": "needle-3",
+    }
 
 
 def test_tasks_share_gpus_by_memory(run):
@@ -180,18 +186,19 @@ def test_stopping_ends_what_runs(run):
 
 
 def test_a_snapshot_has_the_rows_of_all_parts(tmp_path):
-    source = ROOT / "benchmarks/evidence/needle-4ce90bad.jsonl"
-    settings, *others = source.read_text().splitlines()
+    source = ROOT / "benchmarks/evidence/needle-4ce90bad.jsonl.xz"
+    settings, *others = content(source).decode().splitlines()
+    name = source.name.removesuffix(PACKED)
     runs = [line for line in others if '"method"' not in line]
     measured = [line for line in others if '"method"' in line][:10]
     for part, lines in (("a", measured[:6]), ("b", measured[4:])):
         (tmp_path / "rows" / part).mkdir(parents=True)
         text = "\n".join([settings, *runs, *lines, '{"cut short'])
-        (tmp_path / "rows" / part / source.name).write_text(text)
+        (tmp_path / "rows" / part / name).write_text(text)
     assert rows.snapshot(tmp_path / "rows", tmp_path / "all.tar.xz") == 10
     with tarfile.open(tmp_path / "all.tar.xz") as archive:
         archive.extractall(tmp_path / "back", filter="data")
-    found = ResultFile.read(tmp_path / "back" / source.name)
+    found = ResultFile.read(tmp_path / "back" / name)
     assert {row.key for row in found.rows.values()} == {
         f"{row['method']}|{row['item']}|{row['prompt_sha256']}" for row in map(json.loads, measured)
     }

@@ -12,7 +12,7 @@ import pytest
 
 from kvfold.cli import main
 from kvfold.evaluation.report import figures, report, sources
-from kvfold.evaluation.results import ResultFile
+from kvfold.evaluation.results import ResultFile, content
 from kvfold.evaluation.suites import REGISTRY
 from test_eval_results import SETTINGS, result
 
@@ -195,6 +195,112 @@ def test_heat_maps_are_the_rows_by_depth_and_length(tmp_path):
         assert (float(a["data-value"]), int(a["data-items"])) == (fmean(mine), len(mine))
 
 
+def retrievals(methods=("none", "fold", "kivi"), items=4):
+    """Rows whose questions' values lie at every fourth token of 512; values are right where that is before 64 of a page."""
+    for method in methods:
+        for i in range(items):
+            place = [float(p) for p in range(4 * i, 512, 16)]
+            exact = [float(method == "none" or p % 128 < 64) for p in place]
+            nll = [1.0 + p / 512 for p in place]
+            asked = {"place": place, "age": [600 - p for p in place], "exact": exact, "nll": nll}
+            scores = {"exact": fmean(exact), "nll": fmean(nll)}
+            placed = {"item": f"pairs/512/0.{i}", "task": "pairs", "tags": {}, "scores": scores, "prefilled": 512}
+            yield dataclasses.replace(
+                result(method, i), **placed, effective_bits=BITS.get(method, 2.3), questions=asked, answer=None
+            )
+
+
+def test_retrieval_is_drawn_by_position_modulo_128_by_age_and_by_depth(tmp_path):
+    file = write(tmp_path / "rows", retrievals(), suite="retrieval")
+    page = check_nothing_is_loaded(report([tmp_path / "rows"]))
+    figures_ = [a["aria-label"] for t, a, _ in page.tags if t == "svg" and a.get("class") == "lines"]
+    assert figures_ == [
+        f"pairs, 512 tokens: {measure} by {what}"
+        for measure in ("exact", "nll")
+        for what in ("position modulo 128", "age", "depth")
+    ]
+    assert "retrieval by position" not in page.sections[None]
+    lines = page.marks("polyline", **{"class": "series"})
+    assert [a["data-method"] for a in lines] == ["none", "fold", "kivi"] * 6
+    by = {(a["data-method"], i // 3): a for i, a in enumerate(lines)}
+    x, y = ([float(v) for v in by["kivi", 0][name].split()] for name in ("data-x", "data-y"))
+    assert x == [8 + 16 * i for i in range(8)] and y == [1.0] * 4 + [0.0] * 4
+    assert [float(v) for v in by["none", 0]["data-y"].split()] == [1.0] * 8
+    ages = [float(v) for v in by["kivi", 1]["data-x"].split()]
+    assert ages == [92 + (i + 0.5) * (600 - 92) / 8 for i in range(8)]
+    depths, rise = ([float(v) for v in by["fold", 5][name].split()] for name in ("data-x", "data-y"))
+    assert depths == [(i + 0.5) / 8 for i in range(8)]
+    mine = [row.questions for row in file.rows.values() if row.method == "fold"]
+    first = [nll for asked in mine for place, nll in zip(asked["place"], asked["nll"], strict=True) if place < 64]
+    assert rise[0] == pytest.approx(fmean(first))
+
+
+def test_divergence_has_a_second_panel_of_exact_retrieval_of_the_same_weights(tmp_path):
+    write(tmp_path / "rows", divergences(("none", "fold", "kivi", "fold:bits=1"), items=6), suite="divergence")
+
+    def asked(methods, length):
+        for row in retrievals(methods):
+            tag = {"length": length, "item": row.item.replace("512", str(length))}
+            yield dataclasses.replace(row, **tag)
+
+    file = write(tmp_path / "rows", asked(("none", "fold", "kivi", "fold:bits=2"), 1024), suite="retrieval")
+    write(tmp_path / "rows", asked(("none", "fold", "kivi"), 1024), suite="retrieval", weights_sha256="2" * 64)
+    page = check_nothing_is_loaded(report([tmp_path / "rows"]))
+    title = "key-value pairs, 1,024 tokens: exact lost by effective bits"
+    assert len(page.marks("svg", **{"aria-label": title})) == 1  # other weights are another model
+    marks = [a for t, a, section in page.tags if t == "circle" and section == "source-0"]
+    lost = {a["data-method"]: (float(a["data-x"]), float(a["data-y"])) for a in marks[3:]}
+    assert lost == {"fold": (2.9, 50.0), "kivi": (3.0, 50.0), "fold:bits=2": (2.3, 50.0)}
+    fills = [{a["data-method"]: a["fill"] for a in some} for some in (marks[:3], marks[3:])]
+    assert all(fills[0][name] == fills[1][name] for name in ("fold", "kivi"))
+    text = " ".join(page.sections["source-0"].split())
+    assert f"on the same prompts, of {file.path.name}. No rows: fold:bits=1." in text
+    write(tmp_path / "far", divergences(("none", "fold", "kivi"), items=6), suite="divergence")
+    far = write(tmp_path / "far", asked(("none", "fold", "kivi"), 4096), suite="retrieval")
+    text = " ".join(Page(report([tmp_path / "far"])).sections["source-0"].split())
+    assert f"Of {far.path.name} no two methods have rows of key-value pairs, 1,024 tokens to be drawn." in text
+
+
+def test_rows_of_compare_with_pairs_are_drawn(tmp_path):
+    held = json.loads((BENCHMARKS / "compare-smollm2-135m.json").read_text())
+    held["rows"] = [row for row in held["rows"] if row["method"] in ("none", "fold", "kivi", "squat")]
+    for i, row in enumerate(held["rows"]):
+        row |= {"pairs": 8, "pairs_exact": i / 8, "pairs_nll": 1.0 + i, "full_pairs_exact": 0.5, "full_pairs_nll": 1.0}
+    held["header"]["pairs"] = 8
+    (tmp_path / "rows.json").write_text(json.dumps(held))
+    page = check_nothing_is_loaded(report([tmp_path]))
+    shown = [a["aria-label"].split(": ")[1] for t, a, _ in page.tags if t == "svg" and a.get("class") == "pareto"]
+    assert shown[:3] == [f"{name} by effective bits" for name in ("kld", "pairs_exact", "pairs_nll")]
+    text = " ".join(page.sections["source-0"].split())
+    assert "pairs_exact" in text and "12.5%" in text and text.startswith("compare, ")
+
+
+def test_rows_of_retrieval_that_do_not_say_where_answers_are_are_named(tmp_path):
+    old = [dataclasses.replace(row, questions=None) for row in retrievals()]
+    file = write(tmp_path / "rows", old, suite="retrieval")
+    page = Page(report([tmp_path / "rows"]))
+    assert (
+        f"retrieval by position modulo 128, by age and by depth: rows of {file.path.name} do not say"
+        in page.sections[None]
+    )
+    assert not page.marks("polyline", **{"class": "series"})
+    mixed = [row for row in retrievals() if row.method != "kivi"] + [row for row in old if row.method == "kivi"]
+    write(tmp_path / "mixed", mixed, suite="retrieval")
+    page = Page(report([tmp_path / "mixed"]))
+    assert "4 rows do not say where their answers are: of kivi." in page.sections["source-0"]
+    assert {a["data-method"] for a in page.marks("polyline", **{"class": "series"})} == {"none", "fold"}
+
+
+def test_a_question_whose_number_is_not_finite_has_no_line(tmp_path):
+    rows = list(retrievals())
+    asked = {**rows[-1].questions, "nll": [None, *rows[-1].questions["nll"][1:]]}
+    write(tmp_path / "rows", [*rows[:-1], dataclasses.replace(rows[-1], questions=asked)], suite="retrieval")
+    page = Page(report([tmp_path / "rows"]))
+    drawn = [a["data-method"] for a in page.marks("polyline", **{"class": "series"})]
+    assert drawn == ["none", "fold", "kivi"] * 3 + ["none", "fold"] * 3
+    assert page.sections["source-0"].count("Outside of the axes: kivi.") == 3
+
+
 def test_a_mean_without_one_of_its_numbers_is_no_point(tmp_path):
     rows = list(divergences())
     broken = dataclasses.replace(rows[-1], scores={**rows[-1].scores, "kld": None})
@@ -348,8 +454,8 @@ def test_rows_of_compare_with_their_decode_times():
 
 
 def test_rows_of_domains():
-    path = BENCHMARKS / "lengths" / "smollm2-135m.json"
-    rows = json.loads(path.read_text())["rows"]
+    path = BENCHMARKS / "lengths" / "smollm2-135m.json.xz"
+    rows = json.loads(content(path))["rows"]
     known = {(row["method"], row["effective_bits"], row["kld"]) for row in rows}
     marks = Page(report([path])).marks("circle")
     assert len(marks) == sum(row["method"] != "none" for row in rows)

@@ -60,8 +60,7 @@ LIMITS = {
     "commvq": 8e-2,
 }
 """Bytes that may differ: products that round differently flip a code; hybrid groups of equal error, a group; sums of another
-order, the last bit of a page's mean; a code that is nearly as near, those of the stages after it. CommVQ has most stages; its
-squared errors are compared by scripts/commvq_prompt.py."""
+order, the last bit of a page's mean; a code that is nearly as near, those of the stages after it. CommVQ has most stages."""
 CLOCK = 2e6
 """Cycles in a millisecond, or more: of the fastest GPUs."""
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

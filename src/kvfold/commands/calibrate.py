@@ -16,6 +16,7 @@ from kvfold.files import expanded
 
 if TYPE_CHECKING:
     from kvfold.calibration.run import LayerDone
+    from kvfold.methods.base import Method
     from kvfold.methods.squat import SQuat
 
 
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 )
 @click.option("--method", "spec", metavar="X", default="commvq:bits=2", show_default=True, help="Method to learn.")
 @click.option(
-    "--text", "paths", metavar="FILE ...", multiple=True, required=True, help="UTF-8 text, one or more files."
+    "--text",
+    "paths",
+    metavar="FILE ...",
+    multiple=True,
+    help="UTF-8 text, one or more files. A profile (fold:budget=2.8) takes none: its prompts are built in.",
 )
 @click.option("--tokens", metavar="N", type=int, default=32768, show_default=True, help="Tokens of it to use.")
 @click.option(
@@ -70,9 +75,13 @@ def calibrate(
     from kvfold.methods.squat import SQuat
 
     method = methods.get(spec)
+    if method.spreads:
+        _profile(method, model, device, paths, out, force)
+        return
     if not isinstance(method, LearnedMethod) and type(method) is not SQuat:
         learn_something = [name for name, kind in methods.REGISTRY.items() if issubclass(kind, (LearnedMethod, SQuat))]
         learn_something.remove("squat_pre")
+        learn_something.append("fold:budget=2.8")
         if parts := [str(part) for part in method.parts() if part is not method and isinstance(part, LearnedMethod)]:
             raise KVFoldError(
                 f"method: {spec} has several parts, and one is learned at a time; give {' or '.join(parts)}"
@@ -81,6 +90,8 @@ def calibrate(
     for option, value in (("preset", preset), ("encoder", encoder)):
         if value is not None and method.name != "commvq":
             raise KVFoldError(f"{option}: {method.name} has none; allowed: leave it out, or method commvq")
+    if not paths:
+        raise KVFoldError(f"text: {method.name} is learned from text; give one or more files with --text")
     if isinstance(method, SQuat):
         _subspace(method, model, device, paths, tokens, out, force)
         return
@@ -145,6 +156,41 @@ def _subspace(
     click.echo(
         f'written: {target} ({result.nbytes / 1e6:.1f} MB); use it in vLLM: {{"kvfold": "squat", "{FIELD}": "{target}"}}'
     )
+
+
+def _profile(
+    method: Method, model: str | None, device: str | None, paths: tuple[str, ...], out: str, force: bool
+) -> None:
+    """What a budget is spread by."""
+    from rich.progress import MofNCompleteColumn
+
+    from kvfold.artefact import check_target, load
+    from kvfold.commands.terminal import progress_bar
+    from kvfold.engines.transformers.profiles import measure
+    from kvfold.methods.profile import recipe
+    from kvfold.models import load as load_model
+
+    if paths:
+        raise KVFoldError("text: a profile is measured on prompts that are built in; leave --text out")
+    if getattr(method, "artefact", ""):
+        raise KVFoldError(f"method: {method} names what calibrate makes; leave artefact= out, and name it with --out")
+    target = expanded(out)
+    check_name(out, "out")
+    usable = dataclasses.replace(method, artefact=str(target))  # type: ignore[call-arg]  # what spreads has one
+    check_target(target, force)
+    loaded, tokenizer, _ = load_model(model, None, device)
+    with progress_bar(MofNCompleteColumn()) as bar:
+        task = bar.add_task("measuring", total=None)
+        measure(
+            loaded,
+            tokenizer,
+            method,
+            target,
+            lambda done, count, what: bar.update(task, total=count, completed=done, description=what),
+        )
+    made = load(target)
+    click.echo(f"bits by layer of {method}: {recipe(method, made)}")
+    click.echo(f"written: {target} ({made.nbytes / 1e3:.0f} kB); use it with --method {shlex.quote(str(usable))}")
 
 
 class _Progress:

@@ -39,7 +39,7 @@ from kvfold.commands.terminal import (
     show,
     wake,
 )
-from kvfold.errors import OutputError
+from kvfold.errors import KVFoldError, OutputError
 from kvfold.sheet import Column, Sheet, as_bytes
 
 if TYPE_CHECKING:
@@ -79,6 +79,14 @@ if TYPE_CHECKING:
     show_default=True,
     help="Tokens generated to measure the decode speed, at least 2.",
 )
+@click.option(
+    "--pairs",
+    metavar="N",
+    type=int,
+    default=8,
+    show_default=True,
+    help="Key-value pairs asked for after a list of them that fills the prefix, 0: none.",
+)
 @seed_option("Seed given to torch.")
 @click.option("--json", "json_path", metavar="FILE", help=RESUME)
 @force_option
@@ -94,6 +102,7 @@ def compare(
     prefixes: tuple[int, ...],
     chunk: int,
     new_tokens: int,
+    pairs: int,
     seed: int,
     json_path: str | None,
     force: bool,
@@ -103,6 +112,9 @@ def compare(
     The first tokens are prefilled, the next ones scored through the folded cache, so that every score depends on it.
     KL divergence (kld, nats per token) and top-1 agreement compare with the same model and a full-precision cache.
     At every prefix the same tokens are scored.
+
+    Then values of a list of random key-value pairs are asked for (pairs: how many are exact; pairs nll: nats per token of
+    theirs). Exact retrieval may lose where divergence shows nothing.
     """
     wake()
     from kvfold import methods
@@ -117,6 +129,8 @@ def compare(
     target = json_target(json_path)
     check_force(force, target)
     check_chunk(chunk)
+    if pairs < 0:
+        raise KVFoldError(f"pairs: {pairs}; give 0 or more")
     loaded, tokenizer, info = load(model, dtype, device)
     chosen += artefact_methods(artefacts, loaded)
     encode(tokenizer, text, prefixes, tokens, new_tokens, info.max_context)
@@ -133,6 +147,7 @@ def compare(
                 prefix=prefixes,
                 tokens=tokens,
                 new_tokens=new_tokens,
+                pairs=pairs,
                 chunk=chunk,
                 seed=seed,
                 json_path=target,
@@ -208,6 +223,7 @@ class _CompareProgress:
 def _compare_table(header: Header, rows: Sequence[Row]) -> Sheet:
     several = len(header.prefixes) > 1
     graphs = any(row.decode_path == "graph" for row in rows)
+    asked = any(row.pairs for row in rows)
     columns = [Column("prefix", right=True, key=True)] if several else []
     columns += [
         Column("method", wraps=True, key=True),
@@ -217,6 +233,7 @@ def _compare_table(header: Header, rows: Sequence[Row]) -> Sheet:
         Column("ppl", right=True, rank=2),
         Column("kld", right=True),
         Column("top-1", right=True),
+        *([Column("pairs", right=True, rank=4), Column("pairs nll", right=True, rank=1)] if asked else []),
         Column("prefill tok/s", right=True, rank=5),
         Column("decode tok/s", right=True, rank=3),
         *([Column("by", right=True, rank=6)] if graphs else []),
@@ -236,6 +253,7 @@ def _compare_table(header: Header, rows: Sequence[Row]) -> Sheet:
                 as_bytes(row.cache_bytes),
                 f"{row.full_cache_bytes / max(row.cache_bytes, 1):.2f}x",
                 *(quality if row.tested else ("-", "not tested", "-")),
+                *(_pairs(row) if asked else ()),
                 f"{row.prefill_tokens_per_s:.0f}",
                 f"{row.decode_tokens_per_s:.1f}",
                 *([row.decode_path.partition(":")[0]] if graphs else []),
@@ -244,6 +262,26 @@ def _compare_table(header: Header, rows: Sequence[Row]) -> Sheet:
             sheet.add(*([f"{prefix:,}" if not i else ""] if several else []), *cells)
         sheet.end_section()
     return sheet
+
+
+def _pairs(row: Row) -> tuple[str, str]:
+    """How many values were exact of those that were asked for, and what their tokens cost; dashes where nothing was tested."""
+    if row.pairs_exact is None:
+        return "-", "-"
+    nll = "not finite" if row.pairs_nll is None else f"{row.pairs_nll:.3f}"
+    return f"{round(row.pairs_exact * row.pairs)}/{row.pairs}", nll
+
+
+def _full_pairs(rows: Sequence[Row]) -> str:
+    """What full precision makes of the pairs: ``2/8, 0.550``, after each prefix where there are several."""
+    several = len({row.prefix for row in rows}) > 1
+    said = {}
+    for row in rows:
+        if row.pairs and row.full_pairs_exact is not None:
+            nll = "not finite" if row.full_pairs_nll is None else f"{row.full_pairs_nll:.3f}"
+            where = f" after {row.prefix:,}" if several else ""
+            said[row.prefix] = f"{round(row.full_pairs_exact * row.pairs)}/{row.pairs}, {nll}{where}"
+    return "; ".join(said.values())
 
 
 def _compare_notes(header: Header, rows: Sequence[Row]) -> list[str]:
@@ -257,6 +295,13 @@ def _compare_notes(header: Header, rows: Sequence[Row]) -> list[str]:
         *tables_aside(rows),
         "kld, top-1: against the same model with a full-precision cache",
     ]
+    if any(row.pairs for row in rows):
+        lines.append(
+            "pairs: values of random key-value pairs that are exact, of those asked for; pairs nll: nats per token of theirs; "
+            f"full precision: {_full_pairs(rows)}"
+        )
+    if header.pairs and (none := sorted({row.prefix for row in rows if not row.pairs})):
+        lines.append(f"pairs: none asked for after {counts(none)} tokens, which list none")
     if bits == 32:
         lines.append(
             "smaller: than a float32 cache, as this model runs in float32 here; halve it to compare with 16 bits"

@@ -355,8 +355,8 @@ def table(
     from kvfold.evaluation.suites import REGISTRY
     from kvfold.evaluation.summary import shown, shown_difference
 
-    measures = REGISTRY[found.settings.suite].measures
-    main = measures[0]
+    main, *others = REGISTRY[found.settings.suite].measures
+    measures = (main, *(m for m in others if any(m.name in row.scores for row in found.rows.values())))
     lengths = any(cell.length is not None for cell in cells)
     columns = [Column("task", key=True), *([Column("length", right=True, key=True)] if lengths else [])]
     columns += [Column("method", wraps=True, key=True), Column("bits", right=True, rank=1)]

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.engines.transformers.graph import decoding
 from kvfold.engines.transformers.names import passing
+from kvfold.engines.transformers.shared import SharedPrompt
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.decoding import on_gpu
 from kvfold.evaluation.perplexity import packs, prefill
-from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.suites.base import Outcome, Prompt
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ OnMethod = Callable[[str, int, int], None]
 def checked(
     model: PreTrainedModel, methods: "Sequence[str | Method]", on_method: OnMethod | None = None
 ) -> "dict[str, Method]":
-    """Methods by their strings; repeated ones once.
+    """Methods by their strings; repeated ones once. A profile that one needs is measured, if it is missing, and named.
 
     Parameters
     ----------
@@ -33,10 +33,12 @@ def checked(
     """
     import kvfold
     from kvfold import methods as registry
+    from kvfold.engines.transformers.profiles import ready
 
     chosen = {str(m): m for m in (registry.get(m) if isinstance(m, str) else m for m in methods)}
-    for number, (name, method) in enumerate(chosen.items(), 1):
-        kvfold.explain(model, method)
+    for number, (name, method) in enumerate(list(chosen.items()), 1):
+        chosen[name] = ready(model, method)
+        kvfold.explain(model, chosen[name])
         if on_method is not None:
             on_method(name, number, len(chosen))
     return chosen

@@ -19,6 +19,7 @@ from kvfold.evaluation.perplexity import CHUNK, perplexity_of
 from kvfold.evaluation.results import Result, made_of
 from kvfold.evaluation.schema import Header, Row, Sidecar, write_json
 from kvfold.evaluation.suites.beginning import NEW_TOKENS, Beginning
+from kvfold.evaluation.suites.pairs import PAIRS
 from kvfold.evaluation.text import Text
 from kvfold.evaluation.windows import encode
 from kvfold.models import ModelInfo
@@ -56,6 +57,7 @@ def compare(
     prefix: int | Sequence[int] = PREFIX,
     tokens: int = TOKENS,
     new_tokens: int = NEW_TOKENS,
+    pairs: int = PAIRS,
     chunk: int = CHUNK,
     seed: int = 0,
     json_path: Path | None = None,
@@ -69,7 +71,8 @@ def compare(
     """Score the same text under every method, at every prefix.
 
     Each method prefills a prefix, scores the next `tokens` through its cache, and goes on greedily for `new_tokens`.
-    Full-precision logits are computed once per prefix.
+    Full-precision logits are computed once per prefix. Then it is asked for values of a list of random key-value pairs
+    that fills a prefix of the same length; the model reads the list once for all methods.
 
     Parameters
     ----------
@@ -83,6 +86,8 @@ def compare(
         Tokens prefilled: a number, or several for as many rows of each method.
     tokens, new_tokens, chunk
         Token counts; see `Header`.
+    pairs
+        Values to ask for at most; a short prefix lists fewer pairs. 0: none.
     seed
         Given to torch before each row. The methods carry their own seeds; this one is for the rest.
     json_path
@@ -107,7 +112,11 @@ def compare(
 
     if not methods:
         raise KVFoldError(f"methods: none given; known: {', '.join(registry.REGISTRY)}")
+    if pairs < 0:
+        raise KVFoldError(f"pairs: {pairs}; give 0 or more")
     pieces = encode(tokenizer, text, prefix, tokens, new_tokens, info.max_context)
+    suite = Beginning(tokenizer, text, tokens, new_tokens, info.max_context, on_tokens, pairs)
+    suite.check_pairs(list(pieces))
     specs = checked(model, methods, on_method)
     header = make_header(
         model,
@@ -120,6 +129,7 @@ def compare(
         chunk=chunk,
         new_tokens=new_tokens,
         seed=seed,
+        pairs=pairs,
     )
     jobs: list[Job] = [(name, length) for length in pieces for name in specs]
     sidecar = Sidecar.of(json_path, Row)
@@ -131,7 +141,6 @@ def compare(
     done = {(row.method, row.prefix): row for row in kept.values() if (row.method, row.prefix) in jobs}
     if on_start is not None:
         on_start(jobs, done)
-    suite = Beginning(tokenizer, text, tokens, new_tokens, info.max_context, on_tokens)
     items = [dataclasses.replace(item, seed=seed) for item in suite.items(list(pieces), 1, 1)]
     length_of = {item.name: item.length for item in items}
     keeper = Beside(sidecar, kept, lambda method, item: f"{method}|{length_of[item]}", row_of)
@@ -172,4 +181,9 @@ def row_of(result: Result) -> Row:
         seconds=result.seconds,
         **{name: int(costs[name]) for name in (*bytes_, "cache_tokens")},
         continuation=result.answer or "",
+        pairs=int(costs.get("pairs", 0)),
+        pairs_exact=result.scores.get("pairs_exact"),
+        pairs_nll=result.scores.get("pairs_nll"),
+        full_pairs_exact=costs.get("full_pairs_exact"),
+        full_pairs_nll=costs.get("full_pairs_nll"),
     )

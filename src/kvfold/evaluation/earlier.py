@@ -10,7 +10,7 @@ from typing import Any, Generic
 
 from kvfold import files
 from kvfold.errors import KVFoldError
-from kvfold.evaluation.schema import NOW, Header, RowType, differing, differing_origins, number, read_row
+from kvfold.evaluation.schema import NOW, Header, RowType, differing, differing_origins, identity_of, number, read_row
 
 REMEDY = "give another name, move it away, or replace it with --force"
 
@@ -73,8 +73,7 @@ class Earlier(Generic[RowType]):
             theirs, rows = {**held["header"]}, [read_row(kind, row) for row in held["rows"]]
         except (OSError, ValueError, KeyError, TypeError, KVFoldError):
             raise KVFoldError(f"json: {path} holds something else than rows of this command; {REMEDY}") from None
-        theirs.pop("date", None)
-        why = differing(theirs, header.identity(), NOW)
+        why = differing(identity_of(theirs), header.identity(), NOW)
         rest = [row for row in rows if row.key not in asked]
         origins = held.get("made_of", {})
         if rest and not why:

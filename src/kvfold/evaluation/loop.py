@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.engines.transformers.shared import SharedPrompt
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.answer import answers
 from kvfold.evaluation.checked import OnMethod, checked
@@ -28,7 +29,6 @@ from kvfold.evaluation.results import (
     weights_sha256,
 )
 from kvfold.evaluation.schema import finite
-from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.sizes import sizes_of
 from kvfold.evaluation.suites import Item, Outcome, Prompt, Suite
 from kvfold.evaluation.suites.base import LEAST, Own
@@ -374,7 +374,7 @@ def measure(
     if own is not None and own.seconds is not None:
         seconds = own.seconds
 
-    def row(asked: Asked, own: Own, series: dict[str, list[float | None]], answer: str | None) -> Result:
+    def row(asked: Asked, own: Own, answer: str | None) -> Result:
         item = asked.item
         return Result(
             method=str(method),
@@ -388,7 +388,7 @@ def measure(
             read=own.read,
             tested=own.tested,
             scores={key: _finite(value) if own.tested else None for key, value in own.scores.items()},
-            series=series if own.tested else {},
+            series=_columns(own.series) if own.tested else {},
             bits_without_tables=own.sizes.bits[0],
             effective_bits=own.sizes.bits[1],
             cache_bytes=own.sizes.cache_bytes // len(group),
@@ -403,19 +403,27 @@ def measure(
             decode_tokens_per_s=own.decode_tokens_per_s,
             decode_path=own.decode_path,
             costs=own.costs,
+            questions=_columns(own.questions) or None if own.tested else None,
         )
 
     if own is not None:
-        series = {key: [_finite(v) for v in values] for key, values in own.series.items()}
-        return [row(group[0], own, series, own.answer or None)]
+        return [row(group[0], own, own.answer or None)]
     found_rows = []
     for asked, (outcome, tested) in zip(group, outcomes, strict=True):
         prompt = asked.prompt
         read = prompt.ids.shape[1] - prompt.prefilled + outcome.new_tokens
         if outcome.score is not None:
             read = len(outcome.score.nll)
-        graded = Own(suite.graded(asked.item, prompt, outcome), read, tested, sizes, outcome.text)
-        found_rows.append(row(asked, graded, _series(suite, outcome), outcome.text if prompt.new_tokens else None))
+        graded = Own(
+            suite.graded(asked.item, prompt, outcome),
+            read,
+            tested,
+            sizes,
+            outcome.text,
+            series=suite.series(outcome),
+            questions=suite.by_question(prompt, outcome),
+        )
+        found_rows.append(row(asked, graded, outcome.text if prompt.new_tokens else None))
     return found_rows
 
 
@@ -434,8 +442,8 @@ def _encoder_of(layer: FoldedLayer) -> str:
     return layer.encoder.name
 
 
-def _series(suite: Suite, outcome: Outcome) -> dict[str, list[float | None]]:
-    return {key: [_finite(v) for v in values] for key, values in suite.series(outcome).items()}
+def _columns(found: Mapping[str, Sequence[float]]) -> dict[str, list[float | None]]:
+    return {key: [_finite(v) for v in values] for key, values in found.items()}
 
 
 def _finite(value: float | None) -> float | None:

@@ -16,8 +16,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvfold.engines.transformers.names import passing
+from kvfold.engines.transformers.shared import SharedPrompt
 from kvfold.errors import KVFoldError
-from kvfold.evaluation.shared import SharedPrompt
 from kvfold.kernels.compiling import compiling
 
 CHUNK = 32

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import lzma
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 SUFFIX = ".jsonl"
+PACKED = ".xz"
+"""Behind the suffix of files that are committed: compressed, read, and not written to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +145,9 @@ class Result:
         Of rows of ``compare``, as in :class:`~kvfold.evaluation.schema.Row`.
     costs
         Of rows of ``compare``: bytes of the cache's parts, its tokens, and prefilled tokens per second.
+    questions
+        Columns of a table with a line per question of the prompt; None where its suite has none, and in older rows. Of
+        ``retrieval``: see :meth:`~kvfold.evaluation.suites.text.Retrieval.by_question`.
     """
 
     method: str
@@ -170,6 +176,7 @@ class Result:
     decode_tokens_per_s: float | None = None
     decode_path: str | None = None
     costs: dict[str, float] | None = None
+    questions: dict[str, list[float | None]] | None = None
 
     @property
     def key(self) -> str:
@@ -180,6 +187,26 @@ class Result:
 def key_of(method: str, item: str, prompt_sha256: str) -> str:
     """The key of a row that is not there yet."""
     return f"{method}|{item}|{prompt_sha256}"
+
+
+def content(path: Path) -> bytes:
+    """What a file of rows holds, unpacked if it is compressed.
+
+    Raises
+    ------
+    KVFoldError
+        It cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+        return lzma.decompress(data) if path.suffix == PACKED else data
+    except (OSError, lzma.LZMAError) as error:
+        raise KVFoldError(f"results: cannot read {path}: {error}") from error
+
+
+def files_in(folder: Path, beginning: str = "", suffix: str = SUFFIX) -> list[Path]:
+    """Files of rows in a folder, compressed or not, whose names begin so; in the order of their names."""
+    return sorted(path for end in (suffix, suffix + PACKED) for path in folder.glob(f"{beginning}*{end}"))
 
 
 class ResultFile:
@@ -206,9 +233,14 @@ class ResultFile:
         Raises
         ------
         KVFoldError
-            The file is there and is damaged, or holds rows of other settings.
+            The file is there and is damaged, or is compressed, or holds rows of other settings.
         """
         path = folder / f"{settings.suite}-{settings.digest}{SUFFIX}"
+        packed = path.with_name(path.name + PACKED)
+        if packed.is_file():
+            raise KVFoldError(
+                f"out: {packed} holds rows of these settings, compressed; unpack it (unxz), or give another folder"
+            )
         if not path.is_file() or not path.stat().st_size:
             return cls(path, settings)
         found = cls.read(path)
@@ -218,7 +250,7 @@ class ResultFile:
 
     @classmethod
     def read(cls, path: Path) -> ResultFile:
-        """Read a file; a last line that a kill cut short is left out.
+        """Read a file, compressed or not; a last line that a kill cut short is left out.
 
         Raises
         ------
@@ -226,8 +258,8 @@ class ResultFile:
             It cannot be read, or is no file of results; names the line.
         """
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
+            lines = content(path).decode("utf-8").split("\n")
+        except UnicodeDecodeError as error:
             raise KVFoldError(f"results: cannot read {path}: {error}") from error
         found: ResultFile | None = None
         for number, line in enumerate(lines, 1):

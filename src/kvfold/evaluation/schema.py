@@ -53,6 +53,8 @@ class Header:
         Given to torch before each method.
     date
         Start of the run, ISO 8601, UTC.
+    pairs
+        Key-value pairs that ``compare`` asks for after each prefix at most; 0: none, as in files of before there were any.
     """
 
     versions: dict[str, str]
@@ -70,6 +72,7 @@ class Header:
     new_tokens: int
     seed: int
     date: str
+    pairs: int = 0
 
     def identity(self) -> dict[str, Any]:
         """Everything but the date."""
@@ -116,6 +119,13 @@ class Row:
         Wall-clock time of the row, without its throw-away cache.
     continuation
         Text generated greedily after the scored tokens.
+    pairs
+        Key-value pairs asked for after a list of them that fills the prefix; 0: none, as in rows of before there were any.
+    pairs_exact, full_pairs_exact
+        Share of their values of which every token is the first choice, 0 to 1, and that with everything in full precision.
+        None where none is asked for; the first also where no token read packed keys and values.
+    pairs_nll, full_pairs_nll
+        Mean negative log-likelihood of the values' tokens, in nats, likewise.
     """
 
     method: str
@@ -138,6 +148,11 @@ class Row:
     table_bytes: int
     cache_tokens: int
     continuation: str
+    pairs: int = 0
+    pairs_exact: float | None = None
+    pairs_nll: float | None = None
+    full_pairs_exact: float | None = None
+    full_pairs_nll: float | None = None
 
     @property
     def key(self) -> str:
@@ -163,6 +178,12 @@ def read_row(kind: type[RowType], fields: dict[str, Any]) -> RowType:
 
         fields = {**fields, "method": canonical(fields["method"])}
     return kind(**fields)
+
+
+def identity_of(header: dict[str, Any]) -> dict[str, Any]:
+    """What :meth:`Header.identity` says, of a header that was written; fields that older files lack have their defaults."""
+    known = {f.name: f.default for f in dataclasses.fields(Header) if f.default is not dataclasses.MISSING}
+    return {name: value for name, value in (known | header).items() if name != "date"}
 
 
 def finite(value: float) -> float | None:
@@ -279,7 +300,8 @@ class Sidecar(Generic[RowType]):
             lines = held.decode("utf-8").splitlines()
             begun: dict[str, Any] = json.loads(lines[0]) if lines else {}
             origins = begun.pop("made_of", {})
-            why = differing(begun, header.identity(), NOW) + differing_origins(origins, made_of) if begun else []
+            if begun:
+                why = differing(identity_of(begun), header.identity(), NOW) + differing_origins(origins, made_of)
             for line in [] if why else lines[1:]:
                 with contextlib.suppress(json.JSONDecodeError, KVFoldError, TypeError):
                     row = read_row(self.kind, json.loads(line))

@@ -53,6 +53,8 @@ class Window:
         Tokens prefilled: fewer than `prefix` where a retrieval text's pairs do not fill it.
     answers
         Where, among the scored tokens, each answer of a retrieval window lies: (first, one after the last).
+    listed
+        Where, among all tokens, the value that each answer repeats begins.
     """
 
     domain: str
@@ -61,6 +63,7 @@ class Window:
     prefix: int
     prefilled: int
     answers: tuple[tuple[int, int], ...] = ()
+    listed: tuple[int, ...] = ()
 
 
 def as_prefixes(prefix: int | Sequence[int]) -> list[int]:
@@ -235,15 +238,24 @@ def retrieval(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: int, coun
     return [retrieval_window(tokenizer, prefix, tokens, index) for index in range(count)]
 
 
-def retrieval_window(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: int, index: int) -> Window:
+def retrieval_window(
+    tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: int | None, index: int, most: int | None = None
+) -> Window:
     """One of them: ``index`` draws its pairs.
 
     The list fills the prefix as far as whole pairs do, the questions the scored tokens.
 
+    Parameters
+    ----------
+    tokens
+        Scored at most; None: as many as the questions take.
+    most
+        Questions at most. There may be fewer then, and none where the prefix holds no pair.
+
     Raises
     ------
     KVFoldError
-        The scored tokens hold no question.
+        The scored tokens hold no question, and `most` is None.
     """
 
     def encode(text: str) -> list[int]:
@@ -261,24 +273,26 @@ def retrieval_window(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: in
         question, answer = encode(f"Key {key} has the value"), encode(f" {value}.\n")
         if len(ids) + len(question) + len(answer) + 16 > prefix:
             break
-        ids += question + answer
-        pairs.append((question, answer))
+        ids += question
+        pairs.append((question, answer, len(ids)))
+        ids += answer
     ids += encode("The same in another order:\n")
-    listed = len(ids)
+    end = len(ids)
     answers: list[tuple[int, int]] = []
     draw.shuffle(pairs)
-    for question, answer in pairs:
-        if len(ids) + len(question) + len(answer) > listed + tokens:
+    for question, answer, _ in pairs[:most]:
+        if tokens is not None and len(ids) + len(question) + len(answer) > end + tokens:
             break
         ids += question
-        answers.append((len(ids) - listed - 1, len(ids) + len(answer) - listed - 1))
+        answers.append((len(ids) - end - 1, len(ids) + len(answer) - end - 1))
         ids += answer
-    if not answers:
+    if not answers and most is None:
         if not pairs:
             raise KVFoldError(f"prefix: {prefix} tokens hold no pair of the retrieval text; give {prefix + 32} or more")
-        least = sum(map(len, pairs[0]))
+        least = len(pairs[0][0]) + len(pairs[0][1])
         raise KVFoldError(f"tokens: {tokens} holds no question of the retrieval text; give at least {max(least, 32)}")
-    return Window("retrieval", index, torch.tensor([ids]), prefix, listed, tuple(answers))
+    listed = tuple(place for _, _, place in pairs[: len(answers)])
+    return Window("retrieval", index, torch.tensor([ids]), prefix, end, tuple(answers), listed)
 
 
 def library_source() -> Text:

@@ -105,7 +105,7 @@ class Observation:
 
 
 QUERY_WINDOW = 64
-"""Newest queries that an encoder's state is made of: 128 or all of the prompt are not better (docs/notes/fold.md)."""
+"""Newest queries that an encoder's state is made of: 128 or all of the prompt are not better (docs/lessons.md)."""
 
 RENEWED = 1024
 """Tokens after which a state is made anew, once a sequence has as many; before, at powers of two."""
@@ -370,6 +370,15 @@ class Method(ABC):
     def named(self) -> tuple[int, ...]:
         """Layers with a method of their own."""
         return ()
+
+    @property
+    def spreads(self) -> bool:
+        """Whether bits are a budget that is spread over a model's layers by its profile (:mod:`kvfold.methods.profile`)."""
+        return False
+
+    def with_bits(self, bits: tuple[int, int]) -> "Method":
+        """The same with so many bits of keys and of values, by its shortest name."""
+        return dataclasses.replace(self, k_bits=bits[0], v_bits=bits[1])
 
     def check_layers(self, count: int) -> None:
         """Refuse layers that a model of ``count`` layers does not have."""

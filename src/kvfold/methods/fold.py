@@ -1,14 +1,21 @@
 """fold: kvfold's own method. A mean and channel norms per page, a Hadamard rotation, uniform levels, a scale per token."""
 
+from __future__ import annotations
+
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from kvfold.errors import MethodError
 from kvfold.formats import Format, Hadamard, ResidualCodes, UniformTokens
 from kvfold.formats.gaussian import gaussian_codes
 from kvfold.methods.base import LayerSpec, Method
+from kvfold.methods.losses import Bits
 from kvfold.methods.options import Numbers, Problem
+from kvfold.methods.specs import HELD, holds
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,11 @@ class Fold(Method):
     codebook : bool
         Store what has 1 or 2 bits as a byte for 8 / bits channels, from a fixed table for Gaussian vectors, instead of
         uniform levels: less error at the same bits, and slower to decode.
+    budget : float
+        Effective bits per value, which are spread over layers by what a model loses (:mod:`kvfold.methods.profile`); bits of
+        keys or values that are given stay. 0: every layer has the same bits.
+    artefact : str
+        Where the model's profile is, a file; empty: in kvfold's cache folder, where :func:`kvfold.fold` measures a missing one.
     """
 
     bits: int = 0
@@ -42,6 +54,8 @@ class Fold(Method):
     rotation: int = 0
     seed: int = 0
     codebook: bool = False
+    budget: float = 0.0
+    artefact: str = ""
 
     name = "fold"
     summary = "mean and norms per page, Hadamard rotation, uniform levels, a scale per token"
@@ -49,6 +63,8 @@ class Fold(Method):
     url = ""
     centers = True
     bit_widths = (0, *Method.bit_widths)
+    found: ClassVar[str] = ""
+    """Where the profile of a budget without an artefact was found."""
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
@@ -59,6 +75,32 @@ class Fold(Method):
             yield Problem("rotation", powers)
         if self.codebook and not {self.key_bits, self.value_bits} & CODED.keys():
             yield Problem("codebook", (False,), " has no effect: there are tables for 1 and 2 bits")
+        if self.budget and (self.bits or (self.k_bits and self.v_bits)):
+            yield Problem("budget", (0,), " leaves nothing to choose beside bits, or beside both k_bits and v_bits")
+        elif self.budget not in BUDGET and self.budget != 0:
+            yield Problem("budget", BUDGET)
+        if self.artefact and not self.budget:
+            yield Problem("artefact", ("",), " has no effect without a budget")
+        if not holds(self.artefact):
+            yield Problem("artefact", ("",), f" is not allowed: {HELD}")
+
+    @property
+    def spreads(self) -> bool:
+        return bool(self.budget)
+
+    def with_bits(self, bits: Bits) -> Fold:
+        k_bits, v_bits = bits
+        if bits == (3, 2):
+            return dataclasses.replace(self, budget=0.0, artefact="", bits=0, k_bits=None, v_bits=None)
+        if k_bits == v_bits:
+            return dataclasses.replace(self, budget=0.0, artefact="", bits=k_bits, k_bits=None, v_bits=None)
+        return dataclasses.replace(self, budget=0.0, artefact="", bits=0, k_bits=k_bits, v_bits=v_bits)
+
+    def check_shape(self, spec: LayerSpec) -> None:
+        if self.spreads:
+            self.with_bits((self.key_bits, self.value_bits)).check_shape(spec)
+        else:
+            super().check_shape(spec)
 
     @property
     def kernel_encodes(self) -> bool:
@@ -92,10 +134,19 @@ class Fold(Method):
         return self.paged(codes, self.centered, norm, self._basis(spec))
 
     def key_format(self, spec: LayerSpec) -> Format:
+        self._has_bits()
         return self._format(spec, "key", self.key_bits, "size", "rms" if self.normalize else "")
 
     def value_format(self, spec: LayerSpec) -> Format:
+        self._has_bits()
         return self._format(spec, "value", self.value_bits, "unbiased", "")
+
+    def _has_bits(self) -> None:
+        if self.spreads:
+            raise MethodError(
+                f"{self}: a layer's bits are a model's: give the method to kvfold.fold, or a profile's recipe "
+                "(kvfold.methods.profile.recipe)"
+            )
 
     def tables(self, spec: LayerSpec, device: torch.device | str) -> dict[str, torch.Tensor]:
         basis = self._basis(spec)
@@ -106,6 +157,8 @@ class Fold(Method):
                 held[f"codes{bits}"] = gaussian_codes(CODED[bits]).on(place).codes
         return held
 
+
+BUDGET = Numbers(1, 8, 0, "0 (the same bits for all layers) or 1 to 8")
 
 CODED = {1: 8, 2: 4}
 """Channels that share a byte of the fixed table, by bits."""

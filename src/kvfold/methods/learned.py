@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,7 +15,7 @@ from kvfold.artefact import Artefact, load_cached
 from kvfold.errors import MethodError, warn_once
 from kvfold.methods.base import LayerSpec, Method
 from kvfold.methods.recipe import get
-from kvfold.methods.specs import BETWEEN
+from kvfold.methods.specs import HELD, holds
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,8 @@ class LearnedMethod(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if "," in self.artefact or self.artefact != self.artefact.strip() or BETWEEN.search(self.artefact):
-            raise MethodError(
-                f"{self.name}: artefact={self.artefact!r} is not allowed: a method's string cannot hold it; allowed: a name "
-                "without commas, without spaces at its ends, and without '+k=' and the like"
-            )
+        if not holds(self.artefact):
+            raise MethodError(f"{self.name}: artefact={self.artefact!r} is not allowed: {HELD}")
 
     def learned_shape(self) -> dict[str, object]:
         """Options that an artefact must have been made with; written into it and compared when it is read."""
@@ -85,6 +82,10 @@ class LearnedMethod(Method):
             f'--method "{self}" --text FILE --out FILE.safetensors\' and give artefact=FILE.safetensors'
         )
 
+    def with_bits(self, bits: tuple[int, int]) -> Self:
+        k_bits, v_bits = (None if width == self.bits else width for width in bits)
+        return replace(self, k_bits=k_bits, v_bits=v_bits)
+
     def check_model(self, config: object) -> None:
         """Refuse a model that the artefact was not made for, and warn of what :meth:`notes` says."""
         if self.artefact:
@@ -122,13 +123,15 @@ def ready(spec: str | Method) -> Method:
         if isinstance(part, LearnedMethod):
             if not part.artefact:
                 raise part.missing()
-            load_cached(part.artefact)
+    for place in places(method):
+        load_cached(place)
     return method
 
 
 def places(method: Method) -> Iterator[str]:
-    """Where the artefacts of a method's parts are, those that have one."""
-    yield from (part.artefact for part in method.parts() if isinstance(part, LearnedMethod) and part.artefact)
+    """Where the artefacts of a method's parts are, those that have one; profiles of budgets among them."""
+    named = (getattr(part, "artefact", "") or getattr(part, "found", "") for part in method.parts())
+    yield from filter(None, named)
 
 
 def rotary_dim(spec: LayerSpec) -> int:

@@ -19,6 +19,17 @@ WRONG = re.compile(rf"[;|&/]\s*(?:k|v|keep|{_LAYERS}(?:\.[kv])?)\s*=", re.IGNORE
 ARTEFACT = re.compile(rf"artefact\s*=.*?(?=,|{BETWEEN.pattern}|$)", re.IGNORECASE | re.DOTALL)
 """An option whose value is a file: folders are called ``k=4``, too."""
 
+HELD = (
+    "a method's string cannot hold it; allowed: a name without commas, without spaces at its ends, and without '+k=' and "
+    "the like"
+)
+
+
+def holds(place: str) -> bool:
+    """Whether a method's string can hold a file's name."""
+    return not ("," in place or place != place.strip() or BETWEEN.search(place))
+
+
 REGISTRY: dict[str, type[Method]] = {}
 """Methods by name; the package fills it."""
 

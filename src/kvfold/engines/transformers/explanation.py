@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvfold.arithmetic import outside_autocast
 from kvfold.engines.transformers.placing import device_of
 from kvfold.engines.transformers.planning import CAPS_ALONE, KEPT, plan_layers, transformer
+from kvfold.engines.transformers.profiles import origin, resolved
 from kvfold.formats import Format, PagedFormat
 from kvfold.kernels.cpu.importing import try_elsewhere
 from kvfold.methods import DEFAULT_METHOD, Method, get
@@ -120,7 +121,9 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
     MethodError, UnsupportedModelError
         As :func:`kvfold.fold`.
     """
-    method, model = get(method), transformer(model)
+    model = transformer(model)
+    asked = get(method)
+    method = resolved(model, asked)
     device = device_of(model)
     if device.type == "cpu":
         try_elsewhere()
@@ -172,12 +175,14 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
     wished = max(own, default=0) * sum(row.reason == KEPT for row in kept)
     config = model.config.get_text_config(decoder=True)
     notes += [*said, *(note for part in method.parts() for note in part.notes(config))]
+    if asked.spreads:
+        notes.append(f"{asked}: {origin(model, asked)}")
     if tables:
         notes.append(f"tables shared by all sequences: {sum(tables.values()):,} bytes")
     if device.type == "cuda" and len(kept) < len(rows):
         notes += _in_graphs(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    return Explanation(str(method), rows, sum(stored) + wished, sum(own) + wished, notes, dtype)
+    return Explanation(str(asked), rows, sum(stored) + wished, sum(own) + wished, notes, dtype)
 
 
 def _in_graphs(model: PreTrainedModel) -> list[str]:

@@ -12,6 +12,7 @@ from kvfold.engines.transformers.always import begin, check, end
 from kvfold.engines.transformers.cache import FoldedCache
 from kvfold.engines.transformers.making import make_cache
 from kvfold.engines.transformers.planning import transformer
+from kvfold.engines.transformers.profiles import resolved
 from kvfold.engines.transformers.wishes import Wish, changing, of
 from kvfold.errors import UnsupportedModelError
 from kvfold.methods import DEFAULT_METHOD, Method, get
@@ -61,6 +62,9 @@ def fold(
 
     Notes
     -----
+    ``fold:budget=2.8`` spreads its bits over layers by the model's profile, which is measured at the first use and kept
+    (:func:`kvfold.measure`): seconds on a GPU, minutes on a CPU. The cache's method is then the recipe that came of it.
+
     A later call's ``attention_mask`` says which of its own tokens are padding. It may hide the newest cached tokens of a
     sequence, padding that followed its end while others went on: they are dropped. Other cached tokens stay visible, and a
     mask that hides them is refused.
@@ -75,8 +79,9 @@ def fold(
     model = transformer(model)
     if always:
         check(model)
+    method = resolved(model, get(method), measuring=True)
     with changing:
-        cache = make_cache(model, get(method), kernel, max_length)
+        cache = make_cache(model, method, kernel, max_length)
         if always:
             begin(model, Wish(cache.method, kernel, max_length), stays=True)
         if (wishes := of(model)) is not None:
@@ -137,9 +142,10 @@ def folding(
     """
     inside = transformer(model)
     check(inside)
+    method = resolved(inside, get(method), measuring=True)
     with changing:
         was_folded = originals.folds(inside)
-        cache = make_cache(inside, get(method), kernel, max_length)
+        cache = make_cache(inside, method, kernel, max_length)
         wish = Wish(cache.method, kernel, max_length, of_block=True)
         begin(inside, wish, stays=was_folded)
     try:

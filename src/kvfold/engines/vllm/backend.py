@@ -211,7 +211,7 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.config = get_current_vllm_config()
-        self.method = method_of(self.config.additional_config)
+        self.method = method_of(self.config.additional_config, self.config.model_config.hf_config)
         self.subspace = subspace_of(self.config.additional_config)
         refusals.check(self.config, self.method)
         refusals.check_layer(

@@ -8,6 +8,7 @@ import torch
 
 from kvfold import methods
 from kvfold.arithmetic import lasting
+from kvfold.artefact import load_cached
 from kvfold.engines.vllm import subspace
 from kvfold.errors import KVFoldError
 from kvfold.formats import Dense, Fields
@@ -15,6 +16,8 @@ from kvfold.formats.paged import PAGE
 from kvfold.kernels.paged import Following, Maps, PageLayout, Steering, serving, unsupported, why_not, why_not_stored
 from kvfold.methods import LayerSpec, Method
 from kvfold.methods.base import Observation
+from kvfold.methods.learned import places
+from kvfold.methods.profile import recipe
 from kvfold.rope import Rope
 
 FIELD = "kvfold"
@@ -25,18 +28,34 @@ WINDOW_BLOCK = 16
 """Tokens of a block of the recent window."""
 
 
-def method_of(additional_config: object) -> Method:
-    """The method that vLLM's ``additional_config`` names.
+def method_of(additional_config: object, config: object = None) -> Method:
+    """The method that vLLM's ``additional_config`` names; one with a budget is its profile's recipe.
+
+    Parameters
+    ----------
+    config
+        The model's, which a profile has to be for; None: not checked here.
 
     Raises
     ------
     KVFoldError
-        If there is none, or what is named cannot be served.
+        If there is none, what is named cannot be served, or a budget names no profile, or another model's.
     """
     spec = additional_config.get(FIELD) if isinstance(additional_config, Mapping) else None
     if not isinstance(spec, str):
         raise KVFoldError(f"additional_config: {FIELD}={spec!r} names no method; allowed: a method, as in {EXAMPLE}")
-    return methods.get(spec)
+    method = methods.get(spec)
+    if not method.spreads:
+        return method
+    if not (place := next(places(method), "")):
+        raise KVFoldError(
+            f"{method}: a server takes a profile that is there: make it with 'kvfold calibrate --model MODEL --method "
+            f"{method} --out FILE.safetensors' and give artefact=FILE.safetensors"
+        )
+    profile = load_cached(place)
+    if config is not None:
+        profile.check_model(config)
+    return recipe(method, profile)
 
 
 def subspace_of(additional_config: object) -> str:

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 from kvfold import methods, models
+from kvfold.artefact import load_cached
 from kvfold.engines.vllm import capacity
 from kvfold.engines.vllm.capacity import Capacity
 from kvfold.engines.vllm.rotation import rope_of_config
 from kvfold.engines.vllm.settings import Stored, layer_spec, stored, unservable
 from kvfold.errors import KVFoldError, MethodError
 from kvfold.methods import Method
-from kvfold.methods.learned import LearnedMethod
+from kvfold.methods.learned import LearnedMethod, places
+from kvfold.methods.profile import recipe, stand_in
 
 
 @dataclass(frozen=True)
@@ -62,18 +64,23 @@ def of_model(model: str | None, tp: int) -> Shape:
     )
 
 
-def sized(spec: str) -> Method:
-    """A method, with tables of the right shapes where one is to be learned and no artefact is named: a plan needs sizes."""
+def sized(shape: Shape, spec: str) -> Method:
+    """A method, with tables of the right shapes where one is to be learned and no artefact is named, and with bits by layer of
+    the right sum where a budget names no profile: a plan needs sizes."""
+    method = methods.get(spec)
+    if method.spreads:
+        place = next(places(method), "")
+        return recipe(method, load_cached(place)) if place else stand_in(method, shape.layers, shape.head_dim)
 
     def change(part: Method) -> Method:
         return part.by_shapes() if isinstance(part, LearnedMethod) and not part.artefact else part
 
-    return methods.get(spec).mapped(change)
+    return method.mapped(change)
 
 
 def tables(shape: Shape, spec: str) -> tuple[int, bool]:
     """Bytes of learned tables that lie beside the caches on a GPU, and whether they are counted from their shapes alone."""
-    method = sized(spec)
+    method = sized(shape, spec)
     parts = [part for part in method.parts() if isinstance(part, LearnedMethod)]
     if not parts:
         return 0, False
@@ -89,7 +96,7 @@ def layers_of(shape: Shape, spec: str) -> list[Stored]:
     KVFoldError
         If the method cannot be served, or does not suit the model.
     """
-    method = sized(spec)
+    method = sized(shape, spec)
     calibrated = "any" if unservable(method) and any(part.name == "squat" for part in method.parts()) else ""
     if why := unservable(method, calibrated):
         raise KVFoldError(why)

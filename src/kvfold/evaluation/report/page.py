@@ -6,11 +6,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from html import escape
 from pathlib import Path
 
-from kvfold.evaluation.report import figures
+from kvfold.evaluation.report import figures, questions
+from kvfold.evaluation.report.beside import Panel, Summary, no_panel, retrieval_panel
 from kvfold.evaluation.report.layers import section as layers_section
 from kvfold.evaluation.report.sources import Source, Sources, read
 from kvfold.evaluation.report.tables import table as _rows
@@ -22,6 +23,7 @@ from kvfold.sheet import as_bytes
 BASELINES = ("none", "fold")
 FEW_BITS = 10.0
 """Beyond, hardly anything is folded, and a plot that held it would show all others as one point."""
+BITS = figures.Axis("effective bits", low=0.0, limit=FEW_BITS, written=lambda v: f"{v:.4g}")
 LAYER = "layer"
 """What the series of some suites go along; then each of their measures is drawn."""
 
@@ -67,7 +69,8 @@ def report(paths: Sequence[Path], baselines: Sequence[str] = BASELINES) -> str:
         See :func:`kvfold.evaluation.report.sources.read`.
     """
     found = read(paths)
-    sections = [_section(i, source, baselines) for i, source in enumerate(found.sources)]
+    summary: Summary = cache(summarize)
+    sections = [_section(i, source, baselines, found.sources, summary) for i, source in enumerate(found.sources)]
     sections += [layers_section(f"layers-{i}", source) for i, source in enumerate(found.layers)]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -93,7 +96,7 @@ def _head(found: Sources) -> str:
     )
     return (
         f"<h1>kvfold: evaluation</h1><p>{rows:,} rows in {len(found.sources)} files. The rows of one section have all settings "
-        "alike. Rows of different sections are not compared.</p>"
+        "alike. Rows of different sections are not compared: a panel of retrieval beside divergence is of its own rows.</p>"
         "<p>Scored and generated tokens read the folded cache. Intervals are of 95%. A verdict is about differences on the "
         "same items; “no difference shown” is no proof that there is none.</p>"
         f"<ol>{links}</ol>" + _missing(found)
@@ -109,6 +112,16 @@ def _missing(found: Sources) -> str:
         lines.append("decode time: no rows say it, so there is no plot of quality against it")
     if "divergence" in there and not any(row.series for file in evaluated for row in file.rows.values()):
         lines.append("divergence by position: no rows have it")
+    silent = [
+        source.name
+        for source in found.sources
+        if source.found.settings.suite == "retrieval" and not any(map(questions.has, source.found.rows.values()))
+    ]
+    if silent:
+        lines.append(
+            f"retrieval by position modulo {questions.PAGE}, by age and by depth: rows of {', '.join(silent)} do not say where "
+            "the answers are"
+        )
     if not found.layers:
         lines.append("error by layer: no file of kvfold recommend --json")
     older = [source.name for source in found.sources if source.command != "eval"]
@@ -136,17 +149,20 @@ def _counts(values: Sequence[int]) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-def _section(index: int, source: Source, baselines: Sequence[str]) -> str:
+def _section(index: int, source: Source, baselines: Sequence[str], sources: Sequence[Source], summary: Summary) -> str:
     file = source.found
-    tables = {name: summarize(file, name) for name in baselines if any(r.method == name for r in file.rows.values())}
+    tables = {name: summary(file, name) for name in baselines if any(r.method == name for r in file.rows.values())}
     first, cells = next(iter(tables.items()), ("", summarize(file, "")))
     measures = REGISTRY[file.settings.suite].measures
     methods = list(dict.fromkeys(cell.method for cell in cells))
-    parts = _groups(file, tables, cells, measures, first, methods)
-    if source.command == "eval" and len({cell.task for cell in cells}) > 1:
+    panel = retrieval_panel(source, sources, BITS, methods, summary)
+    several = source.command == "eval" and len({cell.task for cell in cells}) > 1
+    parts = _groups(file, tables, cells, measures, first, methods, no_panel if several else panel)
+    if several:
         whole = _all_tasks(file)
         tables = {name: summarize(whole, name) for name in tables}
-        together = _groups(whole, tables, next(iter(tables.values()), summarize(whole, "")), measures, first, methods)
+        cells = next(iter(tables.values()), summarize(whole, ""))
+        together = _groups(whole, tables, cells, measures, first, methods, panel)
         parts = f"{together}<details><summary>By task</summary>{parts}</details>"
     heats = _heats(list(file.rows.values()), measures[0], methods)
     body = f"{_settings(source)}{parts}{heats}"
@@ -162,6 +178,7 @@ def _groups(
     measures: Sequence[Measure],
     first: str,
     methods: Sequence[str],
+    panel: Panel,
 ) -> str:
     """Tables, plots and verdicts of each task and length; ``tables``: cells against each baseline."""
     parts = []
@@ -170,7 +187,8 @@ def _groups(
         rows = [row for row in file.rows.values() if (row.task, row.length) == group]
         parts.append(f"<h3>{escape(_place(group))}</h3>")
         parts.append(_table(here, rows, measures, first))
-        parts.append(_plots(group, here, rows, measures[0], methods))
+        parts.append(_plots(group, here, rows, measures[0], methods, panel))
+        parts.append(questions.section(_place(group), rows, methods))
         for name, all_cells in tables.items():
             parts.append(_verdicts([c for c in all_cells if (c.task, c.length) == group], measures, name))
     return "".join(parts)
@@ -309,7 +327,12 @@ def _axis(measure: Measure, label: str = "") -> figures.Axis:
 
 
 def _plots(
-    group: tuple[str, int | None], cells: Sequence[Cell], rows: Sequence[Result], main: Measure, methods: Sequence[str]
+    group: tuple[str, int | None],
+    cells: Sequence[Cell],
+    rows: Sequence[Result],
+    main: Measure,
+    methods: Sequence[str],
+    panel: Panel,
 ) -> str:
     place = _place(group)
     y = _axis(main)
@@ -319,9 +342,10 @@ def _plots(
         for cell, e in known
         if cell.effective_bits is not None
     ]
-    x = figures.Axis("effective bits", low=0.0, limit=FEW_BITS, written=lambda v: f"{v:.4g}")
     plot = partial(figures.pareto, higher_is_better=main.higher_is_better, colors=methods)
-    parts = [plot(f"{place}: {y.label} by effective bits", points, x, y)]
+    parts = [plot(f"{place}: {y.label} by effective bits", points, BITS, y)]
+    parts += _panels(place, cells, BITS, methods)
+    parts.append(panel(group[1], [cell.method for cell in cells]))
     times = []
     for cell, e in known:
         speeds = [row.decode_tokens_per_s for row in rows if row.method == cell.method]
@@ -335,6 +359,22 @@ def _plots(
         for measure in suite.measures if suite.along == LAYER else (main,):
             parts.append(_positions(place, rows, measure, methods, suite.along))
     return f'<div class="plots">{"".join(parts)}</div>' if any(parts) else ""
+
+
+def _panels(place: str, cells: Sequence[Cell], x: figures.Axis, methods: Sequence[str]) -> list[str]:
+    """A suite's further measures by effective bits."""
+    suite = REGISTRY[cells[0].suite]
+    parts = []
+    for measure in (m for m in suite.measures if m.name in suite.panels):
+        y = _axis(measure)
+        points = [
+            figures.Point(cell.method, cell.effective_bits, e.mean, e.low, e.high)
+            for cell in cells
+            if (e := cell.estimates.get(measure.name)) is not None and cell.effective_bits is not None
+        ]
+        title = f"{place}: {y.label} by effective bits"
+        parts.append(figures.pareto(title, points, x, y, measure.higher_is_better, methods))
+    return parts
 
 
 def _positions(place: str, rows: Sequence[Result], main: Measure, methods: Sequence[str], along: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvfold.errors import KVFoldError
 from kvfold.evaluation.domains import DomainRow, read_rows
-from kvfold.evaluation.results import SUFFIX, Result, ResultFile, Settings
+from kvfold.evaluation.results import PACKED, SUFFIX, Result, ResultFile, Settings, content
 from kvfold.evaluation.schema import Row, read_row
 
 
@@ -29,7 +29,7 @@ class Source:
     command
         ``eval``, ``compare`` or ``domains``.
     sha256
-        Of the file.
+        Of the file, unpacked.
     found
         Its rows. Those of ``compare`` and ``domains`` say nothing of windows and of the weights' hash.
     """
@@ -151,16 +151,13 @@ def _files(folder: Path) -> Iterable[Path]:
 
 def _source(path: Path, name: str) -> Source | Layers | None:
     """What a file holds; None where that is something else."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise KVFoldError(f"results: cannot read {path}: {error.strerror}") from error
-    digest = hashlib.sha256(data).hexdigest()
-    if path.suffix == SUFFIX:
-        first = data[: data.find(b"\n") + 1]
+    lines = content(path)
+    digest = hashlib.sha256(lines).hexdigest()
+    if path.name.removesuffix(PACKED).endswith(SUFFIX):
+        first = lines[: lines.find(b"\n") + 1]
         return Source(name, "eval", digest, ResultFile.read(path)) if b'"settings"' in first else None
     try:
-        held = json.loads(data)
+        held = json.loads(lines)
     except ValueError:
         return None
     if isinstance(held, dict) and all(key in held for key in LAYERS):
@@ -174,10 +171,10 @@ def _source(path: Path, name: str) -> Source | Layers | None:
         return None  # a table of something else
 
 
-def _settings(header: dict[str, Any]) -> Settings:
+def _settings(header: dict[str, Any], suite: str) -> Settings:
     """The settings of ``compare`` and ``domains``, as far as they are written down."""
     return Settings(
-        suite="divergence",
+        suite=suite,
         options={"tokens": header["tokens"], "seed": header["seed"]},
         texts=header.get("texts") or {header["text"]: header["text_sha256"]},
         model=header["model"],
@@ -191,8 +188,8 @@ def _settings(header: dict[str, Any]) -> Settings:
     )
 
 
-def _filled(path: Path, header: dict[str, Any], rows: Iterable[Result]) -> ResultFile:
-    found = ResultFile(path, _settings(header))
+def _filled(path: Path, header: dict[str, Any], suite: str, rows: Iterable[Result]) -> ResultFile:
+    found = ResultFile(path, _settings(header, suite))
     found.rows = {row.key: row for row in rows}
     found.runs = [{"run": 0, "date": header["date"], "threads": header["threads"]}]
     return found
@@ -212,7 +209,7 @@ def _compare(path: Path, held: dict[str, Any]) -> ResultFile:
             prefilled=row.prefix,
             read=header["tokens"],
             tested=row.tested,
-            scores=_scores(row),
+            scores=_scores(row) | _pairs(row),
             cache_bytes=row.cache_bytes,
             full_cache_bytes=row.full_cache_bytes,
             decode_tokens_per_s=row.decode_tokens_per_s,
@@ -220,7 +217,7 @@ def _compare(path: Path, held: dict[str, Any]) -> ResultFile:
             **_common(row),
         )
 
-    return _filled(path, header, (result(read_row(Row, row)) for row in held["rows"]))
+    return _filled(path, header, "compare", (result(read_row(Row, row)) for row in held["rows"]))
 
 
 def _domains(path: Path, held: dict[str, Any]) -> ResultFile:
@@ -240,11 +237,16 @@ def _domains(path: Path, held: dict[str, Any]) -> ResultFile:
             **_common(row),
         )
 
-    return _filled(path, held["header"], map(result, read_rows(held)))
+    return _filled(path, held["header"], "divergence", map(result, read_rows(held)))
 
 
 def _scores(row: Row | DomainRow) -> dict[str, float | None]:
     return {"kld": row.kld, "top1": row.top1, "nll": None if row.ppl is None else math.log(row.ppl)}
+
+
+def _pairs(row: Row) -> dict[str, float | None]:
+    """Retrieval, where it was asked for and tested."""
+    return {"pairs_exact": row.pairs_exact, "pairs_nll": row.pairs_nll} if row.pairs_exact is not None else {}
 
 
 def _common(row: Row | DomainRow) -> dict[str, Any]:

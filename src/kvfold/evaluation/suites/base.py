@@ -99,6 +99,8 @@ class Prompt:
         Whether they end one that has not begun, too: white space alone.
     answers
         Where, among scored tokens, answers lie: (first, one after the last).
+    listed
+        Where, among all tokens, what each of them repeats begins.
     """
 
     ids: torch.Tensor
@@ -109,6 +111,7 @@ class Prompt:
     any_of: bool = False
     answers: tuple[tuple[int, int], ...] = ()
     stop_at_once: bool = False
+    listed: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +163,7 @@ class Own:
     sizes: Sizes
     answer: str
     series: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    questions: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     costs: dict[str, float] | None = None
     decode_tokens_per_s: float | None = None
     decode_path: str | None = None
@@ -180,6 +184,8 @@ class Suite:
     """Whether outcomes are compared with the full-precision cache's logits, which are then made once per item."""
     along: ClassVar[str] = "tokens after the prefilled ones"
     """What :meth:`series` goes along."""
+    panels: ClassVar[tuple[str, ...]] = ()
+    """Measures that a report draws against bits beside the first."""
     seeds_repeat: ClassVar[bool] = False
     """Whether another seed asks the same problem in another way: items of one index are then one, their mean."""
     version: ClassVar[int] = 1
@@ -214,6 +220,10 @@ class Suite:
 
     def series(self, outcome: Outcome) -> dict[str, list[float]]:
         """Numbers along the scored tokens."""
+        return {}
+
+    def by_question(self, prompt: Prompt, outcome: Outcome) -> dict[str, list[float]]:
+        """Columns of a table with a line per question, where a prompt has several."""
         return {}
 
     def options(self) -> dict[str, Any]:

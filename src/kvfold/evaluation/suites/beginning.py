@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvfold.evaluation.decoding import decode, room, warm_up
 from kvfold.evaluation.perplexity import Reference, now, reference, score
 from kvfold.evaluation.sizes import sizes_of
 from kvfold.evaluation.suites.base import Item, Measure, Own, Prompt, Suite
+from kvfold.evaluation.suites.pairs import Pairs
 from kvfold.evaluation.text import Text
 from kvfold.evaluation.windows import MIN_PREFIX, encode
 
@@ -39,6 +41,8 @@ class Beginning(Suite):
         Of the model; None: not checked here.
     on_tokens
         Called with what runs and how many tokens it has done.
+    pairs
+        Key-value pairs that are asked for after as many tokens, in a prompt of their own; 0: none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,6 +51,7 @@ class Beginning(Suite):
     new_tokens: int = NEW_TOKENS
     max_context: int | None = None
     on_tokens: Callable[[str, int], None] | None = dataclasses.field(default=None, compare=False)
+    pairs: int = 0
 
     name = "compare"
     summary = "a text's beginning: divergence, sizes, and the speed of prefill and decoding"
@@ -55,7 +60,10 @@ class Beginning(Suite):
         Measure("top1"),
         Measure("top5"),
         Measure("nll", higher_is_better=False, shown="perplexity"),
+        Measure("pairs_exact"),
+        Measure("pairs_nll", higher_is_better=False, shown="number"),
     )
+    panels = ("pairs_nll", "pairs_exact")
 
     def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
         """A text has one beginning: there is one item a length and seed, whatever the limit."""
@@ -84,7 +92,46 @@ class Beginning(Suite):
             self._pieces[at] = found[item.length]
         return Prompt(self._pieces[at], item.length)
 
+    @cached_property
+    def _pairs(self) -> dict[int, Pairs]:
+        """By length, until they are asked."""
+        return {}
+
+    def check_pairs(self, lengths: Sequence[int]) -> None:
+        """Refuse more pairs than a model's context holds after one of the lengths.
+
+        Raises
+        ------
+        KVFoldError
+            Names the first that does not fit.
+        """
+        for length in lengths if self.pairs else ():
+            self._pairs_at(length).check(self.max_context)
+
+    def _pairs_at(self, length: int) -> Pairs:
+        if length not in self._pairs:
+            self._pairs[length] = Pairs(self.tokenizer, length, self.pairs)
+        return self._pairs[length]
+
     def ask(self, model: PreTrainedModel, item: Item, method: Method, chunk: int) -> Own:
+        assert item.length is not None
+        for length in [length for length in self._pairs if length < item.length]:
+            del self._pairs[length]  # items get longer, and keys and values of a list take memory
+        own = self._read(model, item, method, chunk)
+        pairs = self._pairs_at(item.length) if self.pairs else None
+        if pairs is None or not pairs.count:
+            return own
+        torch.manual_seed(item.seed)
+        full, found = pairs.full(model, chunk), pairs.ask(model, method, chunk)
+        costs = {"pairs": float(pairs.count), "full_pairs_exact": full.exact, "full_pairs_nll": full.nll}
+        scores = dict(own.scores)
+        if found.tested:
+            scores |= {"pairs_exact": found.exact, "pairs_nll": found.nll}
+        known = {name: value for name, value in costs.items() if math.isfinite(value)}
+        return dataclasses.replace(own, scores=scores, costs=(own.costs or {}) | known)
+
+    def _read(self, model: PreTrainedModel, item: Item, method: Method, chunk: int) -> Own:
+        """Prefill and score the text, and go on."""
         prompt = self.prompt(item)
         ids, prefix = prompt.ids.to(model.device), prompt.prefilled
         truth = self._truth(model, ids, prefix, chunk)
@@ -136,7 +183,7 @@ class Beginning(Suite):
         return self._last[at]
 
     def options(self) -> dict[str, Any]:
-        return {"tokens": self.tokens, "new_tokens": self.new_tokens}
+        return {"tokens": self.tokens, "new_tokens": self.new_tokens, **({"pairs": self.pairs} if self.pairs else {})}
 
     def texts(self) -> dict[str, str]:
         return {self.text.name: self.text.sha256}

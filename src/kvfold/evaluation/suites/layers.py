@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
+from kvfold.engines.transformers.shared import SharedPrompt
 from kvfold.errors import KVFoldError
-from kvfold.evaluation.shared import SharedPrompt
 from kvfold.evaluation.sizes import sizes_of
 from kvfold.evaluation.suites.base import Item, Measure, Own, Prompt, Suite
 from kvfold.evaluation.suites.text import Divergence

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError
+from kvfold.evaluation.perplexity import Score
 from kvfold.evaluation.suites.base import Item, Measure, Outcome, Prompt, Suite, encode, place
 from kvfold.evaluation.text import Text
 from kvfold.evaluation.windows import LONG, bos_of, retrieval_window, tail
@@ -128,14 +130,37 @@ class Retrieval(Suite):
     def prompt(self, item: Item) -> Prompt:
         assert item.length is not None
         window = retrieval_window(self.tokenizer, item.length, self.tokens, item.index + SEED_STEP * item.seed)
-        return Prompt(window.ids, window.prefilled, answers=window.answers)
+        return Prompt(window.ids, window.prefilled, answers=window.answers, listed=window.listed)
 
     def grade(self, prompt: Prompt, outcome: Outcome) -> dict[str, float | None]:
         score = outcome.score
         assert score is not None
-        right = [bool(score.correct[first:stop].all()) for first, stop in prompt.answers]
         asked = torch.cat([score.nll[first:stop] for first, stop in prompt.answers])
-        return {"exact": sum(right) / len(right), "nll": float(asked.double().mean())}
+        return {"exact": fmean(_right(prompt, score)), "nll": float(asked.double().mean())}
+
+    def by_question(self, prompt: Prompt, outcome: Outcome) -> dict[str, list[float]]:
+        """A line per question, in the order in which they are asked.
+
+        Returns
+        -------
+        dict
+            ``place``: where, among all tokens, the value begins in the list; ``age``: tokens from there to where it is asked
+            for; ``exact``: 1 where it is right; ``nll``: mean of its tokens.
+        """
+        score = outcome.score
+        assert score is not None
+        answers = [prompt.prefilled + 1 + first for first, _ in prompt.answers]
+        return {
+            "place": [float(place) for place in prompt.listed],
+            "age": [float(at - place) for at, place in zip(answers, prompt.listed, strict=True)],
+            "exact": _right(prompt, score),
+            "nll": [float(score.nll[first:stop].double().mean()) for first, stop in prompt.answers],
+        }
 
     def options(self) -> dict[str, Any]:
         return {"tokens": self.tokens}
+
+
+def _right(prompt: Prompt, score: Score) -> list[float]:
+    """1 for each answer whose tokens are all the cache's first choice, 0 for others."""
+    return [float(score.correct[first:stop].all()) for first, stop in prompt.answers]

@@ -95,7 +95,7 @@ def _count(skip, N: tl.constexpr, COUNT: tl.constexpr, RING: tl.constexpr):
 
 @triton.jit
 def _statistics(source, mean_out, norm_out, D: tl.constexpr, FORM: tl.constexpr, RING: tl.constexpr, skip=0):
-    """Store what a page stores of its first tokens, with which ``source`` (:func:`._encode_tile._tokens_at`) begins; with RING
+    """Store what a page stores of its first tokens, with which ``source`` (:func:`kvfold.kernels.common._encode_tile._tokens_at`) begins; with RING
     3 of all but the first ``skip`` of them."""
     DP: tl.constexpr = triton.next_power_of_2(D)
     COUNT: tl.constexpr = FORM[SEEN]
@@ -247,7 +247,7 @@ def _uniform_tile(source, page, signs, codes_out, scale_out, D: tl.constexpr, FO
 @triton.jit
 def _vectors_tile(source, page, tables, codes_out, rms_out, D: tl.constexpr, FORM: tl.constexpr, RING):
     """Encode 32 tokens as codes of vectors; pointers as in :func:`_uniform_tile`. ``tables``: the Hadamard rotation's signs, if
-    there is one, then what :func:`._encode_nearest._nearest` reads."""
+    there is one, then what :func:`kvfold.kernels.common._encode_nearest._nearest` reads."""
     DP: tl.constexpr = triton.next_power_of_2(D)
     V: tl.constexpr = FORM[VECTOR]
     GROUPS: tl.constexpr = DP // V

@@ -247,7 +247,7 @@ def constants(fmt: Format, other: torch.Tensor) -> torch.Tensor:
 
 @lasting(64)
 def _codes(basis: Basis | None, book: Codebook, device: torch.device) -> torch.Tensor:
-    """Signs of a Hadamard rotation, if there is one, then what :func:`._encode_nearest._nearest` reads of a codebook: float32,
+    """Signs of a Hadamard rotation, if there is one, then what :func:`kvfold.kernels.common._encode_nearest._nearest` reads of a codebook: float32,
     one after the other."""
     (codes,) = book.on(device).codes.float()
     table = codes.new_zeros(len(codes), SLOTS.value)

@@ -122,7 +122,7 @@ def mixed_kernel(
     K_ORDER: tl.constexpr, V_ORDER: tl.constexpr, PICKED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of B tokens, heads, batch). ``probes`` fp16 [batch, states, heads, P, D], of which each block takes the one
-    that ``numbers`` says. FORM: of values (:mod:`._encode_pages`), whose statistics belong to the block."""
+    that ``numbers`` says. FORM: of values (:mod:`kvfold.kernels.fold._encode`), whose statistics belong to the block."""
     index, head, lane = _lane(rows, heads, PICKED)
     first = tl.program_id(0) * B
     block = lane * blocks + first_block + tl.program_id(0)

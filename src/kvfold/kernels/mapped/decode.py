@@ -88,7 +88,7 @@ def program_bytes(units: int = 2) -> int:
 def make_plan(jobs: int, units: int, processors: int) -> Plan:
     """Choose a launch shape for ``jobs`` KV heads (times eights of query rows) and storage of ``units`` units.
 
-    Stages of two units save a warp about 5 % of the time, once it has several (benchmarks/mapped-variants.csv). Beginning, of
+    Stages of two units save a warp about 5 % of the time, once it has several. Beginning, of
     which a table is the largest part, is worth six units.
     """
 
