@@ -95,8 +95,8 @@ def _count(skip, N: tl.constexpr, COUNT: tl.constexpr, RING: tl.constexpr):
 
 @triton.jit
 def _statistics(source, mean_out, norm_out, D: tl.constexpr, FORM: tl.constexpr, RING: tl.constexpr, skip=0):
-    """Store what a page stores of its first tokens, with which ``source`` (:func:`kvfold.kernels.common._encode_tile._tokens_at`) begins; with RING
-    3 of all but the first ``skip`` of them."""
+    """Store what a page stores of its first tokens, with which ``source``
+    (:func:`kvfold.kernels.common._encode_tile._tokens_at`) begins; with RING 3 of all but the first ``skip`` of them."""
     DP: tl.constexpr = triton.next_power_of_2(D)
     COUNT: tl.constexpr = FORM[SEEN]
     token = tl.arange(0, ROWS)

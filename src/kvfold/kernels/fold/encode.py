@@ -247,8 +247,8 @@ def constants(fmt: Format, other: torch.Tensor) -> torch.Tensor:
 
 @lasting(64)
 def _codes(basis: Basis | None, book: Codebook, device: torch.device) -> torch.Tensor:
-    """Signs of a Hadamard rotation, if there is one, then what :func:`kvfold.kernels.common._encode_nearest._nearest` reads of a codebook: float32,
-    one after the other."""
+    """Signs of a Hadamard rotation, if there is one, then what :func:`kvfold.kernels.common._encode_nearest._nearest` reads of
+    a codebook: float32, one after the other."""
     (codes,) = book.on(device).codes.float()
     table = codes.new_zeros(len(codes), SLOTS.value)
     table[:, : 2 * codes.shape[1]] = -codes.repeat(1, 2)
