@@ -2,7 +2,8 @@
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -13,6 +14,7 @@ from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.engines.transformers.names import passing
 from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format, PagedFormat
+from kvfold.kernels.device import DeviceInfo, device_info
 from kvfold.methods import LayerSpec, Method, get
 from kvfold.plan import packed_for
 from kvfold.rope import Rope
@@ -235,6 +237,11 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """RMS of the difference relative to that of ``b``."""
     a, b = a.cpu().double(), b.cpu().double()
     return float((a - b).norm() / b.norm())
+
+
+def multiprocessors(count: int) -> Callable[[torch.device], DeviceInfo]:
+    """``device_info`` of devices that have ``count`` multiprocessors, and else are what they are."""
+    return lambda device: replace(device_info(device), sms=count)
 
 
 ENCODING = (

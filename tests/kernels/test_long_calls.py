@@ -91,7 +91,7 @@ def launches(monkeypatch, windows):
         return cls(*(torch.full((heads, splits, rows, *rest), float("nan")) for rest in ((dim,), (), ())))
 
     monkeypatch.setattr(decode, "_launch", launch)
-    monkeypatch.setattr(decode, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(decode, "device_info", helpers.multiprocessors(4))
     monkeypatch.setattr(decode, "attend_windows", windows.attend_windows)
     monkeypatch.setattr(Partials, "empty", classmethod(empty))
     monkeypatch.setattr(Partials, "merge", merge)

@@ -42,8 +42,7 @@ class Emulated:
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(unpack_tables, "WARPS", 2)
-    monkeypatch.setattr(unpack_tables, "device_info", lambda device: HOPPER)
-    monkeypatch.setattr(unpack_tables, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(unpack_tables, "device_info", lambda device: replace(HOPPER, sms=2))
     monkeypatch.setattr(unpack_tables, "_kernel", Emulated)
 
 

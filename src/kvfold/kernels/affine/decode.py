@@ -350,14 +350,14 @@ def long_attention(
     """
     batch, num_heads, tokens, dim = q.shape
     heads = windows.sink[0].shape[1]
-    outs, processors = [], device_info(q.device).sms
+    outs, device = [], device_info(q.device)
     step = _piece(batch * num_heads * dim, len(spans), tokens)
     for first in range(0, tokens, step):
         part = slice(first, min(first + step, tokens))
         piece = q[:, :, part].contiguous()
         rows = num_heads // heads * piece.shape[2]
         plans = [
-            plan or make_long_plan(key_format, value_format, batch * heads, rows, unit_capacity(s), processors)
+            plan or make_long_plan(key_format, value_format, batch * heads, rows, unit_capacity(s), device)
             for s in spans
         ]
         partials = Partials.empty(batch * heads, 1 + sum(p.splits for p in plans), rows, dim, q.device)
