@@ -88,6 +88,8 @@ def asked() -> tuple[Asked, ...]:
                 if file.settings.model.startswith(model):
                     by_method: dict[str, dict[str, Result]] = {}
                     for row in file.rows.values():
+                        if suite == "retrieval" and row.task != "pairs":
+                            continue
                         by_method.setdefault(plain(row.method), {})[row.item] = row
                     chat = bool(file.settings.options.get("chat"))
                     found.append(Asked(suite, model, by_method, chat, version(file) < newest))

@@ -5,19 +5,21 @@ import re
 from decimal import Decimal
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvfold.errors import KVFoldError
+from kvfold.evaluation.lists import FORMS
 from kvfold.evaluation.suites import REGISTRY, Options, Outcome, make
 from kvfold.evaluation.suites.base import Form, Haystack, Item, inserted, pieces_of
 from kvfold.evaluation.suites.gsm8k import NUMBER, STRICT, number_of
 from kvfold.evaluation.suites.ruler import COMMON, HOPS, TASKS, VALUES
-from kvfold.evaluation.suites.words import THINGS, whole
 from kvfold.evaluation.text import Text, load_text
 from kvfold.evaluation.windows import library_source
+from kvfold.evaluation.words import THINGS, whole
 from tiny_model import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -407,3 +409,22 @@ def test_unknown_names_say_what_is_known():
         Options(tokens=31)
     assert set(TASKS) == {item.task for item in suite("ruler").items([1400], 1, 1)}
     assert Item("a", None, 0, 1, (("depth", 5),)).name == "a/depth=5/0.1"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_list_of_any_form_asks_for_what_it_lists(form):
+    asking = suite("retrieval", tokens=512, forms=(form,))
+    (item,) = asking.items([2048], 1, 1)
+    prompt = asking.prompt(item)
+    ids = prompt.ids[0]
+    assert item.name == f"{form}/2048/0" and prompt.prefilled > 1900 and prompt.answers
+    for (first, stop), listed in zip(prompt.answers, prompt.listed, strict=True):
+        at = prompt.prefilled + 1 + first
+        assert (
+            torch.equal(ids[listed : listed + stop - first], ids[at : at + stop - first]) and listed < prompt.prefilled
+        )
+
+
+def test_an_unknown_form_of_a_list_is_refused():
+    with pytest.raises(KVFoldError, match="^forms: 'poems' is no form of a list; allowed: pairs, records, identifiers"):
+        suite("retrieval", forms=("poems",))

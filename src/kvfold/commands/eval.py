@@ -140,6 +140,12 @@ def _complete_suite(_context: Any, _parameter: Any, begun: str) -> list[str]:
     multiple=True,
     help="Ruler's families, or LongBench's or InfiniteBench's tasks.  [default: all]",
 )
+@click.option(
+    "--forms",
+    metavar="A B ...",
+    multiple=True,
+    help="Retrieval's lists: pairs, records, identifiers.  [default: pairs]",
+)
 @click.option("--raw", is_flag=True, help="Ask in plain text, without the model's chat template.")
 @click.option("--chunk", metavar="N", type=int, default=32, show_default=True, help="Query tokens per call.")
 @click.option(
@@ -184,6 +190,7 @@ def evaluate(
     max_new_tokens: int | None,
     depths: tuple[int, ...],
     tasks: tuple[str, ...],
+    forms: tuple[str, ...],
     raw: bool,
     chunk: int,
     batch: int,
@@ -207,6 +214,7 @@ def evaluate(
     base = methods.ready(baseline)
     chooses: dict[str, Any] = {"depths": depths} if depths else {}
     chooses |= {"tasks": tuple(_words(tasks))} if tasks else {}
+    chooses |= {"forms": tuple(_words(forms))} if forms else {}
     options = Options(_named(files), data, examples, tokens, max_new_tokens, shots, raw=raw, **chooses)
     wanted = _words(names) or ["divergence"]
     _check_names(wanted)
@@ -294,6 +302,7 @@ def _check_used(names: Sequence[str], options: Options) -> None:
         ("shots", options.shots, {"gsm8k", *papers}),
         ("max-new-tokens", options.new_tokens, {"gsm8k", "math", "code", "compare", *papers}),
         ("tasks", options.tasks or None, {"ruler", "longbench", "infinitebench"}),
+        ("forms", None if options.forms == type(options)().forms else options.forms, {"retrieval"}),
         ("depths", None if options.depths == type(options)().depths else options.depths, {"needle"}),
     )
     if options.data is None and (needing := [name for name in names if name in of_records]):

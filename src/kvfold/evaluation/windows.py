@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError
+from kvfold.evaluation.lists import FORMS, MOST
 from kvfold.evaluation.text import Text, load_text
 from kvfold.evaluation.transcripts import tool_calls
 
@@ -25,8 +26,6 @@ SOURCES = ("argparse", "asyncio/base_events", "decimal", "doctest", "inspect", "
 """Modules of the standard library whose source is the text of ``code``; those that are there."""
 BUILT_IN = ("prose", "code", "tools", "retrieval")
 """Domains that need no file: CPython's documentation, its library's source, calls of tools about it, and random pairs."""
-KEYS = 1 << 16
-"""Of a retrieval text at most: four hexadecimal digits."""
 LONG = 4_000_000
 """Characters beyond which a text is tokenized around its windows only: all of it would take longer than scoring them."""
 # Fewer say nothing: the windows alone of most methods hold 128 tokens.
@@ -239,7 +238,12 @@ def retrieval(tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: int, coun
 
 
 def retrieval_window(
-    tokenizer: PreTrainedTokenizerBase, prefix: int, tokens: int | None, index: int, most: int | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    prefix: int,
+    tokens: int | None,
+    index: int,
+    most: int | None = None,
+    form: str = "pairs",
 ) -> Window:
     """One of them: ``index`` draws its pairs.
 
@@ -251,6 +255,8 @@ def retrieval_window(
         Scored at most; None: as many as the questions take.
     most
         Questions at most. There may be fewer then, and none where the prefix holds no pair.
+    form
+        Of :data:`kvfold.evaluation.lists.FORMS`.
 
     Raises
     ------
@@ -261,22 +267,22 @@ def retrieval_window(
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    draw = random.Random(index)
-    ids = encode("Each key has a value.\n")
+    draw, of = random.Random(index), FORMS[form]
+    ids = encode(of.head)
     pairs = []
     keys: set[str] = set()
-    while len(keys) < KEYS:
-        key, value = (f"{draw.randrange(KEYS):04x}" for _ in range(2))
+    for _ in range(MOST):
+        key, asked, answered = of.draw(draw)
         if key in keys:  # two values would both be right
             continue
         keys.add(key)
-        question, answer = encode(f"Key {key} has the value"), encode(f" {value}.\n")
+        question, answer = encode(asked), encode(answered)
         if len(ids) + len(question) + len(answer) + 16 > prefix:
             break
         ids += question
         pairs.append((question, answer, len(ids)))
         ids += answer
-    ids += encode("The same in another order:\n")
+    ids += encode(of.again)
     end = len(ids)
     answers: list[tuple[int, int]] = []
     draw.shuffle(pairs)

@@ -82,6 +82,8 @@ class Options:
         Per cent, of ``needle``.
     tasks
         Families of ``ruler``, or tasks of ``longbench`` or ``infinitebench``; none: all.
+    forms
+        Of ``retrieval``'s lists.
     raw
         Plain text instead of the chat template.
     """
@@ -94,6 +96,7 @@ class Options:
     shots: int | None = None
     depths: tuple[int, ...] = DEPTHS
     tasks: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ("pairs",)
     raw: bool = False
 
     def __post_init__(self) -> None:
@@ -149,7 +152,7 @@ def _make(name: str, tokenizer: PreTrainedTokenizerBase, options: Options) -> Su
             tokenizer, load_texts(("retrieval",) if options.texts else SHIFTS, options.texts), options.tokens
         )
     if name == "retrieval":
-        return Retrieval(tokenizer, options.tokens)
+        return Retrieval(tokenizer, options.tokens, options.forms)
     if name == "needle":
         return Needle(tokenizer, _hay(options), options.depths, chat)
     if name == "ruler":

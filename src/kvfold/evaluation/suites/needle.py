@@ -22,8 +22,8 @@ from kvfold.evaluation.suites.base import (
     digits,
     inserted,
 )
-from kvfold.evaluation.suites.words import THINGS, whole
 from kvfold.evaluation.text import Text
+from kvfold.evaluation.words import THINGS, whole
 
 DEPTHS = (0, 25, 50, 75, 100)
 NEW_TOKENS = 24

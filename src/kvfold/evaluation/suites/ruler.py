@@ -31,8 +31,8 @@ from kvfold.evaluation.suites.base import (
     encode,
     inserted,
 )
-from kvfold.evaluation.suites.words import THINGS, share
 from kvfold.evaluation.text import Text
+from kvfold.evaluation.words import THINGS, share
 
 KEYS = 16
 """Keys of ``multikey``, one of which is asked for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import product
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvfold.errors import KVFoldError
+from kvfold.evaluation.lists import FORMS
 from kvfold.evaluation.perplexity import Score
 from kvfold.evaluation.suites.base import Item, Measure, Outcome, Prompt, Suite, encode, place
 from kvfold.evaluation.text import Text
@@ -114,22 +116,37 @@ class Retrieval(Suite):
     """Random key-value pairs, listed once and then asked for in another order; each window has many questions.
 
     An answer is right when the model's first choice is right for each of its tokens, read through the cache.
+
+    Attributes
+    ----------
+    tokenizer
+    tokens
+        Scored after the list.
+    forms
+        Of lists, each a task; by default pairs alone.
     """
 
     tokenizer: PreTrainedTokenizerBase
     tokens: int = 256
+    forms: tuple[str, ...] = ("pairs",)
 
     name = "retrieval"
     summary = "random key-value pairs, listed once and then asked for"
     version = 2
     measures = (Measure("exact"), Measure("nll", higher_is_better=False, shown="perplexity"))
 
+    def __post_init__(self) -> None:
+        if wrong := [form for form in self.forms if form not in FORMS]:
+            raise KVFoldError(f"forms: {wrong[0]!r} is no form of a list; allowed: {', '.join(FORMS)}")
+
     def items(self, lengths: Sequence[int], limit: int, seeds: int) -> list[Item]:
-        return [Item("pairs", length, seed, i) for length in lengths for seed in range(seeds) for i in range(limit)]
+        drawn = range(seeds), range(limit)
+        return [Item(form, length, *one) for form in self.forms for length in lengths for one in product(*drawn)]
 
     def prompt(self, item: Item) -> Prompt:
         assert item.length is not None
-        window = retrieval_window(self.tokenizer, item.length, self.tokens, item.index + SEED_STEP * item.seed)
+        drawn = item.index + SEED_STEP * item.seed
+        window = retrieval_window(self.tokenizer, item.length, self.tokens, drawn, form=item.task)
         return Prompt(window.ids, window.prefilled, answers=window.answers, listed=window.listed)
 
     def grade(self, prompt: Prompt, outcome: Outcome) -> dict[str, float | None]:
