@@ -28,9 +28,10 @@ from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.outliers import outlier_count
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, blocks
-from kvfold.kernels.blocks import inner
-from kvfold.kernels.partials import Partials
+from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
+from kvfold.kernels.common.partials import Partials
+from kvfold.kernels.generic import decode as blocks
+from kvfold.kernels.generic.decode import inner
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.turboquant import lloyd_max

@@ -143,7 +143,7 @@ class Case:
             tensor.copy_(torch.tensor(side, dtype=torch.int32))
 
     def call(self, **options):
-        from kvfold.kernels.decode import decode_attention
+        from kvfold.kernels.affine.decode import decode_attention
 
         return decode_attention(
             self.q, *self.form, self.spans, self.windows, self.scale, packed_q=self.packed_q, bias=self.bias, **options

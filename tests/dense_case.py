@@ -11,7 +11,8 @@ import torch
 
 from interpreter import quicken
 from kvfold.formats import Dense
-from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, dense
+from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
+from kvfold.kernels.dense import decode as dense
 from kvfold.kernels.reference import ReferenceKernel
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -2,7 +2,8 @@
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -13,6 +14,7 @@ from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.engines.transformers.names import passing
 from kvfold.errors import MethodError
 from kvfold.formats import Fields, Format, PagedFormat
+from kvfold.kernels.device import DeviceInfo, device_info
 from kvfold.methods import LayerSpec, Method, get
 from kvfold.plan import packed_for
 from kvfold.rope import Rope
@@ -237,8 +239,16 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-ENCODING = tuple(f"kvfold.kernels._encode_{room}" for room in ("groups", "words", "tile", "step", "codes", "nearest"))
-"""Rooms whose kernels :mod:`kvfold.kernels.encode` launches, in the order of their imports."""
+def multiprocessors(count: int) -> Callable[[torch.device], DeviceInfo]:
+    """``device_info`` of devices that have ``count`` multiprocessors, and else are what they are."""
+    return lambda device: replace(device_info(device), sms=count)
+
+
+ENCODING = (
+    *(f"kvfold.kernels.common._encode_{room}" for room in ("groups", "words", "tile", "step")),
+    *("kvfold.kernels.fold._encode_codes", "kvfold.kernels.common._encode_nearest"),
+)
+"""Rooms whose kernels :mod:`kvfold.kernels.affine.encode` launches, in the order of their imports."""
 
 
 def interpreted_module(name: str, *uses: str) -> ModuleType:

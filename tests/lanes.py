@@ -1,70 +1,33 @@
 """Gluon kernels whose tensors are a register of every thread, run by PyTorch on a CPU.
 
 :func:`run` executes the kernel's own Python text, and that of the functions it calls: only the instructions of
-:mod:`kvfold.kernels._warp`, those that modules write in assembly themselves, and ``gl`` are replaced, by what they mean for all
-threads of a program at once. Copies arrive at once, so what is not waited for is not noticed.
+:mod:`kvfold.kernels.common._warp`, those that modules write in assembly themselves, and ``gl`` are replaced, by what they mean
+for all threads of a program at once. Copies arrive at once, so what is not waited for is not noticed.
 """
 
-import importlib
 import itertools
 import math
+import sys
 import types
 
 import torch
 from triton.runtime.jit import JITFunction
 
-from kvfold.kernels import _page_codes
-
-MODULES = (
-    "_registers",
-    "_softmax",
-    "_merge_gluon",
-    "_tables_gluon",
-    "_steps_gluon",
-    "_codebook_gluon",
-    "_residual_gluon",
-    "_affine_codes",
-    "_page_codes",
-    "_hadamard",
-    "_page_bytes",
-    "_lookup_bytes",
-    "_pages_rows_gluon",
-    "_learned_scores",
-    "_learned_keys_gluon",
-    "_page_sums",
-    "_page_lookups",
-    "_pages_gluon",
-    "paged._fold",
-    "_affine_values",
-    "_affine_keys",
-    "_windows_gluon",
-    "_fragment_codes",
-    "_fragment_lookup",
-    "_fragment_mixed",
-    "_fragment_layout",
-    "_fragment_queries",
-    "_fragment_ahead",
-    "_fragment_wide",
-    "_fragment_levels",
-    "_level_bytes",
-    "_fragment_signs",
-    "_fragments_gluon",
-    "_plain_gluon",
-    "_turned_gluon",
-    "_balanced_gluon",
-    "_mapped_gluon",
-    "_unpack_tables_gluon",
-    "_unpack_levels_gluon",
-    "_unpack_mixed_gluon",
-    "_unpack_bits_gluon",
-    "_pair_codes",
-    "_pairs_gluon",
-    "_flips_gluon",
-    "_bits_gluon",
-    "paged._tables",
-)
 WORD = 1 << 32
 HALF = {False: torch.float16, True: torch.bfloat16}
+
+
+def imported(module, found=None):
+    """A module and those of the package's kernels that functions in it come from, by name."""
+    found = {} if found is None else found
+    if module.__name__ not in found:
+        found[module.__name__] = module
+        for x in vars(module).values():
+            for one in (x, getattr(x, "fn", None)):
+                name = getattr(one, "__module__", None) or ""
+                if name.startswith("kvfold.kernels."):
+                    imported(sys.modules[name], found)
+    return found
 
 
 def tensor(x, like=None):
@@ -437,7 +400,7 @@ class Program:
             )
 
         return {
-            "_two_levels": levels, "_nibbles": None, "cut_nibbles": None,
+            "_two_levels": levels, "cut_nibbles": lambda x, mask, shift: signed(unsigned(x) >> shift & mask),
             "load_matrix4": self.load_matrix4, "load_pair": self.load_pair, "abs_halves": of_word(torch.abs),
             "mma_half": self.mma_half, "load_short": self.load_short, "fma_half2": of_word(
                 lambda a, b, c: (a.double() * b.double() + c.double()).half()
@@ -473,7 +436,6 @@ class Program:
             "swap_halves": of_word(lambda x: x.flip(-1)),
             "equal_halves": lambda x, y: (halves(x) == halves(y)).to(torch.int16).neg().view(torch.int32).squeeze(-1),
             "where_bits": lambda mask, x, y: (mask & x) | (~mask & y),
-            "_fma_half2": of_word(lambda a, b, c: (a.float() * b.float() + c.float()).half()),
             "product_less_half2": of_word(lambda a, b, c: (a.float() * b.float() - c.float()).half()),
             "minus_product_half2": of_word(lambda a, b, c: (c.float() - a.float() * b.float()).half()),
             "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), HALF[bool(bf16)]),
@@ -500,7 +462,7 @@ class Program:
             "_dynamic_base": lambda lane: lane * 0 + 1024, "shared_base": lambda lane, size: lane * 0 + 1024,
             "minus_ones": lambda x, k: (x >> k & 0x00010001) * 0xBC00,
             "_allocated": lambda *_: types.SimpleNamespace(_keep_alive=nothing),
-            **dict.fromkeys(("copy_commit", "copy_wait_1", "copy_wait_2", "copy_wait_all", "show_copies"), nothing),
+            **dict.fromkeys(("copy_commit", "copy_wait", "show_copies"), nothing),
             **dict.fromkeys(("warp_sync", "program_sync", "wait_for_previous", "launch_dependents"), nothing),
             "prefetch": nothing, "prefetch_bulk": nothing,
         }  # fmt: skip
@@ -509,13 +471,12 @@ class Program:
         """A kernel as a function of Python."""
         replaced = self.names()
         spaces = {}
-        for name in MODULES:
-            module = importlib.import_module(f"kvfold.kernels.{name}")
+        for name, module in imported(sys.modules[kernel.fn.__module__]).items():
             space = {}
             for key, x in vars(module).items():
                 value = getattr(x, "value", x) if type(x).__name__ == "constexpr" else x
                 space[key] = value
-            spaces[module.__name__] = space
+            spaces[name] = space
         made = {}
         for space in spaces.values():
             for key, x in list(space.items()):
@@ -528,12 +489,8 @@ class Program:
                     space[key] = made[f]
                 elif hasattr(x, "__wrapped__") and not isinstance(x, type):
                     space[key] = x.__wrapped__
-        for name, space in spaces.items():
+        for space in spaces.values():
             space.update(replaced)
-            if name.endswith("_fragment_codes"):
-                space["cut_nibbles"] = lambda x, mask, shift: signed(unsigned(x) >> shift & mask)
-            elif name.endswith("_page_codes"):
-                space["_nibbles"] = _page_codes._nibbles
         return made[kernel.fn]
 
 

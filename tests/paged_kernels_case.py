@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from books_case import layer
+from helpers import multiprocessors
 from interpreter import quicken
 from kvfold.formats import Projected
 from kvfold.kernels import paged
@@ -241,11 +242,11 @@ def filling(device="cpu"):
     def cut(lengths, parts=False, **options):
         count, most = len(lengths), max(lengths)
         sizes = {"max_seqs": count, "max_tokens": count, "max_len": most, "num_heads": 32, "head_dim": 128}
-        right, work.multiprocessors = work.multiprocessors, lambda device: 132
+        right, work.device_info = work.device_info, multiprocessors(132)
         try:
             space = work.Workspace.make(**sizes, device=device, **options)
         finally:
-            work.multiprocessors = right
+            work.device_info = right
         numbers = torch.arange(count + 1, dtype=torch.int32, device=device)
         lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         tables = (torch.ones(count, -(-most // size) + 1, dtype=torch.int32, device=device) for size in (128, 16))

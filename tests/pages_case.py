@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from kvfold.kernels import Span, Windows, pages
+from kvfold.kernels import Span, Windows
+from kvfold.kernels.fold import decode as pages
 from kvfold.methods import LayerSpec, get
 
 LIMIT = {torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -7,8 +7,9 @@ from itertools import combinations, product
 from typing import TypeVar
 
 from kvfold.formats import AffineGroups
-from kvfold.kernels import encode
-from kvfold.kernels.decode import Plan, make_long_plan, make_plan
+from kvfold.kernels.affine import encode
+from kvfold.kernels.affine.decode import Plan, make_long_plan, make_plan
+from kvfold.kernels.device import HOPPER
 
 CAPABILITIES = (80, 90, 100)
 MODES = ("kivi", "asym", "sym", "hybrid")
@@ -72,12 +73,13 @@ class Decode:
 
 def _plans(key: AffineGroups, value: AffineGroups) -> Iterable[Plan]:
     """Launch shapes that differ in more than the number of splits; small work to large, A100 and H100."""
-    for heads, rows, capacity, processors in product((1, 8, 128), (1, 8, 9, 16, 64), (4, 64, 512, 4096), (108, 132)):
-        yield make_plan(key, value, heads, rows, capacity, 160, processors)
+    devices = replace(HOPPER, sms=108), HOPPER
+    for heads, rows, capacity, device in product((1, 8, 128), (1, 8, 9, 16, 64), (4, 64, 512, 4096), devices):
+        yield make_plan(key, value, heads, rows, capacity, 160, device)
     for rows in (1, 9):  # so many short sequences that a warp takes each
-        yield make_plan(key, value, 2048, rows, 64, 160, 132)
+        yield make_plan(key, value, 2048, rows, 64, 160, HOPPER)
     for rows in (65, 2048):
-        yield make_long_plan(key, value, 8, rows, 1024, 132)
+        yield make_long_plan(key, value, 8, rows, 1024, HOPPER)
 
 
 @cache
@@ -160,7 +162,7 @@ def _family(family: str, bits: int, head_dim: int, group: int) -> tuple[AffineGr
 
 
 def transform(family: str, head_dim: int, other: bool) -> dict[str, object]:
-    """What happens to keys first, as :func:`kvfold.kernels.aot.compile_encode` takes it."""
+    """What happens to keys first, as :func:`aot.compile_encode` takes it."""
     if family == "kivi":
         return {"center": other}
     if family == "squat":

@@ -13,7 +13,7 @@ ROOT = TESTS.parent
 
 RUN = """
 import blocks_case, own_method, reader
-from kvfold.kernels import readers
+from kvfold.kernels.generic import readers
 from kvfold.methods import LayerSpec
 
 def formats(head_dim, device):

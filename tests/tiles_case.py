@@ -16,7 +16,8 @@ from interpreter import quicken
 from kvfold import kernels
 from kvfold.engines.transformers.names import passing
 from kvfold.formats import AffineGroups
-from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, tiles
+from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
+from kvfold.kernels.affine import tiles
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.rope import Rope
 

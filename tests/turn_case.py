@@ -3,8 +3,8 @@
 import torch
 
 from interpreter import quicken
-from kvfold.kernels import blocks
-from kvfold.kernels.partials import Partials
+from kvfold.kernels.common.partials import Partials
+from kvfold.kernels.generic import decode as blocks
 
 quicken()
 for heads, splits, rows, width, dim, part, stop in ((4, 5, 4, 129, 128, 1, 4), (2, 3, 8, 257, 96, 0, 3)):

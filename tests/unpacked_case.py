@@ -13,7 +13,10 @@ import blocks_case
 from blocks_case import Case, affine, by_groups, commvq, kvquant, lookups, mixed, of_method, residuals, unproject
 from interpreter import quicken
 from kvfold.formats.paged import plain
-from kvfold.kernels import AttentionCall, NewTokens, Span, Windows, joining, unpack, unpacked
+from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
+from kvfold.kernels.generic import unpack
+from kvfold.kernels.long import attend as unpacked
+from kvfold.kernels.long import join as joining
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.kernels.stored import basis_matrix, rotation_of
 from kvfold.methods import LayerSpec, get

@@ -1,7 +1,7 @@
 """Warps in NumPy: they run the functions of Gluon kernels, which no interpreter runs, where there is no GPU.
 
-:func:`on_cpu` gives a module's functions anew, with the instructions of :mod:`kvfold.kernels._warp` as what PTX says they do to
-32 lanes. A warp is a thread that calls them; memory is one array of bytes, addresses are integers.
+:func:`on_cpu` gives a module's functions anew, with the instructions of :mod:`kvfold.kernels.common._warp` as what PTX says
+they do to 32 lanes. A warp is a thread that calls them; memory is one array of bytes, addresses are integers.
 """
 
 import math
@@ -180,21 +180,13 @@ class Machine:
     def copy_commit(self, _lane):
         self._groups().append([])
 
-    def copy_wait(self, _lane, count):
+    def copy_wait(self, lane, count):
+        if count == 0:  # all, also those that no group has
+            self.copy_commit(lane)
         groups = self._groups()
         while len(groups) > count + 1:
             for arrive in groups.pop(0):
                 arrive()
-
-    def copy_wait_1(self, lane):
-        self.copy_wait(lane, 1)
-
-    def copy_wait_2(self, lane):
-        self.copy_wait(lane, 2)
-
-    def copy_wait_all(self, lane):
-        self.copy_commit(lane)
-        self.copy_wait(lane, 0)
 
     def prefetch_second(self, address, active):
         """What is asked for has to be there."""
@@ -317,7 +309,7 @@ def _parts(kind):
 
 
 def product(a, b, c, a_kind, b_kind, dtype):
-    """c + A B of registers; operands as in :func:`kvfold.kernels._warp.mma` and ``mma_bytes``."""
+    """c + A B of registers; operands as in :func:`kvfold.kernels.common._warp.mma` and ``mma_bytes``."""
     of_a, of_b = _parts(a_kind), _parts(b_kind)
     n = of_a(a[0]).shape[1]
     left, right, sums = np.zeros((16, 8 * n)), np.zeros((8 * n, 8)), np.zeros((16, 8))
@@ -395,7 +387,7 @@ INSTRUCTIONS = {
     "reciprocal": lambda x: register(np.float32(1) / np.asarray(x, np.float32)),
     "sqrt_fast": lambda x: register(np.sqrt(np.asarray(x, np.float32))),
     "fma_half2": lambda a, b, c: word((halves(a).astype(float) * halves(b) + halves(c)).astype(np.float16)),
-    "_negative": lambda x: word(-halves(x)),
+    "negative_half2": lambda x: word(-halves(x)),
     "round_nearest": lambda x: register(np.rint(np.asarray(x, np.float32))),
     "cos_fast": lambda x: register(np.cos(np.asarray(x, np.float32))),
     "sin_fast": lambda x: register(np.sin(np.asarray(x, np.float32))),

@@ -84,7 +84,7 @@ def packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: st
 
 @dataclass(frozen=True)
 class Encoder:
-    """What encodes a layer, and why: the kernels of :mod:`kvfold.kernels.encode` and :mod:`kvfold.kernels.encode_pages`
+    """What encodes a layer, and why: the kernels of :mod:`kvfold.kernels.affine.encode` and :mod:`kvfold.kernels.fold.encode`
     ("triton") or the method's and formats' own operations ("torch")."""
 
     name: str
@@ -116,11 +116,12 @@ def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Enc
 
 def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | None:
     """Why kernels cannot encode a layer; None if they can."""
-    from kvfold.kernels import encode, encode_dense
+    from kvfold.kernels.affine import encode
+    from kvfold.kernels.dense import encode as encode_dense
 
     formats = method.key_format(spec), method.value_format(spec)
     if is_mixed(formats):
-        from kvfold.kernels import encode_mixed
+        from kvfold.kernels.fragments import encode_mixed
 
         return encode_mixed.why_not(*formats, method.most_probes, device)
     if is_dense(formats):
@@ -141,8 +142,10 @@ def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | Non
 
 
 def _neither(formats: tuple[Format, Format], device: torch.device) -> str | None:
-    """Why not each side has kernels of :mod:`kvfold.kernels.encode_search` or :mod:`kvfold.kernels.encode_pages`."""
-    from kvfold.kernels import encode_pages, encode_rank, encode_search
+    """Why not each side has kernels of :mod:`kvfold.kernels.residual.encode` or :mod:`kvfold.kernels.fold.encode`."""
+    from kvfold.kernels.fold import encode as encode_pages
+    from kvfold.kernels.fragments import encode_rank
+    from kvfold.kernels.residual import encode as encode_search
 
     for side, form in zip(("keys", "values"), formats, strict=True):
         if is_searched(form):
@@ -170,25 +173,25 @@ def is_dense(formats: tuple[Format, Format]) -> bool:
 
 
 def is_searched(form: Format) -> bool:
-    """Whether the kernels of :mod:`kvfold.kernels.encode_search` are those that may encode a side."""
+    """Whether the kernels of :mod:`kvfold.kernels.residual.encode` are those that may encode a side."""
     return isinstance(
         form, ResidualCodes | GroupCodes | Outliers | AdditiveCodes | BinaryCodes | Projected
     ) or _is_tile(form)
 
 
 def any_searched(formats: tuple[Format, Format]) -> bool:
-    """Whether they may encode either side; those of :mod:`kvfold.kernels.encode_pages` then encode the other."""
+    """Whether they may encode either side; those of :mod:`kvfold.kernels.fold.encode` then encode the other."""
     return any(map(is_searched, formats))
 
 
 def _is_tile(form: Format) -> bool:
-    """Whether tiles are rotated, or balanced, before their affine groups: :mod:`kvfold.kernels.encode_balanced`."""
+    """Whether tiles are rotated, or balanced, before their affine groups: :mod:`kvfold.kernels.balanced.encode`."""
     inner = form.inner if isinstance(form, Paged) and not form.page_fields() else form
     return isinstance(inner, Balanced) or (isinstance(inner, AffineGroups) and inner is not form)
 
 
 def is_mixed(formats: tuple[Format, Format]) -> bool:
-    """Whether blocks have two precisions: :mod:`kvfold.kernels.encode_mixed`."""
+    """Whether blocks have two precisions: :mod:`kvfold.kernels.fragments.encode_mixed`."""
     return isinstance(formats[0], MixedTokens)
 
 

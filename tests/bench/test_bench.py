@@ -21,6 +21,7 @@ from kvfold.bench import static as buffers
 from kvfold.cli import main
 from kvfold.commands.bench import BENCHMARKS
 from kvfold.errors import KVFoldError
+from kvfold.kernels.device import HOPPER
 from tiny_model import save, tiny_llama
 
 COMMITTED = Path(__file__).parents[2] / "benchmarks" / "rows"
@@ -83,14 +84,14 @@ def test_what_encodes_pages_is_compared_before_it_is_timed(monkeypatch):
     """On the CPU, with kernels in the interpreter: the gates of a prompt and of a step see a wrong code."""
     pytest.importorskip("triton")
     from helpers import ENCODING, interpreted_module
-    from kvfold import kernels
     from kvfold.bench import encode
+    from kvfold.kernels import fold
 
     module = interpreted_module(
-        "kvfold.kernels.encode_pages", *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_pages"
+        "kvfold.kernels.fold.encode", *ENCODING, "kvfold.kernels.affine.encode", "kvfold.kernels.fold._encode"
     )
-    monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_pages", module)
-    monkeypatch.setattr(kernels, "encode_pages", module, raising=False)
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.fold.encode", module)
+    monkeypatch.setattr(fold, "encode", module, raising=False)
     work = encode.Work("fold", bits=0, context=256, layers=1, num_heads=1, num_kv_heads=1, head_dim=64)
     made = encode.make_layer(work, 256, torch.device("cpu"))
     assert encode.gate(work, made, encode.make_transform(work, made.keys)) <= work.limit
@@ -490,9 +491,10 @@ def test_product_kernels_compile_without_spills():
     pytest.importorskip("triton")
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from aot.report import _compile
     from kvfold.bench._matvec_gluon import scores_kernel, values_kernel
-    from kvfold.kernels import aot
-    from kvfold.kernels.decode import MODES, STATIC_SHARED
+    from kvfold.kernels.affine.decode import MODES
+    from kvfold.kernels.device import STATIC_SHARED
 
     pointers = {"q_ptr": "*fp16", "meta": "*fp16", "codes": "*i16", "aux": "*i16", "scale": "fp32"}
     pointers |= dict.fromkeys(("packed_len_ptr", "out_ptr", "p_ptr"), "*i32")
@@ -505,7 +507,7 @@ def test_product_kernels_compile_without_spills():
         names = kernel.arg_names
         signature = {n: "constexpr" if n in fixed else pointers.get(n, "i32") for n in names}
         source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()}, {})
-        report = aot._compile(source, 90, num_warps=4)
+        report = _compile(source, 90, num_warps=4)
         assert report.spilled == 0 and report.registers <= 168 and report.shared <= STATIC_SHARED + 1024
         assert report.instructions["HMMA"] > 64
 
@@ -583,9 +585,9 @@ def test_attention_prints_a_json_object_per_row(monkeypatch, capsys):
 def test_formats_are_measured_in_the_kernel_that_serves_them(method, kernel, monkeypatch):
     pytest.importorskip("triton")
     from kvfold.bench import attention, storage
-    from kvfold.kernels import tables
+    from kvfold.kernels.common import tables
 
-    monkeypatch.setattr(tables, "program_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(tables, "device_info", lambda device: HOPPER)
     made = storage.formats
     monkeypatch.setattr(storage, "formats", lambda name, heads, dim, _: made(name, heads, dim, torch.device("cpu")))
     assert attention.Work(method, 0, 1, 1024).kernel == kernel

@@ -43,7 +43,7 @@ KINDS = [  # norms of two layers and of the end, each model's rounding, layers t
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return interpreted_module("kvfold.kernels.small")
+    return interpreted_module("kvfold.engines.transformers.ops.small")
 
 
 @pytest.fixture

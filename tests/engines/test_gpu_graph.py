@@ -16,7 +16,8 @@ from kvfold.cli import main
 from kvfold.engines.transformers import fused
 from kvfold.engines.transformers.graph import DecodeGraph, decoding
 from kvfold.errors import UnsupportedModelError
-from kvfold.kernels import REGISTRY, encode_pages
+from kvfold.kernels import REGISTRY
+from kvfold.kernels.fold import encode as encode_pages
 from kvfold.methods import LayerSpec
 from kvfold.methods.learned import LearnedMethod
 from kvfold.plan import choose_kernel, packed_for

@@ -12,7 +12,7 @@ from kvfold.engines.transformers import fused, rows
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(rows, "small", interpreted_module("kvfold.kernels.small"))
+    monkeypatch.setattr(rows, "small", interpreted_module("kvfold.engines.transformers.ops.small"))
 
 
 def parts():
@@ -82,8 +82,8 @@ def test_rows_are_told_from_what_is_none():
 def kernels(monkeypatch):
     """Interpreted kernels in place of those of a GPU, for a whole step; counted."""
     called = []
-    products = interpreted_module("kvfold.kernels.product", "kvfold.kernels._row")
-    operations = interpreted_module("kvfold.kernels.small")
+    products = interpreted_module("kvfold.engines.transformers.ops.product", "kvfold.engines.transformers.ops._row")
+    operations = interpreted_module("kvfold.engines.transformers.ops.small")
 
     def counting(of, name):
         def call(*args):

@@ -9,11 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from aot import plain as aot_plain
 from blocks_case import Case
 from kvfold import methods
 from kvfold.formats import Hadamard
-from kvfold.kernels import REGISTRY, _balanced_gluon, aot_plain, balanced
-from kvfold.kernels.decode import STATIC_SHARED
+from kvfold.kernels import REGISTRY
+from kvfold.kernels.balanced import _decode as _balanced_gluon
+from kvfold.kernels.balanced import decode as balanced
+from kvfold.kernels.device import HOPPER, STATIC_SHARED
 from kvfold.methods import LayerSpec
 from warps import Machine, Pointer, on_cpu, register, scalar
 
@@ -137,9 +140,9 @@ def test_sides_of_two_rotations_are_refused():
 
 @pytest.mark.parametrize("jobs, blocks", [(1, 1), (8, 1023), (128, 255), (4096, 16)])
 def test_launch_shapes_fit(jobs, blocks):
-    plan = balanced.make_plan(128, jobs, blocks, 132)
+    plan = balanced.make_plan(128, jobs, blocks, HOPPER)
     assert 1 <= plan.splits <= max(1, blocks) and balanced.program_bytes(128) <= STATIC_SHARED
-    early = balanced.make_plan(128, jobs, blocks, 132, True)
+    early = balanced.make_plan(128, jobs, blocks, HOPPER, True)
     assert jobs > 132 or 1 <= early.splits * jobs <= 132  # one program for each multiprocessor
 
 

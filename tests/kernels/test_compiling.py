@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 
 import triton
 
+import aot
 from kvfold.commands.terminal import Stream
-from kvfold.kernels import aot
 from kvfold.kernels.compiling import Compiling, compiling
 
 

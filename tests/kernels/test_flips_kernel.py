@@ -7,19 +7,19 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.tables import compile_flips, compile_gains, compile_value_bits
 from books_case import value_tables
 from helpers import ENCODING, interpreted_module, relative
 from kvfold.formats.binary import BinaryCodes
-from kvfold.kernels import encode_pairs
-from kvfold.kernels.aot_tables import compile_flips, compile_gains, compile_value_bits
-from kvfold.kernels.encode_source import Source
+from kvfold.kernels.common.encode_source import Source
+from kvfold.kernels.commvq import encode as encode_pairs
 from kvfold.methods.commvq import ValueCodebook
 
 INTERPRETED = (
     *ENCODING,
-    "kvfold.kernels._encode_search",
-    "kvfold.kernels._encode_pairs",
-    "kvfold.kernels.encode_pairs",
+    "kvfold.kernels.residual._encode",
+    "kvfold.kernels.commvq._encode",
+    "kvfold.kernels.commvq.encode",
 )
 HEADS = 2
 OFFSET = 30.0
@@ -42,7 +42,7 @@ class Emulated:
 @pytest.fixture(params=["together", "apart"])
 def module(request, monkeypatch):
     """Bits chosen and flipped by one kernel, or by two."""
-    copy = interpreted_module("kvfold.kernels.encode_pairs", *INTERPRETED)
+    copy = interpreted_module("kvfold.kernels.commvq.encode", *INTERPRETED)
     for name in ("flip_kernel", "value_bits_kernel"):
         monkeypatch.setattr(copy, name, Emulated(getattr(copy, name)))
     if request.param == "apart":

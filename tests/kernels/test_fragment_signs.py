@@ -9,7 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import _fragments_gluon, aot, fragments
+import aot
+from kvfold.kernels.device import HOPPER
+from kvfold.kernels.fragments import _decode as _fragments_gluon
+from kvfold.kernels.fragments import decode as fragments
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.turboquant import lloyd_max
 from warps import Machine, Pointer, on_cpu, register, scalar
@@ -89,7 +92,7 @@ def error(
                 base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), 128, k.constants, k.width,
                 v.constants, places, stage, 4 // stage, at_once, True,
             )  # fmt: skip
-            machine.copy_wait_2(lane)
+            machine.copy_wait(lane, 2)
             machine.program_sync(lane)
         if mixed:
             best, sums, side = kernel.attend_mixed(
@@ -205,22 +208,22 @@ def test_four_levels_are_linear_in_the_bits_of_their_codes():
 
 
 def test_it_compiles_with_few_instructions():
-    report = aot.compile_fragments(*formats(), plan=fragments.make_plan(*formats(), 128, 4, 1024, 160, 132))
+    report = aot.compile_fragments(*formats(), plan=fragments.make_plan(*formats(), 128, 4, 1024, 160, HOPPER))
     assert report.registers <= 168 and report.spills_in_loop <= 1
     assert report.loop <= 1900  # of a page, of which 480 serve two
 
 
 def test_four_pages_at_once_compile_with_few_spills():
-    plan = fragments.make_plan(*formats(), 8, 4, 4096, 160, 132)
+    plan = fragments.make_plan(*formats(), 8, 4, 4096, 160, HOPPER)
     assert plan.tiles == 4 and plan.registers is None
     assert (
-        fragments.make_plan(*formats(), 64, 4, 1024, 160, 132).tiles == 2
+        fragments.make_plan(*formats(), 64, 4, 1024, 160, HOPPER).tiles == 2
     )  # programs of 255 registers would take turns
     assert aot.compile_fragments(*formats(), plan=plan).spills_in_loop <= 12
 
 
 def test_four_warps_that_multiply_together_compile_without_spills():
-    plan = fragments.make_plan(*formats(), 8, 4, 4096, 160, 132, True)
+    plan = fragments.make_plan(*formats(), 8, 4, 4096, 160, HOPPER, True)
     assert plan.wide and plan.registers is None
     report = aot.compile_fragments(*formats(), plan=plan)
     assert report.registers <= 224 and report.spills_in_loop == 0
@@ -231,7 +234,7 @@ def test_four_warps_that_multiply_together_compile_without_spills():
 @pytest.mark.parametrize("bits, registers, loop", [(2, 224, 1990), (3, 192, 2020)])
 def test_four_warps_that_multiply_levels_together_compile_without_spills(bits, registers, loop):
     forms = formats(f"turboquant:bits={bits}")
-    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, 132, True)
+    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, HOPPER, True)
     assert plan.wide and plan.registers is None
     report = aot.compile_fragments(*forms, plan=plan)
     assert report.registers <= registers and report.spills_in_loop == 0
@@ -244,13 +247,13 @@ def test_four_warps_that_multiply_levels_together_compile_without_spills(bits, r
     [(8, 4096), (16, 4096), (8, 2048), (4, 8192), (32, 4096), (7, 4096), (8, 1024)],
 )
 def test_programs_with_a_matrix_each_run_at_once(batch_heads, capacity):
-    plan = fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, 132, True)
+    plan = fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, HOPPER, True)
     assert plan.wide and plan.dense_splits == 1
     packed, windows = batch_heads * plan.splits, -(-batch_heads // plan.window_heads)
     assert 0.9 * 132 <= packed < packed + windows <= 132
     size = fragments.program_bytes(*formats(), plan.tiles, plan.warps, plan.blocks, True, True)
     assert size <= 227 * 1024 and size % 1024 == 0
-    assert not fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, 132).wide
+    assert not fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, HOPPER).wide
 
 
 @pytest.mark.parametrize(
@@ -258,14 +261,14 @@ def test_programs_with_a_matrix_each_run_at_once(batch_heads, capacity):
 )
 @pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])
 def test_programs_of_many_heads_attend_to_their_windows_themselves(method, batch_heads, capacity, splits):
-    plan = fragments.make_plan(*formats(method), batch_heads, 4, capacity, 160, 132, True)
+    plan = fragments.make_plan(*formats(method), batch_heads, 4, capacity, 160, HOPPER, True)
     assert plan.wide and (plan.splits, plan.dense_splits, plan.window_heads) == (splits, 0, 0)
     assert fragments.parts(plan) == 2 * splits
 
 
 @pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])
 def test_programs_that_attend_to_their_windows_compile_without_spills(method):
-    plan = fragments.make_plan(*formats(method), 128, 4, 1024, 160, 132, True)
+    plan = fragments.make_plan(*formats(method), 128, 4, 1024, 160, HOPPER, True)
     report = aot.compile_fragments(*formats(method), plan=plan)
     assert plan.window_heads == 0 and report.spills_in_loop == 0
     assert report.registers <= 255 and report.loop <= 2040  # which fit the instruction cache
@@ -274,14 +277,14 @@ def test_programs_that_attend_to_their_windows_compile_without_spills(method):
 @pytest.mark.parametrize("batch_heads, rows, capacity", [(8, 4, 512), (8, 8, 4096), (160, 4, 1024), (20, 4, 256)])
 def test_few_pages_and_multiprocessors_that_would_be_idle_have_programs_without_a_matrix(batch_heads, rows, capacity):
     one, other = (
-        fragments.make_plan(*formats(), batch_heads, rows, capacity, 160, 132, wide) for wide in (False, True)
+        fragments.make_plan(*formats(), batch_heads, rows, capacity, 160, HOPPER, wide) for wide in (False, True)
     )
     assert one == other
 
 
 def test_levels_compile_with_few_instructions():
     forms = formats("turboquant")
-    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, 132)
+    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, HOPPER)
     assert plan.bytewise
     report = aot.compile_fragments(*forms, plan=plan)
     assert report.registers <= 184 and report.spills_in_loop == 0
@@ -290,7 +293,7 @@ def test_levels_compile_with_few_instructions():
 
 def test_eight_levels_compile_with_few_instructions():
     forms = formats("turboquant:bits=3")
-    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, 132)
+    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, HOPPER)
     assert plan.bytewise and plan.ahead and plan.windows_first and plan.splits == 64
     report = aot.compile_fragments(*forms, plan=plan)
     assert report.spills_in_loop == 0

@@ -7,12 +7,16 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 from kvfold.formats.basis import projection
 from kvfold.formats.lookup import ChannelScales
-from kvfold.kernels import REGISTRY, aot, fragment_tables, fragments
-from kvfold.kernels._fragment_codes import level_tile
-from kvfold.kernels._page_codes import _place
-from kvfold.kernels.decode import STATIC_SHARED, Plan
+from kvfold.kernels import REGISTRY
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.common._codes import _place
+from kvfold.kernels.device import HOPPER, STATIC_SHARED
+from kvfold.kernels.fragments import decode as fragments
+from kvfold.kernels.fragments import layout as fragment_tables
+from kvfold.kernels.fragments._codes import level_tile
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.kvquant import Learned
 from kvfold.methods.turboquant import lloyd_max
@@ -81,7 +85,7 @@ def test_layers_of_kvquant_on_a_gpu_are_its(monkeypatch):
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (4, 1), (6, 2), (8, 2), (12, 3)])
 def test_both_parts_of_kvquants_queries_share_the_columns_of_a_product(rows, columns):
-    plan = fragments.make_plan(*kvquant(), 8, rows, 1024, 160, 132)
+    plan = fragments.make_plan(*kvquant(), 8, rows, 1024, 160, HOPPER)
     assert (plan.columns, plan.tiles) == (columns, 1)
 
 
@@ -158,7 +162,7 @@ def test_a_matrix_lies_as_operands(name):
 @pytest.mark.parametrize("method, dim", TAKEN)
 def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
     forms = formats(method, dim)
-    plan = fragments.make_plan(*forms, batch_heads, rows, capacity, 160, 132)
+    plan = fragments.make_plan(*forms, batch_heads, rows, capacity, 160, HOPPER)
     assert fragments.program_bytes(*forms, plan.tiles, plan.warps, plan.blocks) <= STATIC_SHARED
     # rows of four pages at once are the first operand of the sketch's product, which has 16
     assert (16 if plan.tiles == 4 else plan.columns * 8) // plan.tiles >= rows
@@ -171,11 +175,11 @@ def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
     ("qjl", 128, 168),
 ])  # fmt: skip
 def test_registers_where_programs_are_few(method, batch_heads, registers):
-    assert fragments.make_plan(*formats(method), batch_heads, 4, 4096, 160, 132).registers == registers
+    assert fragments.make_plan(*formats(method), batch_heads, 4, 4096, 160, HOPPER).registers == registers
 
 
 def test_a_matrix_is_brought_where_few_programs_have_many_pages():
-    long, short = (fragments.make_plan(*formats("qjl"), 8, 4, capacity, 160, 132) for capacity in (4096, 1024))
+    long, short = (fragments.make_plan(*formats("qjl"), 8, 4, capacity, 160, HOPPER) for capacity in (4096, 1024))
     assert long.ahead and not short.ahead and short.registers == 168
     counts = [aot.compile_fragments(*formats("qjl"), plan=plan).instructions["CCTL"] for plan in (long, short)]
     assert counts == [2 * 128 * 256 // (32 * 128), 0]
@@ -192,7 +196,7 @@ def test_it_compiles_without_spills_in_its_loop(method, loop):
 
 def test_products_of_bytes_of_two_precisions_compile_without_spills():
     forms = formats("zipcache")
-    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, 132)
+    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, HOPPER)
     report = aot.compile_fragments(*forms, plan=plan)
     assert (report.spills_in_loop, report.instructions["IMMA"]) == (0, 32 + 20 + 32 + 24)
     assert report.loop <= 2000

@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 
 import lanes
 from kvfold.bench import attention
-from kvfold.kernels import _fragments_gluon, fragments
-from kvfold.kernels.fragments import wide_plan
-from kvfold.kernels.partials import Partials
+from kvfold.kernels.common.partials import Partials
+from kvfold.kernels.fragments import _decode as _fragments_gluon
+from kvfold.kernels.fragments import decode as fragments
+from kvfold.kernels.fragments.decode import wide_plan
 
 
 class Emulated:
@@ -80,7 +81,7 @@ def test_the_kernel_equals_the_reference(method, how, splits, window_heads, monk
 )
 def test_numbers_on_a_gpu(method, batch, splits, window_heads, context, dtype, limit):
     work, device = attention.Work(method, 0, batch, context), torch.device("cuda")
-    if not fragments.multiplies_wide(device):
+    if not fragments.device_info(device).has_wgmma:
         pytest.skip("needs warpgroups that multiply")
     plan = shaped(splits, window_heads)
     assert error(work, plan, dtype, device) < limit

@@ -119,8 +119,8 @@ def test_keys_and_values_of_unlike_bits(mode, bits, value_bits):
 @pytest.mark.parametrize("mode", ["kivi", "hybrid"])
 def test_storage_beyond_4_gib(mode):
     """Offsets of the last sequence do not fit into 32 bits, counted in elements or in bytes; nor do those of its encoding."""
-    from kvfold.kernels.decode import decode_attention
-    from kvfold.kernels.encode import encode_blocks
+    from kvfold.kernels.affine.decode import decode_attention
+    from kvfold.kernels.affine.encode import encode_blocks
 
     of, batch, heads, packed = formats(mode, 8), 9, 8, 1024
     blocks = 16800

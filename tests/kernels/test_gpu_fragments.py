@@ -6,8 +6,10 @@ import torch
 pytest.importorskip("triton")
 
 from kvfold.bench import attention
-from kvfold.kernels import Span, fragments
-from kvfold.kernels.decode import STATIC_SHARED, Plan
+from kvfold.kernels import Span
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.device import STATIC_SHARED
+from kvfold.kernels.fragments import decode as fragments
 from pages_case import LIMIT, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -148,7 +148,7 @@ def test_nothing_is_packed_yet():
 def test_very_long_calls_take_their_queries_in_pieces(method, monkeypatch):
     sequences = Sequences(method)
     valid = torch.arange(300, device="cuda") >= torch.tensor([[0], [77]], device="cuda")
-    monkeypatch.setattr("kvfold.kernels.decode.WORKSPACE", 1 << 20)
+    monkeypatch.setattr("kvfold.kernels.affine.decode.WORKSPACE", 1 << 20)
     sequences.check(300)
     sequences.check(300, valid)
 

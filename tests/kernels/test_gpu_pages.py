@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import pages
-from kvfold.kernels.decode import Plan
-from kvfold.kernels.pages import BLOCKS, program_bytes
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.device import HOPPER
+from kvfold.kernels.fold import decode as pages
+from kvfold.kernels.fold.decode import BLOCKS, program_bytes
 from pages_case import LIMIT, RECENT, SINK, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -60,7 +61,7 @@ def planned(case, sets):
     batch, heads, tokens, _ = case.q.shape
     kv_heads, blocks = case.windows.sink[0].shape[1], pages.capacity(case.spans[0])
     return pages.make_plan(
-        *case.formats, batch * kv_heads, heads // kv_heads * tokens, blocks, SINK + RECENT + 32, 132, sets=sets
+        *case.formats, batch * kv_heads, heads // kv_heads * tokens, blocks, SINK + RECENT + 32, HOPPER, sets=sets
     )
 
 
@@ -165,5 +166,5 @@ def test_launches_of_every_shape(name, dim):
 @pytest.mark.parametrize("name", ["fold", "fold:bits=2"])
 def test_a_warp_takes_a_short_sequence_whole(name, dtype):
     case = Case(name, lens=(480, 0, 32, 160, 128) * 40, heads=8, kv_heads=8, dtype=dtype)
-    plan = pages.make_plan(*case.formats, 200 * 8, 1, 18, 160, 132)
+    plan = pages.make_plan(*case.formats, 200 * 8, 1, 18, 160, HOPPER)
     assert plan.warps == plan.splits == 1 and case.error(plan) < LIMIT[dtype]

@@ -11,10 +11,11 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 from blocks_case import CASES, LIMIT, Case, affine, by_groups, commvq, kvquant, of_method, residuals
 from kvfold.bench import storage
 from kvfold.formats.paged import plain
-from kvfold.kernels import aot, blocks
+from kvfold.kernels.generic import decode as blocks
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import packed_for
 from kvfold.rope import Rope

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+import aot
 from kvfold.formats import AffineGroups
-from kvfold.kernels import aot
-from kvfold.kernels._affine_keys import query_exponent
-from kvfold.kernels.decode import unsupported
+from kvfold.kernels.affine._keys import query_exponent
+from kvfold.kernels.affine.decode import unsupported
 from specializations import (
     BITS,
     CAPABILITIES,

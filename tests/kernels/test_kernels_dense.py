@@ -11,12 +11,14 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 from dense_case import CASES, LIMIT, Case
 from kvfold import explain, kernels
 from kvfold.errors import KVFoldError
 from kvfold.formats import Dense
-from kvfold.kernels import aot, dense
 from kvfold.kernels.base import AttentionKernel
+from kvfold.kernels.dense import decode as dense
+from kvfold.kernels.device import HOPPER
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import choose_kernel
 from tiny_model import tiny_llama
@@ -87,14 +89,14 @@ def test_other_storage_is_refused():
 @pytest.mark.parametrize("batch, held", [(1, 131072), (1, 32768), (16, 32768), (64, 8192)])
 def test_programs_fill_the_device(batch, held):
     """On an H100, three programs for each of 132 multiprocessors."""
-    plan = dense.make_plan(128, 8 * batch, 4, held, 227 * 1024, 132)
+    plan = dense.make_plan(128, 8 * batch, 4, held, HOPPER)
     assert plan.rows == 16 and plan.splits * 2 <= held // plan.tokens
     waves = 8 * batch * plan.splits / 396
     assert waves / math.ceil(waves) > 0.85
 
 
 def test_short_storage_is_not_split():
-    assert dense.make_plan(128, 8, 4, 32, 227 * 1024, 132).splits == 1
+    assert dense.make_plan(128, 8, 4, 32, HOPPER).splits == 1
 
 
 # ---- compiled ahead --------------------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ from helpers import interpreted_module, relative
 from kvfold.methods.eigenpairs import top_eigenpairs
 from kvfold.methods.squat import penalty_factor, penalty_of, update_matrix, update_of_factor
 
-MODULES = "kvfold.kernels._encode_groups", "kvfold.kernels._eigen"
+MODULES = "kvfold.kernels.common._encode_groups", "kvfold.kernels.affine._eigen"
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return interpreted_module("kvfold.kernels.eigen", *MODULES)
+    return interpreted_module("kvfold.kernels.affine.eigen", *MODULES)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -24,7 +24,7 @@ def place(request):
         return request.getfixturevalue("interpreted"), torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from kvfold.kernels import eigen
+    from kvfold.kernels.affine import eigen
 
     return eigen, torch.device("cuda")
 
@@ -91,7 +91,7 @@ def test_only_what_is_needed_is_turned(place):
 
 
 def test_a_solver_that_turns_too_little_is_not_used(monkeypatch):
-    from kvfold.kernels import eigen as module
+    from kvfold.kernels.affine import eigen as module
 
     def turned(matrices, needed=None):
         values, vectors = torch.linalg.eigh(matrices)
@@ -111,7 +111,7 @@ def test_a_solver_that_turns_too_little_is_not_used(monkeypatch):
 def test_the_solver_passes_its_test():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from kvfold.kernels import eigen as module
+    from kvfold.kernels.affine import eigen as module
 
     assert module.is_right(torch.device("cuda"))
 
@@ -122,7 +122,7 @@ def test_states_are_those_of_the_hosts_solver(rank):
     """Steep spectra pass the iteration's check; a flat one goes to the solver whole."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from kvfold.kernels import eigen as module
+    from kvfold.kernels.affine import eigen as module
 
     device = torch.device("cuda")
     steep = symmetric(torch.cat((torch.tensor([1e5]), torch.logspace(4, 2, 63))))

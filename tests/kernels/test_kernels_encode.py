@@ -17,7 +17,7 @@ from helpers import ENCODING, feed, interpreted_module, layer, packed_fields, sp
 from kvfold.formats import AffineGroups
 from kvfold.formats.affine import FP16_MAX
 from kvfold.formats.paged import norms, plain
-from kvfold.kernels import encode as compiled
+from kvfold.kernels.affine import encode as compiled
 from kvfold.methods import Observation, get
 from kvfold.methods.base import finite
 
@@ -27,7 +27,7 @@ BITS = (1, 2, 3, 4, 8)
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return interpreted_module("kvfold.kernels.encode", *ENCODING)
+    return interpreted_module("kvfold.kernels.affine.encode", *ENCODING)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

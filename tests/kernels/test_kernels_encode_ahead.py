@@ -8,7 +8,7 @@ from triton.compiler import ASTSource
 
 from helpers import spec
 from kvfold.formats.paged import plain
-from kvfold.kernels import encode as compiled
+from kvfold.kernels.affine import encode as compiled
 from kvfold.methods import get
 from kvfold.methods.innerq import InnerQ
 
@@ -40,7 +40,7 @@ POINTERS = {
 
 
 def compile_ahead(function, fixed, warps, capability):
-    from kvfold.kernels.aot import _compile
+    from aot.report import _compile
 
     types = {name: kind for kind, names in POINTERS.items() for name in names}
     names = function.arg_names

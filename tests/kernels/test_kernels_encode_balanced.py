@@ -11,13 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 from helpers import assert_same_content, interpreted_module, relative, spec, tokens
-from kvfold import kernels as package
 from kvfold.bench.storage import with_tables
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.formats import GroupCodes, Projected
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
-from kvfold.kernels.encode_source import Source
+from kvfold.kernels import residual
+from kvfold.kernels.common.encode_source import Source
 from kvfold.methods import get
 from kvfold.plan import Encoder, choose_encoder
 from test_kernels_encode_search import DIM, HEADS, INTERPRETED, vectors
@@ -35,8 +35,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def interpreted():
-    interpreted_module("kvfold.kernels.encode_mixed", *INTERPRETED)
-    return sys.modules["kvfold_kernels_encode_search_interpreted"]
+    interpreted_module("kvfold.kernels.fragments.encode_mixed", *INTERPRETED)
+    return sys.modules["kvfold_kernels_residual_encode_interpreted"]
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -46,8 +46,8 @@ def device(request, monkeypatch):
             pytest.skip("no CUDA device")
         return torch.device("cuda")
     module = request.getfixturevalue("interpreted")
-    monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_search", module)
-    monkeypatch.setattr(package, "encode_search", module, raising=False)
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.residual.encode", module)
+    monkeypatch.setattr(residual, "encode", module, raising=False)
     return torch.device("cpu")
 
 
@@ -57,7 +57,7 @@ def shape(dim=DIM, **options):
 
 def both(method, side, x, device):
     """What the kernel and what the format stores, and the format."""
-    from kvfold.kernels import encode_search
+    from kvfold.kernels.residual import encode as encode_search
 
     made = with_tables(get(method), HEADS, DIM, device)
     form = (made.key_format, made.value_format)[side](shape())
@@ -88,7 +88,7 @@ def test_bytes_are_those_of_the_format_but_for_ties(case, device):
 
 
 def test_keys_under_a_map_have_the_codes_of_the_format(device):
-    from kvfold.kernels import encode_search
+    from kvfold.kernels.residual import encode as encode_search
 
     draw = torch.Generator().manual_seed(0)
 
@@ -166,7 +166,7 @@ def test_what_kernels_do_not_encode_is_named(method, dim, why):
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_tiles_compile_without_spills(side):
-    from kvfold.kernels.aot_tables import compile_tile
+    from aot.tables import compile_tile
 
     made = get("kvarn")
     report = compile_tile((made.key_format, made.value_format)[side](shape(128)))
@@ -174,6 +174,6 @@ def test_tiles_compile_without_spills(side):
 
 
 def test_maps_compile_without_spills():
-    from kvfold.kernels.aot_tables import compile_map
+    from aot.tables import compile_map
 
     assert compile_map(128).spilled == 0

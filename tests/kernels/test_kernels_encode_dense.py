@@ -6,10 +6,10 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 from helpers import ENCODING, interpreted_module
 from kvfold.formats import AffineGroups, Dense
-from kvfold.kernels import aot
-from kvfold.kernels import encode_dense as compiled
+from kvfold.kernels.dense import encode as compiled
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods.base import finite
 
@@ -19,7 +19,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 @pytest.fixture(scope="module")
 def interpreted():
     return interpreted_module(
-        "kvfold.kernels.encode_dense", *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_dense"
+        "kvfold.kernels.dense.encode", *ENCODING, "kvfold.kernels.affine.encode", "kvfold.kernels.dense._encode"
     )
 
 

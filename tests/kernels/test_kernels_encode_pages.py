@@ -12,7 +12,7 @@ from helpers import ENCODING, feed, interpreted_module, layer, packed_fields, sp
 from kvfold.formats import AffineGroups, Hadamard, Paged, ResidualCodes, Rotation, SignSketch, UniformTokens
 from kvfold.formats.gaussian import gaussian_codes
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import encode_pages as compiled
+from kvfold.kernels.fold import encode as compiled
 from kvfold.methods import get
 from kvfold.methods.base import finite
 
@@ -20,7 +20,7 @@ from kvfold.methods.base import finite
 @pytest.fixture(scope="module")
 def interpreted():
     return interpreted_module(
-        "kvfold.kernels.encode_pages", *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_pages"
+        "kvfold.kernels.fold.encode", *ENCODING, "kvfold.kernels.affine.encode", "kvfold.kernels.fold._encode"
     )
 
 
@@ -575,7 +575,7 @@ CODEBOOKS = "fold:bits=1,codebook=true", "fold:bits=2,codebook=true", "fold:k_bi
     ],
 )
 def test_kernels_compile_without_spills(method, what):
-    from kvfold.kernels import aot
+    import aot
 
     shape, chosen = spec(128), get(method)
     keys, values = chosen.key_format(shape), chosen.value_format(shape)

@@ -10,21 +10,21 @@ pytest.importorskip("triton")
 
 from helpers import ENCODING, interpreted_module, relative, spec
 from kvfold.formats import LowRank
-from kvfold.kernels import encode_rank as compiled
+from kvfold.kernels.fragments import encode_rank as compiled
 from kvfold.methods import get
 
 INTERPRETED = (
     *ENCODING,
-    "kvfold.kernels.encode",
-    "kvfold.kernels._encode_pages",
-    "kvfold.kernels.encode_pages",
-    "kvfold.kernels._encode_rank",
+    "kvfold.kernels.affine.encode",
+    "kvfold.kernels.fold._encode",
+    "kvfold.kernels.fold.encode",
+    "kvfold.kernels.fragments._encode_rank",
 )
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return interpreted_module("kvfold.kernels.encode_rank", *INTERPRETED)
+    return interpreted_module("kvfold.kernels.fragments.encode_rank", *INTERPRETED)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

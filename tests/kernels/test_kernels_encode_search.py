@@ -14,30 +14,29 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from helpers import ENCODING, assert_same_content, interpreted_module, packed_fields, relative, spec, tokens
-from kvfold import kernels as package
 from kvfold.bench.storage import with_tables
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.formats import GroupCodes
 from kvfold.formats.codebook import AdditiveCodes, choices
 from kvfold.formats.grouped import GroupBook
-from kvfold.kernels.encode_pairs import order
-from kvfold.kernels.encode_source import Source, angles
+from kvfold.kernels.common.encode_source import Source, angles
+from kvfold.kernels.commvq.encode import order
 from kvfold.methods import get
 from kvfold.plan import Encoder, choose_encoder
 from kvfold.rope import Rope
 
 INTERPRETED = (
     *ENCODING,
-    "kvfold.kernels.encode",
-    "kvfold.kernels._encode_pages",
-    "kvfold.kernels.encode_pages",
-    "kvfold.kernels._encode_search",
-    "kvfold.kernels._encode_balanced",
-    "kvfold.kernels.encode_balanced",
-    "kvfold.kernels._encode_pairs",
-    "kvfold.kernels.encode_pairs",
-    "kvfold.kernels.encode_search",
-    "kvfold.kernels._encode_mixed",
+    "kvfold.kernels.affine.encode",
+    "kvfold.kernels.fold._encode",
+    "kvfold.kernels.fold.encode",
+    "kvfold.kernels.residual._encode",
+    "kvfold.kernels.balanced._encode",
+    "kvfold.kernels.balanced.encode",
+    "kvfold.kernels.commvq._encode",
+    "kvfold.kernels.commvq.encode",
+    "kvfold.kernels.residual.encode",
+    "kvfold.kernels.fragments._encode_mixed",
 )
 DIM, HEADS = 64, 2
 TOKENS, FIRST = 256, 37
@@ -51,10 +50,10 @@ NEAR = (
 
 @pytest.fixture(scope="module")
 def interpreted():
-    mixed = interpreted_module("kvfold.kernels.encode_mixed", *INTERPRETED)
-    sys.modules["kvfold_kernels_encode_pairs_interpreted"].FLIPS["T"] = 32  # the interpreter goes program by program
-    others = {name: sys.modules[f"kvfold_kernels_{name}_interpreted"] for name in ("encode_search", "encode_pages")}
-    return {"encode_mixed": mixed, **others}
+    mixed = interpreted_module("kvfold.kernels.fragments.encode_mixed", *INTERPRETED)
+    sys.modules["kvfold_kernels_commvq_encode_interpreted"].FLIPS["T"] = 32  # the interpreter goes program by program
+    others = {name: sys.modules[f"kvfold_kernels_{name}_encode_interpreted"] for name in ("residual", "fold")}
+    return {"fragments.encode_mixed": mixed, **{f"{name}.encode": module for name, module in others.items()}}
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -64,8 +63,9 @@ def device(request, monkeypatch):
             pytest.skip("no CUDA device")
         return torch.device("cuda")
     for name, module in request.getfixturevalue("interpreted").items():
+        folder, _, own = name.partition(".")
         monkeypatch.setitem(sys.modules, f"kvfold.kernels.{name}", module)
-        monkeypatch.setattr(package, name, module, raising=False)
+        monkeypatch.setattr(sys.modules[f"kvfold.kernels.{folder}"], own, module, raising=False)
     return torch.device("cpu")
 
 
@@ -83,7 +83,7 @@ def vectors(device, count=TOKENS, seed=0):
 
 def encoded(method, shape, side, x, device):
     """What a kernel and what the method itself stores of vectors, and their format."""
-    from kvfold.kernels import encode_search
+    from kvfold.kernels.residual import encode as encode_search
 
     positions = torch.arange(FIRST, FIRST + x.shape[2], device=device)[None]
     is_key = side == "key"
@@ -138,7 +138,7 @@ def stages_kernel(
 
 @pytest.mark.parametrize("passes", [0, 1, 2, 3])
 def test_kernels_choose_stages_in_the_order_of_the_format(passes, interpreted, monkeypatch):
-    found = sys.modules["kvfold_kernels__encode_search_interpreted"]
+    found = sys.modules["kvfold_kernels_common__encode_nearest_interpreted"]
     monkeypatch.setitem(globals(), "_stage_at", found._stage_at)
     for stages in (1, 2, 3, 5, 11, 21, 32):
         form, wanted = AdditiveCodes(DIM, 32, "key", stages, 64, passes), choices(stages, passes)
@@ -150,7 +150,7 @@ def test_kernels_choose_stages_in_the_order_of_the_format(passes, interpreted, m
 @pytest.mark.parametrize(("bits", "dtype"), [(1, torch.bfloat16), (2, torch.float32)], ids=["1-bf16", "2-float32"])
 def test_values_begin_with_the_bits_of_their_method(bits, dtype, device):
     """Several sequences, tokens that fill no program: what flips begin with."""
-    from kvfold.kernels import encode_search
+    from kvfold.kernels.residual import encode as encode_search
 
     encode_pairs = sys.modules[encode_search.encode_bits.__module__]  # interpreted, or not
     made = with_tables(get(f"commvq:bits={bits}"), HEADS, DIM, device)
@@ -166,7 +166,7 @@ def test_values_begin_with_the_bits_of_their_method(bits, dtype, device):
 @pytest.mark.parametrize("fit", ["rms", "least", "size", "unbiased"])
 @pytest.mark.parametrize("vector", [4, 8])
 def test_codes_of_groups_are_nearest_under_their_metric(vector, fit, device):
-    from kvfold.kernels import encode_search
+    from kvfold.kernels.residual import encode as encode_search
 
     groups = DIM // vector
     draw = torch.Generator().manual_seed(1)
@@ -186,7 +186,7 @@ def test_codes_of_groups_are_nearest_under_their_metric(vector, fit, device):
 @pytest.mark.parametrize("method", ["zipcache", "zipcache:probes=9,ratio=0.3,k_bits=2,v_bits=2,salient_bits=3"])
 @pytest.mark.parametrize("fragments", [True, False])
 def test_salient_tokens_are_those_of_the_method(method, fragments, device):
-    from kvfold.kernels import encode_mixed
+    from kvfold.kernels.fragments import encode_mixed
 
     made, shape = get(method), shape_on(device, fragments=fragments)
     keys, values = vectors(device), vectors(device, seed=1)
@@ -320,7 +320,7 @@ def test_what_kernels_do_not_encode_is_named(method, dim, why):
 @pytest.mark.parametrize("bits", [1, 2])
 def test_four_programs_that_search_groups_fit_on_a_multiprocessor(bits, monkeypatch):
     """Of 128 threads, 65,536 registers in all; nothing on the stack."""
-    from kvfold.kernels import encode_search
+    from kvfold.kernels.residual import encode as encode_search
     from test_paged_kernels import compiled
 
     launched, kernel = {}, encode_search.group_kernel

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 MERGE = """
 import torch
 from interpreter import quicken
-from kvfold.kernels.partials import merge_kernel
+from kvfold.kernels.common.partials import merge_kernel
 
 quicken()
 torch.manual_seed(0)

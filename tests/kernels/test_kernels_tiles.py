@@ -10,11 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 from kvfold import kernels
 from kvfold.errors import KVFoldError
 from kvfold.formats import AffineGroups
 from kvfold.formats.paged import plain
-from kvfold.kernels import aot, tiles
+from kvfold.kernels.affine import tiles
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import packed_for
 from tiles_case import CASES, LIMIT, Case, formats, model_error

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from helpers import interpreted_module
 from kvfold.kernels import NewTokens, Windows
-from kvfold.kernels import windows as compiled
-from kvfold.kernels.partials import Partials
+from kvfold.kernels.common import windows as compiled
+from kvfold.kernels.common.partials import Partials
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -19,7 +19,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return interpreted_module("kvfold.kernels.windows")
+    return interpreted_module("kvfold.kernels.common.windows")
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

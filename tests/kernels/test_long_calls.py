@@ -14,9 +14,11 @@ pytest.importorskip("triton")
 
 
 import helpers
-from kvfold.kernels import NewTokens, ReferenceKernel, decode
+from kvfold.kernels import NewTokens, ReferenceKernel
+from kvfold.kernels.affine import decode
+from kvfold.kernels.common.partials import Partials
+from kvfold.kernels.device import HOPPER
 from kvfold.kernels.gluon import GluonKernel
-from kvfold.kernels.partials import Partials
 
 METHODS = [
     "kivi:sink=0,recent=32",
@@ -28,7 +30,7 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def windows():
-    return helpers.interpreted_module("kvfold.kernels.windows")
+    return helpers.interpreted_module("kvfold.kernels.common.windows")
 
 
 def stored(form, fields, capacity):
@@ -89,7 +91,7 @@ def launches(monkeypatch, windows):
         return cls(*(torch.full((heads, splits, rows, *rest), float("nan")) for rest in ((dim,), (), ())))
 
     monkeypatch.setattr(decode, "_launch", launch)
-    monkeypatch.setattr(decode, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(decode, "device_info", helpers.multiprocessors(4))
     monkeypatch.setattr(decode, "attend_windows", windows.attend_windows)
     monkeypatch.setattr(Partials, "empty", classmethod(empty))
     monkeypatch.setattr(Partials, "merge", merge)
@@ -183,7 +185,7 @@ def test_splits_fill_the_gpu_once():
     )
     for batch_heads in (1, 8, 128):
         for rows in (65, 256, 2048, 8192):
-            plan = decode.make_long_plan(key, value, batch_heads, rows, 1024, 132)
+            plan = decode.make_long_plan(key, value, batch_heads, rows, 1024, HOPPER)
             programs = batch_heads * plan.columns * plan.splits
             assert plan.splits == 1 or programs <= 2 * 132
             assert plan.splits == 1024 // (12 * plan.blocks) or programs > 132  # as many as are worth it, or enough

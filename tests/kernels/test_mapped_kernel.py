@@ -8,10 +8,13 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot import plain as aot_plain
 from blocks_case import HEADS, Case, attended, grouped, rand
 from kvfold.formats import AffineGroups, Hadamard, Paged
 from kvfold.formats.projected import HeadMaps
-from kvfold.kernels import REGISTRY, aot_plain, mapped
+from kvfold.kernels import REGISTRY
+from kvfold.kernels.device import HOPPER
+from kvfold.kernels.mapped import decode as mapped
 from kvfold.storage.reader import mapped as through
 from pieces_case import Emulated
 
@@ -129,11 +132,11 @@ def test_what_it_does_not_serve_it_names(forms, reason):
 
 
 def test_more_query_heads_are_left_to_another_kernel_by_name(monkeypatch):
-    monkeypatch.setattr(mapped, "program_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(mapped, "device_info", lambda device: HOPPER)
     kernel, gpu = REGISTRY["mapped"], torch.device("cuda")
     assert kernel.why_not_queries(*formats(), gpu, 16, 0) is None
     assert kernel.why_not_queries(*formats(), gpu, 24, 0) == "24 query rows; allowed: up to 16"
-    monkeypatch.setattr(mapped, "program_memory", lambda device: 99 << 10)
+    monkeypatch.setattr(mapped, "device_info", lambda device: replace(HOPPER, shared_memory=99 << 10))
     assert "bytes of shared memory; needed: 143360" in kernel.why_not_queries(*formats(), gpu, 4, 0)
 
 

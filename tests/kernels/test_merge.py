@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
-from kvfold.kernels._merge_gluon import merge_rows_kernel
-from kvfold.kernels.partials import merge_shape
+from kvfold.kernels.common._merge import merge_rows_kernel
+from kvfold.kernels.common.partials import merge_shape
 
 SINKS = torch.tensor([0.5, -3.0, 20.0, -1e4], dtype=torch.bfloat16)
 HEADS, ROWS, TOKENS = 4, 6, 3  # two sequences of two KV heads, two query heads each

@@ -8,9 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvfold.kernels import _page_bytes, _pages_rows_gluon, pages
-from kvfold.kernels._page_lookups import ROWS, tables_bytes
-from kvfold.kernels.decode import Plan
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.fold import _bytes as _page_bytes
+from kvfold.kernels.fold import _rows as _pages_rows_gluon
+from kvfold.kernels.fold import decode as pages
+from kvfold.kernels.fold._codebook import ROWS, tables_bytes
 from kvfold.methods import LayerSpec, get
 from warps import Machine, Pointer, on_cpu, register, scalar
 

@@ -13,8 +13,10 @@ pytest.importorskip("triton")
 
 from triton.compiler import ASTSource
 
+import aot
+from aot.report import _compile, _pointer, _typed
 from books_case import layer
-from kvfold.kernels import aot, paged
+from kvfold.kernels import paged
 from kvfold.kernels.paged import attention, tables, work
 from paged_case import Server, formats_of
 from paged_kernels_case import (
@@ -136,16 +138,16 @@ def compiled(kernel, given):
         if isinstance(value, tuple):
             return tuple(map(typed, value))
         if isinstance(value, torch.Tensor):
-            return aot._pointer(value)
+            return _pointer(value)
         return "fp32" if isinstance(value, float) else "i32"
 
     fixed = {p.name for p in kernel.params if p.is_constexpr} | {"K_SPEC", "V_SPEC"}
     signature, constants, aligned = {}, {}, {}
     for at, name in enumerate(kernel.arg_names):
         value = given[name] if name in fixed else typed(given[name])
-        signature[name] = aot._typed((at,), value, name in fixed, constants, aligned)
+        signature[name] = _typed((at,), value, name in fixed, constants, aligned)
     options = {name: given[name] for name in ("num_warps", "num_stages", "maxnreg") if name in given}
-    return aot._compile(ASTSource(kernel, signature, constants, aligned), 90, **options)
+    return _compile(ASTSource(kernel, signature, constants, aligned), 90, **options)
 
 
 GPU = {"device": "cuda", "dtype": torch.float16}

@@ -7,11 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import Span, Windows, aot, pages
-from kvfold.kernels.decode import STATIC_SHARED, Plan
+from kvfold.kernels import Span, Windows
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.common.partials import Partials
+from kvfold.kernels.device import HOPPER, LEAST_SHARED, STATIC_SHARED
+from kvfold.kernels.fold import decode as pages
 from kvfold.kernels.paged import gluon
-from kvfold.kernels.partials import Partials
 from kvfold.methods import LayerSpec, get
 from paged_case import Server
 from pieces_case import Emulated, error_of_pieces
@@ -61,8 +64,8 @@ def test_codes_in_plain_order_are_refused():
     ("fold:k_bits=8,v_bits=2,codebook=true", 256),
 ])  # fmt: skip
 def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
-    plan = pages.make_plan(*formats(method, dim), batch_heads, rows, capacity, 160, 132)
-    most = pages.MOST_BYTES if "codebook" in method else STATIC_SHARED
+    plan = pages.make_plan(*formats(method, dim), batch_heads, rows, capacity, 160, HOPPER)
+    most = LEAST_SHARED if "codebook" in method else STATIC_SHARED
     assert pages.program_bytes(*formats(method, dim), plan) <= most
     assert plan.columns * plan.tiles * 8 >= rows
     assert 1 <= plan.splits <= 256 and plan.dense_splits >= 1
@@ -70,7 +73,7 @@ def test_launches_fit_and_cover(method, dim, capacity, rows, batch_heads):
 
 @pytest.mark.parametrize("batch_heads, capacity, whether", [(8, 256, True), (8, 4096, True), (128, 1024, False)])
 def test_few_programs_bring_their_first_pages_and_begin_with_windows(batch_heads, capacity, whether):
-    plan = pages.make_plan(*formats("fold"), batch_heads, 4, capacity, 160, 132)
+    plan = pages.make_plan(*formats("fold"), batch_heads, 4, capacity, 160, HOPPER)
     assert plan.windows_first is whether
 
 
@@ -78,7 +81,7 @@ def test_few_programs_bring_their_first_pages_and_begin_with_windows(batch_heads
     (1120 * 32, 16, 1, True), (2048, 64, 4, True), (2048, 65, 4, False), (1024, 16, 4, False), (2048, 64, 8, False),
 ])  # fmt: skip
 def test_a_warp_takes_a_short_sequence_whole_where_there_are_many(batch_heads, capacity, rows, whole):
-    plan = pages.make_plan(*formats("fold:bits=2"), batch_heads, rows, capacity, 32, 132)
+    plan = pages.make_plan(*formats("fold:bits=2"), batch_heads, rows, capacity, 32, HOPPER)
     assert (plan.warps == 1) is whole
     if whole:
         assert plan.splits == plan.dense_splits == 1
@@ -116,7 +119,7 @@ def test_products_of_bytes_take_fewer_instructions(method, most, sums):
     """Codes: one for 16 x 32 of them; sums of queries and of weights, which codes that are looked up do without."""
     report = aot.compile_pages(*formats(method), rows=4)
     assert report.registers <= 168 and report.spills_in_loop == 0
-    assert report.shared <= (pages.MOST_BYTES if "codebook" in method else STATIC_SHARED) + 1024
+    assert report.shared <= (LEAST_SHARED if "codebook" in method else STATIC_SHARED) + 1024
     assert report.loop <= most
     assert report.instructions["IMMA"] == 64 + sums
 
@@ -130,7 +133,7 @@ def test_two_sets_of_rows_share_operands_of_codes(method, most, registers, spill
     """Twice the products of one set, and no more reads of codes and rows of tables. Of uniform codes, of which three
     programs fit, what two sets have more than 168 registers waits in local memory."""
     forms = formats(method)
-    plan = pages.make_plan(*forms, 128, 8, 1024, 160, 132, sets=2)
+    plan = pages.make_plan(*forms, 128, 8, 1024, 160, HOPPER, sets=2)
     assert plan.bytewise == 2 and plan.columns == 1 and plan.registers == registers
     report = aot.compile_pages(*forms, rows=8, plan=plan)
     assert report.registers <= registers and report.spills_in_loop <= spills and report.loop <= most
@@ -149,7 +152,7 @@ def test_two_sets_of_rows_share_operands_of_codes(method, most, registers, spill
     ("fold:codebook=true", 256, 1, 0),
 ])  # fmt: skip
 def test_where_products_of_bytes_serve(method, dim, rows, sets):
-    assert pages.make_plan(*formats(method, dim), 8, rows, 1024, 160, 132).bytewise == sets
+    assert pages.make_plan(*formats(method, dim), 8, rows, 1024, 160, HOPPER).bytewise == sets
 
 
 @pytest.mark.parametrize("sets, rows", [(1, 5), (1, 16), (True, 8)])
@@ -243,7 +246,7 @@ def test_lanes_attend_over_a_slab_and_its_windows(method, heads, tokens, sets, m
     q = torch.randn(1, 2 * heads, tokens, 128, generator=draw).half()
     monkeypatch.setattr(pages, "pages_kernel", Emulated(pages.pages_kernel))
     monkeypatch.setattr(Partials, "merge", merged)
-    plan = pages.make_plan(*formats(method), 2, heads * tokens, packed // 32 + 3, sinks + slots, 132, sets=sets)
+    plan = pages.make_plan(*formats(method), 2, heads * tokens, packed // 32 + 3, sinks + slots, HOPPER, sets=sets)
     plan = replace(plan, splits=2, dense_splits=1)
     got = pages.decode_attention(q, *formats(method), [Span(0, *spans)], given, 128**-0.5, plan=plan)
     sees = torch.ones(tokens, keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - tokens)

@@ -6,11 +6,14 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 import lanes
-from kvfold.kernels import _page_lookups, aot, pages
-from kvfold.kernels.decode import Plan
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.common.partials import Partials
+from kvfold.kernels.device import HOPPER, LEAST_SHARED
+from kvfold.kernels.fold import _codebook as _page_lookups
+from kvfold.kernels.fold import decode as pages
 from kvfold.kernels.paged import gluon
-from kvfold.kernels.partials import Partials
 from kvfold.methods import LayerSpec, get
 from paged_case import Server, formats_of
 from pages_case import Case
@@ -119,10 +122,10 @@ def test_lanes_that_read_values_codes_never_meet_in_a_bank(dim, bits):
 def test_programs_at_head_size_64(method, rows):
     """Where two tables leave room, three programs of four warps fit a multiprocessor; eight query rows spill nothing."""
     forms = formats(method, 64)
-    plan = pages.make_plan(*forms, 128, rows, 1024, 160, 132)
+    plan = pages.make_plan(*forms, 128, rows, 1024, 160, HOPPER)
     report = aot.compile_pages(*forms, rows=rows)
     assert (plan.warps, plan.tiles, plan.bytewise) == (4, 1 + rows // 16, False)
-    assert report.spills_in_loop == 0 and report.shared <= pages.MOST_BYTES + 1024
+    assert report.spills_in_loop == 0 and report.shared <= LEAST_SHARED + 1024
     if plan.tiles == 1:
         assert report.registers <= 160 and report.loop <= 1260
         assert min(3, 227 * 1024 // report.shared) == (2 if method == ONE else 3)
@@ -134,11 +137,11 @@ def test_programs_at_head_size_64(method, rows):
 def test_programs_at_head_size_256(method):
     forms = formats(method, 256)
     report = aot.compile_pages(*forms, rows=8)
-    assert pages.make_plan(*forms, 128, 8, 1024, 160, 132).warps == 2
-    assert report.spills_in_loop <= 12 and report.shared <= pages.MOST_BYTES + 1024
+    assert pages.make_plan(*forms, 128, 8, 1024, 160, HOPPER).warps == 2
+    assert report.spills_in_loop <= 12 and report.shared <= LEAST_SHARED + 1024
 
 
 @pytest.mark.parametrize("method, dim", [(THREE, 64), (TWO, 64), (ONE, 64), (TWO, 256)])
 def test_programs_of_a_server(method, dim):
     report = aot.compile_pieces(*formats_of(method, dim, fragments=True), rows=8)
-    assert report.spills_in_loop <= 4 and report.shared <= pages.MOST_BYTES + 1024
+    assert report.spills_in_loop <= 4 and report.shared <= LEAST_SHARED + 1024

@@ -9,19 +9,20 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.tables import compile_pair_tables, compile_pairs, compile_units, compile_values
 from helpers import ENCODING, interpreted_module, relative
 from kvfold.formats import codebook
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, times_i
-from kvfold.kernels import encode_pairs, encode_search
-from kvfold.kernels.aot_tables import compile_pair_tables, compile_pairs, compile_units, compile_values
-from kvfold.kernels.encode_source import Source, angles
+from kvfold.kernels.common.encode_source import Source, angles
+from kvfold.kernels.commvq import encode as encode_pairs
+from kvfold.kernels.residual import encode as encode_search
 from kvfold.rope import Rope
 
 INTERPRETED = (
     *ENCODING,
-    "kvfold.kernels._encode_search",
-    "kvfold.kernels._encode_pairs",
-    "kvfold.kernels.encode_pairs",
+    "kvfold.kernels.residual._encode",
+    "kvfold.kernels.commvq._encode",
+    "kvfold.kernels.commvq.encode",
 )
 HEADS, DIM = 2, 128
 CHOOSE = {name: getattr(codebook, name) for name in ("nearest", "first_pair", "next_pair")}
@@ -42,7 +43,7 @@ class Emulated:
 
 @pytest.fixture
 def pairs():
-    return interpreted_module("kvfold.kernels.encode_pairs", *INTERPRETED)
+    return interpreted_module("kvfold.kernels.commvq.encode", *INTERPRETED)
 
 
 SPREAD = 0.02

@@ -8,9 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from aot import plain as aot_plain
 from kvfold.formats import AffineGroups
-from kvfold.kernels import _plain_gluon, aot_plain, plain
-from kvfold.kernels.decode import STATIC_SHARED
+from kvfold.kernels.affine import _row_major as _plain_gluon
+from kvfold.kernels.affine import row_major as plain
+from kvfold.kernels.device import HOPPER, STATIC_SHARED
 from kvfold.rope import Rope
 from warps import Machine, Pointer, on_cpu, register, scalar
 
@@ -120,7 +122,7 @@ def test_what_it_refuses_is_named(forms, rotary, reason):
 @pytest.mark.parametrize("jobs, units", [(8, 4096), (128, 1024), (1024, 1), (1, 64)])
 def test_launches_fit(dim, groups, rotary, jobs, units):
     forms = formats(dim, groups=groups)
-    made = plain.make_plan(*forms, jobs, units, rotary, 132)
+    made = plain.make_plan(*forms, jobs, units, rotary, HOPPER)
     assert plain.program_bytes(*forms, made.units, rotary, made.warps) <= STATIC_SHARED
     assert 1 <= made.splits <= 256
 

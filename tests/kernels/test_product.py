@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from aot.small import compile_row, compile_three_rows
 from helpers import interpreted_module
-from kvfold.kernels import product as compiled
-from kvfold.kernels import small
-from kvfold.kernels.aot_small import compile_row, compile_three_rows
+from kvfold.engines.transformers.ops import product as compiled
+from kvfold.engines.transformers.ops import small
 
 FP16, BF16 = torch.float16, torch.bfloat16
 WHERE = [
@@ -21,7 +21,7 @@ LIMIT = {FP16: 1e-3, BF16: 5e-3}
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return interpreted_module("kvfold.kernels.product", "kvfold.kernels._row")
+    return interpreted_module("kvfold.engines.transformers.ops.product", "kvfold.engines.transformers.ops._row")
 
 
 @pytest.fixture(params=WHERE)

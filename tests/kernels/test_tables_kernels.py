@@ -12,17 +12,22 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.tables import compile_table_pieces, compile_tables
 from blocks_case import LIMIT, Case, attended, by_groups, commvq, learned_keys, residuals, unproject
 from books_case import layer as books_layer
 from kvfold import kernels
 from kvfold.bench import storage
 from kvfold.errors import KVFoldError
-from kvfold.kernels import blocks, codebook, groups, residual, tables
-from kvfold.kernels import learned_keys as tasq_fold
-from kvfold.kernels.aot_tables import compile_table_pieces, compile_tables
+from kvfold.kernels.common import tables
+from kvfold.kernels.commvq import decode as codebook
+from kvfold.kernels.device import HOPPER
+from kvfold.kernels.generic import decode as blocks
 from kvfold.kernels.gluon import tables_of
+from kvfold.kernels.learned import decode as tasq_fold
 from kvfold.kernels.paged import attention
 from kvfold.kernels.paged import tables as paged_tables
+from kvfold.kernels.residual import decode as residual
+from kvfold.kernels.residual import groups
 from kvfold.methods import LayerSpec, get
 from kvfold.plan import choose_kernel, packed_for
 from kvfold.rope import Rope
@@ -230,7 +235,7 @@ def gpu(monkeypatch):
 
     def with_memory(there):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        monkeypatch.setattr(tables, "program_memory", lambda device: there)
+        monkeypatch.setattr(tables, "device_info", lambda device: replace(HOPPER, shared_memory=there))
 
     with_memory(227 << 10)
     return with_memory

@@ -7,8 +7,10 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
-from kvfold.kernels import _turned_gluon, turned
-from kvfold.kernels.aot_turned import compile_turned
+from aot.turned import compile_turned
+from helpers import multiprocessors
+from kvfold.kernels.long import _rotated as _turned_gluon
+from kvfold.kernels.long import rotated as turned
 from kvfold.methods import LayerSpec, get
 from warps import Machine, on_cpu, register, scalar
 
@@ -98,7 +100,7 @@ CODED = ["fold:bits=2,codebook=true", "fold:bits=1,codebook=true", "fold:bits=2,
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("method", ["fold", *CODED, "fold:bits=1,codebook=true,rotation=32,normalize=false"])
 def test_launches_on_a_cpu(method, side, dtype, monkeypatch):
-    monkeypatch.setattr(turned, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(turned, "device_info", multiprocessors(1))
     monkeypatch.setattr(turned, "_kernel", Emulated)
     assert error(method, side, dtype, "cpu", 320) < LIMIT[dtype]
 
@@ -106,7 +108,7 @@ def test_launches_on_a_cpu(method, side, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("method, side", PLAIN)
 def test_launches_of_plain_order_on_a_cpu(method, side, dtype, monkeypatch):
-    monkeypatch.setattr(turned, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(turned, "device_info", multiprocessors(1))
     monkeypatch.setattr(turned, "_kernel", Emulated)
     assert error(method, side, dtype, "cpu", 384) < LIMIT[dtype]
 
@@ -114,14 +116,14 @@ def test_launches_of_plain_order_on_a_cpu(method, side, dtype, monkeypatch):
 @pytest.mark.parametrize("size", [1e-3, 1e3])
 @pytest.mark.parametrize("method, side", PLAIN)
 def test_small_and_large_numbers_of_plain_order_keep_their_digits(method, side, size, monkeypatch):
-    monkeypatch.setattr(turned, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(turned, "device_info", multiprocessors(1))
     monkeypatch.setattr(turned, "_kernel", Emulated)
     assert error(method, side, torch.float16, "cpu", 256, size) < 1e-3
 
 
 @pytest.mark.parametrize("method, side", PLAIN)
 def test_numbers_of_plain_order_become_no_infinities(method, side, monkeypatch):
-    monkeypatch.setattr(turned, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(turned, "device_info", multiprocessors(1))
     monkeypatch.setattr(turned, "_kernel", Emulated)
     form = form_of(method, side)
     fields = form.encode(torch.randn(1, 1, 128, 128, generator=torch.Generator().manual_seed(0)))
@@ -170,7 +172,7 @@ def test_rows_of_a_table_never_meet_in_a_bank(monkeypatch):
         return read(self, address, offset, count)
 
     monkeypatch.setattr(lanes.Program, "load_shared", load_shared)
-    monkeypatch.setattr(turned, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(turned, "device_info", multiprocessors(1))
     monkeypatch.setattr(turned, "_kernel", Emulated)
     for count, method in zip(seen, CODED[:2], strict=True):
         assert error(method, "values", torch.float16, "cpu", 160) < LIMIT[torch.float16]

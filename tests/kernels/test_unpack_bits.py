@@ -6,10 +6,13 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.turned import compile_unpack_bits, compile_unpack_tables
+from helpers import multiprocessors
 from kvfold.formats.binary import BinaryCodes, ValueSteps
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels import _unpack_bits_gluon, unpack_bits, unpack_tables
-from kvfold.kernels.aot_turned import compile_unpack_bits, compile_unpack_tables
+from kvfold.kernels.long import _bits as _unpack_bits_gluon
+from kvfold.kernels.long import bits as unpack_bits
+from kvfold.kernels.long import tables as unpack_tables
 
 FIRST, TOKENS = 128, 96
 
@@ -28,7 +31,7 @@ class Emulated:
 @pytest.mark.parametrize("wide", [True, False], ids=["wide", "alone"])
 @pytest.mark.parametrize(("codes", "dtype"), [(128, torch.float16), (128, torch.bfloat16), (256, torch.float16)])
 def test_numbers_are_those_of_the_format(codes, dtype, wide, monkeypatch):
-    monkeypatch.setattr(unpack_bits, "multiprocessors", lambda device: 2 if wide else 4)
+    monkeypatch.setattr(unpack_bits, "device_info", multiprocessors(2 if wide else 4))
     monkeypatch.setattr(unpack_bits, "WARPS", 4 if wide else 2)
     monkeypatch.setattr(unpack_bits, "WIDE", wide)
     monkeypatch.setattr(unpack_bits, "_kernel", Emulated)
@@ -93,7 +96,7 @@ def test_a_program_fits_beside_that_of_keys():
 @pytest.mark.parametrize("codes", [128, 256])
 def test_the_largest_sums_are_whole(codes, monkeypatch):
     """All bits of channels whose numbers are all 127, or -127, and channels of zeros."""
-    monkeypatch.setattr(unpack_bits, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(unpack_bits, "device_info", multiprocessors(1))
     monkeypatch.setattr(unpack_bits, "_kernel", Emulated)
     book = torch.tensor([1.0, -1.0, 0.0, 100.0]).repeat(32).expand(1, codes, -1)
     steps = ValueSteps.of(book)

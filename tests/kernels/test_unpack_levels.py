@@ -8,9 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.turned import compile_unpack_levels
 from blocks_case import Case, kvquant
-from kvfold.kernels import _unpack_levels_gluon, unpack_levels
-from kvfold.kernels.aot_turned import compile_unpack_levels
+from helpers import multiprocessors
+from kvfold.kernels.long import _levels as _unpack_levels_gluon
+from kvfold.kernels.long import levels as unpack_levels
 from kvfold.rope import Rope
 from unpacked_case import packed_apart
 
@@ -32,7 +34,7 @@ class Emulated:
 @pytest.mark.parametrize("side", ["keys", "values", "keys, as they are"])
 @pytest.mark.parametrize("bits", [2, 3])
 def test_numbers_are_those_of_the_format(bits, side, dtype, monkeypatch):
-    monkeypatch.setattr(unpack_levels, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(unpack_levels, "device_info", multiprocessors(1))
     monkeypatch.setattr(unpack_levels, "_kernel", Emulated)
     assert error(bits, side, dtype, "cpu") < (1e-3 if dtype == torch.float16 else 3e-3)
 

@@ -6,8 +6,10 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
-from kvfold.kernels import _unpack_mixed_gluon, unpack_mixed
-from kvfold.kernels.aot_turned import compile_unpack_mixed
+from aot.turned import compile_unpack_mixed
+from helpers import multiprocessors
+from kvfold.kernels.long import _mixed as _unpack_mixed_gluon
+from kvfold.kernels.long import mixed as unpack_mixed
 from kvfold.methods import LayerSpec, get
 
 FIRST, TOKENS = 128, 160  # a block, and a quarter of the next one
@@ -32,7 +34,7 @@ def form_of(side, method="zipcache"):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_numbers_are_those_of_the_format(side, dtype, monkeypatch):
-    monkeypatch.setattr(unpack_mixed, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(unpack_mixed, "device_info", multiprocessors(1))
     monkeypatch.setattr(unpack_mixed, "RESIDENT", 1)
     monkeypatch.setattr(unpack_mixed, "_kernel", Emulated)
     assert error(side, dtype, "cpu") < (5e-4 if dtype == torch.float16 else 3e-3)

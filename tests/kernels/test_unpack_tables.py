@@ -8,10 +8,12 @@ import torch
 pytest.importorskip("triton")
 
 import lanes
+from aot.turned import compile_unpack_tables
 from blocks_case import Case, by_groups, commvq, residuals, unproject
 from kvfold.formats.grouped import GroupBook
-from kvfold.kernels import _unpack_tables_gluon, unpack_tables
-from kvfold.kernels.aot_turned import compile_unpack_tables
+from kvfold.kernels.device import HOPPER
+from kvfold.kernels.long import _tables as _unpack_tables_gluon
+from kvfold.kernels.long import tables as unpack_tables
 from kvfold.rope import Rope
 
 FORMATS = {
@@ -40,8 +42,7 @@ class Emulated:
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(unpack_tables, "WARPS", 2)
-    monkeypatch.setattr(unpack_tables, "program_memory", lambda device: 227 << 10)
-    monkeypatch.setattr(unpack_tables, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(unpack_tables, "device_info", lambda device: replace(HOPPER, sms=2))
     monkeypatch.setattr(unpack_tables, "_kernel", Emulated)
 
 
@@ -142,7 +143,7 @@ def test_keys_of_groups_whose_norms_and_mean_are_far_apart(norm, mean, name):
 
 
 def test_which_formats_it_serves(monkeypatch):
-    monkeypatch.setattr(unpack_tables, "program_memory", lambda device: 227 << 10)
+    monkeypatch.setattr(unpack_tables, "device_info", lambda device: HOPPER)
     gpu, rope = torch.device("cuda"), Rope(torch.ones(64))
     for name, formats in FORMATS.items():
         keys, values = formats(128, "cpu")

@@ -10,11 +10,15 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
 import unpacked_case
 from blocks_case import of_method
+from helpers import multiprocessors
 from kvfold.bench import storage
 from kvfold.formats.paged import plain
-from kvfold.kernels import AttentionCall, aot, unpack, unpacked
+from kvfold.kernels import AttentionCall
+from kvfold.kernels.generic import unpack
+from kvfold.kernels.long import attend as unpacked
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.methods import LayerSpec, get
 from unpacked_case import CALLS, FORMATS, LENGTHS, LIMIT, ON_GPUS
@@ -226,7 +230,7 @@ def test_cudnn_meets_few_numbers_of_keys(tokens, parts, once, monkeypatch):
 
 
 def test_windows_stay_beside_attention_where_it_leaves_multiprocessors_long_enough(monkeypatch):
-    monkeypatch.setattr(unpacked, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(unpacked, "device_info", multiprocessors(132))
 
     def stay(tokens, keys, batch=1, windows=0):
         pieces = [unpacked.Piece(0, {}, {}, 0, keys // 2, keys // 2)] * 2

@@ -245,7 +245,7 @@ def test_attention_reads_the_pair_that_is_stored(name, target):
 def test_the_fused_kernel_takes_the_pairs_that_it_was_measured_on():
     """Others go to the Triton kernel or the reference, which read in pairs what they read apart."""
     pytest.importorskip("triton")
-    from kvfold.kernels.decode import unsupported
+    from kvfold.kernels.affine.decode import unsupported
 
     def why(name: str) -> str | None:
         method, shape = get(name), spec(128)

@@ -17,7 +17,8 @@ from kvfold.formats.balanced import deviation, factors, mean
 from kvfold.formats.gaussian import gaussian_codes
 from kvfold.formats.grouped import GroupBook, choose
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import encode_search, readers, unpack
+from kvfold.kernels.generic import readers, unpack
+from kvfold.kernels.residual import encode as encode_search
 from kvfold.methods import Pair, get
 
 

@@ -20,8 +20,9 @@ from helpers import (
     spec,
     tokens,
 )
-from kvfold import explain, kernels
+from kvfold import explain
 from kvfold.formats.paged import plain
+from kvfold.kernels import affine, dense, fold
 from kvfold.kernels.lengths import Lengths
 from kvfold.methods import get
 from kvfold.plan import Encoder, choose_encoder
@@ -33,29 +34,29 @@ pytestmark = pytest.mark.slow  # Triton's interpreter takes seconds for what a k
 @pytest.fixture
 def interpreted(monkeypatch):
     """Encoding kernels that run on the CPU, in place of the compiled ones."""
-    module = interpreted_module("kvfold.kernels.encode", *ENCODING)
-    monkeypatch.setitem(sys.modules, "kvfold.kernels.encode", module)
-    monkeypatch.setattr(kernels, "encode", module, raising=False)
+    module = interpreted_module("kvfold.kernels.affine.encode", *ENCODING)
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.affine.encode", module)
+    monkeypatch.setattr(affine, "encode", module, raising=False)
     return module
 
 
 @pytest.fixture
 def pages_interpreted(monkeypatch):
     """The same for formats with statistics per page."""
-    uses = *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_pages"
-    module = interpreted_module("kvfold.kernels.encode_pages", *uses)
-    monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_pages", module)
-    monkeypatch.setattr(kernels, "encode_pages", module, raising=False)
+    uses = *ENCODING, "kvfold.kernels.affine.encode", "kvfold.kernels.fold._encode"
+    module = interpreted_module("kvfold.kernels.fold.encode", *uses)
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.fold.encode", module)
+    monkeypatch.setattr(fold, "encode", module, raising=False)
     return module
 
 
 @pytest.fixture
 def dense_interpreted(monkeypatch):
     """The same for vectors that are stored as they are."""
-    uses = *ENCODING, "kvfold.kernels.encode", "kvfold.kernels._encode_dense"
-    module = interpreted_module("kvfold.kernels.encode_dense", *uses)
-    monkeypatch.setitem(sys.modules, "kvfold.kernels.encode_dense", module)
-    monkeypatch.setattr(kernels, "encode_dense", module, raising=False)
+    uses = *ENCODING, "kvfold.kernels.affine.encode", "kvfold.kernels.dense._encode"
+    module = interpreted_module("kvfold.kernels.dense.encode", *uses)
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.dense.encode", module)
+    monkeypatch.setattr(dense, "encode", module, raising=False)
     return module
 
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The two products of a decode step apart: the fused kernel's own code, without the softmax between them.
 
 :mod:`kvfold.bench.matvec` launches these. Each warp has two stages of shared memory; the next one's bytes fly while this one
@@ -8,15 +9,15 @@ is multiplied. In the fused kernel keys and values take turns in the same way.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import _fetch_stage, code_bytes, meta_bytes
-from kvfold.kernels._affine_keys import _queries, _query_sums, _scores_accumulator, _scores_operand
-from kvfold.kernels._affine_values import _values_accumulator, _values_operand, _whole_values
-from kvfold.kernels._registers import _item, _zero4
-from kvfold.kernels._softmax import _finish, _nothing
-from kvfold.kernels._warp import (
+from kvfold.kernels.affine._codes import _fetch_stage, meta_bytes
+from kvfold.kernels.affine._keys import _queries, _query_sums, _scores_accumulator, _scores_operand
+from kvfold.kernels.affine._values import _values_accumulator, _values_operand, _whole_values
+from kvfold.kernels.common._codes import code_bytes
+from kvfold.kernels.common._registers import _item, _zero4
+from kvfold.kernels.common._softmax import _finish, _nothing
+from kvfold.kernels.common._warp import (
     copy_commit,
-    copy_wait_1,
-    copy_wait_all,
+    copy_wait,
     pack_half2,
     program_sync,
     shared_base,
@@ -77,7 +78,7 @@ def scores_kernel(
         following = first + (i + 1) * NB
         _fetch_stage(there, lane, c, m, a, unit, following, left - NB, D, BITS, AXIS, MODE, GROUP, NB, 0, 32)
         copy_commit(lane)
-        copy_wait_1(lane)
+        copy_wait(lane, 1)
         if AXIS == 0:
             scores = _scores_operand(
                 here, lane, q, code_factor, zero_factor, extra, D, BITS, NT, NB, 0, NB * CODE, CENTER
@@ -96,7 +97,7 @@ def scores_kernel(
                 live = (n * 8 + g < rows) & (left > k // 2)
                 gl.store(out_ptr + at, low, mask=live)
                 gl.store(out_ptr + at + 4, high, mask=live)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
 
 
 @gluon.jit(do_not_specialize=["heads", "rows", "capacity", "splits"])
@@ -148,7 +149,7 @@ def values_kernel(
         following = first + (i + 1) * NB
         _fetch_stage(there, lane, c, m, a, unit, following, left - NB, D, BITS, AXIS, MODE, GROUP, NB, 0, 32)
         copy_commit(lane)
-        copy_wait_1(lane)
+        copy_wait(lane, 1)
         if AXIS == 1:
             out, side = _values_operand(here, lane, p, out, side, D, BITS, GROUP, NT, NB, 0, NB * CODE)
         else:
@@ -156,7 +157,7 @@ def values_kernel(
                 here, lane, p, out, side, D, BITS, MODE, NT, NB, 0, NB * CODE, NB * (CODE + ROW)
             )  # fmt: skip
         warp_sync(lane)
-    copy_wait_all(lane)
+    copy_wait(lane, 0)
     program_sync(lane)
     out = _whole_values(out, side, lane, D, BITS, AXIS, MODE, GROUP, NT)
     zero = ()

@@ -186,7 +186,7 @@ PLAIN = tuple(
 
 @dataclass
 class Inputs:
-    """Tensors of one call; see :mod:`kvfold.kernels.decode`. ``new`` and ``valid``: of long calls; ``rope`` and
+    """Tensors of one call; see :mod:`kvfold.kernels.affine.decode`. ``new`` and ``valid``: of long calls; ``rope`` and
     ``first_position`` where keys are stored before RoPE, as a cache keeps them."""
 
     q: torch.Tensor
@@ -300,8 +300,10 @@ def reference(work: Work, inputs: Inputs, sequence: int) -> torch.Tensor:
 
 
 def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.Tensor:
-    from kvfold.kernels import REGISTRY, dense, pages
-    from kvfold.kernels.decode import decode_attention
+    from kvfold.kernels import REGISTRY
+    from kvfold.kernels.affine.decode import decode_attention
+    from kvfold.kernels.dense import decode as dense
+    from kvfold.kernels.fold import decode as pages
 
     scale = 1 / math.sqrt(work.head_dim)
     if work.long:
@@ -309,7 +311,7 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
     if work.method == "none":
         return dense.attend(_given(work, inputs, scale), out=out)
     if work.read:
-        from kvfold.kernels import fragments
+        from kvfold.kernels.fragments import decode as fragments
 
         if work.kernel == "fragments":
             given, span = _given(work, inputs, scale), [inputs.span]
@@ -325,7 +327,7 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
 
 
 def _plain_call(work: Work, inputs: Inputs, scale: float) -> torch.Tensor:
-    from kvfold.kernels.tiles import attend
+    from kvfold.kernels.affine.tiles import attend
 
     return attend(_given(work, inputs, scale)).to(inputs.q.dtype)
 

@@ -28,7 +28,7 @@ from kvfold.methods import LayerSpec, get
 from kvfold.methods.squat import penalty_matrix, steer, update_matrix
 
 if TYPE_CHECKING:
-    from kvfold.kernels.encode import KeyTransform
+    from kvfold.kernels.affine.encode import KeyTransform
 
 ROWS = Path("benchmarks/rows/encode.csv")
 SINK, RECENT = 32, 96
@@ -119,7 +119,7 @@ class Layer:
 
 def make_transform(work: Work, keys: torch.Tensor) -> "KeyTransform":
     """The state that the method would compute from the first tokens of these keys."""
-    from kvfold.kernels.encode import KeyTransform
+    from kvfold.kernels.affine.encode import KeyTransform
 
     if work.paged:
         return KeyTransform()
@@ -154,8 +154,8 @@ def make_layer(work: Work, tokens: int, device: torch.device, seed: int = 0) -> 
 
 
 def encode(work: Work, layer: Layer, how: "KeyTransform") -> None:
-    from kvfold.kernels.encode import encode_blocks
-    from kvfold.kernels.encode_pages import encode_pages
+    from kvfold.kernels.affine.encode import encode_blocks
+    from kvfold.kernels.fold.encode import encode_pages
 
     key_format, value_format = work.formats
     if work.paged:
@@ -218,7 +218,8 @@ class Step:
         self.lengths = Lengths.of([packed + SINK + RECENT] * work.batch, [packed] * work.batch, SINK, device, True)
 
     def __call__(self) -> None:
-        from kvfold.kernels import encode, encode_pages
+        from kvfold.kernels.affine import encode
+        from kvfold.kernels.fold import encode as encode_pages
 
         stored = self.layer.key_fields, self.key_format, self.layer.value_fields, self.value_format
         windows = self.lengths, self.sink, self.ring, RECENT

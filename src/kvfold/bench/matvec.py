@@ -139,16 +139,16 @@ class Operands:
 def launch(product: Product, operands: Operands, copy: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Run a product on one of the copies: fp16 [num_kv_heads, rows, context], or [num_kv_heads, rows, head_dim]."""
     from kvfold.bench._matvec_gluon import scores_kernel, values_kernel
-    from kvfold.kernels.decode import MODES, make_plan
-    from kvfold.kernels.partials import Partials
+    from kvfold.kernels.affine.decode import MODES, make_plan
+    from kvfold.kernels.common.partials import Partials
+    from kvfold.kernels.device import device_info
 
     form = product.format
     heads, rows, dim, capacity = product.heads, product.rows, product.head_dim, product.context // 32
     device = operands.vector.device
     width = product.context if product.side == "key" else dim
     out = torch.empty(heads, rows, width, dtype=torch.float16, device=device) if out is None else out
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    plan = make_plan(product.other("key"), product.other("value"), heads, rows, capacity, 0, processors)
+    plan = make_plan(product.other("key"), product.other("value"), heads, rows, capacity, 0, device_info(device))
     fields = {k: x[copy] for k, x in operands.fields.items()}
     asym = form.mode == "asym"
     stored = [fields[k] for k in (("codes", "meta", "codes") if asym else ("codes", "scale", "aux"))]

@@ -48,8 +48,8 @@ def formats(
     """
     spec = LayerSpec(0, 1, heads, heads, head_dim, fragments=False)
     made: Any = methods.get(method)
-    from kvfold.kernels import pages
-    from kvfold.kernels.fragments import unsupported
+    from kvfold.kernels.fold import decode as pages
+    from kvfold.kernels.fragments.decode import unsupported
 
     first = replace(spec, fragments=fused)
     if isinstance(made, CommVQ):
@@ -153,9 +153,11 @@ def read_as(key_format: Format, value_format: Format) -> tuple[tuple[Format, For
 
 def kernel_of(key_format: Format, value_format: Format, rows: int) -> str:
     """Name in the registry of what attends to ``rows`` query rows of a KV head over formats that readers take."""
-    from kvfold.kernels import balanced, mapped, pages
-    from kvfold.kernels.fragments import unsupported
+    from kvfold.kernels.balanced import decode as balanced
+    from kvfold.kernels.fold import decode as pages
+    from kvfold.kernels.fragments.decode import unsupported
     from kvfold.kernels.gluon import tables_of
+    from kvfold.kernels.mapped import decode as mapped
 
     forms = key_format, value_format
     if pages.unsupported(*forms) is None:

@@ -158,7 +158,7 @@ class BitGains:
     gram, rows : Tensor, float16 [num_kv_heads, codes, codes], [num_kv_heads, codes + 1, codes]
         Products of codes; the same with :data:`FLIPPED` in place of a code's with itself, and last a row of zeros.
     operands : Tensor, float16 [num_kv_heads, 3 * d * codes]
-        ``matrix``, ``codebook`` [codes, d] and ``along`` in the order of :mod:`kvfold.kernels._bits_gluon`; none if d is no
+        ``matrix``, ``codebook`` [codes, d] and ``along`` in the order of :mod:`kvfold.kernels.commvq._bits`; none if d is no
         multiple of 32.
     vectors : Tensor, float32 [num_kv_heads, 4, codes]
         ``shift``, ``top``, ``place`` as the bits of integers, and ``half``.

@@ -4,11 +4,12 @@ import torch
 
 from kvfold.errors import KVFoldError
 from kvfold.formats import Format
+from kvfold.kernels.affine.tiles import TilesKernel
 from kvfold.kernels.base import AttentionKernel, Choice
-from kvfold.kernels.blocks import BlocksKernel
 from kvfold.kernels.call import AttentionCall, DensePart, NewTokens, Span, Windows
 from kvfold.kernels.cpu import CPUKernel
-from kvfold.kernels.dense import DenseKernel
+from kvfold.kernels.dense.decode import DenseKernel
+from kvfold.kernels.generic.decode import BlocksKernel
 from kvfold.kernels.gluon import (
     BalancedKernel,
     FragmentsKernel,
@@ -19,7 +20,6 @@ from kvfold.kernels.gluon import (
 )
 from kvfold.kernels.merge import Partial
 from kvfold.kernels.reference import ReferenceKernel
-from kvfold.kernels.tiles import TilesKernel
 
 REGISTRY: dict[str, AttentionKernel] = {
     kernel.name: kernel

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -13,7 +14,7 @@ def no_gpu(device: torch.device) -> str | None:
     """Why no kernel of a GPU runs on a device; None if they do."""
     if device.type != "cuda":
         return "needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability(device)[0] < 8:
+    if torch.cuda.get_device_capability(device)[0] < 8:  # asked before a device has properties
         return "needs compute capability 8.0"
     return None
 
@@ -23,16 +24,66 @@ def no_triton(device: torch.device) -> str | None:
     return no_gpu(device) or (None if find_spec("triton") else "triton is not installed")
 
 
-@lasting()
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 elsewhere, where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What launch shapes depend on.
+
+    Attributes
+    ----------
+    sms : int
+        Multiprocessors; 1 of a CPU, where kernels are interpreted.
+    capability : tuple of int
+        Compute capability; (0, 0) of a CPU.
+    shared_memory, shared_memory_per_sm : int
+        Bytes of shared memory that a program may have, and that programs of a multiprocessor share.
+    registers : int
+        Of a multiprocessor.
+    """
+
+    sms: int
+    capability: tuple[int, int]
+    shared_memory: int
+    shared_memory_per_sm: int
+    registers: int = 64 * 1024
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether four warps of a program may multiply together, as those of sm_90 and no other do."""
+        return self.capability[0] == 9
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether a kernel can be launched while the one before it still runs (sm_90 and later)."""
+        return self.capability[0] >= 9
+
+    def programs(self, shared: int) -> int:
+        """How many programs with so many bytes of shared memory a multiprocessor holds, at least one. Each takes a KB more, and
+        one is left."""
+        return max(1, (self.shared_memory_per_sm - 1024) // (shared + 1024))
+
+    def threads(self, registers: int) -> int:
+        """How many threads with so many registers each a multiprocessor holds, in whole warps."""
+        return self.registers // registers // 32 * 32
+
+
+HOPPER = DeviceInfo(132, (9, 0), 227 * 1024, 228 * 1024)
+"""An H100 or H200, for which launch shapes were measured."""
+STATIC_SHARED = 48 * 1024
+"""Bytes of shared memory that a program has on every GPU without asking for more."""
+LEAST_SHARED = 99 * 1024
+"""Bytes of shared memory that a program may have on every GPU from sm_80 on."""
 
 
 @lasting()
-def multiplies_wide(device: torch.device) -> bool:
-    """Whether four warps of a kernel may multiply together, as those of sm_90 and no other do."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def device_info(device: torch.device) -> DeviceInfo:
+    """What is known of a device."""
+    if device.type != "cuda":
+        return DeviceInfo(1, (0, 0), 0, HOPPER.shared_memory_per_sm)
+    found = torch.cuda.get_device_properties(device)
+    most: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return DeviceInfo(
+        found.multi_processor_count, (found.major, found.minor), most, found.shared_memory_per_multiprocessor
+    )
 
 
 def launching(device: torch.device) -> AbstractContextManager[object]:

@@ -13,8 +13,8 @@ from kvfold.kernels.device import no_gpu
 from kvfold.kernels.reference import ReferenceKernel
 
 if TYPE_CHECKING:
-    from kvfold.kernels.blocks import Packed
-    from kvfold.kernels.tables import Tables
+    from kvfold.kernels.common.tables import Tables
+    from kvfold.kernels.generic.decode import Packed
 
 BLOCK = 32
 LONG = 64
@@ -35,14 +35,14 @@ class GluonKernel(GPUKernel):
         if why := _needs(key_format, device, pre_rope):
             return why
         try:
-            from kvfold.kernels.decode import unsupported
+            from kvfold.kernels.affine.decode import unsupported
         except ImportError as error:
             return f"needs Triton 3.6 with Gluon ({error})"
         return unsupported(key_format, value_format)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels.decode import decode_attention, long_attention
-        from kvfold.kernels.unpacked import attend_unpacked, serves
+        from kvfold.kernels.affine.decode import decode_attention, long_attention
+        from kvfold.kernels.long.attend import attend_unpacked, serves
 
         if call.tokens > LONG and serves(call):
             return attend_unpacked(call)
@@ -84,19 +84,19 @@ class PagesKernel(GPUKernel):
         if why := _needs(key_format, device, pre_rope):
             return why
         try:
-            from kvfold.kernels.pages import unsupported
+            from kvfold.kernels.fold.decode import unsupported
         except ImportError as error:
             return f"needs Triton 3.6 with Gluon ({error})"
         return unsupported(key_format, value_format)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         if call.new is None:
-            from kvfold.kernels.pages import decode_attention
+            from kvfold.kernels.fold.decode import decode_attention
 
             keys, values = call.key_format, call.value_format
             assert isinstance(keys, Paged) and isinstance(values, Paged) and isinstance(call.windows, Windows)
             return decode_attention(call.query, keys, values, call.spans, call.windows, call.scale, sinks=call.sinks)
-        from kvfold.kernels.unpacked import attend_unpacked, serves
+        from kvfold.kernels.long.attend import attend_unpacked, serves
 
         return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
 
@@ -113,35 +113,35 @@ class FragmentsKernel(GPUKernel):
         if why := no_gpu(device):
             return why
         try:
-            from kvfold.kernels.fragments import unsupported
+            from kvfold.kernels.fragments.decode import unsupported
         except ImportError as error:
             return f"needs Triton 3.6 with Gluon ({error})"
         return unsupported(key_format, value_format, pre_rope)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels.fragments import decode_attention, rotary
+        from kvfold.kernels.fragments.decode import decode_attention, rotary
 
         keys, values, windows = call.key_format, call.value_format, call.windows
         assert isinstance(windows, Windows) and call.project is None
         if call.new is None:
             how: dict[str, Any] = {"sinks": call.sinks, "rotation": rotary(call)}
             return decode_attention(call.query, keys, values, call.spans, windows, call.scale, **how)
-        from kvfold.kernels.unpacked import attend_unpacked, serves
+        from kvfold.kernels.long.attend import attend_unpacked, serves
 
         return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
 
 
 class BesideBlocks(GPUKernel):
-    """What reads packed tokens of a few query rows in the place of :class:`~kvfold.kernels.blocks.BlocksKernel`, which attends
-    to the rest of a call, and to other calls."""
+    """What reads packed tokens of a few query rows in the place of :class:`~kvfold.kernels.generic.decode.BlocksKernel`, which
+    attends to the rest of a call, and to other calls."""
 
     @abstractmethod
     def packed(self, call: AttentionCall) -> "Packed | None":
         """What reads a call's packed tokens; None leaves them to the kernel with readers."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels import blocks
-        from kvfold.kernels.unpacked import attend_unpacked, serves
+        from kvfold.kernels.generic import decode as blocks
+        from kvfold.kernels.long.attend import attend_unpacked, serves
 
         if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
             return attend_unpacked(call)
@@ -161,7 +161,7 @@ class TablesKernel(BesideBlocks):
         if why := no_gpu(device):
             return why
         try:
-            from kvfold.kernels import blocks
+            from kvfold.kernels.generic import decode as blocks
 
             of = tables_of(key_format, value_format)
         except ImportError as error:
@@ -220,12 +220,12 @@ class BalancedKernel(AfterRope):
     name = "balanced"
 
     def module(self) -> Any:
-        from kvfold.kernels import balanced
+        from kvfold.kernels.balanced import decode as balanced
 
         return balanced
 
     def packed(self, call: AttentionCall) -> "Packed | None":
-        from kvfold.kernels import balanced
+        from kvfold.kernels.balanced import decode as balanced
 
         few = call.project is None and balanced.no_room(call.shape[2], call.query.device) is None
         return balanced.BalancedTiles() if few else None
@@ -237,12 +237,12 @@ class MappedKernel(AfterRope):
     name = "mapped"
 
     def module(self) -> Any:
-        from kvfold.kernels import mapped
+        from kvfold.kernels.mapped import decode as mapped
 
         return mapped
 
     def packed(self, call: AttentionCall) -> "Packed | None":
-        from kvfold.kernels import mapped
+        from kvfold.kernels.mapped import decode as mapped
 
         return mapped.MappedTiles() if mapped.no_room(call.shape[2], call.query.device) is None else None
 
@@ -253,19 +253,19 @@ TABLED = AdditiveCodes.kind, ResidualCodes.kind, GroupCodes.kind
 def tables_of(key_format: Format, value_format: Format) -> "Tables | None":
     """The kernel with tables in shared memory that storage may be for; None if there is none."""
     if isinstance(key_format, AdditiveCodes):
-        from kvfold.kernels.codebook import CodebookTables
+        from kvfold.kernels.commvq.decode import CodebookTables
 
         return CodebookTables()
     if isinstance(key_format, ResidualCodes):
-        from kvfold.kernels.residual import ResidualTables
+        from kvfold.kernels.residual.decode import ResidualTables
 
         return ResidualTables()
     if isinstance(key_format, GroupCodes) and isinstance(value_format, Paged):
-        from kvfold.kernels.learned_keys import LearnedKeyTables
+        from kvfold.kernels.learned.decode import LearnedKeyTables
 
         return LearnedKeyTables()
     if isinstance(key_format, GroupCodes):
-        from kvfold.kernels.groups import GroupTables
+        from kvfold.kernels.residual.groups import GroupTables
 
         return GroupTables()
     return None

@@ -9,8 +9,8 @@ import torch
 class Lengths:
     """Lengths of a batch's sequences on the device.
 
-    With a ``ticket``, :func:`kvfold.kernels.encode.append_and_close` advances them, and every layer needs its own. Without one,
-    whoever made them keeps them: a launch reads ``total`` and ``packed``, and layers may share them.
+    With a ``ticket``, :func:`kvfold.kernels.affine.encode.append_and_close` advances them, and every layer needs its own.
+    Without one, whoever made them keeps them: a launch reads ``total`` and ``packed``, and layers may share them.
 
     Attributes
     ----------

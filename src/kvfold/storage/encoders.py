@@ -100,7 +100,7 @@ class TorchEncoder:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, lengths: Lengths) -> None:
         """A decode graph's step: write the new token, [batch, num_kv_heads, 1, head_dim], to the windows."""
-        from kvfold.kernels.encode_dense import append
+        from kvfold.kernels.dense.encode import append
 
         append(keys, values, lengths, self.sink.pair, self.ring.pair)
 
@@ -147,7 +147,7 @@ class KernelEncoder:
         states: BlockStates,
     ) -> None:
         """Encode whole blocks of the ring, or of a call's tokens from its first on."""
-        from kvfold.kernels import encode
+        from kvfold.kernels.affine import encode
 
         layout, (rows, index) = self.layout, _slice_of(rows)
         how_keys = self._transform(rows)
@@ -183,7 +183,7 @@ class KernelEncoder:
         boundary : Tensor or None, int32 [batch]
             Packed tokens of the prompt, where groups' modes depend on that.
         """
-        from kvfold.kernels.encode import append_and_close
+        from kvfold.kernels.affine.encode import append_and_close
 
         (slab,) = self.slabs
         key_format, value_format = self.layout.read_as
@@ -204,7 +204,7 @@ class KernelEncoder:
 
     def _transform(self, rows: slice) -> Any:
         """What the kernels do to keys before they encode them."""
-        from kvfold.kernels.encode import KeyTransform
+        from kvfold.kernels.affine.encode import KeyTransform
 
         shared, update = self.slabs.shared[0], self.following.state.get("update")
         mean = shared["mean"][rows, :, 0].float() if "mean" in shared else None
@@ -215,9 +215,10 @@ class KernelEncoder:
 def encode_side(
     layout: Layout, side: int, ring: Ring, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool
 ) -> None:
-    """Encode keys (``side`` 0) or values by :mod:`kvfold.kernels.encode_pages`, see :meth:`TorchEncoder.encode`. Ring and call
+    """Encode keys (``side`` 0) or values by :mod:`kvfold.kernels.fold.encode`, see :meth:`TorchEncoder.encode`. Ring and call
     are read where they lie; statistics look beyond ``stop``."""
-    from kvfold.kernels import encode_pages, encode_rank
+    from kvfold.kernels.fold import encode as encode_pages
+    from kvfold.kernels.fragments import encode_rank
 
     form, x, (rows, index) = layout.formats[side], (tokens.keys, tokens.values)[side], _slice_of(tokens.rows)
     fields = {name: t[rows] for name, t in (slab.keys, slab.values)[side].items()}
@@ -243,8 +244,8 @@ class PagesEncoder:
         self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Lengths, boundary: torch.Tensor | None
     ) -> None:
         """See :meth:`KernelEncoder.close`. Of many sequences, the new tokens are written by a kernel of their own."""
-        from kvfold.kernels.encode_dense import append
-        from kvfold.kernels.encode_pages import append_and_close, heads_together
+        from kvfold.kernels.dense.encode import append
+        from kvfold.kernels.fold.encode import append_and_close, heads_together
 
         (slab,) = self.slabs
         batch, heads, _, _ = self.ring.pair[0].shape
@@ -281,7 +282,7 @@ class DenseEncoder(KernelEncoder):
         ring: bool,
         states: BlockStates,
     ) -> None:
-        from kvfold.kernels import encode_dense
+        from kvfold.kernels.dense import encode as encode_dense
 
         layout, (rows, index) = self.layout, _slice_of(rows)
         for form, x, fields in zip(layout.formats, source, (slab.keys, slab.values), strict=True):
@@ -299,7 +300,7 @@ class DenseEncoder(KernelEncoder):
         self, keys: torch.Tensor | None, values: torch.Tensor | None, lengths: Lengths, boundary: torch.Tensor | None
     ) -> None:
         """See :meth:`KernelEncoder.close`."""
-        from kvfold.kernels.encode_dense import append_and_close
+        from kvfold.kernels.dense.encode import append_and_close
 
         (slab,) = self.slabs
         append_and_close(
@@ -317,7 +318,7 @@ class DenseEncoder(KernelEncoder):
 
 
 class SearchEncoder(TorchEncoder):
-    """By kernels of :mod:`kvfold.kernels.encode_search`, straight from the call; of the ring, blocks are copied. A side that
+    """By kernels of :mod:`kvfold.kernels.residual.encode`, straight from the call; of the ring, blocks are copied. A side that
     they do not encode goes by those for statistics per page."""
 
     def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
@@ -343,8 +344,8 @@ class SearchEncoder(TorchEncoder):
         raise NotImplementedError("these kernels close no block by lengths on the device")
 
     def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int, states: BlockStates) -> None:
-        from kvfold.kernels import encode_search
-        from kvfold.kernels.encode_source import Source, angles
+        from kvfold.kernels.common.encode_source import Source, angles
+        from kvfold.kernels.residual import encode as encode_search
 
         layout, spec, (rows, index) = self.layout, self.layout.spec, _slice_of(tokens.rows)
         turned: dict[str, Any] = {}
@@ -363,14 +364,14 @@ class SearchEncoder(TorchEncoder):
 
 
 class MixedEncoder(SearchEncoder):
-    """By the kernel of :mod:`kvfold.kernels.encode_mixed`."""
+    """By the kernel of :mod:`kvfold.kernels.fragments.encode_mixed`."""
 
     def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
         """See :meth:`TorchEncoder.encode`."""
         self._in_pieces(slab, tokens, start, stop, states)
 
     def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int, states: BlockStates) -> None:
-        from kvfold.kernels import encode_mixed
+        from kvfold.kernels.fragments import encode_mixed
 
         layout, (rows, index) = self.layout, _slice_of(tokens.rows)
         keys, values = tokens.read(self.ring, low, high)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvfold.kernels import eigen
+from kvfold.kernels.affine import eigen
 from kvfold.methods import Observation
 from kvfold.methods.eigenpairs import Eigh
 

@@ -94,7 +94,7 @@ class Reader:
         if norm is None and mean is None:
             return queries.to(dtype), None
         if queries.is_cuda and not queries.requires_grad:  # three to seven kernels in one, in every layer of every step
-            from kvfold.kernels.small import with_statistics
+            from kvfold.kernels.queries import with_statistics
 
             return with_statistics(queries, norm, mean, dtype)
         queries = queries.float()
@@ -127,6 +127,6 @@ def mapped(maps: HeadMaps, queries: torch.Tensor, dtype: torch.dtype) -> tuple[t
     if not queries.is_cuda or queries.requires_grad or queries.shape[-1] % 16:
         projected, bias = maps.queries(queries)
         return projected.to(dtype), bias
-    from kvfold.kernels.small import through_maps
+    from kvfold.kernels.queries import through_maps
 
     return through_maps(maps, queries, dtype)

@@ -228,10 +228,10 @@ def _from(
 
 
 def output_follows() -> AbstractContextManager[None]:
-    """See :func:`kvfold.kernels.partials.product_follows`."""
+    """See :func:`kvfold.kernels.common.partials.product_follows`."""
     if find_spec("triton") is None:
         return nullcontext()
-    from kvfold.kernels.partials import product_follows
+    from kvfold.kernels.common.partials import product_follows
 
     return product_follows()
 

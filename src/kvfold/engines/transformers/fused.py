@@ -1,7 +1,8 @@
 """A captured step's small operations, in one kernel each where the model's own code takes two to ten.
 
 Which code that is, is found by running it: a module, or a function, whose results are those of a definition of
-:mod:`kvfold.kernels.small` to the last bit is replaced while a step is captured. Everything else stays the model's own.
+:mod:`kvfold.engines.transformers.ops.small` to the last bit is replaced while a step is captured. Everything else stays the
+model's own.
 """
 
 import sys
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from kvfold.arithmetic import ordinary
 from kvfold.engines.transformers import rows
 from kvfold.engines.transformers.compiled import plain
-from kvfold.kernels import product, small
+from kvfold.engines.transformers.ops import product, small
 
 ROTATE = "apply_rotary_pos_emb"
 """What Transformers' models call it, each in a module of its own."""
@@ -98,7 +99,7 @@ def _is_of_the_device(error: Exception) -> bool:
 
 @torch.no_grad()
 def is_rotation(function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a function rotates queries and keys as :func:`kvfold.kernels.small.rotate` does."""
+    """Whether a function rotates queries and keys as :func:`kvfold.engines.transformers.ops.small.rotate` does."""
     draw = _draw(device, dtype)
     given = draw(2, 3, 1, PROBE), draw(2, 1, 1, PROBE), draw(2, 1, PROBE), draw(2, 1, PROBE)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvfold.kernels import product, small
+from kvfold.engines.transformers.ops import product, small
 
 HALVES = (torch.float16, torch.bfloat16)
 ADDS = (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add)
@@ -85,7 +85,7 @@ class Sum(torch.Tensor):
 
 
 def norm(x: Sum, weight: torch.Tensor, eps: float, rounding: small.Rounding) -> torch.Tensor:
-    """The norm of a sum, which is computed with it if it was not before; as :func:`kvfold.kernels.small.rms_norm`."""
+    """The norm of a sum, which is computed with it if it was not before; as ``small.rms_norm``."""
     with torch._C.DisableTorchFunctionSubclass():
         total, parts = x.as_subclass(torch.Tensor), x.parts
         x.parts = None

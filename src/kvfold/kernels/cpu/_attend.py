@@ -5,8 +5,8 @@ compiled function serves all formats, dtypes and numbers of spans.
 """
 # mypy: ignore-errors
 
+from kvfold.formats.paged import PAGE
 from kvfold.kernels.cpu._numbers import (
-    PAGE,
     TILE,
     address,
     as_float,

@@ -23,9 +23,6 @@ from kvfold.kernels.compiling import compiling
 TILE = 32
 """Tokens decoded at once: a packed unit."""
 
-PAGE = 128
-"""Tokens that share a mean and norms, where an operand has them."""
-
 FAST = {"reassoc", "contract", "nsz"}
 """Sums may be reordered for vectors; NaN and infinity keep their meaning."""
 
@@ -331,7 +328,6 @@ def add_product(a, b, tile):
 
 
 __all__ = [
-    "PAGE",
     "TILE",
     "add_product",
     "address",

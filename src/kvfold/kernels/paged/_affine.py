@@ -1,14 +1,17 @@
-"""Pieces of affine groups (KIVI, SQuat, InnerQ), by a table: the loop of :func:`kvfold.kernels._decode_gluon.attend_blocks`."""
+# mypy: ignore-errors
+"""Pieces of affine groups (KIVI, SQuat, InnerQ), by a table: the loop of
+:func:`kvfold.kernels.affine._decode.attend_blocks`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._affine_codes import code_bytes, meta_bytes
-from kvfold.kernels._affine_values import carried
-from kvfold.kernels._decode_gluon import asked_queries, attend_blocks
-from kvfold.kernels._registers import _item
-from kvfold.kernels._softmax import LOG2E, _finish
-from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
+from kvfold.kernels.affine._codes import meta_bytes
+from kvfold.kernels.affine._decode import asked_queries, attend_blocks
+from kvfold.kernels.affine._values import carried
+from kvfold.kernels.common._codes import code_bytes
+from kvfold.kernels.common._registers import _item
+from kvfold.kernels.common._softmax import LOG2E, _finish
+from kvfold.kernels.common._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
 from kvfold.kernels.paged._arrive import arrive
 from kvfold.kernels.paged._raw import attend_windows
 

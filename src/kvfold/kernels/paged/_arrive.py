@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Parts of a sequence, put together by the program that writes the last of them."""
 
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
@@ -5,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._softmax import LOG2E, LOWEST
+from kvfold.kernels.common._softmax import LOG2E, LOWEST
 
 AT_ONCE = gl.constexpr(8)
 

@@ -1,7 +1,8 @@
+# mypy: ignore-errors
 """Attention over pages in plain Triton: pieces of packed tokens, raw tokens, and both put together.
 
-What is done with a tile is the slab kernels' (:mod:`kvfold.kernels._blocks`, :mod:`kvfold.kernels.windows`,
-:mod:`kvfold.kernels.partials`); here is where it lies. Rows of a KV head are its query heads times ``tokens``, tokens
+What is done with a tile is the slab kernels' (:mod:`kvfold.kernels.generic._decode`, :mod:`kvfold.kernels.common.windows`,
+:mod:`kvfold.kernels.common.partials`); here is where it lies. Rows of a KV head are its query heads times ``tokens``, tokens
 innermost; rows of tokens that a sequence does not have are computed with nothing and left out.
 """
 
@@ -10,11 +11,10 @@ innermost; rows of tokens that a sequence does not have are computed with nothin
 import triton
 import triton.language as tl
 
-from kvfold.kernels._blocks import attend_tiles, clean_scratch
-from kvfold.kernels.partials import merge_parts
-from kvfold.kernels.windows import tile_at
-
-PAGE = tl.constexpr(128)
+from kvfold.kernels.common._sizes import PAGE
+from kvfold.kernels.common.partials import merge_parts
+from kvfold.kernels.common.windows import tile_at
+from kvfold.kernels.generic._decode import attend_tiles, clean_scratch
 
 
 @triton.jit

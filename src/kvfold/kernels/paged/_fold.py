@@ -1,20 +1,19 @@
-"""Pieces of pages of uniform codes (fold), by a table: the loop of :func:`kvfold.kernels._pages_gluon.attend_pages`."""
+# mypy: ignore-errors
+"""Pieces of pages of uniform codes (fold), by a table: the loop of :func:`kvfold.kernels.fold._decode.attend_pages`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._page_bytes import ask_rows
-from kvfold.kernels._page_codes import shared_bytes
-from kvfold.kernels._page_lookups import held_rows, leave_rows, tables_bytes, with_tables
-from kvfold.kernels._page_sums import ask_tiles
-from kvfold.kernels._pages_gluon import attend_pages, tile_signs
-from kvfold.kernels._pages_rows_gluon import attend_rows, finish_rows, rotation_signs, row_bytes
-from kvfold.kernels._softmax import LOG2E, _finish
-from kvfold.kernels._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
+from kvfold.kernels.common._softmax import LOG2E, _finish
+from kvfold.kernels.common._warp import launch_dependents, prefetch, program_sync, shared_base, wait_for_previous
+from kvfold.kernels.fold._bytes import ask_rows
+from kvfold.kernels.fold._codebook import held_rows, leave_rows, tables_bytes, with_tables
+from kvfold.kernels.fold._codes import shared_bytes
+from kvfold.kernels.fold._decode import attend_pages, tile_signs
+from kvfold.kernels.fold._rows import attend_rows, finish_rows, rotation_signs, row_bytes
+from kvfold.kernels.fold._sums import ask_tiles
 from kvfold.kernels.paged._arrive import arrive
 from kvfold.kernels.paged._raw import attend_windows
-
-PAGE = gl.constexpr(128)
 
 
 @gluon.jit

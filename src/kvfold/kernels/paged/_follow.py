@@ -1,11 +1,11 @@
+# mypy: ignore-errors
 """Updates of whole pages from the queries of their own tokens: Triton code of :mod:`kvfold.kernels.paged.follow`."""
 
 import triton
 import triton.language as tl
 
-from kvfold.kernels._encode_groups import _finite, _max, _sum
-
-PAGE = tl.constexpr(128)
+from kvfold.kernels.common._encode_groups import _finite, _max, _sum
+from kvfold.kernels.common._sizes import PAGE
 
 
 @triton.jit

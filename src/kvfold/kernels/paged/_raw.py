@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Raw tokens of a server's sequences, by the programs that read its pages."""
 
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
@@ -5,9 +6,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._softmax import LIFT, _finish, _nothing
-from kvfold.kernels._warp import program_sync
-from kvfold.kernels._windows_gluon import attend_raw, value_row
+from kvfold.kernels.common._softmax import LIFT, _finish, _nothing
+from kvfold.kernels.common._warp import program_sync
+from kvfold.kernels.common._windows import attend_raw, value_row
 from kvfold.kernels.paged._arrive import arrive, claim
 from kvfold.kernels.paged.work import RAW_TOKENS
 

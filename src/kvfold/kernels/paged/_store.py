@@ -1,12 +1,12 @@
+# mypy: ignore-errors
 """A step's share of storing: new tokens to the windows, and the blocks that they complete, encoded, to their pages."""
 
 import triton
 import triton.language as tl
 
-from kvfold.kernels._encode_pages import MEAN, NORM, TILE, _statistics, _tile
+from kvfold.kernels.common._sizes import PAGE
+from kvfold.kernels.fold._encode import MEAN, NORM, TILE, _statistics, _tile
 from kvfold.kernels.paged.work import _closing
-
-PAGE = tl.constexpr(128)
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _close_page(
     """Encode tokens ``start`` to ``stop`` of one page of one side of one head. The statistics are made first where the step
     closes the page from its beginning (``begins``): by every program that closes some of it, which all leave the same.
 
-    ``source`` as :func:`kvfold.kernels._encode_tile._tokens_at` takes it, without the first token.
+    ``source`` as :func:`kvfold.kernels.common._encode_tile._tokens_at` takes it, without the first token.
     """
     mean, norm = _at(stored, steps, page, head, 3), _at(stored, steps, page, head, 4)
     fields = (_at(stored, steps, page, head, 0), _at(stored, steps, page, head, 1), _at(stored, steps, page, head, 2))

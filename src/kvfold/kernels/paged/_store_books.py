@@ -1,17 +1,17 @@
+# mypy: ignore-errors
 """A step's share of storing where vectors are encoded one by one (codes of learned codebooks, rotated groups): one side of all
 heads, unit by unit."""
 
 import triton
 import triton.language as tl
 
-from kvfold.kernels._encode_balanced import rotated_tile
-from kvfold.kernels._encode_books import additive_tile, binary_tile, group_tile, residual_tile
-from kvfold.kernels._encode_nearest import SLOTS
-from kvfold.kernels._encode_words import _log2
+from kvfold.kernels.balanced._encode import rotated_tile
+from kvfold.kernels.common._encode_nearest import SLOTS
+from kvfold.kernels.common._encode_words import _log2
+from kvfold.kernels.common._sizes import PAGE
+from kvfold.kernels.paged._encode_books import additive_tile, binary_tile, group_tile, residual_tile
 from kvfold.kernels.paged._store import append_step
 from kvfold.kernels.paged.work import _closing
-
-PAGE = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["seqs", "heads"])

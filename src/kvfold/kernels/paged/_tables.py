@@ -1,21 +1,22 @@
+# mypy: ignore-errors
 """Pieces of pages whose tables of codes lie in shared memory (CommVQ, VQLLM, TaSQ), by a table of pages: the loops of
-:mod:`kvfold.kernels._codebook_gluon`, :mod:`kvfold.kernels._residual_gluon` and :mod:`kvfold.kernels._learned_keys_gluon`."""
+:mod:`kvfold.kernels.commvq._decode`, :mod:`kvfold.kernels.residual._decode` and :mod:`kvfold.kernels.learned._decode`."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels._codebook_gluon import attend_units as attend_sums
-from kvfold.kernels._codebook_gluon import shared_bytes as sums_bytes
-from kvfold.kernels._learned_keys_gluon import attend_pages, fetch_tables
-from kvfold.kernels._learned_scores import KEYS
-from kvfold.kernels._learned_scores import shared_bytes as learned_bytes
-from kvfold.kernels._pages_rows_gluon import join_rows, turn_signs
-from kvfold.kernels._residual_gluon import attend_units, shared_bytes, table_bytes
-from kvfold.kernels._softmax import _finish
-from kvfold.kernels._steps_gluon import head_bytes, kept_bytes
-from kvfold.kernels._tables_gluon import _dynamic_base, _fetch_rows, fetch_turns, reserved
-from kvfold.kernels._warp import as_float, copy_commit, load_global4, program_sync
+from kvfold.kernels.common._softmax import _finish
+from kvfold.kernels.common._tables import _dynamic_base, _fetch_rows, fetch_turns, reserved
+from kvfold.kernels.common._warp import as_float, copy_commit, load_global4, program_sync
+from kvfold.kernels.commvq._decode import attend_units as attend_sums
+from kvfold.kernels.commvq._decode import shared_bytes as sums_bytes
+from kvfold.kernels.commvq._steps import head_bytes, kept_bytes
+from kvfold.kernels.fold._rows import join_rows, turn_signs
+from kvfold.kernels.learned._decode import attend_pages, fetch_tables
+from kvfold.kernels.learned._scores import KEYS
+from kvfold.kernels.learned._scores import shared_bytes as learned_bytes
+from kvfold.kernels.residual._decode import attend_units, shared_bytes, table_bytes
 
 
 @gluon.jit

@@ -1,9 +1,11 @@
+# mypy: ignore-errors
 """Pages of uniform levels behind a Hadamard rotation, decoded to 16 bits."""
 
 import triton
 import triton.language as tl
 
-PAGE = tl.constexpr(128)
+from kvfold.kernels.common._sizes import PAGE
+
 UNIT = tl.constexpr(32)
 
 

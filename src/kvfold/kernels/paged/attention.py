@@ -9,14 +9,15 @@ import triton
 
 from kvfold.formats import Fields, Format, Paged, Projected
 from kvfold.formats.binary import BinaryCodes, ValueRows
-from kvfold.kernels import blocks
+from kvfold.kernels.common.partials import LOG2E, early_launch
+from kvfold.kernels.common.windows import stages, tile_sizes
+from kvfold.kernels.device import device_info
+from kvfold.kernels.generic import decode as blocks
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged._attend import merge_pieces_kernel, pieces_kernel, raw_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace, raw_parts
-from kvfold.kernels.partials import LOG2E, early_launch, overlaps_launches
 from kvfold.kernels.stored import rotation_of
-from kvfold.kernels.windows import program_memory, stages, tile_sizes
 from kvfold.rope import Rope
 
 Pieces = Callable[[PagedCall, torch.Tensor, int, Workspace, torch.Tensor], None]
@@ -115,7 +116,7 @@ def attend(call: PagedCall, out: torch.Tensor, workspace: Workspace) -> torch.Te
         return out
     _raw(call, query, rows, workspace)
     kernel(call, query, rows, workspace, out)
-    early = overlaps_launches(query.device)
+    early = device_info(query.device).has_pdl
     whole = min(dim & -dim, 256 if step.seqs * heads * rows >= 4096 else 32)
     merge_pieces_kernel[(step.seqs * heads * rows, dim // whole)](
         workspace.out,
@@ -163,7 +164,7 @@ def _raw(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) 
     """Write the raw tokens' part of every sequence."""
     step, dim = call.step, query.shape[2]
     m, n, warps = tile_sizes(rows, dim)
-    early = overlaps_launches(query.device)
+    early = device_info(query.device).has_pdl
     has_new = call.new_keys is not None
     new_keys, new_values = (call.new_keys, call.new_values) if has_new else (query, query)
     assert new_keys is not None and new_values is not None
@@ -201,7 +202,7 @@ def _raw(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace) 
         WINDOW_BLOCK=step.window_block,
         EARLY=early,
         num_warps=warps,
-        num_stages=stages(dim, program_memory(query.device)),
+        num_stages=stages(dim, device_info(query.device).shared_memory),
         **early_launch(early),
     )
 

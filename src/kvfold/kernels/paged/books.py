@@ -12,10 +12,11 @@ from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, times_i
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
 from kvfold.formats.residual import Codebook
-from kvfold.kernels import encode_pairs, encode_search
+from kvfold.kernels.commvq import encode as encode_pairs
 from kvfold.kernels.paged._store_books import close_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace, closing_arguments
+from kvfold.kernels.residual import encode as encode_search
 from kvfold.rope import Rope
 
 BEFORE_ROPE = (ResidualCodes, AdditiveCodes, GroupCodes)

@@ -286,7 +286,7 @@ class PagedCall:
         positions int64 [1, 1, tokens] and the page's statistics (or None) to fields. For the reference, and for formats
         without encoding kernels.
     update : Tensor or None, float32 [num_kv_heads, head_dim - g, head_dim - g]
-        SQuat's update matrix for the encoding kernels (:class:`kvfold.kernels.encode.KeyTransform`).
+        SQuat's update matrix for the encoding kernels (:class:`kvfold.kernels.affine.encode.KeyTransform`).
     bits : BitSearch or None
         How a value's bits are chosen, for the encoding kernels.
     following : Following or None

@@ -9,13 +9,15 @@ import torch
 from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format, Paged
 from kvfold.formats.paged import PAGE
-from kvfold.kernels import decode, pages
-from kvfold.kernels.decode import Plan
+from kvfold.kernels.affine import decode
+from kvfold.kernels.affine.decode import Plan
+from kvfold.kernels.common.partials import early_launch
+from kvfold.kernels.device import DeviceInfo, device_info
+from kvfold.kernels.fold import decode as pages
 from kvfold.kernels.paged._affine import affine_pieces_kernel
 from kvfold.kernels.paged._fold import fold_pieces_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace, raw_parts
-from kvfold.kernels.partials import early_launch, overlaps_launches
 
 
 def unsupported(key_format: Format, value_format: Format) -> str | None:
@@ -38,24 +40,24 @@ class Shape:
 
 
 @lasting(256)
-def shape(key_format: Format, value_format: Format, rows: int, bf16: bool, early: bool) -> Shape:
+def shape(key_format: Format, value_format: Format, rows: int, bf16: bool, device: DeviceInfo) -> Shape:
     """What serves formats that :func:`unsupported` has nothing against, with ``rows`` query rows per KV head."""
     if isinstance(key_format, Paged):
         assert isinstance(value_format, Paged)
-        plan, resident = paged_plan(key_format, value_format, rows)
-        fixed = pages.constants(key_format, value_format, plan, bf16, early)
+        plan, resident = paged_plan(key_format, value_format, rows, device)
+        fixed = pages.constants(key_format, value_format, plan, bf16, device.has_pdl)
         of_slabs = ("FIRST",)
         return Shape(fold_pieces_kernel, plan, resident, {n: x for n, x in fixed.items() if n not in of_slabs})
     assert isinstance(key_format, AffineGroups) and isinstance(value_format, AffineGroups)
-    plan, resident = affine_plan(key_format, value_format, rows)
-    fixed = decode.constants(key_format, value_format, plan, bf16, False, early)
+    plan, resident = affine_plan(key_format, value_format, rows, device)
+    fixed = decode.constants(key_format, value_format, plan, bf16, False, device.has_pdl)
     return Shape(affine_pieces_kernel, plan, resident, {**fixed})
 
 
 def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace, out: torch.Tensor) -> None:
     """Write the parts of all pieces of packed tokens; where :func:`reads_windows`, read the others and merge, too."""
     keys, values = call.key_format, call.value_format
-    chosen = shape(keys, values, rows, query.dtype == torch.bfloat16, overlaps_launches(query.device))
+    chosen = shape(keys, values, rows, query.dtype == torch.bfloat16, device_info(query.device))
     k, v = arrays(keys, call.keys, True), arrays(values, call.values, False)
     steps, at = region_of((*k, *v))
     stored: tuple[torch.Tensor | int, ...] = (k[0], *steps)
@@ -119,7 +121,7 @@ def reads_windows(call: PagedCall) -> bool:
     )
 
 
-def paged_plan(key_format: Paged, value_format: Paged, rows: int) -> tuple[Plan, int]:
+def paged_plan(key_format: Paged, value_format: Paged, rows: int, device: DeviceInfo) -> tuple[Plan, int]:
     """A program's shape, and how many of them a multiprocessor holds."""
     dim = key_format.head_dim
     tiles = 2 if rows > 8 and dim < 128 else 1
@@ -128,16 +130,18 @@ def paged_plan(key_format: Paged, value_format: Paged, rows: int) -> tuple[Plan,
     shapes = [Plan(w, pages.BLOCKS, tiles, columns, 1, 0, bytewise=narrow) for w in (4, 2, 1)]
     most = pages.most_bytes(key_format, value_format)
     plan = next(s for s in shapes if pages.program_bytes(key_format, value_format, s) <= most)
-    registers, resident = pages.residence(key_format, value_format, plan)
+    registers, resident = pages.residence(key_format, value_format, plan, device)
     return replace(plan, registers=registers), resident
 
 
-def affine_plan(key_format: AffineGroups, value_format: AffineGroups, rows: int) -> tuple[Plan, int]:
+def affine_plan(
+    key_format: AffineGroups, value_format: AffineGroups, rows: int, device: DeviceInfo
+) -> tuple[Plan, int]:
     """The same for affine groups."""
-    plan = decode.make_plan(key_format, value_format, 1 << 12, rows, 1 << 12, 0, 132, splits=1)
-    resident = decode._resident(key_format, value_format, plan.warps, plan.blocks)
+    plan = decode.make_plan(key_format, value_format, 1 << 12, rows, 1 << 12, 0, device, splits=1)
+    resident = decode._resident(key_format, value_format, plan.warps, plan.blocks, device)
     if plan.registers is None and plan.tiles == 1:  # the loop over pieces must not cost a slab's warps
-        most = 64 * 1024 // (32 * plan.warps * resident) // 8 * 8
+        most = device.registers // (32 * plan.warps * resident) // 8 * 8
         plan = replace(plan, registers=most if most < 255 else None)
     return plan, resident
 

@@ -6,9 +6,9 @@ import torch
 import triton
 
 from kvfold.formats import AffineGroups, Format
-from kvfold.kernels.encode import unsupported as affine_unsupported
-from kvfold.kernels.encode_pages import Side, _norm_table, addressed, constants, side
-from kvfold.kernels.encode_pages import unsupported as pages_unsupported
+from kvfold.kernels.affine.encode import unsupported as affine_unsupported
+from kvfold.kernels.fold.encode import Side, _norm_table, addressed, constants, side
+from kvfold.kernels.fold.encode import unsupported as pages_unsupported
 from kvfold.kernels.paged import books
 from kvfold.kernels.paged._store import close_pages_kernel, store_kernel
 from kvfold.kernels.paged.call import Following, PagedCall
@@ -188,7 +188,7 @@ def _update(call: PagedCall, workspace: Workspace) -> tuple[torch.Tensor, int]:
 
 
 def _cut_warps(of: Side) -> int:
-    """As in :mod:`kvfold.kernels.encode`: a thread holds 32 elements of a tile of which slices move others."""
+    """As in :mod:`kvfold.kernels.affine.encode`: a thread holds 32 elements of a tile of which slices move others."""
     return max(1, of.tile * of.inner.head_dim // 1024)
 
 

@@ -7,9 +7,11 @@ import torch
 from kvfold.formats import Format
 from kvfold.formats.binary import ValueRows
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels.codebook import CodebookTables
+from kvfold.kernels.common.partials import LOG2E
+from kvfold.kernels.common.tables import MOST_ROWS, Tables
+from kvfold.kernels.commvq.decode import CodebookTables
 from kvfold.kernels.gluon import TABLED, tables_of
-from kvfold.kernels.learned_keys import LearnedKeyTables
+from kvfold.kernels.learned.decode import LearnedKeyTables
 from kvfold.kernels.paged._tables import (
     codebook_pieces_kernel,
     learned_keys_pieces_kernel,
@@ -18,8 +20,6 @@ from kvfold.kernels.paged._tables import (
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.gluon import region_of
 from kvfold.kernels.paged.work import Workspace
-from kvfold.kernels.partials import LOG2E
-from kvfold.kernels.tables import MOST_ROWS, Tables
 from kvfold.rope import Rope
 
 

@@ -7,7 +7,7 @@ import torch
 from kvfold.formats import Fields, Format, Hadamard, Paged, UniformTokens
 from kvfold.formats.packing import UNIT, words_per_unit
 from kvfold.formats.paged import NORM_STEPS, PAGE
-from kvfold.kernels import unpack as unpacking
+from kvfold.kernels.generic import unpack as unpacking
 
 
 def unsupported(form: Format) -> str | None:

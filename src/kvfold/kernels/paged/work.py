@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from kvfold.formats.paged import PAGE
-from kvfold.kernels.device import multiprocessors
+from kvfold.kernels.common._sizes import PAGE as _PAGE
+from kvfold.kernels.device import device_info
 from kvfold.kernels.paged.call import IN_PLACE, PagedStep
 
 PIECES = 64
@@ -22,7 +23,6 @@ WARPS, RESIDENT = 4, 3
 RAW_TOKENS, RAW_PARTS, RAW_PAGES = 64, 4, 1
 """Raw tokens of a part, at the least; parts at most; and a program's time for so many tokens, in those of a warp for a page."""
 
-_PAGE = tl.constexpr(PAGE)
 _RAW = tl.constexpr(RAW_PAGES)
 SHORT = tl.constexpr(IN_PLACE)
 
@@ -279,7 +279,7 @@ class Workspace:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        pages, least, processors = -(-max_len // PAGE), piece_pages or PAGES, multiprocessors(device)
+        pages, least, processors = -(-max_len // PAGE), piece_pages or PAGES, device_info(device).sms
         each = max(1, min(PIECES, -(-pages // least)))
         most = max_seqs * each
         if cached_tokens is not None:

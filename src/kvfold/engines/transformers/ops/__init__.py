@@ -1,0 +1,1 @@
+"""A model's own operations in decode steps, around attention, as kernels."""

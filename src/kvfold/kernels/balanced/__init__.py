@@ -1,0 +1,1 @@
+"""Rotated and balanced tiles: KVarN; their encoder puts keys under learned maps as well."""

@@ -1,0 +1,1 @@
+"""Sums of codes whose angles are known: CommVQ."""

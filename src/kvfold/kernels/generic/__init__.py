@@ -1,0 +1,1 @@
+"""Every format, at every head size: one loop, and a reader for each format."""

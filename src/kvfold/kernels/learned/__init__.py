@@ -1,0 +1,1 @@
+"""Keys of learned codebooks beside values of fold: TaSQ."""

@@ -1,0 +1,2 @@
+"""Calls of many tokens: bounded pieces are unpacked for the platform's flash attention. Unpackers that are faster than the
+generic one."""

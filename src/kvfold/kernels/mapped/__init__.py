@@ -1,0 +1,1 @@
+"""Keys under learned maps: NOVA-KV."""
