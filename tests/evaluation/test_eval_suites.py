@@ -426,5 +426,7 @@ def test_a_list_of_any_form_asks_for_what_it_lists(form):
 
 
 def test_an_unknown_form_of_a_list_is_refused():
-    with pytest.raises(KVFoldError, match=r"^forms: 'poems' is no form of a list; allowed: pairs, records, identifiers"):
+    with pytest.raises(
+        KVFoldError, match=r"^forms: 'poems' is no form of a list; allowed: pairs, records, identifiers"
+    ):
         suite("retrieval", forms=("poems",))
