@@ -1,7 +1,7 @@
 """Random flows: whatever is done with a cache, it holds what its tokens say, and attention reads what it holds.
 
 Sequences of calls, steps, padding, crops, drafts, reordered, repeated and selected sequences, copies, saving and loading,
-resets, calls that die anywhere and are tried again (or not), masks that are refused, inference mode on and off. Two attention
+resets, calls that die anywhere and are tried again (or not), masks that are refused or hide the newest tokens, inference mode on and off. Two attention
 layers are driven through Transformers' interfaces, as a model does it; a token's keys, values and queries follow from its id
 and position. So what a cache must hold is what a fresh one holds after one call with each sequence's tokens alone.
 
@@ -186,10 +186,10 @@ class Flow:
             self.remembered = [of.decoded(row) for row in range(len(self.history))] if of.columns.count else None
         return self.remembered
 
-    def run(self, call: tuple, look: bool) -> None:
+    def run(self, call: tuple, look: bool, before: list | None = None) -> None:
         """A call that lives, and what it must be: attention over what the cache held before, decoded."""
         ids, positions, shown = call
-        before = self.held()
+        before = before or self.held()
         outputs = self.model(self.cache, ids, positions, None if bool(shown.all()) else shown)
         real = shown[:, self.shown.shape[1] :]
         if look:
@@ -213,15 +213,36 @@ class Flow:
             assert relative(output[row][real[row]], expected) < 1e-4
 
     def hides(self) -> None:
-        """A mask that says otherwise of what is cached is refused, and nothing has changed."""
-        if not self.shown.shape[1]:
+        """A mask that says otherwise of what is cached is refused, and nothing has changed: it hides a token before another
+        one, or shows padding."""
+        row = self.dice.randrange(len(self.history))
+        seen = self.shown[row].nonzero().flatten().tolist()
+        wrong = [column for column in range(self.shown.shape[1]) if column not in seen[-1:]]
+        if not wrong:
             return
         self.held()
         ids, positions, shown = self.call(1 + self.dice.randrange(3))
-        row, column = self.dice.randrange(len(self.history)), self.dice.randrange(self.shown.shape[1])
+        column = self.dice.choice(wrong)
         shown[row, column] = ~shown[row, column]
         with pytest.raises(CacheStateError, match="attention_mask"):
             self.model(self.cache, ids, positions, shown)
+
+    def pads(self, size: int, most: int) -> None:
+        """The next call's mask hides the newest of each sequence, up to ``most``, as padding after its end: they are gone."""
+        self.cache.settle()
+        before, packed = self.held(), self.packed.copy()
+        self.shown = self.shown.clone()
+        for row in range(len(self.history)):
+            count = min(self.dice.randrange(most + 1), self.room_to_cut(row))
+            columns = self.shown[row].nonzero().flatten()
+            if count:
+                self.shown[row, columns[len(columns) - count :]] = False
+                self.cut(row, count)
+        if before is not None:
+            lengths = [self.length(row) for row in range(len(self.history))]
+            before = [tuple(t[:, :n] for t in of) for of, n in zip(before, lengths, strict=True)]
+        # a block that was cut before is what it was at that time, and not what it decodes to today
+        self.run(self.call(size), look=packed == self.packed, before=before)
 
     def dies(self, call: tuple, places: int) -> bool:
         """A call that dies after ``places`` places, or in a layer's own work; returns whether it did."""
@@ -263,12 +284,17 @@ class Flow:
         finally:
             delattr(of, name)
 
+    def room_to_cut(self, row: int) -> int:
+        """Tokens that may be taken off a sequence's end."""
+        length = self.length(row)
+        return min(length, SPARE - self.most[row] + length) if self.cache.folded[0].following.active else length
+
     def crop(self, count: int) -> None:
         """Where an encoder follows queries: no further back than those it keeps, beyond which a state is made of fewer."""
         count = min(count, self.shown.shape[1])
         if self.cache.folded[0].following.active:
             self.cache.settle()
-            count = min(count, *(SPARE - most + self.length(row) for row, most in enumerate(self.most)), SPARE)
+            count = min(count, *(self.room_to_cut(row) for row in range(len(self.history))), SPARE)
         if count <= 0:
             return
         self.cache.crop(-count)
@@ -317,6 +343,10 @@ class Flow:
             self.crop(number % 70)
         elif kind == "hides":
             self.hides()
+        elif kind == "pads":
+            size = min(1 + number % 3, room)
+            if size and self.shown.shape[1]:
+                self.pads(size, most=number % 50)
         elif kind == "reorder":
             rows = [self.dice.randrange(batch) for _ in range(batch)]
             self.cache.reorder_cache(torch.tensor(rows))
@@ -378,7 +408,7 @@ class Flow:
 
 KINDS = (
     *("step", "steps", "few", "turn", "prompt", "dies", "dies and again", "draft", "crop"),
-    *("hides", "reorder", "repeat", "select", "copy", "save", "reset"),
+    *("hides", "pads", "reorder", "repeat", "select", "copy", "save", "reset"),
 )
 BREAKABLE = (
     "writer.take",

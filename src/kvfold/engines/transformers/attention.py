@@ -160,7 +160,7 @@ def _folded_attention(
         )
     tokens = query.shape[-2]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    check_prompt(layer, options.get("position_ids"), tokens)
+    check_prompt(layer, options.get("position_ids"), tokens, attention_mask)
     valid = layer.new_columns(attention_mask, tokens)
     weighs = asked(previous, options)
     weights = weights_of(layer, module, query, key, valid, options) if weighs else None

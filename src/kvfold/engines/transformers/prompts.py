@@ -7,9 +7,10 @@ from kvfold.errors import CacheStateError
 from kvfold.storage.columns import AS_IT_BEGINS
 
 
-def check_prompt(layer: FoldedLayer, position_ids: torch.Tensor | None, count: int) -> None:
+def check_prompt(layer: FoldedLayer, position_ids: torch.Tensor | None, count: int, mask: torch.Tensor | None) -> None:
     """Refuse a prompt that is not longer than what the cache holds: of ``n`` tokens that follow ``columns`` others,
-    ``generate`` passes on those from ``columns - n`` on, to be read a second time. Steps on accelerators are not looked at.
+    ``generate`` passes on those from ``columns - n`` on, to be read a second time. Tokens that ``mask`` [batch, columns and new
+    tokens] hides are not held. Steps on accelerators are not looked at.
 
     Raises
     ------
@@ -23,7 +24,8 @@ def check_prompt(layer: FoldedLayer, position_ids: torch.Tensor | None, count: i
         return
     if layer.running is not None and len(layer.running[0].before) > 1:
         return  # the first layer has looked
-    held = layer.lens[0]
+    whole = mask is not None and mask.shape[1] == columns + count
+    held = int(mask[0, :columns].sum()) if whole else layer.lens[0]
     if held < min(count, 2):  # padding, or a token that padding follows
         return
     ends = position_ids[0, :: max(count - 1, 1)].tolist()
