@@ -1,9 +1,10 @@
 """Random flows: whatever is done with a cache, it holds what its tokens say, and attention reads what it holds.
 
 Sequences of calls, steps, padding, crops, drafts, reordered, repeated and selected sequences, copies, saving and loading,
-resets, calls that die anywhere and are tried again (or not), masks that are refused or hide the newest tokens, inference mode on and off. Two attention
-layers are driven through Transformers' interfaces, as a model does it; a token's keys, values and queries follow from its id
-and position. So what a cache must hold is what a fresh one holds after one call with each sequence's tokens alone.
+resets, calls that die anywhere and are tried again (or not), masks that are refused or hide the newest tokens, inference mode
+on and off. Two attention layers are driven through Transformers' interfaces, as a model does it; a token's keys, values and
+queries follow from its id and position. So what a cache must hold is what a fresh one holds after one call with each
+sequence's tokens alone.
 
 ``make fuzz`` runs 100,000 cases (``KVFOLD_FUZZ``: how many; ``KVFOLD_FUZZ_SEED``: others than those of the checks).
 """

@@ -9,8 +9,12 @@ from transformers import (
     BambaForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     JambaConfig,
@@ -25,12 +29,15 @@ from transformers import (
 
 import kvfold
 from helpers import build, dynamic, llama, logits, prompt, relative
+from kvfold.engines.transformers import losses
 from kvfold.engines.transformers.layer import FoldedLayer
+from kvfold.engines.transformers.probes import Probe
 from kvfold.errors import CacheStateError, UnsupportedModelError
 
 CUTS = [150, 30, 1, 19]
 MAMBA = {"mamba_d_state": 16, "mamba_n_heads": 4, "mamba_chunk_size": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SLIDING = ["sliding_attention", "full_attention"]
 SHARED = {"initializer_range": 0.1, "hidden_size": 128}
 
 
@@ -72,6 +79,13 @@ MODELS = {
     ),
 }  # fmt: skip
 FOLDED = {"falcon_h1": [0, 1]}
+MIXED = {
+    "gemma3": lambda: build(Gemma3ForCausalLM, Gemma3TextConfig, sliding_window=32, layer_types=SLIDING),
+    "gpt_oss": lambda: build(
+        GptOssForCausalLM, GptOssConfig, sliding_window=32, layer_types=SLIDING, **EXPERTS
+    ),
+    "lfm2": lambda: build(Lfm2ForCausalLM, Lfm2Config, layer_types=["conv", "full_attention"]),
+}  # fmt: skip
 NO_ROPE = ("zamba2", "jamba", "nemotron_h", "granite")
 
 
@@ -259,3 +273,30 @@ def test_after_a_call_that_died_only_reset_remains(name):
                 logits(model, cache, ids[:, start:stop])
         cache.reset()
     assert relative(logits(model, cache, ids, [40, 20]), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS | MIXED)
+def test_what_layers_lose_is_measured_beside_layers_that_do_not_fold(name):
+    """Of the layers that fold, with the others in their own states: expected is what the changed cache does lose."""
+    model = (MODELS | MIXED)[name]()
+    ids = prompt(1, 320)
+    probe = Probe("text", ids, 256, tuple(range(257, 320)))
+    method = kvfold.methods.get("fold:bits=4,sink=0,recent=0")
+    found = losses.measure(model, [probe], {"k": {4: method}, "v": {4: method}})["text"]
+    assert found.layers == FOLDED.get(name, [1])
+    stored = losses._Stored(model, ids[:, :256])
+    changes = stored.changes(method, [("k", 4), ("v", 4)], {})
+
+    def predictions(side=None):
+        cache = stored.own()
+        for layer in found.layers if side else ():
+            of, attribute = cache.layers[layer], {"k": "keys", "v": "values"}[side]
+            setattr(of, attribute, getattr(of, attribute) + changes[layer, side, 4])
+        with torch.no_grad():
+            return model(ids[:, 256:], past_key_values=cache).logits[0, :-1].double().log_softmax(-1)
+
+    exact = predictions()
+    for side in "kv":
+        near = predictions(side)
+        kld = float((exact.exp() * (exact - near)).sum(-1).mean())
+        assert 0.25 < sum(found.lost[layer, side, 4] for layer in found.layers) / kld < 4

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import kvfold
 from kvfold.artefact import Artefact, read, save
@@ -13,12 +13,14 @@ from kvfold.cli import main
 from kvfold.engines.transformers import losses, profiles
 from kvfold.engines.transformers.probes import SCORED, probes
 from kvfold.engines.vllm import settings, shapes
-from kvfold.errors import KVFoldError, MethodError
+from kvfold.errors import KVFoldError, KVFoldWarning, MethodError
 from kvfold.methods import Recipe, get
 from kvfold.methods import profile as of
 from kvfold.methods.losses import Losses, spread
 from tiny_model import byte_tokenizer, tiny_llama
 from tiny_model import save as saved
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @pytest.fixture
@@ -117,13 +119,10 @@ def test_losses_are_the_divergence_of_small_changes(model, monkeypatch):
     rows = [at - probe.prefilled - 1 for at in probe.predicted]
 
     def predictions(changed=None):
-        cache = DynamicCache(config=model.config)
-        for index, taken in stored.shared.kept.items():
-            pair = [
-                x + changes[index, side, bits] if (index, side) == changed else x
-                for side, x in zip("kv", taken[:2], strict=True)
-            ]
-            cache.update(*pair, index)
+        cache = stored.own()
+        if changed is not None:
+            layer, name = cache.layers[changed[0]], {"k": "keys", "v": "values"}[changed[1]]
+            setattr(layer, name, getattr(layer, name) + changes[*changed, bits])
         with torch.inference_mode():
             return (
                 model(probe.ids[:, probe.prefilled :], past_key_values=cache).logits[0, rows].double().log_softmax(-1)
@@ -161,6 +160,25 @@ def test_fold_measures_a_missing_profile_once_and_says_so(model, home, capsys):
     kvfold.unfold(model)
     assert capsys.readouterr().err == "" and place.stat().st_mtime_ns == stamp
     assert str(other.method) != str(cache.method)
+
+
+def test_a_budget_is_of_the_layers_that_fold(home):
+    """Sliding windows stay as they are, and no bits are given to them."""
+    torch.manual_seed(0)
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    options = {name: value for name, value in vars(tiny_llama().config).items() if name in SIZES}
+    model = Qwen3ForCausalLM(
+        Qwen3Config(**options, num_hidden_layers=3, layer_types=kinds, use_sliding_window=True, sliding_window=64)
+    ).eval()
+    profiles.remember(model, byte_tokenizer())
+    with pytest.warns(KVFoldWarning, match="1 of 3 layers stay in full precision"):
+        cache = kvfold.fold(model, "fold:budget=2.7")
+    assert [layer.spec.layer_idx for layer in cache.folded] == [0, 2]
+    ids = torch.arange(1, 251)[None]
+    model(ids, past_key_values=cache)
+    assert sum(f.bits for layer in cache.folded for f in (layer.key_format, layer.value_format)) / 4 <= 2.7
+    again = kvfold.explain(model, "fold:budget=2.7")
+    assert any("profile" in note for note in again.notes)
 
 
 def test_explain_names_the_profile_and_measures_nothing(model, home):

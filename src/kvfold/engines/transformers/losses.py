@@ -15,14 +15,12 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, PreTrainedModel
 
-from kvfold.engines.transformers import originals, restarts
+from kvfold.engines.transformers import names, originals, restarts
 from kvfold.engines.transformers.making import make_cache
-from kvfold.engines.transformers.names import passing
 from kvfold.engines.transformers.probes import Probe
-from kvfold.engines.transformers.shared import SharedPrompt
+from kvfold.engines.transformers.shared import SharedPrompt, Taken, taking
 from kvfold.errors import KVFoldError
 from kvfold.formats import PAGE
 from kvfold.methods import Method, get
@@ -62,8 +60,7 @@ def measure(
     Raises
     ------
     KVFoldError
-        A layer that folds has no keys of its own to differ by (a hybrid layer), nothing is packed of a prompt, or a loss is not
-        finite.
+        Nothing is packed of a prompt, or a loss is not finite.
     """
     kinds = list(dict.fromkeys(probe.kind for probe in probes))
     sums: dict[str, dict[Key, float]] = {kind: {} for kind in kinds}
@@ -124,63 +121,61 @@ def _square(gradient: torch.Tensor, change: torch.Tensor) -> float:
 
 
 class _Stored:
-    """A prompt's keys and values in every layer that folds, and what methods make of them."""
+    """A prompt's keys and values in every layer that folds, and what methods make of them. Other layers stay the model's."""
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
         self.model, self.ids, self.shared = model, ids, SharedPrompt()
-        self.cache = self._filled(get("none"))
-        if self.shared.kept is None:
-            raise KVFoldError(
-                "budget: bits are spread over models whose layers all fold, and of which a prompt's keys, values and queries "
-                "fit into memory; allowed: the same bits for all layers, k_bits= and v_bits="
-            )
-        self.elements = {
-            layer.spec.layer_idx: layer.spec.num_kv_heads * layer.spec.head_dim for layer in self.cache.folded
-        }
+        cache, _ = self._filled(get("none"))
+        self.elements = {layer.spec.layer_idx: layer.spec.num_kv_heads * layer.spec.head_dim for layer in cache.folded}
 
-    def _filled(self, method: Method) -> FoldedCache:
+    def _filled(self, method: Method) -> tuple[FoldedCache, dict[int, Taken]]:
+        """A cache that holds the prompt, and what its layers were given."""
         cache = make_cache(self.model, method, None, self.ids.shape[1])
         try:
-            self.shared.prefill(self.model, self.ids, cache)
+            with taking(cache.folded) as taken:
+                self.shared.prefill(self.model, self.ids, cache)
         finally:
             originals.restore(self.model)
             restarts.end(self.model)
-        return cache
+        return cache, taken
 
     def changes(
         self, method: Method, wanted: Sequence[tuple[Side, int]], cost: dict[Key, float]
     ) -> dict[Key, torch.Tensor]:
         """What a method adds to the wanted sides of every layer, in the model's dtype; effective bits go into ``cost``."""
-        assert self.shared.kept is not None
         found = {}
-        cache = self._filled(method)
+        cache, taken = self._filled(method)
         with torch.no_grad():
-            for layer, taken in zip(cache.folded, self.shared.kept.values(), strict=True):
+            for layer in cache.folded:
                 if not any(layer.packed):
                     raise KVFoldError(f"method: {method} packs nothing of {self.ids.shape[1]} tokens")
                 formats, decoded = (layer.key_format, layer.value_format), layer.decoded(0)
-                exact = taken.key, taken.value
+                exact = taken[layer.spec.layer_idx]
                 for side, bits in wanted:
                     i, key = SIDES.index(side), (layer.spec.layer_idx, side, bits)
                     found[key] = (decoded[i][None] - exact[i].float()).to(exact[i].dtype)
                     cost[key] = float(formats[i].bits)
         return found
 
+    def own(self) -> Cache:
+        """The prompt in the model's own cache: what layers that do not fold hold is of their own kind."""
+        with torch.no_grad():
+            found = names.given(self.model(self.ids, use_cache=True, logits_to_keep=1))
+        assert isinstance(found, Cache)
+        return found
+
     def gradients(self, probe: Probe, draws: int) -> Iterator[dict[tuple[int, Side], torch.Tensor]]:
         """``J' u`` of a few draws of ``u``, by layer and side; see the module."""
-        assert self.shared.kept is not None
         asked: dict[tuple[int, Side], torch.Tensor] = {}
-        cache = DynamicCache(config=self.model.config)
-        for index, taken in self.shared.kept.items():
-            pair = [x.detach().clone().requires_grad_() for x in (taken.key, taken.value)]
-            asked |= {(index, side): x for side, x in zip(SIDES, pair, strict=True)}
-            if type(cache.layers[index]) is not DynamicLayer:
-                raise KVFoldError(f"model: layer {index} is a {type(cache.layers[index]).__name__}; no bits are spread")
-            cache.update(pair[0], pair[1], index)
+        cache = self.own()
+        for index in self.elements:
+            layer: Any = cache.layers[index]
+            layer.keys, layer.values = (x.detach().clone().requires_grad_() for x in (layer.keys, layer.values))
+            asked |= {(index, "k"): layer.keys, (index, "v"): layer.values}
         rest = probe.ids[:, probe.prefilled :].to(self.model.device)
         rows = torch.tensor([at - probe.prefilled - 1 for at in probe.predicted], device=rest.device)
         with torch.enable_grad():
-            logits = self.model(rest, **passing(self.model, cache), use_cache=True).logits[0, rows].float()
+            logits = self.model(rest, **names.passing(self.model, cache), use_cache=True).logits[0, rows].float()
         share = logits.detach().softmax(-1)
         generator = torch.Generator().manual_seed(0)
         for draw in range(draws):

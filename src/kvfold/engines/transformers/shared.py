@@ -57,16 +57,10 @@ class SharedPrompt:
         if self.kept is not None or layers is None or not _fits(model, layers, tokens):
             yield
             return
-        kept: dict[int, Taken] = {}
-        for index, layer in enumerate(layers):
-            vars(layer)["append"] = _recorder(layer, index, kept)  # in place of the method until the call is over
-        try:
+        with taking(layers) as taken:
             yield
-        finally:
-            for layer in layers:
-                del vars(layer)["append"]
-        if len(kept) == len(layers):
-            self.kept = kept
+        if len(taken) == len(layers):
+            self.kept = taken
 
     def _give(self, cache: Cache) -> None:
         assert self.kept is not None
@@ -79,12 +73,29 @@ class SharedPrompt:
                     layer.finish()
 
 
-def _recorder(layer: FoldedLayer, index: int, kept: dict[int, Taken]) -> Any:
+@contextmanager
+def taking(layers: Sequence[FoldedLayer]) -> Iterator[dict[int, Taken]]:
+    """What layers are given in a call without padding, by the layer's number in its model."""
+    taken: dict[int, Taken] = {}
+    before = [vars(layer).get("append") for layer in layers]
+    for layer in layers:
+        vars(layer)["append"] = _recorder(layer, taken)  # in place of the method until the call is over
+    try:
+        yield taken
+    finally:
+        for layer, append in zip(layers, before, strict=True):
+            if append is None:
+                del vars(layer)["append"]
+            else:
+                vars(layer)["append"] = append
+
+
+def _recorder(layer: FoldedLayer, taken: dict[int, Taken]) -> Any:
     append = layer.append
 
     def record(key: Any, value: Any, query: Any, valid: Any, position_ids: Any = None, pack: bool = True) -> None:
         if valid is None:
-            kept[index] = Taken(key, value, query, position_ids)
+            taken[layer.spec.layer_idx] = Taken(key, value, query, position_ids)
         append(key, value, query, valid, position_ids, pack)
 
     return record
