@@ -25,20 +25,18 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.common._encode_step import _step_kernel
 from kvfold.kernels.common._encode_tile import _encode_kernel
-from kvfold.kernels.common.partials import early_launch
+from kvfold.kernels.common.step import Step, or_any
 from kvfold.kernels.device import device_info
 from kvfold.kernels.lengths import Lengths
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
 HEAD_DIMS = (64, 128, 256)
-MAX_TOKENS = 16
 """Tokens that one step may append."""
 
 
@@ -144,11 +142,6 @@ def _check(fmt: Format, update: torch.Tensor | None) -> AffineGroups:
     return fmt
 
 
-def _or_any(x: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """A tensor, or one that stands for it and is never read."""
-    return other if x is None else x.contiguous()
-
-
 def _constants(fmt: AffineGroups, mode: str | None = None) -> tuple[int, int, int, int, int]:
     """Tokens of a tile, group, axis, mode, bits."""
     chosen = MODES["sym" if mode == "sym" and fmt.mode == "hybrid" else fmt.mode]
@@ -221,24 +214,24 @@ def encode_blocks(
     _encode_kernel[(tokens // tile, heads, batch)](
         x,
         *x.stride(),
-        _or_any(rows, codes),
+        or_any(rows, codes),
         codes,
         meta,
         aux,
         block_offset * per_block,
         blocks * per_block,
         heads,
-        _or_any(how.mean, meta),
-        _or_any(how.norm, meta),
-        _or_any(None if how.norm is None else how.norm.reciprocal(), meta),
-        _or_any(how.update, meta),
-        _or_any(how.inv_freq, meta),
-        _or_any(how.first_position, codes),
+        or_any(how.mean, meta),
+        or_any(how.norm, meta),
+        or_any(None if how.norm is None else how.norm.reciprocal(), meta),
+        or_any(how.update, meta),
+        or_any(how.inv_freq, meta),
+        or_any(how.first_position, codes),
         (first_block + block_offset) * form.block,
         0 if how.inv_freq is None else how.inv_freq.numel(),
         how.rope_factor,
         slots,
-        _or_any(how.numbers, codes),
+        or_any(how.numbers, codes),
         1 if how.numbers is None or how.update is None else how.update.shape[1],
         per_block,
         T=tile,
@@ -312,68 +305,34 @@ def append_and_close(
     first_block : int
         Index of the first block of the fields within the sequences.
     """
-    how = transform or KeyTransform()
+    how, step = transform or KeyTransform(), Step(key, value, lengths, sink, ring, recent)
     k_form, v_form = _check(key_format, how.update), _check(value_format, None)
-    batch, heads, slots, dim = ring[0].shape
-    tokens = 0 if key is None else key.shape[2]
-    block = k_form.block
-    if v_form.block != block or k_form.head_dim != dim or v_form.head_dim != dim:
-        raise ValueError(
-            f"formats: blocks {block}, {v_form.block}; head_dim {k_form.head_dim}, {v_form.head_dim}, {dim}"
-        )
-    if (key is None) != (value is None) or tokens > MAX_TOKENS:
-        raise ValueError(f"tokens={tokens}: a step appends 1 to {MAX_TOKENS} keys and as many values")
-    if slots < recent + block - 1 + tokens:
-        raise ValueError(f"ring: has {slots} slots; recent={recent}, block={block} need {recent + block - 1 + tokens}")
-    for name, window in zip(("sink", "sink", "ring", "ring"), (*sink, *ring), strict=True):
-        if not window.is_contiguous():
-            raise ValueError(f"{name}: must be contiguous, its strides are {window.stride()}")
+    step.check((k_form.block, v_form.block), (k_form.head_dim, v_form.head_dim))
     k_stored, v_stored = _stored(k_form, key_fields), _stored(v_form, value_fields)
     k_codes = k_stored[0]
-    blocks = k_codes.shape[2]
-    if k_codes.shape[:2] != (batch, heads) or v_stored[0].shape[:3] != k_codes.shape[:3]:
-        raise ValueError(f"fields: {tuple(k_codes.shape[:3])}, {tuple(v_stored[0].shape[:3])} for {batch} x {heads}")
+    step.check_stored(k_codes.shape[:3], v_stored[0].shape[:3])
     kt, kg, k_axis, k_mode, k_bits = _constants(k_form)
     vt, vg, v_axis, v_mode, v_bits = _constants(v_form)
     warps = _warps(k_form, v_form, cut=how.update is not None or how.inv_freq is not None)
-    new_k, new_v = (ring[0], ring[1]) if key is None or value is None else (key, value)
-    early = device_info(ring[0].device).has_pdl
+    batch, heads, _, dim = ring[0].shape
     _step_kernel[(2 * heads, batch)](
-        new_k,
-        *new_k.stride(),
-        new_v,
-        *new_v.stride(),
-        *sink,
-        *ring,
+        *step.new_and_windows(),
         *k_stored,
         *v_stored,
-        _or_any(how.mean, k_stored[1]),
-        _or_any(how.norm, k_stored[1]),
-        _or_any(how.update, k_stored[1]),
-        _or_any(how.inv_freq, k_stored[1]),
-        _or_any(how.first_position, k_codes),
+        or_any(how.mean, k_stored[1]),
+        or_any(how.norm, k_stored[1]),
+        or_any(how.update, k_stored[1]),
+        or_any(how.inv_freq, k_stored[1]),
+        or_any(how.first_position, k_codes),
         0 if how.inv_freq is None else how.inv_freq.numel(),
         how.rope_factor,
-        _or_any(boundary, k_codes),
-        _or_any(counts, k_codes),
-        lengths.total,
-        lengths.packed,
-        lengths.sink,
-        lengths.recent,
-        _or_any(lengths.ticket, lengths.sink),
-        tokens,
-        heads,
-        sink[0].shape[2],
-        recent,
-        slots,
+        or_any(boundary, k_codes),
+        or_any(counts, k_codes),
+        *step.lengths_and_sizes(),
         first_block,
-        blocks,
-        BLOCK=block,
-        NEW=triton.next_power_of_2(tokens) if tokens else 0,
+        k_codes.shape[2],
         CLOSE=close,
-        ADVANCE=lengths.ticket is not None,
         COUNTS=counts is not None,
-        D=dim,
         KT=kt,
         KG=kg,
         K_AXIS=k_axis,
@@ -390,11 +349,10 @@ def append_and_close(
         WIDTH=0 if how.update is None else dim - how.update.shape[-1],
         BOUNDARY=boundary is not None,
         WARPS=warps,
-        EARLY=early,
         num_warps=warps,
         num_stages=1,  # nothing to prefetch: a loop over due blocks runs once, if at all
         enable_fp_fusion=False,
-        **early_launch(early),
+        **step.constants(k_form.block),
     )
 
 

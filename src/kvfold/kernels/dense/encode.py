@@ -5,14 +5,11 @@
 """
 
 import torch
-import triton
 
 from kvfold.formats import Dense, Fields, Format
 from kvfold.formats.packing import UNIT
-from kvfold.kernels.affine.encode import MAX_TOKENS, _or_any
-from kvfold.kernels.common.partials import early_launch
+from kvfold.kernels.common.step import MAX_TOKENS, Pair, Step, or_any
 from kvfold.kernels.dense._encode import _copy_kernel, _step_kernel
-from kvfold.kernels.device import device_info
 from kvfold.kernels.lengths import Lengths
 
 
@@ -72,7 +69,7 @@ def encode_blocks(
     _copy_kernel[(tokens // UNIT, heads, batch)](
         x,
         *x.stride()[:3],
-        _or_any(rows, target),
+        or_any(rows, target),
         target,
         heads,
         target.shape[2] * fmt.block,
@@ -105,25 +102,14 @@ def append_and_close(
     for fmt in (key_format, value_format):
         if why := unsupported(fmt):
             raise ValueError(f"encode: {why}")
-    batch, heads, slots, dim = ring[0].shape
-    tokens, block = 0 if key is None else key.shape[2], key_format.block
-    if value_format.block != block or (key_format.head_dim, value_format.head_dim) != (dim, dim):
-        raise ValueError(
-            f"formats: blocks {block}, {value_format.block}; "
-            f"head_dim {key_format.head_dim}, {value_format.head_dim}, {dim}"
-        )
-    if (key is None) != (value is None) or tokens > MAX_TOKENS:
-        raise ValueError(f"tokens={tokens}: a step appends 1 to {MAX_TOKENS} keys and as many values")
-    if slots < recent + block - 1 + tokens:
-        raise ValueError(f"ring: has {slots} slots; recent={recent}, block={block} need {recent + block - 1 + tokens}")
+    step, block = Step(key, value, lengths, sink, ring, recent), key_format.block
+    step.check((block, value_format.block), (key_format.head_dim, value_format.head_dim))
     stored = key_fields["x"], value_fields["x"]
-    for name, x in zip(("sink", "sink", "ring", "ring", "fields", "fields"), (*sink, *ring, *stored), strict=True):
+    for x in stored:
         if not x.is_contiguous():
-            raise ValueError(f"{name}: must be contiguous, its strides are {x.stride()}")
-    if stored[0].shape[:2] != (batch, heads) or stored[1].shape != stored[0].shape:
-        raise ValueError(f"fields: {tuple(stored[0].shape)}, {tuple(stored[1].shape)} for {batch} x {heads}")
-    new_k, new_v = (ring[0], ring[1]) if key is None or value is None else (key, value)
-    _launch((new_k, new_v), tokens, lengths, sink, ring, recent, stored, first_block, stored[0].shape[2], block)
+            raise ValueError(f"fields: must be contiguous, its strides are {x.stride()}")
+    step.check_stored(stored[0].shape[:3], stored[1].shape[:3])
+    _launch(step, stored, first_block, stored[0].shape[2], block)
 
 
 def append(
@@ -137,54 +123,21 @@ def append(
 
     Parameters are those of :func:`kvfold.kernels.affine.encode.append_and_close`.
     """
-    if not 1 <= key.shape[2] <= MAX_TOKENS:
-        raise ValueError(f"tokens={key.shape[2]}: a step appends 1 to {MAX_TOKENS} keys and as many values")
-    for name, x in zip(("sink", "sink", "ring", "ring"), (*sink, *ring), strict=True):
-        if not x.is_contiguous():
-            raise ValueError(f"{name}: must be contiguous, its strides are {x.stride()}")
-    _launch((key, value), key.shape[2], lengths, sink, ring, 0, ring, 0, 0, UNIT, warps=1)
+    step = Step(key, value, lengths, sink, ring, 0)
+    if not 1 <= step.tokens <= MAX_TOKENS:
+        raise ValueError(f"tokens={step.tokens}: a step appends 1 to {MAX_TOKENS} keys and as many values")
+    step.check_windows()
+    _launch(step, ring, 0, 0, UNIT, warps=1)
 
 
-def _launch(
-    new: tuple[torch.Tensor, torch.Tensor],
-    tokens: int,
-    lengths: Lengths,
-    sink: tuple[torch.Tensor, torch.Tensor],
-    ring: tuple[torch.Tensor, torch.Tensor],
-    recent: int,
-    stored: tuple[torch.Tensor, torch.Tensor],
-    first_block: int,
-    blocks: int,
-    block: int,
-    warps: int = 4,
-) -> None:
-    batch, heads, slots, dim = ring[0].shape
-    early = device_info(ring[0].device).has_pdl
+def _launch(step: Step, stored: Pair, first_block: int, blocks: int, block: int, warps: int = 4) -> None:
+    batch, heads = step.ring[0].shape[:2]
     _step_kernel[(2 * heads, batch)](
-        new[0],
-        *new[0].stride(),
-        new[1],
-        *new[1].stride(),
-        *sink,
-        *ring,
+        *step.new_and_windows(),
         *stored,
-        lengths.total,
-        lengths.packed,
-        lengths.sink,
-        lengths.recent,
-        _or_any(lengths.ticket, lengths.sink),
-        tokens,
-        heads,
-        sink[0].shape[2],
-        recent,
-        slots,
+        *step.lengths_and_sizes(),
         first_block,
         blocks,
-        BLOCK=block,
-        D=dim,
-        NEW=triton.next_power_of_2(tokens) if tokens else 0,
-        ADVANCE=lengths.ticket is not None,
-        EARLY=early,
         num_warps=warps,
-        **early_launch(early),
+        **step.constants(block),
     )

@@ -38,12 +38,12 @@ from kvfold.formats.basis import Basis
 from kvfold.formats.packing import UNIT
 from kvfold.formats.paged import norms
 from kvfold.formats.residual import Codebook
-from kvfold.kernels.affine.encode import MAX_TOKENS, MODES, TOLERANCE, _difference, _or_any, _tile
+from kvfold.kernels.affine.encode import MODES, TOLERANCE, _difference, _tile
 from kvfold.kernels.affine.encode import _warps as affine_warps
 from kvfold.kernels.affine.encode import unsupported as affine_unsupported
 from kvfold.kernels.common._encode_nearest import SLOTS
 from kvfold.kernels.common.encode_source import misfit
-from kvfold.kernels.common.partials import early_launch
+from kvfold.kernels.common.step import Step, or_any
 from kvfold.kernels.device import device_info
 from kvfold.kernels.fold._encode import _blocks_kernel, _statistics_kernel, _step_kernel
 from kvfold.kernels.lengths import Lengths
@@ -330,7 +330,7 @@ def encode_pages(
     source = (waiting, waiting.stride(0), waiting.stride(1), new, *new.stride()[:3])
     codes, meta, aux, mean, norm = _stored(of, fields)
     slots, picked = max(waiting.shape[2], 1), rows is not None
-    rows = _or_any(rows, codes)
+    rows = or_any(rows, codes)
     if pages:
         _statistics_kernel[(pages, heads, batch)](
             *source,
@@ -403,76 +403,44 @@ def append_and_close(
     that a program closes, one after the other (:func:`heads_together`); more than one where there are no new tokens.
     """
     k, v = side(key_format), side(value_format)
-    batch, heads, slots, dim = ring[0].shape
-    tokens, block = 0 if key is None else key.shape[2], k.inner.block
-    if v.inner.block != block or (k.inner.head_dim, v.inner.head_dim) != (dim, dim):
-        raise ValueError(
-            f"formats: blocks {block}, {v.inner.block}; head_dim {k.inner.head_dim}, {v.inner.head_dim}, {dim}"
-        )
-    if (key is None) != (value is None) or tokens > MAX_TOKENS:
-        raise ValueError(f"tokens={tokens}: a step appends 1 to {MAX_TOKENS} keys and as many values")
-    if each < 1 or heads % each or (each > 1 and tokens):
+    step, block = Step(key, value, lengths, sink, ring, recent), k.inner.block
+    batch, heads = ring[0].shape[:2]
+    step.check((block, v.inner.block), (k.inner.head_dim, v.inner.head_dim))
+    if each < 1 or heads % each or (each > 1 and step.tokens):
         raise ValueError(f"each={each}: a program closes 1 of {heads} heads, or a divisor of them where nothing is new")
-    if slots < recent + block - 1 + tokens:
-        raise ValueError(f"ring: has {slots} slots; recent={recent}, block={block} need {recent + block - 1 + tokens}")
     seen = max((of.form[6] for of in (k, v) if of.per_page), default=0)
     if seen > recent + block:
         raise ValueError(f"seen={seen}: when a block is closed there are {recent + block} tokens of its page")
-    for name, window in zip(("sink", "sink", "ring", "ring"), (*sink, *ring), strict=True):
-        if not window.is_contiguous():
-            raise ValueError(f"{name}: must be contiguous, its strides are {window.stride()}")
     k_stored, v_stored = _stored(k, key_fields), _stored(v, value_fields)
-    shapes = [fields[of.codes].shape[:3] for of, fields in ((k, key_fields), (v, value_fields))]
-    blocks = shapes[0][2]
-    if shapes[0][:2] != (batch, heads) or shapes[1] != shapes[0]:
-        raise ValueError(f"fields: {tuple(shapes[0])}, {tuple(shapes[1])} for {batch} x {heads}")
-    new_k, new_v = (ring[0], ring[1]) if key is None or value is None else (key, value)
-    warps, any_int, early = max(k.warps, v.warps), lengths.sink, device_info(ring[0].device).has_pdl
+    shape = key_fields[k.codes].shape[:3]
+    step.check_stored(shape, value_fields[v.codes].shape[:3])
+    warps, any_int = max(k.warps, v.warps), lengths.sink
     _step_kernel[(2 * heads // each, batch)](
-        new_k,
-        *new_k.stride(),
-        new_v,
-        *new_v.stride(),
-        *sink,
-        *ring,
+        *step.new_and_windows(),
         *k_stored,
         constants(key_format, k_stored[1]),
         *v_stored,
         constants(value_format, v_stored[1]),
         _norm_table(ring[0].device),
-        _or_any(boundary, any_int),
-        _or_any(counts, any_int),
-        lengths.total,
-        lengths.packed,
-        lengths.sink,
-        lengths.recent,
-        _or_any(lengths.ticket, any_int),
-        tokens,
-        heads,
-        sink[0].shape[2],
-        recent,
-        slots,
+        or_any(boundary, any_int),
+        or_any(counts, any_int),
+        *step.lengths_and_sizes(),
         first_block,
-        blocks,
+        shape[2],
         _pages(k, key_fields),
         _pages(v, value_fields),
-        BLOCK=block,
-        NEW=triton.next_power_of_2(tokens) if tokens else 0,
         CLOSE=close,
-        ADVANCE=lengths.ticket is not None,
         COUNTS=counts is not None,
-        D=dim,
         KEY=k.form,
         VALUE=v.form,
         BOUNDARY=boundary is not None,
         WARPS=warps,
         EACH=each,
-        EARLY=early,
         num_warps=warps,
         maxnreg=most_registers(k, v),
         num_stages=1,
         enable_fp_fusion=False,
-        **early_launch(early),
+        **step.constants(block),
     )
 
 

@@ -6,8 +6,9 @@ import triton
 
 from kvfold.arithmetic import lasting
 from kvfold.formats import Fields, Format, MixedTokens, Paged
-from kvfold.kernels.affine.encode import TOLERANCE, _or_any
+from kvfold.kernels.affine.encode import TOLERANCE
 from kvfold.kernels.common.encode_source import ORDERS
+from kvfold.kernels.common.step import or_any
 from kvfold.kernels.fold.encode import _norm_table
 from kvfold.kernels.fragments._encode_mixed import mixed_kernel
 
@@ -128,7 +129,7 @@ def encode(
         *keys.stride()[:3],
         values,
         *values.stride()[:3],
-        _or_any(rows, numbers),
+        or_any(rows, numbers),
         probes.contiguous(),
         probes.shape[1],
         numbers,

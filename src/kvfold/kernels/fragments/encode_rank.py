@@ -9,7 +9,8 @@ import torch
 from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Fields, Format, LowRank
 from kvfold.formats.lowrank import _start
-from kvfold.kernels.affine.encode import TOLERANCE, _difference, _or_any
+from kvfold.kernels.affine.encode import TOLERANCE, _difference
+from kvfold.kernels.common.step import or_any
 from kvfold.kernels.fold.encode import encode_pages
 from kvfold.kernels.fold.encode import unsupported as inner_unsupported
 from kvfold.kernels.fragments._encode_rank import _rank_kernel
@@ -90,7 +91,7 @@ def encode_missed(
         waiting.stride(1),
         new,
         *new.stride()[:3],
-        _or_any(rows, fields["codes"]),
+        or_any(rows, fields["codes"]),
         basis,
         row,
         _spare(dim, fmt.rank, fmt.seed, new.device),
