@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvfold.sheet import Sheet
 
 JSON_HELP = "Also write the result to FILE as JSON; - prints it instead of the table."
-LISTS = ("--methods", "--prefix", "--domains", "--suite", "--lengths", "--depths", "--tasks", "--grid")
+LISTS = ("--methods", "--prefix", "--domains", "--suite", "--lengths", "--depths", "--tasks", "--forms", "--grid")
 """Flags that take several values, one after the other."""
 SEEDS = (1 << 63) - 1
 """The largest seed: what every generator takes."""
