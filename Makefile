@@ -1,4 +1,5 @@
-# make demo: compare five methods on a real model, ALL=1 every method.  make test: all checks, FAST=1 those of every day.
+# make demo: compare five methods on a real model, ALL=1 every method.  make test: all checks, FAST=1 those of every day,
+# KERNELS=changed without those of kernels if these passed as they are (KERNELS=record: keep that they do; tests/tested.py).
 # Both set up .venv on first use.
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ FAST_TESTS := -m "not slow" tests/kernels/cpu $(filter-out tests/kernels/% tests
 	$(wildcard tests/test_*.py tests/*/test_*.py tests/*/*/test_*.py))
 
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 25 --durations-min 2 $(if $(FAST),$(FAST_TESTS)) $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 25 --durations-min 2 $(if $(KERNELS),--kernels $(KERNELS)) $(if $(FAST),$(FAST_TESTS)) $(ARGS)
 
 # The fast tests with the newest releases that install beside this torch, also with those that pyproject.toml does not allow yet,
 # in an environment of their own; make clean, or remove it, to look for newer ones.

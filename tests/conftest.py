@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import targets
+import tested
 
 torch.set_num_threads(1)  # as many workers as cores
 # Started in a shell's background, this process ignores Ctrl-C, and so would those that tests start and interrupt.
@@ -36,11 +37,20 @@ def _share_the_gpus() -> None:
 _share_the_gpus()
 
 _left_to_the_cpu: dict[str, str] = {}
+_unchanged: list[int] = []
+"""How many tests were left out since the kernels are those that were tested last."""
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--targets", help="where targeted tests run, e.g. cpu-float32,cuda-bfloat16; default: all there is"
+    )
+    parser.addoption(
+        "--kernels",
+        choices=("all", "changed", "record"),
+        default="all",
+        help="tests of tests/kernels: all; only if what they depend on has changed since they passed; or all, and keep that "
+        "they passed",
     )
 
 
@@ -92,7 +102,22 @@ def _targets(config) -> list[targets.Target]:
 
 def pytest_report_header(config):
     missing = "" if torch.cuda.is_available() else "; no CUDA device, so none of the GPU suite"
-    return f"targets: {', '.join(t.name for t in _targets(config))}{missing}"
+    how = config.getoption("--kernels")
+    same = how == "changed" and tested.unchanged()
+    kernels = "not run, for nothing that they depend on has changed since they passed" if same else "run"
+    return [
+        f"targets: {', '.join(t.name for t in _targets(config))}{missing}",
+        f"tests of kernels: {kernels} (--kernels={how})",
+    ]
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Keep which kernels all tests passed with."""
+    config = session.config
+    if config.getoption("--kernels") != "record" or hasattr(config, "workerinput") or exitstatus != 0:
+        return
+    if tested.whole(config.args) and not config.option.keyword and not config.option.markexpr:
+        tested.RECORD.write_text(f"{tested.digest()}\n")
 
 
 def pytest_generate_tests(metafunc):
@@ -109,6 +134,11 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     """Leave CPU-only tests out on GPUs, and the whole set of compilations unless ``-m`` asks for it; both visibly."""
     left = []
+    if config.getoption("--kernels") == "changed" and tested.unchanged():
+        left += [item for item in items if tested.left_out(item.path)]
+        _unchanged.append(len(left))
+        gone = set(map(id, left))
+        items[:] = [item for item in items if id(item) not in gone]
     for item in items:
         target = getattr(item, "callspec", None) and item.callspec.params.get("target")
         only = item.get_closest_marker("cpu_only")
