@@ -86,6 +86,7 @@ class FoldedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     is_croppable = True
+    plain_encoder = False  # formats' own operations encode, on any device: nothing is compiled
     pending = False  # keys were handed on to the attention function, and did not arrive there yet
 
     def __init__(
@@ -182,7 +183,8 @@ class FoldedLayer(CacheLayerMixin):
     def _choose(self) -> None:
         """What attends and what encodes on the layer's device."""
         self.choose_kernel()
-        self.writer.encoder = choose_encoder(self.method, self.spec, self.device)
+        own = Encoder("torch", "no kernel was asked for")
+        self.writer.encoder = own if self.plain_encoder else choose_encoder(self.method, self.spec, self.device)
 
     def choose_kernel(self) -> None:
         """What attends on the layer's device, as far as that is known by now.

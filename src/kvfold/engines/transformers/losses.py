@@ -129,8 +129,11 @@ class _Stored:
         self.elements = {layer.spec.layer_idx: layer.spec.num_kv_heads * layer.spec.head_dim for layer in cache.folded}
 
     def _filled(self, method: Method) -> tuple[FoldedCache, dict[int, Taken]]:
-        """A cache that holds the prompt, and what its layers were given."""
-        cache = make_cache(self.model, method, None, self.ids.shape[1])
+        """A cache that holds the prompt, and what its layers were given. Formats encode and decode themselves: a method's ten
+        kinds of storage are looked at once each, and kernels would take a minute to compile."""
+        cache = make_cache(self.model, method, "reference", self.ids.shape[1])
+        for layer in cache.folded:
+            layer.plain_encoder = True
         try:
             with taking(cache.folded) as taken:
                 self.shared.prefill(self.model, self.ids, cache)
@@ -150,7 +153,8 @@ class _Stored:
                 if not any(layer.packed):
                     raise KVFoldError(f"method: {method} packs nothing of {self.ids.shape[1]} tokens")
                 formats, decoded = (layer.key_format, layer.value_format), layer.decoded(0)
-                exact = taken[layer.spec.layer_idx]
+                given = taken[layer.spec.layer_idx]
+                exact = given.key, given.value
                 for side, bits in wanted:
                     i, key = SIDES.index(side), (layer.spec.layer_idx, side, bits)
                     found[key] = (decoded[i][None] - exact[i].float()).to(exact[i].dtype)
