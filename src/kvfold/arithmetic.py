@@ -9,13 +9,14 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
 
 
@@ -90,11 +91,20 @@ def ordinary(function: Callable[P, R]) -> Callable[P, R]:
     return unseen
 
 
-def lasting(most: int | None = 128) -> Callable[[Callable[..., R]], functools._lru_cache_wrapper[R]]:
+class Lasting(Protocol[P, R_co]):
+    """A function whose results are kept; otherwise it is called as it is declared."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    def cache_clear(self) -> None:
+        """Forget all results."""
+
+
+def lasting(most: int | None = 128) -> Callable[[Callable[P, R]], Lasting[P, R]]:
     """Have a function's results made once, as ordinary tensors, and kept: those of the ``most`` newest arguments, or of all."""
 
-    def keeping(function: Callable[..., R]) -> functools._lru_cache_wrapper[R]:
-        return functools.lru_cache(maxsize=most)(ordinary(function))
+    def keeping(function: Callable[P, R]) -> Lasting[P, R]:
+        return cast("Lasting[P, R]", functools.lru_cache(maxsize=most)(ordinary(function)))
 
     return keeping
 

@@ -24,8 +24,9 @@ def check_prompt(layer: FoldedLayer, position_ids: torch.Tensor | None, count: i
         return
     if layer.running is not None and len(layer.running[0].before) > 1:
         return  # the first layer has looked
-    whole = mask is not None and mask.shape[1] == columns + count
-    held = int(mask[0, :columns].sum()) if whole else layer.lens[0]
+    held = layer.lens[0]
+    if mask is not None and mask.shape[1] == columns + count:
+        held = int(mask[0, :columns].sum())
     if held < min(count, 2):  # padding, or a token that padding follows
         return
     ends = position_ids[0, :: max(count - 1, 1)].tolist()

@@ -261,8 +261,11 @@ class FoldedImpl(AttentionImpl[StepMetadata]):
         rotation.check(rope)
         return replace(rope, inv_freq=rope.inv_freq.to(device))
 
-    def _stored(self, facts: tuple[Any, ...], device: torch.device, rope: Rope | None) -> Stored | None:
-        """What the layer stores: in the order of tensor cores where a kernel reads that, else in the plain one."""
+    def _stored(
+        self, facts: tuple[int, int, int, int, int, torch.dtype], device: torch.device, rope: Rope | None
+    ) -> Stored | None:
+        """What the layer of these ``facts`` (those of :func:`layer_spec`, in its order) stores: in the order of tensor cores
+        where a kernel reads that, else in the plain one."""
         plain, ordered = layer_spec(*facts, False, rope), layer_spec(*facts, True, rope)
         if device.type == "cpu":
             return stored(self.method, plain, self.subspace) or kept(self.method, plain)
