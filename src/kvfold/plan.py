@@ -101,8 +101,10 @@ class Encoder:
         return f"{self.name}: {self.reason}"
 
 
-def choose_encoder(method: Method, spec: LayerSpec, device: torch.device) -> Encoder:
-    """What encodes a layer on this device."""
+def choose_encoder(method: Method, spec: LayerSpec, device: torch.device, plain: bool = False) -> Encoder:
+    """What encodes a layer on this device; ``plain``: not a kernel, wherever it is."""
+    if plain:
+        return Encoder("torch", "no kernel was asked for")
     if device.type == "cpu":
         return Encoder("torch", "encoding kernels run on cuda")
     if not method.kernel_encodes:

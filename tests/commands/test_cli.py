@@ -8,12 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import click
 import pytest
 
 import kvfold
 from kvfold import kernels, methods
-from kvfold.cli import cli, main
+from kvfold.cli import main
 from kvfold.commands import compare, terminal
 from tiny_model import CONTEXT, byte_tokenizer, save, tiny_llama
 
@@ -599,16 +598,3 @@ def test_a_table_of_lengths_reads_files_of_one_prefix(tmp_path):
         "| `kivi` | 3.02 | 0.3000 | 1.00 |",
         "| `innerq` | 3.02 | 0.0750 | 0.25 |",
     ]
-
-
-def test_what_is_said_to_take_several_values_takes_them():
-    """An option of several values, ``N ...`` in the help, is one that ``spread`` knows, or its command does."""
-    missing = [
-        f"{name} {option.opts[0]}"
-        for name, command in cli.commands.items()
-        if not isinstance(command, terminal.SeveralTexts)
-        for option in command.params
-        if isinstance(option, click.Option) and option.multiple and option.metavar.endswith(" ...")
-        if option.opts[0] not in terminal.LISTS
-    ]
-    assert not missing

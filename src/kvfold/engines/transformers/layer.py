@@ -183,8 +183,7 @@ class FoldedLayer(CacheLayerMixin):
     def _choose(self) -> None:
         """What attends and what encodes on the layer's device."""
         self.choose_kernel()
-        own = Encoder("torch", "no kernel was asked for")
-        self.writer.encoder = own if self.plain_encoder else choose_encoder(self.method, self.spec, self.device)
+        self.writer.encoder = choose_encoder(self.method, self.spec, self.device, self.plain_encoder)
 
     def choose_kernel(self) -> None:
         """What attends on the layer's device, as far as that is known by now.
