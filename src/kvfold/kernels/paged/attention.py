@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import Fields, Format, Paged, Projected
 from kvfold.formats.binary import BinaryCodes, ValueRows
 from kvfold.kernels.common.partials import LOG2E, early_launch
@@ -68,6 +69,7 @@ def serving(key_format: Format, value_format: Format, rope: Rope | None, rows: i
     return f"{name} (tables: {why})" if why else "tables"
 
 
+@lasting(256)
 def unsupported(key_format: Format, value_format: Format, pre_rope: bool = False) -> str | None:
     """Why the plain kernel cannot read these formats in pages; None if it can."""
     return blocks.unsupported(_under(key_format), value_format, pre_rope, any_order=not pre_rope)

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 
+from kvfold.arithmetic import lasting
 from kvfold.errors import KVFoldError
 from kvfold.formats import Fields, Format
 from kvfold.formats.binary import BitSearch
@@ -341,6 +342,7 @@ class PagedCall:
         return PAGE if self.following is not None else max(closed_from(self.key_format), closed_from(self.value_format))
 
 
+@lasting(256)
 def unsupported(key_format: Format, value_format: Format, recent: int, sink: int = 0) -> str | None:
     """Why formats cannot be served page by page; None if they can.
 

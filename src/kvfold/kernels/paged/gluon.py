@@ -20,6 +20,7 @@ from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace, raw_parts
 
 
+@lasting(256)
 def unsupported(key_format: Format, value_format: Format) -> str | None:
     """Why the kernels cannot read these formats; None if one can."""
     kernel = decode if isinstance(key_format, AffineGroups) else pages

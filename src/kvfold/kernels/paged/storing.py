@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 
+from kvfold.arithmetic import lasting
 from kvfold.formats import AffineGroups, Format
 from kvfold.kernels.affine.encode import unsupported as affine_unsupported
 from kvfold.kernels.fold.encode import Side, _norm_table, addressed, constants, side
@@ -20,6 +21,7 @@ RESIDENT = 4
 """Programs per multiprocessor."""
 
 
+@lasting(256)
 def unsupported(key_format: Format, value_format: Format, width: int | None = None) -> str | None:
     """Why no kernel encodes these formats; None if one does.
 
