@@ -17,6 +17,7 @@ from typing import Any
 
 import claims
 import evidence
+import evidence_budgets
 import evidence_claims
 import evidence_plots
 import evidence_tasks
@@ -337,7 +338,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         f"docs/methods/{name}.md": {"learned": worst(of_method(name, "fold"), "learned", shared=True)}
         for name in ("vqllm", "kvquant")
     },
-    "docs/recipes.md": {"learned keys": evidence.learned_keys},
+    "docs/recipes.md": {"learned keys": evidence.learned_keys, "budget": evidence_budgets.budgets},
     "docs/methods/commvq.md": {
         "learned": worst(of_method("commvq", "fold"), "learned", shared=True),
         "ablation keys": ablation("9", "10", "figure 4"),
