@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvfold.arithmetic import lasting
-from kvfold.formats import AffineGroups, Fields, Format
+from kvfold.formats import AffineGroups, Format
 from kvfold.kernels.affine._codes import meta_bytes
 from kvfold.kernels.affine._decode import decode_kernel
 from kvfold.kernels.call import Span, Windows
+from kvfold.kernels.common import spans as over
 from kvfold.kernels.common._codes import code_bytes
 from kvfold.kernels.common.partials import Partials, early_launch
 from kvfold.kernels.common.windows import attend_windows
 from kvfold.kernels.device import STATIC_SHARED, DeviceInfo, device_info
 
 MODES = {"asym": 0, "sym": 1, "hybrid": 2}
-MAX_TOKENS = 16
 """Query tokens that may lie in the windows already."""
 LEFT = 8 * 1024
 """Bytes of shared memory of a multiprocessor that programs are not counted on."""
@@ -290,28 +290,19 @@ def decode_attention(
     -------
     Tensor, like q
     """
-    batch, num_heads, tokens, dim = q.shape
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise ValueError(f"tokens={tokens}: 1 to {MAX_TOKENS} query tokens are allowed")
-    heads = windows.sink[0].shape[1]
-    rows = num_heads // heads * tokens
-    slots = windows.sink[0].shape[2] + windows.ring[0].shape[2]
-    plans = [
-        make_plan(key_format, value_format, batch * heads, rows, unit_capacity(s), slots, device_info(q.device))
-        for s in spans
-    ]
+    jobs, rows, slots = over.sizes(q, windows)
+    device = device_info(q.device)
+    plans = [make_plan(key_format, value_format, jobs, rows, unit_capacity(s), slots, device) for s in spans]
     plans[0] = plan or plans[0]
     plans[1:] = [replace(p, dense_splits=0) for p in plans[1:]]  # the first launch takes the windows
     q = q.contiguous()
     packed_q = q if packed_q is None else packed_q.contiguous()
     bias = None if bias is None else bias.contiguous()
-    early = device_info(q.device).has_pdl
-    partials = Partials.empty(batch * heads, sum(p.splits + p.dense_splits for p in plans), rows, dim, q.device)
-    at = 0
-    for each, span in zip(plans, spans, strict=True):
-        _launch(q, packed_q, bias, key_format, value_format, span, windows, scale, partials, at, each, early)
-        at += each.splits + each.dense_splits
-    return partials.merge(torch.empty_like(q) if out is None else out, early, sinks, tokens)
+
+    def launch(span: Span, partials: Partials, part: int, plan: Plan, early: bool) -> None:
+        _launch(q, packed_q, bias, key_format, value_format, span, windows, scale, partials, part, plan, early)
+
+    return over.attend(q, windows, spans, plans, launch, over.parts, out, sinks)
 
 
 def long_attention(
@@ -376,7 +367,7 @@ def long_attention(
 
 def _piece(elements: int, spans: int, tokens: int) -> int:
     """Query tokens to take at once, ``elements`` of one of them: as equal pieces as the workspace allows."""
-    most = max(MAX_TOKENS, WORKSPACE // (4 * elements * (spans + 1)))
+    most = max(over.MAX_TOKENS, WORKSPACE // (4 * elements * (spans + 1)))
     pieces = math.ceil(tokens / most)
     return min(tokens, -(-math.ceil(tokens / pieces) // 64) * 64)
 
@@ -387,13 +378,9 @@ def unit_capacity(span: Span) -> int:
     return codes.stride(1) // codes.stride(2) * codes.shape[3]
 
 
-def _arrays(form: AffineGroups, stored: Fields) -> list[torch.Tensor]:
-    """Codes, scales and sign words as the kernel takes them; what a span leaves out at the end may follow each KV head."""
-    arrays = [stored[n] for n in (("codes", "meta", "codes") if form.mode == "asym" else ("codes", "scale", "aux"))]
-    for x in arrays:
-        if not (x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1)):
-            raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
-    return arrays
+def _names(form: AffineGroups) -> tuple[str, str, str]:
+    """Codes, scales and sign words; without a third field the first stands for it."""
+    return ("codes", "meta", "codes") if form.mode == "asym" else ("codes", "scale", "aux")
 
 
 def _launch(
@@ -411,36 +398,14 @@ def _launch(
     early: bool,
 ) -> None:
     """Write partial results of one span (and, if planned, of the windows) to parts ``part`` and following."""
-    heads, rows = windows.sink[0].shape[1], partials.out.shape[2]
-    sink, ring = windows.sink, windows.ring
     decode_kernel[(partials.out.shape[0] * plan.columns, plan.splits + plan.dense_splits)](
         q,
         packed_q,
         q if bias is None else bias,
-        *_arrays(key_format, span.keys),
-        *_arrays(value_format, span.values),
-        windows.packed_len,
-        *sink,
-        windows.sink_len,
-        *ring,
-        windows.recent_len,
-        partials.out,
-        partials.top,
-        partials.total,
-        float(scale),
-        heads,
-        rows,
-        q.shape[2],
-        plan.columns,
-        span.start,
-        unit_capacity(span),
-        sink[0].shape[2],
-        ring[0].shape[2],
-        plan.splits,
-        plan.dense_splits,
-        partials.splits,
-        part,
-        **constants(key_format, value_format, plan, ring[0].dtype == torch.bfloat16, bias is not None, early),
+        *over.slab_fields(span.keys, _names(key_format)),
+        *over.slab_fields(span.values, _names(value_format)),
+        *over.arguments(windows, partials, part, plan, span, scale, q.shape[2], [unit_capacity(span)]),
+        **constants(key_format, value_format, plan, windows.ring[0].dtype == torch.bfloat16, bias is not None, early),
         num_warps=plan.warps,
         maxnreg=plan.cap(bias is not None),
         **early_launch(early),

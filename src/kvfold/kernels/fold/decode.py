@@ -9,8 +9,9 @@ from kvfold.arithmetic import lasting
 from kvfold.formats import Fields, Format, Hadamard, Paged, ResidualCodes, UniformTokens
 from kvfold.formats.gaussian import STEP
 from kvfold.formats.paged import PAGE
-from kvfold.kernels.affine.decode import MAX_TOKENS, Plan
+from kvfold.kernels.affine.decode import Plan
 from kvfold.kernels.call import Span, Windows
+from kvfold.kernels.common import spans as over
 from kvfold.kernels.common.partials import Partials, early_launch
 from kvfold.kernels.device import LEAST_SHARED, STATIC_SHARED, DeviceInfo, device_info
 from kvfold.kernels.fold._codebook import tables_bytes
@@ -228,28 +229,19 @@ def decode_attention(
 
     As :func:`kvfold.kernels.affine.decode.decode_attention`; what pages do to queries, the kernel does.
     """
-    batch, num_heads, tokens, dim = q.shape
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise ValueError(f"tokens={tokens}: 1 to {MAX_TOKENS} query tokens are allowed")
-    heads = windows.sink[0].shape[1]
-    rows = num_heads // heads * tokens
-    slots = windows.sink[0].shape[2] + windows.ring[0].shape[2]
-    plans = [
-        make_plan(key_format, value_format, batch * heads, rows, capacity(s), slots, device_info(q.device))
-        for s in spans
-    ]
+    jobs, rows, slots = over.sizes(q, windows)
+    device = device_info(q.device)
+    plans = [make_plan(key_format, value_format, jobs, rows, capacity(s), slots, device) for s in spans]
     plans[0] = plan or plans[0]
     if 4 * plans[0].bytewise < min(rows, 8) and plans[0].bytewise:
         raise ValueError(f"bytewise={plans[0].bytewise}: so many sets of four are not {rows} query rows of a KV head")
     plans[1:] = [replace(p, dense_splits=0) for p in plans[1:]]
     q = q.contiguous()
-    early = device_info(q.device).has_pdl
-    partials = Partials.empty(batch * heads, sum(p.splits + p.dense_splits for p in plans), rows, dim, q.device)
-    at = 0
-    for each, span in zip(plans, spans, strict=True):
-        _launch(q, key_format, value_format, span, windows, scale, partials, at, each, early)
-        at += each.splits + each.dense_splits
-    return partials.merge(torch.empty_like(q) if out is None else out, early, sinks, tokens)
+
+    def launch(span: Span, partials: Partials, part: int, plan: Plan, early: bool) -> None:
+        _launch(q, key_format, value_format, span, windows, scale, partials, part, plan, early)
+
+    return over.attend(q, windows, spans, plans, launch, over.parts, out, sinks)
 
 
 def capacity(span: Span) -> int:
@@ -262,11 +254,7 @@ def _arrays(form: Paged, stored: Fields, signs: torch.Tensor, norm: bool) -> lis
     """Codes, scales, means (and norms) as the kernel takes them, then the rotation's signs."""
     scale = scale_of(form)
     names = ["codes", scale, "mean" if form.mean else scale, *(["norm" if form.norm else "codes"] if norm else [])]
-    arrays = [stored[n] for n in names]
-    for x in arrays:
-        if not (x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1)):
-            raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
-    return [*arrays, signs]
+    return [*over.slab_fields(stored, names), signs]
 
 
 def scale_of(form: Paged) -> str:
@@ -307,37 +295,14 @@ def _launch(
     early: bool,
 ) -> None:
     """Write partial results of one span (and, if planned, of the windows) to parts ``part`` and following."""
-    heads, rows = windows.sink[0].shape[1], partials.out.shape[2]
-    sink, ring = windows.sink, windows.ring
+    rooms = capacity(span), _pages(key_format, span.keys), _pages(value_format, span.values)
     pages_kernel[(partials.out.shape[0] * plan.columns, plan.splits + plan.dense_splits)](
         q,
         *_arrays(key_format, span.keys, _signs(key_format, partials.top), True),
         *_arrays(value_format, span.values, _signs(value_format, partials.top), False),
         *(rows_of(form, partials.top, plan.bytewise > 0) for form in (key_format, value_format)),
-        windows.packed_len,
-        *sink,
-        windows.sink_len,
-        *ring,
-        windows.recent_len,
-        partials.out,
-        partials.top,
-        partials.total,
-        float(scale),
-        heads,
-        rows,
-        q.shape[2],
-        plan.columns,
-        span.start,
-        capacity(span),
-        _pages(key_format, span.keys),
-        _pages(value_format, span.values),
-        sink[0].shape[2],
-        ring[0].shape[2],
-        plan.splits,
-        plan.dense_splits,
-        partials.splits,
-        part,
-        **constants(key_format, value_format, plan, ring[0].dtype == torch.bfloat16, early),
+        *over.arguments(windows, partials, part, plan, span, scale, q.shape[2], rooms),
+        **constants(key_format, value_format, plan, windows.ring[0].dtype == torch.bfloat16, early),
         num_warps=plan.warps,
         maxnreg=plan.registers,
         **early_launch(early),

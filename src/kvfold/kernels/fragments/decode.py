@@ -22,10 +22,11 @@ from kvfold.formats import (
 )
 from kvfold.formats.basis import Basis
 from kvfold.formats.paged import PAGE, PagedFormat
-from kvfold.kernels.affine.decode import MAX_TOKENS, MODES, Plan
+from kvfold.kernels.affine.decode import MODES, Plan
 from kvfold.kernels.call import AttentionCall, Span, Windows
 from kvfold.kernels.common._codes import nibble_weight
 from kvfold.kernels.common.partials import Partials, early_launch
+from kvfold.kernels.common.spans import MAX_TOKENS
 from kvfold.kernels.device import STATIC_SHARED, DeviceInfo, device_info, settled
 from kvfold.kernels.fragments._codes import CHANNELS, CONSTANTS, LEVELS, MIXED, RANGES, TOKENS, UNIFORM
 from kvfold.kernels.fragments._decode import fragments_kernel
