@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 import helpers
 from kvfold.kernels import NewTokens, ReferenceKernel
 from kvfold.kernels.affine import decode
+from kvfold.kernels.common import spans as over
 from kvfold.kernels.common.partials import Partials
 from kvfold.kernels.device import HOPPER
 from kvfold.kernels.gluon import GluonKernel
@@ -57,7 +58,8 @@ def launches(monkeypatch, windows):
         keys, values = (
             stored(form, fields, capacity) for form, fields in ((key_format, span.keys), (value_format, span.values))
         )
-        decode._arrays(key_format, span.keys), decode._arrays(value_format, span.values)
+        for form, fields in ((key_format, span.keys), (value_format, span.values)):
+            over.slab_fields(fields, decode._names(form))
         rows, heads = partials.out.shape[2], held.sink[0].shape[1]
         assert plan.columns * 8 * plan.tiles * (plan.warps if plan.shared else 1) >= rows
         queries = packed_q.reshape(-1, rows, q.shape[3]).float()
@@ -196,4 +198,4 @@ def test_storage_that_is_no_slab_is_refused():
     (span,) = layer.slabs.spans()
     fields = {n: x.transpose(0, 1) for n, x in span.keys.items()}
     with pytest.raises(ValueError, match="slab"):
-        decode._arrays(layer.key_format, fields)
+        over.slab_fields(fields, decode._names(layer.key_format))
