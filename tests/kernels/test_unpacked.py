@@ -21,7 +21,7 @@ from kvfold.kernels.generic import unpack
 from kvfold.kernels.long import attend as unpacked
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.methods import LayerSpec, get
-from unpacked_case import CALLS, FORMATS, LENGTHS, LIMIT, ON_GPUS
+from unpacked_case import CALLS, FORMATS, LENGTHS, LIMIT, SIZED
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -32,6 +32,7 @@ NAMES = (
     + [f"call/{n}" for n in CALLS if "filled" not in n]
     + [f"stored/{n}" for n in STORED]
 )
+NAMES += [f"{kind}/{n}" for kind in ("sized", "huge") for n in SIZED]
 NAMES += [f"lengths/{n}" for n in LENGTHS] + [
     "cut/fold",
     "cut/none",
@@ -64,7 +65,7 @@ def test_interpreted(first):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
-@pytest.mark.parametrize("name", FORMATS | ON_GPUS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_unpacks_on_a_gpu(name, dtype):
     assert unpacked_case.unpacking_error(name, "cuda", dtype) < LIMIT[dtype]
 
@@ -94,15 +95,11 @@ def test_sequences_of_different_length_on_a_gpu(name):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("tokens", [40, 520])  # few rows go to flash attention, many to cuDNN's
-@pytest.mark.parametrize("beside", [False, True], ids=["", "values beside keys"])
 @pytest.mark.parametrize("stay", [None, 4], ids=["", "windows beside attention"])
 @pytest.mark.parametrize("sinks", [32, 0], ids=["", "windows elsewhere"])
 @pytest.mark.parametrize("carries", [False, True], ids=["", "queries carry statistics"])
-def test_launches_aside_are_captured_and_follow_the_streams_that_call(
-    carries, sinks, stay, beside, tokens, monkeypatch
-):
+def test_launches_aside_are_captured_and_follow_the_streams_that_call(carries, sinks, stay, tokens, monkeypatch):
     """Eager calls on streams that take turns, and a replay, give the same numbers: nothing is read before it is there."""
-    monkeypatch.setattr(unpacked, "_beside", lambda turn: beside)
     monkeypatch.setattr(unpacked, "_stay", lambda *given: stay)
     heads = {"heads": 32, "kv_heads": 8, "slots": (sinks, 64)}
     project = unpacked_case.shifted("cuda", 2, 8, 128) if carries else None
