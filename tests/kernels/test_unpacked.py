@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from blocks_case import of_method
 from helpers import multiprocessors
 from kvfold.bench import storage
 from kvfold.formats.paged import plain
-from kvfold.kernels import AttentionCall
+from kvfold.kernels import REGISTRY, AttentionCall
+from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.generic import unpack
 from kvfold.kernels.long import attend as unpacked
 from kvfold.kernels.reference import ReferenceKernel
@@ -130,10 +132,14 @@ SPILLS = {"commvq": 150, "kvquant": 100, "vqllm": 100}
 
 
 @pytest.mark.parametrize(
-    "method", ["fold", "kivi", "turboquant:bits=3", "qjl", "gear", "zipcache", "kvquant", "commvq", "vqllm"]
+    "method",
+    [
+        *("fold", "fold:bits=2,codebook=true", "kivi", "innerq"),
+        *("turboquant:bits=3", "qjl", "gear", "zipcache", "kvquant", "commvq", "vqllm", "kvarn"),
+    ],
 )
 def test_compiles_without_spills(method):
-    if method in ("fold", "kivi"):
+    if method.startswith(("fold", "kivi", "innerq")):
         layer = LayerSpec(0, 1, 8, 32, 128)
         forms, turn = (plain(get(method).key_format(layer)), get(method).value_format(layer)), None
     else:
@@ -150,6 +156,35 @@ def test_compiles_without_spills(method):
 @pytest.mark.parametrize("how", [{"uniform": False}, {"softcap": 30.0}, {"dtype": torch.float32}], ids=str)
 def test_what_it_leaves_to_other_kernels(how):
     assert not unpacked.serves(unpacked_case.call(torch.device("cpu"), tokens=2, packed=(32,), **how))
+
+
+LEAST = {"gluon": 65, "pages": 1, "fragments": 1, "dense": 64}
+"""Query tokens from which on calls are unpacked; of other kernels 17."""
+
+
+@pytest.mark.parametrize("kernel", [k for k in REGISTRY.values() if isinstance(k, GPUKernel)], ids=lambda k: k.name)
+def test_one_place_decides_which_calls_are_unpacked(kernel, monkeypatch):
+    assert type(kernel).attend is GPUKernel.attend
+    monkeypatch.setattr(unpacked, "attend_unpacked", lambda call: "unpacked")
+    monkeypatch.setattr(type(kernel), "read_packed", lambda self, call: "as it is")
+    least = LEAST.get(kernel.name, 17)
+    given = {n: unpacked_case.call(torch.device("cpu"), tokens=n, packed=(32,)) for n in (max(least - 1, 1), least)}
+    assert kernel.attend(given[least]) == "unpacked"
+    assert least == 1 or kernel.attend(given[least - 1]) == "as it is"
+    for changed in ({"new": None}, {"softcap": 30.0}):
+        assert kernel.attend(replace(given[least], **changed)) == "as it is"
+
+
+def test_reports_say_which_calls_are_unpacked():
+    layer = LayerSpec(0, 1, 2, 4, 128)
+    fold, kivi = ((plain(get(m).key_format(layer)), get(m).value_format(layer)) for m in ("fold", "kivi"))
+    unpacks = "are unpacked to 16 bits in bounded pieces for flash attention"
+    assert REGISTRY["pages"].many_tokens(*fold, False) == f"calls of more than 16 tokens, or with padding, {unpacks}"
+    assert REGISTRY["gluon"].many_tokens(*kivi, False) == f"calls of more than 64 tokens {unpacks}"
+    not_unpacked = REGISTRY["blocks"].many_tokens(*of_method("gear:outliers=0.01"), False)
+    assert "not unpacked for flash attention (keys: low rank beside outliers; allowed: affine)" in not_unpacked
+    assert not_unpacked.endswith("this kernel reads them as they are")
+    assert REGISTRY["reference"].many_tokens(*fold, False) is None
 
 
 @pytest.mark.parametrize("method", ["fold", "kivi", "squat", "innerq", "none", "turboquant", "qjl", "gear", "zipcache"])
