@@ -309,27 +309,6 @@ class Program:
         places = ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1))
         return tuple(x + product[:, i, j].reshape(-1) for x, (i, j) in zip(c, places, strict=True))
 
-    def start_bytes(self, words, tile, begin):
-        """Bytes of four warps' tokens times 64 rows of signed codes, which are put in order again."""
-        assert self.warps % 4 == 0 and bool((tile == tile[:1]).all()) and int(tile[0]) % 1024 == 0
-        part, row, place = torch.arange(len(words) // 16)[:, None, None], torch.arange(64)[:, None], torch.arange(8)
-        raw = self.shared.read(tile[0] + 16384 * part + 128 * row + 16 * (place ^ row % 8), torch.int8, 16)
-        b = raw.flatten(2).transpose(0, 1).flatten(1).view(8, 8, -1, 2, 4, 4)  # tile, column, step, half, lane's, byte
-        sums = []
-        for tile_of in b.permute(0, 2, 3, 1, 4, 5).contiguous():  # as lanes would have each eight columns
-            c = (torch.full((32 * self.warps,), begin, dtype=torch.int32),) * 4
-            for s, step in enumerate(tile_of):
-                b0, b1 = (half.reshape(-1, 4).view(torch.int32).flatten().repeat(self.warps) for half in step)
-                c = self.mma_bytes(*words[4 * s : 4 * s + 4], b0, b1, c, True)
-            sums += c
-        return tuple(sums)
-
-    def mma_half(self, a, b0, b1, c0, c1):
-        """Sums are rounded to fp16."""
-        c = [x for word in (c0, c1) for x in halves(word.expand(32 * self.warps)).float().unbind(-1)]
-        sums = self.mma(*a, b0, b1, c, False)
-        return joined(torch.stack(sums[:2], -1)), joined(torch.stack(sums[2:], -1))
-
     def load_matrix4(self, address, offset, transposed):
         rows = self.shared.read(self.by_warp(address + offset), torch.int16, 8).view(self.warps, 4, 8, 8)
         if transposed:
@@ -341,12 +320,6 @@ class Program:
         if on.any():
             out[on] = self.memory.read(address[on], (torch.float16, torch.bfloat16, torch.float32)[kind], 2).float()
         return tuple(out.unbind(-1))
-
-    def load_short(self, address, there):
-        on, out = there != 0, torch.zeros_like(there)
-        if on.any():
-            out[on] = self.memory.read(address[on], torch.int16).squeeze(-1).to(torch.int32) & 0xFFFF
-        return out
 
     def transpose8(self, x):
         pairs = halves(x).view(self.warps, 8, 8)
@@ -402,7 +375,7 @@ class Program:
         return {
             "_two_levels": levels, "cut_nibbles": lambda x, mask, shift: signed(unsigned(x) >> shift & mask),
             "load_matrix4": self.load_matrix4, "load_pair": self.load_pair, "abs_halves": of_word(torch.abs),
-            "mma_half": self.mma_half, "load_short": self.load_short, "fma_half2": of_word(
+            "fma_half2": of_word(
                 lambda a, b, c: (a.double() * b.double() + c.double()).half()
             ), "load_word": lambda at: self.memory.read(at, torch.int32).squeeze(-1),
             "_ones_of": lambda x: sum(unsigned(x) >> i & 1 for i in range(32)).to(torch.int32),
@@ -424,11 +397,7 @@ class Program:
             "shuffle": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),
             "either_bytes": lambda a, b, which: chosen_bytes(a, b, torch.tensor(int(which, 16))),
             "look_up": chosen_bytes, "_halves_of": chosen_bytes,
-            "start_bytes": self.start_bytes, "wait_bytes": lambda sums, *_: sums,
-            "load_fragment": self.load_words4, "load_again4f": lambda at, more: tuple(
-                self.memory.read(at + more, torch.float32, 4).unbind(-1)
-            ),
-            "transpose8": self.transpose8,
+            "load_fragment": self.load_words4, "transpose8": self.transpose8,
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
             "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),
             "sub_half2": of_word(torch.sub), "max_half2": of_word(torch.maximum),
@@ -439,12 +408,9 @@ class Program:
             "product_less_half2": of_word(lambda a, b, c: (a.float() * b.float() - c.float()).half()),
             "minus_product_half2": of_word(lambda a, b, c: (c.float() - a.float() * b.float()).half()),
             "pack_half2": lambda low, high, bf16: joined(torch.stack((low, high), -1), HALF[bool(bf16)]),
-            "pack_finite_half2": lambda low, high, bf16: joined(
-                torch.stack((low, high), -1).clamp(*((-3e38, 3e38) if bf16 else (-65504, 65504))), HALF[bool(bf16)]
-            ),
             "store_words4": self.store_words4, "store_words2": self.store_words4, "cosine_sine": self.cosine_sine,
             "load_half": lambda at: self.memory.read(at, torch.float16).squeeze(-1).float(),
-            **dict.fromkeys(("bounded_half2", "finite_half2"), of_word(lambda x: x.clamp(-65504, 65504))),
+            "bounded_half2": of_word(lambda x: x.clamp(-65504, 65504)),
             "low_halves": of_word(lambda a, b: torch.stack((a[..., 0], b[..., 0]), -1)),
             "high_halves": of_word(lambda a, b: torch.stack((a[..., 1], b[..., 1]), -1)),
             "unpack_half2": lambda x: tuple(halves(x).float().unbind(-1)),

@@ -37,6 +37,16 @@ def fragments(spec, head_dim=64):
     return formats
 
 
+def of_values(spec):
+    """On both sides the format of a method's values in plain order: keys may need an artefact."""
+
+    def formats(d, device):
+        form = get(spec).formats(LayerSpec(0, 1, 2, 4, d, fragments=False))[1]
+        return form, form
+
+    return formats
+
+
 def packed_apart(of):
     """Formats of levels and elements in the order of tensor cores."""
 
@@ -94,63 +104,55 @@ FORMATS = {
     "zipcache-fragments": {"method": fragments("zipcache"), "slabs": (1, 2)},
     "zipcache-fragments-group32": {"method": fragments("zipcache:group=32,salient_bits=3"), "slabs": (4, 2)},
     **{f"innerq-{mode}": {"method": fragments(f"innerq:paper=true,mode={mode}")} for mode in ("asym", "sym", "hybrid")},
-}  # fmt: skip
-
-ON_GPUS = {
+    **{
+        f"fold-{bits}bit-d128": {"method": fragments(f"fold:bits={bits}"), "head_dim": 128, "slabs": (4, 2)} for bits in (1, 4)
+    },
+    "fold-d256": {"method": fragments("fold"), "head_dim": 256},
+    "fold-plain-d80": {"method": "fold", "head_dim": 80},
+    "fold-rotation32-d128": {"method": fragments("fold:rotation=32"), "head_dim": 128},
+    "fold-rotation128-d128": {"method": fragments("fold:rotation=128"), "head_dim": 128},
+    "fold-2bit-codes-d128": {"method": fragments("fold:bits=2,codebook=true"), "head_dim": 128, "slabs": (4, 2)},
+    "fold-1bit-codes-d128": {
+        "method": fragments("fold:bits=1,codebook=true,rotation=32,normalize=false"), "head_dim": 128
+    },
     "turboquant-3bit-fragments-d128": {"method": fragments("turboquant:bits=3"), "head_dim": 128, "slabs": (4, 2)},
     "qjl-fragments-d128": {"method": fragments("qjl"), "head_dim": 128},
-    "fold-2bit-codes-d128": {
-        "method": fragments("fold:bits=2,codebook=true"),
-        "head_dim": 128,
-        "slabs": (4, 2),
-    },
-    "fold-1bit-codes-d128": {"method": fragments("fold:bits=1,codebook=true"), "head_dim": 128},
-    "fold-1bit-d128": {"method": fragments("fold:bits=1"), "head_dim": 128},
+    "qjl-plain-d96": {"method": "k=qjl+v=turboquant:bits=4", "head_dim": 96},
+    "innerq-fragments-d128": {"method": fragments("innerq"), "head_dim": 128, "slabs": (4, 2)},
+    "innerq-fragments-d256": {"method": fragments("innerq"), "head_dim": 256, "slabs": (4,)},
+    "innerq-plain-d96": {"method": "innerq", "head_dim": 96},
+    "kivi-d256": {"method": fragments("kivi"), "head_dim": 256},
+    "zipcache-plain-d128": {"method": "zipcache", "head_dim": 128, "slabs": (1, 1)},
+    "gear-plain-d128": {"method": "gear", "head_dim": 128},
+    "kvarn": {"method": "kvarn", "slabs": (2, 1)},
+    "kvarn-d128": {"method": "kvarn", "head_dim": 128, "slabs": (2, 1)},
+    "kvarn-rotation32-d128": {"method": "kvarn:rotation=32", "head_dim": 128, "slabs": (2,)},
+    "nova": {"method": of_values("nova")},
+    "nova-d128": {"method": of_values("nova"), "head_dim": 128, "slabs": (6,)},
     "commvq-rounded-d128": {
-        "method": commvq(11, 64, 128, rounded=True),
-        "rotary": 128,
-        "head_dim": 128,
-        "unproject": unproject,
+        "method": commvq(11, 64, 128, rounded=True), "rotary": 128, "head_dim": 128, "unproject": unproject
     },
     "commvq-2bit-d128": {
-        "method": commvq(21, 64, 256, rounded=True),
-        "rotary": 128,
-        "head_dim": 128,
-        "unproject": unproject,
+        "method": commvq(21, 64, 256, rounded=True), "rotary": 128, "head_dim": 128, "unproject": unproject
     },
     "groups-8-mean-d128": {
-        "method": by_groups((8, True), (8,), mean=2.0),
-        "rotary": 128,
-        "head_dim": 128,
-        "scaling": 1.1,
-        "slabs": (6,),
+        "method": by_groups((8, True), (8,), mean=2.0), "rotary": 128, "head_dim": 128, "scaling": 1.1, "slabs": (6,)
     },
     "groups-4-mean-d128": {
-        "method": by_groups((4, True), (4,), mean=2.0),
-        "rotary": 128,
-        "head_dim": 128,
-        "scaling": 1.1,
-        "slabs": (3, 2),
+        "method": by_groups((4, True), (4,), mean=2.0), "rotary": 128, "head_dim": 128, "scaling": 1.1, "slabs": (3, 2)
     },
     "residual-rounded-d128": {
-        "method": residuals(rounded=True),
-        "rotary": 128,
-        "head_dim": 128,
-        "scaling": 1.1,
-        "slabs": (3, 2),
+        "method": residuals(rounded=True), "rotary": 128, "head_dim": 128, "scaling": 1.1, "slabs": (3, 2)
     },
     "residual-2bit-d128": {
-        "method": residuals((8, 32, 256), (8, 32, 256), rounded=True),
-        "rotary": 128,
-        "head_dim": 128,
+        "method": residuals((8, 32, 256), (8, 32, 256), rounded=True), "rotary": 128, "head_dim": 128
     },
-}
-"""What kernels of a GPU's own unpack, which no interpreter runs."""
+}  # fmt: skip
 
 
 def stored(name, device="cpu", dtype=torch.float32):
     """A case whose sequences fill their slabs."""
-    how = {"slabs": SLABS, "head_dim": 64, **(FORMATS | ON_GPUS)[name]}
+    how = {"slabs": SLABS, "head_dim": 64, **FORMATS[name]}
     method = how["method"]
     form = (method(how["head_dim"], device) if callable(method) else of_method(method, how["head_dim"]))[0]
     return Case(**how | {"packed": (sum(how["slabs"]) * form.block,) * 2, "device": device, "dtype": dtype})
@@ -179,6 +181,41 @@ def unpacking_error(name, device="cpu", dtype=torch.float16):
                     assert got.dtype == dtype and got.shape == whole.shape
                     worst = max(worst, float((got.float() - whole).norm() / whole.norm()))
     return worst
+
+
+SIZED = "kvarn-d128", "nova-d128", "fold-d128", "fold-2bit-codes-d128"
+"""Pages whose numbers pass a basis."""
+
+
+def sized_error(name):
+    """Largest relative RMS error of small and large numbers, which are decoded as fp16."""
+    how, worst = FORMATS[name], 0.0
+    method = how["method"]
+    forms = method(128, "cpu") if callable(method) else of_method(method, 128)
+    draw = torch.Generator().manual_seed(0)
+    for size in (1e-3, 1e3):
+        x = size * (torch.randn(1, 2, 256, 128, generator=draw) + torch.randn(1, 2, 1, 128, generator=draw))
+        for form in forms:
+            fields = form.encode(x)
+            want = form.decode(fields)
+            got = unpack.unpack(form, fields, 0, 0, 256, torch.float16)
+            worst = max(worst, float((got.float() - want).norm() / want.norm()))
+    return worst
+
+
+def huge_error(name):
+    """0 where scales near fp16's largest number decode to no infinity, and to the largest number somewhere."""
+    how = FORMATS[name]
+    method = how["method"]
+    forms = method(128, "cpu") if callable(method) else of_method(method, 128)
+    for form in forms:
+        fields = form.encode(torch.randn(1, 1, 256, 128, generator=torch.Generator().manual_seed(0)))
+        for field in {"scale", "meta", "factor", "rms"} & set(fields):
+            fields[field].fill_(60000.0)
+        got = unpack.unpack(form, fields, 0, 0, 256, torch.float16)
+        if not torch.isfinite(got).all() or got.abs().max() != 65504:
+            return float("nan")
+    return 0.0
 
 
 # ---- calls -------------------------------------------------------------------------------------------------------------
@@ -270,7 +307,7 @@ def attention_error(name, device="cpu", dtype=torch.float16):
 
 
 @contextmanager
-def cudnn_of_a_cpu(step=128, few=32, beside=False, stay=None):
+def cudnn_of_a_cpu(step=128, few=32, stay=None):
     """Within it a function of the same arguments takes the place of cuDNN's attention, and is given multiples of ``step`` keys.
     Gives the numbers of keys."""
     taken = []
@@ -285,7 +322,6 @@ def cudnn_of_a_cpu(step=128, few=32, beside=False, stay=None):
         "STEP": step,
         "FEW": few,
         "takes_cudnn": lambda rows: True,
-        "_beside": lambda turn: beside,
         "_stay": lambda *given: stay,
     }
     before = {name: getattr(unpacked, name) for name in instead}
@@ -304,7 +340,7 @@ def cudnn_of_a_cpu(step=128, few=32, beside=False, stay=None):
 def cut_error(name):
     """Of a call that gives multiples of 128 keys to cuDNN: filled up, or, of what is stored as such, the rest to flash
     attention."""
-    with cudnn_of_a_cpu(beside=name == "kivi", stay=3 if name == "sharp on recent ones" else None) as taken:
+    with cudnn_of_a_cpu(stay=3 if name == "sharp on recent ones" else None) as taken:
         error = attention_error(name)
     return error if sum(taken) == (256 if name == "none" else 512) else float("nan")  # of 320 and 96 tokens
 
@@ -413,6 +449,8 @@ if __name__ == "__main__":
         kind, _, case = name.partition("/")
         error = {
             "unpack": unpacking_error,
+            "sized": sized_error,
+            "huge": huge_error,
             "call": attention_error,
             "cut": cut_error,
             "few": few_error,
@@ -422,7 +460,7 @@ if __name__ == "__main__":
             "stored": stored_call_error,
             "lengths": lengths_error,
         }[kind](case)
-        if not error < (1e-3 if kind == "unpack" else LIMIT[torch.float16]):
+        if not error < (1e-3 if kind in ("unpack", "sized") else LIMIT[torch.float16]):
             wrong[name] = error
     for name, error in wrong.items():
         print(f"{name}: {error:.2e}", file=sys.stderr)

@@ -136,13 +136,6 @@ class Machine:
     def load_words2(self, address, offset):
         return self.load_words(address, offset, 2)
 
-    def load_half(self, address):
-        half = self._read(self.memory, lanes(address, np.int64), 2).view(np.float16)
-        return register(half[:, 0].astype(np.float32))
-
-    def store_words4(self, address, *words):
-        _write(self.memory, lanes(address, np.int64), words)
-
     def load_matrix4(self, address, offset, transposed):
         rows = self._read(self.shared, lanes(address, np.int64) + offset, 16).view(np.uint16).reshape(4, 8, 8)
         return tuple(fragment(m.T if transposed else m) for m in rows)
@@ -379,7 +372,6 @@ INSTRUCTIONS = {
     "either_bytes": either_bytes, "look_up": look_up,
     "cut_nibbles": lambda x, mask, shift: word(unsigned(x) >> np.uint32(shift) & np.uint32(mask)), "select": select,
     "mul_half2": lambda a, b: word(halves(a) * halves(b)),
-    "bounded_half2": lambda x: word(np.clip(halves(x), np.float16(-65504), np.float16(65504))),
     "max_half2": lambda a, b: word(np.maximum(halves(a), halves(b))),
     "shuffle": lambda x, source: register(lanes(x, np.float32)[lanes(source)]),
     "shuffle_xor": lambda x, mask: register(lanes(x, np.float32)[LANE ^ mask]),

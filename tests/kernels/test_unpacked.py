@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ from blocks_case import of_method
 from helpers import multiprocessors
 from kvfold.bench import storage
 from kvfold.formats.paged import plain
-from kvfold.kernels import AttentionCall
+from kvfold.kernels import REGISTRY, AttentionCall
+from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.generic import unpack
 from kvfold.kernels.long import attend as unpacked
 from kvfold.kernels.reference import ReferenceKernel
 from kvfold.methods import LayerSpec, get
-from unpacked_case import CALLS, FORMATS, LENGTHS, LIMIT, ON_GPUS
+from unpacked_case import CALLS, FORMATS, LENGTHS, LIMIT, SIZED
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -32,6 +34,7 @@ NAMES = (
     + [f"call/{n}" for n in CALLS if "filled" not in n]
     + [f"stored/{n}" for n in STORED]
 )
+NAMES += [f"{kind}/{n}" for kind in ("sized", "huge") for n in SIZED]
 NAMES += [f"lengths/{n}" for n in LENGTHS] + [
     "cut/fold",
     "cut/none",
@@ -64,7 +67,7 @@ def test_interpreted(first):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", LIMIT, ids=["fp16", "bf16"])
-@pytest.mark.parametrize("name", FORMATS | ON_GPUS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_unpacks_on_a_gpu(name, dtype):
     assert unpacked_case.unpacking_error(name, "cuda", dtype) < LIMIT[dtype]
 
@@ -94,15 +97,11 @@ def test_sequences_of_different_length_on_a_gpu(name):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("tokens", [40, 520])  # few rows go to flash attention, many to cuDNN's
-@pytest.mark.parametrize("beside", [False, True], ids=["", "values beside keys"])
 @pytest.mark.parametrize("stay", [None, 4], ids=["", "windows beside attention"])
 @pytest.mark.parametrize("sinks", [32, 0], ids=["", "windows elsewhere"])
 @pytest.mark.parametrize("carries", [False, True], ids=["", "queries carry statistics"])
-def test_launches_aside_are_captured_and_follow_the_streams_that_call(
-    carries, sinks, stay, beside, tokens, monkeypatch
-):
+def test_launches_aside_are_captured_and_follow_the_streams_that_call(carries, sinks, stay, tokens, monkeypatch):
     """Eager calls on streams that take turns, and a replay, give the same numbers: nothing is read before it is there."""
-    monkeypatch.setattr(unpacked, "_beside", lambda turn: beside)
     monkeypatch.setattr(unpacked, "_stay", lambda *given: stay)
     heads = {"heads": 32, "kv_heads": 8, "slots": (sinks, 64)}
     project = unpacked_case.shifted("cuda", 2, 8, 128) if carries else None
@@ -133,10 +132,14 @@ SPILLS = {"commvq": 150, "kvquant": 100, "vqllm": 100}
 
 
 @pytest.mark.parametrize(
-    "method", ["fold", "kivi", "turboquant:bits=3", "qjl", "gear", "zipcache", "kvquant", "commvq", "vqllm"]
+    "method",
+    [
+        *("fold", "fold:bits=2,codebook=true", "kivi", "innerq"),
+        *("turboquant:bits=3", "qjl", "gear", "zipcache", "kvquant", "commvq", "vqllm", "kvarn"),
+    ],
 )
 def test_compiles_without_spills(method):
-    if method in ("fold", "kivi"):
+    if method.startswith(("fold", "kivi", "innerq")):
         layer = LayerSpec(0, 1, 8, 32, 128)
         forms, turn = (plain(get(method).key_format(layer)), get(method).value_format(layer)), None
     else:
@@ -153,6 +156,35 @@ def test_compiles_without_spills(method):
 @pytest.mark.parametrize("how", [{"uniform": False}, {"softcap": 30.0}, {"dtype": torch.float32}], ids=str)
 def test_what_it_leaves_to_other_kernels(how):
     assert not unpacked.serves(unpacked_case.call(torch.device("cpu"), tokens=2, packed=(32,), **how))
+
+
+LEAST = {"gluon": 65, "pages": 1, "fragments": 1, "dense": 64}
+"""Query tokens from which on calls are unpacked; of other kernels 17."""
+
+
+@pytest.mark.parametrize("kernel", [k for k in REGISTRY.values() if isinstance(k, GPUKernel)], ids=lambda k: k.name)
+def test_one_place_decides_which_calls_are_unpacked(kernel, monkeypatch):
+    assert type(kernel).attend is GPUKernel.attend
+    monkeypatch.setattr(unpacked, "attend_unpacked", lambda call: "unpacked")
+    monkeypatch.setattr(type(kernel), "read_packed", lambda self, call: "as it is")
+    least = LEAST.get(kernel.name, 17)
+    given = {n: unpacked_case.call(torch.device("cpu"), tokens=n, packed=(32,)) for n in (max(least - 1, 1), least)}
+    assert kernel.attend(given[least]) == "unpacked"
+    assert least == 1 or kernel.attend(given[least - 1]) == "as it is"
+    for changed in ({"new": None}, {"softcap": 30.0}):
+        assert kernel.attend(replace(given[least], **changed)) == "as it is"
+
+
+def test_reports_say_which_calls_are_unpacked():
+    layer = LayerSpec(0, 1, 2, 4, 128)
+    fold, kivi = ((plain(get(m).key_format(layer)), get(m).value_format(layer)) for m in ("fold", "kivi"))
+    unpacks = "are unpacked to 16 bits in bounded pieces for flash attention"
+    assert REGISTRY["pages"].many_tokens(*fold, False) == f"calls of more than 16 tokens, or with padding, {unpacks}"
+    assert REGISTRY["gluon"].many_tokens(*kivi, False) == f"calls of more than 64 tokens {unpacks}"
+    not_unpacked = REGISTRY["blocks"].many_tokens(*of_method("gear:outliers=0.01"), False)
+    assert "not unpacked for flash attention (keys: low rank beside outliers; allowed: affine)" in not_unpacked
+    assert not_unpacked.endswith("this kernel reads them as they are")
+    assert REGISTRY["reference"].many_tokens(*fold, False) is None
 
 
 @pytest.mark.parametrize("method", ["fold", "kivi", "squat", "innerq", "none", "turboquant", "qjl", "gear", "zipcache"])

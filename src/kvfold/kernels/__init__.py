@@ -83,18 +83,21 @@ def choose(
             why = kernel.why_not_queries(key_format, value_format, device, rows, rotary)
         return why
 
+    def chosen(kernel: AttentionKernel, passed_over: dict[str, str]) -> Choice:
+        return Choice(kernel, passed_over, kernel.many_tokens(key_format, value_format, pre_rope))
+
     if name is not None:
         if name not in REGISTRY:
             raise KVFoldError(f"kernel: {name!r} is not known; allowed: {', '.join(REGISTRY)}")
         why = why_not(REGISTRY[name])
         if why:
             raise KVFoldError(f"kernel: {name} does not support this layer: {why}")
-        return Choice(REGISTRY[name])
+        return chosen(REGISTRY[name], {})
     passed_over: dict[str, str] = {}
     for kernel in REGISTRY.values():
         why = why_not(kernel)
         if why is None:
-            return Choice(kernel, passed_over)
+            return chosen(kernel, passed_over)
         passed_over[kernel.name] = why
     raise KVFoldError(f"kernel: none supports this layer; {passed_over}")
 

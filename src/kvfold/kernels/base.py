@@ -51,17 +51,51 @@ class AttentionKernel(ABC):
         """
         return None
 
+    def many_tokens(self, key_format: Format, value_format: Format, pre_rope: bool) -> str | None:
+        """What becomes of calls of many tokens, for reports; None where all calls are served alike."""
+        return None
+
     @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention output [batch, num_heads, tokens, head_dim], float32 or of the query's dtype."""
 
 
 class GPUKernel(AttentionKernel):
-    """A kernel for 16-bit models on NVIDIA GPUs; short calls are written to the windows first, and decode graphs capture it."""
+    """A kernel for 16-bit models on NVIDIA GPUs; short calls are written to the windows first, and decode graphs capture it.
+
+    Here it is decided once, for all of these kernels, which calls are unpacked for the platform's flash attention
+    (:mod:`kvfold.kernels.long.attend`).
+    """
 
     in_place_tokens = 16
     captures = True
     dtypes = frozenset({torch.float16, torch.bfloat16})
+    unpacks_from: ClassVar[int] = in_place_tokens + 1
+    """Least query tokens of calls that are unpacked, of those whose tokens do not lie in the windows."""
+    otherwise: ClassVar[str] = "this kernel reads them as they are"
+    """What becomes of such calls on formats that cannot be unpacked, for reports."""
+
+    def many_tokens(self, key_format: Format, value_format: Format, pre_rope: bool) -> str:
+        from kvfold.kernels.long.attend import why_not
+
+        beyond = max(self.in_place_tokens, self.unpacks_from - 1)
+        calls = f"calls of more than {beyond} tokens{', or with padding,' if self.unpacks_from == 1 else ''}"
+        why = why_not(key_format, value_format, pre_rope)
+        if why is not None:
+            return f"{calls} are not unpacked for flash attention ({why}); {self.otherwise}"
+        return f"{calls} are unpacked to 16 bits in bounded pieces for flash attention"
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.new is not None and call.tokens >= self.unpacks_from:
+            from kvfold.kernels.long.attend import attend_unpacked, serves
+
+            if serves(call):
+                return attend_unpacked(call)
+        return self.read_packed(call)
+
+    @abstractmethod
+    def read_packed(self, call: AttentionCall) -> torch.Tensor:
+        """As :meth:`attend`, of calls that are not unpacked."""
 
 
 @dataclass
@@ -70,6 +104,8 @@ class Choice:
 
     kernel: AttentionKernel
     passed_over: dict[str, str] = field(default_factory=dict)
+    many_tokens: str | None = None
+    """What becomes of calls of many tokens; see :meth:`AttentionKernel.many_tokens`."""
 
     @property
     def reason(self) -> str:

@@ -30,6 +30,7 @@ class GluonKernel(GPUKernel):
     """
 
     name = "gluon"
+    unpacks_from = LONG + 1
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := _needs(key_format, device, pre_rope):
@@ -40,12 +41,9 @@ class GluonKernel(GPUKernel):
             return f"needs Triton 3.6 with Gluon ({error})"
         return unsupported(key_format, value_format)
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
+    def read_packed(self, call: AttentionCall) -> torch.Tensor:
         from kvfold.kernels.affine.decode import decode_attention, long_attention
-        from kvfold.kernels.long.attend import attend_unpacked, serves
 
-        if call.tokens > LONG and serves(call):
-            return attend_unpacked(call)
         keys, values, windows, new, query = call.key_format, call.value_format, call.windows, call.new, call.query
         assert isinstance(keys, AffineGroups) and isinstance(values, AffineGroups) and isinstance(windows, Windows)
         assert call.rope is None and call.unproject is None
@@ -79,6 +77,8 @@ class PagesKernel(GPUKernel):
     """
 
     name = "pages"
+    unpacks_from = 1
+    otherwise = "the float32 reference serves them"
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := _needs(key_format, device, pre_rope):
@@ -89,16 +89,14 @@ class PagesKernel(GPUKernel):
             return f"needs Triton 3.6 with Gluon ({error})"
         return unsupported(key_format, value_format)
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        if call.new is None:
-            from kvfold.kernels.fold.decode import decode_attention
+    def read_packed(self, call: AttentionCall) -> torch.Tensor:
+        if call.new is not None:
+            return ReferenceKernel().attend(call)
+        from kvfold.kernels.fold.decode import decode_attention
 
-            keys, values = call.key_format, call.value_format
-            assert isinstance(keys, Paged) and isinstance(values, Paged) and isinstance(call.windows, Windows)
-            return decode_attention(call.query, keys, values, call.spans, call.windows, call.scale, sinks=call.sinks)
-        from kvfold.kernels.long.attend import attend_unpacked, serves
-
-        return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
+        keys, values = call.key_format, call.value_format
+        assert isinstance(keys, Paged) and isinstance(values, Paged) and isinstance(call.windows, Windows)
+        return decode_attention(call.query, keys, values, call.spans, call.windows, call.scale, sinks=call.sinks)
 
 
 class FragmentsKernel(GPUKernel):
@@ -108,6 +106,8 @@ class FragmentsKernel(GPUKernel):
     """
 
     name = "fragments"
+    unpacks_from = 1
+    otherwise = "the float32 reference serves them"
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := no_gpu(device):
@@ -118,17 +118,15 @@ class FragmentsKernel(GPUKernel):
             return f"needs Triton 3.6 with Gluon ({error})"
         return unsupported(key_format, value_format, pre_rope)
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
+    def read_packed(self, call: AttentionCall) -> torch.Tensor:
+        if call.new is not None:
+            return ReferenceKernel().attend(call)
         from kvfold.kernels.fragments.decode import decode_attention, rotary
 
         keys, values, windows = call.key_format, call.value_format, call.windows
         assert isinstance(windows, Windows) and call.project is None
-        if call.new is None:
-            how: dict[str, Any] = {"sinks": call.sinks, "rotation": rotary(call)}
-            return decode_attention(call.query, keys, values, call.spans, windows, call.scale, **how)
-        from kvfold.kernels.long.attend import attend_unpacked, serves
-
-        return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
+        how: dict[str, Any] = {"sinks": call.sinks, "rotation": rotary(call)}
+        return decode_attention(call.query, keys, values, call.spans, windows, call.scale, **how)
 
 
 class BesideBlocks(GPUKernel):
@@ -139,12 +137,9 @@ class BesideBlocks(GPUKernel):
     def packed(self, call: AttentionCall) -> "Packed | None":
         """What reads a call's packed tokens; None leaves them to the kernel with readers."""
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
+    def read_packed(self, call: AttentionCall) -> torch.Tensor:
         from kvfold.kernels.generic import decode as blocks
-        from kvfold.kernels.long.attend import attend_unpacked, serves
 
-        if call.new is not None and call.tokens > self.in_place_tokens and serves(call):
-            return attend_unpacked(call)
         return blocks.attend(call, of=self.packed(call))
 
 

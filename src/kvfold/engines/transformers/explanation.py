@@ -133,7 +133,7 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
     stored: list[float] = []
     own: list[int] = []
     tables: dict[int, int] = {}
-    limits: dict[str, str] = {}
+    limits: list[str] = []
     for index, item in enumerate(plan_layers(model, method)):
         if item.spec is None:
             kind = "full attention" if item.reason == KEPT else item.reason.split(" is ")[0]
@@ -157,15 +157,14 @@ def explain(model: PreTrainedModel, method: str | Method = DEFAULT_METHOD) -> Ex
                 str(chosen),
             )
         )
-        if choice.kernel.limits:
-            limits[choice.kernel.name] = choice.kernel.limits
+        told = [f"kernel {choice.kernel.name}: {text}" for text in (choice.kernel.limits, choice.many_tokens) if text]
+        limits += [note for note in told if note not in limits]
         tables.update({t.data_ptr(): t.nbytes for t in chosen.tables(spec, device).values()})
         stored.append(spec.num_kv_heads * spec.head_dim * (keys.bits + values.bits) / 8)
         own.append(2 * spec.num_kv_heads * spec.head_dim * model.dtype.itemsize)
         told = [*_notes(chosen, keys, values, spec.softcap), *([CAPS_ALONE] if item.caps_alone else [])]
         said += [note for note in told if note not in said]
-    notes = [f"kernel {name}: {text}" for name, text in limits.items()]
-    notes += [f"encoded by {text}" for text in sorted({row.encoder for row in rows if row.folded})]
+    notes = limits + [f"encoded by {text}" for text in sorted({row.encoder for row in rows if row.folded})]
     kept = [row for row in rows if not row.folded]
     if kept:
         notes.append(

@@ -44,11 +44,7 @@ class TilesKernel(GPUKernel):
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         return no_triton(device) or unsupported(key_format, value_format, pre_rope)
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels.long.attend import attend_unpacked, serves
-
-        if call.tokens > self.in_place_tokens and serves(call):
-            return attend_unpacked(call)
+    def read_packed(self, call: AttentionCall) -> torch.Tensor:
         return attend(call)
 
 

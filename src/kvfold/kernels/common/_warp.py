@@ -313,17 +313,6 @@ def pack_half2(low, high, BF16: gl.constexpr):
 
 
 @gluon.jit
-def pack_finite_half2(low, high, BF16: gl.constexpr):
-    """The same; fp16 values are the largest ones in place of infinities."""
-    if BF16:
-        return pack_half2(low, high, True)
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-
-
-@gluon.jit
 def unpack_half2(x):
     """A word of two fp16 values as two fp32 ones."""
     return gl.inline_asm_elementwise(

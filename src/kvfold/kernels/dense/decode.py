@@ -35,17 +35,14 @@ class DenseKernel(GPUKernel):
     """
 
     name = "dense"
+    unpacks_from = LONG
 
     def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
         if why := no_triton(device):
             return why
         return "keys are stored before RoPE" if pre_rope else unsupported(key_format, value_format)
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels.long.attend import attend_unpacked, serves
-
-        if call.tokens >= LONG and serves(call):
-            return attend_unpacked(call)
+    def read_packed(self, call: AttentionCall) -> torch.Tensor:
         return attend(call)
 
 

@@ -17,11 +17,7 @@ from kvfold.kernels.generic.readers import Reader, reader_of
 from kvfold.kernels.generic.readers import why_not as no_reader
 from kvfold.kernels.generic.readers.fragments import FRAGMENTS
 from kvfold.kernels.generic.readers.fragments import why_not as no_fragments
-from kvfold.kernels.long import bits as unpack_bits
-from kvfold.kernels.long import levels as unpack_levels
-from kvfold.kernels.long import mixed as unpack_mixed
 from kvfold.kernels.long import tables as unpack_tables
-from kvfold.kernels.long.rotated import make_tables, serves, unpack_turned
 from kvfold.kernels.stored import basis_matrix, inner, pages_between, power, room_between, rotation_of, static
 from kvfold.rope import Rope
 
@@ -91,15 +87,11 @@ class Turn:
     size : Tensor, float32 [heads]
         Factor of the products.
     offset : Tensor, float32 [heads, head_dim]
-    operands : Tensor or None
-        Matrices in whole steps, and offsets, as :func:`kvfold.kernels.long.bits.operands` makes them, where that kernel
-        serves and the map has such steps.
     """
 
     matrix: torch.Tensor
     size: torch.Tensor
     offset: torch.Tensor
-    operands: torch.Tensor | None = None
 
     @classmethod
     def of(cls, unproject: Map, form: Format, heads: int, device: torch.device) -> "Turn":
@@ -108,11 +100,7 @@ class Turn:
         rows, offset = rows[:, :-1], rows[:, -1]
         size = rows.abs().flatten(1).amax(1).clamp_min(2.0**-100)
         matrix = (rows / size.view(-1, 1, 1)).half().contiguous()
-        own = None
-        steps = unproject.steps if isinstance(unproject, ValueRows) else None
-        if steps is not None and unpack_bits.serves(form, device) and offset.shape[-1] == 128:
-            own = unpack_bits.operands(steps, offset)
-        return cls(matrix, size, offset.contiguous(), own)
+        return cls(matrix, size, offset.contiguous())
 
 
 _turns = WeakIdKeyDictionary()
@@ -166,15 +154,11 @@ def make_constants(form: Format, device: torch.device, rope: Rope | None = None)
     reader.tables(device)
     if isinstance(form, Paged) and form.basis is not None:
         basis_matrix(form.basis, reader.width, device, False)
-        if serves(form, device):
-            make_tables(form, device)
         form.basis.tables(device)
     if rope is not None:
         rotation_of(rope, fixed["W"] // 2, fixed["T"], fixed["GROUPS"], form.head_dim, device)
     if unpack_tables.serves(form, rope, device):
         unpack_tables.make_tables(form, rope, device)
-    if unpack_levels.serves(form, rope, device):
-        unpack_levels.make_tables(form, rope, device)
 
 
 def unpack(
@@ -230,21 +214,9 @@ def unpack(
     if whole is None:
         whole = torch.empty(batch, heads, tokens, form.head_dim, dtype=dtype, device=device)
     out = whole[:, :, :tokens]
-    if rope is None and turn is None and tokens % UNIT == 0 and serves(form, device):
-        unpack_turned(form, fields, first, out)
-        return whole
-    if turn is None and tokens % UNIT == 0:
-        if unpack_tables.serves(form, rope, device):
-            unpack_tables.unpack_tables(form, fields, start, first, out, rope, first_position)
-            return whole
-        if unpack_levels.serves(form, rope, device):
-            unpack_levels.unpack_levels(form, fields, start, first, out, rope, first_position)
-            return whole
-        if rope is None and unpack_mixed.serves(form, device):
-            unpack_mixed.unpack_mixed(form, fields, first, out)
-            return whole
-    if turn is not None and turn.operands is not None and tokens % UNIT == 0:
-        unpack_bits.unpack_bits(form, fields, first, out, turn.operands)
+    if rope is not None and tokens % UNIT == 0 and unpack_tables.serves(form, rope, device):
+        assert first_position is not None
+        unpack_tables.unpack_tables(form, fields, start, first, out, rope, first_position)
         return whole
     mean = norm = basis = size = freq = table = out  # stand for tensors that are never read
     if isinstance(form, Paged):

@@ -1,2 +1,1 @@
-"""Calls of many tokens: bounded pieces are unpacked for the platform's flash attention. Unpackers that are faster than the
-generic one."""
+"""Calls of many tokens: bounded pieces are unpacked for the platform's flash attention."""

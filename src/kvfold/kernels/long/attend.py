@@ -263,29 +263,20 @@ def _unpacked(
         fill(rooms[0], rooms[1], piece.count, windows)
         return excess(part.rows.contiguous(), rooms[0], piece.count, call.scale, windows)
 
-    values, ahead = None, _beside(turn) and _unpacks(call)
-    with Aside(device, 1) as beside:  # beside keys, whatever else waits for a place there
-        if ahead or moves:
+    with Aside(device, 1) as beside:  # beside what is unpacked, whatever else waits for a place there
+        if moves:
             with beside.launches():
-                if ahead:
-                    values = _side(call.value_format, piece.values, *at, dtype, turn=turn, whole=rooms[1])
-                if moves:
-                    more = fill_up(part.windows)
+                more = fill_up(part.windows)
         keys = _side(call.key_format, piece.keys, *at, dtype, call.rope, place, whole=rooms[0])
         if piece.empty and not moves:
-            with beside.launches():  # beside values that come after keys
+            with beside.launches():  # beside values
                 part.ready()
                 more = fill_up(None)
-        if values is None:
-            values = _side(call.value_format, piece.values, *at, dtype, turn=turn, whole=rooms[1])
+        values = _side(call.value_format, piece.values, *at, dtype, turn=turn, whole=rooms[1])
         part.ready()
-        beside.wait(*(tensor for tensor in (values, more) if tensor is not None))
+        if more is not None:
+            beside.wait(more)
     return keys, values, more
-
-
-def _beside(turn: Turn | None) -> bool:
-    """Whether values are unpacked beside keys: where products make them of bits, and look-ups keys; others lose by it."""
-    return turn is not None and turn.operands is not None
 
 
 def for_cudnn(tokens: int, once: bool) -> int:

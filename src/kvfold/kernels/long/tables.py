@@ -1,16 +1,18 @@
-"""Codes into tables that fit shared memory (CommVQ's keys, VQLLM, TaSQ), decoded to 16 bits; see
-:mod:`kvfold.kernels.long._tables`."""
+"""Keys of codes into tables that fit shared memory (CommVQ's, TaSQ's of four channels), decoded to 16 bits; see
+:mod:`kvfold.kernels.long._tables`.
+
+The kernel with readers makes CommVQ's calls of 512 tokens take 1.41 and 1.69 times fp16's time, at 1 and 2 bits.
+"""
 
 from typing import Any
 
 import torch
 
 from kvfold.arithmetic import beside, lasting
-from kvfold.formats import Fields, Format, GroupCodes, ResidualCodes
+from kvfold.formats import Fields, Format, GroupCodes
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.packing import UNIT
-from kvfold.formats.residual import Codebook
 from kvfold.kernels.common import tables
 from kvfold.kernels.device import device_info
 from kvfold.kernels.stored import room_between, rotation_of
@@ -21,29 +23,18 @@ WARPS = 8
 PAIRS = 64
 REGISTERS = 65536
 """Of a multiprocessor."""
-BESIDE = 168
-"""Registers of CommVQ's keys, beside which a program of its values has a place."""
-Tabled = AdditiveCodes | ResidualCodes | GroupCodes
+Tabled = AdditiveCodes | GroupCodes
 
 
 def serves(form: Format, rope: Rope | None, device: torch.device) -> bool:
-    """Whether :func:`unpack_tables` decodes a format, with keys before RoPE where there is one."""
-    if device.type != "cuda" or form.head_dim != 2 * PAIRS or (rope is not None and rope.inv_freq.numel() != PAIRS):
+    """Whether :func:`unpack_tables` decodes a format of keys that are rotated as they are read."""
+    if device.type != "cuda" or form.head_dim != 2 * PAIRS or rope is None or rope.inv_freq.numel() != PAIRS:
         return False
     if isinstance(form, AdditiveCodes):
         book = form.codebook
-        good = (
-            rope is not None
-            and form.levels == 64
-            and book is not None
-            and book.steps is not None
-            and book.rotary == 128
-        )
-    elif isinstance(form, ResidualCodes):
-        good = (form.vector, form.codes, form.strided) == (32, 256, rope is not None) and form.stages in (4, 8)
-        good = good and form.block % UNIT == 0 and form.book is not None and form.book.steps is not None
+        good = form.levels == 64 and book is not None and book.steps is not None and book.rotary == 2 * PAIRS
     elif isinstance(form, GroupCodes):
-        good = form.vector in (4, 8) and (form.codes, form.strided) == (256, rope is not None)
+        good = (form.vector, form.codes, form.strided) == (4, 256, True)
         good = good and form.block % UNIT == 0 and form.book is not None
     else:
         return False
@@ -54,21 +45,11 @@ def bytes_of(form: Tabled) -> int:
     """Bytes of shared memory of a program."""
     from kvfold.kernels.long._tables import shared_bytes
 
-    return int(shared_bytes(_stages(form), isinstance(form, AdditiveCodes), _keys(form), WARPS, _groups(form)))
+    return int(shared_bytes(_stages(form), isinstance(form, AdditiveCodes), WARPS))
 
 
 def _stages(form: Tabled) -> int:
-    """Of codes of groups a quarter of their number: bytes of a unit are as many as those of so many stages."""
-    return form.groups // 4 if isinstance(form, GroupCodes) else form.stages
-
-
-def _groups(form: Tabled) -> int:
-    """0, or of codes of groups 1, and 2 where vectors have a mean."""
-    return 0 if not isinstance(form, GroupCodes) else 2 if form.centred else 1
-
-
-def _keys(form: Tabled) -> bool:
-    return isinstance(form, AdditiveCodes) or form.strided
+    return form.stages if isinstance(form, AdditiveCodes) else 1
 
 
 def constants(form: Tabled, bf16: bool) -> dict[str, Any]:
@@ -76,64 +57,42 @@ def constants(form: Tabled, bf16: bool) -> dict[str, Any]:
     return {
         "STAGES": _stages(form),
         "STEPS": isinstance(form, AdditiveCodes),
-        "KEYS": _keys(form),
+        "CENTRED": isinstance(form, GroupCodes) and form.centred,
         "BF16": bf16,
-        "GROUPS": _groups(form),
     }
 
 
 def resident(form: Tabled, device: torch.device) -> int:
-    """Programs of a multiprocessor at a time. Values of bits are unpacked beside CommVQ's keys, and need a place."""
+    """Programs of a multiprocessor at a time; with CommVQ at 1 bit, two take as long as one."""
     if isinstance(form, AdditiveCodes):
         return 1
     return 2 if 2 * bytes_of(form) <= device_info(device).shared_memory else 1
 
 
-def options(form: Tabled, programs: int) -> dict[str, int]:
+def options(programs: int) -> dict[str, int]:
     """Launch options where a multiprocessor has so many programs."""
-    most = BESIDE if isinstance(form, AdditiveCodes) else REGISTERS // (32 * WARPS * programs) // 8 * 8
+    most = REGISTERS // (32 * WARPS * programs) // 8 * 8
     return {"num_warps": WARPS} | ({"maxnreg": most} if most < 256 else {})
 
 
 def rows(form: Tabled, device: torch.device) -> torch.Tensor:
     """Tables as lanes read them, made once: graphs know where they are."""
     from kvfold.kernels.commvq import decode as codebook
-    from kvfold.kernels.residual import decode as residual
-    from kvfold.kernels.residual import groups
 
     if isinstance(form, GroupCodes):
         assert form.book is not None
-        book_of_groups = form.book.on(device)
-        return groups._rows(book_of_groups) if form.vector == 8 else fours(book_of_groups, form.strided)
-    if isinstance(form, AdditiveCodes):
-        assert form.codebook is not None
-        return codebook.rows_of(form.codebook.on(device))[0]
-    assert form.book is not None
-    book = form.book.on(device)
-    if form.strided:
-        return residual._rows(book, True)
-    return _value_rows(book, form.vector)
+        return fours(form.book.on(device))
+    assert form.codebook is not None
+    return codebook.rows_of(form.codebook.on(device))[0]
 
 
 @beside
-def _value_rows(book: Codebook, vector: int) -> torch.Tensor:
-    """A lane's eight channels lie together."""
-    from kvfold.kernels.residual import decode as residual
-
-    return residual._with_steps(book, torch.arange(vector, device=book.codes.device))
-
-
-@beside
-def fours(book: GroupBook, keys: bool) -> torch.Tensor:
+def fours(book: GroupBook) -> torch.Tensor:
     """Rows of four channels as lanes read them, made once; fp16 [heads, 2, codes, 4, 4, 4].
 
-    Of keys' group 16 f + 4 t + 2 i + e in [i, code, 2 f + e, t]; of values' group 8 i + 2 t + e in [e, code, i, t].
+    Of group 16 f + 4 t + 2 i + e in [i, code, 2 f + e, t].
     """
-    codes = book.codes.to(torch.float16)
-    if keys:
-        codes = codes.unflatten(1, (2, 4, 2, 2)).permute(0, 3, 5, 1, 4, 2, 6)
-    else:
-        codes = codes.unflatten(1, (4, 4, 2)).permute(0, 3, 4, 1, 2, 5)
+    codes = book.codes.to(torch.float16).unflatten(1, (2, 4, 2, 2)).permute(0, 3, 5, 1, 4, 2, 6)
     return codes.reshape(len(codes), 2, -1, 4, 4, 4).contiguous()
 
 
@@ -158,12 +117,11 @@ def group_turns(rope: Rope, device: torch.device) -> torch.Tensor:
 
 def make_tables(form: Format, rope: Rope | None, device: torch.device) -> None:
     """Make what :func:`unpack_tables` reads, on the current stream."""
-    assert isinstance(form, Tabled)
+    assert isinstance(form, Tabled) and rope is not None
     rows(form, device)
-    if rope is not None:
-        turns(rope, device)
-        if isinstance(form, GroupCodes):
-            group_turns(rope, device)
+    turns(rope, device)
+    if isinstance(form, GroupCodes):
+        group_turns(rope, device)
 
 
 def _kernel() -> Any:
@@ -178,8 +136,8 @@ def unpack_tables(
     start: int,
     first: int,
     out: torch.Tensor,
-    rope: Rope | None,
-    first_position: torch.Tensor | None,
+    rope: Rope,
+    first_position: torch.Tensor,
 ) -> None:
     """Decode tokens of a span to ``out`` [batch, num_kv_heads, tokens, head_dim], whole units from number ``first`` on; as of
     :func:`kvfold.kernels.generic.unpack.unpack`."""
@@ -188,26 +146,22 @@ def unpack_tables(
     units, device = tokens // UNIT, out.device
     together = resident(form, device)
     programs = min(units, max(1, together * device_info(device).sms // (batch * heads)))
-    table = rows(form, device)
-    freq, near, position = table, table, table  # not read where nothing is rotated
-    if rope is not None:
-        assert first_position is not None
-        (freq, near), position = turns(rope, device), first_position
-        if isinstance(form, GroupCodes):
-            near = group_turns(rope, device)
+    table, (freq, near) = rows(form, device), turns(rope, device)
     mean = table  # not read where there is none
-    if isinstance(form, GroupCodes) and form.centred:
-        assert form.book is not None
-        held = form.book.on(device).mean
-        assert held is not None
-        mean = held
+    if isinstance(form, GroupCodes):
+        near = group_turns(rope, device)
+        if form.centred:
+            assert form.book is not None
+            held = form.book.on(device).mean
+            assert held is not None
+            mean = held
     _kernel()[(programs, batch * heads)](
         fields["codes"],
         fields["rms"],
         table,
         freq,
         near,
-        position,
+        first_position,
         mean,
         out,
         heads,
@@ -216,7 +170,7 @@ def unpack_tables(
         units,
         room_between(form, fields) // UNIT,
         out.stride(1) // out.stride(2),
-        1.0 if rope is None else float(rope.scaling),
+        float(rope.scaling),
         **constants(form, out.dtype == torch.bfloat16),
-        **options(form, together),
+        **options(together),
     )
