@@ -157,7 +157,6 @@ def kernel_of(key_format: Format, value_format: Format, rows: int) -> str:
     from kvfold.kernels.fold import decode as pages
     from kvfold.kernels.fragments.decode import unsupported
     from kvfold.kernels.gluon import tables_of
-    from kvfold.kernels.mapped import decode as mapped
 
     forms = key_format, value_format
     if pages.unsupported(*forms) is None:
@@ -166,8 +165,6 @@ def kernel_of(key_format: Format, value_format: Format, rows: int) -> str:
         return "fragments"
     if balanced.unsupported(*forms) is None and rows <= balanced.MOST_ROWS:
         return "balanced"
-    if mapped.unsupported(*forms) is None and rows <= mapped.MOST_ROWS:
-        return "mapped"
     of = tables_of(*forms)
     if of is None or of.unsupported(*forms, key_format.head_dim) or of.no_room(*forms, rows, torch.device("cuda")):
         return "blocks"

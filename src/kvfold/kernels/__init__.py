@@ -14,7 +14,6 @@ from kvfold.kernels.gluon import (
     BalancedKernel,
     FragmentsKernel,
     GluonKernel,
-    MappedKernel,
     PagesKernel,
     TablesKernel,
 )
@@ -31,7 +30,6 @@ REGISTRY: dict[str, AttentionKernel] = {
         TilesKernel(),
         TablesKernel(),
         BalancedKernel(),
-        MappedKernel(),
         BlocksKernel(),
         CPUKernel(),
         ReferenceKernel(),

@@ -231,22 +231,6 @@ class BalancedKernel(AfterRope):
         return balanced.BalancedTiles() if few else None
 
 
-class MappedKernel(AfterRope):
-    """Codes of groups of neighbours with rotated 2-bit values (NOVA-KV) on NVIDIA GPUs, from sm_80 on."""
-
-    name = "mapped"
-
-    def module(self) -> Any:
-        from kvfold.kernels.mapped import decode as mapped
-
-        return mapped
-
-    def packed(self, call: AttentionCall) -> "Packed | None":
-        from kvfold.kernels.mapped import decode as mapped
-
-        return mapped.MappedTiles() if mapped.no_room(call.shape[2], call.query.device) is None else None
-
-
 TABLED = AdditiveCodes.kind, ResidualCodes.kind, GroupCodes.kind
 
 
