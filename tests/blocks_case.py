@@ -394,6 +394,8 @@ CASES = {
     "residual-odd-groups": {"method": residuals((2, 4, 256), (1, 2, 4)), "rotary": 64, "tokens": 3, "in_place": True},
     "residual-no-rope": {"method": residuals((4, 16, 256)), "head_dim": 96, "packed": (128, 32)},
     "kvarn": {"method": "kvarn", "packed": (256, 128), "slabs": (2,)},
+    "kvarn-uneven": {"method": "kvarn:rotation=8", "packed": (128, 384), "slabs": (1, 2), "size": 100.0, "per_head": 5},
+    "kvarn-as-it-is": {"method": "kvarn:rounds=0", **PAGES, "size": 1e-4, "tokens": 3, "in_place": True},
     "kvarn-d128-3bit": {"method": "kvarn:bits=3", "head_dim": 128, "packed": (256, 128), "slabs": (2,)},
     "kvarn-d96-64": {"method": "kvarn:group=64,k_bits=4", "head_dim": 96, "packed": (192, 64), "slabs": (2, 2)},
     "kvarn-d80-32-plain": {"method": "kvarn:group=32,rotation=1", "head_dim": 80, "slabs": (4, 4), "size": 1e3},

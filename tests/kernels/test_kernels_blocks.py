@@ -72,6 +72,11 @@ def test_shapes_of_calls(method, per_head, tokens):
     (byte_codes(128), (4096, 3968), (128,), {}),
     (byte_codes(128), (640, 0), (8, 8, 8), {}),
     (byte_codes(32, 128), (1024, 896), (4, 4), {}),
+    ("kvarn", (4096, 3968), (32,), {}),
+    ("kvarn", (128, 1280), (4, 8), {}),
+    ("kvarn", (640, 0), (8,), {"head_dim": 64}),
+    ("kvarn:rotation=1", (1024, 896), (4, 4), {"head_dim": 96}),
+    ("kvarn:rotation=16", (1024, 896), (12,), {"head_dim": 80}),
 ], ids=str)  # fmt: skip
 def test_ragged_calls_of_baselines(method, packed, slabs, options, per_head, tokens, dtype, limit):
     """Several slabs, storage that holds no token full of NaN."""
@@ -185,7 +190,7 @@ def test_a_joint_code_is_refused():
     assert blocks.unsupported(*forms, True) == "values: one code for all heads"
 
 
-@pytest.mark.parametrize("method", ["nova"])
+@pytest.mark.parametrize("method", ["kvarn", "kvarn:bits=3", "nova"])
 def test_baselines_are_decoded_by_this_kernel_in_graphs(method, monkeypatch):
     """In plain order, which it reads, whatever a kernel for tensor cores would take."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -11,7 +11,6 @@ from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.dense.decode import DenseKernel
 from kvfold.kernels.generic.decode import BlocksKernel
 from kvfold.kernels.gluon import (
-    BalancedKernel,
     FragmentsKernel,
     GluonKernel,
     PagesKernel,
@@ -29,7 +28,6 @@ REGISTRY: dict[str, AttentionKernel] = {
         DenseKernel(),
         TilesKernel(),
         TablesKernel(),
-        BalancedKernel(),
         BlocksKernel(),
         CPUKernel(),
         ReferenceKernel(),

@@ -1,1 +1,1 @@
-"""Rotated and balanced tiles: KVarN; their encoder puts keys under learned maps as well."""
+"""The encoder of rotated and balanced tiles (KVarN), which puts keys under learned maps as well (NOVA-KV)."""
