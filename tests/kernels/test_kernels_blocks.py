@@ -77,10 +77,22 @@ def test_shapes_of_calls(method, per_head, tokens):
     ("kvarn", (640, 0), (8,), {"head_dim": 64}),
     ("kvarn:rotation=1", (1024, 896), (4, 4), {"head_dim": 96}),
     ("kvarn:rotation=16", (1024, 896), (12,), {"head_dim": 80}),
+    (residuals(rounded=True), (2048, 1984), (32, 32), {"rotary": 128}),
+    (residuals((8, 32, 256), (8, 32, 256), rounded=True), (2048, 1984), (32, 32), {"rotary": 128}),
+    (by_groups((8, True), (8,), mean=3.0), (2048, 1984), (32, 32), {"rotary": 128}),
+    (by_groups((8, True), (8,)), (2048, 1984), (32, 32), {"rotary": 128}),
+    (by_groups((4, True), (4,), mean=3.0), (2048, 1984), (32, 32), {"rotary": 128}),
 ], ids=str)  # fmt: skip
 def test_ragged_calls_of_baselines(method, packed, slabs, options, per_head, tokens, dtype, limit):
     """Several slabs, storage that holds no token full of NaN."""
-    of = {"head_dim": 128, "packed": packed, "slabs": slabs, "in_place": True, "ring": 160, "maps": callable(method)}
+    of = {
+        "head_dim": 128,
+        "packed": packed,
+        "slabs": slabs,
+        "in_place": True,
+        "ring": 160,
+        "maps": callable(method) and "rotary" not in options,
+    }
     case = Case(method, **of | options, tokens=tokens, per_head=per_head, device="cuda", dtype=dtype)
     assert case.error() < limit
 
@@ -190,7 +202,9 @@ def test_a_joint_code_is_refused():
     assert blocks.unsupported(*forms, True) == "values: one code for all heads"
 
 
-@pytest.mark.parametrize("method", ["kvarn", "kvarn:bits=3", "nova"])
+@pytest.mark.parametrize("method", [
+    *("kvarn", "kvarn:bits=3", "nova", "vqllm", "vqllm:bits=1", "gsrq", "tasq", "tasq:mean=false", "tasq:bits=2"),
+])  # fmt: skip
 def test_baselines_are_decoded_by_this_kernel_in_graphs(method, monkeypatch):
     """In plain order, which it reads, whatever a kernel for tensor cores would take."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvfold.formats import AffineGroups, Format, GroupCodes, Paged, ResidualCodes
+from kvfold.formats import AffineGroups, Format, GroupCodes, Paged
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Windows
@@ -130,7 +130,7 @@ class FragmentsKernel(GPUKernel):
 
 
 class TablesKernel(GPUKernel):
-    """Codes whose tables shared memory holds (CommVQ, VQLLM, GSRQ, TaSQ also with fold's values) on NVIDIA GPUs, from sm_80 on.
+    """Codes whose tables shared memory holds (CommVQ, TaSQ's keys with fold's values) on NVIDIA GPUs, from sm_80 on.
 
     Up to 8 query rows of a KV head are read by a kernel with tables in the place of
     :class:`~kvfold.kernels.generic.decode.BlocksKernel`, which attends to the rest of a call, and to other calls.
@@ -175,7 +175,7 @@ class TablesKernel(GPUKernel):
         return blocks.attend(call, of=None if of is None or of.declines(call) else of)
 
 
-TABLED = AdditiveCodes.kind, ResidualCodes.kind, GroupCodes.kind
+TABLED = AdditiveCodes.kind, GroupCodes.kind
 
 
 def tables_of(key_format: Format, value_format: Format) -> "Tables | None":
@@ -184,18 +184,10 @@ def tables_of(key_format: Format, value_format: Format) -> "Tables | None":
         from kvfold.kernels.commvq.decode import CodebookTables
 
         return CodebookTables()
-    if isinstance(key_format, ResidualCodes):
-        from kvfold.kernels.residual.decode import ResidualTables
-
-        return ResidualTables()
-    if isinstance(key_format, GroupCodes) and isinstance(value_format, Paged):
+    if isinstance(key_format, GroupCodes):
         from kvfold.kernels.learned.decode import LearnedKeyTables
 
         return LearnedKeyTables()
-    if isinstance(key_format, GroupCodes):
-        from kvfold.kernels.residual.groups import GroupTables
-
-        return GroupTables()
     return None
 
 

@@ -1,10 +1,11 @@
 # mypy: ignore-errors
 """Sums of codebook rows (CommVQ's keys, VQLLM's keys and values), and rows of groups (TaSQ's), unpacked to 16 bits.
 
-Tables lie in shared memory and rows are added up as for decoding (:mod:`kvfold.kernels.commvq._steps`,
-:mod:`kvfold.kernels.residual._decode`); a lane's sums are channels that lie together, which it stores as 16 bytes. Keys are
-rotated twice: by their token's place in its unit of 32, of which cosines and sines lie in shared memory, and by the unit's
-position.
+Tables lie in shared memory. CommVQ's rows are added up as for decoding (:mod:`kvfold.kernels.commvq._steps`). A row of
+VQLLM's has 32 channels, a byte each, of which lane (g, t) reads 8 for tokens g of every eight. The rows of four stages lie
+together in 128 bytes; of each four tokens every one reads another stage first, so that they never meet in a bank. A lane's
+sums are channels that lie together, which it stores as 16 bytes. Keys are rotated twice: by their token's place in its unit
+of 32, of which cosines and sines lie in shared memory, and by the unit's position.
 
 A row of a group has 8 channels in fp16. Those of values are adjacent: lane (g, t) reads the rows of groups 4 i + t, and stores
 them. Those of keys lie 16 channels apart, so lane (g, t) reads the rows of groups 4 t to 4 t + 3, and puts their channels 4 t
@@ -22,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from kvfold.kernels.common._tables import (
     _dynamic_base,
     _fetch_rows,
+    _odd_bytes,
     _weighted_bytes,
     fetch_turns,
     reserved,
@@ -36,10 +38,12 @@ from kvfold.kernels.common._warp import (
     copy_wait,
     fma_half2,
     high_halves,
+    load_global4,
     load_shared,
     low_halves,
     mul_half2,
     pack_half2,
+    product_less_half2,
     program_sync,
     shuffle_xor,
     store_shared1,
@@ -48,18 +52,17 @@ from kvfold.kernels.common._warp import (
 )
 from kvfold.kernels.commvq._steps import head_bytes, kept_bytes, steps_of_pairs, tile_steps
 from kvfold.kernels.long._rotated import bounded_half2, load_half, store_words2, store_words4
-from kvfold.kernels.residual._decode import (
-    _group_places,
-    _places,
-    _token_sums,
-    table_bytes,
-)
-from kvfold.kernels.residual._decode import _rotated as _rotated_by_fours
 
 UNIT = gl.constexpr(32)
 TURNS = gl.constexpr(8192)
 FAR = gl.constexpr(256)
 """Bytes of cosines and sines of a unit's tokens, and of a unit's position."""
+
+
+@gluon.constexpr_function
+def table_bytes(stages, groups):
+    """Bytes of one side's tables."""
+    return 65536 if groups else 8192 * stages
 
 
 @gluon.constexpr_function
@@ -171,6 +174,68 @@ def leave_turn(to, lane, position, turns, gains):
 
 
 @gluon.jit
+def _group_sums(words, places, AT: gl.constexpr, STAGES: gl.constexpr):
+    """Four words of the sum of a group's rows; ``words``: its codes; ``places``: see :func:`_places`; AT: of the tables.
+
+    Numbers of seven bits are added as whole numbers: two stages byte by byte, then odd bytes in halves with the exponent of
+    1024. Whole words are added, too, whatever is carried from byte to byte: less the odd bytes, they are the even ones.
+    """
+    odd = (words[0] * 0 + 0x64006400,) * 2
+    whole = (words[0] * 0 + 0x64646400,) * 2  # 257 times the exponents
+    for j in gl.static_range(STAGES // 4):
+        x = ()
+        for i in gl.static_range(4):
+            at = _weighted_bytes(words[j], places[i], places[4 + i])
+            x = x + (load_shared(at, AT + j * 32768, 2),)
+        new_odd = ()
+        new_whole = ()
+        for i in gl.static_range(2):
+            a = x[0][i] + x[1][i]
+            b = x[2][i] + x[3][i]
+            new_odd = new_odd + (odd[i] + _odd_bytes(a) + _odd_bytes(b),)
+            new_whole = new_whole + (whole[i] + a + b,)
+        odd = new_odd
+        whole = new_whole
+    sums = (whole[0] - odd[0] * 256, odd[0], whole[1] - odd[1] * 256, odd[1])
+    out = ()
+    for i in gl.static_range(4):
+        out = out + (fma_half2(sums[i], places[8 + i], places[12 + i]),)
+    return out
+
+
+@gluon.jit
+def _token_sums(codes, places, AT: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr = 0):
+    """16 words of one token of every lane: four of each group. ``codes``: address of the token's."""
+    words = load_shared(codes, 0, STAGES)
+    out = ()
+    if GROUPS:
+        for i in gl.static_range(2):
+            out = out + _two_groups(words[2 * i], words[2 * i + 1], places, AT + 32768 * i)
+    else:
+        for i in gl.static_range(4):
+            if STAGES == 4:
+                out = out + _group_sums((words[i],), places, AT, STAGES)
+            else:
+                out = out + _group_sums((words[2 * i], words[2 * i + 1]), places, AT, STAGES)
+    return out
+
+
+@gluon.jit
+def _places(base, rows_ptr, g, t, STAGES: gl.constexpr):
+    """Of a lane for :func:`_group_sums`: weights that pick the code of a stage and multiply it by a row's 128 bytes, addresses
+    of its eight bytes of these stages, and its channels' steps and what sums of numbers have too much. Four stages lie
+    together in a row; tokens of a half of a warp read different ones at once."""
+    weights = ()
+    addresses = ()
+    for i in gl.static_range(4):
+        stage = g % 4 ^ i
+        weights = weights + ((g * 0 + 128) << 8 * stage,)
+        addresses = addresses + (base + stage * 32 + t * 8,)
+    at = rows_ptr + STAGES * 8192 + t * 16
+    return weights + addresses + load_global4(at, g * 0 + 1) + load_global4(at + 64, g * 0 + 1)
+
+
+@gluon.jit
 def put_unit(
     codes, base, near, turn, lane, own, norms, out,
     STAGES: gl.constexpr, STEPS: gl.constexpr, KEYS: gl.constexpr, BF16: gl.constexpr,
@@ -212,8 +277,50 @@ def put_unit(
 
 
 @gluon.jit
+def _two_groups(near, far, places, AT: gl.constexpr):
+    """Rows of two groups, whose codes are in words ``near`` and ``far``; ``places``: see :func:`_group_places`. Odd tokens read
+    the second one first."""
+    odd = places[3]
+    a = load_shared(_weighted_bytes(gl.where(odd, far, near), places[0], places[1]), AT, 4)
+    b = load_shared(_weighted_bytes(gl.where(odd, near, far), places[0], places[2]), AT, 4)
+    first = ()
+    second = ()
+    for i in gl.static_range(4):
+        first = first + (gl.where(odd, b[i], a[i]),)
+        second = second + (gl.where(odd, a[i], b[i]),)
+    return first + second
+
+
+@gluon.jit
+def _group_places(base, g, t):
+    """The same of codes of groups: a weight that picks the lane's code of four, times the 128 bytes of a code of two groups;
+    the address of its 16 bytes of the group that is read first, and of the other one; whether that is the second."""
+    odd = g % 2 == 1
+    first = base + t * 16 + odd.to(gl.int32) * 64
+    return ((g * 0 + 128) << 8 * t, first, first ^ 64, odd)
+
+
+@gluon.jit
+def _rotated(x, turns):
+    """Keys of one token of every lane, rotated by its place in the tile."""
+    out = ()
+    for i in gl.static_range(4):
+        a0 = x[4 * i]
+        a1 = x[4 * i + 1]
+        b0 = x[4 * i + 2]
+        b1 = x[4 * i + 3]
+        out = out + (
+            product_less_half2(a0, turns[4 * i + 0], mul_half2(b0, turns[4 * i + 2])),
+            product_less_half2(a1, turns[4 * i + 1], mul_half2(b1, turns[4 * i + 3])),
+            fma_half2(b0, turns[4 * i + 0], mul_half2(a0, turns[4 * i + 2])),
+            fma_half2(b1, turns[4 * i + 1], mul_half2(a1, turns[4 * i + 3])),
+        )
+    return out
+
+
+@gluon.jit
 def _fetch_groups(base, source, thread, W: gl.constexpr):
-    """Begin to copy a head's rows as of :func:`kvfold.kernels.residual.groups._rows`, [2, codes, 2, 4] of 16 bytes; here they
+    """Begin to copy a head's rows as of :func:`kvfold.kernels.long.tables.eights`, [2, codes, 2, 4] of 16 bytes; here they
     are [4, codes, 4], of group 4 a + b in [b, code, a]."""
     whole = thread * 0 + 16
     for at in range(0, 4096, 32 * W):
@@ -424,8 +531,8 @@ def put_group_unit(
                 for i in gl.static_range(16):
                     y = y + (fma_half2(means[i], down, mul_half2(x[i], size)),)
                 x = y
-            x = _rotated_by_fours(x, shared_turns(near + at * 256 + (g % 2 ^ first) * 64 + t * 16))
-            x = _rotated_by_fours(x, turn)
+            x = _rotated(x, shared_turns(near + at * 256 + (g % 2 ^ first) * 64 + t * 16))
+            x = _rotated(x, turn)
             _put_group_keys(to, x, up, 2048 * e, BF16)
         else:
             if STAGES == 4:

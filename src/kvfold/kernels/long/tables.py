@@ -11,7 +11,6 @@ from kvfold.formats.codebook import AdditiveCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.packing import UNIT
 from kvfold.formats.residual import Codebook
-from kvfold.kernels.common import tables
 from kvfold.kernels.device import device_info
 from kvfold.kernels.stored import room_between, rotation_of
 from kvfold.rope import Rope
@@ -98,29 +97,42 @@ def options(form: Tabled, programs: int) -> dict[str, int]:
 def rows(form: Tabled, device: torch.device) -> torch.Tensor:
     """Tables as lanes read them, made once: graphs know where they are."""
     from kvfold.kernels.commvq import decode as codebook
-    from kvfold.kernels.residual import decode as residual
-    from kvfold.kernels.residual import groups
 
     if isinstance(form, GroupCodes):
         assert form.book is not None
         book_of_groups = form.book.on(device)
-        return groups._rows(book_of_groups) if form.vector == 8 else fours(book_of_groups, form.strided)
+        return eights(book_of_groups) if form.vector == 8 else fours(book_of_groups, form.strided)
     if isinstance(form, AdditiveCodes):
         assert form.codebook is not None
         return codebook.rows_of(form.codebook.on(device))[0]
     assert form.book is not None
     book = form.book.on(device)
-    if form.strided:
-        return residual._rows(book, True)
-    return _value_rows(book, form.vector)
+    return _stage_rows(book, form.strided)
 
 
 @beside
-def _value_rows(book: Codebook, vector: int) -> torch.Tensor:
-    """A lane's eight channels lie together."""
-    from kvfold.kernels.residual import decode as residual
+def _stage_rows(book: Codebook, keys: bool) -> torch.Tensor:
+    """Rows of stages as lanes read them; of values a lane's eight channels lie together.
 
-    return residual._with_steps(book, torch.arange(vector, device=book.codes.device))
+    Bytes [stages / 4, codes, 4, 32], then fp16 [2, 32]: steps, and what sums of numbers and 1024 have too much, negative.
+    """
+    element, steps = torch.arange(32, device=book.codes.device), book.steps
+    assert steps is not None
+    if keys:  # 8 t + 4 h + m is channel 16 h + 4 t + m of the group
+        element = element // 4 % 2 * 16 + element // 8 * 4 + element % 4
+    # bytes 0 and 2, and 1 and 3, of each four become words of two channels
+    rows = steps.numbers[:, :, element.view(-1, 2, 2).mT.flatten()]
+    rows = rows.unflatten(0, (-1, 4)).transpose(1, 2).contiguous()
+    extra = (steps.shift - 64 * len(steps.numbers) - 1024) * steps.step
+    both = torch.stack((steps.step, extra))[:, element].to(torch.float16)
+    return torch.cat((rows.flatten(), both.flatten().view(torch.uint8))).view(torch.float16)
+
+
+@beside
+def eights(book: GroupBook) -> torch.Tensor:
+    """Rows of eight channels as lanes read them, made once; fp16 [heads, 2, codes, 2, 4, 8], of group 8 i + 4 e + t in
+    [i, code, e, t]."""
+    return book.codes.to(torch.float16).unflatten(1, (2, 2, 4)).permute(0, 1, 4, 2, 3, 5).contiguous()
 
 
 @beside
@@ -153,7 +165,10 @@ def group_turns(rope: Rope, device: torch.device) -> torch.Tensor:
     Of part m, lane t four cosines, then four sines, of pairs 16 m + 4 t on. Odd tokens have parts 0 and 1, and 2 and 3, the
     other way round.
     """
-    return tables.unit_turns(rope, device, (1, 2, 3, 0, 4)).flatten(-2)
+    table = rotation_of(rope, PAIRS, UNIT, 1, 2 * PAIRS, device).table  # [2, tokens, 64]
+    parts = table.view(2, UNIT, 4, 4, 4).permute(1, 2, 3, 0, 4)
+    odd = torch.arange(UNIT, device=device) % 2 == 1
+    return torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).flatten(-2).contiguous()
 
 
 def make_tables(form: Format, rope: Rope | None, device: torch.device) -> None:
