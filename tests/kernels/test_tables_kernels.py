@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import lanes
 from aot.tables import compile_table_pieces, compile_tables
-from blocks_case import LIMIT, Case, attended, by_groups, commvq, learned_keys, unproject
+from blocks_case import LIMIT, Case, attended, by_groups, byte_codes, commvq, learned_keys, residuals, unproject
 from books_case import layer as books_layer
 from kvfold import kernels
 from kvfold.bench import storage
@@ -301,3 +301,14 @@ def test_the_kernel_over_pages_is_named(gpu):
     ordered, spec = get("fold"), LayerSpec(0, 1, 4, 2, 128)
     assert attention.serving(ordered.key_format(spec), ordered.value_format(spec), None, 9, cuda) == "gluon"
     assert attention.serving(*formats_of("fold", 128), None, 4, cuda) == "blocks"
+
+
+@pytest.mark.parametrize("rows", [4, 9])
+def test_pages_of_baselines_are_read_by_the_plain_kernel(gpu, rows):
+    rope, cuda = Rope(torch.ones(64)), torch.device("cuda")
+    vectors, eights = residuals(rounded=True)(128, "cpu"), by_groups((8, True), (8,), mean=3.0)(128, "cpu")
+    assert attention.serving(*vectors, rope, rows, cuda) == "blocks"
+    assert "tables: keys: 256 codes for 8 channels" in attention.serving(*eights, rope, 4, cuda)
+    named = attention.serving(*by_groups((4, True), (4,))(128, "cpu"), rope, 4, cuda)
+    assert named == "blocks (tables: values: group codes storage; allowed: residual codes in pages)"
+    assert attention.serving(*byte_codes(128)(128, "cpu"), None, rows, cuda).startswith("blocks")
