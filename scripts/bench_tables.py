@@ -51,6 +51,12 @@ FUSED = ("gluon", "pages", "dense")
 """Kernels of decode steps; plain Triton's rows have a table of their own."""
 READ = ("blocks", "balanced", "mapped", "tables")
 """Kernels over codes in plain order. Rows of before "tables" had a name say "blocks" for both."""
+GONE = ("balanced", "mapped")
+"""Those that there are no more: their steps are no longer shown."""
+BASELINES = ("vqllm", "gsrq", "tasq")
+"""Methods that "tables" no longer reads, but for keys beside ``fold``'s values."""
+GONE_STEPS = {("kvarn", "0984cd3")}
+"""Whole decode steps with a kernel that is gone, by method and commit."""
 SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "query_tokens", "context")
 
 
@@ -69,8 +75,17 @@ def _newest(found: Iterable[Mapping[str, str]], *columns: str) -> list[Any]:
     return list({tuple(cell(row, name) for name in columns): row for row in found}.values())
 
 
-def _attention(dtype: str = "float16") -> list[Any]:
-    found = rows("attention", "work", "dtype", "kernel", *SHAPE, choose=_newest)
+def _served(row: Any) -> bool:
+    """Whether the kernel that a decode step's row names still reads the method."""
+    name, _, options = row.work.partition(":")
+    return row.kernel not in GONE and (row.kernel != "tables" or name not in BASELINES or "values=fold" in options)
+
+
+def _attention(dtype: str = "float16", without: tuple[str, ...] = ()) -> list[Any]:
+    def choose(found: Iterable[Mapping[str, str]], *columns: str) -> list[Any]:
+        return _newest((row for row in found if row["kernel"] not in without), *columns)
+
+    found = rows("attention", "work", "dtype", "kernel", *SHAPE, choose=choose)
     return [row for row in found if row.dtype == dtype and row.kernel in (*FUSED, *READ, "triton", "fragments")]
 
 
@@ -170,7 +185,8 @@ def fragments() -> Table:
 
 def readers() -> Table:
     """The kernel with readers and those with tables."""
-    newest = {(row.work, *(getattr(row, k) for k in SHAPE)): row for row in _attention() if row.kernel in READ}
+    found = [row for row in _attention(without=GONE) if row.kernel in READ]
+    newest = {(row.work, *(getattr(row, k) for k in SHAPE)): row for row in found if _served(row)}
     lines = [
         [
             f"`{row.work}`, {row.effective_bits:.1f} bits",
@@ -236,7 +252,10 @@ def modes() -> Table:
 
 
 def decode() -> Table:
-    found = rows("decode", "model", "batch", "context", "method")
+    def choose(found: Iterable[Mapping[str, str]], *columns: str) -> list[Any]:
+        return latest((row for row in found if (row["method"], row["commit"]) not in GONE_STEPS), *columns)
+
+    found = rows("decode", "model", "batch", "context", "method", choose=choose)
     # of every run, also where a later one has full precision of its own
     plain = {(row.model, row.batch, row.context, row.commit): row.ms for row in rows("decode") if row.method == TORCH}
     lines = []
@@ -467,7 +486,7 @@ def subspaces() -> Table:
 
 def h100() -> Table:
     """Decode attention on an H100."""
-    found = rows("attention-h100", "work", *SHAPE)
+    found = [row for row in rows("attention-h100", "work", *SHAPE) if _served(row)]
     lines = [
         [
             row.work,

@@ -6,6 +6,7 @@
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -27,6 +28,7 @@ from kvfold.formats.gaussian import gaussian_codes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.outliers import outlier_count
+from kvfold.formats.projected import HeadMaps
 from kvfold.formats.residual import Codebook
 from kvfold.kernels import AttentionCall, NewTokens, Span, Windows
 from kvfold.kernels.common.partials import Partials
@@ -36,6 +38,7 @@ from kvfold.kernels.reference import ReferenceKernel
 from kvfold.methods import LayerSpec, get
 from kvfold.methods.turboquant import lloyd_max
 from kvfold.rope import Rope
+from kvfold.storage.reader import mapped
 
 LIMIT = 2e-3
 HEADS = 2
@@ -115,6 +118,23 @@ def unproject(heads, codes, head_dim, device):
     return lambda sums: sums @ rows
 
 
+def byte_codes(mix=64, block=32):
+    """NOVA-KV's keys, a byte for four neighbours, and rotated 2-bit values; ``mix``: channels that are rotated together."""
+
+    def formats(d, device):
+        values = AffineGroups(d, block, "plain", 2, "channel", "asym", d)
+        values = values if mix == 1 else Paged(d, block, "plain", values, False, "", Hadamard(d, mix))
+        return grouped(4, head_dim=d, block=block, device=device), values
+
+    return formats
+
+
+def head_maps(dim, device):
+    """Maps that mix channels, and a mean."""
+    matrix = torch.eye(dim) + 0.05 * rand(HEADS, dim, dim, seed=11)
+    return HeadMaps(*(x.to(device) for x in (2 * rand(HEADS, dim, seed=12), torch.linalg.inv(matrix), matrix)))
+
+
 class Case:
     """One call; storage that holds no token is full of NaN and ones.
 
@@ -130,11 +150,14 @@ class Case:
         Channels that are rotated as keys are read; 0: keys are stored after RoPE.
     in_place : bool
         The call's tokens lie in the ring.
+    maps : bool
+        Queries go through maps that mix channels, and keys have a mean.
     """
 
     def __init__(
         self, method, head_dim=64, packed=(64, 160), slabs=(8,), rotary=0, scaling=1.0, tokens=1, per_head=2, in_place=False,
         padded=False, gain=1.0, size=1.0, plan=None, dtype=torch.float32, device="cpu", sink=4, ring=40, unproject=None,
+        maps=False,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(0)
 
@@ -199,6 +222,7 @@ class Case:
             first_position=torch.tensor([3, 70000][:batch], device=device),
             rope=rope,
             unproject=unproject and unproject(heads, form[1].codes, head_dim, device),
+            project=partial(mapped, head_maps(head_dim, device)) if maps else None,
         )
 
     @staticmethod
@@ -370,9 +394,21 @@ CASES = {
     "residual-odd-groups": {"method": residuals((2, 4, 256), (1, 2, 4)), "rotary": 64, "tokens": 3, "in_place": True},
     "residual-no-rope": {"method": residuals((4, 16, 256)), "head_dim": 96, "packed": (128, 32)},
     "kvarn": {"method": "kvarn", "packed": (256, 128), "slabs": (2,)},
+    "kvarn-uneven": {"method": "kvarn:rotation=8", "packed": (128, 384), "slabs": (1, 2), "size": 100.0, "per_head": 5},
+    "kvarn-as-it-is": {"method": "kvarn:rounds=0", **PAGES, "size": 1e-4, "tokens": 3, "in_place": True},
     "kvarn-d128-3bit": {"method": "kvarn:bits=3", "head_dim": 128, "packed": (256, 128), "slabs": (2,)},
     "kvarn-d96-64": {"method": "kvarn:group=64,k_bits=4", "head_dim": 96, "packed": (192, 64), "slabs": (2, 2)},
     "kvarn-d80-32-plain": {"method": "kvarn:group=32,rotation=1", "head_dim": 80, "slabs": (4, 4), "size": 1e3},
+    "nova": {"method": byte_codes(), "maps": True, "slabs": (4, 4)},
+    "nova-d128-small": {"method": byte_codes(128), "head_dim": 128, "maps": True, "packed": (96, 64), "size": 1e-4},
+    "nova-block128": {"method": byte_codes(32, 128), "maps": True, **PAGES, "size": 100.0},
+    "nova-no-rotation-3tokens": {
+        "method": byte_codes(1),
+        "maps": True,
+        "packed": (96, 0),
+        "tokens": 3,
+        "in_place": True,
+    },
     "groups-4": {"method": by_groups()},
     "groups-4-d128": {"method": by_groups(), "head_dim": 128, "packed": (96, 32), "slabs": (4,)},
     "groups-8-rope": {"method": by_groups((8, True), (8,)), "rotary": 64},

@@ -144,10 +144,10 @@ def _why_not(method: Method, spec: LayerSpec, device: torch.device) -> str | Non
 
 
 def _neither(formats: tuple[Format, Format], device: torch.device) -> str | None:
-    """Why not each side has kernels of :mod:`kvfold.kernels.residual.encode` or :mod:`kvfold.kernels.fold.encode`."""
+    """Why not each side has kernels of :mod:`kvfold.kernels.searched.encode` or :mod:`kvfold.kernels.fold.encode`."""
     from kvfold.kernels.fold import encode as encode_pages
     from kvfold.kernels.fragments import encode_rank
-    from kvfold.kernels.residual import encode as encode_search
+    from kvfold.kernels.searched import encode as encode_search
 
     for side, form in zip(("keys", "values"), formats, strict=True):
         if is_searched(form):
@@ -175,7 +175,7 @@ def is_dense(formats: tuple[Format, Format]) -> bool:
 
 
 def is_searched(form: Format) -> bool:
-    """Whether the kernels of :mod:`kvfold.kernels.residual.encode` are those that may encode a side."""
+    """Whether the kernels of :mod:`kvfold.kernels.searched.encode` are those that may encode a side."""
     return isinstance(
         form, ResidualCodes | GroupCodes | Outliers | AdditiveCodes | BinaryCodes | Projected
     ) or _is_tile(form)
@@ -187,7 +187,7 @@ def any_searched(formats: tuple[Format, Format]) -> bool:
 
 
 def _is_tile(form: Format) -> bool:
-    """Whether tiles are rotated, or balanced, before their affine groups: :mod:`kvfold.kernels.balanced.encode`."""
+    """Whether tiles are rotated, or balanced, before their affine groups: :mod:`kvfold.kernels.searched.tiles`."""
     inner = form.inner if isinstance(form, Paged) and not form.page_fields() else form
     return isinstance(inner, Balanced) or (isinstance(inner, AffineGroups) and inner is not form)
 

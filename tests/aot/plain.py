@@ -5,14 +5,10 @@ from typing import Any
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from aot.report import Report, _compile, _signature
-from kvfold.formats import AffineGroups, Format
+from kvfold.formats import AffineGroups
 from kvfold.kernels.affine import row_major as plain
 from kvfold.kernels.affine._row_major import plain_kernel
-from kvfold.kernels.balanced import decode as balanced
-from kvfold.kernels.balanced._decode import balanced_kernel
 from kvfold.kernels.device import HOPPER
-from kvfold.kernels.mapped import decode as mapped
-from kvfold.kernels.mapped._decode import mapped_kernel
 
 
 def compile_plain(
@@ -26,24 +22,3 @@ def compile_plain(
     types |= dict.fromkeys(("q_ptr", "freq_ptr", "part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(plain_kernel, *_signature(plain_kernel, fixed, types), {})
     return _compile(source, capability, num_warps=plan.warps, maxnreg=plan.registers)
-
-
-def compile_balanced(key_format: Format, bf16: bool = False, capability: int = 90) -> Report:
-    """Compile the kernel over balanced tiles."""
-    fixed = balanced.constants(key_format) | {"EARLY": capability >= 90}
-    names = ("k_meta", "k_factor", "v_meta", "v_factor")
-    types = dict.fromkeys(("k_codes", "v_codes"), "*u8") | dict.fromkeys(names, "*fp16")
-    types |= {"q_ptr": "*bf16" if bf16 else "*fp16", "packed_len_ptr": "*i32", "factor": "fp32"}
-    types |= dict.fromkeys(("signs_ptr", "part_out", "part_top", "part_sum"), "*fp32")
-    source = GluonASTSource(balanced_kernel, *_signature(balanced_kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=balanced.WARPS, maxnreg=balanced.REGISTERS)
-
-
-def compile_mapped(value_format: Format, units: int = 2, capability: int = 90) -> Report:
-    """Compile the kernel over keys under a map, with values of ``value_format`` and stages of ``units`` units."""
-    fixed = mapped.constants(value_format, mapped.Plan(1, units)) | {"EARLY": capability >= 90}
-    types = dict.fromkeys(("k_codes", "v_codes"), "*u8") | dict.fromkeys(("k_norms", "v_meta", "rows_ptr"), "*fp16")
-    types |= {"packed_len_ptr": "*i32", "factor": "fp32"}
-    types |= dict.fromkeys(("q_ptr", "bias_ptr", "signs_ptr", "part_out", "part_top", "part_sum"), "*fp32")
-    source = GluonASTSource(mapped_kernel, *_signature(mapped_kernel, fixed, types), {})
-    return _compile(source, capability, num_warps=mapped.WARPS, maxnreg=mapped.REGISTERS)

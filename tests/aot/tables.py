@@ -6,10 +6,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from aot.report import Report, _aligned, _compile, _signature, _width
-from kvfold.formats import Format, GroupCodes, ResidualCodes
+from kvfold.formats import Format, GroupCodes
 from kvfold.formats.codebook import AdditiveCodes
-from kvfold.kernels.balanced import encode as encode_balanced
-from kvfold.kernels.balanced._encode import project_kernel, tile_kernel
 from kvfold.kernels.commvq import encode as encode_pairs
 from kvfold.kernels.commvq._bits import value_bits_kernel
 from kvfold.kernels.commvq._encode import gains_kernel, tables_kernel, units_kernel, values_kernel
@@ -18,10 +16,12 @@ from kvfold.kernels.commvq._pairs import pairs_search_kernel, stage_bytes
 from kvfold.kernels.gluon import tables_of
 from kvfold.kernels.paged import PageLayout
 from kvfold.kernels.paged.tables import kernel_of
+from kvfold.kernels.searched import tiles as encode_tiles
+from kvfold.kernels.searched._tiles import project_kernel, tile_kernel
 
 
 def compile_tables(
-    key_format: AdditiveCodes | ResidualCodes | GroupCodes,
+    key_format: AdditiveCodes | GroupCodes,
     value_format: Format,
     rows: int = 4,
     capability: int = 90,
@@ -42,7 +42,7 @@ def compile_tables(
 
 
 def compile_table_pieces(
-    key_format: AdditiveCodes | ResidualCodes | GroupCodes, value_format: Format, rows: int = 4, capability: int = 90
+    key_format: AdditiveCodes | GroupCodes, value_format: Format, rows: int = 4, capability: int = 90
 ) -> Report:
     """Compile the kernel that reads pages with tables of codes in shared memory."""
     types = dict.fromkeys(("freq_ptr", "part_out", "part_top", "part_sum", "sums_ptr", "size_ptr"), "*fp32")
@@ -136,7 +136,7 @@ def compile_value_bits(codes: int, head_dim: int = 128, capability: int = 90) ->
 
 def compile_tile(fmt: Format, bf16: bool = True, capability: int = 90) -> Report:
     """Compile the kernel that encodes rotated and balanced tiles."""
-    given = encode_balanced.constants(fmt) | {"PICKED": False}
+    given = encode_tiles.constants(fmt) | {"PICKED": False}
     fixed = {name: given.pop(name) for name in list(given) if name.isupper()}
     types = {"x": _width(bf16), "rows": "*i64", "signs": "*fp32", "codes": "*u8", "meta": "*fp16", "factor": "*fp16"}
     aligned = _aligned(tile_kernel, [*types, "stride_b", "stride_h", "stride_t"])
@@ -145,7 +145,7 @@ def compile_tile(fmt: Format, bf16: bool = True, capability: int = 90) -> Report
 
 def compile_map(head_dim: int, bf16: bool = True, capability: int = 90) -> Report:
     """Compile the kernel that puts keys under a learned map."""
-    given = encode_balanced.PROJECT | {"D": head_dim}
+    given = encode_tiles.PROJECT | {"D": head_dim}
     fixed = {name: given.pop(name) for name in list(given) if name.isupper()}
     types = {"x": _width(bf16)} | dict.fromkeys(("mean", "matrix", "out"), "*fp32")
     aligned = _aligned(project_kernel, [*types, "stride_b", "stride_h", "stride_t"])

@@ -17,7 +17,7 @@ from kvfold.methods.commvq import ValueCodebook
 
 INTERPRETED = (
     *ENCODING,
-    "kvfold.kernels.residual._encode",
+    "kvfold.kernels.searched._encode",
     "kvfold.kernels.commvq._encode",
     "kvfold.kernels.commvq.encode",
 )

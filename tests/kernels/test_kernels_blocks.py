@@ -12,12 +12,12 @@ import torch
 pytest.importorskip("triton")
 
 import aot
-from blocks_case import CASES, LIMIT, Case, affine, by_groups, commvq, kvquant, of_method, residuals
+from blocks_case import CASES, LIMIT, Case, affine, by_groups, byte_codes, commvq, kvquant, of_method, residuals
 from kvfold.bench import storage
 from kvfold.formats.paged import plain
 from kvfold.kernels.generic import decode as blocks
 from kvfold.methods import LayerSpec, get
-from kvfold.plan import packed_for
+from kvfold.plan import choose_kernel, packed_for
 from kvfold.rope import Rope
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -64,6 +64,39 @@ def test_shapes_of_calls(method, per_head, tokens):
     assert case.error() < LIMIT
 
 
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype, limit", [(torch.float16, LIMIT), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("per_head, tokens", [(1, 1), (4, 1), (8, 1), (4, 4)])
+@pytest.mark.parametrize("method, packed, slabs, options", [
+    (byte_codes(128), (4096, 3968), (128,), {}),
+    (byte_codes(128), (640, 0), (8, 8, 8), {}),
+    (byte_codes(32, 128), (1024, 896), (4, 4), {}),
+    ("kvarn", (4096, 3968), (32,), {}),
+    ("kvarn", (128, 1280), (4, 8), {}),
+    ("kvarn", (640, 0), (8,), {"head_dim": 64}),
+    ("kvarn:rotation=1", (1024, 896), (4, 4), {"head_dim": 96}),
+    ("kvarn:rotation=16", (1024, 896), (12,), {"head_dim": 80}),
+    (residuals(rounded=True), (2048, 1984), (32, 32), {"rotary": 128}),
+    (residuals((8, 32, 256), (8, 32, 256), rounded=True), (2048, 1984), (32, 32), {"rotary": 128}),
+    (by_groups((8, True), (8,), mean=3.0), (2048, 1984), (32, 32), {"rotary": 128}),
+    (by_groups((8, True), (8,)), (2048, 1984), (32, 32), {"rotary": 128}),
+    (by_groups((4, True), (4,), mean=3.0), (2048, 1984), (32, 32), {"rotary": 128}),
+], ids=str)  # fmt: skip
+def test_ragged_calls_of_baselines(method, packed, slabs, options, per_head, tokens, dtype, limit):
+    """Several slabs, storage that holds no token full of NaN."""
+    of = {
+        "head_dim": 128,
+        "packed": packed,
+        "slabs": slabs,
+        "in_place": True,
+        "ring": 160,
+        "maps": callable(method) and "rotary" not in options,
+    }
+    case = Case(method, **of | options, tokens=tokens, per_head=per_head, device="cuda", dtype=dtype)
+    assert case.error() < limit
+
+
 # ---- compiled ahead --------------------------------------------------------------------------------------------------
 
 COMPILED = {
@@ -82,6 +115,7 @@ COMPILED = {
     "commvq-2bit": (commvq(21, codes=256), {"rotary": 128}),
     "kvquant": (kvquant(2), {"rotary": 128}),
     "kvarn": ("kvarn", {}),
+    "nova": (byte_codes(128), {}),
     "nova-codes": (by_groups(), {}),
     "tasq": (by_groups((8, True), (8,)), {"rotary": 128}),
     "tasq-mean": (by_groups((8, True), (8,), mean=1.0), {"rotary": 128}),
@@ -166,6 +200,20 @@ def test_what_no_shared_memory_holds_is_refused():
 def test_a_joint_code_is_refused():
     forms = get("commvq:joint=true").formats(LayerSpec(0, 1, 2, 4, 64, fragments=False))
     assert blocks.unsupported(*forms, True) == "values: one code for all heads"
+
+
+@pytest.mark.parametrize("method", [
+    *("kvarn", "kvarn:bits=3", "nova", "vqllm", "vqllm:bits=1", "gsrq", "tasq", "tasq:mean=false", "tasq:bits=2"),
+])  # fmt: skip
+def test_baselines_are_decoded_by_this_kernel_in_graphs(method, monkeypatch):
+    """In plain order, which it reads, whatever a kernel for tensor cores would take."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    cuda = torch.device("cuda")
+    made = storage.with_tables(get(method), 2, 128, torch.device("cpu"))
+    for heads in (2, 8, 16, 48):
+        spec = LayerSpec(0, 1, heads, 2, 128, torch.bfloat16, Rope(torch.ones(64)))
+        choice = choose_kernel(made, packed_for(made, spec, cuda, None), cuda)
+        assert choice.kernel.name == "blocks" and choice.kernel.captures, choice.reason
 
 
 def test_a_layer_on_a_gpu_is_packed_as_its_kernel_reads(monkeypatch):

@@ -16,7 +16,7 @@ from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.formats import GroupCodes, Projected
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.projected import HeadMaps
-from kvfold.kernels import residual
+from kvfold.kernels import searched
 from kvfold.kernels.common.encode_source import Source
 from kvfold.methods import get
 from kvfold.plan import Encoder, choose_encoder
@@ -36,7 +36,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def interpreted():
     interpreted_module("kvfold.kernels.fragments.encode_mixed", *INTERPRETED)
-    return sys.modules["kvfold_kernels_residual_encode_interpreted"]
+    return sys.modules["kvfold_kernels_searched_encode_interpreted"]
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -46,8 +46,8 @@ def device(request, monkeypatch):
             pytest.skip("no CUDA device")
         return torch.device("cuda")
     module = request.getfixturevalue("interpreted")
-    monkeypatch.setitem(sys.modules, "kvfold.kernels.residual.encode", module)
-    monkeypatch.setattr(residual, "encode", module, raising=False)
+    monkeypatch.setitem(sys.modules, "kvfold.kernels.searched.encode", module)
+    monkeypatch.setattr(searched, "encode", module, raising=False)
     return torch.device("cpu")
 
 
@@ -57,7 +57,7 @@ def shape(dim=DIM, **options):
 
 def both(method, side, x, device):
     """What the kernel and what the format stores, and the format."""
-    from kvfold.kernels.residual import encode as encode_search
+    from kvfold.kernels.searched import encode as encode_search
 
     made = with_tables(get(method), HEADS, DIM, device)
     form = (made.key_format, made.value_format)[side](shape())
@@ -88,7 +88,7 @@ def test_bytes_are_those_of_the_format_but_for_ties(case, device):
 
 
 def test_keys_under_a_map_have_the_codes_of_the_format(device):
-    from kvfold.kernels.residual import encode as encode_search
+    from kvfold.kernels.searched import encode as encode_search
 
     draw = torch.Generator().manual_seed(0)
 

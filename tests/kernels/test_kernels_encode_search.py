@@ -30,12 +30,12 @@ INTERPRETED = (
     "kvfold.kernels.affine.encode",
     "kvfold.kernels.fold._encode",
     "kvfold.kernels.fold.encode",
-    "kvfold.kernels.residual._encode",
-    "kvfold.kernels.balanced._encode",
-    "kvfold.kernels.balanced.encode",
+    "kvfold.kernels.searched._encode",
+    "kvfold.kernels.searched._tiles",
+    "kvfold.kernels.searched.tiles",
     "kvfold.kernels.commvq._encode",
     "kvfold.kernels.commvq.encode",
-    "kvfold.kernels.residual.encode",
+    "kvfold.kernels.searched.encode",
     "kvfold.kernels.fragments._encode_mixed",
 )
 DIM, HEADS = 64, 2
@@ -52,7 +52,7 @@ NEAR = (
 def interpreted():
     mixed = interpreted_module("kvfold.kernels.fragments.encode_mixed", *INTERPRETED)
     sys.modules["kvfold_kernels_commvq_encode_interpreted"].FLIPS["T"] = 32  # the interpreter goes program by program
-    others = {name: sys.modules[f"kvfold_kernels_{name}_encode_interpreted"] for name in ("residual", "fold")}
+    others = {name: sys.modules[f"kvfold_kernels_{name}_encode_interpreted"] for name in ("searched", "fold")}
     return {"fragments.encode_mixed": mixed, **{f"{name}.encode": module for name, module in others.items()}}
 
 
@@ -83,7 +83,7 @@ def vectors(device, count=TOKENS, seed=0):
 
 def encoded(method, shape, side, x, device):
     """What a kernel and what the method itself stores of vectors, and their format."""
-    from kvfold.kernels.residual import encode as encode_search
+    from kvfold.kernels.searched import encode as encode_search
 
     positions = torch.arange(FIRST, FIRST + x.shape[2], device=device)[None]
     is_key = side == "key"
@@ -150,7 +150,7 @@ def test_kernels_choose_stages_in_the_order_of_the_format(passes, interpreted, m
 @pytest.mark.parametrize(("bits", "dtype"), [(1, torch.bfloat16), (2, torch.float32)], ids=["1-bf16", "2-float32"])
 def test_values_begin_with_the_bits_of_their_method(bits, dtype, device):
     """Several sequences, tokens that fill no program: what flips begin with."""
-    from kvfold.kernels.residual import encode as encode_search
+    from kvfold.kernels.searched import encode as encode_search
 
     encode_pairs = sys.modules[encode_search.encode_bits.__module__]  # interpreted, or not
     made = with_tables(get(f"commvq:bits={bits}"), HEADS, DIM, device)
@@ -166,7 +166,7 @@ def test_values_begin_with_the_bits_of_their_method(bits, dtype, device):
 @pytest.mark.parametrize("fit", ["rms", "least", "size", "unbiased"])
 @pytest.mark.parametrize("vector", [4, 8])
 def test_codes_of_groups_are_nearest_under_their_metric(vector, fit, device):
-    from kvfold.kernels.residual import encode as encode_search
+    from kvfold.kernels.searched import encode as encode_search
 
     groups = DIM // vector
     draw = torch.Generator().manual_seed(1)
@@ -320,7 +320,7 @@ def test_what_kernels_do_not_encode_is_named(method, dim, why):
 @pytest.mark.parametrize("bits", [1, 2])
 def test_four_programs_that_search_groups_fit_on_a_multiprocessor(bits, monkeypatch):
     """Of 128 threads, 65,536 registers in all; nothing on the stack."""
-    from kvfold.kernels.residual import encode as encode_search
+    from kvfold.kernels.searched import encode as encode_search
     from test_paged_kernels import compiled
 
     launched, kernel = {}, encode_search.group_kernel

@@ -187,10 +187,6 @@ def test_attention_with_a_fixed_table_on_a_gpu(method, head_dim, per_head):
     [
         "commvq:bits=1",
         "commvq",
-        "vqllm:bits=1",
-        "vqllm",
-        "tasq",
-        "tasq:mean=false",
         "tasq:bits=2,values=fold",
         "tasq:bits=2,values=fold,v_bits=1",
     ],
@@ -211,8 +207,10 @@ def test_attention_with_tables_on_a_gpu(method, monkeypatch):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("per_head", [1, 4, 7])
-@pytest.mark.parametrize("method", ["nova", "nova:values=codes", "nova:values=fold"])
-def test_attention_under_a_map_on_a_gpu(method, per_head):
+@pytest.mark.parametrize("method", [
+    *("nova", "nova:values=codes", "nova:values=fold", "vqllm:bits=1", "vqllm", "tasq", "tasq:mean=false", "tasq:bits=2"),
+])  # fmt: skip
+def test_attention_over_learned_codes_on_a_gpu(method, per_head):
     attending(method, (1, 300, 131), steps=3, per_head=per_head, head_dim=128, learned={}, **GPU)
 
 

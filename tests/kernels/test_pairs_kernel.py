@@ -15,12 +15,12 @@ from kvfold.formats import codebook
 from kvfold.formats.codebook import AdditiveCodes, KeyCodebook, times_i
 from kvfold.kernels.common.encode_source import Source, angles
 from kvfold.kernels.commvq import encode as encode_pairs
-from kvfold.kernels.residual import encode as encode_search
+from kvfold.kernels.searched import encode as encode_search
 from kvfold.rope import Rope
 
 INTERPRETED = (
     *ENCODING,
-    "kvfold.kernels.residual._encode",
+    "kvfold.kernels.searched._encode",
     "kvfold.kernels.commvq._encode",
     "kvfold.kernels.commvq.encode",
 )

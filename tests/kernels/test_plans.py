@@ -11,7 +11,6 @@ pytest.importorskip("triton")
 from kvfold.formats import AffineGroups
 from kvfold.kernels.affine import decode
 from kvfold.kernels.affine import row_major as plain
-from kvfold.kernels.balanced import decode as balanced
 from kvfold.kernels.dense import decode as dense
 from kvfold.kernels.device import HOPPER, DeviceInfo
 from kvfold.kernels.fold import decode as pages
@@ -61,11 +60,6 @@ def of_row_major(_, device):
         yield plain.make_plan(*forms, jobs, blocks, rotary, device)
 
 
-def of_balanced(_, device):
-    for dim, jobs, blocks, early in product((64, 128), JOBS, BLOCKS, (False, True)):
-        yield balanced.make_plan(dim, jobs, blocks, device, early)
-
-
 def of_dense(_, device):
     for dim, jobs, rows, held in product((64, 96, 128, 256), JOBS, ROWS, (32, 4096, 131072)):
         yield dense.make_plan(dim, jobs, rows, held, device)
@@ -95,7 +89,6 @@ MEASURED = {
     "sym": "acb980ccf29224ef",
     "hybrid": "4a42e0d3163a40c6",
     "row major": "9aea7d868972e9ed",
-    "balanced": "934bd56fcc2d6348",
     "dense": "129dd067bceeebdc",
 }
 """Digests of all plans of a family, in the order of the grid."""
@@ -106,7 +99,6 @@ CASES = {
     **dict.fromkeys(FRAGMENTS, of_fragments),
     **dict.fromkeys(MODES, of_affine),
     "row major": of_row_major,
-    "balanced": of_balanced,
     "dense": of_dense,
 }
 

@@ -18,7 +18,7 @@ from kvfold.formats.gaussian import gaussian_codes
 from kvfold.formats.grouped import GroupBook, choose
 from kvfold.formats.residual import Codebook
 from kvfold.kernels.generic import readers, unpack
-from kvfold.kernels.residual import encode as encode_search
+from kvfold.kernels.searched import encode as encode_search
 from kvfold.methods import Pair, get
 
 

@@ -153,21 +153,15 @@ def read_as(key_format: Format, value_format: Format) -> tuple[tuple[Format, For
 
 def kernel_of(key_format: Format, value_format: Format, rows: int) -> str:
     """Name in the registry of what attends to ``rows`` query rows of a KV head over formats that readers take."""
-    from kvfold.kernels.balanced import decode as balanced
     from kvfold.kernels.fold import decode as pages
     from kvfold.kernels.fragments.decode import unsupported
     from kvfold.kernels.gluon import tables_of
-    from kvfold.kernels.mapped import decode as mapped
 
     forms = key_format, value_format
     if pages.unsupported(*forms) is None:
         return "pages"
     if None in (unsupported(*forms), unsupported(*forms, pre_rope=True)):
         return "fragments"
-    if balanced.unsupported(*forms) is None and rows <= balanced.MOST_ROWS:
-        return "balanced"
-    if mapped.unsupported(*forms) is None and rows <= mapped.MOST_ROWS:
-        return "mapped"
     of = tables_of(*forms)
     if of is None or of.unsupported(*forms, key_format.head_dim) or of.no_room(*forms, rows, torch.device("cuda")):
         return "blocks"

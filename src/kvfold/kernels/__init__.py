@@ -11,10 +11,8 @@ from kvfold.kernels.cpu import CPUKernel
 from kvfold.kernels.dense.decode import DenseKernel
 from kvfold.kernels.generic.decode import BlocksKernel
 from kvfold.kernels.gluon import (
-    BalancedKernel,
     FragmentsKernel,
     GluonKernel,
-    MappedKernel,
     PagesKernel,
     TablesKernel,
 )
@@ -30,8 +28,6 @@ REGISTRY: dict[str, AttentionKernel] = {
         DenseKernel(),
         TilesKernel(),
         TablesKernel(),
-        BalancedKernel(),
-        MappedKernel(),
         BlocksKernel(),
         CPUKernel(),
         ReferenceKernel(),

@@ -1,11 +1,10 @@
 """The fused kernels, over affine groups and over pages, as choices of the registry."""
 
-from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvfold.formats import AffineGroups, Format, GroupCodes, Paged, ResidualCodes
+from kvfold.formats import AffineGroups, Format, GroupCodes, Paged
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels.base import GPUKernel
 from kvfold.kernels.call import AttentionCall, Windows
@@ -14,7 +13,6 @@ from kvfold.kernels.reference import ReferenceKernel
 
 if TYPE_CHECKING:
     from kvfold.kernels.common.tables import Tables
-    from kvfold.kernels.generic.decode import Packed
 
 BLOCK = 32
 LONG = 64
@@ -129,24 +127,11 @@ class FragmentsKernel(GPUKernel):
         return decode_attention(call.query, keys, values, call.spans, windows, call.scale, **how)
 
 
-class BesideBlocks(GPUKernel):
-    """What reads packed tokens of a few query rows in the place of :class:`~kvfold.kernels.generic.decode.BlocksKernel`, which
-    attends to the rest of a call, and to other calls."""
+class TablesKernel(GPUKernel):
+    """Codes whose tables shared memory holds (CommVQ, TaSQ's keys with fold's values) on NVIDIA GPUs, from sm_80 on.
 
-    @abstractmethod
-    def packed(self, call: AttentionCall) -> "Packed | None":
-        """What reads a call's packed tokens; None leaves them to the kernel with readers."""
-
-    def read_packed(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels.generic import decode as blocks
-
-        return blocks.attend(call, of=self.packed(call))
-
-
-class TablesKernel(BesideBlocks):
-    """Codes whose tables shared memory holds (CommVQ, VQLLM, GSRQ, TaSQ also with fold's values) on NVIDIA GPUs, from sm_80 on.
-
-    Up to 8 query rows of a KV head are read by a kernel with tables.
+    Up to 8 query rows of a KV head are read by a kernel with tables in the place of
+    :class:`~kvfold.kernels.generic.decode.BlocksKernel`, which attends to the rest of a call, and to other calls.
     """
 
     name = "tables"
@@ -178,71 +163,14 @@ class TablesKernel(BesideBlocks):
         assert of is not None
         return of.unsupported(key_format, value_format, rotary) or of.no_room(key_format, value_format, rows, device)
 
-    def packed(self, call: AttentionCall) -> "Packed | None":
+    def read_packed(self, call: AttentionCall) -> torch.Tensor:
+        from kvfold.kernels.generic import decode as blocks
+
         of = tables_of(call.key_format, call.value_format)
-        return None if of is None or of.declines(call) else of
+        return blocks.attend(call, of=None if of is None or of.declines(call) else of)
 
 
-class AfterRope(BesideBlocks):
-    """Storage of keys after RoPE, up to 16 query rows of a KV head."""
-
-    limits = "calls of more than 16 query rows per KV head (its query heads times tokens) are read by the kernel blocks"
-
-    @abstractmethod
-    def module(self) -> Any:
-        """What has ``unsupported``, of formats, and ``no_room``, of query rows and a device."""
-
-    def why_not(self, key_format: Format, value_format: Format, device: torch.device, pre_rope: bool) -> str | None:
-        if why := no_gpu(device):
-            return why
-        if pre_rope:
-            return "keys are stored before RoPE"
-        try:
-            why = self.module().unsupported(key_format, value_format)
-        except ImportError as error:
-            return f"needs Triton 3.6 with Gluon ({error})"
-        return cast("str | None", why)
-
-    def why_not_queries(
-        self, key_format: Format, value_format: Format, device: torch.device, rows: int, rotary: int
-    ) -> str | None:
-        return cast("str | None", self.module().no_room(rows, device))
-
-
-class BalancedKernel(AfterRope):
-    """Balanced tiles of 2-bit codes (KVarN) on NVIDIA GPUs, from sm_80 on."""
-
-    name = "balanced"
-
-    def module(self) -> Any:
-        from kvfold.kernels.balanced import decode as balanced
-
-        return balanced
-
-    def packed(self, call: AttentionCall) -> "Packed | None":
-        from kvfold.kernels.balanced import decode as balanced
-
-        few = call.project is None and balanced.no_room(call.shape[2], call.query.device) is None
-        return balanced.BalancedTiles() if few else None
-
-
-class MappedKernel(AfterRope):
-    """Codes of groups of neighbours with rotated 2-bit values (NOVA-KV) on NVIDIA GPUs, from sm_80 on."""
-
-    name = "mapped"
-
-    def module(self) -> Any:
-        from kvfold.kernels.mapped import decode as mapped
-
-        return mapped
-
-    def packed(self, call: AttentionCall) -> "Packed | None":
-        from kvfold.kernels.mapped import decode as mapped
-
-        return mapped.MappedTiles() if mapped.no_room(call.shape[2], call.query.device) is None else None
-
-
-TABLED = AdditiveCodes.kind, ResidualCodes.kind, GroupCodes.kind
+TABLED = AdditiveCodes.kind, GroupCodes.kind
 
 
 def tables_of(key_format: Format, value_format: Format) -> "Tables | None":
@@ -251,18 +179,10 @@ def tables_of(key_format: Format, value_format: Format) -> "Tables | None":
         from kvfold.kernels.commvq.decode import CodebookTables
 
         return CodebookTables()
-    if isinstance(key_format, ResidualCodes):
-        from kvfold.kernels.residual.decode import ResidualTables
-
-        return ResidualTables()
-    if isinstance(key_format, GroupCodes) and isinstance(value_format, Paged):
+    if isinstance(key_format, GroupCodes):
         from kvfold.kernels.learned.decode import LearnedKeyTables
 
         return LearnedKeyTables()
-    if isinstance(key_format, GroupCodes):
-        from kvfold.kernels.residual.groups import GroupTables
-
-        return GroupTables()
     return None
 
 

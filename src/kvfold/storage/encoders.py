@@ -318,7 +318,7 @@ class DenseEncoder(KernelEncoder):
 
 
 class SearchEncoder(TorchEncoder):
-    """By kernels of :mod:`kvfold.kernels.residual.encode`, straight from the call; of the ring, blocks are copied. A side that
+    """By kernels of :mod:`kvfold.kernels.searched.encode`, straight from the call; of the ring, blocks are copied. A side that
     they do not encode goes by those for statistics per page."""
 
     def encode(self, slab: Slab, tokens: Unpacked, start: int, stop: int, prompt: bool, states: BlockStates) -> None:
@@ -345,7 +345,7 @@ class SearchEncoder(TorchEncoder):
 
     def _launch(self, slab: Slab, tokens: Unpacked, low: int, high: int, states: BlockStates) -> None:
         from kvfold.kernels.common.encode_source import Source, angles
-        from kvfold.kernels.residual import encode as encode_search
+        from kvfold.kernels.searched import encode as encode_search
 
         layout, spec, (rows, index) = self.layout, self.layout.spec, _slice_of(tokens.rows)
         turned: dict[str, Any] = {}

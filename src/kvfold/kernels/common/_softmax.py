@@ -170,7 +170,7 @@ def _finish(
     """Merge the warps of the program and store one partial result per query row; with MORE, 1, its sum after it once more.
 
     DENSE says which channels a lane has of a tile: adjacent ones of
-    all tiles (1), adjacent ones of each (2), those of rows g and g + 8 (0), or of groups of eight that four lanes have (3).
+    all tiles (1), adjacent ones of each (2), or those of rows g and g + 8 (0).
     """
     CT: gl.constexpr = D // 16
     W: gl.constexpr = gl.num_warps()
@@ -231,10 +231,7 @@ def _finish(
             total = (total[0] + x[0], total[1] + x[1], total[2] + x[2], total[3] + x[3])
         ct = tile % CT
         column = column0 + tile // CT * 8 + 2 * t
-        if DENSE == 3:
-            channel = ct // 2 * 32 + g // 2 * 8 + ct % 2 * 4 + g % 2
-            half = 2
-        elif DENSE == 2:
+        if DENSE == 2:
             channel = ct * 16 + 2 * g
             half = 1
         elif DENSE:

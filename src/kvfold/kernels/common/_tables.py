@@ -205,11 +205,8 @@ def query_pitch(columns):
 
 
 @gluon.jit
-def unit_queries(to, raw, freq0, freq1, gain, position, lane, FAR: gl.constexpr, C: gl.constexpr, mean=None):
-    """Leave the queries, rotated back by ``position``, in shared memory.
-
-    ``mean``: None, or of the lane's pairs both channels of what all keys share; behind the C queries then is what cosines, and
-    sines, of a key's rotation count in their products."""
+def unit_queries(to, raw, freq0, freq1, gain, position, lane, FAR: gl.constexpr, C: gl.constexpr):
+    """Leave the queries, rotated back by ``position``, in shared memory."""
     PITCH: gl.constexpr = query_pitch(C)
     angle = position.to(gl.float32)
     c0, s0 = _turn(angle * freq0)
@@ -229,10 +226,6 @@ def unit_queries(to, raw, freq0, freq1, gain, position, lane, FAR: gl.constexpr,
         y1 = b1 * c1 - a1 * s1
         store_shared1(to + i * PITCH, pack_half2(x0, x1, False))
         store_shared1(to + (i * PITCH + FAR), pack_half2(y0, y1, False))
-        if mean is not None:
-            at = to + (C + i) * PITCH
-            store_shared1(at, pack_half2(x0 * mean[0] + y0 * mean[2], x1 * mean[1] + y1 * mean[3], False))
-            store_shared1(at + FAR, pack_half2(y0 * mean[0] - x0 * mean[2], y1 * mean[1] - x1 * mean[3], False))
 
 
 @gluon.jit

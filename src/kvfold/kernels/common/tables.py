@@ -1,6 +1,5 @@
-"""What kernels with tables in shared memory share: CommVQ's (:mod:`kvfold.kernels.commvq.decode`), VQLLM's
-(:mod:`kvfold.kernels.residual.decode`), TaSQ's (:mod:`kvfold.kernels.residual.groups`), and that of TaSQ's keys with fold's
-values (:mod:`kvfold.kernels.learned.decode`)."""
+"""What kernels with tables in shared memory share: CommVQ's (:mod:`kvfold.kernels.commvq.decode`) and that of TaSQ's keys with
+fold's values (:mod:`kvfold.kernels.learned.decode`)."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,8 +13,8 @@ from kvfold.formats import Format
 from kvfold.formats.packing import UNIT
 from kvfold.kernels.call import AttentionCall, Span
 from kvfold.kernels.common.partials import LOG2E, early_launch
-from kvfold.kernels.device import device_info, settled
-from kvfold.kernels.stored import room_of, rotation_of
+from kvfold.kernels.device import device_info
+from kvfold.kernels.stored import room_of
 from kvfold.rope import Rope
 
 MOST_ROWS = 8
@@ -49,19 +48,6 @@ def make_plan(jobs: int, plan: TablesPlan, rows: int, units: int, processors: in
         return math.ceil(jobs * splits / processors) * (each + begin)
 
     return replace(plan, splits=min(range(1, max(2, min(256, units // 8))), key=cost))
-
-
-@lasting(64)
-def unit_turns(rope: Rope, device: torch.device, order: tuple[int, ...]) -> torch.Tensor:
-    """Cosines and sines of a unit's tokens as lanes read them from shared memory, fp16 [tokens, 4, 4, 2, 4].
-
-    ``order``: which of (cosine or sine, token, and the three digits to base 4 of a pair's number) come as token, i, lane of
-    four, cosine or sine, and m. Odd tokens have i 0 and 1, and 2 and 3, the other way round.
-    """
-    table = rotation_of(rope, 64, UNIT, 1, 128, device).table  # [2, tokens, 64]
-    parts = table.view(2, UNIT, 4, 4, 4).permute(order)
-    odd = torch.arange(UNIT, device=device) % 2 == 1
-    return settled(torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).contiguous())
 
 
 class Tables(ABC):

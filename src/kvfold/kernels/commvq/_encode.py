@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from kvfold.kernels.common._encode_groups import _fma, _max, _negative, _sum, _to_fp16
-from kvfold.kernels.common._encode_nearest import _first_largest, _lane, _pair, _stage_at, _vectors
+from kvfold.kernels.common._encode_nearest import _first_largest, _lane, _lowest, _pair, _stage_at, _vectors
 from kvfold.kernels.fold._encode_codes import _store_plane
-from kvfold.kernels.residual._encode import _lowest
 
 STEP = tl.constexpr(32)
 """Channels that are multiplied by the metric at a time."""

@@ -2,7 +2,7 @@
 """Decode attention over learned keys (TaSQ) and values by fold's codebook: the Gluon kernel.
 :mod:`kvfold.kernels.learned.decode` launches it.
 
-As :mod:`kvfold.kernels.residual._decode`: tables lie in shared memory, a row that a lane reads is part of an operand, keys are
+As :mod:`kvfold.kernels.commvq._decode`: tables lie in shared memory, a row that a lane reads is part of an operand, keys are
 rotated by their place in a unit of 32 tokens and queries back by the unit's position. What differs:
 
 * A step is a page, four units. Products have places of one unit as rows 0 to 7 and the same places of the next one as rows 8

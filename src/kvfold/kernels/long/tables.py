@@ -13,7 +13,6 @@ from kvfold.formats import Fields, Format, GroupCodes
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.formats.grouped import GroupBook
 from kvfold.formats.packing import UNIT
-from kvfold.kernels.common import tables
 from kvfold.kernels.device import device_info
 from kvfold.kernels.stored import room_between, rotation_of
 from kvfold.rope import Rope
@@ -112,7 +111,10 @@ def group_turns(rope: Rope, device: torch.device) -> torch.Tensor:
     Of part m, lane t four cosines, then four sines, of pairs 16 m + 4 t on. Odd tokens have parts 0 and 1, and 2 and 3, the
     other way round.
     """
-    return tables.unit_turns(rope, device, (1, 2, 3, 0, 4)).flatten(-2)
+    table = rotation_of(rope, PAIRS, UNIT, 1, 2 * PAIRS, device).table  # [2, tokens, 64]
+    parts = table.view(2, UNIT, 4, 4, 4).permute(1, 2, 3, 0, 4)
+    odd = torch.arange(UNIT, device=device) % 2 == 1
+    return torch.where(odd.view(-1, 1, 1, 1, 1), parts[:, [1, 0, 3, 2]], parts).flatten(-2).contiguous()
 
 
 def make_tables(form: Format, rope: Rope | None, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from kvfold.kernels.common._encode_groups import _finite, _max, _min, _sum, _to_
 from kvfold.kernels.common._encode_nearest import _pair, _stage_at
 from kvfold.kernels.common._encode_tile import _tokens_at
 from kvfold.kernels.common._encode_words import _log2
-from kvfold.kernels.residual._encode import group_code, group_scale
+from kvfold.kernels.searched._encode import group_code, group_scale
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def group_tile(
 ):  # fmt: skip
     """Codes and scales of 32 tokens.
 
-    ``tables``: of the head, as :func:`kvfold.kernels.residual._encode.group_code` takes them; ``mean``: fp16 [D], with CENTRED;
+    ``tables``: of the head, as :func:`kvfold.kernels.searched._encode.group_code` takes them; ``mean``: fp16 [D], with CENTRED;
     ``maps``: with MAPPED, another mean and a matrix under which vectors are brought first, float32 [D] and [D, D]; ``out``: of
     the tokens, codes uint8 [32, D / VECTOR] and scales fp16 [32]; ``own``: float32 [D, 32], the program's own, where vectors
     wait until their groups are looked at.

@@ -5,13 +5,13 @@ heads, unit by unit."""
 import triton
 import triton.language as tl
 
-from kvfold.kernels.balanced._encode import rotated_tile
 from kvfold.kernels.common._encode_nearest import SLOTS
 from kvfold.kernels.common._encode_words import _log2
 from kvfold.kernels.common._sizes import PAGE
 from kvfold.kernels.paged._encode_books import additive_tile, binary_tile, group_tile, residual_tile
 from kvfold.kernels.paged._store import append_step
 from kvfold.kernels.paged.work import _closing
+from kvfold.kernels.searched._tiles import rotated_tile
 
 
 @triton.jit(do_not_specialize=["seqs", "heads"])

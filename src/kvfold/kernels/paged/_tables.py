@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""Pieces of pages whose tables of codes lie in shared memory (CommVQ, VQLLM, TaSQ), by a table of pages: the loops of
-:mod:`kvfold.kernels.commvq._decode`, :mod:`kvfold.kernels.residual._decode` and :mod:`kvfold.kernels.learned._decode`."""
+"""Pieces of pages whose tables of codes lie in shared memory (CommVQ, TaSQ's keys with fold's values), by a table of pages: the
+loops of :mod:`kvfold.kernels.commvq._decode` and :mod:`kvfold.kernels.learned._decode`."""
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
 from triton.experimental import gluon
@@ -16,7 +16,6 @@ from kvfold.kernels.fold._rows import join_rows, turn_signs
 from kvfold.kernels.learned._decode import attend_pages, fetch_tables
 from kvfold.kernels.learned._scores import KEYS
 from kvfold.kernels.learned._scores import shared_bytes as learned_bytes
-from kvfold.kernels.residual._decode import attend_units, shared_bytes, table_bytes
 
 
 @gluon.jit
@@ -32,67 +31,18 @@ def _piece(item_list, item, warp, W: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"])
-def residual_pieces_kernel(
-    q_ptr, q_token, items_ptr, item_list, table, table_step, region, page_step, head_step,
-    k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr, k_mean_ptr, v_mean_ptr, part_out, part_top, part_sum,
-    scale, heads, rows, tokens, seqs,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr, AT: gl.constexpr,
-):  # fmt: skip
-    """Any number of programs; each takes every so many-th piece and KV head.
-
-    ``region``: where pages' bytes lie, from the keys' codes on; AT: bytes from there to the keys' norms and to the values'
-    codes and norms. ``page_step`` and ``head_step``: bytes from a page, and from a head, to the next. Query heads lie together,
-    ``q_token`` elements from a token to the next; there are at most C query rows. The rest is the slab kernel's.
-    """
-    W: gl.constexpr = gl.num_warps()
-    BYTES: gl.constexpr = shared_bytes(K, V, C, W, GROUPS)
-    KEYS: gl.constexpr = table_bytes(K, GROUPS)
-    VALUES: gl.constexpr = table_bytes(V, GROUPS)
-    dense: gl.constexpr = 3 if GROUPS else 0
-    thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
-    lane = thread % 32
-    warp = thread // 32
-    memory = reserved(thread, BYTES)
-    base = _dynamic_base(lane)
-    turns = base + (KEYS + VALUES)
-    zero = gl.program_id(0) * 0
-    for task in range(gl.program_id(0), gl.load(items_ptr + seqs) * heads, gl.num_programs(0)):
-        item = zero + task // heads
-        head = zero + task % heads
-        seq, first, each, count, begin, own = _piece(item_list, item, warp, W)
-        program_sync(lane)
-        _fetch_rows(turns, turns_ptr.to(gl.int64), thread, 8192, W)
-        k_rows = k_rows_ptr.to(gl.int64)
-        v_rows = v_rows_ptr.to(gl.int64)
-        if GROUPS:
-            k_rows += head.to(gl.int64) * KEYS
-            v_rows += head.to(gl.int64) * VALUES
-        _fetch_rows(base, k_rows, thread, KEYS, W)
-        _fetch_rows(base + KEYS, v_rows, thread, VALUES, W)
-        copy_commit(lane)
-        stored = region.to(gl.int64) + head.to(gl.int64) * head_step
-        where = (table + seq.to(gl.int64) * table_step, page_step)
-        q = (q_ptr + (begin.to(gl.int64) * q_token + head * (rows // tokens) * 128), (q_token, tokens, own))
-        top, out, side = attend_units(
-            base, turns, lane, warp, q, zero, rows, scale, freq_ptr, first * 32,
-            (stored, stored + AT[0], stored + AT[1], stored + AT[2]), (k_rows, v_rows), first, where, each, count, K, V, C,
-            GROUPS, (k_mean_ptr + head * 128, v_mean_ptr + head * 128),
-        )  # fmt: skip
-        slot0 = (item + seq + 1).to(gl.int64) * heads + head
-        _finish(base, lane, warp, top, out, side, part_out, part_top, part_sum, slot0, zero, rows, dense, 128, 1, 0.0)
-    for i in gl.static_range(len(memory)):
-        memory[i]._keep_alive()
-
-
-@gluon.jit(do_not_specialize=["scale", "heads", "rows", "tokens", "seqs"])
 def learned_keys_pieces_kernel(
     q_ptr, q_token, items_ptr, item_list, table, table_step, region, page_step, head_step,
     k_rows_ptr, v_rows_ptr, freq_ptr, turns_ptr, k_mean_ptr, signs_ptr, part_out, part_top, part_sum,
     scale, heads, rows, tokens, seqs,
     V: gl.constexpr, MIX: gl.constexpr, CENTRED: gl.constexpr, C: gl.constexpr, AT: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`residual_pieces_kernel`; programs take C query rows, 4 or 8, at a time. AT: bytes to the keys' norms, and
-    to the values' codes, norms and means."""
+    """Any number of programs; each takes every so many-th piece and KV head, and C query rows, 4 or 8, at a time.
+
+    ``region``: where pages' bytes lie, from the keys' codes on; AT: bytes from there to the keys' norms, and to the values'
+    codes, norms and means. ``page_step`` and ``head_step``: bytes from a page, and from a head, to the next. Query heads lie
+    together, ``q_token`` elements from a token to the next. The rest is the slab kernel's.
+    """
     W: gl.constexpr = gl.num_warps()
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     lane = thread % 32
@@ -176,8 +126,11 @@ def codebook_pieces_kernel(
     rows_ptr, size_ptr, freq_ptr, turns_ptr, matrix_ptr, part_out, part_top, part_sum, sums_ptr,
     scale, heads, rows, tokens, seqs, STAGES: gl.constexpr, V: gl.constexpr, C: gl.constexpr, AT: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`residual_pieces_kernel`; AT: bytes to norms and bits. Sums of bits become values before they are stored, by
-    ``matrix_ptr``, float32 [heads, V + 1, 128]; ``sums_ptr``, float32 [programs, 8, V], has room for them."""
+    """As :func:`learned_keys_pieces_kernel`, with at most C query rows; AT: bytes to norms and bits.
+
+    Sums of bits become values before they are stored, by ``matrix_ptr``, float32 [heads, V + 1, 128]; ``sums_ptr``, float32
+    [programs, 8, V], has room for them.
+    """
     W: gl.constexpr = gl.num_warps()
     BYTES: gl.constexpr = sums_bytes(STAGES, V, C, W)
     thread = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))

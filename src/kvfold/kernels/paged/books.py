@@ -16,7 +16,7 @@ from kvfold.kernels.commvq import encode as encode_pairs
 from kvfold.kernels.paged._store_books import close_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.work import Workspace, closing_arguments
-from kvfold.kernels.residual import encode as encode_search
+from kvfold.kernels.searched import encode as encode_search
 from kvfold.rope import Rope
 
 BEFORE_ROPE = (ResidualCodes, AdditiveCodes, GroupCodes)

@@ -1,4 +1,5 @@
-"""Pieces of pages of CommVQ, VQLLM and TaSQ by kernels that keep tables of codes in shared memory: launches them."""
+"""Pieces of pages of CommVQ, and of TaSQ's keys with fold's values, by kernels that keep tables of codes in shared memory:
+launches them."""
 
 from typing import Any
 
@@ -9,14 +10,9 @@ from kvfold.formats.binary import ValueRows
 from kvfold.formats.codebook import AdditiveCodes
 from kvfold.kernels.common.partials import LOG2E
 from kvfold.kernels.common.tables import MOST_ROWS, Tables
-from kvfold.kernels.commvq.decode import CodebookTables
 from kvfold.kernels.gluon import TABLED, tables_of
 from kvfold.kernels.learned.decode import LearnedKeyTables
-from kvfold.kernels.paged._tables import (
-    codebook_pieces_kernel,
-    learned_keys_pieces_kernel,
-    residual_pieces_kernel,
-)
+from kvfold.kernels.paged._tables import codebook_pieces_kernel, learned_keys_pieces_kernel
 from kvfold.kernels.paged.call import PagedCall
 from kvfold.kernels.paged.gluon import region_of
 from kvfold.kernels.paged.work import Workspace
@@ -48,9 +44,7 @@ def ready(key_format: Format, value_format: Format, rope: Rope | None, device: t
 
 def kernel_of(of: Tables) -> Any:
     """What reads pages of the codes that ``of`` reads in slabs."""
-    if isinstance(of, LearnedKeyTables):
-        return learned_keys_pieces_kernel
-    return codebook_pieces_kernel if isinstance(of, CodebookTables) else residual_pieces_kernel
+    return learned_keys_pieces_kernel if isinstance(of, LearnedKeyTables) else codebook_pieces_kernel
 
 
 def pieces(call: PagedCall, query: torch.Tensor, rows: int, workspace: Workspace, out: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 """Rotated tiles in affine groups, of KVarN after tokens and channels were brought to equal spread; and products with a learned
-map: Triton code of :mod:`kvfold.kernels.balanced.encode`.
+map: Triton code of :mod:`kvfold.kernels.searched.tiles`.
 
 A program has a whole tile in registers. Sums have an order that the tile's shape decides alone, and what lanes share is
 rounded alike in all of them: nothing is contracted but where it is written.

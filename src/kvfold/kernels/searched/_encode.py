@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 """Vectors as the nearest sums of codes, and as levels beside the elements that deviate most: Triton code of
-:mod:`kvfold.kernels.residual.encode`.
+:mod:`kvfold.kernels.searched.encode`.
 
 A program takes whole vectors. What it stores depends on these alone, not on how calls were cut.
 """

@@ -12,8 +12,8 @@ import torch
 import triton
 
 from kvfold.formats import AffineGroups, Balanced, Format, Hadamard, Paged, Projected
-from kvfold.kernels.balanced._encode import project_kernel, tile_kernel
 from kvfold.kernels.common.encode_source import Source, misfit
+from kvfold.kernels.searched._tiles import project_kernel, tile_kernel
 
 ELEMENTS = 128 * 128
 """Of a tile, at most: what the registers of a program hold."""
@@ -103,7 +103,7 @@ def _steps(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def encode_tiles(fmt: Format, source: Source) -> None:
-    """Encode whole blocks; see :func:`kvfold.kernels.residual.encode.encode`."""
+    """Encode whole blocks; see :func:`kvfold.kernels.searched.encode.encode`."""
     batch, heads, tokens, _ = source.x.shape
     inner, basis = _parts(fmt)
     fields = source.fields

@@ -19,11 +19,11 @@ from kvfold.formats.grouped import GroupBook
 from kvfold.formats.lookup import ChannelScales
 from kvfold.formats.residual import ResidualCodes
 from kvfold.formats.uniform import FITS
-from kvfold.kernels.balanced.encode import PIECE, encode_tiles, is_tile, mapped, no_map, no_tiles
 from kvfold.kernels.common._encode_nearest import SLOTS
 from kvfold.kernels.common.encode_source import ORDERS, Source, misfit
 from kvfold.kernels.commvq.encode import bits_test, encode_bits, encode_pairs, no_bits, no_pairs
-from kvfold.kernels.residual._encode import group_kernel, outliers_kernel, search_kernel
+from kvfold.kernels.searched._encode import group_kernel, outliers_kernel, search_kernel
+from kvfold.kernels.searched.tiles import PIECE, encode_tiles, is_tile, mapped, no_map, no_tiles
 
 POWERS = (16, 32, 64, 128, 256)
 SEARCH = {"T": 32, "PART": 128, "num_warps": 4}

@@ -1,1 +1,0 @@
-"""Rotated and balanced tiles: KVarN; their encoder puts keys under learned maps as well."""

@@ -1,1 +1,0 @@
-"""Keys under learned maps: NOVA-KV."""
