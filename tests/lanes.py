@@ -423,7 +423,7 @@ class Program:
             "wait_wide": lambda sums, _: sums, "sqrt_fast": torch.sqrt, "reciprocal": torch.reciprocal,
             "shuffle": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),
             "either_bytes": lambda a, b, which: chosen_bytes(a, b, torch.tensor(int(which, 16))),
-            "look_up": chosen_bytes, "_halves_of": chosen_bytes,
+            "_halves_of": chosen_bytes,
             "start_bytes": self.start_bytes, "wait_bytes": lambda sums, *_: sums,
             "load_fragment": self.load_words4, "load_again4f": lambda at, more: tuple(
                 self.memory.read(at + more, torch.float32, 4).unbind(-1)

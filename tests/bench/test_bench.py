@@ -579,7 +579,7 @@ def test_attention_prints_a_json_object_per_row(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("method, kernel", [
-    ("commvq", "tables"), ("vqllm", "tables"), ("kvquant", "fragments"), ("kvquant:bits=4", "blocks"), ("qjl", "fragments"),
+    ("commvq", "tables"), ("vqllm", "tables"), ("kvquant", "blocks"), ("turboquant", "blocks"), ("qjl", "fragments"),
     ("kvarn", "balanced"), ("kvarn:bits=3", "blocks"), ("nova", "mapped"), ("gsrq", "tables"),
 ])  # fmt: skip
 def test_formats_are_measured_in_the_kernel_that_serves_them(method, kernel, monkeypatch):

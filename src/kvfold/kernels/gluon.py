@@ -102,7 +102,7 @@ class PagesKernel(GPUKernel):
 
 
 class FragmentsKernel(GPUKernel):
-    """Pages of other codes (InnerQ, QJL, TurboQuant, GEAR, ZipCache, KVQuant) on NVIDIA GPUs, from sm_80 on; any calls.
+    """Pages of affine groups or signs of a sketch (InnerQ, QJL) on NVIDIA GPUs, from sm_80 on; calls of any length.
 
     Calls as of :class:`PagesKernel`.
     """
@@ -119,13 +119,12 @@ class FragmentsKernel(GPUKernel):
         return unsupported(key_format, value_format, pre_rope)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        from kvfold.kernels.fragments.decode import decode_attention, rotary
+        from kvfold.kernels.fragments.decode import decode_attention
 
         keys, values, windows = call.key_format, call.value_format, call.windows
         assert isinstance(windows, Windows) and call.project is None
         if call.new is None:
-            how: dict[str, Any] = {"sinks": call.sinks, "rotation": rotary(call)}
-            return decode_attention(call.query, keys, values, call.spans, windows, call.scale, **how)
+            return decode_attention(call.query, keys, values, call.spans, windows, call.scale, sinks=call.sinks)
         from kvfold.kernels.long.attend import attend_unpacked, serves
 
         return attend_unpacked(call) if serves(call) else ReferenceKernel().attend(call)
