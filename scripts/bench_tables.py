@@ -51,6 +51,10 @@ FUSED = ("gluon", "pages", "dense")
 """Kernels of decode steps; plain Triton's rows have a table of their own."""
 READ = ("blocks", "balanced", "mapped", "tables")
 """Kernels over codes in plain order. Rows of before "tables" had a name say "blocks" for both."""
+COMPARED = ("turboquant", "gear", "zipcache", "kvquant")
+"""Methods that are there to be compared with. Kernels that served them alone are gone: their rows stand in no table."""
+LAST = "ccc0b2d"
+"""Commit of whole steps' last rows by those kernels."""
 SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "query_tokens", "context")
 
 
@@ -58,6 +62,11 @@ def _shape(row: Any) -> str:
     heads = f"{row.num_heads}/{row.num_kv_heads} heads, d={row.head_dim}"
     calls = "" if row.query_tokens == 1 else f", {row.query_tokens} tokens"
     return f"B={row.batch}, N={row.context:,}, {heads}{calls}"
+
+
+def _is_gone(method: str, kernel: str) -> bool:
+    """Whether a row of a method is of a kernel that is gone; the kernels of plain order are there."""
+    return kernel not in READ and method.partition(":")[0] in COMPARED
 
 
 def _newest(found: Iterable[Mapping[str, str]], *columns: str) -> list[Any]:
@@ -99,7 +108,8 @@ def long_calls() -> Table:
     """Calls of many tokens on an existing cache, unpacked, each beside fp16's time."""
     found: dict[str, dict[int, Any]] = {}
     for row in _attention():
-        if row.kernel != "triton" and row.query_tokens in (512, 2048) and row.batch == 1 and row.context == 32768:
+        of_today = row.kernel != "triton" and not _is_gone(row.work, row.kernel)
+        if of_today and row.query_tokens in (512, 2048) and row.batch == 1 and row.context == 32768:
             found.setdefault(row.work, {})[row.query_tokens] = row
     tokens = sorted({n for by_tokens in found.values() for n in by_tokens})
 
@@ -148,7 +158,7 @@ def fragments() -> Table:
             f"{row.error:.1e}",
         ]
         for row in _attention()
-        if row.kernel == "fragments" and row.query_tokens == 1
+        if row.kernel == "fragments" and row.query_tokens == 1 and not _is_gone(row.work, row.kernel)
         for key in ((row.work, row.batch, row.context),)
     ]
     return ["method", "shape", "ms", "times as fast as fp16", "times as fast as blocks", "relative RMS error"], lines
@@ -227,6 +237,8 @@ def decode() -> Table:
     plain = {(row.model, row.batch, row.context, row.commit): row.ms for row in rows("decode") if row.method == TORCH}
     lines = []
     for row in found:
+        if row.commit == LAST and _is_gone(row.method, "fragments"):
+            continue
         base = plain.get((row.model, row.batch, row.context, row.commit))
         lines.append(
             [
@@ -453,7 +465,7 @@ def subspaces() -> Table:
 
 def h100() -> Table:
     """Decode attention on an H100."""
-    found = rows("attention-h100", "work", *SHAPE)
+    found = [row for row in rows("attention-h100", "work", *SHAPE) if not _is_gone(row.work, row.kernel)]
     lines = [
         [
             row.work,
