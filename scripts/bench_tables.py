@@ -55,8 +55,12 @@ GONE = ("balanced", "mapped")
 """Those that there are no more: their steps are no longer shown."""
 BASELINES = ("vqllm", "gsrq", "tasq")
 """Methods that "tables" no longer reads, but for keys beside ``fold``'s values."""
+COMPARED = ("turboquant", "gear", "zipcache", "kvquant")
+"""Methods that "fragments" no longer reads."""
 GONE_STEPS = {("kvarn", "0984cd3")}
 """Whole decode steps with a kernel that is gone, by method and commit."""
+LAST = "ccc0b2d"
+"""Commit of whole steps' last rows by those kernels."""
 SHAPE = ("batch", "num_heads", "num_kv_heads", "head_dim", "query_tokens", "context")
 
 
@@ -64,6 +68,11 @@ def _shape(row: Any) -> str:
     heads = f"{row.num_heads}/{row.num_kv_heads} heads, d={row.head_dim}"
     calls = "" if row.query_tokens == 1 else f", {row.query_tokens} tokens"
     return f"B={row.batch}, N={row.context:,}, {heads}{calls}"
+
+
+def _is_gone(method: str, kernel: str) -> bool:
+    """Whether a row of a method is of a kernel that is gone; the kernels of plain order are there."""
+    return kernel not in READ and method.partition(":")[0] in COMPARED
 
 
 def _newest(found: Iterable[Mapping[str, str]], *columns: str) -> list[Any]:
@@ -78,7 +87,8 @@ def _newest(found: Iterable[Mapping[str, str]], *columns: str) -> list[Any]:
 def _served(row: Any) -> bool:
     """Whether the kernel that a decode step's row names still reads the method."""
     name, _, options = row.work.partition(":")
-    return row.kernel not in GONE and (row.kernel != "tables" or name not in BASELINES or "values=fold" in options)
+    of_tables = row.kernel == "tables" and name in BASELINES and "values=fold" not in options
+    return row.kernel not in GONE and not of_tables and not _is_gone(row.work, row.kernel)
 
 
 def _attention(dtype: str = "float16", without: tuple[str, ...] = ()) -> list[Any]:
@@ -177,7 +187,7 @@ def fragments() -> Table:
             f"{row.error:.1e}",
         ]
         for row in _attention()
-        if row.kernel == "fragments" and row.query_tokens == 1
+        if row.kernel == "fragments" and row.query_tokens == 1 and not _is_gone(row.work, row.kernel)
         for key in ((row.work, row.batch, row.context),)
     ]
     return ["method", "shape", "ms", "times as fast as fp16", "times as fast as blocks", "relative RMS error"], lines
@@ -260,6 +270,8 @@ def decode() -> Table:
     plain = {(row.model, row.batch, row.context, row.commit): row.ms for row in rows("decode") if row.method == TORCH}
     lines = []
     for row in found:
+        if row.commit == LAST and _is_gone(row.method, "fragments"):
+            continue
         base = plain.get((row.model, row.batch, row.context, row.commit))
         lines.append(
             [

@@ -396,7 +396,7 @@ class Program:
             "wait_wide": lambda sums, _: sums, "sqrt_fast": torch.sqrt, "reciprocal": torch.reciprocal,
             "shuffle": lambda x, source: self.by_warp(x).gather(1, self.by_warp(source).long()).reshape(-1),
             "either_bytes": lambda a, b, which: chosen_bytes(a, b, torch.tensor(int(which, 16))),
-            "look_up": chosen_bytes, "_halves_of": chosen_bytes,
+            "_halves_of": chosen_bytes,
             "load_fragment": self.load_words4, "transpose8": self.transpose8,
             "shuffle_xor": self.shuffle_xor, "exp2_fast": torch.exp2, "as_int": float_bits, "as_float": bits_float,
             "mul_half2": of_word(torch.mul), "add_half2": of_word(torch.add),

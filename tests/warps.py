@@ -345,13 +345,6 @@ def either_bytes(a, b, which):
     return word(np.concatenate([unsigned(x).view(np.uint8).reshape(32, 4) for x in (a, b)], 1)[:, chosen])
 
 
-def look_up(low, high, which):
-    table = np.concatenate([unsigned(x).view(np.uint8).reshape(32, 4) for x in (low, high)], 1)
-    nibbles = unsigned(which)[:, None] >> np.uint32([0, 4, 8, 12]) & 15
-    assert (nibbles < 8).all()
-    return word(np.take_along_axis(table, nibbles.astype(np.int64), 1))
-
-
 def select(a, b, mask):
     return word((unsigned(a) & np.uint32(mask)) | (unsigned(b) & ~np.uint32(mask)))
 
@@ -369,7 +362,7 @@ INSTRUCTIONS = {
     "low_halves": lambda a, b: joined_halves(a, b, 0), "high_halves": lambda a, b: joined_halves(a, b, 1),
     "_weighted_bytes": weighted_bytes,
     "mma": mma, "mma_bytes": mma_bytes, "transpose8": transpose8, "pack_half2": pack_half2, "unpack_half2": unpack_half2,
-    "either_bytes": either_bytes, "look_up": look_up,
+    "either_bytes": either_bytes,
     "cut_nibbles": lambda x, mask, shift: word(unsigned(x) >> np.uint32(shift) & np.uint32(mask)), "select": select,
     "mul_half2": lambda a, b: word(halves(a) * halves(b)),
     "max_half2": lambda a, b: word(np.maximum(halves(a), halves(b))),

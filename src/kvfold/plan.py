@@ -68,18 +68,28 @@ def choose_kernel(
 def packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> LayerSpec:
     """The spec with codes packed for tensor cores or in plain order, whichever the better kernel reads; where it makes no
     difference, plain on a CPU. Kernels that rotate keys packed for tensor cores rotate all of their channels."""
-
-    def rank(spec: LayerSpec) -> int:
-        try:
-            choice = choose_kernel(method, spec, device, kernel)
-        except KVFoldError:  # the named kernel does not read this order
-            return len(kernels.REGISTRY)
-        return list(kernels.REGISTRY).index(choice.kernel.name)
-
     if spec.rope is not None and 2 * spec.rope.inv_freq.numel() < spec.head_dim:
         return replace(spec, fragments=False)
     on_cpu = device.type == "cpu"
-    return min((replace(spec, fragments=fragments) for fragments in (not on_cpu, on_cpu)), key=rank)
+    orders = (replace(spec, fragments=fragments) for fragments in (not on_cpu, on_cpu))
+    return min(orders, key=lambda spec: _rank(method, spec, device, kernel))
+
+
+def wants_plain_order(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> bool:
+    """Whether a kernel reads a layer's codes in plain order, and at most the reference those packed for tensor cores."""
+    fused, plain_order = (
+        _rank(method, replace(spec, fragments=fragments), device, kernel) for fragments in (True, False)
+    )
+    return plain_order < list(kernels.REGISTRY).index("reference") <= fused
+
+
+def _rank(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> int:
+    """Place in the registry of what attends to a layer."""
+    try:
+        choice = choose_kernel(method, spec, device, kernel)
+    except KVFoldError:  # the named kernel does not read this order
+        return len(kernels.REGISTRY)
+    return list(kernels.REGISTRY).index(choice.kernel.name)
 
 
 @dataclass(frozen=True)
@@ -152,21 +162,19 @@ def _neither(formats: tuple[Format, Format], device: torch.device) -> str | None
     for side, form in zip(("keys", "values"), formats, strict=True):
         if is_searched(form):
             why = encode_search.why_not(form, device)
+        elif isinstance(form, LowRank):
+            why = encode_rank.unsupported(form)
         else:
-            ranked = encode_rank.unsupported(form) if isinstance(form, LowRank) else None
-            why = ranked or encode_pages.why_not(_inner(form), device)
+            why = encode_pages.why_not(form, device)
         if why:
             return f"{side}: {why}"
-    keys, values = (None if is_searched(form) else _inner(form) for form in formats)
-    if not torch.cuda.is_available() or (keys is None and values is None):
+    if not torch.cuda.is_available():
         return None
     whys = [encode_rank.self_test(form, device) for form in formats if isinstance(form, LowRank)]
-    return next(filter(None, whys), None) or encode_pages.self_test(keys, values, device)
-
-
-def _inner(form: Format) -> Format:
-    """What holds the codes beside a low-rank part."""
-    return form.inner if isinstance(form, LowRank) else form
+    keys, values = (None if is_searched(form) or isinstance(form, LowRank) else form for form in formats)
+    if any(whys) or (keys is None and values is None):
+        return next(filter(None, whys), None)
+    return encode_pages.self_test(keys, values, device)
 
 
 def is_dense(formats: tuple[Format, Format]) -> bool:

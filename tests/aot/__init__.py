@@ -137,11 +137,10 @@ def compile_fragments(
     if plan.columns == 1:
         fixed["columns"] = 1
     width = _width(bf16)
-    types = {"q_ptr": width, "scale": "fp32", "k_norm": "*u8", "v_norm": "*u8"}
+    types = {"q_ptr": width, "scale": "fp32", "k_norm": "*u8"}
     types |= dict.fromkeys(("packed_len_ptr", "sink_len_ptr", "recent_len_ptr"), "*i32")
     types |= dict.fromkeys(("k_codes", "k_aux", "v_codes", "v_aux"), "*i16")
-    types |= dict.fromkeys(("k_meta", "k_mean", "k_table", "v_meta", "v_mean", "v_table", "turns_ptr"), "*fp16")
-    types |= {"position_ptr": "*i64", "freq_ptr": "*fp32"}
+    types |= dict.fromkeys(("k_meta", "k_mean", "k_table", "v_meta"), "*fp16")
     types |= dict.fromkeys(("sink_k", "sink_v", "ring_k", "ring_v"), width)
     types |= dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32")
     source = GluonASTSource(fragments_kernel, *_signature(fragments_kernel, fixed, types), {})

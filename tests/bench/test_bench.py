@@ -580,7 +580,7 @@ def test_attention_prints_a_json_object_per_row(monkeypatch, capsys):
 
 @pytest.mark.parametrize("method, kernel", [
     ("commvq", "tables"), ("vqllm", "blocks"), ("tasq", "blocks"), ("tasq:bits=2,values=fold", "tables"),
-    ("kvquant", "fragments"), ("kvquant:bits=4", "blocks"), ("qjl", "fragments"),
+    ("kvquant", "blocks"), ("turboquant", "blocks"), ("qjl", "fragments"),
     ("kvarn", "blocks"), ("nova", "blocks"), ("gsrq", "blocks"),
 ])  # fmt: skip
 def test_formats_are_measured_in_the_kernel_that_serves_them(method, kernel, monkeypatch):

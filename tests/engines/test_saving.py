@@ -546,6 +546,27 @@ def test_saved_and_loaded_on_every_device(method, target, tmp_path):
     assert torch.equal(logits(of, cache, ids[:, 300:], [1, 99]), logits(of, twin, ids[:, 300:], [1, 99]))
 
 
+@pytest.mark.parametrize("method", ["turboquant:bits=3", "zipcache", "gear", "k=qjl+v=turboquant"])
+@pytest.mark.parametrize("count", [300, 20])
+def test_codes_of_a_file_come_to_the_order_that_kernels_read_today(model, method, count, tmp_path, monkeypatch):
+    ids = prompt(2, 400)
+    cache = kvfold.fold(model, method)
+    for each in cache.folded:
+        each.layout.pack_as(True)
+    logits(model, cache, ids[:, :count])
+    assert all(each.spec.fragments for each in cache.folded)
+    cache.save(tmp_path / "cache.safetensors")
+    monkeypatch.setattr(saving, "wants_plain_order", lambda *_: True)
+    twin = kvfold.load_cache(tmp_path / "cache.safetensors", model)
+    for old, new in zip(cache.folded, twin.folded, strict=True):
+        assert not new.spec.fragments and {f.operand for f in new.layout.formats} == {"plain"}
+        for row in range(2):
+            assert all(map(torch.equal, old.decoded(row), new.decoded(row)))
+    calls = [1, 99 if count == 300 else 200]
+    got, wanted = (logits(model, of, ids[:, count:], calls) for of in (twin, cache))
+    assert float((got - wanted).norm() / wanted.norm()) < 1e-4  # by another kernel
+
+
 def test_an_insisted_kernel_must_exist_where_a_cache_goes():
     of = feed(layer("kivi", spec(fragments=False), kernel="cpu"), tokens(1, 300))
     with pytest.raises(KVFoldError, match="kernel: cpu does not support this layer"):

@@ -1,5 +1,4 @@
-"""Attention over pages of signs, of levels and of two precisions by products of bytes, run by warps in NumPy, against attention
-over the decoded pages."""
+"""Attention over pages of signs by products of bytes, run by warps in NumPy, against attention over the decoded pages."""
 
 import math
 
@@ -14,7 +13,6 @@ from kvfold.kernels.device import HOPPER
 from kvfold.kernels.fragments import _decode as _fragments_gluon
 from kvfold.kernels.fragments import decode as fragments
 from kvfold.methods import LayerSpec, get
-from kvfold.methods.turboquant import lloyd_max
 from warps import Machine, Pointer, on_cpu, register, scalar
 
 METHOD = "qjl"
@@ -46,30 +44,26 @@ def error(
         fields = form.allocate(1, 1, blocks + 2, "cpu")
         for y in fields.values():
             y.fill_(float("nan") if y.is_floating_point() else -1)
-        how = {"score": random(1, 1, 32 * blocks)} if method.startswith("zipcache") else {}
-        for name, y in form.encode(x, **how).items():
+        for name, y in form.encode(x).items():
             fields[name][:, :, : y.shape[2]] = y
         decoded.append(form.decode(fields)[0, 0, : 32 * blocks].double())
-        arrays.append([machine.put(y) for y in fragments._arrays(form, fields, back, True, wide and not back)])
+        arrays.append([machine.put(y) for y in fragments._arrays(form, fields, True, wide and not back)])
     weights = (q.double() @ decoded[0].T * scale).softmax(-1)
     want = weights @ decoded[1]
 
     k, v = (fragments.side(form) for form in forms)
     kernel, zero, far = on_cpu(_fragments_gluon, machine), scalar(0), 3 << 15
     base = scalar(1 << 16 if wide else 0)
-    mixed = method.startswith("zipcache")
-    levels = fragments.linear_levels(*forms)
-    pages_at_once = 1 if mixed else at_once if wide or not levels else 2
-    places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, pages_at_once, stage, True, wide)
+    places = _fragments_gluon.layout(k.constants, v.constants, 128, k.width, at_once, stage, wide)
     if wide:
-        far = (1 << 16) + warps * places[5]
+        far = (1 << 16) + warps * places[4]
     lift = _fragments_gluon._lift(*v.constants[:2])
     at = machine.put(q)
     parts = [machine.put(torch.full(shape, math.nan)) for shape in ((2, rows, 128), (2, rows), (2, rows))]
     addresses = [[scalar(a, np.int64) for a in side] for side in arrays]
     stored = (
-        tuple(addresses[0][i] for i in ((0, 1, 2, 3) if mixed else (0, 1, 3, 4))),
-        tuple(addresses[1][i] for i in (range(5) if mixed else (0, 1, 3))),
+        tuple(addresses[0][i] for i in (0, 1, 3, 4)),
+        tuple(addresses[1][:2]),
     )
 
     def program(warp):
@@ -89,41 +83,21 @@ def error(
             machine.copy_commit(lane)
             matrix = zero
             kernel.bring_pages(
-                base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), 128, k.constants, k.width,
+                base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, 128, k.constants, k.width,
                 v.constants, places, stage, 4 // stage, at_once, True,
             )  # fmt: skip
             machine.copy_wait(lane, 2)
             machine.program_sync(lane)
-        if mixed:
-            best, sums, side = kernel.attend_mixed(
-                zero, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), lane * 8 + far, up[0], 128,
-                k.constants, v.constants, places, stage,
-            )  # fmt: skip
-            machine.program_sync(lane)
-            kernel.finish_rows(
-                zero, lane, warp, (best,), sums, (side,), lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
-            )  # fmt: skip
-        elif levels:
-            best, sums, side = kernel.attend_levels(
-                base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, (zero, zero), matrix, lane * 8 + far, up[0],
-                (), 128, k.constants, v.constants, levels, places, stage, wide,
-            )  # fmt: skip
-            machine.program_sync(lane)
-            kernel.finish_levels(
-                base, lane, warp, best, sums, side, addresses[1][5] + lane * 16, *to, scalar(1, np.int64), zero, rows, 128,
-                k.constants[1], levels[3], v.constants[4], places[4], places[5], 1 << 16 if wide else 0,
-            )  # fmt: skip
-        else:
-            best, out, side = kernel.attend_signs(
-                base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, matrix,
-                lane * 8 + far, up[0], (), 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
-                at_once, wide,
-            )  # fmt: skip
-            machine.program_sync(lane)
-            sums = tuple(x for c in out for x in (c[0], c[2]))
-            kernel.finish_rows(
-                base, lane, warp, (best - lift,), sums, (side[0][2],), lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
-            )  # fmt: skip
+        best, out, side = kernel.attend_signs(
+            base, lane, warp, zero, pages, pages, scalar(blocks), stored, zero, zero, matrix,
+            lane * 8 + far, up[0], (), 128, k.constants, k.width, v.constants, places, stage, 4 // stage, lift,
+            at_once, wide,
+        )  # fmt: skip
+        machine.program_sync(lane)
+        sums = tuple(x for c in out for x in (c[0], c[2]))
+        kernel.finish_rows(
+            base, lane, warp, (best - lift,), sums, (side[0][2],), lane, *to, scalar(1, np.int64), zero, rows, 128, 0, 1,
+        )  # fmt: skip
 
     machine.run(program)
     out, total = (
@@ -135,10 +109,7 @@ def error(
 
 @pytest.mark.parametrize(
     "method",
-    [
-        *("qjl", "qjl:center=false", "turboquant", "turboquant:center=false"),
-        *("turboquant:bits=3", "turboquant:bits=3,center=false"),
-    ],
+    ["qjl", "qjl:center=false"],
 )
 def test_it_is_attention_over_the_decoded_pages(method):
     assert error(method) < 1e-3
@@ -166,45 +137,8 @@ def test_four_warps_that_multiply_together(method, rows, blocks, warps, stage, l
     assert error(method, rows, blocks, warps, stage, late=late, wide=True) < 1.2e-3
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("bits", [2, 3])
-@pytest.mark.parametrize(
-    "how, rows, blocks, warps", [("", 1, 1, 4), ("", 4, 16 * 7 + 3, 4), ("", 3, 41, 8), (",center=false", 4, 80, 4)]
-)
-def test_four_warps_that_multiply_levels_together(how, bits, rows, blocks, warps, late):
-    assert error(f"turboquant:bits={bits}{how}", rows, blocks, warps, late=late, wide=True) < 1e-3
-
-
-@pytest.mark.parametrize("method", ["turboquant", "turboquant:bits=3"])
-@pytest.mark.parametrize("rows, blocks, warps", [(1, 1, 1), (3, 9, 2), (4, 17, 4)])
-def test_every_number_of_rows_pages_and_warps_of_levels(method, rows, blocks, warps):
-    assert error(method, rows=rows, blocks=blocks, warps=warps) < 1e-3
-
-
-@pytest.mark.parametrize(
-    "method, rows, blocks, warps, size",
-    [
-        *(("zipcache", 4, 12, 2, 1.0), ("zipcache", 3, 8, 1, 300.0)),
-        *(("zipcache:ratio=0.1", 1, 4, 1, 1.0), ("zipcache:ratio=1", 4, 20, 4, 1.0)),
-    ],
-)
-def test_two_precisions(method, rows, blocks, warps, size):
-    assert error(method, rows, blocks, warps, query=size, value=1 / size, scale=128**-0.5 / size) < 3e-4
-
-
-@pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])
-def test_numbers_of_every_size(method):
-    assert error(method, query=300.0, value=1e-3, scale=128**-0.5 / 300) < 1e-3
-
-
-def test_four_levels_are_linear_in_the_bits_of_their_codes():
-    forms = formats("turboquant")
-    fixed = fragments.linear_levels(*forms)
-    for form, bend, unit in zip(forms, fixed[::2], fixed[1::2], strict=True):
-        levels = [unit * (u - 1.5 + bend * (u % 2 - 0.5)) for u in range(4)]
-        assert levels == pytest.approx(form.inner.levels, abs=1e-12)
-    for method in ("turboquant:bits=3,paper=true", "turboquant:bits=1", "qjl", "k=turboquant+v=kivi"):
-        assert fragments.linear_levels(*formats(method)) == ()
+def test_numbers_of_every_size():
+    assert error(query=300.0, value=1e-3, scale=128**-0.5 / 300) < 1e-3
 
 
 def test_it_compiles_with_few_instructions():
@@ -231,17 +165,6 @@ def test_four_warps_that_multiply_together_compile_without_spills():
     assert report.instructions["HGMMA"] == 8 * 4 and report.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("bits, registers, loop", [(2, 224, 1990), (3, 192, 2020)])
-def test_four_warps_that_multiply_levels_together_compile_without_spills(bits, registers, loop):
-    forms = formats(f"turboquant:bits={bits}")
-    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, HOPPER, True)
-    assert plan.wide and plan.registers is None
-    report = aot.compile_fragments(*forms, plan=plan)
-    assert report.registers <= registers and report.spills_in_loop == 0
-    assert report.loop <= loop  # of a page, of which 450 serve four
-    assert report.instructions["HGMMA"] == 8 * 2 and report.shared <= 227 * 1024
-
-
 @pytest.mark.parametrize(
     "batch_heads, capacity",
     [(8, 4096), (16, 4096), (8, 2048), (4, 8192), (32, 4096), (7, 4096), (8, 1024)],
@@ -251,7 +174,7 @@ def test_programs_with_a_matrix_each_run_at_once(batch_heads, capacity):
     assert plan.wide and plan.dense_splits == 1
     packed, windows = batch_heads * plan.splits, -(-batch_heads // plan.window_heads)
     assert 0.9 * 132 <= packed < packed + windows <= 132
-    size = fragments.program_bytes(*formats(), plan.tiles, plan.warps, plan.blocks, True, True)
+    size = fragments.program_bytes(*formats(), plan.tiles, plan.warps, plan.blocks, True)
     assert size <= 227 * 1024 and size % 1024 == 0
     assert not fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, HOPPER).wide
 
@@ -259,17 +182,15 @@ def test_programs_with_a_matrix_each_run_at_once(batch_heads, capacity):
 @pytest.mark.parametrize(
     "batch_heads, capacity, splits", [(128, 1024, 1), (64, 1024, 2), (256, 1024, 1), (66, 2048, 2)]
 )
-@pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])
-def test_programs_of_many_heads_attend_to_their_windows_themselves(method, batch_heads, capacity, splits):
-    plan = fragments.make_plan(*formats(method), batch_heads, 4, capacity, 160, HOPPER, True)
+def test_programs_of_many_heads_attend_to_their_windows_themselves(batch_heads, capacity, splits):
+    plan = fragments.make_plan(*formats(), batch_heads, 4, capacity, 160, HOPPER, True)
     assert plan.wide and (plan.splits, plan.dense_splits, plan.window_heads) == (splits, 0, 0)
     assert fragments.parts(plan) == 2 * splits
 
 
-@pytest.mark.parametrize("method", [METHOD, "turboquant", "turboquant:bits=3"])
-def test_programs_that_attend_to_their_windows_compile_without_spills(method):
-    plan = fragments.make_plan(*formats(method), 128, 4, 1024, 160, HOPPER, True)
-    report = aot.compile_fragments(*formats(method), plan=plan)
+def test_programs_that_attend_to_their_windows_compile_without_spills():
+    plan = fragments.make_plan(*formats(), 128, 4, 1024, 160, HOPPER, True)
+    report = aot.compile_fragments(*formats(), plan=plan)
     assert plan.window_heads == 0 and report.spills_in_loop == 0
     assert report.registers <= 255 and report.loop <= 2040  # which fit the instruction cache
 
@@ -282,54 +203,12 @@ def test_few_pages_and_multiprocessors_that_would_be_idle_have_programs_without_
     assert one == other
 
 
-def test_levels_compile_with_few_instructions():
-    forms = formats("turboquant")
-    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, HOPPER)
-    assert plan.bytewise
-    report = aot.compile_fragments(*forms, plan=plan)
-    assert report.registers <= 184 and report.spills_in_loop == 0
-    assert report.loop <= 1850  # of a page, of which 350 serve two
-
-
-def test_eight_levels_compile_with_few_instructions():
-    forms = formats("turboquant:bits=3")
-    plan = fragments.make_plan(*forms, 8, 4, 4096, 160, HOPPER)
-    assert plan.bytewise and plan.ahead and plan.windows_first and plan.splits == 64
-    report = aot.compile_fragments(*forms, plan=plan)
-    assert report.spills_in_loop == 0
-    assert report.loop <= 1950  # of a page, of which 350 serve two
-
-
 def test_products_of_bytes_serve_a_step_of_few_rows():
     assert fragments.bytewise(*formats(), 4)
     assert not fragments.bytewise(*formats(), 5)
     assert not fragments.bytewise(*formats(dim=64), 4)
     assert not fragments.bytewise(*formats("qjl:k_bits=1"), 4)
-    assert fragments.bytewise(*formats("turboquant"), 4)
-    assert not fragments.bytewise(*formats("turboquant"), 5)
-    assert not fragments.bytewise(*formats("turboquant", 64), 4)
-    assert not fragments.bytewise(*formats("turboquant:normalize=false"), 4)
-    assert fragments.bytewise(*formats("turboquant:bits=3"), 4)
-    assert not fragments.bytewise(*formats("turboquant:bits=3"), 5)
-    assert not fragments.bytewise(*formats("turboquant:bits=3,paper=true"), 4)
-
-
-def test_eight_levels_are_whole_numbers_that_lose_nothing_to_speak_of():
-    form = formats("turboquant:bits=3")[0].inner
-    unit, words = fragments.whole_levels(form.levels)
-    assert np.array(words, np.int32).view(np.int8) * unit == pytest.approx(form.levels, rel=1e-9)
-    exact, x = lloyd_max(3, 128), torch.randn(1 << 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    lost = []
-    for levels in (exact, form.levels):
-        table = torch.tensor(levels, dtype=torch.float64)
-        lost.append(float((table[torch.bucketize(x, (table[1:] + table[:-1]) / 2)] - x).square().mean()))
-    assert lost[1] / lost[0] == pytest.approx(1, abs=2e-4)
-
-
-def test_published_levels_are_kept():
-    form = formats("turboquant:bits=3,paper=true")[0]
-    assert form.inner.levels == lloyd_max(3, 128)
-    assert not fragments.linear_levels(form, form)
+    assert not fragments.bytewise(*formats("qjl:normalize=false"), 4)
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,6 @@ def test_a_layer_on_a_gpu_is_packed_as_its_kernel_reads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     spec = LayerSpec(0, 1, 2, 4, 64, dtype=torch.float16)
     assert not packed_for(get("turboquant:bits=4"), spec, torch.device("cuda"), None).fragments
-    assert packed_for(get("turboquant"), spec, torch.device("cuda"), None).fragments
+    assert packed_for(get("qjl"), spec, torch.device("cuda"), None).fragments
     part = replace(spec, rope=Rope(torch.ones(16)))  # rotated as they are read, and not all channels
-    assert not packed_for(get("turboquant"), part, torch.device("cuda"), None).fragments
+    assert not packed_for(get("qjl"), part, torch.device("cuda"), None).fragments

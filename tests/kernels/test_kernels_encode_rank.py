@@ -39,8 +39,8 @@ def kernels(device, interpreted):
     return compiled if device.type == "cuda" else interpreted
 
 
-def formats(method="gear"):
-    shape = spec(head_dim=64)
+def formats(method="gear", plain=False):
+    shape = spec(head_dim=64, fragments=not plain)
     return {"key": get(method).key_format(shape), "value": get(method).value_format(shape)}
 
 
@@ -64,15 +64,31 @@ def test_what_is_missed_is_encoded_as_the_format_does(method, operand, kernels, 
 
 
 @pytest.mark.parametrize("operand", ["key", "value"])
-def test_bytes_do_not_depend_on_how_calls_were_cut(operand, kernels, device):
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_groups_in_plain_order_have_the_formats_bytes(bits, operand, kernels, device):
+    form, x = formats(f"gear:bits={bits}", plain=True)[operand], vectors(256)
+    x[:, :, 7] = x[:, :, 7, :1]  # constant groups along channels, and along tokens
+    x[:, 1, 32:64, 3] = -0.1
+    fields = form.allocate(1, 2, 9, device)
+    kernels.encode_rank(x.to(device), fields, form, 0, 256)
+    want = form.encode(x.float())
+    for name in ("codes", "meta"):
+        assert torch.equal(fields[name][:, :, :8].cpu().view(torch.int16), want[name].view(torch.int16)), name
+    got = {name: t[:, :, : want[name].shape[2]].cpu() for name, t in fields.items()}
+    assert relative(form.decode(got), form.decode(want)) < 1e-3
+
+
+@pytest.mark.parametrize("operand", ["key", "value"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_bytes_do_not_depend_on_how_calls_were_cut(plain, operand, kernels, device):
     """Blocks of a page that began before, and tokens that wait in a ring."""
-    form, x = formats()[operand], vectors(384).to(device)
+    form, x = formats(plain=plain)[operand], vectors(384).to(device)
     whole, parts = (form.allocate(1, 2, 12, device) for _ in range(2))
     kernels.encode_missed(x, whole, form, 0, 384)
     kernels.encode_missed(x[:, :, :288], parts, form, 0, 160)
     ring = torch.roll(x[:, :, 160:288], 160 % 128, 2).contiguous()
     kernels.encode_missed(x[:, :, 288:], parts, form, 160, 384, 0, ring, 288)
-    for name in ("row", "basis"):
+    for name in ("row", "basis", *(("codes", "meta") if plain else ())):
         assert torch.equal(whole[name], parts[name]), name
 
 
@@ -89,14 +105,16 @@ def test_pages_of_few_directions(kind, kernels, device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", ["gear", "gear:rank=4"])
-def test_prompts_are_encoded_as_on_this_device(method):
-    for form in formats(method).values():
+@pytest.mark.parametrize("method", ["gear", "gear:rank=4", "gear:bits=3"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_prompts_are_encoded_as_on_this_device(plain, method):
+    for form in formats(method, plain).values():
         assert compiled.self_test(form, torch.device("cuda")) is None
 
 
 def test_what_kernels_do_not_encode_is_named():
     assert compiled.unsupported(formats()["key"]) is None
+    assert compiled.unsupported(formats(plain=True)["key"]) is None
     assert "rank=9; allowed: 1, 2" in compiled.unsupported(formats("gear:rank=9")["key"])
     assert "storage" in compiled.unsupported(formats("gear:outliers=0.01")["key"])
     assert "page=0" in compiled.unsupported(formats("gear:paper=true")["key"])

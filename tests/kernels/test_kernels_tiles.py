@@ -17,7 +17,7 @@ from kvfold.formats import AffineGroups
 from kvfold.formats.paged import plain
 from kvfold.kernels.affine import tiles
 from kvfold.methods import LayerSpec, get
-from kvfold.plan import packed_for
+from kvfold.plan import packed_for, wants_plain_order
 from tiles_case import CASES, LIMIT, Case, formats, model_error
 
 CUDA = torch.device("cuda")
@@ -146,8 +146,9 @@ def spec(head_dim, dtype=torch.float16):
         ("kivi", 128, "gluon", "first choice"),
         ("innerq:paper=true", 64, "gluon", "first choice"),
         ("innerq", 64, "fragments", "pages: keys: affine storage in pages"),
-        ("turboquant:bits=4", 128, "blocks", "fragments: keys: levels of 4 bits"),
-        ("turboquant", 128, "fragments", "pages: keys: lookup storage"),
+        ("turboquant:bits=4", 128, "blocks", "fragments: keys: lookup storage; allowed: affine, sign sketch"),
+        ("turboquant", 128, "blocks", "fragments: keys: lookup storage; allowed: affine, sign sketch"),
+        ("k=qjl+v=turboquant", 128, "blocks", "fragments: values: lookup storage"),
         ("kivi", 96, "triton", "gluon: keys: head_dim=96"),
         ("kivi:group=16", 80, "triton", "gluon: keys: head_dim=80"),
         ("kivi:group=16", 64, "triton", "gluon: keys: group=16"),
@@ -155,9 +156,9 @@ def spec(head_dim, dtype=torch.float16):
         ("innerq:paper=true,group=16", 128, "triton", "gluon: keys: group=16"),
         ("squat_pre", 128, "triton", "gluon, pages, fragments, dense: keys are stored before RoPE"),
         ("qjl", 128, "fragments", "pages: keys: sign sketch storage in pages"),
-        ("gear", 128, "fragments", "pages: keys: low rank storage"),
-        ("zipcache", 128, "fragments", "pages: blocks of 128 tokens"),
-        ("zipcache", 64, "blocks", "fragments: keys: head_dim=64 in blocks of 128"),
+        ("gear", 128, "blocks", "fragments: keys: low rank storage; allowed: paged"),
+        ("zipcache", 128, "blocks", "fragments: keys: mixed precision storage; allowed: paged"),
+        ("zipcache", 64, "blocks", "fragments: keys: mixed precision storage; allowed: paged"),
     ],
 )
 def test_the_order_of_codes_follows_the_kernel(hopper, method, head_dim, kernel, reason):
@@ -174,6 +175,19 @@ def test_a_named_kernel_decides_the_order(hopper):
     assert not packed_for(get("kivi"), spec(128), CUDA, "triton").fragments
     assert packed_for(get("kivi"), spec(128), CUDA, "gluon").fragments
     assert packed_for(get("squat_pre"), spec(128), CUDA, "reference").fragments
+
+
+@pytest.mark.parametrize(
+    "method, kernel, wanted",
+    [
+        *((name, None, True) for name in ("turboquant", "turboquant:bits=3", "gear", "zipcache")),
+        *((name, None, False) for name in ("innerq", "qjl", "fold", "kivi", "none")),
+        *(("turboquant", "reference", False), ("turboquant", "blocks", True), ("kivi", "triton", True)),
+    ],
+)
+def test_codes_of_before_are_wanted_in_plain_order_where_only_that_has_a_kernel(hopper, method, kernel, wanted):
+    assert wants_plain_order(get(method), spec(128), CUDA, kernel) is wanted
+    assert not wants_plain_order(get(method), spec(128, torch.float32), CUDA, None)
 
 
 def test_float32_layers_go_to_the_reference(hopper):

@@ -20,10 +20,7 @@ from specializations import MODES, formats
 
 JOBS, ROWS, BLOCKS, SLOTS = (1, 8, 64, 128, 300, 2048), (1, 4, 8, 9, 16), (4, 64, 512, 4096), (0, 160)
 PAGED = ("fold", "fold:bits=2", "fold:bits=3", "fold:codebook=true", "fold:bits=2,codebook=true")
-FRAGMENTS = (
-    *("innerq", "innerq:mode=asym", "qjl", "turboquant", "turboquant:bits=3", "gear", "zipcache"),
-    *("qjl:k_bits=1", "k=qjl+v=turboquant"),
-)
+FRAGMENTS = ("innerq", "innerq:mode=asym", "qjl", "qjl:k_bits=1")
 
 
 def of_method(name, dim):
@@ -78,12 +75,7 @@ MEASURED = {
     "innerq": "e4e53898d418900d",
     "innerq:mode=asym": "e4e53898d418900d",
     "qjl": "d9430e4fa6942721",
-    "turboquant": "9ff00f116dcb7768",
-    "turboquant:bits=3": "620c8e0df03626fc",
-    "gear": "4e570e367c026d65",
-    "zipcache": "6f761d36cb6ed786",
     "qjl:k_bits=1": "ca84d3621a051025",
-    "k=qjl+v=turboquant": "a39632f8d729a6ae",
     "kivi": "d9b332c94469400f",
     "asym": "68510eace6722db0",
     "sym": "acb980ccf29224ef",

@@ -520,3 +520,15 @@ def test_learned_methods_from_text_to_generation(name, model, tmp_path):
     other = tiny_llama(num_key_value_heads=4)
     with pytest.raises(ArtefactError, match="made for tiny"):
         ready.check_model(other.config)
+
+
+def test_eight_levels_are_whole_numbers_that_lose_nothing_to_speak_of():
+    levels = methods.get("turboquant:bits=3").key_format(spec(128)).inner.levels
+    assert [round(x / levels[4] * 13, 9) for x in levels] == [-113, -71, -40, -13, 13, 40, 71, 113]
+    exact, x = lloyd_max(3, 128), torch.randn(1 << 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    lost = []
+    for some in (exact, levels):
+        table = torch.tensor(some, dtype=torch.float64)
+        lost.append(float((table[torch.bucketize(x, (table[1:] + table[:-1]) / 2)] - x).square().mean()))
+    assert lost[1] / lost[0] == pytest.approx(1, abs=2e-4)
+    assert methods.get("turboquant:bits=3,paper=true").key_format(spec(128)).inner.levels == exact

@@ -314,9 +314,7 @@ def call(work: Work, inputs: Inputs, out: torch.Tensor | None = None) -> torch.T
         from kvfold.kernels.fragments import decode as fragments
 
         if work.kernel == "fragments":
-            given, span = _given(work, inputs, scale), [inputs.span]
-            how: dict[str, Any] = {"out": out, "rotation": fragments.rotary(given)}
-            return fragments.decode_attention(inputs.q, *work.formats, span, inputs.windows, scale, **how)
+            return fragments.decode_attention(inputs.q, *work.formats, [inputs.span], inputs.windows, scale, out=out)
         if work.kernel != "pages":
             return REGISTRY[work.kernel].attend(_given(work, inputs, scale)).to(inputs.q.dtype)
     if work.plain:

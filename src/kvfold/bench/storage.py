@@ -62,8 +62,7 @@ def formats(
         return *made.formats(spec, tables(made, heads, head_dim, device)), None
     if isinstance(made, KVQuant):
         learned = tables(made, heads, head_dim, device)
-        both = [(made.format(s, "key", learned), made.format(s, "value", learned)) for s in (first, spec)]
-        return (*next(p for p in both if unsupported(*p, pre_rope=True) is None or p is both[1]), None)
+        return made.format(spec, "key", learned), made.format(spec, "value", learned), None
     pair = made.key_format(first), made.value_format(first)
     return (
         (*pair, None)
@@ -160,7 +159,7 @@ def kernel_of(key_format: Format, value_format: Format, rows: int) -> str:
     forms = key_format, value_format
     if pages.unsupported(*forms) is None:
         return "pages"
-    if None in (unsupported(*forms), unsupported(*forms, pre_rope=True)):
+    if unsupported(*forms) is None:
         return "fragments"
     of = tables_of(*forms)
     if of is None or of.unsupported(*forms, key_format.head_dim) or of.no_room(*forms, rows, torch.device("cuda")):

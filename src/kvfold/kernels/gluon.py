@@ -1,6 +1,6 @@
 """The fused kernels, over affine groups and over pages, as choices of the registry."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -98,7 +98,7 @@ class PagesKernel(GPUKernel):
 
 
 class FragmentsKernel(GPUKernel):
-    """Pages of other codes (InnerQ, QJL, TurboQuant, GEAR, ZipCache, KVQuant) on NVIDIA GPUs, from sm_80 on; any calls.
+    """Pages of affine groups or signs of a sketch (InnerQ, QJL) on NVIDIA GPUs, from sm_80 on; calls of any length.
 
     Calls as of :class:`PagesKernel`.
     """
@@ -119,12 +119,11 @@ class FragmentsKernel(GPUKernel):
     def read_packed(self, call: AttentionCall) -> torch.Tensor:
         if call.new is not None:
             return ReferenceKernel().attend(call)
-        from kvfold.kernels.fragments.decode import decode_attention, rotary
+        from kvfold.kernels.fragments.decode import decode_attention
 
         keys, values, windows = call.key_format, call.value_format, call.windows
         assert isinstance(windows, Windows) and call.project is None
-        how: dict[str, Any] = {"sinks": call.sinks, "rotation": rotary(call)}
-        return decode_attention(call.query, keys, values, call.spans, windows, call.scale, **how)
+        return decode_attention(call.query, keys, values, call.spans, windows, call.scale, sinks=call.sinks)
 
 
 class TablesKernel(GPUKernel):

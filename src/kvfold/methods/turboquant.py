@@ -68,7 +68,7 @@ class TurboQuant(Method):
         return self.paged(inner, self.centered, norm, Rotation(d, self.seed))
 
     def _levels(self, bits: int, head_dim: int) -> tuple[float, ...]:
-        """Eight levels are whole numbers times a unit, which kernels look up as bytes; the published ones are not."""
+        """Eight levels are whole numbers times a unit, so that a byte holds one; the published ones are not."""
         levels = lloyd_max(bits, head_dim)
         return levels if bits != 3 or self.paper else whole(levels)
 

@@ -24,8 +24,10 @@ from kvfold.engines.transformers.hybrid import FoldedHybridLayer
 from kvfold.engines.transformers.layer import FoldedLayer
 from kvfold.errors import CacheFileError, CacheStateError
 from kvfold.formats import Format, PagedFormat
+from kvfold.formats.order import reorderable, reordered
 from kvfold.methods import Method
 from kvfold.methods.learned import places
+from kvfold.plan import wants_plain_order
 from kvfold.storage.sequences import COUNTS
 from kvfold.storage.slabs import Slab
 from kvfold.version import __version__
@@ -243,7 +245,6 @@ def _refold(
         return
     layer.layout.pack_as(told["fragments"])
     layer.layout.store_in(getattr(torch, told["dtype"]))
-    layer.following.spec = layer.spec
     if told["formats"] != [_layout(form) for form in layer.layout.formats]:
         raise CacheFileError(f"cache: {at.rstrip('.')} has other storage formats than {layer.method} has here")
     # files of before say nothing: they had keys of layers without positions un-rotated, though nothing had rotated them
@@ -251,6 +252,13 @@ def _refold(
         raise CacheFileError(
             f"cache: keys of {at.rstrip('.')} are stored by another rotation than {layer.method} has here; prefill again"
         )
+    if (
+        told["fragments"]
+        and all(map(reorderable, layer.layout.formats))
+        and wants_plain_order(layer.method, layer.spec, device, layer.kernel_name)
+    ):
+        tensors = _in_plain_order(layer, at, tensors)
+    layer.following.spec = layer.spec
     batch = len(told["lens"])
     layer.start(batch, getattr(torch, told["dtype"]), device)
     _count(layer, told)
@@ -287,6 +295,18 @@ def _refold(
         for row, (kept, length) in enumerate(_spans(layer)):
             slots = torch.arange(kept, max(length, kept), device=device) % told["slots"]
             following.ring[row, :, slots] = queries[row, :, : len(slots)]
+
+
+def _in_plain_order(layer: FoldedLayer, at: str, tensors: Tensors) -> Tensors:
+    """A file's tensors, with a layer's codes in plain order, which the layer then has."""
+    old = layer.layout.formats
+    layer.layout.pack_as(False)
+    found = dict(tensors)
+    for side, was, now in zip(SIDES, old, layer.layout.formats, strict=True):
+        stored = {n: tensors[f"{at}{side}.{n}"] for n in was.fields() if f"{at}{side}.{n}" in tensors}
+        if stored:
+            found |= {f"{at}{side}.{n}": t for n, t in reordered(stored, was, now).items()}
+    return found
 
 
 def _recut(layer: FoldedLayer, cuts: list[list[list[int]]], at: str, tensors: Tensors) -> None:

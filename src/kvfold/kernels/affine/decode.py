@@ -88,10 +88,9 @@ class Plan:
     bytewise : int
         Products of bytes: sets of four query rows, which are eight columns (of pages 1 or 2, of fragments 1); 0: of halves.
     ahead : bool
-        What is read first comes nearer while the kernel before still runs: a warp's first page (fragments whose windows
-        come first), or a matrix (other fragments).
+        The matrix that queries go through comes nearer while the kernel before still runs (fragments alone).
     windows_first : bool
-        The programs for the windows are launched first (pages and fragments alone).
+        The programs for the windows are launched first (pages alone).
     wide : bool
         The matrix that queries go through lies in shared memory, and four warps multiply with it together (fragments alone).
     window_heads : int

@@ -514,14 +514,6 @@ def either_bytes(a, b, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def look_up(low, high, which):
-    """Four of the bytes of two words, by the four lower nibbles of ``which``, which are below 8."""
-    return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, which], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 

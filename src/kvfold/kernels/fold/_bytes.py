@@ -89,24 +89,13 @@ def _word(dim, bits, tile):
 @gluon.jit
 def _operand(
     words, TILE: gl.constexpr, STEP: gl.constexpr, NEXT: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr,
-    BITS: gl.constexpr, KEPT: gl.constexpr = 0,
+    BITS: gl.constexpr,
 ):  # fmt: skip
-    """A tile's codes: two words from FIRST on, and two of the next tile (NEXT) or STEP further; KEPT: so many of their lower
-    bits."""
+    """A tile's codes: two words from FIRST on, and two of the next tile (NEXT) or STEP further."""
     A: gl.constexpr = _word(D, BITS, TILE) + FIRST
     B: gl.constexpr = _word(D, BITS, TILE + NEXT) + FIRST + STEP
-    MASK: gl.constexpr = _byte_mask(KEPT if KEPT else BITS, nibble_weight(D, BITS, TILE // 2))
+    MASK: gl.constexpr = _byte_mask(BITS, nibble_weight(D, BITS, TILE // 2))
     return words[A] & MASK, words[A + 1] & MASK, words[B] & MASK, words[B + 1] & MASK
-
-
-@gluon.jit
-def _product(
-    words, TILE: gl.constexpr, STEP: gl.constexpr, NEXT: gl.constexpr, FIRST: gl.constexpr, b0, b1, acc, D: gl.constexpr,
-    BITS: gl.constexpr, SIGNED: gl.constexpr, KEPT: gl.constexpr = 0,
-):  # fmt: skip
-    """acc and the product of :func:`_operand`."""
-    a = _operand(words, TILE, STEP, NEXT, FIRST, D, BITS, KEPT)
-    return mma_bytes(a[0], a[1], a[2], a[3], b0, b1, acc, SIGNED)
 
 
 @gluon.jit
@@ -213,7 +202,7 @@ def byte_query_tile(x0, x1, x2, x3, factor, D: gl.constexpr, BITS: gl.constexpr,
 
 
 @gluon.jit
-def byte_starts(q, lane, D: gl.constexpr, BITS: gl.constexpr, BENT: gl.constexpr = False):
+def byte_starts(q, lane, D: gl.constexpr, BITS: gl.constexpr):
     """Where products with operands of bytes begin, so that codes need no zero-point."""
     HALF: gl.constexpr = D // 32
     start = ()
@@ -224,9 +213,6 @@ def byte_starts(q, lane, D: gl.constexpr, BITS: gl.constexpr, BENT: gl.constexpr
             if _set(D, BITS, j) == s:
                 top = none + _byte_mask(BITS, nibble_weight(D, BITS, j))  # twice the middle
                 acc = mma_bytes(top, top, top, top, q[2 * j], q[2 * j + 1], acc, True)
-                if BENT:
-                    low = none + _byte_mask(1, nibble_weight(D, BITS, j))
-                    acc = mma_bytes(low, low, low, low, q[2 * (HALF + j)], q[2 * (HALF + j) + 1], acc, True)
         high = MAGIC_BITS - (acc[0] >> 1)
         low = MAGIC_BITS - ((acc[1] >> 1) + ((acc[0] & 1) << 7))
         start = start + ((high, low, high, low),)
@@ -248,20 +234,16 @@ def largest(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr, BEND: gl.constexpr = 0.0):
-    """Turned queries as operands of bytes, where their products begin so that codes need no zero-point, and their unit.
-
-    BEND: behind the operands those of the codes' lowest bits, as :mod:`kvfold.kernels.fragments._levels` has them.
-    """
+def byte_queries(x, lane, D: gl.constexpr, BITS: gl.constexpr):
+    """Turned queries as operands of bytes, where their products begin so that codes need no zero-point, and their unit."""
     HALF: gl.constexpr = D // 32
     big = largest(x, HALF)
     s = reciprocal(big) * FULL
     q = ()
-    for part in gl.static_range(2 if BEND != 0.0 else 1):
-        for j in gl.static_range(HALF):
-            y = x[j]
-            q = q + byte_query_tile(y[0], y[1], y[2], y[3], s * (BEND if part else 1.0), D, BITS, j)
-    return q, byte_starts(q, lane, D, BITS, BEND != 0.0), big * (256.0 / FULL)
+    for j in gl.static_range(HALF):
+        y = x[j]
+        q = q + byte_query_tile(y[0], y[1], y[2], y[3], s, D, BITS, j)
+    return q, byte_starts(q, lane, D, BITS), big * (256.0 / FULL)
 
 
 @gluon.jit
@@ -304,13 +286,10 @@ def both_halves(accs, FOURS: gl.constexpr):
 
 @gluon.jit
 def byte_scores(
-    base, lane, q, start, left, skip, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr, BENT: gl.constexpr = False,
-    FOURS: gl.constexpr = 1,
+    base, lane, q, start, left, skip, D: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr, FOURS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Scores of row t without its unit: two of each of the 2 NB tiles of 16 tokens, each of all sets. BENT: queries are of
-    :func:`byte_queries` with BEND."""
+    """Scores of row t without its unit: two of each of the 2 NB tiles of 16 tokens, each of all sets."""
     HALF: gl.constexpr = D // 32
-    EACH: gl.constexpr = HALF * (2 if BENT else 1)
     SETS: gl.constexpr = sets(D, BITS)
     scores = ()
     scale = ()
@@ -326,10 +305,7 @@ def byte_scores(
                 for c in gl.static_range(HALF):
                     if _set(D, BITS, c) == s:
                         a = _operand(words, 2 * c + tt, 2, 0, 0, D, BITS)
-                        accs = products(a, q, accs, 0, c, EACH, FOURS, True)
-                        if BENT:
-                            a = _operand(words, 2 * c + tt, 2, 0, 0, D, BITS, 1)
-                            accs = products(a, q, accs, 0, HALF + c, EACH, FOURS, True)
+                        accs = products(a, q, accs, 0, c, HALF, FOURS, True)
                 sums = sums + accs
             scores = scores + scaled_scores(sums, scale[2 * (j % 2) + tt], hidden, SETS, FOURS)
     return scores
@@ -363,16 +339,6 @@ def _whole(sums, I: gl.constexpr, SETS: gl.constexpr):
 
 
 @gluon.jit
-def byte_weights(scores, unit, bias, scale, NB: gl.constexpr, BEND: gl.constexpr = 0.0):
-    """Probabilities times values' scales as operands of bytes, the exponent they are relative to, and their sum. BEND: behind
-    the operands those of the codes' lowest bits.
-
-    The exponent is the page's own maximum less :func:`byte_room`. ``scale``: pairs of tokens g and g + 8 of a tile.
-    """
-    return set_weights(scores, unit, bias, scale, byte_room(scale, NB), NB, BEND)
-
-
-@gluon.jit
 def byte_room(scale, NB: gl.constexpr):
     """log2 of what the largest scale of a page leaves to 16 bits."""
     most = scale[0]
@@ -384,8 +350,11 @@ def byte_room(scale, NB: gl.constexpr):
 
 
 @gluon.jit
-def set_weights(scores, unit, bias, scale, room, NB: gl.constexpr, BEND: gl.constexpr = 0.0):
-    """As :func:`byte_weights`, with the page's ``room``."""
+def set_weights(scores, unit, bias, scale, room, NB: gl.constexpr):
+    """Probabilities times values' scales as operands of bytes, the exponent they are relative to, and their sum.
+
+    The exponent is the page's own maximum less ``room`` (:func:`byte_room`). ``scale``: pairs of tokens g and g + 8 of a tile.
+    """
     m = scores[0]
     for i in gl.static_range(1, 4 * NB):
         m = gl.maximum(m, scores[i])
@@ -395,24 +364,19 @@ def set_weights(scores, unit, bias, scale, room, NB: gl.constexpr, BEND: gl.cons
     top = gl.maximum(gl.fma(m, unit, bias), -1.0e30) - room
     bias = bias - top
     p = ()
-    bent = ()
     total = bias * 0.0
     for i in gl.static_range(2 * NB):
         low, high = unpack_half2(scale[i])
         a = exp2_fast(gl.fma(scores[2 * i], unit, bias))
         b = exp2_fast(gl.fma(scores[2 * i + 1], unit, bias))
         total = total + (a + b)
-        if BEND != 0.0:
-            c = as_int(gl.fma(a, low * BEND, BIG))
-            d = as_int(gl.fma(b, high * BEND, BIG))
-            bent = bent + (transpose8(either_bytes(c, d, PARTS)),)
         a = as_int(gl.fma(a, low, BIG))
         b = as_int(gl.fma(b, high, BIG))
         p = p + (transpose8(either_bytes(a, b, PARTS)),)
     total = total + shuffle_xor(total, 4)
     total = total + shuffle_xor(total, 8)
     total = total + shuffle_xor(total, 16)
-    return p + bent, top, total
+    return p, top, total
 
 
 @gluon.jit
@@ -480,14 +444,13 @@ def turned_mean(base, scratch, lane, signs, matrix, D: gl.constexpr, MIX: gl.con
 @gluon.jit
 def byte_values(
     base, lane, p, before, now, total, mean, out, D: gl.constexpr, BITS: gl.constexpr, MEAN: gl.constexpr,
-    MIX: gl.constexpr, NB: gl.constexpr, AT: gl.constexpr, BENT: gl.constexpr = False,
+    MIX: gl.constexpr, NB: gl.constexpr, AT: gl.constexpr,
 ):  # fmt: skip
     """Sums of values of each set's row t, channels g and g + 8 of each tile, in the rotated basis, in units of 256 times codes
     (times 2^k), a page further. ``before``, ``now``, ``total``: of each set, what sums so far count, what those of the page
-    count, and its probabilities. BENT: ``p`` is of :func:`byte_weights` with BEND."""
+    count, and its probabilities."""
     CT: gl.constexpr = D // 16
     FOURS: gl.constexpr = len(now)
-    EACH: gl.constexpr = NB * (2 if BENT else 1)
     none = lane * 0
     begin = none + BIG_BITS
     top = none + _byte_mask(BITS, 0)
@@ -496,12 +459,7 @@ def byte_values(
     for n in gl.static_range(FOURS):
         acc = (none, none, none, none)
         for j in gl.static_range(NB):
-            acc = mma_bytes(top, top, top, top, p[2 * (n * EACH + j)], p[2 * (n * EACH + j) + 1], acc, False)
-            if BENT:
-                low = none + _byte_mask(1, 0)
-                acc = mma_bytes(
-                    low, low, low, low, p[2 * (n * EACH + NB + j)], p[2 * (n * EACH + NB + j) + 1], acc, False
-                )
+            acc = mma_bytes(top, top, top, top, p[2 * (n * NB + j)], p[2 * (n * NB + j) + 1], acc, False)
         middle = middle + ((acc[0].to(gl.float32) + acc[1].to(gl.float32) * (1 / 256)) * (-0.5 * now[n]),)
         share = share + (total[n] * now[n] * (MIX**-0.5 / 256),)
     accs = ()
@@ -520,10 +478,7 @@ def byte_values(
             )  # fmt: skip
         for ct in gl.static_range(CT):
             a = _operand(ready, 2 * (ct % (CT // 2)), 0, 1, 2 * (ct // (CT // 2)), D, BITS)
-            accs = products(a, p, accs, ct * FOURS, j, EACH, FOURS, False)
-            if BENT:
-                a = _operand(ready, 2 * (ct % (CT // 2)), 0, 1, 2 * (ct // (CT // 2)), D, BITS, 1)
-                accs = products(a, p, accs, ct * FOURS, NB + j, EACH, FOURS, False)
+            accs = products(a, p, accs, ct * FOURS, j, NB, FOURS, False)
     sums = ()
     for n in gl.static_range(FOURS):
         for ct in gl.static_range(CT):

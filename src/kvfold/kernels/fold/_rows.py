@@ -178,7 +178,7 @@ def attend_rows(
         if K_WORDS:
             scores = lookup_byte_scores(base, lane, turned, left, skip, k_table, D, K_BITS, NB, FOURS)
         else:
-            scores = byte_scores(base, lane, turned, start, left, skip, D, K_BITS, NB, False, FOURS)
+            scores = byte_scores(base, lane, turned, start, left, skip, D, K_BITS, NB, FOURS)
         warp_sync(lane)
         _fetch_keys(base, lane, k_at, k_block, k_page, next_left, D, K_BITS, K_MEAN, K_NORM, NB, K_WORDS, APART)
         _wait(lane, APART)  # values of this page

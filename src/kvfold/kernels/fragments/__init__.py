@@ -1,1 +1,1 @@
-"""Pages of any other codes as operands of tensor cores: InnerQ and QJL; TurboQuant, GEAR, ZipCache and KVQuant."""
+"""Pages of affine groups or of signs of a sketch as operands of tensor cores (InnerQ, QJL); encoders of ZipCache and GEAR."""

@@ -1,16 +1,12 @@
 # mypy: ignore-errors
-"""Pages of any codes in tensor-core order: where they lie in a warp's stage, how they come there, levels as operands.
+"""Pages in tensor-core order: where they lie in a warp's stage, and how they come there.
 
 =====  =====================  ==============================================  ==================================
 KIND   name                   a code u stands for                             beside the codes
 =====  =====================  ==============================================  ==================================
 0      affine, channels       see :mod:`kvfold.formats.affine`                scales of groups of a token
-1      affine, tokens         the same                                        scales of groups of a channel
-2      uniform                ``u - o``, times the token's scale              a scale per token
-3      levels                 entry u of a table of fp16, times that scale    a scale per token
-4      mixed                  see :mod:`kvfold.kernels.fragments._mixed`       zeros and ranges, low bits, a mask
-5      levels of channels     ``center + spread * level``, before RoPE        elements in fp16
-6      levels of ranges       ``middle + half * level``                       middles and halves, elements in fp16
+1      affine, tokens         the same; values alone                          scales of groups of a channel
+2      uniform                ``u - o``, times the token's scale; keys alone  a scale per token
 =====  =====================  ==============================================  ==================================
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
@@ -19,38 +15,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels.affine._codes import meta_bytes
-from kvfold.kernels.common._codes import _fetch, _load_codes, code_bytes, nibble_words
+from kvfold.kernels.common._codes import _fetch, code_bytes, nibble_words
 from kvfold.kernels.common._warp import copy_commit
 
-CHANNELS, TOKENS, UNIFORM, LEVELS, MIXED, CONSTANTS, RANGES = range(7)
+CHANNELS, TOKENS, UNIFORM, LEVELS = range(4)
 
 # ---- where a side of a page lies in a warp's stage ------------------------------------------------------------------
 
 
 @gluon.constexpr_function
-def row_bytes(kind, dim, mode, group, rank):
-    """Bytes per 32 tokens of what lies beside codes: scales and zero-points; sign words, or rows of a low-rank term."""
-    if kind >= 4:
-        return {4: (128, 4), 5: (0, 0), 6: (128, 0)}[kind]
-    row, words = (64, 0) if kind >= 2 else meta_bytes(dim, kind == 0, mode, group)
-    return row, words + 64 * rank
+def row_bytes(kind, dim, mode, group):
+    """Bytes per 32 tokens of what lies beside codes: scales and zero-points; sign words."""
+    return (64, 0) if kind == 2 else meta_bytes(dim, kind == 0, mode, group)
 
 
 @gluon.constexpr_function
-def page_bytes(kind, dim, rank, mean):
-    """Bytes of a page's mean, of the basis of a low-rank term, or of low bits of salient tokens."""
-    if kind >= 4:
-        return 32 * rank if kind == 4 else 0
-    return 2 * dim * (mean + rank)
-
-
-@gluon.constexpr_function
-def places(kind, dim, width, bits, mode, group, rank, mean, norms, blocks):
-    """Where (scales, sign words or rows, the mean or the basis, norms of ``norms`` pages, what follows) begin in a side of a
-    page."""
-    row, words = row_bytes(kind, dim, mode, group, rank)
+def places(kind, dim, width, bits, mode, group, mean, norms, blocks):
+    """Where (scales, sign words, the mean, norms of ``norms`` pages, what follows) begin in a side of a page."""
+    row, words = row_bytes(kind, dim, mode, group)
     at = [blocks * code_bytes(width, bits)]
-    for size in (blocks * row, blocks * words, page_bytes(kind, dim, rank, mean), norms * dim):
+    for size in (blocks * row, blocks * words, 2 * dim * mean, norms * dim):
         at.append(at[-1] + size)
     return tuple(at)
 
@@ -58,34 +42,32 @@ def places(kind, dim, width, bits, mode, group, rank, mean, norms, blocks):
 @gluon.jit
 def fetch_side(
     base, lane, codes, meta, aux, mean, norm, block, page, valid, stats, norms, AT: gl.constexpr, KIND: gl.constexpr,
-    D: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr, MODE: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr,
-    MEAN: gl.constexpr, NORMS: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, BITS: gl.constexpr, MODE: gl.constexpr, GROUP: gl.constexpr, MEAN: gl.constexpr,
+    NORMS: gl.constexpr, NB: gl.constexpr, TO: gl.constexpr,
 ):  # fmt: skip
-    """One side of a stage, whose first block is number ``block``; blocks from number ``valid`` on become zeros, what page
-    number ``page`` has one of if ``stats`` is 0, and norms of NORMS pages from number ``norms`` on."""
+    """One side of a stage, whose first block is number ``block``; blocks from number ``valid`` on become zeros, the mean of
+    page number ``page`` if ``stats`` is 0, and norms of NORMS pages from number ``norms`` on."""
     CODE: gl.constexpr = code_bytes(WIDTH, BITS)
-    SIZES: gl.constexpr = row_bytes(KIND, D, MODE, GROUP, RANK)
+    SIZES: gl.constexpr = row_bytes(KIND, D, MODE, GROUP)
     to = base + lane * 16
     at = block.to(gl.int64)
     _fetch(to, codes + at * CODE + lane * 16, lane, valid, TO, CODE, NB, 32)
     _fetch(to, meta + at * SIZES[0] + lane * 16, lane, valid, TO + AT[0], SIZES[0], NB, 32)
     if SIZES[1] > 0:
         _fetch(to, aux + at * SIZES[1] + lane * 16, lane, valid, TO + AT[1], SIZES[1], NB, 32)
-    at = page.to(gl.int64)
-    EACH: gl.constexpr = page_bytes(KIND, D, RANK, MEAN)
-    if EACH > 0:
-        _fetch(to, mean + at * EACH + lane * 16, lane, stats, TO + AT[2], EACH, 1, 32)
+    if MEAN:
+        _fetch(to, mean + page.to(gl.int64) * (2 * D) + lane * 16, lane, stats, TO + AT[2], 2 * D, 1, 32)
     if NORMS > 0:
-        _fetch(to, norm + at * D + lane * 16, lane, norms, TO + AT[3], D, NORMS, 32)
+        _fetch(to, norm + page.to(gl.int64) * D + lane * 16, lane, norms, TO + AT[3], D, NORMS, 32)
 
 
 @gluon.jit
 def bring_pages(
-    base0, lane, warp, lo, hi, pages, blocks, stored, block0, pages0, D: gl.constexpr, K: gl.constexpr, WIDTH: gl.constexpr,
+    base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, D: gl.constexpr, K: gl.constexpr, WIDTH: gl.constexpr,
     V: gl.constexpr, PLACES: gl.constexpr, NB: gl.constexpr, PER: gl.constexpr, PAGES: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy a warp's first stage, keys with norms of PAGES pages and then values; APART: norms before both. Sides have
-    neither sign words nor low ranks. See :func:`kvfold.kernels.fragments._signs.attend_signs`."""
+    no sign words. See :func:`kvfold.kernels.fragments._signs.attend_signs`."""
     W: gl.constexpr = gl.num_warps()
     K_AT: gl.constexpr = PLACES[0]
     V_IN: gl.constexpr = PLACES[1]
@@ -93,29 +75,28 @@ def bring_pages(
     each = (hi - lo + W - 1) // W
     first = lo + warp * each
     count = gl.minimum(hi - first, each)
-    base = base0 + warp * PLACES[5]
+    base = base0 + warp * PLACES[4]
     start = first * (PER * NB)
     left = gl.where(count > 0, blocks - start, 0)
     norms = gl.where(count > 0, pages - first, 0)
     kc, km, kp, kn = stored[0]
-    vc, vm, vp = stored[1]
+    vc, vm = stored[1]
     if APART:
-        at = kn + (pages0[0] + first).to(gl.int64) * D
+        at = kn + (page0 + first).to(gl.int64) * D
         _fetch(base + lane * 16, at + lane * 16, lane, norms, K_AT[3], D, PAGES, 32)
         copy_commit(lane)
     fetch_side(
-        base, lane, kc, km, kc, kp, kn, block0 + start, pages0[0] + first, left, left, norms, K_AT, K[0], D, WIDTH, K[1], K[2],
-        K[3], 0, K[4], 0 if APART else PAGES, NB, 0,
+        base, lane, kc, km, kc, kp, kn, block0 + start, page0 + first, left, left, norms, K_AT, K[0], D, WIDTH, K[1], K[2],
+        K[3], K[4], 0 if APART else PAGES, NB, 0,
     )  # fmt: skip
     copy_commit(lane)
     fetch_side(
-        base, lane, vc, vm, vc, vp, vc, block0 + start, pages0[1] + first, left, left, 0, V_IN, V[0], D, D, V[1], V[2], V[3], 0,
-        V[4], 0, NB, V_AT,
+        base, lane, vc, vm, vc, vc, vc, block0 + start, 0, left, 0, 0, V_IN, V[0], D, D, V[1], V[2], V[3], False, 0, NB, V_AT,
     )  # fmt: skip
     copy_commit(lane)
 
 
-# ---- levels as operands ---------------------------------------------------------------------------------------------
+# ---- levels as operands: what long calls unpack with ----------------------------------------------------------------
 
 
 @gluon.constexpr_function
@@ -131,15 +112,9 @@ def cut_nibbles(x, MASK: gl.constexpr, SHIFT: gl.constexpr):
 
 
 @gluon.jit
-def level_words(base, lane, OFFSET: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr):
-    """A lane's codes of 32 tokens, of 2 or 3 bits, a nibble each: four words for each array of 256 words and parity of
-    fields."""
-    return masked_words(_load_codes(base, lane, OFFSET, D, BITS), D, BITS)
-
-
-@gluon.jit
 def masked_words(words, D: gl.constexpr, BITS: gl.constexpr):
-    """:func:`level_words` of words as they are stored."""
+    """A lane's codes of 32 tokens, of 2 or 3 bits, as they are stored: a nibble each, four words for each array of 256 words
+    and parity of fields."""
     out = ()
     if BITS == 3:
         words = nibble_words(words, D, BITS)
@@ -171,24 +146,6 @@ def _levels_asm(table, half, held):
         prmt.b32 $1, v, u, 0x7351; }}"""
 
 
-@gluon.constexpr_function
-def _held_asm(table, i):
-    return f"xor.b32 $0, $1, {table.split()[i]};"
-
-
-@gluon.jit
-def _held(zero, TABLE: gl.constexpr, I: gl.constexpr):
-    asm: gl.constexpr = _held_asm(TABLE, I)
-    return gl.inline_asm_elementwise(asm, "=r,r", [zero], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def held_levels(zero, TABLE: gl.constexpr):
-    """Two words of the table in registers: as constants they would be brought to one for every look-up. ``zero``: a 0 that the
-    compiler does not know."""
-    return _held(zero, TABLE, 0), _held(zero, TABLE, 2)
-
-
 @gluon.jit
 def _two_levels(x, held, TABLE: gl.constexpr, HALF: gl.constexpr):
     HELD: gl.constexpr = len(held) > 0
@@ -201,15 +158,9 @@ def _two_levels(x, held, TABLE: gl.constexpr, HALF: gl.constexpr):
         return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
 
 
-@gluon.constexpr_function
-def level_tile(dim, word, half, which):
-    """Tile (of :mod:`kvfold.formats.packing`) of the operand ``which`` of :func:`level_operands`."""
-    return (word % 2 + 2 * (2 * half + which)) * (dim // 64) + word // 2
-
-
 @gluon.jit
 def level_operands(words, held, WORD: gl.constexpr, HALF: gl.constexpr, TABLE: gl.constexpr):
-    """Two tiles' registers, from the four words number WORD; ``held``: :func:`held_levels`, or nothing."""
+    """Two tiles' registers, from the four words number WORD; ``held``: two words of the table in registers, or nothing."""
     a = ()
     b = ()
     for i in gl.static_range(4):

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""Decode attention over pages of any codes in tensor-core order (InnerQ, QJL, TurboQuant): the Gluon kernel.
+"""Decode attention over pages in tensor-core order, affine groups beside a page's means and norms (InnerQ) or signs of a sketch
+(QJL): the Gluon kernel.
 
 :mod:`kvfold.kernels.fragments.decode` launches it. As in :mod:`kvfold.kernels.fold._decode` a stage is a page of 128 tokens,
 packed codes are the first operand of ``mma.m16n8k16``, and a page's statistics go into the query. What a code stands for is
@@ -7,57 +8,35 @@ what differs (:mod:`kvfold.kernels.fragments._codes`):
 
 * Affine groups are multiplied as in :mod:`kvfold.kernels.affine._decode`; sums of the query belong to a page.
 * Signs of a sketch are uniform codes of one bit, whose middle is half of the query's sum. The query goes through the sketch's
-  matrix once for two pages, as it does through a rotation (:mod:`kvfold.kernels.fragments._queries`).
-* Levels of a table become operands by byte permutations: a selector of four codes fetches their levels' upper bytes, then
-  their lower ones, and two more permutations put both together.
-
-Means of values are not rotated: their sums wait apart, in the model's basis, and join the others at the end.
+  matrix once for two pages (:mod:`kvfold.kernels.fragments._queries`).
 """
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.kernels.affine._keys import _scores_accumulator, _scores_operand, query_exponent
+from kvfold.kernels.affine._keys import _scores_accumulator
 from kvfold.kernels.affine._values import _values_accumulator, _values_operand, _whole_values
-from kvfold.kernels.common._codes import nibble_weight
 from kvfold.kernels.common._registers import _zero4, ask_queries
-from kvfold.kernels.common._rope import page_angles
-from kvfold.kernels.common._softmax import LOG2E, _finish, _nothing, _probabilities, _rescale, _softmax
+from kvfold.kernels.common._softmax import LOG2E, _finish, _nothing, _rescale, _softmax
 from kvfold.kernels.common._tables import _dynamic_base, _fetch_rows, reserved
 from kvfold.kernels.common._warp import (
     copy_commit,
     copy_wait,
     launch_dependents,
-    load_global4,
-    load_shared,
     program_sync,
     shared_base,
-    store_shared2,
     wait_for_previous,
     warp_sync,
 )
 from kvfold.kernels.common._warpgroup import show_copies
 from kvfold.kernels.common._windows import attend_windows
 from kvfold.kernels.fold._rows import finish_rows
-from kvfold.kernels.fold._sums import _mean_scores, _room
-from kvfold.kernels.fragments._ahead import bring_first, windows_at
-from kvfold.kernels.fragments._codes import bring_pages, fetch_side, held_levels
+from kvfold.kernels.fold._sums import _mean_scores
+from kvfold.kernels.fragments._codes import bring_pages, fetch_side
 from kvfold.kernels.fragments._layout import _lift, _lightened, column_share, layout, matrix_bytes, shared_bytes
-from kvfold.kernels.fragments._levels import attend_levels, finish_levels
-from kvfold.kernels.fragments._lookup import (
-    clear_places,
-    constant_scores,
-    load_outliers,
-    range_values,
-    rotated_queries,
-    with_middles,
-)
-from kvfold.kernels.fragments._mixed import mixed_scores, mixed_values, no_weights
-from kvfold.kernels.fragments._mixed_bytes import attend_mixed
 from kvfold.kernels.fragments._queries import (
     _raw_queries,
-    brought_back,
     column_row,
     group_sums,
     middle_sums,
@@ -68,9 +47,7 @@ from kvfold.kernels.fragments._queries import (
     projected,
     sum_operands,
 )
-from kvfold.kernels.fragments._ranks import rank_scores, rank_values
-from kvfold.kernels.fragments._signs import attend_signs, bring_matrix
-from kvfold.kernels.fragments._tokens import level_scores, no_means, sign_scores, take_means, token_values, with_means
+from kvfold.kernels.fragments._signs import attend_signs, bring_matrix, sign_scores, windows_at
 
 
 @gluon.jit
@@ -79,21 +56,17 @@ def _met(
     MODE: gl.constexpr, GROUP: gl.constexpr, NORM: gl.constexpr, AT: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     """Queries as codes meet them, and what zero-points or the middle of codes need of them."""
-    AFFINE: gl.constexpr = KIND < 2
-    if AFFINE:  # with norms: _met_by_groups
+    if KIND == 0:  # with norms: _met_by_groups
         x = plain_queries(far + 16 * D, D)
-        return x, group_sums(x, lane, g, t, D, BITS, MODE, GROUP) if KIND == 0 else ()
+        return x, group_sums(x, lane, g, t, D, BITS, MODE, GROUP)
     else:
         if NORM:
-            norm_words(base, scratch, lane, D, True, AT, PAIR)
+            norm_words(base, scratch, lane, D, AT, PAIR)
             x = normed_queries(far, scratch, lane, D, PAIR)
         else:
             x = plain_queries(far, D)
         x = projected(table, lane, x, WIDTH, D // 16)
-        start = (_zero4(lane)[0], _zero4(lane)[0])
-        if KIND == 2:
-            start = middle_sums(x, lane, WIDTH, BITS)
-        return x, start
+        return x, middle_sums(x, lane, WIDTH, BITS)
 
 
 @gluon.jit
@@ -102,7 +75,7 @@ def _met_by_groups(
     MEAN: gl.constexpr, MEAN_AT: gl.constexpr,
 ):  # fmt: skip
     """As :func:`_met`, for groups of channels with norms; also q . mean of the page, in units of scores."""
-    norm_words(base, scratch, lane, D, True, AT, 1)
+    norm_words(base, scratch, lane, D, AT, 1)
     sums, products = page_sums(base, far, scratch, lane, g, D, GROUP, MEAN, MEAN_AT)
     x = normed_queries(far + 16 * D, scratch, lane, D, 1)
     bias = (products[0] * up[0], products[1] * up[1])
@@ -118,13 +91,12 @@ def _nothing_met(
     """What :func:`_met` returns, before any page."""
     met = ()
     more = ()
-    if KIND != 4:
-        for _i in gl.static_range(WIDTH // 8):
-            met = met + (lane * 0,)
+    for _i in gl.static_range(WIDTH // 8):
+        met = met + (lane * 0,)
     if KIND == 0 and MODE != 1:
         for _i in gl.static_range(2 * ((D // GROUP + 3) // 4) if MODE == 2 else 2):
             more = more + (lane * 0,)
-    if KIND == 2 or KIND == 3:
+    if KIND == 2:
         more = (_zero4(lane)[0], _zero4(lane)[0])
     return met, more
 
@@ -139,29 +111,27 @@ def _page_bias(base, far, lane, up, D: gl.constexpr, AT: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "heads", "rows", "tokens", "first_token", "capacity", "k_pages", "v_pages", "sinks", "slots", "splits",
-        "dense_splits", "parts", "part0",
+        "scale", "heads", "rows", "tokens", "first_token", "capacity", "k_pages", "splits", "sinks", "slots", "parts", "part0",
+        "dense_splits",
     ],
     do_not_specialize_on_alignment=["columns"],
 )  # fmt: skip
 def fragments_kernel(
-    q_ptr, k_codes, k_meta, k_aux, k_mean, k_norm, k_table, v_codes, v_meta, v_aux, v_mean, v_norm, v_table,
-    packed_len_ptr, position_ptr, freq_ptr, turns_ptr, sink_k, sink_v, sink_len_ptr, ring_k, ring_v, recent_len_ptr,
-    part_out, part_top, part_sum,
-    scale, heads, rows, tokens, columns, first_token, capacity, k_pages, v_pages, sinks, slots, splits, dense_splits, parts,
-    part0,
+    q_ptr, k_codes, k_meta, k_aux, k_mean, k_norm, k_table, v_codes, v_meta, v_aux, packed_len_ptr,
+    sink_k, sink_v, sink_len_ptr, ring_k, ring_v, recent_len_ptr, part_out, part_top, part_sum,
+    scale, heads, rows, tokens, columns, first_token, capacity, k_pages, splits, sinks, slots, parts, part0, dense_splits,
     D: gl.constexpr, K: gl.constexpr, K_WIDTH: gl.constexpr, V: gl.constexpr, PAIR: gl.constexpr, NB: gl.constexpr,
-    PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr = False, AHEAD: gl.constexpr = 0,
-    LEVELS: gl.constexpr = (), FIRST: gl.constexpr = False, WIDE: gl.constexpr = False, SHARE: gl.constexpr = 1,
+    PER: gl.constexpr, BF16: gl.constexpr, EARLY: gl.constexpr, BYTES: gl.constexpr = False, AHEAD: gl.constexpr = False,
+    WIDE: gl.constexpr = False, SHARE: gl.constexpr = 1,
 ):  # fmt: skip
     """One program: one split of one KV head of one sequence, for ``8 / column_share`` query rows.
 
     Grid: (batch * heads * columns, splits + dense_splits); a split writes PAIR parts, of even and of odd pages, or (BYTES,
-    products of bytes: see :func:`kvfold.kernels.fragments._signs.attend_signs`, and :mod:`kvfold.kernels.fragments._levels`
-    where there are LEVELS) one. Windows are attended to by the programs after splits, each those of up to SHARE heads; or,
+    products of bytes: see :func:`kvfold.kernels.fragments._signs.attend_signs`) one. AHEAD: the matrix comes nearer while the
+    kernel before still runs. Windows are attended to by the programs after splits, each those of up to SHARE heads; or,
     SHARE 0, each split attends to a part of its head's, after its pages, and writes one more. PER stages of NB blocks of 32
-    tokens are a page. ``capacity`` counts blocks of a KV head's storage, ``k_pages`` and ``v_pages`` its pages. K and V:
-    (kind, bits, mode, group, mean, norm, through a matrix, factor of codes, level table, rank).
+    tokens are a page. ``capacity`` counts blocks of a KV head's storage, ``k_pages`` its pages. K and V: (kind, bits, mode,
+    group, mean, norm, factor of codes); values have neither means nor norms.
     """
     W: gl.constexpr = gl.num_warps()
     CT: gl.constexpr = D // 16
@@ -175,22 +145,17 @@ def fragments_kernel(
     K_BITS: gl.constexpr = K[1]
     V_KIND: gl.constexpr = V[0]
     V_BITS: gl.constexpr = V[1]
-    V_MEAN: gl.constexpr = V[4]
-    PLACES: gl.constexpr = layout(K, V, D, K_WIDTH, PAIR, NB, BYTES, WIDE)
+    PLACES: gl.constexpr = layout(K, V, D, K_WIDTH, PAIR, NB, WIDE)
     K_AT: gl.constexpr = PLACES[0]
     V_IN: gl.constexpr = PLACES[1]
     V_AT: gl.constexpr = PLACES[2]
     SCRATCH: gl.constexpr = PLACES[3]
-    MEANS: gl.constexpr = PLACES[4]
-    STAGE: gl.constexpr = PLACES[5]
-    WEIGHTS: gl.constexpr = PLACES[6]
+    STAGE: gl.constexpr = PLACES[4]
     V_SCALES: gl.constexpr = V_IN[0]
-    K_TABLE: gl.constexpr = K[8]
-    V_TABLE: gl.constexpr = V[8]
     LIFT: gl.constexpr = _lift(V_KIND, V_BITS)
     PARTS: gl.constexpr = 1 if BYTES else PAIR
-    SHARED: gl.constexpr = column_share(K, PAIR)
-    ROOM: gl.constexpr = shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W, BYTES, WIDE)
+    SHARED: gl.constexpr = column_share(PAIR)
+    ROOM: gl.constexpr = shared_bytes(K, V, D, K_WIDTH, PAIR, NB, W, WIDE)
     MATRIX: gl.constexpr = matrix_bytes(D, K_WIDTH, WIDE)
     memory = ()
     if WIDE:
@@ -201,8 +166,6 @@ def fragments_kernel(
         base0 = shared_base(lane, ROOM)
 
     split = gl.program_id(1)
-    if FIRST:
-        split = gl.where(split < dense_splits, split + splits, split - dense_splits)
     column0 = (gl.program_id(0) % columns) * (8 // SHARED)
     head = gl.program_id(0) // columns
     batch = head // heads
@@ -210,17 +173,8 @@ def fragments_kernel(
         if split < splits:
             _fetch_rows(base0 - MATRIX, k_table.to(gl.int64), thread, MATRIX, W)
             copy_commit(lane)
-    elif BYTES and AHEAD == 1:
+    elif BYTES and AHEAD:
         bring_matrix(k_table.to(gl.int64), thread, 2 * D * K_WIDTH)
-    if EARLY and AHEAD == 2:
-        bring_first(
-            lane, warp, split, head, gl.load(packed_len_ptr + batch, cache_modifier=".cg"), first_token, capacity, k_pages,
-            v_pages, splits, sinks, slots,
-            (sink_k.to(gl.int64), sink_v.to(gl.int64), ring_k.to(gl.int64), ring_v.to(gl.int64)),
-            (k_codes.to(gl.int64), k_meta.to(gl.int64), k_aux.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64)),
-            (v_codes.to(gl.int64), v_meta.to(gl.int64), v_aux.to(gl.int64), v_mean.to(gl.int64), v_norm.to(gl.int64)),
-            D, K, K_WIDTH, V, PAIR, PER * NB,
-        )  # fmt: skip
     if EARLY:
         wait_for_previous(lane)
         launch_dependents(lane)
@@ -259,13 +213,13 @@ def fragments_kernel(
         blocks = gl.minimum(gl.maximum(packed_len - first_token, 0) // 32, capacity)
         pages = (blocks + PER * NB - 1) // (PER * NB)
         k_stored = (k_codes.to(gl.int64), k_meta.to(gl.int64), k_mean.to(gl.int64), k_norm.to(gl.int64))
-        v_stored = (v_codes.to(gl.int64), v_meta.to(gl.int64), v_mean.to(gl.int64))
+        v_stored = (v_codes.to(gl.int64), v_meta.to(gl.int64))
         if WIDE:
             lo = pages * split // splits
             hi = pages * (split + 1) // splits
             bring_pages(
                 base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
-                (head * k_pages, head * v_pages), D, K, K_WIDTH, V, PLACES, NB, PER, PAIR, True,
+                head * k_pages, D, K, K_WIDTH, V, PLACES, NB, PER, PAIR, True,
             )  # fmt: skip
         else:
             lo = (pages.to(gl.int64) * split // splits).to(gl.int32)
@@ -287,49 +241,19 @@ def fragments_kernel(
         k_lane = k_table.to(gl.int64) + lane * 16
         if WIDE:
             k_lane = base0 - MATRIX
-        if len(LEVELS) > 0:
-            best, sums, total = attend_levels(
-                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored), head * capacity,
-                (head * k_pages, head * v_pages), k_lane, far, up[0], soon, D, K, V, LEVELS, PLACES, NB, WIDE,
-            )  # fmt: skip
-            program_sync(lane)
-            slot0 = head.to(gl.int64) * parts + (part0 + split)
-            finish_levels(
-                base0, lane, warp, best, sums, total, v_table.to(gl.int64) + lane * 16, part_out, part_top, part_sum, slot0,
-                column0, rows, D, K_BITS, LEVELS[3], V_MEAN, MEANS, STAGE, MATRIX,
-            )  # fmt: skip
-        elif K_KIND == 4:
-            best, sums, total = attend_mixed(
-                base0, lane, warp, lo, hi, pages, blocks,
-                (
-                    (k_codes.to(gl.int64), k_meta.to(gl.int64), k_aux.to(gl.int64), k_mean.to(gl.int64)),
-                    (
-                        v_codes.to(gl.int64), v_meta.to(gl.int64), v_aux.to(gl.int64), v_mean.to(gl.int64),
-                        v_norm.to(gl.int64),
-                    ),
-                ),
-                head * capacity, (head * k_pages, head * v_pages), far, up[0], D, K, V, PLACES, NB,
-            )  # fmt: skip
-            program_sync(lane)
-            slot0 = head.to(gl.int64) * parts + (part0 + split)
-            finish_rows(
-                base0, lane, warp, (best,), sums, (total,), lane, part_out, part_top, part_sum, slot0, column0, rows, D, 0, 1,
-            )  # fmt: skip
-        else:
-            best, out, side = attend_signs(
-                base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored),
-                head * capacity, head * k_pages, k_lane, far, up[0], soon, D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR,
-                WIDE,
-            )  # fmt: skip
-            program_sync(lane)
-            slot0 = head.to(gl.int64) * parts + (part0 + split)
-            sums = ()
-            for c in gl.static_range(CT):
-                sums = sums + (out[c][0], out[c][2])
-            finish_rows(
-                base0, lane, warp, (best - LIFT,), sums, (side[0][2],), lane, part_out, part_top, part_sum, slot0, column0,
-                rows, D, 0, 1,
-            )  # fmt: skip
+        best, out, side = attend_signs(
+            base0, lane, warp, lo, hi, pages, blocks, (k_stored, v_stored),
+            head * capacity, head * k_pages, k_lane, far, up[0], soon, D, K, K_WIDTH, V, PLACES, NB, PER, LIFT, PAIR, WIDE,
+        )  # fmt: skip
+        program_sync(lane)
+        slot0 = head.to(gl.int64) * parts + (part0 + split)
+        sums = ()
+        for c in gl.static_range(CT):
+            sums = sums + (out[c][0], out[c][2])
+        finish_rows(
+            base0, lane, warp, (best - LIFT,), sums, (side[0][2],), lane, part_out, part_top, part_sum, slot0, column0, rows, D,
+            0, 1,
+        )  # fmt: skip
         if SHARE == 0:
             program_sync(lane)
             attend_windows(
@@ -350,7 +274,6 @@ def fragments_kernel(
         scratch = base + SCRATCH
         block0 = head * capacity
         k_page0 = head * k_pages
-        v_page0 = head * v_pages
         kc = k_codes.to(gl.int64)
         km = k_meta.to(gl.int64)
         ka = k_aux.to(gl.int64)
@@ -359,67 +282,34 @@ def fragments_kernel(
         vc = v_codes.to(gl.int64)
         vm = v_meta.to(gl.int64)
         va = v_aux.to(gl.int64)
-        vp = v_mean.to(gl.int64)
-        vn = v_norm.to(gl.int64)
         k_lane = k_table.to(gl.int64) + lane * 16
         left = gl.where(count > 0, blocks - start, 0)
         norms = gl.where(count > 0, pages - first, 0)
         NORMS: gl.constexpr = PAIR * K[5]
         fetch_side(
             base, lane, kc, km, ka, kp, kn, block0 + start, k_page0 + first, left, left, norms, K_AT, K_KIND, D, K_WIDTH,
-            K_BITS, K[2], K[3], K[9], K[4], NORMS, NB, 0,
+            K_BITS, K[2], K[3], K[4], NORMS, NB, 0,
         )  # fmt: skip
         copy_commit(lane)
-        last = gl.where(PER == 1, left, 0)  # means of values are there for a page's last stage
         fetch_side(
-            base, lane, vc, vm, va, vp, vn, block0 + start, v_page0 + first, left, last, left, V_IN, V_KIND, D, D, V_BITS,
-            V[2], V[3], V[9], V_MEAN, V[5], NB, V_AT,
+            base, lane, vc, vm, va, vc, vc, block0 + start, 0, left, 0, 0, V_IN, V_KIND, D, D, V_BITS, V[2], V[3], False, 0, NB,
+            V_AT,
         )  # fmt: skip
         copy_commit(lane)
 
-        EXPONENT: gl.constexpr = query_exponent(K_BITS, True) if K_KIND == 1 else -1 if K_KIND == 4 else 8
         far = base0 + W * STAGE + lane * 8
-        up = _raw_queries(asked, far, t, scale * LOG2E, D, EXPONENT, _lightened(K), K_BITS)
-        UNIT: gl.constexpr = K[7] * (16777216.0 if K_KIND < 3 else 1.0)
+        up = _raw_queries(asked, far, t, scale * LOG2E, D, 8, _lightened(K), K_BITS)
+        UNIT: gl.constexpr = K[6] * 16777216.0
         code_factor = (up[0] * UNIT, up[1] * UNIT)
         program_sync(lane)
-        if K_KIND == 5:
-            # the constants of the head's channels, in what norms take elsewhere: all lanes of a t read the same
-            x = load_global4(k_table.to(gl.int64) + (head % heads) * 512 + lane * 16, lane * 0 + 1)
-            store_shared2(scratch + lane * 16, x[0], x[1])
-            store_shared2(scratch + lane * 16 + 8, x[2], x[3])
-            position = (gl.load(position_ptr + batch) + first_token).to(gl.int32)
-        k_outliers = ()
-        v_outliers = ()
-        k_held = ()
-        v_held = ()
-        middles = (_zero4(lane)[0], _zero4(lane)[0])
-        if K_KIND == 5:
-            k_outliers = load_outliers(ka, kp, lane, block0 + start, left, K[9], NB)
-        if V_KIND == 6:
-            v_outliers = load_outliers(va, vp, lane, block0 + start, left, V[9], NB)
-        if K_KIND == 5 or V_KIND == 6:
-            clear_places(base + MEANS, lane)
-            warp_sync(lane)
-            zero = load_shared(base + lane * 4, MEANS, 1)[0]
-            if K_KIND == 5:
-                k_held = held_levels(zero, K_TABLE)
-            if V_KIND == 6:
-                v_held = held_levels(zero, V_TABLE)
-        if V_KIND == 4:
-            no_weights(base + WEIGHTS, lane, V[9])
         met, more = _nothing_met(lane, D, K_WIDTH, K_KIND, K[2], K[3])
-        if K_KIND < 4 and not K[5]:  # what codes meet is the same for all pages
+        if not K[5]:  # what codes meet is the same for all pages
             met, more = _met(
                 base, scratch, far, k_lane, lane, g, t, D, K_WIDTH, K_KIND, K_BITS, K[2], K[3], False, 0, PAIR
             )
-        if V_MEAN:
-            no_means(base, lane, D, MEANS)
         top, out, side = _nothing(lane, CT, 1)
-        total = (_zero4(lane)[0], _zero4(lane)[0])
         shared_page = t // 2  # of two pages, the one that a lane's columns count for
-        since = (total[0], total[0], total[0] + 1.0, total[0] + 1.0)
-        bias = (total[0], total[0])
+        bias = (_zero4(lane)[0], _zero4(lane)[0])
 
         for i in range(each * PER):
             ahead = i + 1
@@ -428,12 +318,9 @@ def fragments_kernel(
             next_page = first + ahead // PER
             next_left = gl.where(ahead < count, blocks - next_block, 0)
             next_stats = gl.where(ahead % PER == 0, next_left, 0)
-            # a page's mean counts for its blocks, which may all lie before its last stage
-            page_left = gl.where(ahead < count, blocks - (start + ahead // PER * (PER * NB)), 0)
-            next_last = gl.where(ahead % PER == PER - 1, page_left, 0)
             next_norms = gl.where((ahead < count) & (ahead % (PER * PAIR) == 0), pages - next_page, 0)
             copy_wait(lane, 1)  # keys of this stage
-            if K_KIND < 4 and K[5]:
+            if K[5]:
                 if K_KIND == 0:
                     if i % PER == 0:
                         met, more, bias = _met_by_groups(
@@ -449,10 +336,6 @@ def fragments_kernel(
                             base, scratch, far, k_lane, lane, g, t, D, K_WIDTH, K_KIND, K_BITS, K[2], K[3], True, K_AT[3],
                             PAIR,
                         )  # fmt: skip
-            if K_KIND == 5:
-                if i % PER == 0:
-                    page_angles(freq_ptr, base + (MEANS + 8192), lane, position + (first + i // PER) * (32 * NB * PER))
-                    met = rotated_queries(far, base + (MEANS + 8192), lane)
             if K[4] and (K_KIND != 0 or not K[5]):
                 if PER == 1:
                     bias = _page_bias(base, far, lane, up, D, K_AT[2])
@@ -463,110 +346,41 @@ def fragments_kernel(
             if PAIR == 2:
                 hidden = gl.where(shared_page == i // PER % 2, 0.0, float("-inf"))
                 seen = (bias[0] + hidden, bias[1] + hidden)
-            if K_KIND < 2:
+            if K_KIND == 0:
                 extra = ()
                 for j in gl.static_range(NB):
                     hidden = gl.where(left > j, 0.0, float("-inf"))
                     extra = extra + (seen[0] + hidden, seen[1] + hidden)
-                if K_KIND == 0:
-                    scores = _scores_accumulator(
-                        base, lane, met, more, code_factor, extra, D, K_BITS, K[2], K[3], 1, NB, 0, K_AT[0], K_AT[1]
-                    )
-                else:
-                    scores = _scores_operand(
-                        base, lane, met, code_factor, up, extra, D, K_BITS, 1, NB, 0, K_AT[0], D == 64
-                    )
-                if K[9] > 0:
-                    scores = rank_scores(scores, base, lane, far, up, D, K[9], NB, K_AT[1], K_AT[2])
-            elif K_KIND == 4:
-                scores = mixed_scores(
-                    base, far, base + MEANS, lane, left, up, D, K_BITS, K[9], NB, K_AT[0], K_AT[1], K_AT[2]
+                scores = _scores_accumulator(
+                    base, lane, met, more, code_factor, extra, D, K_BITS, K[2], K[3], 1, NB, 0, K_AT[0], K_AT[1]
                 )
-            elif K_KIND == 5:
-                scores = constant_scores(
-                    base, base + MEANS, scratch + t * 16, turns_ptr.to(gl.int64) + lane * 16 + i % PER * (NB * 8192), lane,
-                    met, k_outliers, k_held, code_factor, left, K_BITS, K_TABLE, NB,
-                )  # fmt: skip
-                k_outliers = load_outliers(ka, kp, lane, block0 + next_block, next_left, K[9], NB)
-            elif K_KIND == 2:
-                scores = sign_scores(base, lane, met, more, seen, code_factor, left, K_WIDTH, K_BITS, NB)
             else:
-                scores = level_scores(base, lane, met, seen, code_factor, left, D, K_BITS, K_TABLE, NB, K_AT[0])
+                scores = sign_scores(base, lane, met, more, seen, code_factor, left, K_WIDTH, K_BITS, NB)
             warp_sync(lane)
             fetch_side(
                 base, lane, kc, km, ka, kp, kn, block0 + next_block, k_page0 + next_page, next_left, next_stats, next_norms,
-                K_AT, K_KIND, D, K_WIDTH, K_BITS, K[2], K[3], K[9], K[4], NORMS, NB, 0,
+                K_AT, K_KIND, D, K_WIDTH, K_BITS, K[2], K[3], K[4], NORMS, NB, 0,
             )  # fmt: skip
             copy_commit(lane)
-            if V_KIND < 2:
-                top, factor, p = _softmax(scores, top, 2 * NB, 1, False, LIFT)
-                out = _rescale(out, factor, CT, 1)
-                side = _rescale(side, factor, 1, 1)
-                copy_wait(lane, 1)  # values of this page
-                if V_KIND == 0:
-                    out, side = _values_operand(base, lane, p, out, side, D, V_BITS, V[3], 1, NB, V_AT, V_AT + V_SCALES)
-                    if V[9] > 0:
-                        out = rank_values(out, base, lane, p, D, V_BITS, V[9], NB, V_AT + V_IN[1], V_AT + V_IN[2])
-                else:
-                    out, side = _values_accumulator(
-                        base, lane, p, out, side, D, V_BITS, V[2], 1, NB, V_AT, V_AT + V_SCALES, V_AT + V_IN[1]
-                    )
+            top, factor, p = _softmax(scores, top, 2 * NB, 1, False, LIFT)
+            out = _rescale(out, factor, CT, 1)
+            side = _rescale(side, factor, 1, 1)
+            copy_wait(lane, 1)  # values of this page
+            if V_KIND == 0:
+                out, side = _values_operand(base, lane, p, out, side, D, V_BITS, V[3], 1, NB, V_AT, V_AT + V_SCALES)
             else:
-                copy_wait(lane, 1)
-                room = _room(base, lane, 2 * NB if V_KIND >= 4 else NB, V_AT + V_SCALES)
-                top, factor, p = _probabilities(scores, top, room, 2 * NB, 1)
-                if V_KIND == 4:
-                    norm_words(base, scratch, lane, D, V[5], V_AT + V_IN[3], 1)
-                    out, side = mixed_values(
-                        base, base + WEIGHTS, scratch, lane, p, factor, out, side, D, V_BITS, V[9], NB, V_AT, V_SCALES,
-                        V_IN[1], V_IN[2],
-                    )  # fmt: skip
-                elif V_KIND == 6:
-                    out, side, middles = range_values(
-                        base, base + MEANS, lane, p, factor, out, side, v_outliers, v_held, middles, V_BITS, V_TABLE, NB, V_AT,
-                        V_SCALES,
-                    )  # fmt: skip
-                    v_outliers = load_outliers(va, vp, lane, block0 + next_block, next_left, V[9], NB)
-                else:
-                    out, total, since = token_values(
-                        base, lane, p, total, factor, out, since, D, V_BITS, V_TABLE, NB, V_AT, V_SCALES,
-                    )  # fmt: skip
-                    if V_MEAN:
-                        if PER == 1:
-                            since = take_means(base, lane, since, D, V_AT + V_IN[2], MEANS)
-                        else:
-                            if ahead % PER == 0:
-                                since = take_means(base, lane, since, D, V_AT + V_IN[2], MEANS)
+                out, side = _values_accumulator(
+                    base, lane, p, out, side, D, V_BITS, V[2], 1, NB, V_AT, V_AT + V_SCALES, V_AT + V_IN[1]
+                )
             warp_sync(lane)
             fetch_side(
-                base, lane, vc, vm, va, vp, vn, block0 + next_block, v_page0 + next_page, next_left, next_last, next_left, V_IN,
-                V_KIND, D, D, V_BITS, V[2], V[3], V[9], V_MEAN, V[5], NB, V_AT,
+                base, lane, vc, vm, va, vc, vc, block0 + next_block, 0, next_left, 0, 0, V_IN, V_KIND, D, D, V_BITS, V[2], V[3],
+                False, 0, NB, V_AT,
             )  # fmt: skip
             copy_commit(lane)
 
         copy_wait(lane, 0)
-        if V_KIND < 2:
-            out = _whole_values(out, side, lane, D, V_BITS, int(V_KIND == 0), V[2], V[3], 1)
-        elif V_KIND == 6:
-            out = with_middles(out, middles)
-        elif V_KIND < 4:
-            if V_KIND == 2:
-                whole = ()
-                for c in gl.static_range(CT):
-                    f = float(1 << (24 - nibble_weight(D, V_BITS, c)))
-                    x = out[c]
-                    whole = whole + ((x[0] * f, x[1] * f, x[2] * f, x[3] * f),)
-                out = whole
-            out = brought_back(out, v_table.to(gl.int64) + lane * 16, lane, D)
-            if V[7] != 1.0:
-                whole = ()
-                for c in gl.static_range(CT):
-                    x = out[c]
-                    whole = whole + ((x[0] * V[7], x[1] * V[7], x[2] * V[7], x[3] * V[7]),)
-                out = whole
-            if V_MEAN:
-                out = with_means(out, base, lane, D, MEANS)
-            side = ((total[0], total[1], total[0], total[1]),)
+        out = _whole_values(out, side, lane, D, V_BITS, int(V_KIND == 0), V[2], V[3], 1)
         program_sync(lane)
         slot0 = head.to(gl.int64) * parts + (part0 + PAIR * split)
         if SHARED == 2:

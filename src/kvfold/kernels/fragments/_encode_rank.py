@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""What affine groups miss of a page, as a product of rank RANK: Triton code of :mod:`kvfold.kernels.fragments.encode_rank`."""
+"""What affine groups miss of a page, as a product of rank RANK, and those groups in plain order: Triton code of
+:mod:`kvfold.kernels.fragments.encode_rank`."""
 
 import triton
 import triton.language as tl
@@ -22,7 +23,7 @@ ROUND = tl.constexpr(12582912.0)
 
 @triton.jit
 def _missed(x, AXIS: tl.constexpr, LEVELS: tl.constexpr):
-    """x [., ., .] less what its groups along AXIS decode to."""
+    """x [., ., .] less what its groups along AXIS decode to; their codes, scales and zero-points."""
     low, high = _min(x, AXIS), _max(x, AXIS)
     scale, zero, constant = _asym_scale(low, high, LEVELS)
     wide = scale.to(tl.float32)
@@ -35,7 +36,41 @@ def _missed(x, AXIS: tl.constexpr, LEVELS: tl.constexpr):
     near = _fma(above, inverse, tl.expand_dims(constant.to(tl.float32), AXIS))
     codes = _fma(_fma(near, down, above), inverse, near) + ROUND - ROUND
     codes = tl.minimum(tl.maximum(codes, 0.0), LEVELS * 1.0)
-    return x - (base - down * codes)
+    return x - (base - down * codes), codes, scale, zero
+
+
+@triton.jit
+def _store_plain(codes, out, due, PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
+    """Store a plane of a page's codes, uint8 [PAGE, D], as kvfold.formats.packing.pack does in plain order.
+
+    STRIDE: bytes of 32 tokens. ``due``: bool [PAGE / 32], which 32 tokens are stored.
+    """
+    FIELDS: tl.constexpr = 8 // WIDTH
+    BYTES: tl.constexpr = 32 * D // FIELDS
+    fields = tl.reshape(codes, (PAGE // 32, FIELDS, BYTES)).to(tl.int32)
+    words = _sum(fields << (WIDTH * tl.arange(0, FIELDS))[None, :, None], 1)
+    unit = tl.arange(0, PAGE // 32)[:, None]
+    tl.store(out + unit * STRIDE + tl.arange(0, BYTES)[None, :], words.to(tl.uint8), mask=due[:, None])
+
+
+@triton.jit
+def _store_groups(
+    codes, scale, zero, out, meta, units, PAGE: tl.constexpr, D: tl.constexpr, G: tl.constexpr, AXIS: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Store a page's groups in plain order, of 32 tokens from number ``units[0]`` to ``units[1]``."""
+    unit = tl.arange(0, PAGE // 32)
+    due = (unit >= units[0]) & (unit < units[1])
+    small = tl.reshape(codes, (PAGE, D)).to(tl.int32)
+    if BITS == 3:
+        _store_plain((small & 3).to(tl.uint8), out, due, PAGE, D, 2, 12 * D)
+        _store_plain((small >> 2).to(tl.uint8), out + 8 * D, due, PAGE, D, 1, 12 * D)
+    else:
+        _store_plain(small.to(tl.uint8), out, due, PAGE, D, BITS, 4 * D * BITS)
+    GROUPS: tl.constexpr = D if AXIS == 0 else 32 * D // G  # of 32 tokens
+    at = meta + unit[:, None] * (2 * GROUPS) + tl.arange(0, GROUPS)[None, :]
+    tl.store(at, tl.reshape(scale, (PAGE // 32, GROUPS)), mask=due[:, None])
+    tl.store(at + GROUPS, tl.reshape(zero, (PAGE // 32, GROUPS)), mask=due[:, None])
 
 
 @triton.jit
@@ -71,6 +106,8 @@ def _rank_kernel(
     rows,
     basis,
     row,
+    codes,
+    meta,
     spare,
     first_token,
     first_page,
@@ -91,9 +128,11 @@ def _rank_kernel(
     RANK: tl.constexpr,
     LOOPS: tl.constexpr,
     PICKED: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     """Grid: (pages from that of ``start`` on, heads, batch). ``first_token``: of the first page; ``first_page``, ``first_row``:
-    where it and its first token lie in storage of ``pages`` pages and ``row_tokens`` tokens."""
+    where it and its first token lie in storage of ``pages`` pages and ``row_tokens`` tokens. PLAIN: groups are stored, too,
+    in plain order."""
     page = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     index = tl.program_id(2).to(tl.int64)
@@ -117,9 +156,17 @@ def _rank_kernel(
     there = due | (begins & (token < SEEN))
     x = _finite(tl.load(_tokens_at(source, token, 2) + channel[None, :], mask=there[:, None], other=0.0))
     if AXIS == 0:
-        missed = tl.reshape(_missed(tl.reshape(x, (PAGE // G, G, D)), 1, (1 << BITS) - 1), (PAGE, D))
+        missed, small, scale, zero = _missed(tl.reshape(x, (PAGE // G, G, D)), 1, (1 << BITS) - 1)
     else:
-        missed = tl.reshape(_missed(tl.reshape(x, (PAGE, D // G, G)), 2, (1 << BITS) - 1), (PAGE, D))
+        missed, small, scale, zero = _missed(tl.reshape(x, (PAGE, D // G, G)), 2, (1 << BITS) - 1)
+    missed = tl.reshape(missed, (PAGE, D))
+    if PLAIN:
+        place = lane * (row_tokens // 32) + (first_row + page * PAGE) // 32
+        units = (tl.maximum(start - begin, 0) // 32, tl.minimum(stop - begin, PAGE) // 32)
+        _store_groups(
+            small, scale, zero, codes + place * (4 * D * BITS), meta + place * (2 * (D if AXIS == 0 else 32 * D // G)), units,
+            PAGE, D, G, AXIS, BITS,
+        )  # fmt: skip
     at = basis + ((lane * pages + first_page + page) * D + channel) * RANK
     if begins:
         seen = tl.where((token < SEEN)[:, None], missed, 0.0)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Queries as a page's codes meet them: times the page's norms, through a dense matrix; and sums of values back through one.
+"""Queries as a page's codes meet them: times the page's norms, and through a dense matrix.
 
 The matrix lies in memory as fragments of ``mma.m16n8k16``'s first operand, 512 bytes for 16 x 16 numbers, which stay in the
 first cache. With four query rows or fewer, the other columns of the operand are the same queries for the next page (PAIR 2), so
@@ -35,16 +35,13 @@ from kvfold.kernels.fold._sums import NORM_STEP
 
 
 @gluon.jit
-def norm_words(base, scratch, lane, D: gl.constexpr, NORM: gl.constexpr, AT: gl.constexpr, PAIR: gl.constexpr):
-    """Leave norms of PAIR pages (NORM False: ones) in a warp's scratch: fp16 [PAIR, D]. A lane has adjacent channels, and all
+def norm_words(base, scratch, lane, D: gl.constexpr, AT: gl.constexpr, PAIR: gl.constexpr):
+    """Leave norms of PAIR pages in a warp's scratch: fp16 [PAIR, D]. A lane has adjacent channels, and all
     its codes are loaded before the first is needed."""
     EACH: gl.constexpr = (D + 64) // 128  # words of a lane's codes
     codes = ()
     for page in gl.static_range(PAIR):
-        if not NORM:
-            for _i in gl.static_range(EACH):
-                codes = codes + (lane * 0,)
-        elif D == 64:
+        if D == 64:
             codes = codes + (load_shared_short(base + lane * 2, AT + page * D),)
         else:
             codes = codes + load_shared(base + lane * (D // 32), AT + page * D, D // 128)
@@ -246,34 +243,3 @@ def middle_sums(x, lane, WIDTH: gl.constexpr, BITS: gl.constexpr):
         one = _unit_half2(lane, weight(WIDTH, BITS, c))
         sums = _replace(sums, c % 2, mma(one, one, one, one, x[2 * c], x[2 * c + 1], sums[c % 2], False))
     return (sums[0][0] + sums[1][0]) * MIDDLE, (sums[0][1] + sums[1][1]) * MIDDLE
-
-
-@gluon.jit
-def brought_back(out, table, lane, D: gl.constexpr):
-    """Sums of values through the matrix: each query row scaled by a power of two, and rounded to fp16 on its way."""
-    CT: gl.constexpr = D // 16
-    down = ()
-    up = ()
-    for e in gl.static_range(2):
-        big = _zero4(lane)[0]
-        for c in gl.static_range(CT):
-            big = gl.maximum(big, gl.maximum(gl.abs(out[c][e]), gl.abs(out[c][e + 2])))
-        big = gl.maximum(big, shuffle_xor(big, 4))
-        big = gl.maximum(big, shuffle_xor(big, 8))
-        big = gl.maximum(big, shuffle_xor(big, 16))
-        exponent = gl.minimum(gl.maximum(as_int(big) >> 23, 32), 240)
-        down = down + (as_float((254 + 8 - exponent) << 23),)
-        up = up + (as_float((exponent - 8) << 23),)
-    x = ()
-    for c in gl.static_range(CT):
-        y = out[c]
-        x = x + (
-            transpose8(pack_half2(y[0] * down[0], y[1] * down[1], False)),
-            transpose8(pack_half2(y[2] * down[0], y[3] * down[1], False)),
-        )
-    accs = through(table, lane, x, D, CT)
-    full = ()
-    for c in gl.static_range(CT):
-        y = accs[c]
-        full = full + ((y[0] * up[0], y[1] * up[1], y[2] * up[0], y[3] * up[1]),)
-    return full

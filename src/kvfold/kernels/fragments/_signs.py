@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 """The loop over pages of :mod:`kvfold.kernels.fragments._decode` for signs of a sketch beside values in groups of channels, for
-up to four query rows of a KV head.
+up to four query rows of a KV head; and scores of such signs for more rows.
 
 Scores are products of bytes, as in :mod:`kvfold.kernels.fold._bytes`: a sign is a code of one bit, and one mask makes an
 operand register of four of them. The columns of the product with the sketch's matrix are four query rows for two pages: row h
@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels.affine._values import _values_operand, _whole_values
+from kvfold.kernels.common._codes import code_bytes, nibble_step, page_operand, page_words
 from kvfold.kernels.common._registers import _replace, _two, _zero4
 from kvfold.kernels.common._softmax import LOWEST, _nothing
 from kvfold.kernels.common._warp import (
@@ -22,6 +23,7 @@ from kvfold.kernels.common._warp import (
     copy_wait,
     exp2_fast,
     load_fragment,
+    load_matrix4,
     mma,
     pack_half2,
     prefetch,
@@ -30,6 +32,7 @@ from kvfold.kernels.common._warp import (
     shuffle,
     shuffle_xor,
     transpose8,
+    unpack_half2,
     warp_sync,
 )
 from kvfold.kernels.fold._bytes import FULL, byte_queries, byte_query_tile, byte_scores, byte_starts
@@ -37,6 +40,45 @@ from kvfold.kernels.fold._sums import _mean_scores
 from kvfold.kernels.fragments._codes import bring_pages, fetch_side
 from kvfold.kernels.fragments._queries import norm_words, normed_queries, through
 from kvfold.kernels.fragments._wide import length, turn_pages, turned_page
+
+
+@gluon.jit
+def sign_scores(
+    base, lane, q, start, bias, factor, left, WIDTH: gl.constexpr, BITS: gl.constexpr, NB: gl.constexpr,
+):  # fmt: skip
+    """Scores of a page's tokens, whose codes are uniform: 2 NB accumulators."""
+    STEP: gl.constexpr = nibble_step(WIDTH, BITS)
+    SCALES: gl.constexpr = NB * code_bytes(WIDTH, BITS)
+    scores = ()
+    scale = ()
+    for j in gl.static_range(NB):
+        if j % 2 == 0:
+            scale = load_matrix4(base + lane // 8 * 32 + lane % 2 * 16, SCALES + 64 * j, True)
+        words = page_words(base, lane, j * code_bytes(WIDTH, BITS), WIDTH, BITS)
+        hidden = gl.where(left > j, 0.0, float("-inf"))
+        accs = (_zero4(lane), _zero4(lane))
+        for c in gl.static_range(WIDTH // 16):
+            for tt in gl.static_range(2):
+                a = page_operand(words, 2 * c + tt, WIDTH, BITS)
+                accs = _replace(accs, tt, mma(a[0], a[1], a[2], a[3], q[2 * c], q[2 * c + 1], accs[tt], False))
+        for tt in gl.static_range(2):
+            low, high = unpack_half2(scale[2 * (j % 2) + tt])
+            f0 = factor[0] * 0.5 ** (tt * STEP)
+            f1 = factor[1] * 0.5 ** (tt * STEP)
+            s0 = start[0] * 2.0 ** (tt * STEP)
+            s1 = start[1] * 2.0 ** (tt * STEP)
+            e0 = bias[0] + hidden
+            e1 = bias[1] + hidden
+            x = accs[tt]
+            scores = scores + (
+                (
+                    gl.fma((x[0] + s0) * f0, low, e0),
+                    gl.fma((x[1] + s1) * f1, low, e1),
+                    gl.fma((x[2] + s0) * f0, high, e0),
+                    gl.fma((x[3] + s1) * f1, high, e1),
+                ),
+            )
+    return scores
 
 
 @gluon.jit
@@ -48,13 +90,23 @@ def bring_matrix(table, thread, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def windows_at(lane, warp, head, dense, sinks, slots, D: gl.constexpr):
+    """Where a head's windows begin, their bytes, and whether this lane brings them: sink and ring, keys and values of each."""
+    of_sink = lane % 2 == 0
+    size = gl.where(of_sink, sinks, slots) * (2 * D)
+    keys = gl.where(of_sink, dense[0], dense[2])
+    values = gl.where(of_sink, dense[1], dense[3])
+    at = gl.where(lane < 2, keys, values) + head.to(gl.int64) * size
+    return at, size, ((lane < 4) & (warp == 0) & (size > 0)).to(gl.int32)
+
+
+@gluon.jit
 def byte_query_pages(
-    base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.constexpr, NORMS: gl.constexpr, BITS: gl.constexpr = 1,
-    BEND: gl.constexpr = 0.0,
+    base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.constexpr, NORMS: gl.constexpr,
 ):  # fmt: skip
     """Queries through a matrix as operands of bytes, for two pages: of each the operands, where products begin, the unit."""
     HALF: gl.constexpr = WIDTH // 32
-    norm_words(base, scratch, lane, D, True, NORMS, 2)
+    norm_words(base, scratch, lane, D, NORMS, 2)
     accs = through(table, lane, normed_queries(far, scratch, lane, D, 2, True), WIDTH, D // 16)
     pages = ()
     for e in gl.static_range(2):
@@ -63,7 +115,7 @@ def byte_query_pages(
             a = accs[j]
             b = accs[j + HALF]
             x = x + ((a[e], b[e], a[e + 2], b[e + 2]),)
-        q, start, unit = byte_queries(x, lane, WIDTH, BITS, BEND)
+        q, start, unit = byte_queries(x, lane, WIDTH, 1)
         pages = pages + (q + (start[0][0], start[0][1], start[1][0], start[1][1], unit),)
     return pages
 
@@ -89,7 +141,7 @@ def sketched_pages(base, scratch, far, table, lane, D: gl.constexpr, WIDTH: gl.c
     for s in gl.static_range(2):
         if s > 0:
             warp_sync(lane)
-        norm_words(base, scratch, lane, D, True, NORMS + 2 * D * s, 2)
+        norm_words(base, scratch, lane, D, NORMS + 2 * D * s, 2)
         y = normed_queries(far, scratch, lane, D, 2, True)
         x = x + y
         size = _lengths(y, lane, CT)
@@ -165,12 +217,12 @@ def attend_signs(
     """Attention of four query rows over pages ``lo`` to ``hi`` of ``pages``, which the program's warps share; of ``blocks``
     blocks the scores count. PER stages of NB blocks are a page.
 
-    ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes, metadata and means; ``block0`` and
+    ``stored``: addresses of keys' signs, scales, means and norms, and of values' codes and metadata; ``block0`` and
     ``page0``: where the head's begin. ``far``: a lane's address of the queries as operands, row h in columns 2h and 2h + 1;
     ``up``: what turns their products into scores; PAGES, 2 or 4, go through the matrix at once. ``table``: a lane's address of
     the matrix, or (WIDE) where tiles of it begin in shared memory, all of which all warps see; :func:`bring_pages` has begun,
     norms apart, and norms have come. ``soon``: what comes to L2 with the last stage, as
-    :func:`kvfold.kernels.fragments._ahead.windows_at` has it, or nothing. Returns the maxima of row t, sums of values and of
+    :func:`windows_at` has it, or nothing. Returns the maxima of row t, sums of values and of
     probabilities: row t in column 2t.
     """
     W: gl.constexpr = gl.num_warps()
@@ -182,15 +234,14 @@ def attend_signs(
     each = (hi - lo + W - 1) // W
     first = lo + warp * each
     count = gl.minimum(hi - first, each) * PER
-    base = base0 + warp * PLACES[5]
+    base = base0 + warp * PLACES[4]
     scratch = base + PLACES[3]
     start = first * (PER * NB)
     kc, km, kp, kn = stored[0]
-    vc, vm, _vp = stored[1]
+    vc, vm = stored[1]
     if not WIDE:
         bring_pages(
-            base0, lane, warp, lo, hi, pages, blocks, stored, block0, (page0, page0), D, K, WIDTH, V, PLACES, NB, PER, PAGES,
-            False,
+            base0, lane, warp, lo, hi, pages, blocks, stored, block0, page0, D, K, WIDTH, V, PLACES, NB, PER, PAGES, False,
         )  # fmt: skip
 
     top = _zero4(lane)[0] + LOWEST
@@ -215,8 +266,8 @@ def attend_signs(
             if i % (4 * PER) == 0:
                 if i > 0:  # else norms have come before keys
                     copy_wait(lane, 1)
-                turn_pages(base, scratch, far, table, base + PLACES[6], lane, D, WIDTH, 1, 0.0, K_AT[3])
-                now = turned_page(base + PLACES[6], scratch, lane, 0, WIDTH, 1)
+                turn_pages(base, scratch, far, table, base + PLACES[5], lane, D, WIDTH, K_AT[3])
+                now = turned_page(base + PLACES[5], scratch, lane, 0, WIDTH)
         if len(soon) > 0:
             if ahead == each * PER:
                 prefetch_bulk(soon[0], soon[1], soon[2])
@@ -246,24 +297,23 @@ def attend_signs(
         unit = now[STEPS + 4]
         if WIDE:
             if PER == 1:  # what the next page takes is there when it begins
-                now = turned_page(base + PLACES[6], scratch, lane, ahead % 4, WIDTH, 1)
+                now = turned_page(base + PLACES[5], scratch, lane, ahead % 4, WIDTH)
             elif ahead % PER == 0:
-                now = turned_page(base + PLACES[6], scratch, lane, ahead // PER % 4, WIDTH, 1)
+                now = turned_page(base + PLACES[5], scratch, lane, ahead // PER % 4, WIDTH)
         warp_sync(lane)
         fetch_side(
             base, lane, kc, km, kc, kp, kn, next_block, page0 + next_page, next_left, next_stats, next_norms, K_AT, 2, D,
-            WIDTH, 1, 0, 0, 0, K[4], PAGES, NB, 0,
+            WIDTH, 1, 0, 0, K[4], PAGES, NB, 0,
         )  # fmt: skip
         copy_commit(lane)
-        top, factor, p = row_weights(scores, unit * (up * K[7]), bias, top, NB, LIFT)
+        top, factor, p = row_weights(scores, unit * (up * K[6]), bias, top, NB, LIFT)
         out = _rescale_rows(out, factor)
         side = _rescale_rows(side, factor)
         copy_wait(lane, 1)  # values of this page
         out, side = _values_operand(base, lane, p, out, side, D, V[1], V[3], 1, NB, V_AT, V_AT + V_IN[0])
         warp_sync(lane)
         fetch_side(
-            base, lane, vc, vm, vc, vc, vc, next_block, page0, next_left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], 0, False, 0, NB,
-            V_AT,
+            base, lane, vc, vm, vc, vc, vc, next_block, 0, next_left, 0, 0, V_IN, 0, D, D, V[1], 0, V[3], False, 0, NB, V_AT,
         )  # fmt: skip
         copy_commit(lane)
     copy_wait(lane, 0)

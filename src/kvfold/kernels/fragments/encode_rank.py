@@ -1,7 +1,8 @@
 """Encoding on the GPU for affine groups with a low-rank part of what they miss (GEAR): :class:`kvfold.formats.LowRank`.
 
-Codes are written by :func:`kvfold.kernels.fold.encode.encode_pages`. A second launch quantizes again, in registers, and finds
-the basis of what is missed by the format's own iteration, in float32. Decode steps leave their blocks to Torch.
+One launch quantizes a page, in registers, stores its groups in plain order, and finds the basis of what is missed by the
+format's own iteration, in float32. Codes in the order of tensor cores are written by
+:func:`kvfold.kernels.fold.encode.encode_pages`.
 """
 
 import torch
@@ -31,7 +32,12 @@ def unsupported(fmt: Format) -> str | None:
     ):
         if value not in allowed:
             return f"{name}={value}; allowed: {', '.join(map(str, allowed))}"
-    return inner_unsupported(fmt.inner)
+    return None if is_plain(fmt) else inner_unsupported(fmt.inner)
+
+
+def is_plain(fmt: LowRank) -> bool:
+    """Whether groups are stored with what they miss; else :func:`kvfold.kernels.fold.encode.encode_pages` stores them."""
+    return fmt.inner.operand == "plain"
 
 
 def encode_rank(
@@ -49,7 +55,8 @@ def encode_rank(
 
     Parameters are those of :func:`kvfold.kernels.fold.encode.encode_pages`.
     """
-    encode_pages(new, fields, fmt.inner, start, stop, first_block, ring, old, None, rows)
+    if not is_plain(fmt):
+        encode_pages(new, fields, fmt.inner, start, stop, first_block, ring, old, None, rows)
     encode_missed(new, fields, fmt, start, stop, first_block, ring, old, rows)
 
 
@@ -64,7 +71,7 @@ def encode_missed(
     old: int = 0,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """The low-rank part alone: see :func:`encode_rank`."""
+    """The low-rank part, and groups in plain order: see :func:`encode_rank`."""
     if why := unsupported(fmt):
         raise ValueError(f"encode: {why}")
     inner = fmt.inner
@@ -80,7 +87,8 @@ def encode_missed(
         new = new.contiguous()
     batch, heads, _, dim = new.shape
     basis, row = fields["basis"], fields["row"]
-    for name, field in (("basis", basis), ("row", row)):
+    codes, meta = fields["codes"].view(torch.uint8), fields["meta"]
+    for name, field in (("basis", basis), ("row", row), ("codes", codes), ("meta", meta)):
         if not field.is_contiguous():
             raise ValueError(f"{name}: packed storage must be contiguous, its strides are {field.stride()}")
     waiting = new if ring is None or not ring.numel() else ring
@@ -94,6 +102,8 @@ def encode_missed(
         or_any(rows, fields["codes"]),
         basis,
         row,
+        codes,
+        meta,
         _spare(dim, fmt.rank, fmt.seed, new.device),
         first * fmt.page,
         first - first_block * fmt.block // fmt.page,
@@ -114,6 +124,7 @@ def encode_missed(
         RANK=fmt.rank,
         LOOPS=fmt.loops,
         PICKED=rows is not None,
+        PLAIN=is_plain(fmt),
         num_warps=8,
         num_stages=1,
         enable_fp_fusion=False,

@@ -4,31 +4,12 @@ import math
 
 import torch
 
-from kvfold.arithmetic import beside, lasting
-from kvfold.formats import Format, Lookup, Outliers
-from kvfold.formats.lookup import ChannelScales
+from kvfold.arithmetic import lasting
 from kvfold.formats.paged import PAGE
 from kvfold.rope import Rope
 
-
-def channel_constants(form: Format, device: torch.device) -> torch.Tensor:
-    """Spreads and centers of channels as the kernel's lanes take them: fp16 [heads, 8, 4, 2, 2, 2], of a channel tile, of t, of
-    the tile's halves: a pair of each. Made once: graphs know where they are."""
-    assert isinstance(form, Outliers) and isinstance(form.inner, Lookup) and form.inner.channels is not None
-    return _in_lanes(form.inner.channels.on(device), max(1.0, *map(abs, form.inner.levels)))
-
-
-@beside
-def _in_lanes(channels: ChannelScales, most: float) -> torch.Tensor:
-    both = torch.stack((channels.spread.clamp(max=32752 / most), channels.center.clamp(-32752, 32752)), 1)
-    lanes = both.half().unflatten(-1, (8, 2, 4, 2))  # [heads, which, tile, half, t, pair]
-    return lanes.permute(0, 2, 4, 3, 1, 5).contiguous()
-
-
 PAIRS = 64
 """Pairs of channels that are rotated."""
-STILL = Rope(torch.zeros(PAIRS, dtype=torch.float32, device="cpu"))
-"""Of a layer without a rotation."""
 
 
 @lasting(256)
@@ -52,25 +33,10 @@ def lane_tiles(matrix: torch.Tensor) -> torch.Tensor:
     return tiles.permute(0, 3, 2, 5, 4, 1, 6).contiguous()
 
 
-def wide_tiles(matrix: torch.Tensor, bits: int) -> torch.Tensor:
+def wide_tiles(matrix: torch.Tensor) -> torch.Tensor:
     """A matrix [rows, 128] as products of warpgroups read it: fp16 [rows / 64, 2, 64, 64], tiles of 64 rows in parts of 64
     channels; rows in the order of :mod:`kvfold.kernels.fragments._wide`, a row's 16 bytes in another by its last three bits."""
-    if bits == 3:
-        blocks = matrix.half().unflatten(0, (4, 2, 2, 8)).permute(1, 2, 0, 3, 4)  # [field, parity, block, row]
-    else:
-        blocks = matrix.half().unflatten(0, (2, -1, 2, 8)).permute(1, 2, 0, 3, 4)  # [half, row tile, block, row]
+    blocks = matrix.half().unflatten(0, (2, -1, 2, 8)).permute(1, 2, 0, 3, 4)  # [half, row tile, block, row]
     lines = blocks.reshape(-1, 64, 2, 8, 8).transpose(1, 2)  # [tile, part, row, place, 8]
     row, place = torch.arange(64, device=matrix.device)[:, None], torch.arange(8, device=matrix.device)
     return lines[:, :, row, place ^ row % 8].flatten(-2).contiguous()
-
-
-@lasting()
-def whole_levels(levels: tuple[float, ...]) -> tuple[float, tuple[int, int]] | None:
-    """Unit in which eight levels are whole numbers of seven bits and a sign, and these as bytes of two words; None without."""
-    for most in range(127, 7, -1):
-        unit = levels[-1] / most
-        if all(abs(x / unit - round(x / unit)) < 1e-6 for x in levels):
-            bytes_ = torch.tensor([round(x / unit) for x in levels], dtype=torch.int8, device="cpu")
-            low, high = bytes_.view(torch.int32).tolist()
-            return unit, (low, high)
-    return None
