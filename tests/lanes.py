@@ -361,19 +361,7 @@ class Program:
         def funnel(low, high, start):
             return signed(((unsigned(high) << 32 | unsigned(low)) >> (start.to(torch.int64) & 31)) & (WORD - 1))
 
-        def levels(x, held, table, half):
-            upper, lower = (
-                [int(n, 16) >> 8 * i & 255 for n in part for i in range(4)]
-                for part in (table.split()[:2], table.split()[2:])
-            )
-            of = torch.tensor([a << 8 | b for a, b in zip(upper, lower, strict=True)], dtype=torch.int32)
-            return tuple(
-                signed(of[(x >> at & 7).long()].long() | of[(x >> (16 + at) & 7).long()].long() << 16)
-                for at in (8 * half, 8 * half + 4)
-            )
-
         return {
-            "_two_levels": levels, "cut_nibbles": lambda x, mask, shift: signed(unsigned(x) >> shift & mask),
             "load_matrix4": self.load_matrix4, "load_pair": self.load_pair, "abs_halves": of_word(torch.abs),
             "fma_half2": of_word(
                 lambda a, b, c: (a.double() * b.double() + c.double()).half()

@@ -363,7 +363,7 @@ INSTRUCTIONS = {
     "_weighted_bytes": weighted_bytes,
     "mma": mma, "mma_bytes": mma_bytes, "transpose8": transpose8, "pack_half2": pack_half2, "unpack_half2": unpack_half2,
     "either_bytes": either_bytes,
-    "cut_nibbles": lambda x, mask, shift: word(unsigned(x) >> np.uint32(shift) & np.uint32(mask)), "select": select,
+    "select": select,
     "mul_half2": lambda a, b: word(halves(a) * halves(b)),
     "max_half2": lambda a, b: word(np.maximum(halves(a), halves(b))),
     "shuffle": lambda x, source: register(lanes(x, np.float32)[lanes(source)]),

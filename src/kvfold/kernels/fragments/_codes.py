@@ -9,16 +9,15 @@ KIND   name                   a code u stands for                             be
 2      uniform                ``u - o``, times the token's scale; keys alone  a scale per token
 =====  =====================  ==============================================  ==================================
 """
-# ruff: noqa: RUF005  (the compiler knows no starred tuples)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.kernels.affine._codes import meta_bytes
-from kvfold.kernels.common._codes import _fetch, code_bytes, nibble_words
+from kvfold.kernels.common._codes import _fetch, code_bytes
 from kvfold.kernels.common._warp import copy_commit
 
-CHANNELS, TOKENS, UNIFORM, LEVELS = range(4)
+CHANNELS, TOKENS, UNIFORM = range(3)
 
 # ---- where a side of a page lies in a warp's stage ------------------------------------------------------------------
 
@@ -94,77 +93,3 @@ def bring_pages(
         base, lane, vc, vm, vc, vc, vc, block0 + start, 0, left, 0, 0, V_IN, V[0], D, D, V[1], V[2], V[3], False, 0, NB, V_AT,
     )  # fmt: skip
     copy_commit(lane)
-
-
-# ---- levels as operands: what long calls unpack with ----------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def _nibbles_asm(mask, shift):
-    shifted = f"shr.b32 x, $1, {shift};" if shift else "mov.b32 x, $1;"
-    return f"{{ .reg .b32 x; {shifted} and.b32 $0, x, {mask}; }}"
-
-
-@gluon.jit
-def cut_nibbles(x, MASK: gl.constexpr, SHIFT: gl.constexpr):
-    asm: gl.constexpr = _nibbles_asm(MASK, SHIFT)
-    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def masked_words(words, D: gl.constexpr, BITS: gl.constexpr):
-    """A lane's codes of 32 tokens, of 2 or 3 bits, as they are stored: a nibble each, four words for each array of 256 words
-    and parity of fields."""
-    out = ()
-    if BITS == 3:
-        words = nibble_words(words, D, BITS)
-        for i in gl.static_range(len(words)):
-            out = out + (cut_nibbles(words[i], 0x77777777, 0),)
-    else:
-        for a in gl.static_range(len(words) // 4):
-            for odd in gl.static_range(2):
-                for i in gl.static_range(4):
-                    out = out + (cut_nibbles(words[4 * a + i], 0x33333333, 2 * odd),)
-    return out
-
-
-@gluon.constexpr_function
-def _levels_asm(table, half, held):
-    """Fields 2 HALF and 2 HALF + 1 of both halves of a word, as two pairs of fp16 numbers.
-
-    Bytes of the four codes become the selector of two look-ups, for the upper and for the lower bytes of their levels.
-    """
-    table = table.split()
-    if held:
-        table[0], table[2] = "$3", "$4"
-    chosen = "0x4431" if half else "0x4420"
-    return f"""{{ .reg .b32 s, u, v;
-        prmt.b32 s, $2, 0, {chosen};
-        prmt.b32 u, {table[0]}, {table[1]}, s;
-        prmt.b32 v, {table[2]}, {table[3]}, s;
-        prmt.b32 $0, v, u, 0x6240;
-        prmt.b32 $1, v, u, 0x7351; }}"""
-
-
-@gluon.jit
-def _two_levels(x, held, TABLE: gl.constexpr, HALF: gl.constexpr):
-    HELD: gl.constexpr = len(held) > 0
-    asm: gl.constexpr = _levels_asm(TABLE, HALF, HELD)
-    if HELD:
-        return gl.inline_asm_elementwise(
-            asm, "=r,=r,r,r,r", [x, held[0], held[1]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-        )
-    else:
-        return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
-
-
-@gluon.jit
-def level_operands(words, held, WORD: gl.constexpr, HALF: gl.constexpr, TABLE: gl.constexpr):
-    """Two tiles' registers, from the four words number WORD; ``held``: two words of the table in registers, or nothing."""
-    a = ()
-    b = ()
-    for i in gl.static_range(4):
-        x, y = _two_levels(words[4 * WORD + i], held, TABLE, HALF)
-        a = a + (x,)
-        b = b + (y,)
-    return a, b

@@ -12,9 +12,9 @@ from kvfold.formats.basis import Basis
 from kvfold.formats.paged import PAGE
 from kvfold.kernels.affine.decode import MODES, Plan
 from kvfold.kernels.call import Span, Windows
+from kvfold.kernels.common import spans as over
 from kvfold.kernels.common._codes import nibble_weight
 from kvfold.kernels.common.partials import Partials, early_launch
-from kvfold.kernels.common.spans import MAX_TOKENS
 from kvfold.kernels.device import STATIC_SHARED, DeviceInfo, device_info, settled
 from kvfold.kernels.fragments._codes import CHANNELS, TOKENS, UNIFORM
 from kvfold.kernels.fragments._decode import fragments_kernel
@@ -126,14 +126,6 @@ def side(form: Format) -> Side:
     short = 1 / math.sqrt(form.head_dim)  # a row of the sketch is as long as sqrt(d): less would not fit fp16
     fixed = (UNIFORM, 1, 0, 0, mean, norm, 2 * inner.gains[0] * form.head_dim)
     return Side(("signs", "rms", "signs"), fixed, inner.width, paged.basis, short)
-
-
-def _level_table(levels: tuple[float, ...]) -> str:
-    """Upper bytes of four levels, of the next four, and their lower bytes: four numbers as text, which constants may be."""
-    numbers = torch.zeros(8, dtype=torch.float16, device="cpu")
-    numbers[: len(levels)] = torch.tensor(levels, dtype=torch.float64, device="cpu").half()
-    lower, upper = numbers.view(torch.uint8).view(8, 2).T.contiguous().view(torch.int32).tolist()
-    return " ".join(f"{x & 0xFFFFFFFF:#x}" for x in (*upper, *lower))
 
 
 @lasting(1024)  # decode graphs know where they are
@@ -285,35 +277,18 @@ def decode_attention(
 
     As :func:`kvfold.kernels.affine.decode.decode_attention`; what pages do to queries, the kernel does.
     """
-    batch, num_heads, tokens, dim = q.shape
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise ValueError(f"tokens={tokens}: 1 to {MAX_TOKENS} query tokens are allowed")
-    heads = windows.sink[0].shape[1]
-    rows = num_heads // heads * tokens
-    slots = windows.sink[0].shape[2] + windows.ring[0].shape[2]
-    plans = [
-        make_plan(
-            key_format,
-            value_format,
-            batch * heads,
-            rows,
-            unit_capacity_of(key_format, s),
-            slots,
-            device_info(q.device),
-            device_info(q.device).has_wgmma,
-        )
-        for s in spans
-    ]
+    jobs, rows, slots = over.sizes(q, windows)
+    device = device_info(q.device)
+    rooms = [unit_capacity_of(key_format, span) for span in spans]
+    plans = [make_plan(key_format, value_format, jobs, rows, n, slots, device, device.has_wgmma) for n in rooms]
     plans[0] = plan or plans[0]
     plans[1:] = [replace(p, dense_splits=0, window_heads=1) for p in plans[1:]]
     q = q.contiguous()
-    early = device_info(q.device).has_pdl
-    partials = Partials.empty(batch * heads, sum(map(parts, plans)), rows, dim, q.device)
-    at = 0
-    for each, span in zip(plans, spans, strict=True):
-        _launch(q, key_format, value_format, span, windows, scale, partials, at, each, early)
-        at += parts(each)
-    return partials.merge(torch.empty_like(q) if out is None else out, early, sinks, tokens)
+
+    def launch(span: Span, partials: Partials, part: int, plan: Plan, early: bool) -> None:
+        _launch(q, key_format, value_format, span, windows, scale, partials, part, plan, early)
+
+    return over.attend(q, windows, spans, plans, launch, parts, out, sinks)
 
 
 def unit_capacity_of(form: Format, span: Span) -> int:
@@ -325,11 +300,8 @@ def unit_capacity_of(form: Format, span: Span) -> int:
 def _arrays(form: Format, stored: Fields, even: bool = False, wide: bool = False) -> list[torch.Tensor]:
     """Codes, scales, sign words, means, norms, the matrix, as the kernel takes them: of values the first three."""
     of = side(form)
-    arrays = [stored[n] for n in of.names]
-    arrays += [stored["mean"] if of.constants[4] else arrays[0], stored["norm"] if of.constants[5] else arrays[0]]
-    for x in arrays:
-        if not (x.is_contiguous() or x.stride(0) == x.shape[1] * x.stride(1)):
-            raise ValueError(f"packed storage: strides {x.stride()} of {tuple(x.shape)} are not those of a slab")
+    statistics = ["mean" if of.constants[4] else of.names[0], "norm" if of.constants[5] else of.names[0]]
+    arrays = over.slab_fields(stored, [*of.names, *statistics])
     table = _table(form, arrays[0].device, even, wide)
     return [*arrays, arrays[0] if table is None else table]
 
