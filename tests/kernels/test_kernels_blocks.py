@@ -82,7 +82,7 @@ def test_shapes_of_calls(method, per_head, tokens):
     (by_groups((8, True), (8,), mean=3.0), (2048, 1984), (32, 32), {"rotary": 128}),
     (by_groups((8, True), (8,)), (2048, 1984), (32, 32), {"rotary": 128}),
     (by_groups((4, True), (4,), mean=3.0), (2048, 1984), (32, 32), {"rotary": 128}),
-], ids=str)  # fmt: skip
+], ids=lambda x: x.__qualname__.partition(".")[0] if callable(x) else str(x))  # fmt: skip
 def test_ragged_calls_of_baselines(method, packed, slabs, options, per_head, tokens, dtype, limit):
     """Several slabs, storage that holds no token full of NaN."""
     of = {
