@@ -16,7 +16,13 @@ ALWAYS = FOLDER / "cpu"
 """Tests that are not left out."""
 DEPENDS = (
     *("src/kvfold/kernels", "src/kvfold/formats", "src/kvfold/storage", "src/kvfold/methods"),
-    *("src/kvfold/arithmetic.py", "src/kvfold/errors.py", "src/kvfold/rope.py", "src/kvfold/graph.py"),
+    *(
+        "src/kvfold/arithmetic.py",
+        "src/kvfold/errors.py",
+        "src/kvfold/graph.py",
+        "src/kvfold/plan.py",
+        "src/kvfold/rope.py",
+    ),
     *("tests/kernels", "tests/aot", "constraints.txt"),
 )
 

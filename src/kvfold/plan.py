@@ -76,7 +76,10 @@ def packed_for(method: Method, spec: LayerSpec, device: torch.device, kernel: st
 
 
 def wants_plain_order(method: Method, spec: LayerSpec, device: torch.device, kernel: str | None) -> bool:
-    """Whether a kernel reads a layer's codes in plain order, and at most the reference those packed for tensor cores."""
+    """Whether a kernel reads a layer's codes in plain order, and at most the reference those packed for tensor cores. On a CPU
+    codes keep their order, for they may go back to a GPU."""
+    if device.type == "cpu":
+        return False
     fused, plain_order = (
         _rank(method, replace(spec, fragments=fragments), device, kernel) for fragments in (True, False)
     )
