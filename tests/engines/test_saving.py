@@ -569,14 +569,11 @@ def test_codes_of_a_file_come_to_the_order_that_kernels_read_today(model, method
 
 @pytest.mark.parametrize("method", ["fold", "kivi", "turboquant"])
 def test_a_cpu_keeps_the_order_that_a_gpu_packed(model, method, tmp_path):
-    """The file's cache may go back to where its order is read fast."""
     cache = kvfold.fold(model, method)
-    for each in cache.folded:
-        each.layout.pack_as(True)
+    [each.layout.pack_as(True) for each in cache.folded]
     logits(model, cache, prompt(1, 300))
     cache.save(tmp_path / "cache.safetensors")
-    twin = kvfold.load_cache(tmp_path / "cache.safetensors", model)
-    assert all(each.spec.fragments for each in twin.folded)
+    assert all(each.spec.fragments for each in kvfold.load_cache(tmp_path / "cache.safetensors", model).folded)
 
 
 def test_an_insisted_kernel_must_exist_where_a_cache_goes():
