@@ -334,17 +334,6 @@ class Program:
     def load_words4(self, address, offset):
         return tuple(self.memory.read(address + offset, torch.int32, 4).unbind(-1))
 
-    def store_short(self, address, x, active):
-        on = active != 0
-        if on.any():
-            self.shared.write(address[on], (x & 0xFFFF)[on].to(torch.int16))
-
-    def load_outlier(self, where, value, active):
-        on, out = active != 0, torch.full_like(active, -1)
-        low, high = (self.memory.read(x[on], torch.int16).squeeze(-1).to(torch.int32) for x in (where, value))
-        out[on] = (low & 0xFFFF) | (high << 16)
-        return out
-
     def cosine_sine(self, position, turns, rest):
         angle = 2 * math.pi * (position.double() * (turns.double() + rest.double()))
         return angle.cos().float(), angle.sin().float()
@@ -366,8 +355,6 @@ class Program:
             "fma_half2": of_word(
                 lambda a, b, c: (a.double() * b.double() + c.double()).half()
             ), "load_word": lambda at: self.memory.read(at, torch.int32).squeeze(-1),
-            "_ones_of": lambda x: sum(unsigned(x) >> i & 1 for i in range(32)).to(torch.int32),
-            "_store_short": self.store_short, "load_outlier": self.load_outlier,
             "_replaced": of_word(lambda x, y: torch.where(y != 0, y, x)), "load_words4": self.load_words4,
             "load_words2": lambda at, more: tuple(self.memory.read(at + more, torch.int32, 2).unbind(-1)),
             "operand_words": self.load_words4,
@@ -407,7 +394,6 @@ class Program:
             "_weighted_bytes": lambda x, weight, more: more + sum(
                 (x >> 8 * i & 255) * (weight >> 8 * i & 255) for i in range(4)
             ),
-            "_odd_bytes": lambda x: permuted(x, 0x4341),
             "_above_1024": lambda x, order, odd: chosen_bytes(x, order, torch.tensor(0x7371 if odd else 0x7270)),
             "_with_difference": lambda x, a, b: signed(unsigned(x) + unsigned(a) - unsigned(b)),
             "_with_sum": lambda x, a, b: signed(unsigned(x) + unsigned(a) + unsigned(b)),

@@ -143,11 +143,6 @@ class Machine:
     def store_shared(self, address, *words):
         _write(self.shared, lanes(address, np.int64), words)
 
-    def _store_short(self, address, x, active):
-        at, data = lanes(address, np.int64), unsigned(x).view(np.uint8).reshape(32, 4)
-        for lane in LANE[lanes(active) != 0]:
-            self.shared[at[lane] : at[lane] + 2] = data[lane, :2]
-
     store_shared1 = store_shared2 = store_shared4 = store_shared
 
     def copy_async(self, to, source, size, active, to_offset, source_offset, guarded):
@@ -376,7 +371,6 @@ INSTRUCTIONS = {
     "round_nearest": lambda x: register(np.rint(np.asarray(x, np.float32))),
     "cos_fast": lambda x: register(np.cos(np.asarray(x, np.float32))),
     "sin_fast": lambda x: register(np.sin(np.asarray(x, np.float32))),
-    "_ones_of": lambda x: register([int(n).bit_count() for n in unsigned(x)], np.int32),
     "_bits": lambda x: word(lanes(x, np.float32)),
     "as_int": lambda x: word(lanes(x, np.float32)),
     "as_float": lambda x: register(unsigned(x).view(np.float32)),

@@ -15,9 +15,7 @@ from kvfold.formats.basis import projection
 from kvfold.kernels.affine.decode import Plan
 from kvfold.kernels.device import HOPPER, STATIC_SHARED
 from kvfold.kernels.fragments import decode as fragments
-from kvfold.kernels.fragments import layout as fragment_tables
 from kvfold.methods import LayerSpec, get
-from kvfold.rope import Rope
 
 
 def formats(method, dim=128, **spec):
@@ -49,24 +47,6 @@ def test_what_it_takes(method, dim):
 ])  # fmt: skip
 def test_what_it_refuses_is_named(method, dim, reason):
     assert fragments.unsupported(*formats(method, dim)) == reason
-
-
-def test_rotations_of_part_of_the_channels_are_refused():
-    with pytest.raises(ValueError, match="rope of 64 channels: allowed: 128"):
-        fragment_tables.rope_turns(Rope(torch.ones(32)), torch.device("cpu"))
-
-
-def test_rotations_of_a_page_lie_as_operands():
-    rope = Rope(10000.0 ** (-torch.arange(0, 128, 2).float() / 128), 1.5)
-    turns, table = fragment_tables.rope_turns(rope, torch.device("cpu"))
-    assert (turns.double().sum(0) * 2 * math.pi - rope.inv_freq.double()).abs().max() < 1e-12
-    for token, pair in ((0, 0), (21, 37), (127, 63)):
-        lane = token % 8 * 4 + pair % 8 // 2
-        register = token % 16 // 8 + 2 * (pair % 16 // 8)
-        angle = token * float(rope.inv_freq[pair])
-        for which, want in enumerate((math.cos(angle), math.sin(angle))):
-            of = table[token // 16, pair // 16, which].reshape(32, 4, 2)[lane, register, pair % 2]
-            assert float(of) == pytest.approx(1.5 * want, abs=1e-3)
 
 
 def test_codes_in_plain_order_are_refused():

@@ -1,5 +1,6 @@
 """Keys of codes into tables, unpacked: the kernel run on a CPU, compiled ahead, and the formats it is meant for."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -135,3 +136,9 @@ def test_which_formats_it_serves(monkeypatch):
         assert not unpack_tables.serves(keys, rope, torch.device("cpu"))
     others = residuals(rounded=True), by_groups((8, True), (8,)), commvq(3, codes=128)  # not in whole steps
     assert not any(unpack_tables.serves(form(128, "cpu")[0], rope, gpu) for form in others)
+
+
+def test_turns_of_a_token_add_up():
+    rope = Rope(10000.0 ** (-torch.arange(0, 128, 2).float() / 128), 1.5)
+    turns, _ = unpack_tables.turns(rope, torch.device("cpu"))
+    assert (turns.double().sum(0) * 2 * math.pi - rope.inv_freq.double()).abs().max() < 1e-12

@@ -58,12 +58,6 @@ def _funnel(low, high, start):
 
 
 @gluon.jit
-def _odd_bytes(x):
-    """Bytes 1 and 3 of x in the low bytes of both halves."""
-    return gl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4341;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _swapped(x, selector):
     """Bytes of x as ``selector`` says."""
     return gl.inline_asm_elementwise(

@@ -1,30 +1,6 @@
 """What the kernel of :mod:`kvfold.kernels.fragments.decode` reads beside pages, in the order in which its lanes take it."""
 
-import math
-
 import torch
-
-from kvfold.arithmetic import lasting
-from kvfold.formats.paged import PAGE
-from kvfold.rope import Rope
-
-PAIRS = 64
-"""Pairs of channels that are rotated."""
-
-
-@lasting(256)
-def rope_turns(rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turns per token of 64 pairs of channels and what float32 leaves of them, float32 [2, 64]; cosines and sines of the places
-    in a page, times RoPE's factor, as fragments of an operand: fp16 [8, 4, 2, 32, 8]."""
-    freq = rope.inv_freq.double().cpu()
-    if freq.numel() != PAIRS:
-        raise ValueError(f"rope of {2 * freq.numel()} channels: allowed: {2 * PAIRS}")
-    turns = freq / (2 * math.pi)
-    parts = torch.stack((turns.float(), (turns - turns.float().double()).float()))
-    angles = torch.arange(PAGE, dtype=torch.float64, device="cpu").unsqueeze(-1) * freq
-    both = torch.stack((angles.cos(), angles.sin())) * rope.scaling
-    tiles = both.half().unflatten(-1, (4, 2, 4, 2)).unflatten(1, (8, 2, 8))  # [which, tile, half, g, ct, half, t, pair]
-    return parts.to(device), tiles.permute(1, 4, 0, 3, 6, 5, 2, 7).contiguous().to(device)
 
 
 def lane_tiles(matrix: torch.Tensor) -> torch.Tensor:
